@@ -14,11 +14,7 @@ Makes empty files of a length (two objects a page) below DIR, on tmpfs by defaul
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import os
-import shutil
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -27,6 +23,8 @@ from typing import TYPE_CHECKING
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
+from tests.bench.runner import options_of, scratch, timed
+from tests.stores import page
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,14 +38,14 @@ def fill(directory: ObjectDirectory, pages: int) -> list[bytes]:
     """Make the objects of pages, with times in the past; return the anchors' keys."""
     keys = []
     for number in range(pages):
-        page = hashlib.sha256(b"%d" % number).hexdigest().encode()
+        name_of_page = page(number).encode()
         for suffix in (INDEXER, KV):
-            here, name = directory.place_for_new(page + suffix)
+            here, name = directory.place_for_new(name_of_page + suffix)
             descriptor = os.open(name, os.O_CREAT | os.O_WRONLY, dir_fd=here)
             os.truncate(descriptor, NBYTES)
             os.utime(descriptor, (1e9 + number, 1e9 + number))
             os.close(descriptor)
-        keys.append(page + KV)
+        keys.append(name_of_page + KV)
     return keys
 
 
@@ -79,9 +77,8 @@ class Watch:
             last = now
 
 
-def scan(directory: ObjectDirectory) -> float:
-    """Return the seconds that a plain listing with sizes takes."""
-    begun = time.perf_counter()
+def scan(directory: ObjectDirectory) -> None:
+    """List a directory with sizes, by plain calls."""
     total = 0
     for _, descriptor in directory.directories([]):
         own = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=descriptor)
@@ -89,23 +86,17 @@ def scan(directory: ObjectDirectory) -> float:
             for entry in entries:
                 total += entry.stat(follow_symlinks=False).st_size
         os.close(own)
-    return time.perf_counter() - begun
 
 
 def us_per_call(call: Callable[[int], object], calls: int = CALLS) -> float:
     """Return us per call, the best of five rounds."""
-    best = float("inf")
-    for _ in range(5):
-        begun = time.perf_counter()
-        for number in range(calls):
-            call(number)
-        best = min(best, time.perf_counter() - begun)
-    return best / calls * 1e6
+    round_of_calls = timed(lambda: [call(number) for number in range(calls)])
+    return min(round_of_calls() for _ in range(5)) / calls * 1e6
 
 
 def attach(directory: ObjectDirectory, objects: int) -> Capacity:
     """Attach, wait for the first listing, and print what it cost."""
-    print(f"scandir and stat          {scan(directory):8.2f} s")
+    print(f"scandir and stat          {timed(lambda: scan(directory))():8.2f} s")
     idle = Watch()
     time.sleep(2)
     idle.end()
@@ -174,22 +165,17 @@ def evict(directory: ObjectDirectory, objects: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--objects", type=int, default=1_000_000)
-    parser.add_argument("--at", default="/dev/shm")
-    parser.add_argument("--folders", action="store_true")
-    arguments = parser.parse_args()
-    path = tempfile.mkdtemp(prefix="hicachectl-bench-", dir=arguments.at)
-    try:
-        with ObjectDirectory.create(path, folders=arguments.folders or None) as directory:
-            keys = fill(directory, arguments.objects // 2)
-            capacity = attach(directory, arguments.objects)
-            calls(directory, capacity, keys[-CALLS // 2 :])
-            capacity.close()
-            time.sleep(1)
-            evict(directory, arguments.objects)
-    finally:
-        shutil.rmtree(path)
+    options = options_of(__doc__, objects=1_000_000, at="/dev/shm", folders=False)
+    with (
+        scratch(options.at) as path,
+        ObjectDirectory.create(str(path), folders=options.folders or None) as directory,
+    ):
+        keys = fill(directory, options.objects // 2)
+        capacity = attach(directory, options.objects)
+        calls(directory, capacity, keys[-CALLS // 2 :])
+        capacity.close()
+        time.sleep(1)
+        evict(directory, options.objects)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Digests of a store against `b3sum` and `cat`; run by hand.
 
-    python tests/bench/bench_digests.py --objects 2400 --bytes 4500000 [--directory DIR] [--cold]
-    python tests/bench/bench_digests.py --objects 200000 --bytes 52000
+    python -m tests.bench.bench_digests --objects 2400 --bytes 4500000 [--directory DIR] [--cold]
+    python -m tests.bench.bench_digests --objects 200000 --bytes 52000
 
 Writes a store of random objects unless DIR has one, then runs each pair of commands in turn and
 prints the median ratio. One more run measures the memory of all its processes together. b3sum is
@@ -11,15 +11,17 @@ compares with `cat`.
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import os
-import statistics
 import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.bench.runner import HICACHECTL, Command, alternating, options_of, scratch
+from tests.stores import page
+
+if TYPE_CHECKING:
+    from tests.bench.runner import Way
 
 SMALL_BYTES = 1 << 20
 
@@ -28,23 +30,12 @@ def fill(directory: Path, objects: int, nbytes: int) -> None:
     """Write objects of random bytes, one per page."""
     block = os.urandom(nbytes + objects)
     for number in range(objects):
-        page = hashlib.sha256(str(number).encode()).hexdigest()
-        (directory / f"{page}_m_0_1.bin").write_bytes(block[number : number + nbytes])
+        (directory / f"{page(number)}_m_0_1.bin").write_bytes(block[number : number + nbytes])
 
 
-def timed(command: list[str], *, cold: bool) -> float:
-    """Return the wall seconds of a command; its output is discarded."""
-    if cold:
-        subprocess.run(["sync"], check=True)
-        Path("/proc/sys/vm/drop_caches").write_text("3")
-    start = time.perf_counter()
-    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
-    return time.perf_counter() - start
-
-
-def peak_megabytes(command: list[str]) -> float:
+def peak_megabytes(command: list[object]) -> float:
     """Return the peak memory of a command and its children, shared pages counted once."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL)
     peak = 0
     while process.poll() is None:
         peak = max(peak, _proportional_kilobytes(process.pid))
@@ -62,45 +53,53 @@ def _proportional_kilobytes(pid: int) -> int:
     return int(own.split()[1]) + sum(_proportional_kilobytes(int(child)) for child in children)
 
 
+def dropped(way: Way) -> Way:
+    """Return a way that first drops the page cache, which takes no part in its seconds."""
+
+    def cold() -> float:
+        subprocess.run(["sync"], check=True)
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+        return way()
+
+    return cold
+
+
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--objects", type=int, default=2400)
-    parser.add_argument("--bytes", type=int, default=4_500_000)
-    parser.add_argument("--directory", type=Path)
-    parser.add_argument("--cold", action="store_true")
-    parser.add_argument("--runs", type=int, default=5)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="hicachectl-bench-") as scratch:
-        directory = options.directory or Path(scratch) / "store"
+    options = options_of(__doc__, objects=2400, bytes=4_500_000, directory=Path, cold=False, runs=5)
+    with scratch() as folder:
+        directory = options.directory or folder / "store"
         directory.mkdir(exist_ok=True)
         if not any(directory.iterdir()):
             fill(directory, options.objects, options.bytes)
-        catalog = str(Path(scratch) / "catalog.parquet")
-        ours = [sys.executable, "-m", "hicachectl", "verify", str(directory), "--checks", "digests",
-                "--catalog", catalog, "--update-catalog", "--grace", "0s"]  # fmt: skip
+        catalog = folder / "catalog.parquet"
+        command = [*HICACHECTL, "verify", directory, "--checks", "digests", "--catalog", catalog,
+                   "--update-catalog", "--grace", "0s"]  # fmt: skip
         if options.cold:
-            theirs = ["sh", "-c", f"find {directory} -type f -print0 | xargs -0 cat"]
+            theirs = f"find {directory} -type f -print0 | xargs -0 cat"
         elif options.bytes < SMALL_BYTES:
-            theirs = ["sh", "-c", f"find {directory} -name '*.bin' -print0 | "
-                      "xargs -0 -n 1000 -P 2 b3sum --no-mmap --num-threads 1"]  # fmt: skip
+            theirs = (f"find {directory} -name '*.bin' -print0 | "
+                      "xargs -0 -n 1000 -P 2 b3sum --no-mmap --num-threads 1")  # fmt: skip
         else:
-            theirs = ["sh", "-c", f"find {directory} -name '*.bin' -print0 | xargs -0 b3sum"]
+            theirs = f"find {directory} -name '*.bin' -print0 | xargs -0 b3sum"
+        ours = Command(*command)
+
+        def digest_anew() -> float:
+            catalog.unlink(missing_ok=True)
+            return ours()
+
+        ways: dict[str, Way] = {"ours": digest_anew, "theirs": Command("sh", "-c", theirs)}
+        if options.cold:
+            ways = {name: dropped(way) for name, way in ways.items()}
         total = sum(entry.stat().st_size for entry in os.scandir(directory) if entry.is_file())
-        if not options.cold:
-            timed(theirs, cold=False)
-        pairs = []
-        for _ in range(options.runs):
-            Path(catalog).unlink(missing_ok=True)
-            pairs.append((timed(ours, cold=options.cold), timed(theirs, cold=options.cold)))
-        ratio = statistics.median(other / own for own, other in pairs)
-        own, other = (statistics.median(pair[i] for pair in pairs) for i in (0, 1))
-        Path(catalog).unlink(missing_ok=True)
+        turns = alternating(ways, options.runs, warm_up=int(not options.cold))
+        own, other = map(turns.median, ways)
+        catalog.unlink(missing_ok=True)
         print(
             f"{total / 1e9:.1f} GB: ours {own:.2f} s ({total / own / 1e9:.2f} GB/s), "
-            f"{theirs[-1].split()[-1] if options.cold else 'b3sum'} {other:.2f} s, "
-            f"throughput ratio {ratio:.2f}, difference {own - other:+.2f} s, "
-            f"peak {peak_megabytes(ours):.0f} MB"
+            f"{'cat' if options.cold else 'b3sum'} {other:.2f} s, throughput ratio "
+            f"{turns.ratio('theirs', to='ours'):.2f}, difference {own - other:+.2f} s, "
+            f"peak {peak_megabytes(command):.0f} MB"
         )
 
 

@@ -15,19 +15,18 @@ turn, under separate keys. Prints median throughputs, the median ratios of ours 
 the range of dd's ratios to itself.
 
 --server starts SGLang's metadata server and measures digesting instead: with confirmation by the
-server, against the same without the server.
+server, against the same without the server. --server has a Python with SGLang.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import shutil
 import subprocess
-import tempfile
 import time
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,10 +40,13 @@ from hicachectl.formats.profile import Profile
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.verification.reading import read_objects
 from hicachectl.verification.reading_plan import ReadingPlan
+from tests.bench.runner import alternating, options_of, scratch, timed
 from tests.hf3fs_server import MetadataServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import argparse
+
+    from tests.bench.runner import Way
 
 BLOCK_BYTES = 1 << 20
 BUFFER_BYTES = 512 << 20
@@ -123,9 +125,7 @@ def in_order(path: Path) -> float:
     return time.perf_counter() - began
 
 
-def ours(
-    store: Hf3fsStore, *, digest: bool = False, jobs: int | None = None
-) -> Callable[[], float]:
+def ours(store: Hf3fsStore, *, digest: bool = False, jobs: int | None = None) -> Way:
     """Return a function that times the reads of verify, without the listing."""
     inventory = take_inventory(store, None)
     rows = np.arange(len(inventory.objects), dtype=np.int64)
@@ -140,15 +140,12 @@ def ours(
         jobs=jobs,
     )
 
-    def read() -> float:
-        began = time.perf_counter()
+    def read() -> None:
         result = read_objects(store, inventory, plan)
-        elapsed = time.perf_counter() - began
         assert result.counts.bytes_read == plan.capacities.sum()
         assert not result.has_issues
-        return elapsed
 
-    return read
+    return timed(read)
 
 
 def open_store(
@@ -165,15 +162,17 @@ def open_store(
     return store
 
 
-def speeds(ways: list[Callable[[], float]], options: argparse.Namespace, data: Path) -> np.ndarray:
-    """Return throughputs by round and way, [rounds, ways] GB/s, without the first round."""
-    times = np.zeros((options.runs + 1, len(ways)))  # the first round touches the memory
-    for number in range(len(times)):
-        # Each way is first in some rounds: a disk can slow down.
-        for way in np.roll(np.arange(len(ways)), number).tolist():
-            times[number, way] = _timed(ways[way], data if options.cold else None)
-    found: np.ndarray = options.pages * options.bytes / times[1:] / 1e9
-    return found
+def speeds(ways: dict[str, Way], options: argparse.Namespace, data: Path) -> dict[str, np.ndarray]:
+    """Return throughputs by way and round, GB/s."""
+
+    def cold(way: Way) -> float:
+        drop(data)
+        return way()
+
+    if options.cold:
+        ways = {name: partial(cold, way) for name, way in ways.items()}
+    turns = alternating(ways, options.runs)
+    return {name: options.pages * options.bytes / turns.of(name) / 1e9 for name in ways}
 
 
 def measure(options: argparse.Namespace, folder: Path, server: MetadataServer | None) -> None:
@@ -196,49 +195,46 @@ def measure(options: argparse.Namespace, folder: Path, server: MetadataServer | 
                 server.snapshot.write_bytes(snapshot.read_bytes())
                 server.start()
                 asking = open_store(stack, folder, profile, server)
-                ways = [ours(store, digest=True, jobs=options.jobs) for store in (alone, asking)]
-                without, with_it = (found := speeds(ways, options, data)).T
+                ways = {
+                    name: ours(store, digest=True, jobs=options.jobs)
+                    for name, store in (("without", alone), ("with", asking))
+                }
+                found = speeds(ways, options, data)
                 print(
-                    f"{title}, digested: without a server {np.median(without):.2f} GB/s, "
-                    f"with it {np.median(with_it):.2f} GB/s, "
-                    f"ratio {np.median(found[:, 1] / found[:, 0]):.2f}"
+                    f"{title}, digested: without a server {np.median(found['without']):.2f} GB/s, "
+                    f"with it {np.median(found['with']):.2f} GB/s, "
+                    f"ratio {np.median(found['with'] / found['without']):.2f}"
                 )
                 continue
-            own = ours(alone, jobs=options.jobs)
-            others = [lambda: fio(data), lambda: in_order(data)]
-            found = speeds([lambda: dd(data), *others, own, lambda: dd(data)], options, data)
-            dd_s, fio_s, order_s, ours_s, again_s = np.median(found, axis=0)
-            to_dd = np.median(found[:, 3] / found[:, [0, 4]].mean(axis=1))
-            to_fio, to_order = (np.median(found[:, 3] / found[:, n]) for n in (1, 2))
-            of_itself = found[:, 4] / found[:, 0]
+            ways = {
+                "dd": partial(dd, data),
+                "fio": partial(fio, data),
+                "in order": partial(in_order, data),
+                "ours": ours(alone, jobs=options.jobs),
+                "dd again": partial(dd, data),
+            }
+            found = speeds(ways, options, data)
+            speed = {name: f"{np.median(rates):.2f}" for name, rates in found.items()}
+            own = found["ours"]
+            to_dd = np.median(own / ((found["dd"] + found["dd again"]) / 2))
+            to_fio, to_order = (np.median(own / found[name]) for name in ("fio", "in order"))
+            of_itself = found["dd again"] / found["dd"]
             print(
-                f"{title}: dd {dd_s:.2f} and {again_s:.2f} GB/s, fio {fio_s:.2f} GB/s, in order "
-                f"{order_s:.2f} GB/s, ours {ours_s:.2f} GB/s, of dd {to_dd:.2f}, of fio "
-                f"{to_fio:.2f}, of in order {to_order:.2f}; "
+                f"{title}: dd {speed['dd']} and {speed['dd again']} GB/s, fio {speed['fio']} GB/s, "
+                f"in order {speed['in order']} GB/s, ours {speed['ours']} GB/s, of dd {to_dd:.2f}, "
+                f"of fio {to_fio:.2f}, of in order {to_order:.2f}; "
                 f"dd of itself {of_itself.min():.2f} to {of_itself.max():.2f}"
             )
 
 
-def _timed(way: Callable[[], float], cold: Path | None) -> float:
-    if cold is not None:
-        drop(cold)
-    return way()
-
-
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pages", type=int, default=4096)
-    parser.add_argument("--bytes", type=int, default=1 << 20)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--jobs", type=int)
-    parser.add_argument("--cold", action="store_true")
-    parser.add_argument("--parts", action="store_true", help="K and V apart, as MHA zero-copy")
-    parser.add_argument("--server", type=Path, metavar="PYTHON", help="one that has SGLang")
-    parser.add_argument("--dir", type=Path, help="where the file is to lie")
-    options = parser.parse_args()
+    options = options_of(
+        __doc__, pages=4096, bytes=1 << 20, runs=5, jobs=int, cold=False, parts=False, server=Path,
+        dir=Path,
+    )  # fmt: skip
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.dir)))
+        folder = stack.enter_context(scratch(options.dir))
         server = stack.enter_context(MetadataServer(options.server)) if options.server else None
         measure(options, folder, server)
 

@@ -1,6 +1,6 @@
 """Reading a metadata server's snapshot, against a bare parse of the same file; run by hand.
 
-    python tests/bench/bench_hf3fs_snapshot.py [--keys 1000000] [--runs 5] [--file FILE]
+    python -m tests.bench.bench_hf3fs_snapshot [--keys 1000000] [--runs 5] [--file FILE]
 
 Writes a snapshot as SGLang's server does, with half of its pages free. Each run reads the file and
 parses it with msgspec and with orjson (if installed) into Python objects, and right afterwards with
@@ -10,23 +10,20 @@ twice the time of a bare parse, and memory of the size of the columns.
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import statistics
 import subprocess
 import sys
-import tempfile
-import time
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from hicachectl.backends.hf3fs.snapshot import read_snapshot, write_repaired
 from hicachectl.backends.page_tables import PageTable
+from tests.bench.runner import alternating, options_of, scratch, timed
+from tests.stores import page
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,8 +47,8 @@ def peak_kib() -> int:
 
 def write_sample(path: Path, keys: int) -> None:
     """Write a rank of an MHA model: keys of K and V objects, and equally many free pages."""
-    pages = (hashlib.sha256(str(number).encode()).hexdigest() for number in range(-(-keys // 2)))
-    names = [f"0:kv:{page}{part}".encode() for page in pages for part in ("-k", "-v")][:keys]
+    pages = map(page, range(-(-keys // 2)))
+    names = [f"0:kv:{name}{part}".encode() for name in pages for part in ("-k", "-v")][:keys]
     indices = np.arange(2 * keys - 1, keys - 1, -1)
     listed = pa.chunked_array([names], pa.binary())
     table = PageTable(0, "kv", 2 * keys, np.arange(keys), listed, indices)
@@ -79,33 +76,15 @@ PARSERS: dict[str, Callable[[Path], object]] = {
 }
 
 
-def seconds(parse: Callable[[Path], object], path: Path) -> float:
-    """Time one parse, without freeing its result."""
-    begin = time.perf_counter()
-    result = parse(path)
-    elapsed = time.perf_counter() - begin
-    del result
-    return elapsed
-
-
 def measure(path: Path, runs: int) -> None:
     """Print times, ratios and memory."""
-    names = list(PARSERS)
-    try:
-        import orjson  # noqa: F401
-    except ImportError:
-        names.remove("orjson")
-    path.read_bytes()  # warm
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(runs):
-        for name in names:
-            times[name].append(seconds(PARSERS[name], path))
-    ours = statistics.median(times["read_snapshot"])
+    names = [name for name in PARSERS if name != "orjson" or find_spec("orjson")]
+    turns = alternating({name: timed(partial(PARSERS[name], path)) for name in names}, runs)
     print(f"{path.stat().st_size / 1e6:.0f} MB")
     for name in names:
-        median = statistics.median(times[name])
+        ratio = turns.median("read_snapshot") / turns.median(name)
         print(
-            f"{name:14} {median:7.3f} s   read_snapshot takes {ours / median:.2f}x   "
+            f"{name:14} {turns.median(name):7.3f} s   read_snapshot takes {ratio:.2f}x   "
             f"{peak_mib(name, path)} MiB"
         )
 
@@ -119,13 +98,9 @@ def peak_mib(name: str, path: Path) -> int:
 
 def main() -> None:
     """Measure as the command line asks."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--keys", type=int, default=1_000_000)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--file", type=Path, help="an existing snapshot instead of a sample")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        path = options.file or Path(folder) / "metadata.json"
+    options = options_of(__doc__, keys=1_000_000, runs=5, file=Path)
+    with scratch() as folder:
+        path = options.file or folder / "metadata.json"
         if options.file is None:
             write_sample(path, options.keys)
         measure(path, options.runs)

@@ -11,13 +11,9 @@ requests.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import resource
-import tempfile
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +28,7 @@ from hicachectl.requests.elsewhere import find_elsewhere, suspect_hashing
 from hicachectl.requests.hits import find_hits
 from hicachectl.requests.measuring import hit_rows
 from hicachectl.requests.reading import Request, read_requests
+from tests.bench import runner
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator
@@ -98,20 +95,15 @@ def listing(
 
 def timed(what: str, function: Any) -> tuple[Any, float]:
     """Call, print the seconds, and return both."""
-    start = time.perf_counter()
-    result = function()
-    seconds = time.perf_counter() - start
+    results: list[Any] = []
+    seconds = runner.timed(lambda: results.append(function()))()
     print(f"{what:44} {seconds:7.2f} s")
-    return result, seconds
+    return results[0], seconds
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--objects", type=int, default=1_000_000)
-    parser.add_argument("--chains", type=int, default=10_000)
-    parser.add_argument("--pages", type=int, default=100)
-    options = parser.parse_args()
+    options = runner.options_of(__doc__, objects=1_000_000, chains=10_000, pages=100)
     chance = random.Random(0)
     # Requests share prefixes: they have as many distinct pages as the store.
     stems = max(1, options.objects // len(SUFFIXES) // options.pages)
@@ -120,8 +112,8 @@ def main() -> None:
     stored = np.concatenate([page_hashes(prompt, PAGE_SIZE) for prompt in prompts])
     store = listing(stored, gone=0.001)
     profile = parse_profile(PROFILE)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "requests.jsonl"
+    with runner.scratch() as folder:
+        path = folder / "requests.jsonl"
         with path.open("w") as file:
             for number in range(options.chains):
                 file.write(json.dumps(prompts[number % stems]) + "\n")

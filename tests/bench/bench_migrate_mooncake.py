@@ -12,26 +12,27 @@ throughputs, the median ratio, and the peak memory of the process.
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
-import tempfile
 import time
-from pathlib import Path
-
-import numpy as np
+from itertools import count
+from typing import TYPE_CHECKING
 
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import open_store
 from hicachectl.backends.mooncake.store import MooncakeStore
-from hicachectl.backends.urls import StoreUrl, parse_url
+from hicachectl.backends.urls import parse_url
 from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.profile import Profile
 from hicachectl.move.migration import MigrationRequest, migrate
 from hicachectl.move.runs import CopyRun
 from hicachectl.move.store_pair import CopyOptions
 from tests.bench.bench_migrate_files import fill
+from tests.bench.runner import alternating, options_of, scratch
 from tests.mooncake_cluster import Cluster
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 BATCH = 128
 TOKENS, HEADS, CHANNELS = 64, 1, 128
@@ -87,42 +88,37 @@ def ours(source: Path, url: str, profile: Profile, options: CopyOptions) -> floa
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pages", type=int, default=2048)
-    parser.add_argument("--bytes", type=int, default=1 << 20)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--jobs", type=int)
-    parser.add_argument("--dir", type=Path, default=Path("/dev/shm"))
-    options = parser.parse_args()
+    options = options_of(__doc__, pages=2048, bytes=1 << 20, runs=5, jobs=int, dir="/dev/shm")
     profile = profile_of(options.bytes)
     total = options.pages * options.bytes
     with (
-        tempfile.TemporaryDirectory(dir=options.dir) as folder,
+        scratch(options.dir) as folder,
         Cluster(segment_bytes=2 * total + (64 << 20), lease_ms=1) as cluster,
     ):
-        os.environ["XDG_STATE_HOME"] = folder
-        fill(Path(folder, "s"), options.pages, ["_bench_0_1"], options.bytes)
-        times = []
-        for run in range(options.runs + 1):
-            with MooncakeStore.from_url(_url(cluster)) as store:
-                alone = bare(store, 2 * options.pages, options.bytes // 2, run)
+        os.environ["XDG_STATE_HOME"] = str(folder)
+        fill(folder / "s", options.pages, ["_bench_0_1"], options.bytes)
+        runs = count()
+
+        def put_alone() -> float:
+            with MooncakeStore.from_url(parse_url(cluster.url)) as store:
+                seconds = bare(store, 2 * options.pages, options.bytes // 2, next(runs))
             cluster.clear()
-            whole = ours(Path(folder, "s"), cluster.url, profile, CopyOptions(jobs=options.jobs))
+            return seconds
+
+        def migrate_all() -> float:
+            chosen = CopyOptions(jobs=options.jobs)
+            seconds = ours(folder / "s", cluster.url, profile, chosen)
             cluster.clear()
-            times.append((alone, whole))
-        seconds = np.array(times[1:])  # the first run touches the segment
-        speeds = total / seconds / 1e9
+            return seconds
+
+        turns = alternating({"bare": put_alone, "ours": migrate_all}, options.runs)
         print(
-            f"{options.pages} pages of {options.bytes} bytes: bare {np.median(speeds[:, 0]):.2f} "
-            f"GB/s, ours {np.median(speeds[:, 1]):.2f} GB/s, ratio "
-            f"{np.median(speeds[:, 1] / speeds[:, 0]):.2f}, "
+            f"{options.pages} pages of {options.bytes} bytes: bare "
+            f"{total / turns.median('bare') / 1e9:.2f} GB/s, ours "
+            f"{total / turns.median('ours') / 1e9:.2f} GB/s, ratio "
+            f"{turns.ratio('bare', to='ours'):.2f}, "
             f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB of memory at most"
         )
-
-
-def _url(cluster: Cluster) -> StoreUrl:
-
-    return parse_url(cluster.url)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ work on the objects. Prints the median ratio of throughputs, without connecting 
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.base import open_store
 from hicachectl.io.pipeline import Pipeline, batches
 from hicachectl.text.terminal import mute_native_logs
+from tests.bench.runner import alternating, options_of, timed
 from tests.mooncake_cluster import Cluster
 
 if TYPE_CHECKING:
@@ -38,24 +37,21 @@ def fill(client: Any, count: int, nbytes: int) -> list[str]:
     return keys
 
 
-def bare(client: Any, keys: list[str], nbytes: int, batch: int, arena: Arena) -> float:
-    """Return the seconds of a plain loop over batches."""
+def bare(client: Any, keys: list[str], nbytes: int, batch: int, arena: Arena) -> None:
+    """Read batches in a plain loop."""
     offsets, _ = place(np.full(batch, nbytes, dtype=np.int64))
     addresses = (arena.address + offsets).tolist()
-    began = time.perf_counter()
     for start in range(0, len(keys), batch):
         chunk = keys[start : start + batch]
         sizes = client.batch_get_into(chunk, addresses[: len(chunk)], [nbytes] * len(chunk))
         assert set(sizes) == {nbytes}
-    return time.perf_counter() - began
 
 
-def ours(store: Store, keys: list[str], nbytes: int, batch: int, jobs: int | None) -> float:
-    """Return the seconds of the pipeline, with mapping and registration of its arena."""
+def ours(store: Store, keys: list[str], nbytes: int, batch: int, jobs: int | None) -> None:
+    """Read by the pipeline, which maps and registers an arena."""
     objects = pa.table({"key": pa.array([key.encode() for key in keys], pa.binary())})
     rows = np.arange(len(keys), dtype=np.int64)
     sizes = np.full(len(keys), nbytes, dtype=np.int64)
-    began = time.perf_counter()
     tasks = batches(rows, sizes, most_objects=batch, most_bytes=BUFFER_BYTES)
     pipeline = Pipeline(
         store,
@@ -67,40 +63,28 @@ def ours(store: Store, keys: list[str], nbytes: int, batch: int, jobs: int | Non
         jobs=jobs,
     )
     assert all(pipeline)
-    return time.perf_counter() - began
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--objects", type=int, default=1024)
-    parser.add_argument("--bytes", type=int, default=1_000_000)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--jobs", type=int)
-    parser.add_argument("--runs", type=int, default=7)
-    options = parser.parse_args()
+    options = options_of(__doc__, objects=1024, bytes=1_000_000, batch=32, jobs=int, runs=7)
     mute_native_logs()
     total = options.objects * options.bytes
     with Cluster(segment_bytes=total * 3 // 2 + (64 << 20)) as cluster:
         client = cluster.client()
         keys = fill(client, options.objects, options.bytes)
-        pairs = []
         with open_store(cluster.url) as store, Arena(BUFFER_BYTES) as arena:
             assert client.register_buffer(arena.address, arena.nbytes) == 0
-            for _ in range(options.runs + 1):
-                pairs.append(
-                    (
-                        bare(client, keys, options.bytes, options.batch, arena),
-                        ours(store, keys, options.bytes, options.batch, options.jobs),
-                    )
-                )
+            given = (keys, options.bytes, options.batch)
+            bare_loop = partial(bare, client, *given, arena)
+            ways = {"bare": bare_loop, "ours": partial(ours, store, *given, options.jobs)}
+            turns = alternating({name: timed(way) for name, way in ways.items()}, options.runs)
             client.unregister_buffer(arena.address)
-    pairs = pairs[1:]  # the first pair touches the memory
-    other, own = (statistics.median(pair[i] for pair in pairs) for i in (0, 1))
-    ratio = statistics.median(theirs / mine for theirs, mine in pairs)
+    other, own = map(turns.median, ways)
     print(
         f"{options.objects} objects of {options.bytes} bytes, {options.batch} a batch: "
-        f"bare {total / other / 1e9:.2f} GB/s, ours {total / own / 1e9:.2f} GB/s, ratio {ratio:.2f}"
+        f"bare {total / other / 1e9:.2f} GB/s, ours {total / own / 1e9:.2f} GB/s, "
+        f"ratio {turns.ratio('bare', to='ours'):.2f}"
     )
 
 

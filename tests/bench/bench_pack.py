@@ -12,15 +12,12 @@ of all threads, for machines that others use too: MB per CPU second.
 
 from __future__ import annotations
 
-import argparse
 import os
-import statistics
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -29,27 +26,17 @@ import zstandard
 from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.pack.store import PackStore
 from hicachectl.backends.testing import rows_of
-from hicachectl.formats.kinds.pool import Pool, StateTensor
-from hicachectl.formats.profile import Profile
-from hicachectl.formats.spec import object_specs
+from tests.bench.runner import alternating, options_of, scratch, timed
+from tests.checks.value_cases import DEEPSEEK, GDN, LLAMA_8B, expected_of, profile_of
 from tests.kvgen import KvGenerator
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterator
 
     from hicachectl.formats.arrays import IntArray
 
-
-T = TypeVar("T")
-
-LLAMA = {"kind": "mha", "dtype": "bfloat16", "layers": 32, "kv_heads": 8, "head_dim": 128}
-LATENT = {"kind": "mla", "layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-SMALL = {"kind": "mha", "dtype": "bfloat16", "layers": 13, "kv_heads": 8, "head_dim": 128}
-STATES = {
-    "kind": "mamba",
-    "layers": 6,
-    "temporal": StateTensor(shape=(32, 128, 128), dtype="float32"),
-}
+STATES = GDN | {"layers": 6, "conv": ()}
 DISTINCT_BYTES = 128 << 20  # made once and repeated; more than a CPU cache holds
 
 
@@ -77,18 +64,16 @@ class Case(NamedTuple):
 
 def cases(nbytes: int) -> Iterator[Case]:
     """Return the kinds of objects, `nbytes` of each."""
-    kv: dict[str, Any] = {"name": "kv"}
-    for name, pool, page_size, pools in (
-        ("bf16 MLA, 4.5 MB", "kv", 64, [kv | LATENT | {"row": "bf16"}]),
-        ("bf16 K/V, 8.4 MB", "kv", 64, [kv | LLAMA]),
-        ("bf16 K/V, 53 KB", "kv", 1, [kv | SMALL]),
-        ("fp8 K/V, 4.2 MB", "kv", 64, [kv | LLAMA | {"dtype": "float8_e4m3fn"}]),
-        ("656-byte rows, 2.6 MB", "kv", 64, [kv | LATENT | {"row": "fp8_scaled"}]),
-        ("mamba fp32, 12.6 MB", "mamba", 64, [kv | LLAMA, {"name": "mamba"} | STATES]),
+    for name, page_size, pools in (
+        ("bf16 MLA, 4.5 MB", 64, [DEEPSEEK]),
+        ("bf16 K/V, 8.4 MB", 64, [LLAMA_8B]),
+        ("bf16 K/V, 53 KB", 1, [LLAMA_8B | {"layers": 13}]),
+        ("fp8 K/V, 4.2 MB", 64, [LLAMA_8B | {"dtype": "float8_e4m3fn"}]),
+        ("656-byte rows, 2.6 MB", 64, [DEEPSEEK | {"row": "fp8_scaled"}]),
+        ("mamba fp32, 12.6 MB", 64, [LLAMA_8B, STATES]),
     ):
-        profile = Profile(model="m", page_size=page_size, pools=tuple(Pool(**p) for p in pools))
-        expected = object_specs(profile, "file")
-        (one,) = [e for e in expected if e.coordinate.pool == pool]
+        profile = profile_of(*pools, page_size=page_size)
+        one = expected_of(profile, "mamba" if len(pools) > 1 else "kv")
         count = max(1, nbytes // one.nbytes)
         made = KvGenerator(one, profile, 3).objects(
             range(min(count, max(1, DISTINCT_BYTES // one.nbytes)))
@@ -165,30 +150,30 @@ def read_zstd(case: Case, path: Path, threads: int, lengths: list[int]) -> None:
         list(pool.map(restore, range(len(lengths))))
 
 
-def timed(act: Callable[[], T], clock: Callable[[], float]) -> tuple[float, T]:
-    start = clock()
-    done = act()
-    return clock() - start, done
-
-
 def measure(case: Case, directory: Path, options: argparse.Namespace) -> str:
     """Return a line of the table; compare every restored byte once."""
     pack, frames, threads = directory / "x.hcpack", directory / "x.zst", options.threads
     clock = time.process_time if options.cpu else time.perf_counter
     original = case.arena.array.copy()
-    seconds: list[tuple[float, ...]] = []
-    for _ in range(options.rounds):
-        writing, _ = timed(partial(write_pack, case, pack, threads), clock)
-        zstd_writing, lengths = timed(partial(write_zstd, case, frames, threads), clock)
-        reading, _ = timed(partial(read_pack, case, pack, threads), clock)
-        zstd_reading, _ = timed(partial(read_zstd, case, frames, threads, lengths), clock)
-        seconds.append((writing, zstd_writing, reading, zstd_reading))
+    lengths: list[int] = []
+
+    def write_frames() -> None:
+        lengths[:] = write_zstd(case, frames, threads)
+
+    # Each round writes before it reads.
+    acts: dict[str, Callable[[], object]] = {
+        "write": partial(write_pack, case, pack, threads),
+        "zstd write": write_frames,
+        "read": partial(read_pack, case, pack, threads),
+        "zstd read": partial(read_zstd, case, frames, threads, lengths),
+    }
+    for name in ("write", "zstd write"):
+        acts[name]()
+    turns = alternating({name: timed(act, clock) for name, act in acts.items()}, options.rounds, 0)
     case.arena.array[:] = 0
     read_pack(case, pack, threads)
     assert (case.arena.array == original).all()
-    speeds = [
-        case.nbytes / statistics.median(column) / 1e6 for column in zip(*seconds, strict=True)
-    ]
+    speeds = [case.nbytes / turns.median(name) / 1e6 for name in acts]
     ratios = [case.nbytes / path.stat().st_size for path in (pack, frames)]
     return (
         f"{case.name:24} {ratios[0]:5.3f} {ratios[1]:6.3f}   "
@@ -199,19 +184,13 @@ def measure(case: Case, directory: Path, options: argparse.Namespace) -> str:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", type=Path)
-    parser.add_argument("--megabytes", type=int, default=512)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cpu", action="store_true")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="hicachectl-bench-", dir=options.directory) as scratch:
+    options = options_of(__doc__, directory=Path, megabytes=512, threads=2, rounds=3, cpu=False)
+    with scratch(options.directory) as folder:
         print(
             f"{'':24} {'ratio':>5} {'zstd':>6}   write MB/s, zstd, ratio   read MB/s, zstd, ratio"
         )
         for case in cases(options.megabytes * 10**6):
-            print(measure(case, Path(scratch), options), flush=True)
+            print(measure(case, folder, options), flush=True)
 
 
 if __name__ == "__main__":

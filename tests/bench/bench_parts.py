@@ -25,13 +25,10 @@ ray: two workers of --ray against two processes, at the same rate; start-up is a
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -58,7 +55,9 @@ from hicachectl.parts.verify import VerifyJob
 from hicachectl.results import Shown
 from hicachectl.verification.request import VerifyRequest
 from tests.bench import bench_hf3fs_snapshot, bench_ls, bench_mooncake_ls
+from tests.bench.runner import scratch
 from tests.mooncake_cluster import Cluster
+from tests.stores import OLD, page
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterator
@@ -135,8 +134,7 @@ def filled(kind: str, objects: int, folder: Path) -> Iterator[str]:
             server.initialize(0, 2 * objects)
             for start in range(0, objects, 20_000):
                 numbers = range(start // 2, min(start + 20_000, objects) // 2)
-                hashes = (hashlib.sha256(b"%d" % n).hexdigest() for n in numbers)
-                server.put(0, [f"{name}{end}" for name in hashes for end in ("-k", "-v")])
+                server.put(0, [f"{page(n)}{end}" for n in numbers for end in ("-k", "-v")])
             (folder / "data").mkdir()
             config = server.write_config(folder, 2 * objects * 512)
             yield f"hf3fs:?config={config}&snapshot={server.save()}"
@@ -265,7 +263,7 @@ def verify_job(store: Store) -> VerifyJob:
 def driver_memory(kinds: list[str], objects: int, at: Path) -> None:
     """Print what the driver of a run on a cluster costs, by stage."""
     for kind in kinds:
-        with folder_at(at) as folder, filled(kind, objects, folder) as url:
+        with scratch(at) as folder, filled(kind, objects, folder) as url:
             # Not as __main__: the nodes import the functions of the job by name.
             program = (sys.executable, "-c", f"import {__spec__.name} as b; b.main()")
             arguments = ("--step", DRIVER, "--url", url, "--run", str(folder / "run"))
@@ -282,7 +280,7 @@ def driver_memory(kinds: list[str], objects: int, at: Path) -> None:
 def memory(kinds: list[str], objects: int, parts: int, at: Path) -> None:
     """Print the cost of each step for each store."""
     for kind in kinds:
-        with folder_at(at) as folder, filled(kind, objects, folder) as url:
+        with scratch(at) as folder, filled(kind, objects, folder) as url:
             run = folder / "run"
             for name in STEPS:
                 if name == "merge":
@@ -307,23 +305,13 @@ def measure_other(url: str, run: Path, part: int, parts: int) -> None:
             run_part(directory, job, begin(directory, job, parts), part)
 
 
-@contextmanager
-def folder_at(at: Path) -> Iterator[Path]:
-    """Yield a temporary folder."""
-    path = Path(tempfile.mkdtemp(prefix="hicachectl-bench-", dir=at))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path)
-
-
 # --- listings ---
 
 
 def listings(kinds: list[str], at: Path, parts: int) -> None:
     """Print how many times the parts of a run list the store."""
     for kind in kinds:
-        with folder_at(at) as folder, filled(kind, 4000, folder) as url:
+        with scratch(at) as folder, filled(kind, 4000, folder) as url:
             counted = Counter[str]()
             for part in range(parts):
                 with opened(url) as store, counting(type(store), counted):
@@ -359,9 +347,8 @@ def write_files(folder: Path, nbytes: int) -> None:
     folder.mkdir()
     content = np.random.default_rng(0).bytes(PAGE_BYTES)
     for number in range(nbytes // PAGE_BYTES):
-        page = hashlib.sha256(b"%d" % number).hexdigest()
-        (folder / f"{page}_m_0_1.bin").write_bytes(content)
-        os.utime(folder / f"{page}_m_0_1.bin", (1.7e9, 1.7e9))
+        (folder / f"{page(number)}_m_0_1.bin").write_bytes(content)
+        os.utime(folder / f"{page(number)}_m_0_1.bin", (OLD, OLD))
 
 
 def verify_command(store: Path, catalog: Path, *more: object) -> list[str]:
@@ -381,7 +368,7 @@ def wall_of(commands: list[list[str]]) -> float:
 def scaling(seconds: float, at: Path) -> None:
     """Print the wall time of 1, 2 and 4 processes, each held to one rate."""
     rate = 4 << 20  # bytes a second, of each process
-    with folder_at(at) as folder:
+    with scratch(at) as folder:
         store, catalog = folder / "objects", folder / "catalog.parquet"
         write_files(store, int(rate * seconds))
         subprocess.run(verify_command(store, catalog, "--update-catalog"), cwd=ROOT, check=True,
@@ -406,7 +393,7 @@ def scaling(seconds: float, at: Path) -> None:
 def ray(seconds: float, at: Path) -> None:
     """Print the wall time of two Ray workers and of two processes, each held to one rate."""
     rate = 4 << 20
-    with folder_at(at) as folder:
+    with scratch(at) as folder:
         store, catalog = folder / "objects", folder / "catalog.parquet"
         write_files(store, int(2 * rate * seconds))
         subprocess.run(verify_command(store, catalog, "--update-catalog"), cwd=ROOT, check=True,

@@ -25,7 +25,6 @@ import ctypes
 import json
 import mmap
 import os
-import shutil
 import statistics
 import sys
 import tempfile
@@ -63,19 +62,13 @@ def _profile(pools: list[dict[str, Any]], page_size: int) -> Any:
 
 
 KV_MHA = {"name": "kv", "kind": "mha", "dtype": "bfloat16", "kv_heads": 8, "head_dim": 128}
+KV_MLA = {"kind": "mla", "layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 CASES = {
     "mha": (_profile([{**KV_MHA, "layers": 32}], 64), 24),
     "dsa": (
         _profile(
             [
-                {
-                    "name": "kv",
-                    "kind": "mla",
-                    "layers": 61,
-                    "kv_lora_rank": 512,
-                    "qk_rope_head_dim": 64,
-                    "row": "fp8_scaled",
-                },
+                {"name": "kv", "row": "fp8_scaled", **KV_MLA},
                 {"name": "indexer", "kind": "dsa_indexer", "layers": 61, "index_head_dim": 128},
             ],
             64,
@@ -409,11 +402,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     options = parser.parse_args(arguments)
     for case in options.cases.split(","):
-        base = Path(tempfile.mkdtemp(prefix="bench-plugin-", dir=options.dir))
-        try:
-            print(case, json.dumps(measure(case, base, options.rounds), indent=1), flush=True)
-        finally:
-            shutil.rmtree(base)
+        with tempfile.TemporaryDirectory(prefix="bench-plugin-", dir=options.dir) as folder:
+            print(
+                case, json.dumps(measure(case, Path(folder), options.rounds), indent=1), flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -9,18 +9,14 @@ the best of the rounds for each call, and the plug-in's store against the loop w
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import dataclasses
 import os
 import queue
-import shutil
-import tempfile
 import threading
 import time
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.sglang.calls import Call
@@ -31,9 +27,11 @@ from hicachectl.backends.sglang.settings import Settings
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.trailer import PoolTrailers, digest_function
 from tests.backends.sglang.pages import HostPool
+from tests.bench.runner import options_of, scratch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
 NBYTES, COUNT, BATCH, TRAILER = 53248, 512, 128, 128
 SECONDS = 5.0
@@ -231,16 +229,9 @@ def measure(base: Path, digest: str, rounds: int) -> dict[str, dict[str, float]]
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dir", default="/dev/shm", help="a directory on the file system to use")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--digest", default="xxh3")
-    options = parser.parse_args()
-    base = Path(tempfile.mkdtemp(prefix="bench-rules-", dir=options.dir))
-    try:
+    options = options_of(__doc__, dir="/dev/shm", rounds=20, digest="xxh3")
+    with scratch(options.dir) as base:
         costs = measure(base, options.digest, options.rounds)
-    finally:
-        shutil.rmtree(base)
     ours = costs["plug-in"]
     for name, own in costs.items():
         reads, writes = own["exists"] + own["read"], own["write"]

@@ -11,12 +11,6 @@ first use. Compared with plain frequency, plain recency and one exponentially de
 
 from __future__ import annotations
 
-import argparse
-import resource
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +20,7 @@ from hicachectl.prewarming.ranking import rank_blocks
 from hicachectl.prewarming.value.traits import walk_uses
 from hicachectl.requests.chains import requests_of
 from hicachectl.requests.reading import read_requests
+from tests.bench.runner import HICACHECTL, Command, options_of, scratch, timed
 from tests.bench.warm_replay import clairvoyant, first_uses, part, warmed_tokens
 
 if TYPE_CHECKING:
@@ -49,13 +44,11 @@ REQUESTS, BLOCKS = 200_000, 100
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=("quality", "speed"))
-    parser.add_argument("--trace", type=Path, help="in Mooncake's format, for quality")
-    arguments = parser.parse_args()
+    # The trace is in Mooncake's format, for quality; the parts are quality and speed.
+    arguments = options_of(__doc__, part=str, trace=Path)
     if arguments.part != "speed":
         if arguments.trace is None:
-            parser.error("quality needs --trace")
+            raise SystemExit("quality needs --trace")
         measure_quality(requests_of(read_requests(arguments.trace), None))
     if arguments.part != "quality":
         measure_speed()
@@ -122,24 +115,27 @@ def print_row(split: str, name: str, row: npt.NDArray[np.float64]) -> None:
 
 def measure_speed() -> None:
     """Plan a trace of 20 million block references in a separate process."""
-    with tempfile.TemporaryDirectory() as folder:
-        path, output = Path(folder, "trace.jsonl"), Path(folder, "plan.jsonl")
+    with scratch() as folder:
+        path, output = folder / "trace.jsonl", folder / "plan.jsonl"
         write_conversations(path)
         size = path.stat().st_size / 1e6
         print(f"{REQUESTS:,} requests of {BLOCKS} blocks, {size:,.0f} MB")
-        began = time.perf_counter()
-        with path.open("rb") as file:
-            while file.read(1 << 20):
-                pass
-        print(f"reading the bytes alone: {time.perf_counter() - began:.1f} s")
+        print(f"reading the bytes alone: {timed(lambda: read_whole(path))():.1f} s")
         for budget in (["--budget-pages", "100000"], []):
-            began = time.perf_counter()
-            command = [sys.executable, "-m", "hicachectl", "-q", "prewarm", "--dry-run"]
-            subprocess.run([*command, "--trace", path, "-o", output, *budget], check=True)
-            seconds = time.perf_counter() - began
-            peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+            plan = Command(
+                *HICACHECTL, "prewarm", "--dry-run", "--trace", path, "-o", output, *budget
+            )
+            seconds = plan()
             rows = f"{output.stat().st_size / 1e6:,.0f} MB of plan"
-            print(f"prewarm {' '.join(budget)}: {seconds:.1f} s, peak {peak:,.0f} MiB, {rows}")
+            print(
+                f"prewarm {' '.join(budget)}: {seconds:.1f} s, peak {plan.peak_mb:,.0f} MiB, {rows}"
+            )
+
+
+def read_whole(path: Path) -> None:
+    with path.open("rb") as file:
+        while file.read(1 << 20):
+            pass
 
 
 def write_conversations(path: Path) -> None:

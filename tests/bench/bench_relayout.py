@@ -9,8 +9,6 @@ turns. Counts the CPU time of one thread, so other load matters only through mem
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +19,10 @@ from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.profile import Profile
 from hicachectl.formats.transfer import transfer_plan
 from hicachectl.kernels.relayout import relayout
+from tests.bench.runner import alternating, options_of, timed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import argparse
 
 QWEN = Profile(
     model="Qwen/Qwen3-32B",
@@ -46,10 +45,7 @@ CASES: tuple[tuple[str, dict[str, Any], dict[str, Any], str], ...] = (
 
 def main() -> None:
     """Print a line for each case."""
-    parser = argparse.ArgumentParser(description="Measure relayout against copying.")
-    parser.add_argument("--pages", type=int, default=16)
-    parser.add_argument("--repeat", type=int, default=11)
-    options = parser.parse_args()
+    options = options_of(__doc__, pages=16, repeat=11)
     for name, source, destination, grammar in CASES:
         before = replace(QWEN, **source)
         after = replace(before, **destination)
@@ -76,22 +72,15 @@ def unit_time(
             np.copyto(one, two)
 
     nbytes = sum(pages.nbytes for pages in sources)
-    pairs = [
-        (seconds(copy), seconds(lambda: relayout(unit, sources, made)))
-        for _ in range(options.repeat)
-    ]
-    plain, moved = (min(times) for times in zip(*pairs, strict=True))
-    ratio = statistics.median(two / one for one, two in pairs)
+    ways = {"copy": copy, "ours": lambda: relayout(unit, sources, made)}
+    turns = alternating(
+        {way: timed(work, time.thread_time) for way, work in ways.items()}, options.repeat
+    )
+    plain, moved = turns.seconds.min(axis=0)
     print(
         f"{name:42} {nbytes / moved / 1e9:5.1f} GB/s, copy {nbytes / plain / 1e9:5.1f} GB/s, "
-        f"{ratio:.2f}x its time"
+        f"{turns.ratio('ours', to='copy'):.2f}x its time"
     )
-
-
-def seconds(work: Callable[[], None]) -> float:
-    start = time.thread_time()
-    work()
-    return time.thread_time() - start
 
 
 if __name__ == "__main__":

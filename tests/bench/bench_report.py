@@ -9,15 +9,13 @@ report, the difference, peak memory and the size of the page.
 
 from __future__ import annotations
 
-import argparse
 import json
-import shutil
-import statistics
-import sys
-import tempfile
 from pathlib import Path
 
-from tests.bench.bench_ls import SUFFIXES, fill, timed
+import numpy as np
+
+from tests.bench.bench_ls import SUFFIXES, fill
+from tests.bench.runner import HICACHECTL, Command, alternating, options_of, scratch
 
 _CHAIN = 1000  # pages of each request
 _MISSING = 1000
@@ -32,14 +30,9 @@ def write_requests(file: Path, directory: Path) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--objects", type=int, default=1_000_000)
-    parser.add_argument("--directory", type=Path)
-    parser.add_argument("--runs", type=int, default=3)
-    options = parser.parse_args()
-    place = Path(tempfile.mkdtemp(prefix="bench-report-"))
-    store = options.directory or place / "store"
-    try:
+    options = options_of(__doc__, objects=1_000_000, directory=Path, runs=3)
+    with scratch() as place:
+        store = options.directory or place / "store"
         if not store.is_dir() or not any(store.iterdir()):
             store.mkdir(parents=True, exist_ok=True)
             fill(store, options.objects, folders=False, trailers=False)
@@ -48,22 +41,18 @@ def main() -> None:
         requests = place / "chains.jsonl"
         write_requests(requests, store)
         page = place / "report.html"
-        program = [sys.executable, "-m", "hicachectl", "-q"]
-        listing = [*program, "ls", str(store), "--summary"]
-        plain = [*program, "report", str(store), "-o", str(page), "--grace", "0s",
-                 "--fail-on", "never"]  # fmt: skip
-        timed(listing)  # warm-up
-        for name, command in (("", plain), (", requests", [*plain, "--pages", str(requests)])):
-            pairs = [(timed(listing), timed(command)) for _ in range(options.runs)]
-            seconds = statistics.median(ours[0] for _, ours in pairs)
-            beyond = statistics.median(ours[0] - listed[0] for listed, ours in pairs)
-            peak = max(ours[1] for _, ours in pairs)
-            print(
-                f"report{name}: {seconds:.2f} s, {beyond:.2f} s beyond ls --summary, "
-                f"peak {peak:.0f} MB, page {page.stat().st_size / 1e6:.2f} MB"
+        plain = ("report", store, "-o", page, "--grace", "0s", "--fail-on", "never")
+        for name, command in (("", plain), (", requests", (*plain, "--pages", requests))):
+            report, listing = (
+                Command(*HICACHECTL, *words) for words in (command, ("ls", store, "--summary"))
             )
-    finally:
-        shutil.rmtree(place)
+            turns = alternating({"report": report, "ls": listing}, options.runs)
+            beyond = np.median(turns.of("report") - turns.of("ls"))
+            print(
+                f"report{name}: {turns.median('report'):.2f} s, {beyond:.2f} s beyond "
+                f"ls --summary, peak {report.peak_mb:.0f} MB, "
+                f"page {page.stat().st_size / 1e6:.2f} MB"
+            )
 
 
 if __name__ == "__main__":

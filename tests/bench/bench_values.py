@@ -8,16 +8,14 @@ isfinite pass in one thread is measured too, in cases that are all floats.
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hicachectl.checks.values import ValueChecker
-from hicachectl.formats.kinds.pool import Pool, StateTensor
-from hicachectl.formats.profile import Profile
-from hicachectl.formats.spec import object_specs
+from tests.bench.runner import timed
+from tests.checks.value_cases import DEEPSEEK, GDN, INDEXER, LLAMA_8B, expected_of, profile_of
 from tests.kvgen import KvGenerator, uniform_noise
 
 if TYPE_CHECKING:
@@ -29,45 +27,30 @@ TOTAL_BYTES = 400 << 20
 ROUNDS = 5
 ALIGNMENT = 4096
 
-LLAMA = {"kind": "mha", "dtype": "bfloat16", "layers": 32, "kv_heads": 8, "head_dim": 128}
-LATENT = {"kind": "mla", "layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-SMALL = {"kind": "mha", "dtype": "bfloat16", "layers": 13, "kv_heads": 8, "head_dim": 128}
-INDEXER = {"kind": "dsa_indexer", "layers": 61, "index_head_dim": 128}
-STATES = {
-    "kind": "mamba",
-    "layers": 36,
-    "temporal": StateTensor(shape=(32, 128, 128), dtype="float32"),
-    "conv": (StateTensor(shape=(8192, 3), dtype="bfloat16"),),
-}
+STATES = GDN | {"layers": 36}
 
 
-def cases() -> Iterator[tuple[str, str, int, int, list[dict[str, Any]]]]:
-    """Yield name, pool, page size, objects checked together, and tables of pools."""
-    kv: dict[str, Any] = {"name": "kv"}
-    yield "bf16 K/V, 8.4 MB", "kv", 64, 1, [kv | LLAMA]
-    yield "bf16 MLA, 4.5 MB", "kv", 64, 1, [kv | LATENT | {"row": "bf16"}]
-    yield "bf16 K/V, 53 KB", "kv", 1, 64, [kv | SMALL]
-    yield "bf16 K/V, 53 KB, one by one", "kv", 1, 1, [kv | SMALL]
-    yield "bf16 K/V, 131 KB, page 16", "kv", 16, 32, [kv | SMALL | {"layers": 2, "kv_heads": 8}]
-    yield "fp8 K/V, 4.2 MB", "kv", 64, 1, [kv | LLAMA | {"dtype": "float8_e4m3fn"}]
-    yield "656-byte rows, 2.6 MB", "kv", 64, 1, [kv | LATENT | {"row": "fp8_scaled"}]
-    yield "656-byte rows, 40 KB", "kv", 1, 64, [kv | LATENT | {"row": "fp8_scaled"}]
-    mla = kv | LATENT | {"row": "bf16"}
-    yield "indexer, 515 KB", "indexer", 64, 8, [mla, {"name": "indexer"} | INDEXER]
-    yield "mamba, 77 MB", "mamba", 64, 1, [kv | LLAMA, {"name": "mamba"} | STATES]
+def cases() -> Iterator[tuple[str, int, int, list[dict[str, Any]]]]:
+    """Yield name, page size, objects checked together, tables of pools (the last is checked)."""
+    small = LLAMA_8B | {"layers": 13}
+    yield "bf16 K/V, 8.4 MB", 64, 1, [LLAMA_8B]
+    yield "bf16 MLA, 4.5 MB", 64, 1, [DEEPSEEK]
+    yield "bf16 K/V, 53 KB", 1, 64, [small]
+    yield "bf16 K/V, 53 KB, one by one", 1, 1, [small]
+    yield "bf16 K/V, 131 KB, page 16", 16, 32, [LLAMA_8B | {"layers": 2}]
+    yield "fp8 K/V, 4.2 MB", 64, 1, [LLAMA_8B | {"dtype": "float8_e4m3fn"}]
+    yield "656-byte rows, 2.6 MB", 64, 1, [DEEPSEEK | {"row": "fp8_scaled"}]
+    yield "656-byte rows, 40 KB", 1, 64, [DEEPSEEK | {"row": "fp8_scaled"}]
+    yield "indexer, 515 KB", 64, 8, [DEEPSEEK, INDEXER]
+    yield "mamba, 77 MB", 64, 1, [LLAMA_8B, STATES]
 
 
 def main() -> None:
     print(f"{TOTAL_BYTES >> 20} MiB, best of {ROUNDS}, one thread; GB/s")
     print(f"{'':32}{'checks':>8}{'add.reduce':>12}{'ratio':>8}{'noise':>8}{'torch':>8}")
-    for name, pool, page_size, together, pools in cases():
-        profile = Profile(
-            model="m",
-            page_size=page_size,
-            layout="page_first_direct",
-            pools=tuple(Pool(**table) for table in pools),
-        )
-        expected = next(e for e in object_specs(profile, "file") if e.coordinate.pool == pool)
+    for name, page_size, together, pools in cases():
+        profile = profile_of(*pools, page_size=page_size, layout="page_first_direct")
+        expected = expected_of(profile, profile.pools[-1].name)
         generator = KvGenerator(expected, profile, seed=1)
         count = max(2, TOTAL_BYTES // expected.nbytes)
         slab = aligned_slab(expected, count)
@@ -116,12 +99,7 @@ def torch_rate(slab: np.ndarray, together: int) -> str:
 
 
 def rate(slab: np.ndarray, work: Callable[[], None]) -> float:
-    best = float("inf")
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - start)
-    return slab.size / best / 1e9
+    return slab.size / min(timed(work)() for _ in range(ROUNDS)) / 1e9
 
 
 if __name__ == "__main__":

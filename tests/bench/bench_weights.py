@@ -9,10 +9,9 @@ as on a network file system.
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
 import os
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from unittest import mock
 
 from hicachectl.backends.disk.weights import read_checkpoint
 from hicachectl.cli.values import Size
+from tests.bench.runner import options_of, scratch, timed
 from tests.checkpoints import CONFIG, ITEM_BYTES, write_shard
 
 if TYPE_CHECKING:
@@ -39,25 +39,20 @@ MODELS: Mapping[str, Mapping[str, Any]] = {"experts": EXPERT, "dense": DENSE}
 
 def main() -> None:
     """Run the measurement of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--bytes", default="1TB", type=lambda text: Size().convert(text, None, None)
-    )
-    parser.add_argument("--latency-ms", default="0,1,5")
-    parser.add_argument("--directory", default=None)
-    arguments = parser.parse_args()
+    arguments = options_of(__doc__, bytes="1TB", latency_ms="0,1,5", directory=Path)
+    nbytes = Size().convert(arguments.bytes, None, None)
     for kind, layer in MODELS.items():
-        with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
-            shards, tensors = write_sparse(Path(name), layer, arguments.bytes)
-            print(f"{kind}: {arguments.bytes / 1e12:.2f} TB, {shards} shards, {tensors} tensors")
+        with scratch(arguments.directory) as folder:
+            shards, tensors = write_sparse(folder, layer, nbytes)
+            print(f"{kind}: {nbytes / 1e12:.2f} TB, {shards} shards, {tensors} tensors")
             for latency in map(float, arguments.latency_ms.split(",")):
-                measure(Path(name), latency / 1000)
+                measure(folder, latency / 1000)
 
 
 def write_sparse(directory: Path, layer: Mapping[str, Any], nbytes: int) -> tuple[int, int]:
     """Write sparse shards of about SHARD_BYTES; return their number, and that of their tensors."""
     (directory / "config.json").write_text(json.dumps(CONFIG))
-    one = sum(ITEM_BYTES[dtype] * _product(shape) for dtype, shape in layer.values())
+    one = sum(ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in layer.values())
     layers = max(1, SHARD_BYTES // one)
     shards = max(1, nbytes // (one * layers))
     for shard in range(shards):
@@ -77,6 +72,7 @@ def write_sparse(directory: Path, layer: Mapping[str, Any], nbytes: int) -> tupl
 def measure(directory: Path, latency_s: float) -> None:
     """Print the time of one fingerprint, and the reads that it made."""
     lock, calls, read = threading.Lock(), 0, 0
+    names: list[str] = []
 
     def slow(call: Callable[..., Any]) -> Callable[..., Any]:
         def waiting(*arguments: Any) -> Any:
@@ -91,24 +87,15 @@ def measure(directory: Path, latency_s: float) -> None:
 
         return waiting
 
-    started = time.perf_counter()
     with (
         mock.patch.object(os, "pread", slow(os.pread)),
         mock.patch.object(os, "open", slow(os.open)),
     ):
-        name = read_checkpoint(directory).fingerprint
-    seconds = time.perf_counter() - started
+        seconds = timed(lambda: names.append(read_checkpoint(directory).fingerprint))()
     print(
         f"  latency {1000 * latency_s:g} ms: {seconds:.2f} s, {calls} opens and reads, "
-        f"{read / 1e6:.1f} MB: {name}"
+        f"{read / 1e6:.1f} MB: {names[0]}"
     )
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for length in shape:
-        product *= length
-    return product
 
 
 if __name__ == "__main__":

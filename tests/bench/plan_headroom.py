@@ -13,7 +13,6 @@ with the same last request are used together there.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,7 @@ from hicachectl.prewarming.value.traits import walk_uses
 from hicachectl.requests.chains import requests_of
 from hicachectl.requests.reading import read_requests
 from tests.bench.bench_prewarm_plan import CAPACITIES, SPLITS
+from tests.bench.runner import options_of
 from tests.bench.warm_replay import FirstUses, clairvoyant, first_uses, part, warmed_tokens
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ STEPS = 120  # time steps until a cold cache has filled
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trace", type=Path, required=True, help="in Mooncake's format")
-    trace = requests_of(read_requests(parser.parse_args().trace), None)
+    trace = requests_of(read_requests(options_of(__doc__, trace=Path).trace), None)
     start, middle, end = (int(share * len(trace)) for share in SPLITS[0])
     known, later = part(trace, start, middle), part(trace, middle, end)
     order, uses = rank_blocks(known).order, first_uses(known, later)
