@@ -12,9 +12,11 @@ if TYPE_CHECKING:
 PATIENCE_S = 120.0
 
 
-def wait_until(condition: Callable[[], object], what: str = "") -> None:
+def wait_until(
+    condition: Callable[[], object], what: str = "", patience_s: float = PATIENCE_S
+) -> None:
     """Wait until a condition holds; after the timeout, fail with `what`."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)

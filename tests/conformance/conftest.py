@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.conformance import tiny_llama
 from tests.conformance.cpu_server import CpuServer
 from tests.hf3fs_fixtures import REMEDY, sglang_interpreter
 from tests.skips import missing
+from tests.waiting import alive
 
 if TYPE_CHECKING:
     from typing import IO
@@ -42,7 +44,9 @@ def sglang_python() -> Path:
 
 
 @pytest.fixture(scope="session")
-def sglang_store(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> WriteStore:
+def sglang_store(
+    sglang_python: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> WriteStore:
     """Return a function that writes a case's store once per session.
 
     It returns the store's directory and manifest. Options: layout, pages, seed. Stores are shared:
@@ -53,23 +57,40 @@ def sglang_store(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) 
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sglang-stores"
     shared.mkdir(exist_ok=True)
 
+    def written(folder: Path, case: str, *options: str) -> Manifest:
+        """Return the manifest of a folder's store; the first caller of all processes writes it."""
+        folder.mkdir(exist_ok=True)
+        manifest = folder / "manifest.json"
+        arguments = (case, str(folder / "store"), *options, f"--manifest={manifest}.new")
+        with _locked(folder / "lock"):
+            if not manifest.exists():
+                if case in CASES and CASES[case].sglang == LEGACY:
+                    _write_as_legacy(sglang_python, *arguments)
+                else:
+                    session: SglangSession = request.getfixturevalue("sglang_session")
+                    session.run("write_store", *arguments, prints=False)
+                Path(f"{manifest}.new").rename(manifest)
+        document: Manifest = json.loads(manifest.read_text())
+        return document
+
     def store(case: str, **options: Any) -> tuple[Path, Manifest]:
         layout = options.pop("layout", DEFAULT_LAYOUT)
         name = store_name(case, layout)
         if CASES[case].sglang != LEGACY and (case, layout) in VARIANTS and not options:
-            # Importing SGLang takes seconds, so one process writes all stores.
-            manifests = _written(sglang_python, shared / "all", ["all"])
+            manifests = written(shared / "all", "all")
             return shared / "all" / "store" / name, manifests[name]
         options["layout"] = layout
         arguments = [f"--{key}={value}" for key, value in sorted(options.items())]
         folder = shared / "".join((name, *arguments))
-        return folder / "store", _written(sglang_python, folder, [case, *arguments])
+        return folder / "store", written(folder, case, *arguments)
 
     return store
 
 
 @pytest.fixture(scope="session")
-def sglang_read_back(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> ReadBack:
+def sglang_read_back(
+    sglang_session: SglangSession, tmp_path_factory: pytest.TempPathFactory
+) -> ReadBack:
     """Return a function that reads a store with SGLang (read_back.py).
 
     SGLang runs as the manifest's deployments, or as `profile`.
@@ -84,9 +105,7 @@ def sglang_read_back(sglang_python: Path, tmp_path_factory: pytest.TempPathFacto
         if profile is not None:
             (files / "profile.json").write_text(json.dumps(profile))
             arguments.append(f"--profile={files / 'profile.json'}")
-        release = (profile or manifest["profile"])["sglang"]
-        output = _run(sglang_python, "read_back.py", arguments, release, accepted=(0, 1))
-        results: list[dict[str, Any]] = json.loads(output)
+        results: list[dict[str, Any]] = sglang_session.run("read_back", *arguments, accepted=(0, 1))
         return results
 
     return read
@@ -108,16 +127,37 @@ class SglangSession:
                 bufsize=1,
             )
 
-    def run(self, script: str, *arguments: object, accepted: tuple[int, ...] = (0,)) -> Any:
-        """Run a script and return the JSON that it prints."""
-        request = {"script": script, "arguments": [str(argument) for argument in arguments]}
+    def run(
+        self,
+        script: str,
+        *arguments: object,
+        accepted: tuple[int, ...] = (0,),
+        prints: bool = True,
+    ) -> Any:
+        """Run a script and return the JSON that it prints, if it prints."""
+        answer = self._asked(script=script, arguments=list(map(str, arguments)))
+        if answer["code"] not in accepted or bool(answer["output"]) != prints:
+            pytest.fail(f"{script} {arguments}: exit {answer['code']}\n{answer['error'][-4000:]}")
+        return json.loads(answer["output"]) if prints else None
+
+    def start(self, script: str, *arguments: object, output: Path) -> Started:
+        """Start a script that goes on beside others. output: file for stdout and stderr."""
+        given = list(map(str, arguments))
+        pid = self._asked(script=script, arguments=given, output=str(output))["pid"]
+        assert pid, output.read_text()
+        return Started(self, pid)
+
+    def exit_code(self, pid: int) -> int:
+        """Wait for the end of a started script."""
+        code: int = self._asked(wait=pid)["code"]
+        return code
+
+    def _asked(self, **request: Any) -> dict[str, Any]:
         print(json.dumps(request), file=self._stream(self._process.stdin))
         line = self._stream(self._process.stdout).readline()
-        died = {"code": None, "output": "", "error": ""}
-        answer: dict[str, Any] = json.loads(line) if line else {**died, "error": self._log_text()}
-        if answer["code"] not in accepted or not answer["output"]:
-            pytest.fail(f"{script} {arguments}: exit {answer['code']}\n{answer['error'][-4000:]}")
-        return json.loads(answer["output"])
+        assert line, self._log_text()[-4000:]
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def _log_text(self) -> str:
         return self._log.read_text(errors="replace")
@@ -136,6 +176,27 @@ class SglangSession:
     def _stream(stream: IO[str] | None) -> IO[str]:
         assert stream is not None
         return stream
+
+
+class Started(NamedTuple):
+    """A script that a session has started."""
+
+    session: SglangSession
+    pid: int
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the script runs."""
+        return alive(self.pid)
+
+    def wait(self) -> int:
+        """Wait for the end; return the exit code."""
+        return self.session.exit_code(self.pid)
+
+    def kill(self) -> None:
+        """Kill the script."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.wait()
 
 
 @pytest.fixture(scope="session")
@@ -184,22 +245,6 @@ def cpu_server(shared_cpu_server: CpuServer) -> Iterator[CpuServer]:
     shared_cpu_server.detach()
 
 
-def _written(python: Path, folder: Path, arguments: list[str]) -> Manifest:
-    """Return the manifest of a folder's store; the first caller of all processes writes it."""
-    folder.mkdir(exist_ok=True)
-    manifest = folder / "manifest.json"
-    release = CASES[arguments[0]].sglang if arguments[0] in CASES else ""
-    with _locked(folder / "lock"):
-        if not manifest.exists():
-            case, *options = arguments
-            output = _run(
-                python, "write_store.py", [case, str(folder / "store"), *options], release
-            )
-            manifest.write_text(output)
-    document: Manifest = json.loads(manifest.read_text())
-    return document
-
-
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as lock:
@@ -207,29 +252,20 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _run(
-    python: Path, script: str, arguments: list[str], release: str, accepted: tuple[int, ...] = (0,)
-) -> str:
-    """Run a script of this folder with SGLang and return its stdout."""
-    environment = _environment()
-    if release == LEGACY:
-        packages = python.parents[1] / "legacy"
-        if not packages.is_dir():
-            missing(f"SGLang {LEGACY}", REMEDY)
-        environment["PYTHONPATH"] = str(packages)
+def _write_as_legacy(python: Path, *arguments: str) -> None:
+    """Write a store by the older SGLang, in a process of its own."""
+    packages = python.parents[1] / "legacy"
+    if not packages.is_dir():
+        missing(f"SGLang {LEGACY}", REMEDY)
     done = subprocess.run(
-        [python, HERE / script, *arguments],
-        env=environment,
+        [python, HERE / "write_store.py", *arguments],
+        env={**_environment(), "PYTHONPATH": str(packages)},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
         check=False,
     )
-    if done.returncode not in accepted or not done.stdout:
-        pytest.fail(
-            f"{script} {' '.join(arguments)}: exit {done.returncode}\n{done.stderr[-4000:]}"
-        )
-    return done.stdout
+    assert done.returncode == 0, f"write_store.py {arguments}\n{done.stderr[-4000:]}"
 
 
 def _nixl_packages(python: Path) -> Path:

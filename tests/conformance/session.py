@@ -5,12 +5,16 @@ Runs inside the SGLang environment. Each line of stdin is {"script": name withou
 script's output, and the traceback of its exception. Every script runs in a separate fork, which
 also ends its Mooncake clients: to close one takes a second. A fork of a process with native threads
 may crash before the script begins; only then is the script started once more.
+
+With "output", a file, the answer comes as soon as the script has begun: {"pid"}. It goes on beside
+the scripts that follow, and ends with this process. {"wait": pid} is answered by its exit code.
 Ends with stdin.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import io
@@ -19,6 +23,7 @@ import mmap
 import os
 import signal
 import sys
+import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +57,15 @@ def main() -> None:
         importlib.import_module("sglang.srt.mem_cache.storage.nixl.hicache_nixl")
     prompt_nodes.hash_pages([0], page_size=1)  # loads SGLang's extension of page hashes
     for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            _, status = os.waitpid(request["wait"], 0)
+            print(json.dumps({"code": os.waitstatus_to_exitcode(status)}), file=answers)
+            continue
+        if "output" in request:
+            pid = _started(**request) or _started(**request)
+            print(json.dumps({"pid": pid}), file=answers)
+            continue
         status, begun = _answered(line, answers)
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV and not begun:
             status, _ = _answered(line, answers)
@@ -69,6 +83,25 @@ def _answered(line: str, answers: IO[str]) -> tuple[int, bool]:
             os._exit(0)
         _, status = os.waitpid(child, 0)
         return status, begun[0] != 0
+
+
+def _started(script: str, arguments: list[str], output: str) -> int | None:
+    """Start a script in a fork; return its pid, or None if it crashed before it began."""
+    with mmap.mmap(-1, 1) as begun:  # shared with the fork
+        child = os.fork()
+        if not child:
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            done = _run(begun, script, arguments)
+            os.write(2, f"{done['output']}{done['error']}".encode())
+            os._exit(done["code"])
+        while not begun[0]:
+            if os.waitpid(child, os.WNOHANG)[0]:
+                return None
+            time.sleep(0.001)
+    return child
 
 
 def _run(begun: mmap.mmap, script: str, arguments: list[str]) -> dict[str, Any]:

@@ -9,8 +9,6 @@ import json
 import os
 import random
 import secrets
-import subprocess
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,8 +19,10 @@ from tests.skips import missing
 
 if TYPE_CHECKING:
     from hicachectl.formats.objects import Shard
+    from tests.conformance.conftest import SglangSession
 
-pytestmark = pytest.mark.conformance
+# In one worker, which asks SGLang once.
+pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-hashing")]
 
 SEED = int(os.environ.get("HICACHECTL_TEST_SEED") or secrets.randbits(32))
 CHAINS, SEEDS, PLANS = 6000, 500, 2000
@@ -43,14 +43,14 @@ def question() -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def answer(sglang_python: str, question: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    script = Path(__file__).with_name("hash_vectors.py")
-    done = subprocess.run(
-        [sglang_python, script], input=json.dumps(question), capture_output=True, text=True,
-        check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, f"hash_vectors.py failed:\n{done.stderr[-4000:]}"
-    found: dict[str, list[Any]] = json.loads(done.stdout)
+def answer(
+    sglang_session: SglangSession,
+    question: dict[str, list[Any]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, list[Any]]:
+    path = tmp_path_factory.mktemp("hashing") / "question.json"
+    path.write_text(json.dumps(question))
+    found: dict[str, list[Any]] = sglang_session.run("hash_vectors", path)
     return found
 
 

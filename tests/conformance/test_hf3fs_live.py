@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,12 +13,13 @@ import pytest
 
 from hicachectl.formats.profile import profile_from_mapping
 from hicachectl.formats.spec import object_specs
+from tests.conformance.busy_store import PATIENCE_S
 from tests.conformance.store_cases import DEFAULT_LAYOUT, HF3FS_CASES
-from tests.conformance.test_repair_live import PATIENCE_S
 from tests.hf3fs_server import MetadataServer
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from tests.conformance.conftest import SglangSession
@@ -112,7 +112,7 @@ def writing(
     """Have SGLang write until the end of the block."""
     stop = folder / "stop"
     (folder / "data").mkdir()
-    with MetadataServer(python, save_interval_s=1) as server, ThreadPoolExecutor(1) as thread:
+    with MetadataServer(python, save_interval_s=1) as server:
         live = Live(server, folder, case)
         pages = PAGES_OF_FILE[case] * PROMPT_FOLD
         options = (
@@ -121,21 +121,15 @@ def writing(
             f"--until={stop}",
             f"--clear-every={clear_every}",
         )
-        nodes = thread.submit(session.run, "live_hf3fs", case, live.config, *options)
+        said = folder / "said"
+        nodes = session.start("live_hf3fs", case, live.config, *options, output=said)
         try:
-            wait_until(lambda: nodes.done() or live.is_begun())
+            wait_until(lambda: not nodes.is_alive or live.is_begun(), patience_s=PATIENCE_S)
             yield live
-            assert not nodes.done(), f"SGLang stopped: {nodes.result()}"
+            assert nodes.is_alive, said.read_text()
         finally:
             stop.touch()
-            nodes.result(PATIENCE_S)
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+            assert nodes.wait() == 0, said.read_text()
 
 
 class Hot:
@@ -209,7 +203,7 @@ def test_reused_pages_are_never_damage_and_a_damaged_page_always_is(
     sglang_session: SglangSession, sglang_python: Path, invoke: Invoke, tmp_path: Path, case: str
 ) -> None:
     with writing(case, sglang_session, sglang_python, tmp_path) as live:
-        wait_until(live.is_full)
+        wait_until(live.is_full, patience_s=PATIENCE_S)
         hot = Hot(live)
         clean = verified_often(invoke, live, RUNS)
         due = hot.damage(live)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.conformance.busy_store import PATIENCE_S, BusyStore, lines
 from tests.conformance.store_cases import CASES
-from tests.conformance.test_repair_live import PATIENCE_S, lines, serving
 from tests.stores import OLD
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.conformance.test_repair_live import SglangStore
+    from tests.conformance.conftest import SglangSession, WriteStore
     from tests.conftest import Invoke
 
 pytestmark = pytest.mark.conformance
@@ -27,8 +27,8 @@ WATCHED_S = 3.5
 
 @pytest.mark.parametrize(("case", "writers"), [("mla_indexer", 1), ("hybrid_mamba", 2)])
 def test_a_store_that_is_being_filled_is_clean(
-    sglang_store: SglangStore,
-    sglang_python: Path,
+    sglang_store: WriteStore,
+    sglang_session: SglangSession,
     invoke: Invoke,
     tmp_path: Path,
     case: str,
@@ -43,8 +43,8 @@ def test_a_store_that_is_being_filled_is_clean(
     profile.write_text(json.dumps(manifest["profile"]))
     documents: list[dict[str, Any]] = []
 
-    with serving(sglang_python, store, manifest, tmp_path / "server") as server:
-        rounds = [server.start("fill", rank) for rank in range(writers)]
+    with BusyStore(sglang_session, store, manifest, tmp_path / "server") as server:
+        rounds = [server.serve("fill", rank) for rank in range(writers)]
         server.wait_until(lambda: all(lines(log) for log in rounds))
         began = time.monotonic()
         while len(documents) < 2 or time.monotonic() < began + WATCHED_S:

@@ -6,90 +6,29 @@ import json
 import os
 import random
 import shutil
-import subprocess
 import time
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.conformance.busy_store import PATIENCE_S, BusyStore, lines
 from tests.conformance.store_cases import CASES
-from tests.conformance.test_repair_live import PATIENCE_S, lines, serving
 from tests.killed import Runner
 from tests.move.migrations import migrated
 from tests.stores import OLD, contents
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
-    from tests.conformance.conftest import Manifest, WriteStore
+    from tests.conformance.conftest import SglangSession, WriteStore
     from tests.conftest import Invoke
     from tests.killed import Unit
     from tests.mooncake_cluster import Cluster
 
 pytestmark = pytest.mark.conformance
 
-HERE = Path(__file__).parent
 KILLS = 6
 CASE_NAMES = ("mla_indexer", "hybrid_mamba")
-
-
-class Poller:
-    """An SGLang process that polls a store."""
-
-    def __init__(
-        self, python: Path, folder: Path, manifest: Manifest, place: str, backend: str
-    ) -> None:
-        folder.mkdir()
-        self._folder = folder
-        (folder / "manifest.json").write_text(json.dumps(manifest))
-        with (folder / "errors").open("wb") as errors:
-            self._process = subprocess.Popen(
-                [
-                    python, HERE / "poll_store.py", place, f"--backend={backend}",
-                    f"--manifest={folder / 'manifest.json'}", f"--log={folder / 'log'}",
-                    f"--until={folder / 'stop'}",
-                ],
-                env={k: v for k, v in os.environ.items() if not k.startswith("PYTHON")},
-                stdout=errors,
-                stderr=errors,
-            )  # fmt: skip
-
-    def rounds(self) -> list[dict[str, Any]]:
-        return lines(self._folder / "log")
-
-    def wait_until(self, done: Callable[[list[dict[str, Any]]], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not done(self.rounds()):
-            assert self._process.poll() is None, self._said()
-            assert time.monotonic() < deadline, self._said()
-            time.sleep(0.05)
-
-    def stop(self) -> list[dict[str, Any]]:
-        """End the process; return all rounds that it saw."""
-        (self._folder / "stop").touch()
-        assert self._process.wait(PATIENCE_S) == 0, self._said()
-        return self.rounds()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def _said(self) -> str:
-        return (self._folder / "errors").read_text(errors="replace")[-3000:]
-
-
-@contextmanager
-def polling(
-    python: Path, folder: Path, manifest: Manifest, place: str, backend: str
-) -> Iterator[Poller]:
-    poller = Poller(python, folder, manifest, place, backend)
-    try:
-        poller.wait_until(bool)
-        yield poller
-    finally:
-        poller.kill()
 
 
 @pytest.fixture(params=["file", "mooncake"])
@@ -105,7 +44,7 @@ def destination(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, st
 @pytest.mark.parametrize("case", CASE_NAMES)
 def test_no_reader_ever_sees_half_a_page_whatever_is_killed(
     sglang_store: WriteStore,
-    sglang_python: Path,
+    sglang_session: SglangSession,
     tmp_path: Path,
     destination: tuple[str, str, str],
     case: str,
@@ -121,16 +60,19 @@ def test_no_reader_ever_sees_half_a_page_whatever_is_killed(
     nbytes = sum(path.stat().st_size for path in source.iterdir())
     with (
         Runner(tmp_path) as runner,
-        polling(sglang_python, tmp_path / "poller", manifest, place, backend) as poller,
+        BusyStore(sglang_session, place, manifest, tmp_path / "poller") as server,
     ):
+        log = server.poll(backend)
+        server.wait_until(lambda: lines(log))
         for _ in range(KILLS):
             kill = _somewhere(chance, backend, nbytes)
             runner.run(*arguments, home=tmp_path, kill=kill)
-            looked = len(poller.rounds())
-            poller.wait_until(lambda rounds, looked=looked: len(rounds) > looked + 1)  # type: ignore[misc]
+            looked = len(lines(log))
+            server.wait_until(lambda looked=looked: len(lines(log)) > looked + 1)  # type: ignore[misc]
         assert runner.run(*arguments, home=tmp_path).document["complete"]
-        poller.wait_until(lambda rounds: rounds[-1]["seen"] == len(manifest["pages"]))
-        rounds = poller.stop()
+        server.wait_until(lambda: lines(log)[-1]["seen"] == len(manifest["pages"]))
+        server.stop()
+    rounds = lines(log)
     assert rounds[0]["seen"] == 0
     assert len({each["seen"] for each in rounds}) > 2, "it saw no page come"
     assert [each["half"] for each in rounds if each["half"]] == []
@@ -146,7 +88,7 @@ def _somewhere(chance: random.Random, backend: str, nbytes: int) -> tuple[Unit, 
 @pytest.mark.parametrize("case", CASE_NAMES)
 def test_a_server_that_writes_the_same_pages_to_the_destination_is_no_conflict(
     sglang_store: WriteStore,
-    sglang_python: Path,
+    sglang_session: SglangSession,
     invoke: Invoke,
     tmp_path: Path,
     case: str,
@@ -159,8 +101,8 @@ def test_a_server_that_writes_the_same_pages_to_the_destination_is_no_conflict(
     profile.write_text(json.dumps(manifest["profile"]))
     options = ("--profile", profile, "--grace", "0s", "--verify", "--buffer-bytes", "2MiB")
     expected = {name: data for name, (data, _) in contents(source).items()}
-    with serving(sglang_python, target, manifest, tmp_path / "server") as server:
-        rounds = [server.start("write", rank) for rank in range(manifest["profile"].get("tp", 1))]
+    with BusyStore(sglang_session, target, manifest, tmp_path / "server") as server:
+        rounds = [server.serve("write", rank) for rank in range(manifest["profile"].get("tp", 1))]
         server.wait_until(lambda: all(len(lines(log)) > 1 for log in rounds))
         for _ in range(8):
             shutil.rmtree(target, ignore_errors=True)
@@ -174,7 +116,7 @@ def test_a_server_that_writes_the_same_pages_to_the_destination_is_no_conflict(
 
 def test_pages_that_a_server_evicts_from_the_source_are_counted(
     sglang_store: WriteStore,
-    sglang_python: Path,
+    sglang_session: SglangSession,
     invoke: Invoke,
     tmp_path: Path,
 ) -> None:
@@ -192,8 +134,8 @@ def test_pages_that_a_server_evicts_from_the_source_are_counted(
     held = sum(path.stat().st_size for path in source.iterdir())
     gone = pages = 0
     ranks = range(manifest["profile"].get("tp", 1))
-    with serving(sglang_python, source, manifest, tmp_path / "server") as server:
-        rounds = [server.start("fill", rank, f"--max-bytes={10 * held}") for rank in ranks]
+    with BusyStore(sglang_session, source, manifest, tmp_path / "server") as server:
+        rounds = [server.serve("fill", rank, f"--max-bytes={10 * held}") for rank in ranks]
         server.wait_until(lambda: all(len(lines(log)) > 12 for log in rounds))
         deadline = time.monotonic() + PATIENCE_S
         while not (gone and pages):

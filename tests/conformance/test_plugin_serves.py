@@ -1,11 +1,16 @@
-"""A real SGLang server reads and writes a file store through the plug-in."""
+"""A real SGLang server reads and writes a file store through the plug-in.
+
+A second server, whose pages have another dtype and layout, shares directories with the first. It is
+killed by the last test.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
+from tests.conformance import tiny_llama
 from tests.conformance.cpu_server import DEVICE_TOKENS, CpuServer, page_files, prompt
 from tests.conformance.plugin_site import PAGE_BYTES, Site, full_hit, plugin_config
 from tests.waiting import wait_until
@@ -22,22 +27,30 @@ SERVERS = ("cpu_server", "direct_server")
 POLICIES = ("write_through", "write_through_selective", "write_back")
 
 
+class Direct(NamedTuple):
+    """A server of float16 pages with layout page_first_direct and direct I/O, and its model."""
+
+    server: CpuServer
+    model: Path
+
+
 @pytest.fixture(scope="module")
-def shared_direct_server(
-    sglang_python: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[CpuServer]:
-    log = tmp_path_factory.mktemp("server") / "direct.log"
+def direct(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Direct]:
+    folder = tmp_path_factory.mktemp("server")
+    model = folder / "tiny"
+    tiny_llama.write_model(model, seed=7)
     options = ("--hicache-mem-layout", "page_first_direct", "--hicache-io-backend", "direct")
-    with CpuServer(sglang_python, tiny_model, log, *options) as server:
-        yield server
+    log = folder / "direct.log"
+    with CpuServer(sglang_python, model, log, *options, "--dtype", "float16") as server:
+        yield Direct(server, model)
 
 
 @pytest.fixture
-def direct_server(shared_direct_server: CpuServer) -> Iterator[CpuServer]:
-    """A server with layout page_first_direct and direct I/O, detached, with empty pools."""
-    shared_direct_server.detach()
-    yield shared_direct_server
-    shared_direct_server.detach()
+def direct_server(direct: Direct) -> Iterator[CpuServer]:
+    """The second server, detached, with empty pools."""
+    direct.server.detach()
+    yield direct.server
+    direct.server.detach()
 
 
 @pytest.fixture(params=SERVERS)
@@ -177,3 +190,92 @@ def _moved(server: CpuServer) -> tuple[int, ...]:
         ]
         counts.append(int(sum(float(line.rpartition(" ")[2]) for line in lines)))
     return tuple(counts)
+
+
+# the last test: it ends the second server
+
+SHARED = prompt(5)
+
+
+def test_a_directory_is_shared_with_another_dtype_other_weights_and_a_killed_writer(
+    cpu_server: CpuServer, direct: Direct, tmp_path: Path
+) -> None:
+    here, there = Site(cpu_server, tmp_path / "store"), Site(direct.server, tmp_path / "store")
+    there.server.detach()
+    _replace_each_other(here, there)
+    _miss_other_weights(there, direct.model)
+    _miss_while_updated(there, direct.model, seed=9, version=None)
+    _miss_while_updated(there, direct.model, seed=10, version="next")
+    _die_while_writing(here, there)
+
+
+def _replace_each_other(here: Site, there: Site) -> None:
+    """One server's bfloat16 pages are misses for the other's float16, and the reverse."""
+    here.attach()
+    cold = here.cold(SHARED)
+    alone = there.server.generate(SHARED)
+    there.attach()
+    missed = there.warm(SHARED)
+    assert missed.storage == 0
+    assert missed.same(alone)
+    _await_hit(there)
+    again = here.warm(SHARED)
+    assert again.storage == 0
+    assert again.same(cold)
+    here.server.detach()
+
+
+def _miss_other_weights(there: Site, model: Path) -> None:
+    """Weights that change between two attachments make the pages of before misses."""
+    _await_hit(there)
+    before = there.server.generate(SHARED)
+    there.server.detach()
+    tiny_llama.write_weights(model, seed=8)
+    there.server.update_weights(model)
+    alone = there.server.generate(SHARED)
+    assert not alone.same(before)
+    there.server.flush()
+    there.attach()
+    missed = there.warm(SHARED)
+    assert missed.storage == 0
+    assert missed.same(alone)
+    _await_hit(there)
+    assert there.warm(SHARED).same(alone)
+
+
+def _miss_while_updated(there: Site, model: Path, seed: int, version: str | None) -> None:
+    """After an update from files, nothing is read or written until the next attachment."""
+    tiny_llama.write_weights(model, seed)
+    there.server.update_weights(model, version)
+    there.server.flush()
+    unseen = prompt(1000 + seed)
+    first, other = there.server.generate(SHARED), there.server.generate(unseen)
+    assert (first.storage, other.storage) == (0, 0)
+    assert there.warm(SHARED).same(first)
+    assert not any(path.exists() for path in there.files(unseen))
+    there.server.detach()
+    there.attach()
+    assert there.warm(SHARED).same(first)
+    _await_hit(there)
+    assert there.warm(SHARED).same(first)
+
+
+def _die_while_writing(here: Site, there: Site) -> None:
+    """A killed writer's unfinished pages are misses, and are written again."""
+    unseen = prompt(7)
+    with there.server.holding(there.directory, "rename", "link", "replace") as held:
+        there.server.generate(unseen)
+        wait_until(lambda: held.begun, there.server.log_end())
+        there.server.close()
+    assert any(path.name.endswith(".tmp") for path in there.directory.rglob("*"))
+    assert not any(path.exists() for path in here.files(unseen))
+    here.attach()
+    cold = here.cold(unseen)
+    warm = here.warm(unseen)
+    assert warm.storage == full_hit(unseen)
+    assert warm.same(cold)
+
+
+def _await_hit(site: Site) -> None:
+    """Answer the prompt until it is read out of the store."""
+    wait_until(lambda: site.warm(SHARED).storage == full_hit(SHARED), site.server.log_end())

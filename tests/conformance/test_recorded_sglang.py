@@ -17,9 +17,15 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.conformance
 
 
+@pytest.mark.weekly
 def test_the_file_of_the_release_is_what_the_recorder_writes(
     sglang_session: SglangSession, tmp_path: Path
 ) -> None:
+    """Ask SGLang of every architecture and flag.
+
+    On every run, test_models.py compares SGLang's pools with the records of tests/data, which
+    tests/formats/models compare with profiles made from this file; test_launch.py compares flags.
+    """
     request = tmp_path / "request.json"
     request.write_text(json.dumps(requested()))
     facts = sglang_session.run("sglang_facts", request)

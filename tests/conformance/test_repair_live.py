@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pytest
@@ -23,94 +19,24 @@ from hicachectl.move.withdrawal import remove_groups
 from hicachectl.pages.group_table import WHOLE
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
+from tests.conformance.busy_store import BusyStore, lines
 from tests.conformance.store_cases import CASES
 from tests.move.quarantines import quarantined
 from tests.move.repairs import plan_for
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hicachectl.backends.base import Store
     from hicachectl.backends.object_files.mover import FileMover
     from hicachectl.move.results import GroupReport
     from hicachectl.pages.groups import PageGroups as Groups
     from hicachectl.pages.inventory import Inventory
+    from tests.conformance.conftest import Manifest, SglangSession, WriteStore
 
 pytestmark = pytest.mark.conformance
 
-HERE = Path(__file__).parent
-PATIENCE_S = 600  # importing SGLang takes minutes on a busy machine
-Manifest = dict[str, Any]
-SglangStore = Callable[..., tuple[Path, Manifest]]
 Damaged = dict[str, list[str]]  # page to the files that were damaged
-
-
-class Server:
-    """Processes of SGLang that read and write a store."""
-
-    def __init__(self, python: Path, store: Path, manifest: Manifest, folder: Path) -> None:
-        self._python, self._store, self._folder = python, store, folder
-        (folder / "manifest.json").write_text(json.dumps(manifest))
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self.logs: list[Path] = []
-
-    def start(self, role: str, rank: int, *more: str) -> Path:
-        log = self._folder / f"{role}-{rank}.jsonl"
-        arguments = [
-            role,
-            str(self._store),
-            f"--manifest={self._folder / 'manifest.json'}",
-            f"--rank={rank}",
-            f"--log={log}",
-            f"--until={self._folder / 'stop'}",
-            *more,
-        ]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-        with (self._folder / f"{role}-{rank}.err").open("wb") as errors:
-            self._processes.append(
-                subprocess.Popen(
-                    [self._python, HERE / "live_store.py", *arguments],
-                    env=environment,
-                    stdout=errors,
-                    stderr=errors,
-                )
-            )
-        return log
-
-    def wait_until(self, done: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not done():
-            for process in self._processes:
-                assert process.poll() is None, self._said()
-            assert time.monotonic() < deadline, self._said()
-            time.sleep(0.02)
-
-    def stop(self) -> None:
-        (self._folder / "stop").touch()
-        for process in self._processes:
-            assert process.wait(PATIENCE_S) == 0, self._said()
-
-    def kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-
-    def _said(self) -> str:
-        return "\n".join(path.read_text()[-2000:] for path in self._folder.glob("*.err"))
-
-
-@contextmanager
-def serving(python: Path, store: Path, manifest: Manifest, folder: Path) -> Iterator[Server]:
-    folder.mkdir()
-    server = Server(python, store, manifest, folder)
-    try:
-        yield server
-    finally:
-        server.kill()
-
-
-def lines(log: Path) -> list[dict[str, Any]]:
-    if not log.exists():
-        return []
-    return [json.loads(line) for line in log.read_text().splitlines(keepends=True) if "\n" in line]
 
 
 class Watched(FileStore):
@@ -171,7 +97,11 @@ def repair(store: Watched, manifest: Manifest, damaged: Damaged) -> GroupReport:
 
 @pytest.mark.parametrize(("case", "writers"), [("mla_indexer", 1), ("hybrid_mamba", 2)])
 def test_no_damaged_page_is_read_once_its_anchor_is_gone(
-    sglang_store: SglangStore, sglang_python: Path, tmp_path: Path, case: str, writers: int
+    sglang_store: WriteStore,
+    sglang_session: SglangSession,
+    tmp_path: Path,
+    case: str,
+    writers: int,
 ) -> None:
     pristine, manifest = sglang_store(case)
     manifest = {**manifest, "node_pages": CASES[case].node_pages}
@@ -187,9 +117,9 @@ def test_no_damaged_page_is_read_once_its_anchor_is_gone(
     bytes_before = {path.name: path.read_bytes() for path in store.iterdir()}
     inodes = {path.name: path.stat().st_ino for path in store.iterdir()}
 
-    with serving(sglang_python, store, manifest, tmp_path / "server") as server:
-        rounds = [server.start("write", rank) for rank in range(writers)]
-        reads = server.start("read", 0)
+    with BusyStore(sglang_session, store, manifest, tmp_path / "server") as server:
+        rounds = [server.serve("write", rank) for rank in range(writers)]
+        reads = server.serve("read", 0)
         server.wait_until(lambda: all(len(lines(log)) > 2 for log in rounds))
         server.wait_until(lambda: {r["page"] for r in lines(reads) if r["wrong"]} == {*damaged})
         with Watched(store) as opened:

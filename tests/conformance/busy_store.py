@@ -1,0 +1,79 @@
+"""A store that SGLang's own backends read and write while a test works on it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from tests.processes import Closing
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.conformance.conftest import Manifest, SglangSession, Started
+
+PATIENCE_S = 600  # SGLang takes minutes on a busy machine
+
+
+class BusyStore(Closing):
+    """Scripts of SGLang that use a store until they are stopped."""
+
+    def __init__(
+        self, session: SglangSession, place: str | Path, manifest: Manifest, folder: Path
+    ) -> None:
+        folder.mkdir()
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        self._session, self._place, self._folder = session, place, folder
+        self._scripts: list[Started] = []
+
+    def serve(self, role: str, rank: int, *more: str) -> Path:
+        """Start a rank that writes, fills or reads (live_store.py); return its log."""
+        return self._start("live_store", role, f"--rank={rank}", *more)
+
+    def poll(self, backend: str) -> Path:
+        """Start a process that polls the store (poll_store.py); return its log."""
+        return self._start("poll_store", f"--backend={backend}")
+
+    def _start(self, script: str, *arguments: str) -> Path:
+        name = f"{script}-{len(self._scripts)}"
+        log = self._folder / f"{name}.jsonl"
+        self._scripts.append(
+            self._session.start(
+                script, *arguments, self._place, f"--manifest={self._folder / 'manifest.json'}",
+                f"--log={log}", f"--until={self._folder / 'stop'}",
+                output=self._folder / f"{name}.err",
+            )
+        )  # fmt: skip
+        return log
+
+    def wait_until(self, done: Callable[[], object]) -> None:
+        """Wait for a condition, while all scripts run."""
+
+        def is_done() -> bool:
+            assert all(script.is_alive for script in self._scripts), self._said()
+            return bool(done())
+
+        wait_until(is_done, "SGLang does not come so far", PATIENCE_S)
+
+    def stop(self) -> None:
+        """End all scripts, which must have had no error."""
+        (self._folder / "stop").touch()
+        assert not any(script.wait() for script in self._scripts), self._said()
+        self._scripts.clear()
+
+    def close(self) -> None:
+        """Kill the scripts that still run."""
+        for script in self._scripts:
+            script.kill()
+
+    def _said(self) -> str:
+        return "\n".join(path.read_text()[-3000:] for path in self._folder.glob("*.err"))
+
+
+def lines(log: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a script's log."""
+    if not log.exists():
+        return []
+    return [json.loads(line) for line in log.read_text().splitlines(keepends=True) if "\n" in line]
