@@ -23,12 +23,15 @@ BFLOAT16_NAN = b"\xc0\x7f"
 
 
 class Place:
-    """Data files with the demo's pages, as engines make them, and a copy of the snapshot."""
+    """Data files with the demo's pages, as engines make them, and a snapshot.
 
-    def __init__(self, folder: Path, server: MetadataServer) -> None:
+    snapshot: a copy of the server's, which can write its own at any time, unless another is given.
+    """
+
+    def __init__(self, folder: Path, server: MetadataServer, snapshot: Path | None = None) -> None:
         self.server = server
         self.folder = folder
-        self.snapshot = folder / "saved.json"  # the server may write its snapshot at any time
+        self.snapshot = snapshot or folder / "saved.json"
         self.page_bytes: dict[tuple[int, str], int] = {}
         for expected in object_specs(PROFILE, "hf3fs"):
             rank, pool, _ = grammar_of("hf3fs").affix(expected.coordinate)[0].split(":")
@@ -47,7 +50,9 @@ class Place:
         self.save()
 
     def save(self) -> None:
-        self.snapshot.write_bytes(self.server.save().read_bytes())
+        saved = self.server.save()
+        if saved != self.snapshot:
+            self.snapshot.write_bytes(saved.read_bytes())
 
     def url(self, server: str | None = None) -> str:
         """Return the URL of the store at a server; default: its own; "" for no server."""
@@ -74,6 +79,10 @@ class Place:
         """Return the tables of the snapshot."""
         tables: dict[str, Any] = json.loads(self.snapshot.read_text())
         return tables
+
+    def held(self, name: str) -> dict[str, int]:
+        """Return the keys of a table with their page indices."""
+        return dict(self.tables()[name]["key_to_index"])
 
     def pages(self) -> list[str]:
         """Return page hashes in order of eviction."""

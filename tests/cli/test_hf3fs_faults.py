@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.backends.http_scripts import Call
     from tests.conftest import Invoke
     from tests.paused import Ended
 
@@ -218,39 +217,9 @@ def test_a_server_restarted_without_its_snapshot_is_said_to_have_no_table(mortal
     assert "has no table" in ended.stderr
 
 
-def crash(call: Call) -> None:
-    call.answer(b"Internal Server Error", 500)
-
-
-def babble(call: Call) -> None:
-    call.answer(b"\xff\x00 this is no JSON {")
-
-
-def answer_for_others(call: Call) -> None:
-    call.answer(b'{"exists": [true], "indices": [1]}')
-
-
-def answer_in_words(call: Call) -> None:
-    keys = json.loads(call.body)["keys"]
-    call.answer(json.dumps({"exists": ["yes"] * len(keys)}).encode())
-
-
-def end_early(call: Call) -> None:
-    call.send(b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"exists": [')
-    call.close()
-
-
-def hang_up(call: Call) -> None:
-    call.reset()
-
-
-@pytest.mark.parametrize(
-    "script", [crash, babble, answer_for_others, answer_in_words, end_early, hang_up]
-)
-def test_a_server_that_answers_wrongly_is_one_clear_line(
-    place: Place, invoke: Invoke, script: Callable[[Call], None]
-) -> None:
-    with serving(script) as address:
+def test_a_server_that_answers_wrongly_is_one_clear_line(place: Place, invoke: Invoke) -> None:
+    """tests/backends/hf3fs/test_metadata.py has other wrong answers."""
+    with serving(lambda call: call.answer(b"\xff\x00 this is no JSON {")) as address:
         started = time.monotonic()
         url = f"http://{address}"
         for command in (place.arguments(server=url), ["ls", place.url(url)]):
@@ -261,51 +230,16 @@ def test_a_server_that_answers_wrongly_is_one_clear_line(
         assert time.monotonic() - started < QUICK_S
 
 
-def test_a_server_that_is_slow_is_given_up(
-    place: Place, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server sends single bytes slowly; the limit is on the time of the whole answer."""
-    monkeypatch.setattr("hicachectl.backends.hf3fs.store.MetadataClient.__init__.__kwdefaults__", {
-        "timeout_s": 1.0
-    })  # fmt: skip
-    with serving(lambda call: call.trickle(b"HTTP/1.1 200 OK\r\n" * 99, 0.1)) as address:
-        started = time.monotonic()
-        out = invoke(*place.arguments(server=f"http://{address}"), exit_code=3)
-        assert time.monotonic() - started < 8
-    assert out.stdout == ""
-    (line,) = lines_of(out.stderr)
-    assert address in line
-
-
-# --- the snapshot ---
-
-
 def cut(text: str) -> str:
     return text[: len(text) // 2]
 
 
-def no_json(text: str) -> str:
-    return "Thu Nov 20 - INFO - Persisting metadata to disk...\n"
-
-
-def overflowing(text: str) -> str:
-    document = json.loads(text)
-    document["0:kv"]["key_to_index"][0][1] = 1 << 64
-    return json.dumps(document)
-
-
-def negative(text: str) -> str:
-    document = json.loads(text)
-    document["0:kv"]["free_pages"][0] = -1
-    return json.dumps(document)
-
-
-@pytest.mark.parametrize("broken", [cut, no_json, overflowing, negative, lambda text: ""])
 @pytest.mark.parametrize("server", [None, ""], ids=["server", "alone"])
 def test_a_snapshot_that_cannot_be_read_is_bad_input(
-    place: Place, invoke: Invoke, broken: Callable[[str], str], server: str | None
+    place: Place, invoke: Invoke, server: str | None
 ) -> None:
-    before = broken(place.snapshot.read_text())
+    """tests/backends/hf3fs/test_snapshot.py has other snapshots."""
+    before = cut(place.snapshot.read_text())
     place.snapshot.write_text(before)
     for command in (place.arguments(*REPAIR, server=server), ["ls", place.url(server)]):
         out = invoke(*command, exit_code=2)
@@ -324,29 +258,6 @@ def test_a_snapshot_that_breaks_during_a_run_is_bad_input(place: Place) -> None:
     assert "cut short" in ended.stderr
 
 
-def test_an_index_beyond_every_file_is_named_and_read_nowhere(place: Place, invoke: Invoke) -> None:
-    tables = place.tables()
-    key, _ = tables["0:kv"]["key_to_index"][0]
-    tables["0:kv"]["key_to_index"][0][1] = (1 << 63) - 1
-    place.snapshot.write_text(json.dumps(tables))
-    out = invoke(*place.arguments(server=""), exit_code=4)
-    lines_of(out.stderr)
-    codes = {(each["code"], each["key"]) for each in out.document["findings"]}
-    assert ("page-index-out-of-range", f"0:kv:{key}") in codes
-
-
-def test_an_absent_snapshot_is_out_of_reach(place: Place, invoke: Invoke) -> None:
-    place.snapshot.unlink()
-    for command in (place.arguments(), ["ls", place.url()]):
-        out = invoke(*command, exit_code=3)
-        assert out.stdout == ""
-        (line,) = lines_of(out.stderr)
-        assert str(place.snapshot) in line
-
-
-# --- the data files ---
-
-
 def test_an_absent_data_file_fails_its_objects_alone(place: Place, invoke: Invoke) -> None:
     path = place.file(1, "kv")
     path.unlink()
@@ -357,27 +268,3 @@ def test_an_absent_data_file_fails_its_objects_alone(place: Place, invoke: Invok
     assert {each["key"] for each in document["findings"] if each["key"]} == lost
     assert all(str(path) in each["detail"] for each in document["findings"] if each["key"] in lost)
     assert not path.exists()
-
-
-def test_objects_behind_the_end_of_a_file_are_found_and_no_others(
-    place: Place, invoke: Invoke
-) -> None:
-    path, nbytes = place.file(0, "kv"), place.page_bytes[0, "kv"]
-    held = place.tables()["0:kv"]["key_to_index"]
-    end = sorted(index for _, index in held)[len(held) // 2]
-    with path.open("r+b") as stream:
-        stream.truncate(end * nbytes + 1)
-    out = invoke(*place.arguments(), exit_code=4)
-    lines_of(out.stderr)
-    found = [each for each in out.document["findings"] if each["severity"] == "error"]
-    assert {each["code"] for each in found} == {"truncated"}
-    assert {each["key"] for each in found} == {f"0:kv:{key}" for key, n in held if n >= end}
-    assert path.stat().st_size == end * nbytes + 1
-
-
-def test_a_directory_that_is_gone_is_out_of_reach(place: Place, invoke: Invoke) -> None:
-    url = place.url().replace(f"{place.folder}/hicache", f"{place.folder}/unmounted/hicache")
-    out = invoke("verify", url, "--profile", place.profile, exit_code=3)
-    assert out.stdout == ""
-    (line,) = lines_of(out.stderr)
-    assert "mounted" in line
