@@ -1,11 +1,14 @@
 """Parameters and examples of tests that `make test-fast` or `make test` leaves out.
 
 HICACHECTL_TEST_ALL=1 runs everything: all parameters, and the tests that are marked `weekly`.
+HICACHECTL_ATTACK_ROUNDS multiplies the kills and recoveries of each test, and 0 kills at each step
+where a test can. HICACHECTL_TEST_SEED repeats the random choices of a failed test, which prints it.
 """
 
 from __future__ import annotations
 
 import os
+import random
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
@@ -18,6 +21,20 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 ALL = os.environ.get("HICACHECTL_TEST_ALL") == "1"
+ROUNDS = int(os.environ.get("HICACHECTL_ATTACK_ROUNDS") or 1)
+
+
+def seed_of_run() -> int:
+    """Return HICACHECTL_TEST_SEED to repeat a run, else a new seed; print it."""
+    seed = int(os.environ.get("HICACHECTL_TEST_SEED") or random.randrange(1 << 32))
+    print(f"HICACHECTL_TEST_SEED={seed}")
+    return seed
+
+
+def chance_of_run() -> tuple[random.Random, str]:
+    """Return a source of random numbers, and words that repeat it."""
+    seed = seed_of_run()
+    return random.Random(seed), f"HICACHECTL_TEST_SEED={seed}"
 
 
 def some(every: Iterable[Value], *chosen: Value) -> list[Value]:

@@ -2,7 +2,7 @@
 
 A page may go only if a filter of the command names it, or if the profile describes the page's
 deployment and the page is damaged. Deployments of one store can share a model name, and so keys of
-equal form and other bytes. A seed repeats its case; HICACHECTL_ATTACK_ROUNDS adds seeds.
+equal form and other bytes. A seed repeats its case; HICACHECTL_ATTACK_ROUNDS multiplies them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import pytest
 from hicachectl.__main__ import run
 from hicachectl.formats.profile import Profile, profile_from_mapping
 from hicachectl.formats.spec import ObjectSpec, object_specs
+from tests.speed import ROUNDS
 from tests.stores import page
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-ROUNDS = 60 + int(os.environ.get("HICACHECTL_ATTACK_ROUNDS", "0"))
+SEEDS = 60 * ROUNDS
 AGES_S = (5, 3600, 7200, 90_000)
 STRUCTURE = "names,groups,sizes"
 
@@ -169,7 +170,7 @@ def is_protected(
     return all(other is made or other.keys != made.keys for other in deployments)
 
 
-@pytest.mark.parametrize("seed", range(ROUNDS))
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_no_command_removes_a_page_that_its_servers_restore(
     tmp_path: Path, seed: int, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,6 @@ HICACHECTL_ATTACK_ROUNDS makes it longer.
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from tests.move.migrations import demo_store, migrated
 from tests.paused import paused
 from tests.places import half_pages
 from tests.prewarming.test_cli import prompts
+from tests.speed import ROUNDS, seed_of_run
 from tests.stores import contents
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from tests.killed import Run, Unit
     from tests.places import Place, Places
 
-ROUNDS = int(os.environ.get("HICACHECTL_ATTACK_ROUNDS") or 4)
-SEED = int(os.environ.get("HICACHECTL_TEST_SEED") or random.randrange(1 << 32))
+KILLS = 4 * ROUNDS
+SEED = seed_of_run()
 WORDS = f"HICACHECTL_TEST_SEED={SEED}"
 PAGES = 8
 OBJECTS = {
@@ -47,7 +47,7 @@ OBJECTS = {
 def points(name: str, whole: Run, *, bytes_too: bool) -> Iterator[tuple[Unit, int]]:
     """Yield points to be killed at: before a step, or in the middle of a write."""
     chance = random.Random(f"{SEED} {name}")
-    for number in range(ROUNDS):
+    for number in range(KILLS):
         unit: Unit = "bytes" if bytes_too and number % 2 and whole.written else "steps"
         yield unit, chance.randint(1, whole.written if unit == "bytes" else whole.steps)
 

@@ -1,13 +1,8 @@
-"""Migrations killed at any point lose no page, show no half page, and can be completed.
-
-HICACHECTL_TEST_SEED repeats a run. HICACHECTL_ATTACK_ROUNDS makes it longer.
-"""
+"""Migrations killed at any point lose no page, show no half page, and can be completed."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,6 +13,7 @@ from tests.places import (
     half_pages,
     whole_pages,
 )
+from tests.speed import ROUNDS, chance_of_run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +38,6 @@ MOVES = (
 # A batch has the bytes of two pages with states, or of a dozen without.
 BUFFER_BYTES = 1 << 20
 _SHARE = 3  # a run is killed within this fraction (1/3) of the way; the next one goes on
-_ROUNDS = int(os.environ.get("HICACHECTL_ATTACK_ROUNDS") or 1)
 
 
 class Killing:
@@ -62,10 +57,7 @@ class Killing:
         assert (document["pages"], document["complete"]) == (SOURCE_PAGES, True)
         self.arrived = self._held()
         self._restore()
-        seed = int(os.environ.get("HICACHECTL_TEST_SEED") or random.randrange(1 << 32))
-        self.words = f"HICACHECTL_TEST_SEED={seed}"
-        print(self.words)
-        self._chance = random.Random(seed)
+        self._chance, self.words = chance_of_run()
 
     def kill(self, kills: int, *, share: int) -> None:
         """Kill runs; each goes on where the run killed before ended."""
@@ -147,25 +139,18 @@ class Killing:
         assert self.source.held() == self.read_from
 
 
-def check_kills(
-    places: Places, home: Path, pair: tuple[str, str], kills: int, *, share: int, move: bool = False
-) -> None:
-    """Kill a migration between two kinds of stores `kills` times."""
-    Killing(places, home, *pair, move=move).kill(kills, share=share)
-
-
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_a_migration_killed_anywhere_is_completed_by_the_next(
     places: Places, tmp_path: Path, pair: tuple[str, str]
 ) -> None:
-    check_kills(places, tmp_path, pair, KILLS, share=_SHARE)
+    Killing(places, tmp_path, *pair).kill(KILLS * ROUNDS, share=_SHARE)
 
 
 @pytest.mark.parametrize("pair", MOVES, ids="-".join)
 def test_a_move_killed_anywhere_loses_no_page(
     places: Places, tmp_path: Path, pair: tuple[str, str]
 ) -> None:
-    check_kills(places, tmp_path, pair, KILLS // 2, share=_SHARE, move=True)
+    Killing(places, tmp_path, *pair, move=True).kill(KILLS // 2 * ROUNDS, share=_SHARE)
 
 
 @pytest.mark.parametrize("pair", [("file", "file"), ("nixl", "file")], ids="-".join)
@@ -173,4 +158,4 @@ def test_a_move_killed_once_is_completed_by_the_same_words(
     places: Places, tmp_path: Path, pair: tuple[str, str]
 ) -> None:
     """Each kill comes at any moment of a whole move, and the next run ends with 0."""
-    check_kills(places, tmp_path, pair, KILLS * _ROUNDS, share=1, move=True)
+    Killing(places, tmp_path, *pair, move=True).kill(KILLS * ROUNDS, share=1)

@@ -5,8 +5,6 @@ HICACHECTL_TEST_SEED repeats a run.
 
 from __future__ import annotations
 
-import os
-import random
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +31,7 @@ from tests.move.repairs import (
     repaired,
     shorten,
 )
+from tests.speed import ROUNDS, chance_of_run
 from tests.stores import contents
 
 if TYPE_CHECKING:
@@ -88,13 +87,10 @@ class Commands:
         return self._runner.run(*arguments, home=self._home, kill=kill)
 
 
-def points(whole: Run, count: int) -> tuple[list[tuple[Unit, int]], str]:
+def points(whole: Run) -> tuple[list[tuple[Unit, int]], str]:
     """Return steps to kill runs at, and a message for failures that names their seed."""
-    seed = int(os.environ.get("HICACHECTL_TEST_SEED") or random.randrange(1 << 32))
-    words = f"HICACHECTL_TEST_SEED={seed}"
-    print(words)
-    chance = random.Random(seed)
-    return [("steps", chance.randint(1, whole.steps)) for _ in range(count)], words
+    chance, words = chance_of_run()
+    return [("steps", chance.randint(1, whole.steps)) for _ in range(KILLS * ROUNDS)], words
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +111,8 @@ def test_killed_anywhere_and_run_again_every_group_is_whole_or_gone(
     quarantine = default_quarantine(commands.store)
     if where == "elsewhere":
         quarantine = request.getfixturevalue("other_file_system") / "q"
-    check_kills(commands, KILLS, quarantine)
-
-
-def check_kills(commands: Commands, count: int, quarantine: Path) -> None:
-    """Kill a repair at random points, run the repair again, and restore everything."""
     commands.damage()
-    kills, words = points(commands.repair(quarantine), count)
+    kills, words = points(commands.repair(quarantine))
     for kill in kills:
         shutil.rmtree(quarantine, ignore_errors=True)
         before, healthy = commands.damage()
@@ -157,14 +148,9 @@ def check_restored(commands: Commands, quarantine: Path, before: Contents) -> No
 
 
 def test_a_killed_repair_can_be_taken_back(commands: Commands) -> None:
-    check_taking_back(commands, KILLS)
-
-
-def check_taking_back(commands: Commands, count: int) -> None:
-    """Kill a repair at random points, then restore."""
     commands.damage()
     quarantine = default_quarantine(commands.store)
-    kills, _ = points(commands.repair(quarantine), count)
+    kills, _ = points(commands.repair(quarantine))
     for kill in kills:
         before, _ = commands.damage()
         quarantine.mkdir(parents=True)
@@ -175,13 +161,9 @@ def check_taking_back(commands: Commands, count: int) -> None:
 def test_a_killed_removal_leaves_pages_or_sidecars_that_no_server_finds(
     commands: Commands,
 ) -> None:
-    check_removal(commands, KILLS)
-
-
-def check_removal(commands: Commands, count: int) -> None:
-    """Kill a removal of everything at random points; the next run removes the rest."""
+    """The next run removes the rest."""
     dsa_store(commands.store, PAGES)
-    kills, words = points(commands.remove(), count)
+    kills, words = points(commands.remove())
     for kill in kills:
         shutil.rmtree(commands.store)
         dsa_store(commands.store, PAGES)
@@ -283,15 +265,10 @@ def test_a_repair_into_a_pack_is_taken_back_wherever_it_was_killed(tmp_path: Pat
 
 
 def test_a_killed_restore_goes_on(commands: Commands) -> None:
-    check_restore(commands, KILLS)
-
-
-def check_restore(commands: Commands, count: int) -> None:
-    """Kill a restore at random points, then run the restore again."""
     before, healthy = commands.damage()
     quarantine = default_quarantine(commands.store)
     repaired(commands.store)
-    kills, words = points(commands.restore(quarantine), count)
+    kills, words = points(commands.restore(quarantine))
     for kill in kills:
         repaired(commands.store, codes=("orphan-sidecar",))
         assert contents(commands.store) == healthy, (words, kill)

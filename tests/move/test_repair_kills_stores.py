@@ -5,8 +5,6 @@ HICACHECTL_TEST_SEED repeats a run. HICACHECTL_ATTACK_ROUNDS=0 kills at every st
 
 from __future__ import annotations
 
-import os
-import random
 import shutil
 from typing import TYPE_CHECKING
 
@@ -18,6 +16,7 @@ from hicachectl.backends.capabilities import Profiled
 from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.spec import object_specs
 from tests.places import half_pages, page_of, whole_pages
+from tests.speed import ROUNDS, chance_of_run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +30,6 @@ KINDS = ("file", "nixl", "mooncake", "hf3fs")
 PAGES = 7
 BAD = 2
 KILLS = 2
-_ROUNDS = int(os.environ.get("HICACHECTL_ATTACK_ROUNDS") or 1)
 
 
 class Damaged:
@@ -109,13 +107,10 @@ class Damaged:
 
 def steps_of(whole: Run) -> tuple[list[int], str]:
     """Return the steps to kill runs at, and words that repeat the choice."""
-    if not _ROUNDS:
+    if not ROUNDS:
         return [*range(1, whole.steps + 1)], "every step"
-    seed = int(os.environ.get("HICACHECTL_TEST_SEED") or random.randrange(1 << 32))
-    words = f"HICACHECTL_TEST_SEED={seed}"
-    print(words)
-    chance = random.Random(seed)
-    return [chance.randint(1, whole.steps) for _ in range(KILLS * _ROUNDS)], words
+    chance, words = chance_of_run()
+    return [chance.randint(1, whole.steps) for _ in range(KILLS * ROUNDS)], words
 
 
 @pytest.fixture(params=KINDS)

@@ -7,7 +7,6 @@ two of them do the same part at once.
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -20,10 +19,12 @@ import pytest
 
 from tests.move.migrations import damaged_stores, demo_store, profile_file
 from tests.parts.test_verify_parts import comparable
+from tests.speed import ROUNDS, chance_of_run, some
 from tests.stores import contents
 from tests.verification.damages import at_once
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Iterator
 
     from tests.conftest import Invoke
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-KILLS = 5  # of each command
+KILLS = 5 * ROUNDS  # of each command
+MOVE = ("--move", "--yes")
 PARTS = 4
 AT_ONCE = PARTS  # processes, so that part 0 is among them
 MOST_S = 120
@@ -109,9 +111,7 @@ KilledRun = Callable[[Path, list[object], int], int]
 @pytest.fixture
 def killed_run(tmp_path: Path) -> Iterator[KilledRun]:
     """Return a function that does a run with kills, and returns their number."""
-    seed = int(os.environ.get("HICACHECTL_TEST_SEED", random.randrange(2**32)))
-    print(f"HICACHECTL_TEST_SEED={seed}")
-    processes = Processes(tmp_path, random.Random(seed))
+    processes = Processes(tmp_path, chance_of_run()[0])
 
     def finish(run: Path, command: list[object], kills: int) -> int:
         return processes.finish([*command, "--run", run], kills)
@@ -120,28 +120,22 @@ def killed_run(tmp_path: Path) -> Iterator[KilledRun]:
     processes.end()
 
 
-def check_verify(
-    invoke: Invoke,
-    folder: Path,
-    killed_run: KilledRun,
-    kills: int,
-) -> None:
-    """Kill verifications in parts until there were so many kills."""
-    store = demo_store(folder / "store", 24)
+def test_verify(invoke: Invoke, tmp_path: Path, killed_run: KilledRun) -> None:
+    store = demo_store(tmp_path / "store", 24)
     at_once(store)
     # All times are old, since no clock of a host is right.
     for path in store.iterdir():
         os.utime(path, (1.6e9, 1.6e9))
-    catalog = folder / "catalog.parquet"
-    options: list[object] = ["--profile", profile_file(folder / "p.toml"), "--catalog", catalog]
+    catalog = tmp_path / "catalog.parquet"
+    options: list[object] = ["--profile", profile_file(tmp_path / "p.toml"), "--catalog", catalog]
     options += ["--update-catalog"]
     command = ["verify", store, *options, "--bwlimit", "3MiB"]
     done = rounds = 0
     first: dict[str, Any] = {}
-    while done < kills:
+    while done < KILLS:
         rounds += 1
-        run = folder / f"run-{rounds}"
-        done += killed_run(run, command, min(4, kills - done))
+        run = tmp_path / f"run-{rounds}"
+        done += killed_run(run, command, min(4, KILLS - done))
         merged = invoke("merge", run, "--format", "json", exit_code=4).document
         if not first:
             first = invoke("verify", store, *options, "--format", "json", exit_code=4).document
@@ -149,28 +143,24 @@ def check_verify(
         assert comparable(merged) == comparable(first)
 
 
-def check_migrate(
-    invoke: Invoke,
-    folder: Path,
-    killed_run: KilledRun,
-    kills: int,
-    *options: object,
+@pytest.mark.parametrize("options", some(((), MOVE), MOVE), ids=" ".join)
+def test_copies_and_moves(
+    invoke: Invoke, tmp_path: Path, killed_run: KilledRun, options: tuple[str, ...]
 ) -> None:
-    """Kill migrations in parts until there were so many kills."""
-    source, target = damaged_stores(folder / "stores")
-    given = ("--profile", profile_file(folder / "p.toml"), "--include-partial", *options)
-    whole = shutil.copytree(target, folder / "whole")
-    whole_source = shutil.copytree(source, folder / "whole-source")
+    source, target = damaged_stores(tmp_path / "stores")
+    given = ("--profile", profile_file(tmp_path / "p.toml"), "--include-partial", *options)
+    whole = shutil.copytree(target, tmp_path / "whole")
+    whole_source = shutil.copytree(source, tmp_path / "whole-source")
     wanted = invoke("migrate", whole_source, whole, *given, "--format", "json", exit_code=4)
     done = rounds = 0
-    while done < kills:
+    while done < KILLS:
         rounds += 1
-        own = folder / f"round-{rounds}"
+        own = tmp_path / f"round-{rounds}"
         own.mkdir()
         own_source = shutil.copytree(source, own / "source")
         own_target = shutil.copytree(target, own / "target")
         command = ["migrate", own_source, own_target, *given, "--bwlimit", "600KiB"]
-        done += killed_run(own / "run", command, min(4, kills - done))
+        done += killed_run(own / "run", command, min(4, KILLS - done))
         merged = invoke("merge", own / "run", "--format", "json", exit_code=4).document
         for name in ("conflicts", "failed", "complete"):
             assert merged[name] == wanted.document[name], name
@@ -178,11 +168,3 @@ def check_migrate(
             assert merged[name] <= wanted.document[name], name
         assert contents(own_target) == contents(whole)
         assert contents(own_source) == contents(whole_source)
-
-
-def test_verify(invoke: Invoke, tmp_path: Path, killed_run: KilledRun) -> None:
-    check_verify(invoke, tmp_path, killed_run, KILLS)
-
-
-def test_moves(invoke: Invoke, tmp_path: Path, killed_run: KilledRun) -> None:
-    check_migrate(invoke, tmp_path, killed_run, KILLS, "--move", "--yes")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import shutil
 import subprocess
 import sys
@@ -22,6 +20,7 @@ from tests.parts.runs import ROOT, CommandRun, names_in
 from tests.places import SOURCE_PAGES, half_pages, page_of, whole_pages
 from tests.served_stores import HYBRID, served_store
 from tests.small_file_system import small_file_system
+from tests.speed import chance_of_run
 from tests.stores import page
 
 if TYPE_CHECKING:
@@ -331,9 +330,7 @@ def test_killed_parts_are_completed(
 ) -> None:
     """The lister and parts killed anywhere lose nothing; run again, they complete the run."""
     killed = KilledParts(places, tmp_path, options)
-    seed = int(os.environ.get("HICACHECTL_TEST_SEED") or random.randrange(1 << 32))
-    words = f"HICACHECTL_TEST_SEED={seed}"
-    chance = random.Random(seed)
+    chance, words = chance_of_run()
     parts, ended, deaths = 3, set[int](), 0
     while len(ended) < parts:
         todo = [part for part in range(parts) if part not in ended]

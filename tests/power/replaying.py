@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import TYPE_CHECKING
 
 from tests.power.crash_states import crash_states, distinct
+from tests.speed import ROUNDS, seed_of_run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,14 +15,7 @@ if TYPE_CHECKING:
     from tests.power.recording import Recording
     from tests.power.writers import Writer
 
-RECOVERIES = 40
-
-
-def seed_of_run() -> int:
-    """Return HICACHECTL_TEST_SEED to repeat a run, else a new seed."""
-    seed = int(os.environ.get("HICACHECTL_TEST_SEED") or random.randrange(1 << 32))
-    print(f"HICACHECTL_TEST_SEED={seed}")
-    return seed
+RECOVERIES = 40 * ROUNDS
 
 
 def found_by_looking(
@@ -47,13 +40,11 @@ def missed_without_syncs(writer: Writer, recording: Recording) -> list[str]:
     ]
 
 
-def found_by_recovering(
-    writer: Writer, recording: Recording, seed: int, recoveries: int | None = RECOVERIES
-) -> list[str]:
-    """Recover from some crash states, or from all; return what is wrong afterwards."""
+def found_by_recovering(writer: Writer, recording: Recording, seed: int) -> list[str]:
+    """Recover from some crash states; return what is wrong afterwards."""
     states = list(distinct(crash_states(recording, seed=seed), lambda s: s.content))
-    if recoveries is not None and len(states) > recoveries:
-        states = _sample(states, recoveries, random.Random(seed))
+    if len(states) > RECOVERIES:
+        states = _sample(states, RECOVERIES, random.Random(seed))
     found = []
     for state in states:
         state.materialise(recording.roots)

@@ -16,9 +16,9 @@ from tests.power.replaying import (
     found_by_looking,
     found_by_recovering,
     missed_without_syncs,
-    seed_of_run,
 )
 from tests.small_file_system import small_file_system
+from tests.speed import seed_of_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
