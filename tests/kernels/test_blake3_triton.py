@@ -11,11 +11,13 @@ from blake3 import blake3
 from tests.device.devices import DEVICES, HAS_CUDA, NATIVE, torch
 
 from hicachectl.kernels.blake3_triton import LANES, digest_ranges, ranges_of  # isort: skip
+from tests.speed import some
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 EDGES = (0, 1, 63, 64, 65, 127, 128, 1023, 1024, 1025, 2048, 2049, 3072, 4097, 5120)
+TREES = ((1, 2), (2, 7), (16, 33))  # lanes and chunks
 NO_BYTES = "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
 
 
@@ -62,8 +64,9 @@ def test_ranges_of_all_lengths_in_one_launch(device: str) -> None:
 
 @pytest.mark.slow
 @DEVICES
-@pytest.mark.parametrize(("lanes", "chunks"), [(1, 2), (2, 7), (16, 33)])
+@pytest.mark.parametrize(("lanes", "chunks"), TREES if HAS_CUDA else some(TREES, (16, 33)))
 def test_a_tree_of_more_nodes_than_a_program_merges(lanes: int, chunks: int, device: str) -> None:
+    """The lengths above try every smaller tree on each run."""
     length = chunks * 1024 - 1000
     assert_equal_to_the_package(random_buffer(length + 1000), [8], (length,), device, lanes)
 
