@@ -20,6 +20,7 @@ from tests.parts.ray_cluster import NODES, ended, is_below, parent_of, wait_for_
 from tests.parts.runs import NUMBERS, ROOT, ToyRun, names_in, toy_run  # noqa: F401 - a fixture
 from tests.parts.toy import LISTED_NS
 from tests.skips import need_module
+from tests.speed import some
 from tests.stores import contents
 from tests.verification.damages import PAGES, at_once
 from tests.waiting import wait_until
@@ -40,6 +41,14 @@ UNDISTURBED = {
     "missing_parts": [],
     "numbers": list(range(NUMBERS)),
 }
+
+
+COMMANDS = (
+    ("migrate", "destination", signal.SIGTERM),
+    ("verify", "source", signal.SIGTERM),
+    ("migrate", "destination", signal.SIGKILL),
+    ("prewarm", "source", signal.SIGKILL),
+)
 
 
 class Driven:
@@ -189,14 +198,7 @@ class TestOnCluster:
         assert "Part 1 was lost 3 times, at last on" in driver.remarks
         assert "killed by signal 6" in driver.remarks
 
-    @pytest.mark.parametrize(
-        ("command", "hidden", "ending"),
-        [
-            ("verify", "source", signal.SIGTERM),
-            ("migrate", "destination", signal.SIGKILL),
-            ("prewarm", "source", signal.SIGKILL),
-        ],
-    )
+    @pytest.mark.parametrize(("command", "hidden", "ending"), some(COMMANDS, *COMMANDS[:1]))
     def test_a_command_gives_the_result_of_one_process(
         self,
         ray_cluster: RayCluster,
@@ -209,6 +211,8 @@ class TestOnCluster:
         """End the driver in the middle; the next one loses a child, a Ray worker and a node.
 
         Another node of the second driver has nothing mounted at the source, or at the destination.
+        On every run, tests/conformance/test_parts_stores.py compares each command on Ray with one
+        process, and the tests above lose processes and nodes in the same driver.
         """
         for name in ("source", "destination"):
             (tmp_path / name).mkdir()
