@@ -1,4 +1,9 @@
-"""A million objects under 1.5 GB: generated listings; tests/soak has real files."""
+"""A million objects under 1.5 GB: generated listings; tests/soak has real files.
+
+Each run lists, verifies and migrates a million ranked objects, and verifies and removes pages
+beside one stray rank of 4096, of which all commands make the same group table. Weekly, the other
+commands read that table as well: ls, hits, migrate and prewarm.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,10 @@
 """A damaged, foreign or unreadable store costs a real server hits, but changes no answer.
 
-A few faults stand for all. HICACHECTL_TEST_ALL=1 tries every one.
+Each run tries flipped, cut and removed pages, pages of other weights, dtype and layout, FIFOs and
+directories, and EACCES and ESTALE of a whole store. HICACHECTL_TEST_ALL=1 adds what each run of
+tests/backends/sglang/test_file_pages.py tries without a server: any flipped bit, files of other
+lengths, and links. It also adds another model's trailer, which differs by its identity as those of
+other weights do, and EIO of a whole store, which each run tries on one page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""A store that hangs holds a real server up for `op_timeout` at most, and spoils nothing later."""
+"""A store that hangs holds a real server up for `op_timeout` at most, and spoils nothing later.
+
+HICACHECTL_TEST_ALL=1 holds more calls: reads of trailers, and what a write looks at first.
+Without a server, each run of tests/backends/sglang/test_file_pages.py holds the open of late
+writes, and test_calls.py any work.
+"""
 
 from __future__ import annotations
 
