@@ -349,13 +349,6 @@ def test_what_is_wrong_with_a_request_is_raised_to_the_caller(play: Play) -> Non
         play(answer, prefixes=prefixes())
 
 
-def test_nobody_listening_is_said() -> None:
-    with serving(lambda call: None) as place:
-        pass
-    with pytest.raises(StoreUnavailable, match="connection refused"):
-        ThroughServer(f"http://{place}", **FAST, jobs=1).pull(PREFIXES)
-
-
 @pytest.mark.parametrize("url", ["host:30000", "http://u:p@host", "ftp://host", "http://h/?a=1"])
 def test_a_bad_url_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="--through-server"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -243,13 +242,3 @@ def test_a_server_behind_a_path_is_asked_there() -> None:
             assert server is not None
             with closing(MetadataClient(server)) as client:
                 assert client.exists(0, "kv", ["a"]).all()
-
-
-def test_nobody_there_is_one_clear_line() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with pytest.raises(
-        StoreUnavailable,
-        match="refused: no service listens there; check that the server is running",
-    ):
-        MetadataClient(f"http://127.0.0.1:{port}").exists(0, "kv", ["a"])

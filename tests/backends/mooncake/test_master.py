@@ -212,14 +212,6 @@ def test_the_rpc_port_is_recognised_as_the_wrong_one(mooncake_cluster: Cluster) 
         admin.check()
 
 
-def test_a_master_that_dies_is_one_clear_line(mooncake_package: None) -> None:
-    with Cluster(stores=0) as cluster, closing(MasterAdmin(cluster.admin)) as admin:
-        admin.check()
-        cluster.kill_master()
-        with pytest.raises(StoreUnavailable, match=f"^Mooncake master {cluster.admin}: "):
-            admin.query(binary("a"))
-
-
 def test_replicas_in_memory_and_on_disk_are_told_apart(
     mooncake_package: None, tmp_path: Path
 ) -> None:
