@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -105,7 +104,23 @@ class Outcome(NamedTuple):
         return [json.loads(line) for line in self.stdout.splitlines()]
 
 
-Invoke = Callable[..., Outcome]
+class Invoke:
+    """Runs a command and asserts its exit code; stdout and stderr are separate."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
+        self._capfd = capfd
+
+    def __call__(self, *arguments: object, exit_code: int = 0) -> Outcome:
+        """Return the output of a command."""
+        self._capfd.readouterr()
+        status = run([str(argument) for argument in arguments])
+        outcome = Outcome(*self._capfd.readouterr())
+        assert status == exit_code, f"exit code {status}\n{outcome.stdout}\n{outcome.stderr}"
+        return outcome
+
+    def document(self, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
+        """Return the JSON document of a command."""
+        return self(*arguments, "--format", "json", exit_code=exit_code).document
 
 
 @pytest.fixture(autouse=True)
@@ -126,13 +141,5 @@ def _clean_environment(
 
 @pytest.fixture
 def invoke(capfd: pytest.CaptureFixture[str]) -> Invoke:
-    """Run a command and assert its exit code; stdout and stderr are separate."""
-
-    def call(*arguments: object, exit_code: int = 0) -> Outcome:
-        capfd.readouterr()
-        status = run([str(argument) for argument in arguments])
-        outcome = Outcome(*capfd.readouterr())
-        assert status == exit_code, f"exit code {status}\n{outcome.stdout}\n{outcome.stderr}"
-        return outcome
-
-    return call
+    """Run commands in this process."""
+    return Invoke(capfd)

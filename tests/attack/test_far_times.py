@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import TYPE_CHECKING
 
@@ -43,7 +42,7 @@ def test_the_listing_has_the_nearest_times(store: Path) -> None:
 
 
 def test_commands_take_them_for_the_newest(store: Path, tmp_path: Path, invoke: Invoke) -> None:
-    (row,) = json.loads(invoke("ls", store, "--summary", "--format", "json").stdout)["summary"]
+    (row,) = invoke.document("ls", store, "--summary")["summary"]
     assert row["first_mtime"] == 10**9
     catalog = tmp_path / "catalog.parquet"
     for _ in range(2):  # the second compares
@@ -60,5 +59,5 @@ def test_files_of_the_ssd_tier(tmp_path: Path, invoke: Invoke) -> None:
         bucket = put_bucket(tmp_path, number + 1, {key: b"x" * 64})
         os.utime(bucket, (at, at))
     url = f"mooncake-ssd://{tmp_path}"
-    assert len(json.loads(invoke("ls", url, "--format", "json").stdout)["pages"]) == len(FAR)
+    assert len(invoke.document("ls", url)["pages"]) == len(FAR)
     invoke("migrate", url, f"pack://{tmp_path}/copy.hcpack", "--verify")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from typing import TYPE_CHECKING
@@ -54,9 +53,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def migrated(invoke: Invoke, source: object, destination: object, *options: object) -> None:
-    document = json.loads(
-        invoke("migrate", source, destination, *options, "--format", "json").stdout
-    )
+    document = invoke.document("migrate", source, destination, *options)
     assert document["pages"] == 4
 
 

@@ -4,7 +4,6 @@
         [--objects 1000000] [--parts 8] [--at /dev/shm]
     python -m tests.bench.bench_parts --part memory --stores rows,snapshot --objects 10000000
     python -m tests.bench.bench_parts --part driver [--stores rows,damaged] [--objects 10000000]
-    python -m tests.bench.bench_parts --part listings
     python -m tests.bench.bench_parts --part scaling [--seconds 120]
     python -m tests.bench.bench_parts --part ray [--seconds 60]
 
@@ -16,7 +15,6 @@ in `damaged` each page of that listing lacks an object.
 The lister lists and divides; part 0 also judges what belongs to no page, and the tables of 3FS.
 driver: the same verification by two workers of --ray on this machine. Prints the cost of the driver
 alone: after the listing, after the last part, and after the document is written.
-listings: counts how often a run of N parts lists its store.
 scaling: wall time of 1, 2 and 4 processes, each held to the same rate by --bwlimit, so that neither
 the device nor the processor is the limit. `--seconds` is the time of one process.
 ray: two workers of --ray against two processes, at the same rate; start-up is a run of two pages.
@@ -30,7 +28,6 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -60,7 +57,7 @@ from tests.mooncake_cluster import Cluster
 from tests.stores import OLD, page
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Iterator
+    from collections.abc import Collection, Generator, Iterator
 
     from hicachectl.formats.arrays import BoolArray
 
@@ -305,40 +302,6 @@ def measure_other(url: str, run: Path, part: int, parts: int) -> None:
             run_part(directory, job, begin(directory, job, parts), part)
 
 
-# --- listings ---
-
-
-def listings(kinds: list[str], at: Path, parts: int) -> None:
-    """Print how many times the parts of a run list the store."""
-    for kind in kinds:
-        with scratch(at) as folder, filled(kind, 4000, folder) as url:
-            counted = Counter[str]()
-            for part in range(parts):
-                with opened(url) as store, counting(type(store), counted):
-                    job = verify_job(store)
-                    with RunDirectory.create(
-                        folder / "run", job.permissions, job.trust
-                    ) as directory:
-                        run_part(directory, job, begin(directory, job, parts), part)
-            print(f"{kind:9} {parts} parts: {counted['scan']} listing of the store", flush=True)
-
-
-@contextmanager
-def counting(backend: type[Store], counted: Counter[str]) -> Iterator[None]:
-    """Count the listings of a class of stores."""
-    scan: Callable[..., Any] = backend.scan
-
-    def counts(self: Store, *arguments: Any, **named: Any) -> Any:
-        counted["scan"] += 1
-        return scan(self, *arguments, **named)
-
-    backend.scan = counts  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        backend.scan = scan  # type: ignore[method-assign]
-
-
 # --- scaling ---
 
 
@@ -417,7 +380,7 @@ def ray(seconds: float, at: Path) -> None:
 def main() -> None:
     """Measure as the command line asks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=["memory", "driver", "listings", "scaling", "ray"])
+    parser.add_argument("--part", choices=["memory", "driver", "scaling", "ray"])
     parser.add_argument("--stores")
     parser.add_argument("--objects", type=int)
     parser.add_argument("--parts", type=int, default=8)
@@ -438,8 +401,6 @@ def main() -> None:
         memory(kinds, objects, options.parts, options.at)
     elif options.part == "driver":
         driver_memory(kinds, objects, options.at)
-    elif options.part == "listings":
-        listings(kinds, options.at, options.parts)
     elif options.part == "scaling":
         scaling(options.seconds or 120, options.at)
     elif options.part == "ray":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -22,10 +22,6 @@ RANKS = ("_m_0_2", "_m_1_2")
 DAY = 86_400
 
 
-def verify(invoke: Invoke, store: object, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
-    return invoke("verify", store, *arguments, "--format", "json", exit_code=exit_code).document
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     """Twelve old pages of 16 KiB a rank, and eight new ones of 8 KiB."""
@@ -39,7 +35,7 @@ def store(tmp_path: Path) -> Path:
 def test_pages_of_two_sizes_are_one_finding_and_none_is_called_truncated(
     invoke: Invoke, store: Path
 ) -> None:
-    document = verify(invoke, store, exit_code=4)
+    document = invoke.document("verify", store, exit_code=4)
     (finding,) = document["findings"]
     named = {name: finding[name] for name in ("code", "severity", "page", "pool", "part", "key")}
     assert named == {
@@ -52,7 +48,7 @@ def test_pages_of_two_sizes_are_one_finding_and_none_is_called_truncated(
     changed = "between 2023-11-14 22:13 and 2023-12-14 22:13 UTC"
     assert f"the size changed from 16384 to 8192 bytes {changed}" in finding["detail"]
     assert "sizes" not in document["skipped_checks"]
-    assert verify(invoke, store, "--fail-on", "error")["counts"] == {"mixed-sizes": 1}
+    assert invoke.document("verify", store, "--fail-on", "error")["counts"] == {"mixed-sizes": 1}
     assert "1 mixed-sizes" in invoke("verify", store, exit_code=4).stdout
 
 
@@ -60,7 +56,7 @@ def test_rarer_sizes_are_judged_against_the_common_one(invoke: Invoke, store: Pa
     small = put(store, f"{page(0)}_m_0_2.bin", 100)
     large = put(store, f"{page(13)}_m_1_2.bin", 16385)
     empty = [put(store, f"{page(number)}_m_0_2.bin", 0) for number in range(3, 7)]
-    found = verify(invoke, store, exit_code=4)["findings"]
+    found = invoke.document("verify", store, exit_code=4)["findings"]
     wrong = {f["key"]: (f["code"], f["detail"]) for f in found if f["key"]}
     assert wrong == {
         small.name: ("truncated", "100 bytes, expected 16384"),
@@ -76,28 +72,28 @@ def test_rarer_sizes_are_judged_against_the_common_one(invoke: Invoke, store: Pa
 def test_a_size_of_few_pages_is_damage(invoke: Invoke, tmp_path: Path, old: int, new: int) -> None:
     put_pages(tmp_path, range(old), *RANKS, nbytes=512)
     put_pages(tmp_path, range(old, old + new), *RANKS, nbytes=256)
-    assert verify(invoke, tmp_path, exit_code=4)["counts"] == {"truncated": 2 * new}
+    assert invoke.document("verify", tmp_path, exit_code=4)["counts"] == {"truncated": 2 * new}
 
 
 def test_three_pages_of_sixty_are_enough(invoke: Invoke, tmp_path: Path) -> None:
     put_pages(tmp_path, range(57), *RANKS, nbytes=512)
     put_pages(tmp_path, range(57, 60), *RANKS, nbytes=256)
-    assert verify(invoke, tmp_path, exit_code=4)["counts"] == {"mixed-sizes": 1}
+    assert invoke.document("verify", tmp_path, exit_code=4)["counts"] == {"mixed-sizes": 1}
 
 
 def test_each_kind_of_key_has_its_finding(invoke: Invoke, store: Path) -> None:
     put_pages(store, range(4), ".draft_m_0_2", ".draft_m_1_2", nbytes=300)
     put_pages(store, range(4, 20), ".draft_m_0_2", ".draft_m_1_2", nbytes=100)
     put_pages(store, range(20), "_n", nbytes=40)
-    found = verify(invoke, store, exit_code=4)["findings"]
+    found = invoke.document("verify", store, exit_code=4)["findings"]
     by_pool = {f["pool"]: f for f in found}
     assert {f["code"] for f in found} == {"mixed-sizes"}
     assert sorted(f["pool"] for f in found) == ["draft", "kv"]
     settings = "not the same in every pool, suggests different layer counts or head counts"
     assert f"the ratio 3, {settings}" in by_pool["draft"]["detail"]
-    draft = verify(invoke, store, "--pool", "draft", exit_code=4)
+    draft = invoke.document("verify", store, "--pool", "draft", exit_code=4)
     assert draft["counts"] == {"mixed-sizes": 2}
-    assert verify(invoke, store, "--model", "n")["counts"] == {}
+    assert invoke.document("verify", store, "--model", "n")["counts"] == {}
 
 
 def test_two_mixes_have_sizes_of_their_own(invoke: Invoke, store: Path) -> None:
@@ -108,7 +104,7 @@ def test_two_mixes_have_sizes_of_their_own(invoke: Invoke, store: Path) -> None:
         put(store, f"{page(0)}_n_0_1.bin", 8192).name: "8192 bytes, expected 300",
         put(store, f"{page(1)}_m_0_2.bin", 300).name: "300 bytes, expected 16384",
     }
-    found = verify(invoke, store, exit_code=4)["findings"]
+    found = invoke.document("verify", store, exit_code=4)["findings"]
     assert {f["key"]: f["detail"] for f in found if f["key"]} == wrong
 
 
@@ -119,7 +115,7 @@ def test_a_size_that_changes_alike_in_every_pool_suggests_the_page_size(
     put_pages(store, range(12), ".indexer_m_0_2", ".indexer_m_1_2", nbytes=400)
     put_pages(store, range(12, 20), ".indexer_m_0_2", ".indexer_m_1_2", nbytes=200)
     put_pages(store, range(20), ".mamba_m_0_2", ".mamba_m_1_2", nbytes=90)
-    found = verify(invoke, store, exit_code=4)["findings"]
+    found = invoke.document("verify", store, exit_code=4)["findings"]
     assert sorted(finding["pool"] for finding in found) == ["indexer", "kv"]
     for finding in found:
         reason = "the ratio 2, the same in every pool, suggests different page sizes;"
@@ -130,7 +126,7 @@ def test_sizes_written_in_the_same_time_are_of_servers_that_run_together(
     invoke: Invoke, store: Path
 ) -> None:
     put_pages(store, range(12, 14), *RANKS, nbytes=16384, mtime=OLD + 40 * DAY)
-    (finding,) = verify(invoke, store, exit_code=4)["findings"]
+    (finding,) = invoke.document("verify", store, exit_code=4)["findings"]
     assert "servers with both settings may run" in finding["detail"]
     assert "the size changed" not in finding["detail"]
 
@@ -146,17 +142,17 @@ def test_an_object_of_a_page_in_flight_has_no_size_yet(invoke: Invoke, store: Pa
     """A server may still write it: neither size is damage."""
     for number, nbytes in ((30, 100), (31, 20_000)):
         put_pages(store, range(number, number + 1), *RANKS, nbytes=nbytes, mtime=time.time())
-    document = verify(invoke, store, exit_code=4)
+    document = invoke.document("verify", store, exit_code=4)
     assert document["counts"] == {"mixed-sizes": 1}
     assert document["in_flight"] == 2
-    old = verify(invoke, store, "--grace", "0s", exit_code=4)["counts"]
+    old = invoke.document("verify", store, "--grace", "0s", exit_code=4)["counts"]
     assert (old["truncated"], old["oversized"]) == (2, 2)
 
 
 def test_pipeline_stages_of_unequal_size_are_no_mix(invoke: Invoke, tmp_path: Path) -> None:
     put_pages(tmp_path, range(9), "_m_0_1_2_0", nbytes=512)
     put_pages(tmp_path, range(9), "_m_0_1_2_1", nbytes=256)
-    assert "mixed-sizes" not in verify(invoke, tmp_path)["counts"]
+    assert "mixed-sizes" not in invoke.document("verify", tmp_path)["counts"]
 
 
 def test_a_store_without_times_has_no_ages(invoke: Invoke, tmp_path: Path) -> None:
@@ -167,7 +163,7 @@ def test_a_store_without_times_has_no_ages(invoke: Invoke, tmp_path: Path) -> No
             sizes = np.full(2, 4096 if number % 2 else 2048)
             rows = pa.table({"key": [f"{page(number)}{rank}.bin".encode() for rank in RANKS]})
             assert store.write_from(rows, np.array([0, 8192]), sizes, if_absent=True).all_ok
-    (finding,) = verify(invoke, url, exit_code=4)["findings"]
+    (finding,) = invoke.document("verify", url, exit_code=4)["findings"]
     assert "2048 bytes on 4 pages (50%); 4096 bytes on 4 pages (50%); the" in finding["detail"]
 
 
@@ -179,7 +175,7 @@ def test_pages_of_a_mix_are_never_repaired(invoke: Invoke, store: Path, tmp_path
     put(store, f"{page(7)}_n_0_1.bin", 39)
     before = {path.name for path in store.glob("*.bin")}
     repair = ["--profile", profile, "--repair", "quarantine", "--yes"]
-    document = verify(invoke, store, *repair, exit_code=4)
+    document = invoke.document("verify", store, *repair, exit_code=4)
     assert document["counts"] == {"mixed-sizes": 1, "truncated": 1}
     assert document["quarantined"] == 1
     assert before - {path.name for path in store.glob("*.bin")} == {f"{page(7)}_n_0_1.bin"}

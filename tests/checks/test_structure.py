@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -38,14 +37,10 @@ def store(tmp_path: Path) -> Path:
     return directory
 
 
-def verified(invoke: Invoke, store: object, *arguments: object) -> dict[str, Any]:
-    return invoke("verify", store, *arguments, "--format", "json").document
-
-
 def test_each_other_deployment_of_the_model_is_one_finding(
     invoke: Invoke, store: Path, profile: Path
 ) -> None:
-    document = verified(invoke, store, "--profile", profile, "--checks", "groups")
+    document = invoke.document("verify", store, "--profile", profile, "--checks", "groups")
     assert document["counts"] == {"other-deployment": 2}
     details = [finding.pop("detail") for finding in document["findings"]]
     same: dict[str, str | None] = {"code": "other-deployment", "severity": "info"}
@@ -78,15 +73,15 @@ def test_it_changes_no_exit_code_and_is_in_the_table(
 
 
 def test_without_a_profile_no_deployment_is_another_one(invoke: Invoke, store: Path) -> None:
-    assert verified(invoke, store, "--checks", "groups")["findings"] == []
+    assert invoke.document("verify", store, "--checks", "groups")["findings"] == []
 
 
 def test_filters_choose_what_is_counted(invoke: Invoke, store: Path, profile: Path) -> None:
     arguments = ("--profile", profile, "--checks", "groups")
-    (found,) = verified(invoke, store, *arguments, "--page", page(8))["findings"]
+    (found,) = invoke.document("verify", store, *arguments, "--page", page(8))["findings"]
     assert found["detail"].startswith("1 page at tp 1 (128 B, ")
-    assert verified(invoke, store, *arguments, "--model", "n")["counts"] == {}
-    assert verified(invoke, store, *arguments[:2], "--checks", "names")["counts"] == {}
+    assert invoke.document("verify", store, *arguments, "--model", "n")["counts"] == {}
+    assert invoke.document("verify", store, *arguments[:2], "--checks", "names")["counts"] == {}
 
 
 def test_repair_leaves_other_deployments_alone(invoke: Invoke, store: Path, profile: Path) -> None:
@@ -104,9 +99,9 @@ def test_repair_leaves_other_deployments_alone(invoke: Invoke, store: Path, prof
 
 def test_parts_find_the_same(invoke: Invoke, store: Path, profile: Path, tmp_path: Path) -> None:
     arguments = ("verify", store, "--profile", profile, "--checks", "groups")
-    whole = invoke(*arguments, "--format", "json").document
+    whole = invoke.document(*arguments)
     for part in range(3):
         invoke(*arguments, "--run", tmp_path / "run", "--shard", f"{part}/3")
-    merged = json.loads(invoke("merge", tmp_path / "run", "--format", "json").stdout)
+    merged = invoke.document("merge", tmp_path / "run")
     assert merged["findings"] == whole["findings"]
     assert merged["counts"] == {"other-deployment": 2}

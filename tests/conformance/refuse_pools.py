@@ -10,6 +10,7 @@ import dataclasses
 import json
 import sys
 from contextlib import redirect_stdout
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,11 +81,25 @@ def _serve(name: str, host: Any, context: Mapping[str, Any] | None = None, **con
     served_pool(name, host, given, Context(weights="w", page_size=8, **(context or {})))
 
 
-@_offered
-def dcp() -> None:
-    """A deployment under decode context parallelism."""
-    kv = _hosts("mla_mla_draft")["kv"]
-    _serve("kv", kv, dcp_size=2, tp_size=2, logical_page_size=16, is_mla_model=True)
+# Pools of the case stores in deployments that have such settings: pool, case, and settings.
+_SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "dcp": (
+        "kv",
+        "mla_mla_draft",
+        {"dcp_size": 2, "tp_size": 2, "logical_page_size": 16, "is_mla_model": True},
+    ),
+    "tp_lcm_size": ("kv", "gqa_tp2", {"tp_lcm_size": 2}),
+    "no_model": ("kv", "gqa_tp2", {"model_name": None}),
+    "unknown_pool": ("c9000", "gqa_tp2", {}),
+    "headed_draft_on_one_rank": ("draft", "mla_mha_draft", {"is_mla_model": True}),
+}
+
+
+def _serve_with_settings(name: str, case: str, settings: dict[str, Any]) -> None:
+    _serve(name, _hosts(case).get(name) or _hosts(case)["kv"], **settings)
+
+
+_OFFERS.update({name: partial(_serve_with_settings, *it) for name, it in _SETTINGS.items()})
 
 
 @_offered
@@ -92,24 +107,6 @@ def split_heads() -> None:
     """Heads split for several TP sizes."""
     kv = _hosts("gqa_tp2", layout="page_head")["kv"]
     _serve("kv", kv, should_split_heads=True, tp_lcm_size=4, tp_size=2)
-
-
-@_offered
-def tp_lcm_size() -> None:
-    """The key alone."""
-    _serve("kv", _hosts("gqa_tp2")["kv"], tp_lcm_size=2)
-
-
-@_offered
-def no_model() -> None:
-    """A server without a model name."""
-    _serve("kv", _hosts("gqa_tp2")["kv"], model_name=None)
-
-
-@_offered
-def unknown_pool() -> None:
-    """A pool name of a newer SGLang."""
-    _serve("c9000", _hosts("gqa_tp2")["kv"])
 
 
 @_offered
@@ -227,12 +224,6 @@ def headed_draft_beside_latents() -> None:
     hosts = _hosts("mla_mha_draft")
     _serve("kv", hosts["kv"], is_mla_model=True, tp_size=2)
     _serve("draft", hosts["draft"], is_mla_model=True, tp_size=2)
-
-
-@_offered
-def headed_draft_on_one_rank() -> None:
-    """The same with one rank is served."""
-    _serve("draft", _hosts("mla_mha_draft")["draft"], is_mla_model=True)
 
 
 @_offered

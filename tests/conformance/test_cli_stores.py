@@ -44,9 +44,7 @@ def profile_files(manifest: Manifest, directory: Path) -> list[Path]:
 
 
 def verified(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
-    return invoke(
-        "verify", *arguments, "--grace", "0s", "--format", "json", exit_code=exit_code
-    ).document
+    return invoke.document("verify", *arguments, "--grace", "0s", exit_code=exit_code)
 
 
 def listed(invoke: Invoke, *arguments: object) -> dict[str, dict[str, Any]]:
@@ -187,6 +185,6 @@ def test_one_directory_of_two_models_needs_no_profile(
     models = {entry["model"] for entry in manifest["objects"]}
     assert len(models) == 2
     assert {row["model"] for row in listed(invoke, store).values()} == models
-    states = invoke("ls", store, "--format", "json").document["pages"]
+    states = invoke.document("ls", store)["pages"]
     assert len(states) == 2 * len(manifest["pages"])
     assert {row["state"] for row in states} == {"whole"}

@@ -171,9 +171,7 @@ def listed(invoke: Invoke, url: str, *arguments: object) -> dict[str, Entry]:
 
 
 def verified(invoke: Invoke, url: str, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
-    return invoke(
-        "verify", url, *arguments, "--grace", "0s", "--format", "json", exit_code=exit_code
-    ).document
+    return invoke.document("verify", url, *arguments, "--grace", "0s", exit_code=exit_code)
 
 
 def complaints(document: dict[str, Any]) -> list[tuple[str, str, str]]:

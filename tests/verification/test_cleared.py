@@ -72,7 +72,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def listed(invoke: Invoke, store: Path, *options: object) -> dict[str, Any]:
     """Return the rows of `ls` by page."""
-    rows = invoke("ls", store, *options, "--format", "json").document["pages"]
+    rows = invoke.document("ls", store, *options)["pages"]
     return {row["page"]: row for row in rows}
 
 
@@ -144,8 +144,8 @@ def test_rm_of_temporaries_removes_them_and_nothing_else(
     invoke: Invoke, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(temporaries, "DEFAULT_GRACE_SECONDS", 0.0)
-    rehearsed = invoke("rm", store, "--temporaries", "--dry-run", "--format", "json").document
-    removed = invoke("rm", store, "--temporaries", "--yes", "--format", "json").document
+    rehearsed = invoke.document("rm", store, "--temporaries", "--dry-run")
+    removed = invoke.document("rm", store, "--temporaries", "--yes")
     assert rehearsed["objects"] == removed["objects"] == 6
     left = {path.name for path in store.rglob("*.bin")}
     kept = {f"{PAGES[n]}{end}" for n in (4, 5) for end in (KV, INDEXER)}
@@ -154,9 +154,7 @@ def test_rm_of_temporaries_removes_them_and_nothing_else(
 
 
 def test_rm_of_temporaries_waits_for_the_sweeping_servers(invoke: Invoke, store: Path) -> None:
-    assert (
-        invoke("rm", store, "--temporaries", "--yes", "--format", "json").document["objects"] == 0
-    )
+    assert invoke.document("rm", store, "--temporaries", "--yes")["objects"] == 0
 
 
 def test_repair_removes_a_page_beside_whose_kv_only_a_cleared_sidecar_lies(
@@ -164,7 +162,7 @@ def test_repair_removes_a_page_beside_whose_kv_only_a_cleared_sidecar_lies(
 ) -> None:
     """The removal looks again, and does not take the old sidecar for a new one."""
     repair = ("--repair", "delete", "--yes", *AT_ONCE, "--fail-on", "never")
-    found = invoke("verify", store, "--profile", profile, *repair, "--format", "json").document
+    found = invoke.document("verify", store, "--profile", profile, *repair)
     assert found["repaired"] == 1
     assert PAGES[3] not in listed(invoke, store, "--profile", profile)
 
@@ -299,11 +297,11 @@ def test_a_catalog_forgets_cleared_objects(invoke: Invoke, profile: Path, tmp_pa
         path.unlink()
     put_later(store, INDEXED, lambda name: name[:64] == PAGES[0])
     updating = ("--catalog", whole, "--update-catalog", "--allow-shrink")
-    document = invoke(*command, *updating, "--format", "json").document
+    document = invoke.document(*command, *updating)
     for part in range(3):
         run = ("--shard", f"{part}/3", "--run", tmp_path / "run")
         invoke(*command, "--catalog", parts, "--update-catalog", *run)
-    joined = invoke("merge", tmp_path / "run", "--catalog", merged, "--format", "json").document
+    joined = invoke.document("merge", tmp_path / "run", "--catalog", merged)
     keys = [sorted(pq.read_table(file).column("key").to_pylist()) for file in (whole, merged)]
     assert keys[0] == keys[1]
     assert [key[:64].decode() for key in keys[0]] == [PAGES[0]] * 2

@@ -70,9 +70,7 @@ def damage(path: Path, offset: int, value: bytes) -> None:
 
 
 def codes(invoke: Invoke, store: tuple[Path, Path], exit_code: int) -> dict[str, str]:
-    document = invoke(
-        "verify", store[0], "--profile", store[1], "--format", "json", exit_code=exit_code
-    ).document
+    document = invoke.document("verify", store[0], "--profile", store[1], exit_code=exit_code)
     assert document["checks"] == ["names", "groups", "sizes", "values"]
     return {finding["code"]: finding["detail"] for finding in document["findings"]}
 
