@@ -40,7 +40,8 @@ def page(number: int) -> str:
 
 
 def put(directory: Path, name: str, nbytes: int = 64, mtime: float = OLD) -> Path:
-    """Write one object of pattern bytes with the given time."""
+    """Write one object of pattern bytes with the given time; make the directory if necessary."""
+    directory.mkdir(exist_ok=True)
     path = directory / name
     path.write_bytes(bytes(range(1, 256)) * (nbytes // 255 + 1) if nbytes else b"")
     os.truncate(path, nbytes)

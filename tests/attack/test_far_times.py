@@ -26,7 +26,6 @@ LATEST_NS = (1 << 63) - 1
 def store(tmp_path: Path) -> Path:
     """Pages of 2001 and of the far future; a file system may hold only nearer times."""
     directory = tmp_path / "store"
-    directory.mkdir()
     for number, at in enumerate([10**9, *FAR]):
         put_pages(directory, range(number, number + 1), "_m_0_1", mtime=at)
     return directory

@@ -128,7 +128,6 @@ def test_what_options_say_is_quoted_harmlessly(locale: str, tmp_path: Path) -> N
 
 def test_no_cell_of_csv_is_a_formula(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    store.mkdir()
     for name in FORMULAS:
         put(store, f"{name}.bin")
     text = attacked("ls", store, "--objects", "--format", "csv").stdout.decode()

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     directory = tmp_path / "store"
-    directory.mkdir()
     put_pages(directory, range(6), "_m_0_2", "_m_1_2", nbytes=5000)
     return directory
 

@@ -26,7 +26,6 @@ DAY = 86_400
 def store(tmp_path: Path) -> Path:
     """Twelve old pages of 16 KiB a rank, and eight new ones of 8 KiB."""
     directory = tmp_path / "store"
-    directory.mkdir()
     put_pages(directory, range(12), *RANKS, nbytes=16384)
     put_pages(directory, range(12, 20), *RANKS, nbytes=8192, mtime=OLD + 30 * DAY)
     return directory

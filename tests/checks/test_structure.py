@@ -28,7 +28,6 @@ def profile(tmp_path: Path) -> Path:
 def store(tmp_path: Path) -> Path:
     """Four pages of TP 2, nine older ones of TP 1, five of TP 4 in two stages, two of n."""
     directory = tmp_path / "store"
-    directory.mkdir()
     put_pages(directory, range(4), "_m_0_2", "_m_1_2", mtime=OLD + 30 * DAY)
     put_pages(directory, range(9), "_m_0_1", nbytes=128)
     staged = [f"_m_{rank}_4_2_{stage}" for rank in range(4) for stage in range(2)]

@@ -96,7 +96,8 @@ _SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def _serve_with_settings(name: str, case: str, settings: dict[str, Any]) -> None:
-    _serve(name, _hosts(case).get(name) or _hosts(case)["kv"], **settings)
+    hosts = _hosts(case)
+    _serve(name, hosts.get(name, hosts["kv"]), **settings)
 
 
 _OFFERS.update({name: partial(_serve_with_settings, *it) for name, it in _SETTINGS.items()})

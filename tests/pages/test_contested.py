@@ -46,7 +46,6 @@ def profiles(tmp_path: Path) -> dict[str, Path]:
 def store(tmp_path: Path) -> Path:
     """Each model on pages of its own."""
     directory = tmp_path / "store"
-    directory.mkdir()
     put_pages(directory, MINE, *RANKS, nbytes=WIDE_BYTES)
     put_pages(directory, THEIRS, BARE, nbytes=NARROW_BYTES)
     return directory
@@ -172,7 +171,6 @@ def test_a_page_of_both_is_left_alone(
 
 def test_sizes_that_do_not_tell_leave_lone_objects_open(invoke: Invoke, tmp_path: Path) -> None:
     directory = tmp_path / "equal"
-    directory.mkdir()
     put_pages(directory, MINE, *RANKS, nbytes=WIDE_BYTES)
     put_pages(directory, THEIRS, BARE, nbytes=WIDE_BYTES)
     assert states(rows(invoke, directory)) == {
@@ -200,7 +198,6 @@ def test_sizes_that_do_not_tell_leave_lone_objects_open(invoke: Invoke, tmp_path
 
 def test_a_profile_and_the_fellow_ranks_tell_equal_sizes(invoke: Invoke, tmp_path: Path) -> None:
     directory = tmp_path / "equal"
-    directory.mkdir()
     put_pages(directory, MINE, *RANKS, nbytes=NARROW_BYTES)
     put_pages(directory, THEIRS, BARE, nbytes=NARROW_BYTES)
     profile = write_profile(tmp_path / "narrow.toml", NARROW)
@@ -322,7 +319,6 @@ def test_prewarm_copies_no_other_models_objects(
 ) -> None:
     """With equal sizes a server cannot distinguish the models; the fellow rank does."""
     source = tmp_path / "source"
-    source.mkdir()
     put_pages(source, range(4), *RANKS, nbytes=NARROW_BYTES)
     put_pages(source, range(4, 8), BARE, nbytes=NARROW_BYTES)
     listed = tmp_path / "chain.jsonl"

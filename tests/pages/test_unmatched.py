@@ -37,7 +37,6 @@ def said(invoke: Invoke, *arguments: object, exit_code: int = 0) -> str:
 def store(tmp_path: Path) -> Path:
     """Pages of two models, one of them with an indexer."""
     directory = tmp_path / "store"
-    directory.mkdir()
     put_pages(directory, range(4), "_x-a_0_2", "_x-a_1_2")
     put_pages(directory, range(4, 6), "_c", ".indexer_c")
     return directory

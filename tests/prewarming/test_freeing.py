@@ -56,7 +56,6 @@ def trace_file(path: Path, prompts: list[list[int]]) -> Path:
 def aged(tmp_path: Path) -> Path:
     """Make a store of six pages of two objects; page n was written at OLD + 1000 n."""
     store = tmp_path / "aged"
-    store.mkdir()
     for n in range(6):
         put_pages(store, range(n, n + 1), "_m_0_2", "_m_1_2", nbytes=NBYTES, mtime=OLD + 1000 * n)
     return store
@@ -155,7 +154,6 @@ def test_tails_leave_before_prefixes_and_the_loss_is_foretold(
     random = np.random.default_rng(seed)
     prompts = forest(random, 12)
     store = tmp_path / "store"
-    store.mkdir()
     chains = [page_hashes_hex(prompt, SIZE) for prompt in prompts]
     for chain in chains:
         for spec in object_specs(PROFILE, "file"):
@@ -224,7 +222,6 @@ def test_only_requests_of_a_profile_leave_deployments_unnamed(
 def test_ambiguous_keys_have_no_value(invoke: Invoke, tmp_path: Path) -> None:
     """A plan is of one deployment; ambiguous keys may be of any."""
     store = tmp_path / "store"
-    store.mkdir()
     put_pages(store, range(3), "_m_0_2", nbytes=NBYTES)
     plan = tmp_path / "plan.jsonl"
     plan.write_text(json.dumps({"page": page(0)}))

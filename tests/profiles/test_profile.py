@@ -134,7 +134,6 @@ def test_a_store_is_clean_by_its_own_profile(
     invoke: Invoke, tmp_path: Path, stems: list[str]
 ) -> None:
     store = tmp_path / "store"
-    store.mkdir()
     put_pages(store, range(4), *stems)
     assert_clean(invoke, store, tmp_path / "p.toml")
 
@@ -153,7 +152,6 @@ def assert_clean(invoke: Invoke, store: Path, path: Path) -> Profile:
 
 def test_empty_kv_files_are_a_logical_anchor(invoke: Invoke, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    store.mkdir()
     put_pages(store, range(4), "_m", nbytes=0)
     put_pages(store, range(4), ".deepseek_v4_c4_m", ".deepseek_v4_c4_state_m")
     profile = assert_clean(invoke, store, tmp_path / "p.toml")
@@ -266,7 +264,6 @@ def test_empty_sidecars_are_refused(invoke: Invoke, tmp_path: Path) -> None:
 
 def test_a_config_beside_a_store_takes_the_name_from_it(invoke: Invoke, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    store.mkdir()
     put_pages(store, range(2), "_x-y_0_2", "_x-y_1_2")
     arguments = ["--model-config", CONFIGS / "qwen3-32b.json", "--page-size", 64, "--tp", 2]
     profile = parse_profile(invoke("profile", store, *arguments).stdout)

@@ -46,7 +46,6 @@ def picture_of(store: Path, **options: Any) -> Picture:
 def dsa(tmp_path: Path) -> Path:
     """Return a store of ten pages; two lack their indexer."""
     store = tmp_path / "store"
-    store.mkdir()
     put_pages(store, range(10), "_x-dsa", nbytes=9216)
     put_pages(store, range(2, 10), ".indexer_x-dsa", nbytes=1056)
     return store
@@ -83,7 +82,6 @@ def test_the_exit_status_is_that_of_verify(
     made = tmp_path / "page.html"
     invoke("report", dsa, "--profile", dsa_profile, "--fail-on", "never", "-o", made)
     whole = tmp_path / "whole"
-    whole.mkdir()
     put_pages(whole, range(2), "_m_0_1")
     invoke("report", whole, "-o", made)
 
@@ -92,7 +90,6 @@ def test_what_was_not_checked_is_named_and_never_called_clean(
     invoke: Invoke, tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
-    store.mkdir()
     put_pages(store, range(3), "_m_0_1")
     made = tmp_path / "page.html"
     invoke("report", store, "-o", made)
@@ -107,7 +104,6 @@ def test_what_was_not_checked_is_named_and_never_called_clean(
 
 def test_pages_in_flight_are_not_called_clean(invoke: Invoke, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    store.mkdir()
     put_pages(store, range(3), "_m_0_1", mtime=time.time())
     made = tmp_path / "page.html"
     invoke("report", store, "-o", made)
@@ -119,7 +115,6 @@ def test_values_are_checked_and_shown_if_asked_for(
     invoke: Invoke, dsa_profile: Path, tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
-    store.mkdir()
     rng = np.random.default_rng(1)
     for number in range(3):
         values = (rng.standard_normal(4608).astype("<f4").view("<u4") >> 16).astype("<u2")
@@ -156,7 +151,6 @@ def test_values_are_checked_and_shown_if_asked_for(
 
 def test_a_mix_of_sizes_is_seen(tmp_path: Path, invoke: Invoke) -> None:
     store = tmp_path / "store"
-    store.mkdir()
     put_pages(store, range(30), "_m_0_1", nbytes=4096)
     put_pages(store, range(30, 50), "_m_0_1", nbytes=2048)
     made = tmp_path / "page.html"
@@ -171,7 +165,6 @@ def test_a_mix_of_sizes_is_seen(tmp_path: Path, invoke: Invoke) -> None:
 def test_parts_of_other_sizes_are_no_mix(tmp_path: Path, invoke: Invoke) -> None:
     """Proves that states and stages of a pool, each with keys and a size of its own, raise none."""
     store = tmp_path / "store"
-    store.mkdir()
     for rank, nbytes in ((0, 4096), (1, 2048)):
         put_pages(store, range(8), f"_m_0_1_2_{rank}", nbytes=nbytes)
     made = tmp_path / "page.html"
@@ -183,7 +176,6 @@ def test_parts_of_other_sizes_are_no_mix(tmp_path: Path, invoke: Invoke) -> None
 
 def test_writes_are_counted_by_deployment_and_time(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    store.mkdir()
     start = OLD // 3600 * 3600
     for number in range(40):
         put_pages(store, range(number, number + 1), "_a_0_1", mtime=start + 3600 * (number // 4))
@@ -204,7 +196,6 @@ def test_of_many_deployments_the_largest_are_shown_and_the_others_counted(
     invoke: Invoke, tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
-    store.mkdir()
     for number in range(250):  # two pages, one of which lacks a rank
         put_pages(store, range(number, number + 1), f"_m{number}_0_2", f"_m{number}_1_2", nbytes=8)
         put_pages(store, range(number + 250, number + 251), f"_m{number}_0_2", nbytes=8)
@@ -239,7 +230,6 @@ def test_long_names_do_not_fill_the_page(invoke: Invoke, tmp_path: Path) -> None
 
 def test_a_few_writes_have_an_axis_of_an_hour_and_a_late_one_is_drawn(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    store.mkdir()
     start = OLD // 3600 * 3600
     put_pages(store, range(60), "_a_0_1", mtime=start)
     writes = picture_of(store).writes
@@ -255,7 +245,6 @@ def test_the_verdict_has_the_share_of_the_requests_and_a_full_store(
     tmp_path: Path, invoke: Invoke
 ) -> None:
     store = tmp_path / "store"
-    store.mkdir()
     put_pages(store, range(3), "_m_0_1")
     put(store, "other", 100)
     put(store, "one", 200)
@@ -283,7 +272,6 @@ def test_the_verdict_has_the_share_of_the_requests_and_a_full_store(
 
 def test_completeness_is_by_pool_and_rank_without_pages_in_flight(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    store.mkdir()
     put_pages(store, range(8), "_m_0_2", ".indexer_m_0_2")
     put_pages(store, range(6), "_m_1_2")
     put_pages(store, range(5), ".indexer_m_1_2")
@@ -311,7 +299,6 @@ def test_only_a_whole_share_is_shown_as_whole(present: int, text: str, level: in
 
 def test_the_prefix_tree_agrees_with_hits(tmp_path: Path, invoke: Invoke) -> None:
     store = tmp_path / "store"
-    store.mkdir()
     put_pages(store, range(6), "_m_0_1", ".indexer_m_0_1")
     put_pages(store, range(6, 9), "_m_0_1")
     chains = [
@@ -346,7 +333,6 @@ def test_the_prefix_tree_agrees_with_hits(tmp_path: Path, invoke: Invoke) -> Non
 
 def test_objects_of_a_span_of_layers_are_told_apart(tmp_path: Path, invoke: Invoke) -> None:
     store = tmp_path / "store"
-    store.mkdir()
     stems = [f"_ukv1-0123456789abcdef_L{span}" for span in ("0-16", "16-32")]
     put_pages(store, range(4), stems[0])
     put_pages(store, range(2), stems[1])
@@ -362,7 +348,6 @@ def test_objects_of_a_span_of_layers_are_told_apart(tmp_path: Path, invoke: Invo
 
 def test_pages_that_follow_two_pages_make_no_tree(tmp_path: Path, invoke: Invoke) -> None:
     store = tmp_path / "store"
-    store.mkdir()
     put_pages(store, range(6), "_m_0_1")
     listed = tmp_path / "chains.jsonl"
     listed.write_text(json.dumps([page(1), page(2)]) + "\n" + json.dumps([page(3), page(2)]) + "\n")
@@ -423,7 +408,6 @@ def test_commands_leave_out_flags_that_are_about_the_requests(
 
 def test_marks_are_shown_with_their_text_and_time(invoke: Invoke, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    store.mkdir()
     put_pages(store, range(6), "_m_0_1")
     when = datetime.fromtimestamp(OLD, UTC).isoformat()
     made = tmp_path / "page.html"
@@ -451,7 +435,6 @@ def test_an_empty_store_has_a_true_page(invoke: Invoke, tmp_path: Path) -> None:
 
 def test_foreign_files_are_no_pages(invoke: Invoke, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    store.mkdir()
     put(store, "notes.txt")
     put(store, "empty", nbytes=0)
     made = tmp_path / "page.html"

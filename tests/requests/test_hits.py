@@ -211,7 +211,6 @@ def test_without_a_profile_chains_need_what_was_seen(
 
 def test_without_a_profile_one_deployment_is_chosen(invoke: Invoke, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    store.mkdir()
     for model in ("a", "b"):
         for rank in range(2):
             put(store, f"{page(0)}_{model}_{rank}_2.bin")

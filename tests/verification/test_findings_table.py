@@ -115,7 +115,6 @@ def test_a_warning_of_a_code_of_errors_has_a_command_that_mends_it(
 ) -> None:
     """A page without its draft costs hits only; a repair takes it if --repair-code names it."""
     store = tmp_path / "store"
-    store.mkdir()
     for number in range(8):
         for stem, nbytes in (("_x-dsa", 9216), (".indexer_x-dsa", 1056), (".draft_x-dsa", 64)):
             put(store, f"{page(number)}{stem}.bin", nbytes)

@@ -246,7 +246,6 @@ def test_a_catalog_holds_payload_digests_and_meets_trailers(
     catalog = tmp_path / "catalog.parquet"
     verify(invoke, served, HYBRID, "--catalog", catalog, "--update-catalog")
     plain = tmp_path / "plain"
-    plain.mkdir()
     for path in served.glob("*.bin"):
         put(plain, path.name).write_bytes(path.read_bytes()[:-TRAILER_BYTES])
     found = invoke("verify", plain, "--catalog", catalog, "--format", "json", "--grace", "0s")

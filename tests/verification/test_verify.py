@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 def hybrid(tmp_path: Path) -> Path:
     """Eight pages of a TP=2 model, Mamba states on two of them."""
     store = tmp_path / "store"
-    store.mkdir()
     put_pages(store, range(8), "_m_0_2", "_m_1_2", nbytes=512)
     put_pages(store, range(6, 8), ".mamba_m_0_2", ".mamba_m_1_2", nbytes=2048)
     return store
@@ -41,7 +40,6 @@ def hybrid(tmp_path: Path) -> Path:
 def dsa(tmp_path: Path) -> Path:
     """Four pages of a model with an indexer, and its profile beside the store."""
     store = tmp_path / "store"
-    store.mkdir()
     put_pages(store, range(4), "_x-dsa", nbytes=4 * 2 * 1152)
     put_pages(store, range(4), ".indexer_x-dsa", nbytes=4 * 2 * 132)
     (tmp_path / "dsa.toml").write_text(DSA)
