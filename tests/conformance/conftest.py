@@ -34,7 +34,6 @@ TIMEOUT_S = 600  # the page-hash extension is compiled on first use
 
 Manifest = dict[str, Any]
 WriteStore = Callable[..., tuple[Path, Manifest]]
-ReadBack = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +67,7 @@ def sglang_store(
                     _write_as_legacy(sglang_python, *arguments)
                 else:
                     session: SglangSession = request.getfixturevalue("sglang_session")
-                    session.run("write_store", *arguments, prints=False)
+                    session.run("write_store", *arguments)
                 Path(f"{manifest}.new").rename(manifest)
         document: Manifest = json.loads(manifest.read_text())
         return document
@@ -87,30 +86,6 @@ def sglang_store(
     return store
 
 
-@pytest.fixture(scope="session")
-def sglang_read_back(
-    sglang_session: SglangSession, tmp_path_factory: pytest.TempPathFactory
-) -> ReadBack:
-    """Return a function that reads a store with SGLang (read_back.py).
-
-    SGLang runs as the manifest's deployments, or as `profile`.
-    """
-
-    def read(
-        directory: Path, manifest: Manifest, profile: dict[str, Any] | None = None
-    ) -> list[dict[str, Any]]:
-        files = tmp_path_factory.mktemp("read-back")
-        (files / "manifest.json").write_text(json.dumps(manifest))
-        arguments = [str(directory), f"--manifest={files / 'manifest.json'}"]
-        if profile is not None:
-            (files / "profile.json").write_text(json.dumps(profile))
-            arguments.append(f"--profile={files / 'profile.json'}")
-        results: list[dict[str, Any]] = sglang_session.run("read_back", *arguments, accepted=(0, 1))
-        return results
-
-    return read
-
-
 class SglangSession:
     """A process that has imported SGLang and runs scripts of this folder (session.py)."""
 
@@ -127,18 +102,35 @@ class SglangSession:
                 bufsize=1,
             )
 
-    def run(
-        self,
-        script: str,
-        *arguments: object,
-        accepted: tuple[int, ...] = (0,),
-        prints: bool = True,
-    ) -> Any:
+    def run(self, script: str, *arguments: object) -> Any:
         """Run a script and return the JSON that it prints, if it prints."""
-        answer = self._asked(script=script, arguments=list(map(str, arguments)))
-        if answer["code"] not in accepted or bool(answer["output"]) != prints:
-            pytest.fail(f"{script} {arguments}: exit {answer['code']}\n{answer['error'][-4000:]}")
-        return json.loads(answer["output"]) if prints else None
+        return self._output(script=script, arguments=list(map(str, arguments)))
+
+    def ask(self, script: str, question: Any = None) -> Any:
+        """Return a script's answer to a question; both are JSON values."""
+        return self._output(script=script, question=question)
+
+    def _output(self, script: str, **request: Any) -> Any:
+        answer = self._asked(script=script, **request)
+        assert answer["code"] == 0, f"{script}: exit {answer['code']}\n{answer['error'][-4000:]}"
+        return json.loads(answer["output"]) if answer["output"] else None
+
+    def read_back(
+        self,
+        place: object,
+        backend: str,
+        manifest: Manifest,
+        profile: dict[str, Any] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Return what each rank of the manifest's deployments, or of a profile, reads from a store.
+
+        See read_back.py.
+        """
+        question = {"place": str(place), "backend": backend}
+        read: list[dict[str, Any]] = self.ask(
+            "read_back", {**question, "manifest": manifest, "profile": profile}
+        )
+        return read
 
     def start(self, script: str, *arguments: object, output: Path) -> Started:
         """Start a script that goes on beside others. output: file for stdout and stderr."""

@@ -10,9 +10,6 @@ The pools are SGLang's; only the device memory that they mirror is small.
 
 from __future__ import annotations
 
-import json
-import sys
-from contextlib import redirect_stdout
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +18,11 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.conformance import attached_rank, describe_pools, sglang_env
+    from tests.conformance import attached_rank, describe_pools
     from tests.conformance.store_cases import LAYOUTS
 else:
     import attached_rank
     import describe_pools
-    import sglang_env
     from store_cases import LAYOUTS
 
 LAYERS, PAGES, PAGE_SIZE = 3, 5, 8
@@ -36,12 +32,10 @@ _ANCHOR = SimpleNamespace(
 )
 
 
-def main() -> None:
+def answer(question: None) -> list[dict[str, Any]]:
     """Describe all pools in all layouts."""
     attached_rank.find_plugin()
-    with redirect_stdout(sys.stderr):
-        rows = [_row(name, layout) for name in _POOLS for layout in LAYOUTS[:3]]
-    print(json.dumps(rows))
+    return [_row(name, layout) for name in _POOLS for layout in LAYOUTS[:3]]
 
 
 def _row(name: str, layout: str) -> dict[str, Any]:
@@ -181,7 +175,3 @@ _POOLS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "packed keys": ("indexer", _packed_keys),
     "packed rows": ("kv", _packed_rows),
 }
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

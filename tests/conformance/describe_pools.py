@@ -20,14 +20,10 @@ Prints a JSON list with an entry for each pool of each rank of each deployment:
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import dataclasses
-import json
-import sys
 import tempfile
 import time
-from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,14 +34,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from hicachectl.backends.sglang.served import ServedPool
-    from tests.conformance import attached_rank, prompt_nodes, rank_pools, sglang_env, write_store
+    from tests.conformance import attached_rank, prompt_nodes, rank_pools, write_store
     from tests.conformance.rank_pools import Rank
     from tests.conformance.store_cases import PLUGIN_CASES, Deployment
 else:
     import attached_rank
     import prompt_nodes
     import rank_pools
-    import sglang_env
     import write_store
     from store_cases import PLUGIN_CASES
 
@@ -65,15 +60,10 @@ _NAMES = {"weights": "of the target", "draft_weights": "of the draft"}
 _MEMORY = ("kv_buffer", "index_k_with_scale_buffer", "temporal_buffer", "conv_buffer")
 
 
-def main() -> None:
-    """Describe the pools of the request that the command line names."""
-    parser = argparse.ArgumentParser(description="Describe host pools.")
-    parser.add_argument("request", type=Path)
-    requests = json.loads(parser.parse_args().request.read_text())
+def answer(question: list[Any]) -> list[Any]:
+    """Describe the pools of each request."""
     attached_rank.find_plugin()
-    with redirect_stdout(sys.stderr):
-        rows = [row for request in requests for row in _described(request)]
-    print(json.dumps(rows))
+    return [row for request in question for row in _described(request)]
 
 
 def _described(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -177,8 +167,3 @@ def _microseconds(pool: ServedPool) -> float:
         pool.host.pieces(indices)
         times.append(time.perf_counter() - start)
     return min(times) / len(indices) * 1e6
-
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

@@ -1,6 +1,6 @@
 """Compute page hashes and unified keys with SGLang; runs in SGLang's environment.
 
-Reads one JSON document from a file and writes one to stdout. It has an entry for each list:
+The question and the answer have an entry for each list:
 
 - chains: {form, tokens, page_size, extra_key, cache_salt, prior} to the hashes of its pages
 - seeds:  [extra_key, cache_salt] to the seed in hex, or null
@@ -12,19 +12,8 @@ extension hashes pages in SGLang 0.5.23.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
 from array import array
-from pathlib import Path
 from typing import Any
-
-
-def main() -> None:
-    """Print the answer to the question in the file that the command line names."""
-    with contextlib.redirect_stdout(sys.stderr):
-        found = answer(json.loads(Path(sys.argv[1]).read_text()))
-    print(json.dumps(found))
 
 
 def answer(question: dict[str, list[Any]]) -> dict[str, Any]:

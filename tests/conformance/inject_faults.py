@@ -15,13 +15,10 @@ file had a fault that must show), missed (pages whose file had no such fault, bu
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-import json
 import random
 import shutil
-import sys
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
         page_values,
         prompt_nodes,
         rank_pools,
-        sglang_env,
     )
     from tests.conformance.prompt_nodes import Prompt
     from tests.conformance.rank_pools import Rank
@@ -47,7 +43,6 @@ else:
     import page_values
     import prompt_nodes
     import rank_pools
-    import sglang_env
     from store_cases import PLUGIN_CASES, Deployment, is_trailing
 
 _SWAPPED_PAGES = 3
@@ -61,23 +56,19 @@ _BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 Files = dict[str, bytes]  # by name
 
 
-def main() -> None:
-    """Inject the faults that the command line asks for, and print what the readers saw."""
-    parser = argparse.ArgumentParser(description="Read pages from wrong files.")
-    parser.add_argument("request", type=Path)
-    request = json.loads(parser.parse_args().request.read_text())
+def answer(question: dict[str, Any]) -> Any:
+    """Inject the faults that the request asks for; return what the readers saw."""
     attached_rank.find_plugin()
-    deployment = PLUGIN_CASES[request["case"]].deployments[0]
-    profile = {**deployment.profile, **request.get("profile", {})}
+    deployment = PLUGIN_CASES[question["case"]].deployments[0]
+    profile = {**deployment.profile, **question.get("profile", {})}
     deployment = dataclasses.replace(deployment, profile=profile)
-    report = Report()
-    with contextlib.redirect_stdout(sys.stderr):
-        # Of every deployment, the swaps alone are some hundred faults.
-        for pages, act in ((_SWAPPED_PAGES, _swap), (request.get("pages", _PAGES), _spoil)):
-            prompt = prompt_nodes.random_prompt(pages, profile["page_size"], pages, request["seed"])
-            with _site(deployment, prompt, request) as site:
-                act(site, report, random.Random(request["seed"]), request["faults"])
-    print(json.dumps(report.document()))
+    report, seed = Report(), question["seed"]
+    # Of every deployment, the swaps alone are some hundred faults.
+    for pages, act in ((_SWAPPED_PAGES, _swap), (question.get("pages", _PAGES), _spoil)):
+        prompt = prompt_nodes.random_prompt(pages, profile["page_size"], pages, seed)
+        with _site(deployment, prompt, question) as site:
+            act(site, report, random.Random(seed), question["faults"])
+    return report.document()
 
 
 class Report:
@@ -439,8 +430,3 @@ def _bits(tensor: Any) -> Any:
     import torch
 
     return tensor.view(getattr(torch, _BITS[tensor.element_size()]))
-
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

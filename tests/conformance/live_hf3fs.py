@@ -26,13 +26,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.conformance import prompt_nodes, rank_pools, sglang_env, write_store
+    from tests.conformance import prompt_nodes, rank_pools, write_store
     from tests.conformance.rank_pools import Rank
     from tests.conformance.store_cases import HF3FS_CASES, Deployment
 else:
     import prompt_nodes
     import rank_pools
-    import sglang_env
     import write_store
     from store_cases import HF3FS_CASES, Deployment
 
@@ -134,8 +133,3 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--until", type=Path, required=True)
     parser.add_argument("--clear-every", type=int, default=0)
     return parser.parse_args()
-
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

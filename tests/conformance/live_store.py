@@ -37,7 +37,6 @@ if TYPE_CHECKING:
         page_values,
         prompt_nodes,
         rank_pools,
-        sglang_env,
         write_store,
     )
     from tests.conformance.rank_pools import RankPools
@@ -47,7 +46,6 @@ else:
     import page_values
     import prompt_nodes
     import rank_pools
-    import sglang_env
     import write_store
     from store_cases import Deployment
 
@@ -191,8 +189,3 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--until", type=Path, required=True)
     parser.add_argument("--max-bytes", help="limit for the objects of this rank")
     return parser.parse_args()
-
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

@@ -9,32 +9,22 @@ of each quantisation.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 if TYPE_CHECKING:
-    from tests.conformance import sglang_env
+    pass
 else:
-    import sglang_env
+    pass
 
 # runai_streamer needs a package that is not installed here.
 _LOADERS = ("auto", "safetensors", "fastsafetensors", "instanttensor", "layered", "mistral")
 
 
-def main() -> None:
-    """Answer the question of the file that the command line names."""
-    question = json.loads(Path(sys.argv[1]).read_text())
-    with contextlib.redirect_stdout(sys.stderr):
-        answer = _answer(question)
-    print(json.dumps(answer))
-
-
-def _answer(question: dict[str, Any]) -> dict[str, Any]:
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """Answer the question."""
     from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES
     from sglang.srt.configs.model_config import ModelConfig
 
@@ -85,8 +75,3 @@ def _is_native(directory: str) -> bool:
     with mock.patch.object(model_path_hook, "resolving_view", lambda arguments: arguments):
         native: bool = model_path_hook.is_mistral_native_format(given)
         return native
-
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

@@ -7,26 +7,19 @@ fields of the normalised GenerateReqInput that control the prefix cache.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.conformance import sglang_env
+    pass
 else:
-    import sglang_env
+    pass
 
 _FIELDS = ("input_ids", "sampling_params", "stream", "extra_key", "cache_salt", "routed_dp_rank")
 
 
-def main() -> None:
-    """Parse the bodies of the file that the command line names."""
-    bodies = json.loads(Path(sys.argv[1]).read_text())
-    with contextlib.redirect_stdout(sys.stderr):
-        parsed = [_parsed(body) for body in bodies]
-    print(json.dumps(parsed))
+def answer(question: list[Any]) -> list[Any]:
+    """Parse bodies."""
+    return [_parsed(body) for body in question]
 
 
 def _parsed(body: dict[str, Any]) -> dict[str, Any]:
@@ -41,8 +34,3 @@ def _parsed(body: dict[str, Any]) -> dict[str, Any]:
         "single": request.is_single,
         **{name: getattr(request, name) for name in _FIELDS},
     }
-
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

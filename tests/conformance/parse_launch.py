@@ -7,28 +7,19 @@ of arguments by name. Prints a JSON object of answers by name: the fields of Ser
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
-import json
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.conformance import sglang_env
+    pass
 else:
-    import sglang_env
+    pass
 
 
-def main() -> None:
-    """Answer the request that the command line names."""
-    parser = argparse.ArgumentParser(description="Parse arguments.")
-    parser.add_argument("request", type=Path)
-    request = json.loads(parser.parse_args().request.read_text())
-    with contextlib.redirect_stdout(sys.stderr):
-        answers = {name: _answer(arguments) for name, arguments in request.items()}
-    print(json.dumps(answers, default=str))
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """Answer each request by its name."""
+    return {name: _answer(arguments) for name, arguments in question.items()}
 
 
 def _answer(arguments: list[str]) -> dict[str, Any]:
@@ -42,8 +33,3 @@ def _answer(arguments: list[str]) -> dict[str, Any]:
     except (SystemExit, ValueError) as error:
         return {"refusal": said.getvalue() or str(error)}
     return {field.name: getattr(found, field.name) for field in record_fields(ServerArgs)}
-
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

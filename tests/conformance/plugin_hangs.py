@@ -21,11 +21,8 @@ and "slow": the pages that were written while each write was slow, on one thread
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -34,14 +31,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.conformance import attached_rank, plugin_ranks, prompt_nodes, sglang_env
+    from tests.conformance import attached_rank, plugin_ranks, prompt_nodes
     from tests.conformance.attached_rank import AttachedRank
     from tests.conformance.prompt_nodes import Prompt
 else:
     import attached_rank
     import plugin_ranks
     import prompt_nodes
-    import sglang_env
     from attached_rank import AttachedRank
 
 _CALLS = ("open", "pread", "preadv", "writev", "pwritev")
@@ -49,32 +45,25 @@ _REUSED = 0x5A  # byte of host pages that SGLang uses again
 _SETTLED_S = 0.5  # for released threads to go on
 
 
-def main() -> None:
-    """Hang each kind of call, and print what happened."""
-    parser = argparse.ArgumentParser(description="Let a store hang.")
-    parser.add_argument("request", type=Path)
-    request = json.loads(parser.parse_args().request.read_text())
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """Hang each kind of call; return what happened."""
     attached_rank.find_plugin()
-    deployment = plugin_ranks.requested(request)
-    with (
-        contextlib.redirect_stdout(sys.stderr),
-        attached_rank.sole_rank(deployment, 3 * request["node_pages"]) as attached,
-    ):
-        stored = plugin_ranks.requested_prompt(request, deployment)
-        length = request["node_pages"]
+    deployment = plugin_ranks.requested(question)
+    length = question["node_pages"]
+    with attached_rank.sole_rank(deployment, 3 * length) as attached:
+        stored = plugin_ranks.requested_prompt(question, deployment)
         other, third = (
             prompt_nodes.random_prompt(length, stored.page_size, length, seed) for seed in (1, 2)
         )
-        with attached.attached(request["settings"]):
+        with attached.attached(question["settings"]):
             attached.back_up(stored)
         hung = Hung()
-        results = {
-            "exists": _exists(attached, stored, request, hung),
-            "read": _read(attached, stored, request, hung),
-            "write": _write(attached, other, request, hung),
-            "slow": _written_slowly(attached, third, request, hung),
+        return {
+            "exists": _exists(attached, stored, question, hung),
+            "read": _read(attached, stored, question, hung),
+            "write": _write(attached, other, question, hung),
+            "slow": _written_slowly(attached, third, question, hung),
         }
-    print(json.dumps(results))
 
 
 def _exists(
@@ -203,8 +192,3 @@ class Hung:
             return function(*arguments, **named)
 
         return call
-
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

@@ -12,46 +12,36 @@ the pages that this rank prefetches after it backed the prompt up again.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
 import mmap
 import os
 import random
 import signal
 import struct
-import sys
 import threading
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.conformance import attached_rank, plugin_ranks, sglang_env
+    from tests.conformance import attached_rank, plugin_ranks
     from tests.conformance.attached_rank import AttachedRank
     from tests.conformance.prompt_nodes import Prompt
     from tests.conformance.store_cases import Deployment
 else:
     import attached_rank
     import plugin_ranks
-    import sglang_env
     from attached_rank import AttachedRank
 
 _CALLS = ("open", "writev", "pwritev", "rename", "link", "unlink")
 _LONGEST_REPORT = 1 << 16
 
 
-def main() -> None:
-    """Kill backups as the command line asks, and print what they left."""
-    parser = argparse.ArgumentParser(description="Kill backups.")
-    parser.add_argument("request", type=Path)
-    request = json.loads(parser.parse_args().request.read_text())
+def answer(question: dict[str, Any]) -> Any:
+    """Kill backups as the request asks; return what they left."""
     attached_rank.find_plugin()
-    with contextlib.redirect_stdout(sys.stderr):
-        results = kill_backups(request, request["kills"])
-    print(json.dumps(results))
+    return kill_backups(question, question["kills"])
 
 
 def kill_backups(request: dict[str, Any], kills: int) -> list[dict[str, Any]]:
@@ -165,8 +155,3 @@ def _in_child(function: Callable[..., Any], *arguments: object) -> Any:
             raise RuntimeError(f"a child ended with {status}; see stderr")
         (size,) = struct.unpack_from("<I", shared)
         return json.loads(shared[4 : 4 + size])
-
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

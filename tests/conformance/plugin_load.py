@@ -11,27 +11,23 @@ samples of [seconds, resident bytes, descriptors, threads] at regular intervals.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-import json
 import random
 import resource
-import sys
 import time
 from pathlib import Path
 from queue import Empty
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.conformance import attached_rank, page_values, plugin_ranks, prompt_nodes, sglang_env
+    from tests.conformance import attached_rank, page_values, plugin_ranks, prompt_nodes
     from tests.conformance.attached_rank import AttachedRank
     from tests.conformance.prompt_nodes import Prompt
 else:
     import attached_rank
     import plugin_ranks
     import prompt_nodes
-    import sglang_env
     from attached_rank import AttachedRank
 
 _IN_FLIGHT = 3  # prefetches, and operations of backups
@@ -39,26 +35,20 @@ _REMOVED = 0.3  # share of backups before which the prompt's objects are removed
 _SAMPLES = 20
 
 
-def main() -> None:
-    """Load a store as the command line asks, and print what happened."""
-    parser = argparse.ArgumentParser(description="Use a store from all threads.")
-    parser.add_argument("request", type=Path)
-    request = json.loads(parser.parse_args().request.read_text())
+def answer(question: dict[str, Any]) -> Any:
+    """Load a store as the request asks; return what happened."""
     attached_rank.find_plugin()
-    deployment = plugin_ranks.requested(request)
-    pages = (request["prompts"] + _IN_FLIGHT) * request.get("pages", 8)
-    with (
-        contextlib.redirect_stdout(sys.stderr),
-        attached_rank.sole_rank(deployment, pages) as attached,
-    ):
+    deployment = plugin_ranks.requested(question)
+    pages = (question["prompts"] + _IN_FLIGHT) * question.get("pages", 8)
+    with attached_rank.sole_rank(deployment, pages) as attached:
         prompts = [
-            plugin_ranks.requested_prompt({**request, "seed": seed}, deployment)
-            for seed in range(request["prompts"])
+            plugin_ranks.requested_prompt({**question, "seed": seed}, deployment)
+            for seed in range(question["prompts"])
         ]
-        with attached.attached(request["settings"]):
-            load = _Load(attached, prompts, request)
-            load.run(request["seconds"])
-    print(json.dumps(load.report))
+        with attached.attached(question["settings"]):
+            load = _Load(attached, prompts, question)
+            load.run(question["seconds"])
+    return load.report
 
 
 class _Load:
@@ -167,8 +157,3 @@ def _used() -> tuple[int, ...]:
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     count = [len(list(Path("/proc/self", name).iterdir())) for name in ("fd", "task")]
     return resident, *count
-
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

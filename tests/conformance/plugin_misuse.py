@@ -8,10 +8,6 @@ calls after `close` answered; threads, the names of ours that were left then.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
-import sys
 import threading
 import time
 from pathlib import Path
@@ -19,25 +15,19 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.conformance import attached_rank, sglang_env
+    from tests.conformance import attached_rank
     from tests.conformance.store_cases import PLUGIN_CASES
 else:
     import attached_rank
-    import sglang_env
     from store_cases import PLUGIN_CASES
 
 KEYS = ["11" * 32, "22" * 32]
 
 
-def main() -> None:
-    """Misuse a plug-in that serves MLA pages with an indexer, and print what came of it."""
-    parser = argparse.ArgumentParser(description="Call the plug-in with wrong arguments.")
-    parser.add_argument("directory", type=Path)
-    directory = parser.parse_args().directory
+def answer(question: str) -> Any:
+    """Misuse a plug-in that serves MLA pages with an indexer from a directory; return a report."""
     attached_rank.find_plugin()
-    with contextlib.redirect_stdout(sys.stderr):
-        report = _report(directory)
-    print(json.dumps(report, indent=1))
+    return _report(Path(question))
 
 
 def _report(directory: Path) -> dict[str, Any]:
@@ -143,8 +133,3 @@ def _transfer(keys: list[str], place: Any) -> Any:
 
 def _threads() -> list[str]:
     return sorted(t.name for t in threading.enumerate() if t.name.startswith("hicachectl"))
-
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

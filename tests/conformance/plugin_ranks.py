@@ -21,13 +21,10 @@ hashes); log, the plug-in's warnings; error, a traceback or "".
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import dataclasses
 import json
 import os
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -35,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.conformance import attached_rank, prompt_nodes, rank_pools, sglang_env
+    from tests.conformance import attached_rank, prompt_nodes, rank_pools
     from tests.conformance.attached_rank import AttachedRank, Groups
     from tests.conformance.prompt_nodes import Prompt
     from tests.conformance.rank_pools import Rank
@@ -44,22 +41,17 @@ else:
     import attached_rank
     import prompt_nodes
     import rank_pools
-    import sglang_env
     from attached_rank import AttachedRank, Groups
     from store_cases import PLUGIN_CASES
 
 MOST_S = 100.0  # then ranks are killed: one of them hangs
 
 
-def main() -> None:
-    """Run the ranks of the request that the command line names, and print their reports."""
-    parser = argparse.ArgumentParser(description="Serve from a store on all ranks.")
-    parser.add_argument("request", type=Path)
-    request = json.loads(parser.parse_args().request.read_text())
+def answer(question: dict[str, Any]) -> Any:
+    """Run the ranks; return their reports."""
     attached_rank.find_plugin()
-    with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder:
-        reports = run_ranks(request, Path(folder))
-    print(json.dumps(reports, indent=1))
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(question, Path(folder))
 
 
 def run_ranks(request: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
@@ -181,8 +173,3 @@ def _report(rank: Rank, path: Path) -> dict[str, Any]:
         report: dict[str, Any] = json.loads(path.read_text())
         return report
     return {**dataclasses.asdict(rank), "steps": [], "log": [], "error": "it hung or crashed"}
-
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

@@ -12,34 +12,24 @@ after a detaching.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
-import sys
 import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.conformance import attached_rank, plugin_ranks, rank_pools, sglang_env
+    from tests.conformance import attached_rank, plugin_ranks, rank_pools
     from tests.conformance.attached_rank import AttachedRank
 else:
     import attached_rank
     import plugin_ranks
     import rank_pools
-    import sglang_env
     from attached_rank import AttachedRank
 
 
-def main() -> None:
-    """Attach as the requests ask, and print what was refused."""
-    parser = argparse.ArgumentParser(description="Attach what the plug-in refuses.")
-    parser.add_argument("request", type=Path)
-    requests = json.loads(parser.parse_args().request.read_text())
+def answer(question: list[dict[str, Any]]) -> list[Any]:
+    """Attach as the requests ask; return what was refused."""
     attached_rank.find_plugin()
-    with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder:
-        results = [_attached(request, folder) for request in requests]
-    print(json.dumps(results))
+    with tempfile.TemporaryDirectory() as folder:
+        return [_attached(request, folder) for request in question]
 
 
 def _attached(request: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -74,8 +64,3 @@ def _takes_files(attached: AttachedRank, folder: str) -> bool:
             return bool(attached.controller.enable_storage)
     except RuntimeError:  # already attached
         return False
-
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.conformance import rank_pools, sglang_env, write_store
+    from tests.conformance import rank_pools, write_store
     from tests.conformance.store_cases import Deployment
 else:
     import rank_pools
-    import sglang_env
     import write_store
     from store_cases import Deployment
 
@@ -46,7 +45,7 @@ def main() -> None:
     manifest = json.loads(options.manifest.read_text())
     logging.disable(logging.WARNING)  # SGLang warns of each miss
     with contextlib.redirect_stdout(sys.stderr), options.log.open("w", buffering=1) as log:
-        backends = _backends(manifest, write_store.place(options))
+        backends = _backends(manifest, write_store.place(options.backend, options.place))
         said, at = None, 0.0
         while not options.until.exists():
             found = _round(backends, manifest)
@@ -92,8 +91,3 @@ def _query(pool: str) -> Any:
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
     return PoolTransfer(name=PoolName(pool), keys=[""], hit_policy=PoolHitPolicy.ALL_PAGES)
-
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

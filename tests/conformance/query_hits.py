@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.conformance import attached_rank, prompt_nodes, rank_pools, sglang_env, write_store
+    from tests.conformance import attached_rank, prompt_nodes, rank_pools, write_store
     from tests.conformance.rank_pools import Rank, RankPools
     from tests.conformance.store_cases import Deployment
 else:
     import attached_rank
     import prompt_nodes
     import rank_pools
-    import sglang_env
     import write_store
     from store_cases import Deployment
 
@@ -61,7 +60,7 @@ def _ask(
         pools = rank_pools.build_pools(deployment, rank, pages=4)  # page_head needs some
         for number, text in enumerate(options.places):
             kind = "file" if options.backend == "plugin" else options.backend
-            place = write_store.place(argparse.Namespace(place=text, backend=kind))
+            place = write_store.place(kind, text)
             controller = write_store.make_controller(deployment, pools, place)
             backend = controller.storage_backend
             if options.backend == "plugin":
@@ -101,8 +100,3 @@ def _lengths(result: Any) -> list[int]:
     lengths: list[int] = result.restorable_prefix_pages
     assert result.kv_hit_pages == max(lengths, default=0)
     return lengths
-
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

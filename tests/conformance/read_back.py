@@ -1,24 +1,18 @@
 """Read a store with SGLang's own backend and compare with the values that were written.
 
-Runs inside the SGLang environment: `read_back.py PLACE --manifest FILE [--profile FILE]`. PLACE,
---backend and the manifest are those of write_store.py. A profile (JSON) replaces the manifest's
-first one, to read a re-sharded or re-ordered store like the server that the store was made for.
+Runs inside the SGLang environment. Place, backend and manifest are those of write_store.py. A
+profile replaces the manifest's first one, to read a re-sharded or re-ordered store like the server
+that the store was made for.
 
-Prints a JSON list with an entry for each deployment and rank: model, pp, cp, tp (ranks);
+The answer has an entry for each deployment and rank: model, pp, cp, tp (ranks);
 hit_pages, the result of `batch_exists_v2` for the whole chain; read and wrong, which map each pool
 with bytes to the chain positions that were read, and to those that are too short or have
 unexpected values.
-Exits 1 if anything is wrong.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import dataclasses
-import json
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,7 +23,6 @@ if TYPE_CHECKING:
         page_values,
         prompt_nodes,
         rank_pools,
-        sglang_env,
         write_store,
     )
     from tests.conformance.rank_pools import Rank, RankPools
@@ -39,33 +32,23 @@ else:
     import page_values
     import prompt_nodes
     import rank_pools
-    import sglang_env
     import write_store
     from store_cases import Deployment
 
 
-def main() -> None:
-    """Read the store that the command line names and print the result."""
-    parser = argparse.ArgumentParser(description="Read a store with SGLang itself.")
-    write_store.add_place(parser)
-    parser.add_argument("--manifest", type=Path, required=True)
-    parser.add_argument("--profile", type=Path, help="read as this deployment instead")
-    options = parser.parse_args()
-    manifest = json.loads(options.manifest.read_text())
+def answer(question: dict[str, Any]) -> list[dict[str, Any]]:
+    """Read the store that the question names: place, backend, manifest and profile (or None)."""
+    manifest, profile = question["manifest"], question["profile"]
+    place = write_store.place(question["backend"], question["place"])
     deployments = [Deployment(**deployment) for deployment in manifest["deployments"]]
-    if options.profile is not None:
-        profile = json.loads(options.profile.read_text())
+    if profile is not None:
         first = deployments[0]
         deployments = [Deployment(profile, first.linear_attention, first.attention_dp)]
-    with contextlib.redirect_stdout(sys.stderr):
-        results = [
-            _read_rank(deployment, rank, manifest, write_store.place(options))
-            for deployment in deployments
-            for rank in rank_pools.ranks(deployment.profile)
-        ]
-    print(json.dumps(results, indent=1))
-    if any(positions for result in results for positions in result["wrong"].values()):
-        sys.exit(1)
+    return [
+        _read_rank(deployment, rank, manifest, place)
+        for deployment in deployments
+        for rank in rank_pools.ranks(deployment.profile)
+    ]
 
 
 def _read_rank(
@@ -155,8 +138,3 @@ def _calls(backend: Any) -> Calls:
         return all(backend.batch_get_v2([transfer])[transfer.name])
 
     return exists, load
-
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

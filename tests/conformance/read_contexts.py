@@ -14,27 +14,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 if TYPE_CHECKING:
-    from tests.conformance import attached_rank, sglang_env
+    from tests.conformance import attached_rank
 else:
     import attached_rank
-    import sglang_env
 
 
-def main() -> None:
-    """Answer the request that the command line names."""
-    request = json.loads(Path(sys.argv[1]).read_text())
+def answer(question: dict[str, Any]) -> list[Any]:
+    """Answer for each server."""
     attached_rank.find_plugin()
-    with contextlib.redirect_stdout(sys.stderr):
-        answers = [_answer(request["model"], **server) for server in request["servers"]]
-    print(json.dumps(answers))
+    return [_answer(question["model"], **server) for server in question["servers"]]
 
 
 def _answer(
@@ -73,8 +67,3 @@ def _answer(
         except ValueError as error:
             return {"refusal": str(error)}
     return {**found, "version": context.weight_version()}
-
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

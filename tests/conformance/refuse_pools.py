@@ -7,9 +7,6 @@ its function below; null for what was served.
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
-from contextlib import redirect_stdout
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,23 +15,20 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from tests.conformance import attached_rank, rank_pools, sglang_env
+    from tests.conformance import attached_rank, rank_pools
     from tests.conformance.store_cases import CASES, MOONCAKE_CASES
 else:
     import attached_rank
     import rank_pools
-    import sglang_env
     from store_cases import CASES, MOONCAKE_CASES
 
 _OFFERS: dict[str, Callable[[], None]] = {}
 
 
-def main() -> None:
+def answer(question: None) -> dict[str, str | None]:
     """Make all offers."""
     attached_rank.find_plugin()
-    with redirect_stdout(sys.stderr):
-        answers = {name: _refusal(offer) for name, offer in _OFFERS.items()}
-    print(json.dumps(answers))
+    return {name: _refusal(offer) for name, offer in _OFFERS.items()}
 
 
 def _refusal(offer: Callable[[], None]) -> str | None:
@@ -255,8 +249,3 @@ def pages_elsewhere() -> None:
     host = _hosts("gqa_tp2")["kv"]
     host.kv_buffer = host.kv_buffer.view(-1)[:-1]
     _serve("kv", host)
-
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

@@ -8,30 +8,20 @@ of the messages of the exceptions; null for what was written.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from contextlib import redirect_stdout
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.conformance import attached_rank, sglang_env, write_store
+    from tests.conformance import attached_rank, write_store
     from tests.conformance.store_cases import REFUSED_CASES
 else:
     import attached_rank
-    import sglang_env
     import write_store
     from store_cases import REFUSED_CASES
 
 
-def main() -> None:
-    """Write what the request names."""
-    parser = argparse.ArgumentParser(description="Write what SGLang cannot store.")
-    parser.add_argument("request", type=Path)
-    request = json.loads(parser.parse_args().request.read_text())
-    with redirect_stdout(sys.stderr):
-        answers = [_refusal(*entry) for entry in request]
-    print(json.dumps(answers))
+def answer(question: list[Any]) -> list[Any]:
+    """Write what the requests name; return the refusals."""
+    return [_refusal(*entry) for entry in question]
 
 
 def _refusal(name: str, backend: str, place: str) -> str | None:
@@ -47,8 +37,3 @@ def _refusal(name: str, backend: str, place: str) -> str | None:
     except Exception as error:
         return str(error)
     return None
-
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

@@ -8,7 +8,6 @@ Prints a JSON object of answers: code, stdout and stderr of the probe.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import io
@@ -20,19 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.conformance import model_pools, sglang_env
+    from tests.conformance import model_pools
 else:
     import model_pools
-    import sglang_env
 
 
-def main() -> None:
-    """Answer the request that the command line names."""
-    parser = argparse.ArgumentParser(description="Run the probe.")
-    parser.add_argument("probe", type=Path)
-    parser.add_argument("request", type=Path)
-    options = parser.parse_args()
-    spec = importlib.util.spec_from_file_location("printed_probe", options.probe)
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """Run the probe of a file for each model."""
+    spec = importlib.util.spec_from_file_location("printed_probe", question["probe"])
     assert spec is not None
     assert spec.loader is not None
     probe = importlib.util.module_from_spec(spec)
@@ -40,11 +34,11 @@ def main() -> None:
     spec.loader.exec_module(probe)
     logging.disable(logging.CRITICAL)
     answers = {}
-    with contextlib.redirect_stdout(sys.stderr), model_pools.without_a_gpu():
-        for name, model in json.loads(options.request.read_text()).items():
+    with model_pools.without_a_gpu():
+        for name, model in question["models"].items():
             with model_pools.on_a_gpu(model["gpu"], {}):
                 answers[name] = _answer(probe, model["config"], model["arguments"])
-    print(json.dumps(answers))
+    return answers
 
 
 def _answer(probe: Any, config: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
@@ -58,8 +52,3 @@ def _answer(probe: Any, config: dict[str, Any], arguments: list[str]) -> dict[st
             except SystemExit as end:  # unknown flags
                 code = end.code
     return {"code": code, "stdout": output.getvalue(), "stderr": errors.getvalue()}
-
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

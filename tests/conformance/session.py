@@ -1,10 +1,11 @@
 """Run scripts of this folder in one process, because importing SGLang takes seconds.
 
-Runs inside the SGLang environment. Each line of stdin is {"script": name without .py,
-"arguments": […]}; each answer is a line on stdout, {"code", "output", "error"}: the exit code, the
-script's output, and the traceback of its exception. Every script runs in a separate fork, which
-also ends its Mooncake clients: to close one takes a second. A fork of a process with native threads
-may crash before the script begins; only then is the script started once more.
+Runs inside the SGLang environment. Each line of stdin is {"script": name without .py, "question"},
+which goes to the script's function `answer`, or {"script", "arguments"} for its `main`. Each answer
+is a line on stdout, {"code", "output", "error"}: the exit code, the answer as JSON or what `main`
+printed, and the traceback of its exception. Every script runs in a separate fork, which also ends
+its Mooncake clients: to close one takes a second. A fork of a process with native threads may crash
+before the script begins; only then is the script started once more.
 
 With "output", a file, the answer comes as soon as the script has begun: {"pid"}. It goes on beside
 the scripts that follow, and ends with this process. {"wait": pid} is answered by its exit code.
@@ -104,15 +105,22 @@ def _started(script: str, arguments: list[str], output: str) -> int | None:
     return child
 
 
-def _run(begun: mmap.mmap, script: str, arguments: list[str]) -> dict[str, Any]:
+def _run(
+    begun: mmap.mmap, script: str, arguments: list[str] | None = None, question: Any = None
+) -> dict[str, Any]:
     module = importlib.import_module(script)
-    sys.argv = [script, *arguments]
+    sys.argv = [script, *(arguments or [])]
     begun[0] = 1
     output = io.StringIO()
     code, error = 0, ""
     with contextlib.redirect_stdout(output):
         try:
-            module.main()
+            if arguments is None:
+                with contextlib.redirect_stdout(sys.stderr):
+                    found = module.answer(question)
+                print(json.dumps(found, default=str))
+            else:
+                module.main()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 2
             error = "" if isinstance(end.code, int) else str(end.code)

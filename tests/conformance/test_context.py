@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from typing import TYPE_CHECKING, Any
@@ -86,9 +85,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def answers(
-    sglang_session: SglangSession, places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Answers:
+def answers(sglang_session: SglangSession, places: dict[str, Path]) -> Answers:
     """Return what the plug-in reads of each server, or how it refuses it."""
     servers = []
     for server in SERVERS.values():
@@ -100,9 +97,8 @@ def answers(
         if "path" in server:
             whole["path"] = str(places[server["path"]])
         servers.append(whole)
-    request = tmp_path_factory.mktemp("contexts") / "request.json"
-    request.write_text(json.dumps({"model": str(places["MODEL"]), "servers": servers}))
-    return dict(zip(SERVERS, sglang_session.run("read_contexts", request), strict=True))
+    question = {"model": str(places["MODEL"]), "servers": servers}
+    return dict(zip(SERVERS, sglang_session.ask("read_contexts", question), strict=True))
 
 
 def test_weights_have_the_name_that_profiles_give(

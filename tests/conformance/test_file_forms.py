@@ -16,7 +16,7 @@ from hicachectl.formats.trailer import TRAILER_BYTES
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.conformance.conftest import ReadBack, WriteStore
+    from tests.conformance.conftest import SglangSession, WriteStore
     from tests.conftest import Invoke
 
 pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-file-forms")]
@@ -40,7 +40,7 @@ def _into_folders(source: Path, target: Path) -> None:
 
 
 def test_sglang_sees_no_folders_and_reads_through_trailers(
-    invoke: Invoke, sglang_store: WriteStore, sglang_read_back: ReadBack, tmp_path: Path
+    invoke: Invoke, sglang_store: WriteStore, sglang_session: SglangSession, tmp_path: Path
 ) -> None:
     """Proves that a folder holds no hit, and that all ranks read files with trailers whole."""
     source, manifest = sglang_store("hybrid_mamba")
@@ -48,11 +48,14 @@ def test_sglang_sees_no_folders_and_reads_through_trailers(
     _into_folders(source, folders)
     sizes = {path.name: path.stat().st_size for path in folders.glob("??/*.bin")}
     assert sizes == {p.name: p.stat().st_size + TRAILER_BYTES for p in source.glob("*.bin")}
-    assert [rank["hit_pages"] for rank in sglang_read_back(folders, manifest)] == [0, 0]
+    assert [rank["hit_pages"] for rank in sglang_session.read_back(folders, "file", manifest)] == [
+        0,
+        0,
+    ]
     assert sizes == {path.name: path.stat().st_size for path in folders.glob("??/*.bin")}
     invoke("migrate", folders, flat)
     assert sizes == {path.name: path.stat().st_size for path in flat.glob("*.bin")}
-    results = sglang_read_back(flat, manifest)
+    results = sglang_session.read_back(flat, "file", manifest)
     assert [result["hit_pages"] for result in results] == [8, 8]
     assert all(result["wrong"] == {"kv": [], "mamba": []} for result in results)
     assert all(result["read"]["mamba"] == [2, 5, 7] for result in results)

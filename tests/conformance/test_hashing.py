@@ -5,7 +5,6 @@ Every run uses a new seed, which a failing test prints; set HICACHECTL_TEST_SEED
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import secrets
@@ -43,14 +42,8 @@ def question() -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def answer(
-    sglang_session: SglangSession,
-    question: dict[str, list[Any]],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, list[Any]]:
-    path = tmp_path_factory.mktemp("hashing") / "question.json"
-    path.write_text(json.dumps(question))
-    found: dict[str, list[Any]] = sglang_session.run("hash_vectors", path)
+def answer(sglang_session: SglangSession, question: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = sglang_session.ask("hash_vectors", question)
     return found
 
 

@@ -103,6 +103,10 @@ class Written:
         with self.file(entry).open("r+b") as file:
             os.pwrite(file.fileno(), value, entry["index"] * entry["nbytes"])
 
+    def read_back(self, session: SglangSession) -> list[dict[str, Any]]:
+        """Return what SGLang reads, for each rank."""
+        return session.read_back(self.config, "hf3fs", self.manifest)
+
     @contextmanager
     def without(self, entry: Entry) -> Iterator[None]:
         """Remove an object for the duration of the block."""
@@ -149,15 +153,6 @@ def written(
     server.reset()
     place_ = (config, "--backend=hf3fs", f"--layout={layout}")
     return Written(server, folder, sglang_session.run("write_store", case, *place_))
-
-
-def read_back(written: Written, session: SglangSession) -> list[dict[str, Any]]:
-    """Return SGLang's results of reading the store, for each rank."""
-    path = written.folder / "manifest.json"
-    path.write_text(json.dumps(written.manifest))
-    place_ = (written.config, "--backend=hf3fs", f"--manifest={path}")
-    results: list[dict[str, Any]] = session.run("read_back", *place_, accepted=(0, 1))
-    return results
 
 
 # --- usable lengths of chains ---
@@ -323,7 +318,7 @@ def test_sglang_starts_on_a_store_that_hicachectl_made(
     write(written, objects)
     made = written.server.saved()
     assert {name: table["num_pages"] for name, table in made.items()} == before
-    for result in read_back(written, sglang_session):
+    for result in written.read_back(sglang_session):
         assert result["hit_pages"] == len(written.manifest["pages"])
         assert not any(result["wrong"].values())
     tables = written.server.saved()
@@ -344,10 +339,10 @@ def test_sglang_reads_what_hicachectl_wrote_byte_for_byte(
     for entry in one_of_each_kind(list(written.objects.values())):
         os.truncate(written.file(entry), 0)
         os.truncate(written.file(entry), FILE_SIZE)
-    assert all(result["hit_pages"] == 0 for result in read_back(written, sglang_session))
+    assert all(result["hit_pages"] == 0 for result in written.read_back(sglang_session))
 
     write(written, objects)
-    for result in read_back(written, sglang_session):
+    for result in written.read_back(sglang_session):
         assert result["hit_pages"] == len(written.manifest["pages"])
         assert not any(result["wrong"].values())
     tables = written.server.saved()
@@ -363,7 +358,7 @@ def test_sglang_misses_what_hicachectl_deleted(
     keys = [key.encode() for key, entry in written.objects.items() if entry["page"] == page]
     with open_store(written.url) as store:
         assert store.delete(pa.table({"key": pa.array(keys, pa.binary())})).all_ok
-    hits = [result["hit_pages"] for result in read_back(written, sglang_session)]
+    hits = [result["hit_pages"] for result in written.read_back(sglang_session)]
     # Each node of three pages has a state at its end, and a hit ends at a state.
     stateful = any(entry["pool"] == "mamba" for entry in written.objects.values())
     assert set(hits) == {3 if stateful else 4}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,10 +28,8 @@ def check_faults(
 ) -> dict[str, Any]:
     """Inject faults into a store of two ranks; every page is right, or a miss."""
     directory = folder / "store"
-    path = folder / "request.json"
     whole = {"case": case, "seed": seed, "faults": faults, "directory": str(directory), **request}
-    path.write_text(json.dumps(whole))
-    report: dict[str, Any] = session.run("inject_faults", path)
+    report: dict[str, Any] = session.ask("inject_faults", whole)
     assert report["wrong"] == report["accepted"] == report["missed"] == [], (case, seed, report)
     assert report["faults"] >= faults
     return report

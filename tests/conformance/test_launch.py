@@ -142,8 +142,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def parsed(sglang_session: SglangSession, folder: Path) -> dict[str, Any]:
     """Ask SGLang's parser for all lines, in one process."""
     request = {name: _words(line, folder) for name, line in _PARSED.items()}
-    (folder / "lines.json").write_text(json.dumps(request))
-    found: dict[str, Any] = sglang_session.run("parse_launch", folder / "lines.json")
+    found: dict[str, Any] = sglang_session.ask("parse_launch", request)
     return found
 
 
@@ -160,10 +159,8 @@ def answers(sglang_session: SglangSession, folder: Path) -> dict[str, Any]:
         }
         for name, case in (_RESOLVED | _REFUSED).items()
     }
-    (folder / "request.json").write_text(json.dumps(request))
-    found: dict[str, Any] = sglang_session.run(
-        "run_probe", folder / "probe.py", folder / "request.json"
-    )
+    question = {"probe": str(folder / "probe.py"), "models": request}
+    found: dict[str, Any] = sglang_session.ask("run_probe", question)
     return found
 
 

@@ -208,28 +208,14 @@ def changed(profile: dict[str, Any], to: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(
-    session: SglangSession, place: Place, manifest: Manifest, profile: dict[str, Any], folder: Path
+    session: SglangSession, place: Place, manifest: Manifest, profile: dict[str, Any]
 ) -> None:
     """Check that SGLang, with `profile`, finds every page of the manifest with its values."""
-    for rank in read_back(session, place, manifest, profile, folder):
+    for rank in session.read_back(place.argument, place.kind, manifest, profile):
         where = {name: rank[name] for name in ("pp", "cp", "tp")}
         assert rank["hit_pages"] == len(manifest["pages"]), where
         assert not any(rank["wrong"].values()), (where, rank["wrong"])
         assert rank["read"] == positions(manifest, profile), where
-
-
-def read_back(
-    session: SglangSession, place: Place, manifest: Manifest, profile: dict[str, Any], folder: Path
-) -> list[dict[str, Any]]:
-    """Return what each rank of a deployment reads from a store (read_back.py)."""
-    paths = {"manifest": manifest, "profile": profile}
-    for name, document in paths.items():
-        (folder / f"{name}.json").write_text(json.dumps(document))
-    arguments = [f"--{name}={folder / name}.json" for name in paths]
-    found: list[dict[str, Any]] = session.run(
-        "read_back", *place.arguments, *arguments, accepted=(0, 1)
-    )
-    return found
 
 
 def positions(manifest: Manifest, profile: dict[str, Any]) -> dict[str, list[int]]:
@@ -257,7 +243,8 @@ def test_sglang_reads_what_was_migrated_as_the_destination_it_was_made_for(
     manifest = sglang_session.run("write_store", move.case, *source.arguments, *layout)
     profile = changed(manifest["profile"], move.to)
     if move.destination == "hf3fs":  # as if servers had registered their files
-        read_back(sglang_session, destination, {**manifest, "pages": []}, profile, tmp_path)
+        none = {**manifest, "pages": []}
+        sglang_session.read_back(destination.argument, destination.kind, none, profile)
     before, after = tmp_path / "from.json", tmp_path / "to.json"
     before.write_text(json.dumps(manifest["profile"]))
     after.write_text(json.dumps(profile))
@@ -265,7 +252,7 @@ def test_sglang_reads_what_was_migrated_as_the_destination_it_was_made_for(
         "migrate", source.url(), destination.url(),
         "--profile", before, "--to-profile", after, "--verify", "--grace", "0s",
     )  # fmt: skip
-    check(sglang_session, destination, manifest, profile, tmp_path)
+    check(sglang_session, destination, manifest, profile)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +290,7 @@ def test_pages_of_an_older_release_are_found_again_under_their_new_names(
     # Releases from 0.5.22 on may store fewer index keys, so only a profile says which.
     to = ("--to-profile", profile) if case == "mla_pp2" else ("--to-sglang", newest)
     invoke("migrate", old.url(), new.url(), "--profile", older, *to, *options)
-    check(sglang_session, new, manifest, manifest["profile"], tmp_path)
+    check(sglang_session, new, manifest, manifest["profile"])
 
 
 def test_states_of_an_older_release_that_kept_one_rank_of_two_are_refused(

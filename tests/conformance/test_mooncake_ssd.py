@@ -21,13 +21,11 @@ from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import open_store
 from hicachectl.backends.testing import read, scanned_rows
 from tests.conformance.test_migrated_stores import Place, check
-from tests.conformance.test_migrated_stores import read_back as read_as
 from tests.conformance.test_mooncake_written import (
     Entry,
     Written,
     complaints,
     listed,
-    read_back,
     verified,
 )
 from tests.hf3fs_server import MetadataServer
@@ -253,9 +251,8 @@ def test_sglang_reads_what_was_migrated_into_another_cluster(
         document = invoke(*command).document
         assert (document["failed"], document["conflicts"], document["complete"]) == (0, 0, True)
         manifests = {manifest["case"]: manifest for manifest in left.profiles.values()}
-        for case, manifest in manifests.items():
-            (tmp_path / case).mkdir()
-            for result in read_back(Written(cluster, manifest), sglang_session, tmp_path / case):
+        for manifest in manifests.values():
+            for result in Written(cluster, manifest).read_back(sglang_session):
                 assert result["hit_pages"] == len(manifest["pages"])
                 assert not any(result["wrong"].values())
 
@@ -272,7 +269,8 @@ def test_sglang_reads_from_3fs_what_was_migrated_there(
     with MetadataServer(sglang_python) as server:
         place = Place("hf3fs", str(server.write_config(tmp_path, 1 << 24)), None)
         # Servers register their files when they start.
-        read_as(sglang_session, place, {**manifest, "pages": []}, document, tmp_path)
+        none = {**manifest, "pages": []}
+        sglang_session.read_back(place.argument, place.kind, none, document)
 
         def url() -> str:
             return f"hf3fs:?config={place.argument}&snapshot={server.save()}"
@@ -280,7 +278,7 @@ def test_sglang_reads_from_3fs_what_was_migrated_there(
         options = ("--profile", profile, "--grace", "0s")
         command = ("migrate", left.url, url(), *options, "--pages-from", pages, "--verify")
         assert invoke(*command, "--format", "json").document["complete"]
-        check(sglang_session, place, manifest, document, tmp_path)
+        check(sglang_session, place, manifest, document)
         assert verified(invoke, url(), *options)["findings"] == []
 
 

@@ -94,6 +94,10 @@ class Written:
         """Return the objects that a deployment wrote."""
         return [e for e in self.manifest["objects"] if (e["model"], e["tag"]) == (model, tag)]
 
+    def read_back(self, session: SglangSession) -> list[dict[str, Any]]:
+        """Return what SGLang reads, for each deployment and rank."""
+        return session.read_back(self.cluster.master, "mooncake", self.manifest)
+
     @contextmanager
     def damaged(self, values: dict[str, bytes | None]) -> Iterator[None]:
         """Replace or remove objects for the duration of the block."""
@@ -363,37 +367,28 @@ def damage(code: str, value: bytes, expected: ObjectSpec) -> bytes | None:
 # --- read by SGLang ---
 
 
-def read_back(written: Written, session: SglangSession, folder: Path) -> list[dict[str, Any]]:
-    """Return SGLang's results of reading a store, for each deployment and rank."""
-    path = folder / "manifest.json"
-    path.write_text(json.dumps(written.manifest))
-    place = (written.cluster.master, "--backend=mooncake", f"--manifest={path}")
-    results: list[dict[str, Any]] = session.run("read_back", *place, accepted=(0, 1))
-    return results
-
-
 def test_sglang_reads_a_short_object_with_success_and_other_values(
-    cluster: Cluster, sglang_session: SglangSession, tmp_path: Path
+    cluster: Cluster, sglang_session: SglangSession
 ) -> None:
     """This makes `truncated` an error on Mooncake: the rest of the page keeps its old values."""
     written = write(sglang_session, cluster, "gqa_tp2")
-    results = read_back(written, sglang_session, tmp_path)
+    results = written.read_back(sglang_session)
     assert all(result["hit_pages"] == 8 for result in results)
     assert all(result["wrong"] == {"kv": []} for result in results)
     entry = next(e for e in written.of("Qwen-Qwen3-Tiny", None) if e["tp_rank"] == 0)
     position = written.manifest["pages"].index(entry["page"])
     with written.damaged({entry["key"]: bytes(entry["nbytes"] // 2)}):
-        first, second = read_back(written, sglang_session, tmp_path)
+        first, second = written.read_back(sglang_session)
     assert first["hit_pages"] == second["hit_pages"] == 8
     assert (first["wrong"], second["wrong"]) == ({"kv": [position]}, {"kv": []})
 
 
 def test_second_context_parallel_rank_reads_the_layers_of_the_first(
-    cluster: Cluster, sglang_session: SglangSession, tmp_path: Path
+    cluster: Cluster, sglang_session: SglangSession
 ) -> None:
     """Mooncake's keys have no CP rank, so the second rank's objects are never stored."""
     written = write(sglang_session, cluster, "cp2")
-    first, second = read_back(written, sglang_session, tmp_path)
+    first, second = written.read_back(sglang_session)
     assert first["wrong"]["kv"] == []
     assert second["wrong"]["kv"] == list(range(8))
 
@@ -415,11 +410,11 @@ def test_sglang_reads_what_was_quarantined_and_restored(
             "--quarantine", tmp_path / "quarantine", "--yes", "--lease-wait", "60s", exit_code=4,
         )  # fmt: skip
         assert not any(page in key for key in cluster.list_keys())
-        results = read_back(written, sglang_session, tmp_path)
+        results = written.read_back(sglang_session)
         assert {result["hit_pages"] for result in results} <= {3, 4}
         invoke("restore", tmp_path / "quarantine", cluster.url, "--yes")
         assert client.get(entry["key"]) == bad
     assert {key: client.get(key) for key in written.objects} == before
-    for result in read_back(written, sglang_session, tmp_path):
+    for result in written.read_back(sglang_session):
         assert result["hit_pages"] == 8
         assert not any(result["wrong"].values())

@@ -8,7 +8,7 @@ import random
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -219,18 +219,6 @@ def times_in(directories: tuple[Path, ...]) -> dict[str, int]:
     return {file.name: file.stat().st_mtime_ns for one in directories for file in one.glob("*/*")}
 
 
-def read_back(
-    session: SglangSession, manifest: Manifest, folder: Path, *place: str
-) -> list[dict[str, Any]]:
-    """Return SGLang's results of reading a store, for each rank."""
-    path = folder / "manifest.json"
-    path.write_text(json.dumps(manifest))
-    results: list[dict[str, Any]] = session.run(
-        "read_back", *place, f"--manifest={path}", accepted=(0, 1)
-    )
-    return results
-
-
 def test_every_written_object_was_predicted_and_holds_its_values_at_its_place(
     written: Written,
 ) -> None:
@@ -322,8 +310,8 @@ def test_sglang_reads_what_went_to_a_file_store_and_back(
     invoke("migrate", written.url, files, *options)
     url = url_of(written.backend, again)
     invoke("migrate", files, url, *options)
-    place = (",".join(map(str, again)), f"--backend={written.backend}")
-    for rank in read_back(sglang_session, written.manifest, tmp_path, *place):
+    place = ",".join(map(str, again))
+    for rank in sglang_session.read_back(place, written.backend, written.manifest):
         assert rank["hit_pages"] == len(written.manifest["pages"]), rank
         assert not any(rank["wrong"].values()), rank
     times = times_in(again)

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.conformance
 def report(
     sglang_session: SglangSession, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    found: dict[str, Any] = sglang_session.run("plugin_misuse", tmp_path_factory.mktemp("misused"))
+    directory = str(tmp_path_factory.mktemp("misused"))
+    found: dict[str, Any] = sglang_session.ask("plugin_misuse", directory)
     return found
 
 

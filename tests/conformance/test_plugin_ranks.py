@@ -61,9 +61,7 @@ def serve(sglang_session: SglangSession, tmp_path: Path) -> Serve:
             "settings": {"store": f"file://{tmp_path}/store", **(settings or {})},
             **more,
         }
-        path = tmp_path / "request.json"
-        path.write_text(json.dumps(request))
-        reports: Report = sglang_session.run("plugin_ranks", path)
+        reports: Report = sglang_session.ask("plugin_ranks", request)
         assert [report["error"] for report in reports] == [""] * len(reports)
         (tmp_path / "pages.json").write_text(json.dumps(reports[0]["pages"]))
         return reports

@@ -5,7 +5,6 @@ What it writes SGLang's own backends read, and the reverse.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -67,9 +66,7 @@ class Ranks:
             "steps": steps,
             "environment": self.environment,
         }
-        path = self._folder / "request.json"
-        path.write_text(json.dumps(request))
-        reports: list[dict[str, Any]] = self._session.run("plugin_ranks", path)
+        reports: list[dict[str, Any]] = self._session.ask("plugin_ranks", request)
         return reports
 
     def expect_hits(self, results: list[list[Any]], pages: int = PAGES) -> None:

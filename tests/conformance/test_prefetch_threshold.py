@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,5 +22,5 @@ def test_the_threshold_is_what_sglang_reads(sglang_session: SglangSession) -> No
         flags_from_server_info({**info, "hicache_storage_backend_extra_config": stated})
         for stated in STATED
     ]
-    read = sglang_session.run("read_thresholds", json.dumps(STATED))
+    read = sglang_session.ask("read_thresholds", STATED)
     assert [one.flags.prefetch_threshold for one in found] == read

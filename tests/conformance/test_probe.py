@@ -95,10 +95,8 @@ def answers(
         }
         for name, case in (_KNOWN | _UNKNOWN).items()
     }
-    (folder / "request.json").write_text(json.dumps(request))
-    found: dict[str, Any] = sglang_session.run(
-        "run_probe", folder / "probe.py", folder / "request.json"
-    )
+    question = {"probe": str(folder / "probe.py"), "models": request}
+    found: dict[str, Any] = sglang_session.ask("run_probe", question)
     return found
 
 

@@ -42,10 +42,8 @@ def run(sglang_session: SglangSession, tmp_path: Path) -> Run:
 
     def run_script(script: str, case: str, **request: Any) -> Any:
         settings = {"store": f"file://{tmp_path}/store", **request.pop("settings", {})}
-        path = tmp_path / "request.json"
-        document = {"case": case, "profile": ALONE, "settings": settings, **request}
-        path.write_text(json.dumps(document))
-        return sglang_session.run(script, path)
+        whole = {"case": case, "profile": ALONE, "settings": settings, **request}
+        return sglang_session.ask(script, whole)
 
     return run_script
 
@@ -168,9 +166,7 @@ def test_what_is_refused_leaves_the_controller_usable(
         for request, _ in REFUSED
     ]
     served = [{"case": case, "settings": store} for case in ("gqa_tp2", "mla_draft")]
-    path = tmp_path / "request.json"
-    path.write_text(json.dumps([*requests, *served]))
-    results = sglang_session.run("plugin_refusals", path)
+    results = sglang_session.ask("plugin_refusals", [*requests, *served])
     for result, (request, words) in zip(results, REFUSED, strict=False):
         assert all(word in result["refused"] for word in words), (request, result)
         side_pool = result["refused"].startswith(("pool draft", "pool indexer"))

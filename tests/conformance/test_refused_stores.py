@@ -52,13 +52,10 @@ def stores(
 
 
 @pytest.fixture(scope="module")
-def said(
-    stores: Stores, sglang_session: SglangSession, tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, str], str | None]:
+def said(stores: Stores, sglang_session: SglangSession) -> dict[tuple[str, str], str | None]:
     """Return what SGLang says to each case; None if it wrote it."""
-    request = tmp_path_factory.mktemp("refused") / "request.json"
-    request.write_text(json.dumps([(*which, place) for which, (place, _) in stores.items()]))
-    answers = sglang_session.run("refused_stores", request)
+    question = [(*which, str(place)) for which, (place, _) in stores.items()]
+    answers = sglang_session.ask("refused_stores", question)
     return dict(zip(stores, answers, strict=True))
 
 

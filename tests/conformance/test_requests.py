@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -96,11 +95,8 @@ def test_prompts_have_the_token_ids_that_sglang_gives_them(
     from hicachectl.requests.tokenizing import DirectoryTokenizer
 
     places = {kind: make_tokenizer(tmp_path / kind, kind) for kind in KINDS}
-    question = tmp_path / "question.json"
-    question.write_text(
-        json.dumps([{"directory": str(p), "texts": TEXTS, "chats": CHATS} for p in places.values()])
-    )
-    told = sglang_session.run("tokenize_prompts", question)
+    question = [{"directory": str(p), "texts": TEXTS, "chats": CHATS} for p in places.values()]
+    told = sglang_session.ask("tokenize_prompts", question)
     for (kind, place), answer in zip(places.items(), told, strict=True):
         tokenizer = DirectoryTokenizer(place)
         assert tokenizer.encode(TEXTS) == answer["texts"], kind
@@ -128,9 +124,7 @@ def test_sglang_reads_our_requests_as_they_are_meant(
         for bigram in (False, True)
         for rank in (None, 3)
     ]
-    path = tmp_path / "bodies.json"
-    path.write_text(json.dumps(bodies))
-    for body, parsed in zip(bodies, sglang_session.run("parse_generate", path), strict=True):
+    for body, parsed in zip(bodies, sglang_session.ask("parse_generate", bodies), strict=True):
         assert parsed.pop("error") is None
         assert parsed.pop("single") is True
         assert {name: value for name, value in parsed.items() if value is not None} == body

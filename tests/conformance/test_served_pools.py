@@ -51,11 +51,9 @@ REQUESTS: list[Row] = [
 
 
 @pytest.fixture(scope="module")
-def rows(sglang_session: SglangSession, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+def rows(sglang_session: SglangSession) -> list[Row]:
     """Return every pool of every rank of REQUESTS."""
-    request = tmp_path_factory.mktemp("pools") / "request.json"
-    request.write_text(json.dumps(REQUESTS))
-    found: list[Row] = sglang_session.run("describe_pools", request)
+    found: list[Row] = sglang_session.ask("describe_pools", REQUESTS)
     return found
 
 
@@ -195,7 +193,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def refusals(sglang_session: SglangSession) -> dict[str, str | None]:
     """Return what the plug-in says to each offer of refuse_pools.py."""
-    found: dict[str, str | None] = sglang_session.run("refuse_pools")
+    found: dict[str, str | None] = sglang_session.ask("refuse_pools")
     return found
 
 
@@ -230,7 +228,7 @@ OTHERS: dict[str, list[list[Any]]] = {
 @pytest.fixture(scope="module")
 def other_rows(sglang_session: SglangSession) -> list[Row]:
     """Return the pools of describe_other_pools.py."""
-    found: list[Row] = sglang_session.run("describe_other_pools")
+    found: list[Row] = sglang_session.ask("describe_other_pools")
     return found
 
 

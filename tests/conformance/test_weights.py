@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -62,19 +61,13 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def told(
-    sglang_session: SglangSession,
-    directories: list[Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, Any]:
+def told(sglang_session: SglangSession, directories: list[Path]) -> dict[str, Any]:
     question = {
         "settings": SETTINGS,
         "directories": list(map(str, directories)),
         "quantizations": QUANTIZATIONS,
     }
-    path = tmp_path_factory.mktemp("question") / "question.json"
-    path.write_text(json.dumps(question))
-    answer: dict[str, Any] = sglang_session.run("load_weights", path)
+    answer: dict[str, Any] = sglang_session.ask("load_weights", question)
     return answer
 
 

@@ -13,7 +13,7 @@ from hicachectl.formats.profile import profile_from_mapping
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.conformance.conftest import ReadBack, WriteStore
+    from tests.conformance.conftest import SglangSession, WriteStore
     from tests.conformance.object_bytes import expected_bytes
     from tests.conformance.store_cases import LEGACY, NEWEST, VARIANTS, store_name
 else:
@@ -108,26 +108,28 @@ def test_options_are_honoured(sglang_store: WriteStore) -> None:
     assert manifest["pages"][0] not in sglang_store("gqa_tp2")[1]["pages"]
 
 
-def test_sglang_reads_its_store_back(sglang_store: WriteStore, sglang_read_back: ReadBack) -> None:
+def test_sglang_reads_its_store_back(
+    sglang_store: WriteStore, sglang_session: SglangSession
+) -> None:
     directory, manifest = sglang_store("hybrid_mamba")
-    results = sglang_read_back(directory, manifest)
+    results = sglang_session.read_back(directory, "file", manifest)
     assert [result["hit_pages"] for result in results] == [8, 8]
     assert all(result["wrong"] == {"kv": [], "mamba": []} for result in results)
     assert all(result["read"]["mamba"] == [2, 5, 7] for result in results)
 
 
 def test_reading_back_notices_another_layout_and_a_short_file(
-    sglang_store: WriteStore, sglang_read_back: ReadBack, tmp_path: Path
+    sglang_store: WriteStore, sglang_session: SglangSession, tmp_path: Path
 ) -> None:
     directory, manifest = sglang_store("mha_layouts")
     copy = tmp_path / "store"
     shutil.copytree(directory, copy)
     short = copy / manifest["objects"][0]["file"]
     short.write_bytes(short.read_bytes()[:-1])
-    (result,) = sglang_read_back(copy, manifest)
+    (result,) = sglang_session.read_back(copy, "file", manifest)
     assert result["wrong"] == {"kv": [0]}
-    (result,) = sglang_read_back(
-        directory, manifest, {**manifest["profile"], "layout": "page_head"}
+    (result,) = sglang_session.read_back(
+        directory, "file", manifest, {**manifest["profile"], "layout": "page_head"}
     )
     assert result["wrong"] == {"kv": list(range(8))}
 

@@ -6,26 +6,20 @@ chats}: a chat is a body of /v1/chat/completions. Prints a JSON list of {texts, 
 
 from __future__ import annotations
 
-import contextlib
-import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 if TYPE_CHECKING:
-    from tests.conformance import sglang_env
+    pass
 else:
-    import sglang_env
+    pass
 
 
-def main() -> None:
-    """Tokenize the prompts of the file that the command line names."""
-    questions = json.loads(Path(sys.argv[1]).read_text())
-    with contextlib.redirect_stdout(sys.stderr):
-        answers = [_answered(**question) for question in questions]
-    print(json.dumps(answers))
+def answer(question: list[dict[str, Any]]) -> list[Any]:
+    """Tokenize prompts."""
+    return [_answered(**one) for one in question]
 
 
 def _answered(directory: str, texts: list[str], chats: list[dict[str, Any]]) -> dict[str, Any]:
@@ -80,8 +74,3 @@ def _chat(serving: Any, body: dict[str, Any]) -> list[int]:
     request = ChatCompletionRequest(model="m", **body)
     ids: list[int] = serving._process_messages(request, False).prompt_ids
     return ids
-
-
-if __name__ == "__main__":
-    sglang_env.prepare()
-    main()

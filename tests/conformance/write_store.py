@@ -83,7 +83,9 @@ def main() -> None:
             document = _write_all(options)
         else:
             case = cases[options.case]
-            document = write_case(options.case, case, place(options), options)
+            document = write_case(
+                options.case, case, place(options.backend, options.place), options
+            )
     text = json.dumps(document, indent=1)
     if options.manifest is None:
         print(text)
@@ -99,8 +101,8 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=tuple(_CASES), default="file")
 
 
-def place(options: argparse.Namespace) -> Place:
-    """Return the place that the command line names."""
+def place(backend: str, text: str) -> Place:
+    """Return the place that the arguments of the command line name."""
     kinds: dict[str, Callable[[str], Place]] = {
         "file": Path,
         "hf3fs": Hf3fsConfig,
@@ -108,7 +110,7 @@ def place(options: argparse.Namespace) -> Place:
         "nixl": NixlDirectories,
         "nixl-buffered": partial(NixlDirectories, direct=False),
     }
-    return kinds[options.backend](options.place)
+    return kinds[backend](text)
 
 
 def write_case(name: str, case: Case, place: Place, options: argparse.Namespace) -> dict[str, Any]:
