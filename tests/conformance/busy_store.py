@@ -24,28 +24,24 @@ class BusyStore(Closing):
         self, session: SglangSession, place: str | Path, manifest: Manifest, folder: Path
     ) -> None:
         folder.mkdir()
-        (folder / "manifest.json").write_text(json.dumps(manifest))
-        self._session, self._place, self._folder = session, place, folder
+        self._session, self._folder = session, folder
+        until = str(folder / "stop")
+        self._question = {"place": str(place), "manifest": manifest, "until": until}
         self._scripts: list[Started] = []
 
-    def serve(self, role: str, rank: int, *more: str) -> Path:
+    def serve(self, role: str, rank: int, **more: int) -> Path:
         """Start a rank that writes, fills or reads (live_store.py); return its log."""
-        return self._start("live_store", role, f"--rank={rank}", *more)
+        return self._start("live_store", role=role, rank=rank, **more)
 
     def poll(self, backend: str) -> Path:
         """Start a process that polls the store (poll_store.py); return its log."""
-        return self._start("poll_store", f"--backend={backend}")
+        return self._start("poll_store", backend=backend)
 
-    def _start(self, script: str, *arguments: str) -> Path:
+    def _start(self, script: str, **more: object) -> Path:
         name = f"{script}-{len(self._scripts)}"
         log = self._folder / f"{name}.jsonl"
-        self._scripts.append(
-            self._session.start(
-                script, *arguments, self._place, f"--manifest={self._folder / 'manifest.json'}",
-                f"--log={log}", f"--until={self._folder / 'stop'}",
-                output=self._folder / f"{name}.err",
-            )
-        )  # fmt: skip
+        question = {**self._question, **more, "log": str(log)}
+        self._scripts.append(self._session.start(script, question, self._folder / f"{name}.err"))
         return log
 
     def wait_until(self, done: Callable[[], object]) -> None:

@@ -132,10 +132,9 @@ class SglangSession:
         )
         return read
 
-    def start(self, script: str, *arguments: object, output: Path) -> Started:
+    def start(self, script: str, question: Any, output: Path) -> Started:
         """Start a script that goes on beside others. output: file for stdout and stderr."""
-        given = list(map(str, arguments))
-        pid = self._asked(script=script, arguments=given, output=str(output))["pid"]
+        pid = self._asked(script=script, question=question, output=str(output))["pid"]
         assert pid, output.read_text()
         return Started(self, pid)
 

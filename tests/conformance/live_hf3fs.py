@@ -1,29 +1,26 @@
 """Keep a 3FS store busy with SGLang's own HiCacheHF3FS, as the ranks of a server do.
 
-Runs inside the SGLang environment: `live_hf3fs.py CASE CONFIG --pages N --hot FILE --until FILE`,
-as a script of session.py. The ranks repeatedly back up the nodes of a prompt of N pages in random
+Runs inside the SGLang environment. The question has case, config (SGLang's), pages, clear_every,
+hot and until (files). The ranks repeatedly back up the nodes of a prompt of so many pages in random
 order. SGLang skips existing objects and rewrites evicted ones, to any free 3FS page. Every round
-also backs up the first node, so it is never evicted, however slowly a process runs.
-With --clear-every N, the ranks clear their tables after every N nodes, like a flush of the store.
+also backs up the first node, so it is never evicted, however slowly a process runs. With
+clear_every, the ranks clear their tables after every so many nodes, like a flush of the store.
 
-Writes the hash of the prompt's first page to the --hot file, runs until the --until file exists,
-and prints the number of nodes backed up.
+Writes the hash of the prompt's first page to the file `hot`, and runs until the file `until`
+exists.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import dataclasses
-import json
 import logging
 import random
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Sequence
 
     from tests.conformance import prompt_nodes, rank_pools, write_store
@@ -39,34 +36,33 @@ _PAUSE_S = 0.01  # after each node: verify needs processor time too
 _MOST_S = 900.0  # the parent may have died, so this process limits itself
 
 
-def main() -> None:
-    """Write until the --until file exists."""
-    options = _parse_arguments()
-    case = HF3FS_CASES[options.case]
+def answer(question: dict[str, Any]) -> int:
+    """Write until the file `until` exists; return the number of nodes backed up."""
+    case = HF3FS_CASES[question["case"]]
     deployment = case.deployments[0]
     page_size = deployment.profile["page_size"]
     chance = random.Random(0)
-    tokens = [chance.randrange(prompt_nodes.VOCABULARY) for _ in range(options.pages * page_size)]
+    length, clear_every = question["pages"] * page_size, question["clear_every"]
+    tokens = [chance.randrange(prompt_nodes.VOCABULARY) for _ in range(length)]
     pages = prompt_nodes.hash_pages(tokens, page_size)
-    options.hot.write_text(pages[0])
+    Path(question["hot"]).write_text(pages[0])
     logging.disable(logging.WARNING)
-    with contextlib.redirect_stdout(sys.stderr):
-        writers = [
-            _Writer(deployment, rank, tokens, pages, case.node_pages, options.config)
-            for rank in rank_pools.ranks(deployment.profile)
-        ]
-        deadline, nodes = time.monotonic() + _MOST_S, 0
-        while not options.until.exists() and time.monotonic() < deadline:
-            nodes += 1
-            number = chance.randrange(len(pages) // case.node_pages)
+    writers = [
+        _Writer(deployment, rank, tokens, pages, case.node_pages, question["config"])
+        for rank in rank_pools.ranks(deployment.profile)
+    ]
+    deadline, nodes = time.monotonic() + _MOST_S, 0
+    while not Path(question["until"]).exists() and time.monotonic() < deadline:
+        nodes += 1
+        number = chance.randrange(len(pages) // case.node_pages)
+        for writer in writers:
+            writer.back_up(0)
+            writer.back_up(number)
+        if clear_every and nodes % clear_every == 0:
             for writer in writers:
-                writer.back_up(0)
-                writer.back_up(number)
-            if options.clear_every and nodes % options.clear_every == 0:
-                for writer in writers:
-                    writer.clear()
-            time.sleep(_PAUSE_S)
-    print(json.dumps(nodes))
+                writer.clear()
+        time.sleep(_PAUSE_S)
+    return nodes
 
 
 class _Writer:
@@ -122,14 +118,3 @@ class _Writer:
 
     def _as_rank(self) -> contextlib.AbstractContextManager[None]:
         return rank_pools.parallel(self._deployment, self._rank)
-
-
-def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Keep a 3FS store busy with SGLang itself.")
-    parser.add_argument("case", choices=sorted(HF3FS_CASES))
-    parser.add_argument("config", help="SGLang's own JSON config")
-    parser.add_argument("--pages", type=int, required=True)
-    parser.add_argument("--hot", type=Path, required=True)
-    parser.add_argument("--until", type=Path, required=True)
-    parser.add_argument("--clear-every", type=int, default=0)
-    return parser.parse_args()

@@ -1,14 +1,13 @@
 """Keep a file store busy with SGLang's own file backend, as one rank of a server does.
 
-Runs inside the SGLang environment:
-`live_store.py (write|fill|read) DIR --manifest FILE --rank N --log FILE --until FILE
-[--max-bytes N]`.
+Runs inside the SGLang environment. The question has role (write, fill or read), place (a
+directory), manifest, rank, log and until (files), and perhaps max_bytes, of this rank.
 
 The writer repeatedly backs up every node of the manifest's prompt: SGLang skips existing objects
 and writes missing ones. The filler appends the prompt's tokens to the chain in each round, so every
-page is new; with --max-bytes SGLang evicts the oldest objects.
+page is new; with max_bytes SGLang evicts the oldest objects.
 The reader queries each page and reads all its pools.
-All run until the --until file exists, and append JSON lines to --log:
+All run until the file `until` exists, and append JSON lines to `log`:
 
     writer   {"round": n} after each pass through the prompt; the filler too
     reader   {"page", "start", "wrong"} for each page that was read whole; start is Unix
@@ -17,13 +16,10 @@ All run until the --until file exists, and append JSON lines to --log:
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import dataclasses
 import json
 import logging
 import os
-import sys
 import time
 from itertools import repeat
 from pathlib import Path
@@ -52,25 +48,23 @@ else:
 _PAUSE_S = 0.01  # after each node of the filler, which would write a gigabyte in seconds
 
 
-def main() -> None:
-    """Write or read until the --until file exists."""
-    options = _parse_arguments()
-    manifest = json.loads(options.manifest.read_text())
+def answer(question: dict[str, Any]) -> None:
+    """Write or read until the file `until` exists."""
+    manifest = question["manifest"]
     deployment = Deployment(**manifest["deployments"][0])
-    rank = rank_pools.ranks(deployment.profile)[options.rank]
+    rank = rank_pools.ranks(deployment.profile)[question["rank"]]
     logging.disable(logging.WARNING)  # SGLang warns of each miss
-    if options.max_bytes:
-        os.environ["SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"] = options.max_bytes
+    if "max_bytes" in question:
+        os.environ["SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"] = str(question["max_bytes"])
     with (
-        contextlib.redirect_stdout(sys.stderr),
         rank_pools.parallel(deployment, rank),
-        options.log.open("w", buffering=1) as log,
+        Path(question["log"]).open("w", buffering=1) as log,
     ):
         pools = rank_pools.build_pools(deployment, rank, len(manifest["pages"]))
-        controller = write_store.make_controller(deployment, pools, options.dir)
-        act = {"write": _write, "fill": _fill, "read": _read}[options.role]
+        controller = write_store.make_controller(deployment, pools, Path(question["place"]))
+        act = {"write": _write, "fill": _fill, "read": _read}[question["role"]]
         rounds = act(pools, controller, manifest, log)
-        while not options.until.exists():
+        while not Path(question["until"]).exists():
             next(rounds)
 
 
@@ -177,15 +171,3 @@ def _holds(
     expected = pools.values(name, page_values.page_salt(page, name, manifest["seed"]))
     view = host_pages.page_view(pools.host[name], kinds[name], places[name])
     return host_pages.holds(view, expected, kinds[name])
-
-
-def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Keep a file store busy with SGLang itself.")
-    parser.add_argument("role", choices=("write", "fill", "read"))
-    parser.add_argument("dir", type=Path)
-    parser.add_argument("--manifest", type=Path, required=True)
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--until", type=Path, required=True)
-    parser.add_argument("--max-bytes", help="limit for the objects of this rank")
-    return parser.parse_args()

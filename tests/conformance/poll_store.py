@@ -1,23 +1,19 @@
 """Poll SGLang's own backend for the existing pages of a prompt and for their missing sidecars.
 
-Runs inside the SGLang environment:
-`poll_store.py PLACE --manifest FILE --log FILE --until FILE`; PLACE, --backend and the manifest
-are those of write_store.py.
+Runs inside the SGLang environment. The question has place, backend and manifest, which are those of
+write_store.py, and log and until (files).
 
 Every rank queries a page's anchor with `batch_exists_v2`. If the anchor exists, the rank queries
 each of the page's side pools in a separate call, since one call checks pools in no fixed order.
-Runs until the --until file exists. Appends a JSON line to --log for each pass whose result differs
+Runs until the file `until` exists. Appends a JSON line to `log` for each pass whose result differs
 from the last, and at least every _SILENCE_S: {"seen", "half"}, the number of pages that all ranks
 see, and [page, rank, pool] of each side object that was missing while its anchor existed.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
 import logging
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,20 +30,14 @@ else:
 _SILENCE_S = 0.1
 
 
-def main() -> None:
-    """Poll until the --until file exists."""
-    parser = argparse.ArgumentParser(description="Watch a store with SGLang itself.")
-    write_store.add_place(parser)
-    parser.add_argument("--manifest", type=Path, required=True)
-    parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--until", type=Path, required=True)
-    options = parser.parse_args()
-    manifest = json.loads(options.manifest.read_text())
+def answer(question: dict[str, Any]) -> None:
+    """Poll until the file `until` exists."""
+    manifest = question["manifest"]
     logging.disable(logging.WARNING)  # SGLang warns of each miss
-    with contextlib.redirect_stdout(sys.stderr), options.log.open("w", buffering=1) as log:
-        backends = _backends(manifest, write_store.place(options.backend, options.place))
+    with Path(question["log"]).open("w", buffering=1) as log:
+        backends = _backends(manifest, write_store.place(question["backend"], question["place"]))
         said, at = None, 0.0
-        while not options.until.exists():
+        while not Path(question["until"]).exists():
             found = _round(backends, manifest)
             if found != said or time.monotonic() - at > _SILENCE_S:
                 said, at = found, time.monotonic()

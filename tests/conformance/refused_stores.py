@@ -33,7 +33,7 @@ def _refusal(name: str, backend: str, place: str) -> str | None:
         if case.deployments[0].profile.get("dcp", 1) > 1:  # refused when a store is attached
             with attached_rank.sole_rank(case.deployments[0], options.pages) as rank:
                 rank.attach({}, backend)
-        write_store.write_case(name, case, write_store.place(options), options)
+        write_store.write_case(name, case, write_store.place(backend, place), options)
     except Exception as error:
         return str(error)
     return None

@@ -86,7 +86,7 @@ def _answered(line: str, answers: IO[str]) -> tuple[int, bool]:
         return status, begun[0] != 0
 
 
-def _started(script: str, arguments: list[str], output: str) -> int | None:
+def _started(script: str, question: Any, output: str) -> int | None:
     """Start a script in a fork; return its pid, or None if it crashed before it began."""
     with mmap.mmap(-1, 1) as begun:  # shared with the fork
         child = os.fork()
@@ -95,8 +95,8 @@ def _started(script: str, arguments: list[str], output: str) -> int | None:
             file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(file, 1)
             os.dup2(file, 2)
-            done = _run(begun, script, arguments)
-            os.write(2, f"{done['output']}{done['error']}".encode())
+            done = _run(begun, script, question=question)
+            os.write(2, done["error"].encode())
             os._exit(done["code"])
         while not begun[0]:
             if os.waitpid(child, os.WNOHANG)[0]:

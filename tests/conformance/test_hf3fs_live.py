@@ -114,15 +114,16 @@ def writing(
     (folder / "data").mkdir()
     with MetadataServer(python, save_interval_s=1) as server:
         live = Live(server, folder, case)
-        pages = PAGES_OF_FILE[case] * PROMPT_FOLD
-        options = (
-            f"--pages={pages}",
-            f"--hot={live.folder / 'hot'}",
-            f"--until={stop}",
-            f"--clear-every={clear_every}",
-        )
+        question = {
+            "case": case,
+            "config": str(live.config),
+            "pages": PAGES_OF_FILE[case] * PROMPT_FOLD,
+            "clear_every": clear_every,
+            "hot": str(folder / "hot"),
+            "until": str(stop),
+        }
         said = folder / "said"
-        nodes = session.start("live_hf3fs", case, live.config, *options, output=said)
+        nodes = session.start("live_hf3fs", question, said)
         try:
             wait_until(lambda: not nodes.is_alive or live.is_begun(), patience_s=PATIENCE_S)
             yield live

@@ -169,9 +169,7 @@ def test_chains_reach_no_farther_than_sglang_says(
     with ExitStack() as gone:
         for entry in reversed(some_objects(manifest, chance, share=0.07)):
             gone.enter_context(written.without(entry))
-        answers = ask(
-            sglang_session, manifest, chains, written.folder, written.config, "--backend=hf3fs"
-        )
+        answers = ask(sglang_session, manifest, chains, written.config, backend="hf3fs")
         rows = hits_of(invoke, chains, written.folder, written.url, "--profile", written.profile)
     for number, row in enumerate(rows):
         theirs = min(answer["restorable"][number][0] for answer in answers)

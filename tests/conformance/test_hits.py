@@ -59,7 +59,7 @@ def test_chains_in_files_reach_as_far_as_sglang_says(
         for gone in some_objects(manifest, chance, share=number * 0.04):
             (places[-1] / gone["file"]).unlink()
     chains = chains_of(manifest["pages"], chance)
-    answers = ask(sglang_session, manifest, chains, tmp_path, *places)
+    answers = ask(sglang_session, manifest, chains, *places)
     reached = set()
     for number, place in enumerate(places):
         for deployment, profile in enumerate(_profiles(manifest, tmp_path)):
@@ -88,9 +88,9 @@ def test_the_plug_in_finds_what_sglang_finds(
     for gone in some_objects(manifest, chance, share=0.1):
         (places[1] / gone["file"]).unlink()
     chains = chains_of(manifest["pages"], chance)
-    answers = ask(sglang_session, manifest, chains, tmp_path, *places)
+    answers = ask(sglang_session, manifest, chains, *places)
     assert any(max(lengths, default=0) for answer in answers for lengths in answer["restorable"])
-    found = ask(sglang_session, manifest, chains, tmp_path, *places, "--backend=plugin")
+    found = ask(sglang_session, manifest, chains, *places, backend="plugin")
     assert found == answers
 
 
@@ -118,9 +118,7 @@ def test_chains_in_mooncake_reach_as_far_as_sglang_says(
     for share in (0.0, 0.1):
         for gone in some_objects(manifest, chance, share=share):
             cluster.remove(gone["key"])
-        answers = ask(
-            sglang_session, manifest, chains, tmp_path, cluster.master, "--backend=mooncake"
-        )
+        answers = ask(sglang_session, manifest, chains, cluster.master, backend="mooncake")
         for deployment, profile in enumerate(_profiles(manifest, tmp_path)):
             told = [a for a in answers if a["deployment"] == deployment]
             rows = hits_of(invoke, chains, tmp_path, cluster.url, "--profile", profile)
@@ -174,11 +172,14 @@ def _profiles(manifest: Manifest, directory: Path) -> list[Path]:
 
 
 def ask(
-    session: SglangSession, manifest: Manifest, chains: list[Chain], folder: Path, *place: object
+    session: SglangSession,
+    manifest: Manifest,
+    chains: list[Chain],
+    *places: object,
+    backend: str = "file",
 ) -> Answers:
-    question = folder / "question.json"
-    question.write_text(json.dumps({"deployments": manifest["deployments"], "chains": chains}))
-    answers: Answers = session.run("query_hits", *place, f"--question={question}")
+    question = {"deployments": manifest["deployments"], "chains": chains, "backend": backend}
+    answers: Answers = session.ask("query_hits", {**question, "places": [*map(str, places)]})
     return answers
 
 

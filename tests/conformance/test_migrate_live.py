@@ -135,7 +135,7 @@ def test_pages_that_a_server_evicts_from_the_source_are_counted(
     gone = pages = 0
     ranks = range(manifest["profile"].get("tp", 1))
     with BusyStore(sglang_session, source, manifest, tmp_path / "server") as server:
-        rounds = [server.serve("fill", rank, f"--max-bytes={10 * held}") for rank in ranks]
+        rounds = [server.serve("fill", rank, max_bytes=10 * held) for rank in ranks]
         server.wait_until(lambda: all(len(lines(log)) > 12 for log in rounds))
         deadline = time.monotonic() + PATIENCE_S
         while not (gone and pages):

@@ -180,7 +180,7 @@ def test_states_that_sglang_never_finds_again_are_refused(
     """Proves that SGLang restores no page whose states are convolutions only."""
     (store,) = written_into(tmp_path, "nixl-buffered", sglang_session, "zaya")
     chains = [store.manifest["pages"]]
-    told = ask(sglang_session, store.manifest, chains, tmp_path, *store.place)
+    told = ask(sglang_session, store.manifest, chains, store.place[0], backend=store.backend)
     assert [(answer["kv"], answer["restorable"]) for answer in told] == [([8], [[0]])] * 2
     refused = invoke("verify", store.url, "--profile", store.profile, exit_code=2)
     assert "never finds states without a temporal one again" in refused.stderr
@@ -292,7 +292,7 @@ def test_chains_reach_no_farther_than_sglang_says(
     with ExitStack() as gone:
         for entry in some_objects(manifest, chance, share=0.1):
             gone.enter_context(written.holding(entry, None))
-        answers = ask(sglang_session, manifest, chains, written.folder, *written.place)
+        answers = ask(sglang_session, manifest, chains, written.place[0], backend=written.backend)
         rows = hits_of(invoke, chains, written.folder, written.url, "--profile", written.profile)
     for number, row in enumerate(rows):
         theirs = min(answer["restorable"][number][0] for answer in answers)

@@ -92,8 +92,8 @@ def test_sglang_finds_the_prefixes_that_prewarm_claims(
         rows = _hits(invoke, cluster.url, asked, tmp_path / "to.json")
         chains = _chains(prompts, after)
         told = ask(
-            sglang_session, {"deployments": served}, chains, tmp_path, cluster.master,
-            "--backend=mooncake",
+            sglang_session, {"deployments": served}, chains, cluster.master,
+            backend="mooncake",
         )  # fmt: skip
         compare(rows, told, chains)
         assert document["usable_tokens"] == sum(row["usable_tokens"] for row in rows)
