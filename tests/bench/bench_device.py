@@ -23,7 +23,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -31,11 +31,10 @@ import pyarrow as pa
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.keys.file import FileGrammar
-from hicachectl.formats.kinds.pool import Pool, StateTensor
-from hicachectl.formats.profile import Profile
 from hicachectl.formats.spec import object_specs
 from hicachectl.io.pipeline import Pipeline, batches
 from hicachectl.verification.request import VerifyRequest
+from tests.checks.value_cases import DEEPSEEK, GDN, INDEXER, LLAMA_8B, profile_of
 from tests.kvgen import KvGenerator
 from tests.verification.in_process import verify_store
 
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
 
     from hicachectl.device.plans import PoolForm
     from hicachectl.device.providers import Provider
+    from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.io.pipeline import Loaded
 
@@ -58,21 +58,7 @@ ALIGNMENT = 4096
 MOST_OBJECTS = 4096
 OLD = 1_700_000_000
 
-KV: dict[str, Any] = {"name": "kv"}
-LLAMA: dict[str, Any] = KV | {
-    "kind": "mha", "dtype": "bfloat16", "layers": 32, "kv_heads": 8, "head_dim": 128,
-}  # fmt: skip
-LATENT: dict[str, Any] = KV | {
-    "kind": "mla", "layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "row": "bf16",
-}  # fmt: skip
-INDEXER = {"name": "indexer", "kind": "dsa_indexer", "layers": 61, "index_head_dim": 128}
-STATES = {
-    "name": "mamba",
-    "kind": "mamba",
-    "layers": 36,
-    "temporal": StateTensor(shape=(32, 128, 128), dtype="float32"),
-    "conv": (StateTensor(shape=(8192, 3), dtype="bfloat16"),),
-}
+STATES = GDN | {"layers": 36}
 
 
 class Case(NamedTuple):
@@ -84,24 +70,20 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    def profile(*pools: dict[str, Any], layout: str, page_size: int = 64, tp: int = 1) -> Profile:
-        made = tuple(Pool(**pool) for pool in pools)
-        return Profile(model="m", page_size=page_size, layout=layout, tp=tp, pools=made)
-
     for layout in ("page_first", "page_first_direct", "page_head"):
-        yield Case(f"bf16 K/V 8.4 MB {layout}", profile(LLAMA, layout=layout))
-    fp8 = LLAMA | {"dtype": "float8_e4m3fn"}
-    yield Case("fp8 K/V 4.2 MB page_first", profile(fp8, layout="page_first"))
-    small = LLAMA | {"layers": 13}
+        yield Case(f"bf16 K/V 8.4 MB {layout}", profile_of(LLAMA_8B, layout=layout))
+    fp8 = LLAMA_8B | {"dtype": "float8_e4m3fn"}
+    yield Case("fp8 K/V 4.2 MB page_first", profile_of(fp8, layout="page_first"))
+    small = LLAMA_8B | {"layers": 13}
     yield Case(
-        "bf16 K/V 53 KB page_first, page 1", profile(small, layout="page_first", page_size=1)
+        "bf16 K/V 53 KB page_first, page 1", profile_of(small, layout="page_first", page_size=1)
     )
-    scaled = LATENT | {"row": "fp8_scaled"}
+    scaled = DEEPSEEK | {"row": "fp8_scaled"}
     for layout in ("page_first", "page_first_direct"):
-        yield Case(f"bf16 MLA 4.5 MB {layout}", profile(LATENT, layout=layout))
-        yield Case(f"656-byte rows 2.6 MB {layout}", profile(scaled, layout=layout))
-    yield Case("indexer 515 KB", profile(LATENT, INDEXER, layout="page_first"), "indexer")
-    yield Case("mamba 77 MB", profile(LLAMA, STATES, layout="page_first"), "mamba")
+        yield Case(f"bf16 MLA 4.5 MB {layout}", profile_of(DEEPSEEK, layout=layout))
+        yield Case(f"656-byte rows 2.6 MB {layout}", profile_of(scaled, layout=layout))
+    yield Case("indexer 515 KB", profile_of(DEEPSEEK, INDEXER, layout="page_first"), "indexer")
+    yield Case("mamba 77 MB", profile_of(LLAMA_8B, STATES, layout="page_first"), "mamba")
 
 
 def expected_of(case: Case) -> ObjectSpec:
