@@ -12,7 +12,6 @@ describes providers; sparse measures the same as `bench_sparse --part gather,dig
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import queue
@@ -34,11 +33,13 @@ from hicachectl.formats.keys.file import FileGrammar
 from hicachectl.formats.spec import object_specs
 from hicachectl.io.pipeline import Pipeline, batches
 from hicachectl.verification.request import VerifyRequest
+from tests.bench.runner import options_of
 from tests.checks.value_cases import DEEPSEEK, GDN, INDEXER, LLAMA_8B, profile_of
 from tests.kvgen import KvGenerator
 from tests.verification.in_process import verify_store
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterable, Iterator
 
     import torch
@@ -386,7 +387,7 @@ def measure_verify(device: torch.device, options: argparse.Namespace) -> None:
     """Verify a store on tmpfs; print ratios to the lower of reads and bus, and to bare copies."""
     from hicachectl.device import lanes
 
-    distinct = options.bytes
+    distinct = size(options.bytes)
     nbytes = distinct * NAMES_OF_A_FILE
     if (free := shutil.disk_usage(options.store).free) < distinct + (64 << 20):
         raise SystemExit(
@@ -488,13 +489,7 @@ VERIFY_WITH: tuple[tuple[int, int | None], ...] = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--part", default=",".join(PARTS))
-    parser.add_argument("--store", type=Path, default=Path("/dev/shm"), help="where to make one")
-    parser.add_argument("--bytes", type=size, default=8 << 30)
-    options = parser.parse_args()
+    options = options_of(__doc__, part=",".join(PARTS), store="/dev/shm", bytes="8GiB")
     parts = parts_of(options.part, PARTS)
     device = cuda_device()
     import torch

@@ -22,7 +22,6 @@ ray: two workers of --ray against two processes, at the same rate; start-up is a
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -52,7 +51,7 @@ from hicachectl.parts.verify import VerifyJob
 from hicachectl.results import Shown
 from hicachectl.verification.request import VerifyRequest
 from tests.bench import bench_hf3fs_snapshot, bench_ls, bench_mooncake_ls
-from tests.bench.runner import scratch
+from tests.bench.runner import options_of, scratch
 from tests.mooncake_cluster import Cluster
 from tests.stores import OLD, page
 
@@ -379,17 +378,10 @@ def ray(seconds: float, at: Path) -> None:
 
 def main() -> None:
     """Measure as the command line asks."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=["memory", "driver", "scaling", "ray"])
-    parser.add_argument("--stores")
-    parser.add_argument("--objects", type=int)
-    parser.add_argument("--parts", type=int, default=8)
-    parser.add_argument("--at", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--seconds", type=float)
-    parser.add_argument("--step", choices=[*STEPS, DRIVER], help="do one step of a run, once")
-    parser.add_argument("--url")
-    parser.add_argument("--run", type=Path)
-    options = parser.parse_args()
+    options = options_of(
+        __doc__, part=str, stores=str, objects=int, parts=8, at=Path("/dev/shm"), seconds=float,
+        step=str, url=str, run=Path,
+    )  # fmt: skip
     objects = options.objects or (10_000_000 if options.part == "driver" else 1_000_000)
     usual = "rows,damaged" if options.part == "driver" else "file,hf3fs,mooncake,pack"
     kinds = (options.stores or usual).split(",")
@@ -406,7 +398,7 @@ def main() -> None:
     elif options.part == "ray":
         ray(options.seconds or 60, options.at)
     else:
-        parser.error("give --part")
+        raise SystemExit("give --part")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ digest:   of 1 GiB, against host-to-device copies.
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import time
 from functools import partial
@@ -34,9 +33,11 @@ from tests.bench.bench_device import (
     rate,
     size,
 )
+from tests.bench.runner import options_of
 from tests.kernels.sparse_reference import SparseModel
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterator
 
     import torch
@@ -101,7 +102,8 @@ def print_fractions(options: argparse.Namespace) -> None:
     )
     print(f"fraction fetched, {steps} steps, {layers} layers, k {k}; {source}")
     print(f"{'slots':>8}{'first':>8}{'later':>8}{'layers, least':>16}{'most':>8}{'s':>8}")
-    for slots in options.slots or (k, 2 * k, 4 * k):
+    chosen = map(int, options.slots.split(",")) if options.slots else (k, 2 * k, 4 * k)
+    for slots in chosen:
         if slots < k:
             raise SystemExit(f"--slots {slots}: a buffer of fewer than the {k} selected tokens")
         start = time.perf_counter()
@@ -309,21 +311,12 @@ def print_digest(memory: torch.Tensor) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", default="fraction", help="of fraction, gather, digest")
-    parser.add_argument("--pattern", type=Path, help="[steps, layers, k] int32, .npy")
-    parser.add_argument("--save", type=Path, help="where to write the generated pattern")
-    parser.add_argument("--slots", type=lambda text: [int(part) for part in text.split(",")])
-    parser.add_argument("--each-step", action="store_true", help="the fraction of every step, too")
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--k", type=int, default=TOP_K)
-    parser.add_argument("--context", type=int, default=16384)
-    parser.add_argument("--persistence", type=float, default=0.95)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--host-bytes", type=size, default=HOST_BYTES)
-    parser.add_argument("--memory", choices=("arena", "huge"), default="arena")
-    options = parser.parse_args()
+    options = options_of(
+        __doc__, part="fraction", pattern=Path, save=Path, slots=str, each_step=False, steps=32,
+        layers=4, k=TOP_K, context=16384, persistence=0.95, seed=0, host_bytes="4GiB",
+        memory="arena",
+    )  # fmt: skip
+    host_bytes = size(options.host_bytes)
     parts = parts_of(options.part, ("fraction", "gather", "digest"))
     if options.save:
         np.save(options.save, generated(options))
@@ -333,8 +326,8 @@ def main() -> None:
         cuda_device()
         import torch
 
-        print(f"{torch.cuda.get_device_name()}, {options.memory} {options.host_bytes >> 20} MiB")
-        memory = page_locked(options.host_bytes, options.memory)
+        print(f"{torch.cuda.get_device_name()}, {options.memory} {host_bytes >> 20} MiB")
+        memory = page_locked(host_bytes, options.memory)
         if "gather" in parts:
             print_gather(memory)
         if "digest" in parts:
