@@ -37,11 +37,9 @@ _OUTERMOST = {
     "page_first_direct": ("layer", "token", "head"),
     "page_head": ("head", "token", "layer"),
 }
-PAGE_LAYOUTS = tuple(_OUTERMOST)
-HEADLESS_LAYOUTS = PAGE_LAYOUTS[:3]
+LAYOUTS = tuple(_OUTERMOST)
+HEADLESS_LAYOUTS = LAYOUTS[:3]
 PAGE_FIRST_LAYOUTS = ("page_first", "page_first_direct")
-# page_unified belongs to the unified key scheme; no SGLang store reads or writes it.
-LAYOUTS = (*PAGE_LAYOUTS, "page_unified")
 QUANT_BLOCK = 128  # codes per fp32 scale: DSATokenToKVPool.quant_block_size
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from hicachectl.formats.errors import ProfileError, UnsupportedByBackend
+from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.kinds.pool import pool_name
 from hicachectl.formats.objects import ANCHOR
@@ -46,7 +46,7 @@ class PoolPiece:
         """Return the tensors of an object with the whole page (file, 3FS without zero-copy).
 
         Raises ProfileError if SGLang does not build the pool in this layout, UnsupportedByBackend
-        if the layout has no flat page.
+        for a pool without flat pages.
         """
         kind_of(self.pool).check_flat(self.pool)
         tensors = self.parts(layout)
@@ -58,13 +58,8 @@ class PoolPiece:
     def parts(self, layout: str) -> tuple[TensorLayout, ...]:
         """Return the tensors of objects with one part each (Mooncake, 3FS -k and -v), in order.
 
-        Raises ProfileError and UnsupportedByBackend like `flat`.
+        Raises ProfileError like `flat`.
         """
-        if layout == "page_unified":
-            raise UnsupportedByBackend(
-                "layout page_unified: belongs to the unified key scheme, which no SGLang store "
-                "supports; give the server's --hicache-mem-layout"
-            )
         kind_of(self.pool).check_layout(self.pool, layout)
         return tuple(tensor.in_layout(layout) for tensor in self.tensors)
 

@@ -32,10 +32,6 @@ class Release:
     draft: drafts have a pool (cache_controller.py :: set_draft_kv_pool, PoolName.DRAFT).
     packed_drafts: MTP drafts have no pool, but layers behind the target's in its objects
         (speculative/base_spec_worker.py :: HiCacheDraftMode).
-    clamps: a page whose index keys cannot be read is a miss (hiradix_cache.py ::
-        _clamp_prefetch_result; cache_controller.py :: _page_transfer_kv_batch).
-    requires_drafts: a page whose draft is missing is a miss (kv_cache_builder.py ::
-        maybe_register_hicache_draft).
     seeds: extra_key and cache_salt of a request seed its page hashes
         (mem_cache/utils.py :: storage_namespace_seed).
     """
@@ -51,8 +47,6 @@ class Release:
     indexer: bool = False
     draft: bool = False
     packed_drafts: bool = False
-    clamps: bool = False
-    requires_drafts: bool = False
     seeds: bool = False
 
 
@@ -70,9 +64,8 @@ RELEASES = _rows(
     {"since": (0, 5, 11), "indexer": True},
     {"since": (0, 5, 13), "draft": True},
     {"since": (0, 5, 14), "file_cp": True, "layout": "page_first"},
-    {"since": (0, 5, 17), "mooncake_model": True, "clamps": True},
+    {"since": (0, 5, 17), "mooncake_model": True},
     {"since": (0, 5, 18), "packed_drafts": True},
-    {"since": (0, 5, 19), "requires_drafts": True},
     {"since": (0, 5, 20), "seeds": True},
     {"since": (0, 5, 22), "compact_indexer": True},
     {"since": (0, 5, 23), "file_state_rank": True},

@@ -18,7 +18,7 @@ from hicachectl.backends.sglang.served import Part, ServedPool
 from hicachectl.formats.identity import Identity
 from hicachectl.formats.keys.base import Ranks
 from hicachectl.formats.kinds.pool import pool_name, pool_names
-from hicachectl.formats.layouts import PAGE_LAYOUTS
+from hicachectl.formats.layouts import LAYOUTS
 from hicachectl.formats.pools import partition_text
 from hicachectl.formats.wording import not_one_of
 
@@ -256,9 +256,9 @@ def _check_pool(name: str, host_pool: Any, context: Context) -> None:
             f"pool {name}: {kind}: has no memory on this rank (MLA host deduplication); attach the "
             "store at the start of the server"
         )
-    if layout not in PAGE_LAYOUTS:
+    if layout not in LAYOUTS:
         raise ValueError(
-            not_one_of(f"pool {name}: layout", layout, PAGE_LAYOUTS)
+            not_one_of(f"pool {name}: layout", layout, LAYOUTS)
             + "; start with --hicache-mem-layout page_first"
         )
     if layout == "layer_first" and "mooncake" in context.schemes:

@@ -13,7 +13,7 @@ from msgspec import structs
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend
 from hicachectl.formats.kinds.base import PoolKind, holder
 from hicachectl.formats.kinds.pool import PoolName
-from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS, PAGE_LAYOUTS, TensorLayout
+from hicachectl.formats.layouts import LAYOUTS, PAGE_FIRST_LAYOUTS, TensorLayout
 from hicachectl.formats.objects import ANCHOR, HALVES
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Mha(PoolKind):
 
     def layouts(self, pool: Pool) -> tuple[str, ...]:
         """Return all page layouts, or the two page-first layouts if K and V differ in width."""
-        return PAGE_FIRST_LAYOUTS if _is_asymmetric(pool) else PAGE_LAYOUTS
+        return PAGE_FIRST_LAYOUTS if _is_asymmetric(pool) else LAYOUTS
 
     def described(self, pool: Pool) -> str:
         """Describe the pool, noting K and V of different width."""

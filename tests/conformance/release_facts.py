@@ -29,8 +29,6 @@ PAGE = "H"
 _MEM_CACHE = "sglang/srt/mem_cache"
 _FILE_STORE = f"{_MEM_CACHE}/hicache_storage.py"
 _MOONCAKE_STORE = f"{_MEM_CACHE}/storage/mooncake_store/mooncake_store.py"
-_CONTROLLER = "sglang/srt/managers/cache_controller.py"
-_TREE = f"{_MEM_CACHE}/hiradix_cache.py"
 _DRAFTS = "sglang/srt/speculative/base_spec_worker.py"
 _INDEXER = f"{_MEM_CACHE}/pool_host/dsa.py"
 # Where each release states the defaults of its flags.
@@ -65,19 +63,14 @@ def facts(wheel: Path) -> dict[str, Any]:
     seeds: extra_key and cache_salt seed the page hashes.
     packed_drafts: layers of an MTP draft follow the target's in one object.
     draft_pool: drafts have a pool of their own.
-    best_effort_drafts: a page is restored without its draft.
     indexer_pool: index keys have a pool of their own.
-    clamps: a page whose index keys could not be read is a miss.
     temporary: the file that HiCacheFile.set writes first; "" if it writes under the key.
     """
     return {
         "seeds": "def storage_namespace_seed(" in _source(wheel, f"{_MEM_CACHE}/utils.py"),
         "packed_drafts": "HiCacheDraftMode.PACKED" in _source(wheel, _DRAFTS),
         "draft_pool": 'DRAFT = "draft"' in _source(wheel, _FILE_STORE),
-        "best_effort_drafts": "def set_draft_kv_pool(" in _source(wheel, _CONTROLLER),
         "indexer_pool": '    INDEXER = "indexer"' in _source(wheel, _FILE_STORE),
-        "clamps": "clamp_prefetch_result(" in _source(wheel, _TREE)
-        or "def _page_transfer_kv_batch(" in _source(wheel, _CONTROLLER),
         "temporary": _temporary(wheel),
         "compact_indexer": "owned_device_layers" in _source(wheel, _INDEXER),
         "layout": _default(wheel, "hicache_mem_layout"),

@@ -29,7 +29,7 @@ STATES = piece_of(
     temporal=StateTensor(shape=(4, 2, 2), dtype="float32"),
     conv=(StateTensor(shape=(6, 3), dtype="bfloat16"),),
 )
-PAGE_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 sizes = st.integers(1, 9)
 dtypes = st.sampled_from(["bfloat16", "float32", "float8_e5m2"])
@@ -102,7 +102,7 @@ def test_k_and_v_of_different_width_are_objects_of_different_size(layout: str) -
     assert (k.nbytes, v.nbytes) == (768, 384)
 
 
-@pytest.mark.parametrize("layout", PAGE_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_k_and_v_of_different_width_have_no_flat_page(layout: str) -> None:
     with pytest.raises(UnsupportedByBackend, match="cannot be stored as one object"):
         ASYMMETRIC.flat(layout)
@@ -155,12 +155,6 @@ def test_mamba_states_follow_each_other_layer_by_layer() -> None:
 def test_a_layout_that_a_pool_is_not_built_in_is_refused(piece: PoolPiece, layout: str) -> None:
     with pytest.raises(ProfileError, match=f"in '{layout}'; use one of "):
         piece.flat(layout)
-
-
-@pytest.mark.parametrize("piece", [MHA, MLA, INDEXER, STATES])
-def test_page_unified_is_no_layout_of_a_store(piece: PoolPiece) -> None:
-    with pytest.raises(UnsupportedByBackend, match="page_unified"):
-        piece.flat("page_unified")
 
 
 @given(pieces, st.sampled_from(["page_first", "page_first_direct"]))

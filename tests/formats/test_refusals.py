@@ -63,13 +63,6 @@ def test_a_release_with_other_objects_needs_a_profile(
         (DCP, "file", {"pp": 2}, "mooncake", "pp: cannot change from 1 to 2 under dcp 2; keep"),
         (MHA_TWO, "file", {"layout": "layer_first"}, "mooncake", "scattered .*; use page_first or"),
         (
-            MHA_TWO,
-            "file",
-            {"layout": "page_unified"},
-            "file",
-            "unified key .*; give the server's --hicache-mem",
-        ),
-        (
             profile(mha(), gdn()),
             "file",
             {"layout": "layer_first"},

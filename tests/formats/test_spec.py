@@ -345,7 +345,6 @@ def test_keys_without_cp_rank_hold_rank_0(scheme: str) -> None:
     [
         (profile(mha(), layout="layer_first"), r"pools\[kv\]: .* scattered"),
         (profile(mla(), indexer(), layout="layer_first"), r"pools\[indexer\]: .* scattered"),
-        (profile(mha(), layout="page_unified"), "page_unified"),
         (
             profile(mha(), mha("auxiliary_swa")),
             r"pools\[auxiliary_swa\]: SGLang does not store this pool",
@@ -360,8 +359,8 @@ def test_keys_without_cp_rank_hold_rank_0(scheme: str) -> None:
             "dcp 2: .*does not store indexer pools under DCP; give dcp 1",
         ),
         (
-            profile(mla(), tp=2, dcp=2, layout="page_unified"),
-            "does not store DCP pages in layout page_unified; use one of",
+            profile(mla(), tp=2, dcp=2, layout="page_head"),
+            "does not store DCP pages in layout page_head; use one of",
         ),
     ],
 )

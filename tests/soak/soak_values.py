@@ -97,7 +97,7 @@ def random_layout(
     rng: np.random.Generator, pools: Any, fields: dict[str, Any], pool: str
 ) -> tuple[Profile, ObjectSpec]:
     kinds = {table["kind"] for table in pools}
-    layouts = [layout for layout in LAYOUTS if layout != "page_unified"]
+    layouts = list(LAYOUTS)
     if "mla" in kinds:
         layouts.remove("page_head")
     if "mamba" in kinds:

@@ -12,7 +12,7 @@ from msgspec import structs
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageError
 from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.keys.base import RankPool, Ranks
-from hicachectl.formats.layouts import PAGE_LAYOUTS
+from hicachectl.formats.layouts import LAYOUTS
 from hicachectl.formats.releases import RELEASES
 from hicachectl.formats.spec import ObjectSpec, object_specs, ranks_of
 from tests.formats.small_models import LOGICAL, gdn, indexer, kda, mha, mla, opaque, profile
@@ -76,7 +76,7 @@ def on(scheme: str, model: Profile) -> set[Coordinate]:
 def in_each_layout() -> Iterator[tuple[str, str]]:
     """Yield the name of a model, and a layout in which SGLang builds its host pools."""
     for name, model in MODELS.items():
-        for layout in PAGE_LAYOUTS:
+        for layout in LAYOUTS:
             with suppress(ProfileError):
                 object_specs(structs.replace(model, layout=layout), "file")
                 yield name, layout
