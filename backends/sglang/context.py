@@ -53,7 +53,6 @@ class Context:
     row_form: environment variables that choose another form of rows than the default; else "".
     pp_partition: layers of each pipeline stage, if the server was told; else ().
     opaque_rows: what decides the form of rows that hicachectl does not interpret.
-    schemes: URL schemes of the stores.
     """
 
     weights: str
@@ -66,7 +65,6 @@ class Context:
     row_form: str = ""
     pp_partition: tuple[int, ...] = ()
     opaque_rows: str = "uint8"
-    schemes: tuple[str, ...] = ("file",)
 
 
 def read_context(settings: Settings) -> Context:
@@ -105,7 +103,6 @@ def read_context(settings: Settings) -> Context:
         row_form=_row_form(),
         pp_partition=_pp_partition(),
         opaque_rows="+".join(["uint8", str(dtype), *_kernels(runtime)]),
-        schemes=tuple(store.scheme for store in settings.stores),
     )
 
 

@@ -264,7 +264,10 @@ class FilePages(PageStore):
             self._files = {}
             self._close_capacity()
             self._directory = self._directory_now(self._directory)
-            self._changes = self._writes and _may_change(self._directory)
+            # False if this process may not make files in the directory.
+            self._changes = self._writes and os.access(
+                ".", os.W_OK, dir_fd=self._directory.descriptor, effective_ids=True
+            )
         if self._pools.keys() - self._files.keys():
             self._begin(self._directory)
         if self._clears != self._cleared:
@@ -339,11 +342,6 @@ class FilePages(PageStore):
             (own_page,) = named([page], own.form.suffix)
             if own.remove(own_page, found):
                 self.counters.count("removed")
-
-
-def _may_change(directory: ObjectDirectory) -> bool:
-    """Return whether this process may make files in a directory."""
-    return os.access(".", os.W_OK, dir_fd=directory.descriptor, effective_ids=True)
 
 
 def _check_names(pool: ServedPool) -> None:

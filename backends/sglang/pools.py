@@ -178,7 +178,7 @@ def served_pool(name: object, host_pool: Any, config: Any, context: Context) -> 
     """
     pool = str(name)
     _check_deployment(config)
-    _check_pool(pool, host_pool, context)
+    _check_pool(pool, host_pool)
     form = _FORMS[type(host_pool).__name__](pool, host_pool, context)
     if form.sharded and config.is_mla_model and config.tp_size > 1:
         raise ValueError(
@@ -201,7 +201,7 @@ def served_pool(name: object, host_pool: Any, config: Any, context: Context) -> 
         ),
         shared_anchor=config.is_mla_model,
         identity=Identity(
-            model=_model(config),
+            model=str(config.model_name).replace("/", "-"),
             weights=context.weights,
             draft_weights=(context.draft_weights or context.weights) if drafted else "",
             pool=pool,
@@ -238,7 +238,7 @@ def _check_deployment(config: Any) -> None:
         )
 
 
-def _check_pool(name: str, host_pool: Any, context: Context) -> None:
+def _check_pool(name: str, host_pool: Any) -> None:
     known = [one.name for one in pool_names()]
     if name not in known:
         raise ValueError(not_one_of("pool", name, known) + "; use a newer hicachectl")
@@ -261,15 +261,6 @@ def _check_pool(name: str, host_pool: Any, context: Context) -> None:
             not_one_of(f"pool {name}: layout", layout, LAYOUTS)
             + "; start with --hicache-mem-layout page_first"
         )
-    if layout == "layer_first" and "mooncake" in context.schemes:
-        raise ValueError(
-            f"pool {name}: layout: 'layer_first' scatters a page over memory, but a Mooncake "
-            "object is one piece; start with --hicache-mem-layout page_first"
-        )
-
-
-def _model(config: Any) -> str:
-    return str(config.model_name).replace("/", "-")
 
 
 def _parts(form: _Form, sizes: Sequence[int]) -> Iterator[Part]:

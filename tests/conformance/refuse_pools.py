@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from tests.conformance import attached_rank, rank_pools
     from tests.conformance.store_cases import CASES, MOONCAKE_CASES
@@ -53,7 +53,7 @@ def _hosts(case: str, **profile: Any) -> dict[str, Any]:
         return rank_pools.build_pools(deployment, rank, 3).host
 
 
-def _serve(name: str, host: Any, context: Mapping[str, Any] | None = None, **config: Any) -> None:
+def _serve(name: str, host: Any, **config: Any) -> None:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
     from hicachectl.backends.sglang.context import Context
@@ -72,7 +72,7 @@ def _serve(name: str, host: Any, context: Mapping[str, Any] | None = None, **con
             **config,
         }
     )
-    served_pool(name, host, given, Context(weights="w", page_size=8, **(context or {})))
+    served_pool(name, host, given, Context(weights="w", page_size=8))
 
 
 # Pools of the case stores in deployments that have such settings: pool, case, and settings.
@@ -219,14 +219,6 @@ def headed_draft_beside_latents() -> None:
     hosts = _hosts("mla_mha_draft")
     _serve("kv", hosts["kv"], is_mla_model=True, tp_size=2)
     _serve("draft", hosts["draft"], is_mla_model=True, tp_size=2)
-
-
-@_offered
-def scattered_on_mooncake() -> None:
-    """Pages in pieces, for a store that takes one piece."""
-    host = _hosts("gqa_tp2", layout="layer_first")["kv"]
-    _serve("kv", host)
-    _serve("kv", host, {"schemes": ("mooncake",)})
 
 
 @_offered

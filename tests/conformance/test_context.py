@@ -50,7 +50,6 @@ SERVERS: dict[str, dict[str, Any]] = {
     "other files": {"path": "DRAFT"},
     "named": {"settings": TEXT, "fields": {"model_path": "s3://bucket/model", **_DRAFTED}},
     "named, version 1": {"settings": TEXT, "version": "1"},
-    "two stores": {"settings": {"store": ["/mnt/hicache", "pack:///warm.hcpack"]}},
     "dummy": {"fields": {"load_format": "dummy"}},
     "dummy draft": {"fields": {**_DRAFTED, "speculative_draft_load_format": "dummy"}},
     "dummy elsewhere": {"fields": {"load_format": "dummy", "model_path": "tests/other"}},
@@ -187,7 +186,6 @@ def test_forms_of_rows_are_known(answers: Answers) -> None:
     assert (answers["plain"]["pp_partition"], answers["stages"]["pp_partition"]) == ([], [3, 1])
     assert answers["no stages"]["pp_partition"] == []
     assert (answers["plain"]["page_size"], answers["pages of 64"]["page_size"]) == (1, 64)
-    assert answers["two stores"]["schemes"] == ["file", "pack"]
 
 
 @pytest.mark.parametrize(

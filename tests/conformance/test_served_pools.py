@@ -178,7 +178,6 @@ REFUSED = {
     "no_model": r"model_name: missing, .*; give --served-model-name",
     "page_envelope": r"pool kv: one page holds all pools \(page envelope\); start without",
     "pages_elsewhere": r"pool kv: MHATokenToKVPoolHost in .*outside its memory; use a newer",
-    "scattered_on_mooncake": r"pool kv: layout: 'layer_first' .*; start with --hicache-mem-layout",
     "sharded_pages": r"pool kv: its pages are divided over ranks; start without --enable-kv-cache-",
     "split_heads": r"tp_lcm_size: 4 is not supported: objects hold all heads .*; remove the key",
     "states_beside_slots": r"pool mamba: MambaPoolHost in layout page_first: .*slot side states.*;",
