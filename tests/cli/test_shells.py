@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cli.test_completion import PATIENT
-from tests.freezable_mount import freezable_mount
 from tests.skips import need_tool
 from tests.stores import page, put_pages
 from tests.waiting import PATIENCE_S
@@ -57,7 +55,7 @@ def home(tmp_path: Path) -> Path:
     program = tmp_path / "bin" / "hicachectl"
     program.write_text(
         "#!/bin/sh\n"
-        f'[ -z "$_HICACHECTL_COMPLETE" ] || exec {sys.executable} -c "{PATIENT}"\n'
+        f'[ -z "$_HICACHECTL_COMPLETE" ] || exec {sys.executable} -m hicachectl\n'
         'echo "<$*>"\n'
     )
     program.chmod(0o755)
@@ -141,21 +139,3 @@ def test_fish_offers_whole_words(home: Path) -> None:
         assert whole == line or whole.split()[-1] in words, (line, words)
         assert not words & set(HOSTILE)
     assert not list(home.rglob("pwned"))
-
-
-def test_a_dead_file_system_does_not_hang_the_shell(home: Path) -> None:
-    """A server of FUSE that takes requests and answers none: its caller cannot even be killed."""
-    inner, outer = home / "inner", home / "outer"
-    with freezable_mount(home / "store", inner) as frozen, freezable_mount(inner, outer):
-        os.kill(frozen, signal.SIGSTOP)
-        done = subprocess.run(
-            [sys.executable, "-m", "hicachectl"],
-            env={
-                **os.environ,
-                "_HICACHECTL_COMPLETE": "bash_complete",
-                "COMP_WORDS": f"hicachectl\nls\n{outer}\n--model\n",
-                "COMP_CWORD": "4",
-            },
-            capture_output=True, timeout=60, check=False,
-        )  # fmt: skip
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, b"", b"")

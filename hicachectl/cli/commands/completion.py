@@ -1,16 +1,13 @@
 """`hicachectl completion`: print a completion script, and answer the shells that run it.
 
-Completion in bash, zsh and fish is click's, with corrections for each shell. It prints no error and
-ends within about a second: offering nothing is better.
+Completion in bash, zsh and fish is click's, with corrections for each shell. It prints no error:
+offering nothing is better.
 """
 
 from __future__ import annotations
 
 import os
-import select
-import signal
 import sys
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -33,23 +30,10 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 _VARIABLE = "_HICACHECTL_COMPLETE"  # the scripts set it
-_LIMIT_S = 1.0
-_BREAKS = ":=@"  # where bash divides words, and store URLs have a character
+_BREAKS = ":=@"  # characters at which bash divides words
 
 
-@click.command(
-    "completion",
-    cls=Command,
-    epilog="""\b
-Examples:
-  mkdir -p ~/.local/share/bash-completion/completions
-  hicachectl completion bash > ~/.local/share/bash-completion/completions/hicachectl
-  mkdir -p ~/.zfunc        # and fpath+=~/.zfunc before compinit in ~/.zshrc
-  hicachectl completion zsh > ~/.zfunc/_hicachectl
-  mkdir -p ~/.config/fish/completions
-  hicachectl completion fish > ~/.config/fish/completions/hicachectl.fish
-""",
-)
+@click.command("completion", cls=Command)
 @argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def command(ctx: click.Context, /, shell: str) -> None:
@@ -57,6 +41,14 @@ def command(ctx: click.Context, /, shell: str) -> None:
 
     It completes commands, options and their values, the stores of the config file, and finding
     codes.
+
+    Examples:
+      mkdir -p ~/.local/share/bash-completion/completions
+      hicachectl completion bash > ~/.local/share/bash-completion/completions/hicachectl
+      mkdir -p ~/.zfunc        # and fpath+=~/.zfunc before compinit in ~/.zshrc
+      hicachectl completion zsh > ~/.zfunc/_hicachectl
+      mkdir -p ~/.config/fish/completions
+      hicachectl completion fish > ~/.config/fish/completions/hicachectl.fish
     """
     add_shells()
     completion_class = get_completion_class(shell)
@@ -67,47 +59,15 @@ def command(ctx: click.Context, /, shell: str) -> None:
 
 
 def complete(instruction: str) -> None:
-    """Print the completions that a script asked for, and end the process.
-
-    A child finds them: a process that a file system hangs may not even die, and the shell waits
-    until its output is closed.
-    """
-    with suppress(OSError):
-        ours, its = os.pipe()
-        if not (child := os.fork()):
-            _answer(instruction, its)
-        os.close(its)
-        if (answer := _all_of(ours)) is None:
-            os.kill(child, signal.SIGKILL)
-        else:
-            os.write(1, answer)
-    os._exit(0)
-
-
-def _answer(instruction: str, output: int) -> None:
-    """Write the completions to a descriptor, and end the process."""
+    """Print the completions that a script asked for, and end the process."""
     with suppress(BaseException):
-        os.dup2(output, 1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.close(output)
         from hicachectl.cli.group import cli
 
         add_shells()
         shell_complete(cli, {}, "hicachectl", _VARIABLE, instruction)
         sys.stdout.flush()
     os._exit(0)
-
-
-def _all_of(pipe: int) -> bytes | None:
-    """Return what comes from a pipe until its end; None if that takes too long."""
-    end = time.monotonic() + _LIMIT_S
-    pieces: list[bytes] = []
-    while select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
-        if not (piece := os.read(pipe, 1 << 16)):
-            return b"".join(pieces)
-        pieces.append(piece)
-    return None
 
 
 class _WholeValues(ShellComplete):
@@ -126,15 +86,20 @@ class _WholeValues(ShellComplete):
 class Bash(_WholeValues, BashComplete):
     """Completion of bash, which divides words, and replaces only the last piece of one."""
 
+    # The line has the words as they were written; COMP_WORDS has their pieces.
+    source_template = BashComplete.source_template.replace(
+        'COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD',
+        'COMP_WORDS="${COMP_LINE:0:COMP_POINT}"',
+    )
     _done = 0  # characters of the word before its last piece
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """Return the words before the incomplete one, and that, each as it was written."""
-        words, number = _words(), int(os.environ["COMP_CWORD"])
-        *args, incomplete = joined_words([*words[1:number], *words[number : number + 1]])
-        last = words[number] if number < len(words) else ""
-        self._done = len(incomplete) - len(last.lstrip(_BREAKS))
-        return args, incomplete
+        """Return the words before the incomplete one, and that."""
+        line = os.environ["COMP_WORDS"]
+        words = split_arg_string(line)[1:]
+        incomplete = words.pop() if words and not line[-1].isspace() else ""
+        self._done = max(map(incomplete.rfind, _BREAKS)) + 1
+        return words, incomplete
 
     def format_completion(self, item: CompletionItem[Any]) -> str:
         """Return the line of a candidate, without what comes before the last piece."""
@@ -147,8 +112,9 @@ class Zsh(_WholeValues, ZshComplete):
     source_template = ZshComplete.source_template.replace("${words[*]}", "${(F)words}")
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """Return the words before the incomplete one, and that."""
-        words, number = _words(), int(os.environ["COMP_CWORD"])
+        """Return the words before the incomplete one, and that; each is on a line of its own."""
+        words = [" ".join(split_arg_string(word)) for word in os.environ["COMP_WORDS"].split("\n")]
+        number = int(os.environ["COMP_CWORD"])
         return words[1:number], words[number] if number < len(words) else ""
 
 
@@ -164,27 +130,3 @@ def add_shells() -> None:
     """Make click use these classes."""
     for name, shell in (("bash", Bash), ("zsh", Zsh), ("fish", Fish)):
         add_completion_class(shell, name)
-
-
-def joined_words(words: list[str]) -> list[str]:
-    """Return words that bash has divided: `prod`, `:` as `prod:`, and URLs and --x=y as a whole."""
-    from hicachectl.backends.urls import SCHEMES
-
-    joined: list[str] = []
-    for word in words:
-        before = joined[-1] if joined else ""
-        is_url = before.removesuffix(":") in SCHEMES or "://" in before
-        starts = word in (":", "=") or (is_url and word == "@")
-        goes_on = word[:1] != "-" and (
-            before.endswith("=") or (is_url and before.endswith((":", "@")))
-        )
-        if before and (starts or goes_on):
-            joined[-1] += word
-        else:
-            joined.append(word)
-    return joined
-
-
-def _words() -> list[str]:
-    """Return the words of the line without quotes. The variable has one word on each line."""
-    return [" ".join(split_arg_string(word)) for word in os.environ["COMP_WORDS"].split("\n")]
