@@ -47,7 +47,6 @@ _IMPORTED_ONCE = (
     "hicachectl.parts.migrate",
     "hicachectl.parts.running",
     "hicachectl.profiles.sources",
-    "hicachectl.profiles.destination",
 )
 # Requests of stores to servers, and system calls that Python does not audit.
 _CALLS = (

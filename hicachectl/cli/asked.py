@@ -1,29 +1,85 @@
-"""Requests, pages and checks that the options of a command name."""
+"""Requests, pages and checks that the words of a command ask for, and commands like it."""
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.parameters import on_command_line
+from hicachectl.cli.command import words_of
+from hicachectl.cli.options import FILTER_NAMES, FLAG_FILTERS
+from hicachectl.cli.parameters import FILTERS, Option, on_command_line, options_of
+from hicachectl.cli.session import moment_of, remark, store_name
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.objects import AXES
 from hicachectl.formats.wording import GIVE_PROFILE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
+    from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.selection import Selection
     from hicachectl.prewarming.page_plan import PrewarmRequest
     from hicachectl.requests.chains import Hashing, Requests
     from hicachectl.requests.measuring import HitsRequest
     from hicachectl.requests.reading import PromptTokenizer
+    from hicachectl.verification.report_text import Mending
     from hicachectl.verification.request import VerifyRequest
+
+
+def given_filters(options: Mapping[str, Any]) -> list[str]:
+    """Return the options of a command without server flags that are filters, as parameters."""
+    return [name for name in FILTER_NAMES if options.get(name) not in (None, False)]
+
+
+def selection_of(
+    ctx: click.Context, store: Store, options: dict[str, Any], *, changes: bool = False
+) -> Selection:
+    """Return the filters of a command.
+
+    options: loses the flags that are filters, and then describes the profile. A flag is a filter
+    unless it describes servers beside --model-config or --server.
+    changes: whether the command changes the store; see `present_ns`.
+    Raises UsageError for --tag beside --no-tag, and as reading of --pages does.
+    """
+    from hicachectl.pages.selection import Selection, no_times
+    from hicachectl.requests.reading import read_page_list
+
+    own = {option.name for option in options_of(ctx.command) if option.section is FILTERS}
+    describes = bool(options.get("model_config") or options.get("server"))
+    filters = {name: options[name] for name in FILTER_NAMES if name in own}
+    for name in FLAG_FILTERS:
+        if name not in own and not describes and on_command_line(ctx, name):
+            filters[name], options[name] = options[name], None
+    if filters.pop("no_tag", False):
+        if filters.get("tag") is not None:
+            raise click.UsageError("--tag cannot be combined with --no-tag; leave out one of them")
+        filters["tag"] = ""
+    for name in ("since", "before"):
+        filters[name] = moment_of(store, filters.get(name), changes=changes)
+        if filters[name] is not None and "mtime_ns" not in store.traits.columns:
+            raise no_times(f"--{name}")
+    states, pages = filters.pop("state", None), filters.pop("pages", None)
+    listed = None if pages is None else read_page_list(pages)
+    return Selection(**filters, states=states or (), pages=listed)
+
+
+def say_unjudged(ctx: click.Context, selection: Selection, groups: PageGroups) -> None:
+    """Say how many groups may be partial, but are not selected: the profile is of others."""
+    from hicachectl.text.units import counted
+
+    if unjudged := selection.unjudged(groups):
+        remark(
+            ctx,
+            f"{counted(unjudged, 'page')} of other deployments than the profile's left out: they "
+            "may be partial; give the profile of their servers",
+            failure=True,
+        )
 
 
 def asked_hashing(profile: Profile | None, options: Mapping[str, Any]) -> Hashing | None:
@@ -213,3 +269,69 @@ def refuse_other_sources(options: Mapping[str, Any], sources: Iterable[str]) -> 
     if sum(bool(options[name]) for name in names) != 1:
         shown = [f"--{name.rstrip('_').replace('_', '-')}" for name in names]
         raise UsageError(f"Give exactly one of {', '.join(shown[:-1])} and {shown[-1]}")
+
+
+def mending_of(
+    ctx: click.Context,
+    text: str,
+    store: Store,
+    *,
+    profile: Profile | None,
+    quarantine: str = "",
+    without: Collection[str] = (),
+) -> Mending:
+    """Return what commands that mend findings have in common with this one.
+
+    text: the STORE argument.
+    profile: the given profile, not an inferred one.
+    quarantine: the given directory.
+    without: parameters that the next commands do not have, although their options say so.
+    """
+    from hicachectl.backends.capabilities import SideFiles
+    from hicachectl.verification.report_text import Mending
+
+    own = store.side_directory() if isinstance(store, SideFiles) else None
+    # A URL can have a password; NAME: of the config file has none.
+    named = "://" not in text
+    return Mending(
+        program=_program(ctx),
+        store=text if named else store_name(ctx, text),
+        options=tuple(_next_words(ctx, without)),
+        profiled=profile is not None,
+        deletes=store.traits.deletes,
+        quarantine=quarantine or ("" if own is not None else "DIR"),
+        model="" if profile is None else profile.key_model,
+        stamped=bool(ctx.params.get("stamp")),
+        sizes={} if profile is None else {axis: getattr(profile, axis) for axis in AXES},
+    )
+
+
+def with_value(ctx: click.Context, option: str, value: str) -> str:
+    """Return the command with another value of an option, for a shell; secrets are masked."""
+    from hicachectl.backends.urls import without_secrets
+
+    words = words_of(ctx)
+    for number, word in enumerate(words):
+        if word == option and number + 1 < len(words):
+            words[number + 1] = value
+        elif word.startswith(f"{option}="):
+            words[number] = f"{option}={value}"
+    return without_secrets(shlex.join([*_program(ctx), str(ctx.info_name), *words]))
+
+
+def _program(ctx: click.Context) -> tuple[str, ...]:
+    config = ctx.obj.config
+    return ("hicachectl", *(() if config is None else ("--config", str(config))))
+
+
+def _next_words(ctx: click.Context, without: Collection[str]) -> Iterator[str]:
+    """Yield the given options that a next command needs, too, as they were given."""
+    values, _, order = ctx.command.make_parser(ctx).parse_args(words_of(ctx))
+    for param in dict.fromkeys(order):
+        if not isinstance(param, Option) or not param.repeats or param.name in without:
+            continue
+        value = values[param.name]
+        for one in dict.fromkeys(value) if isinstance(value, list) else [value]:
+            yield max(param.opts, key=len)
+            if not param.is_flag:
+                yield str(one)

@@ -13,8 +13,7 @@ from click.core import ParameterSource, augment_usage_errors
 from hicachectl.cli.parameters import long_name, refuse_lonely, sections
 from hicachectl.cli.session import remark
 from hicachectl.cli.settings import (
-    named_settings,
-    named_variables,
+    named_sources,
     refuse_server_variables,
     settle,
     unused_variables,
@@ -36,7 +35,7 @@ class Command(click.Command):
     """
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
-        super().__init__(*args, **attributes)
+        super().__init__(*args, **_with_examples(attributes))
         self.params.append(
             click.Option(
                 ["--help-all"],
@@ -63,17 +62,18 @@ class Command(click.Command):
         """Run the command, with its settings of the environment and the config file."""
         refuse_server_variables(self)
         remark(ctx, *unused_variables(ctx))
-        with named_variables(ctx):
+        with named_sources(ctx):
             settle(ctx)
             refuse_lonely(ctx)
-            with named_settings(ctx):
-                return super().invoke(ctx)
+            return super().invoke(ctx)
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the help that fits a screen."""
         own, *others = sections(self.get_params(ctx)).items()
         self.format_usage(ctx, formatter)
-        _write_paragraph(formatter, cleandoc(self.help or "").split("\n\n")[0])
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(cleandoc(self.help or "").split("\n\n")[0])
         described = [option for option in own[1] if long_name(option) not in _HELP]
         _write_section(ctx, formatter, own[0], described, brief=True)
         self.format_epilog(ctx, formatter)
@@ -119,6 +119,9 @@ class Group(click.Group):
 
     command_class = Command
 
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        super().__init__(*args, **_with_examples(attributes))
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -129,6 +132,13 @@ class Group(click.Group):
         close = get_close_matches(name, self.list_commands(ctx), n=3, cutoff=0.5)
         instead = f"did you mean {' or '.join(close)}?" if close else f"see {ctx.command_path} -h"
         raise UsageError(f"No such command {name!r}; {instead}")
+
+
+def _with_examples(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a command with the examples of its docstring as its epilog."""
+    text, title, examples = cleandoc(attributes.get("help") or "").partition("\n\nExamples:\n")
+    shown = {"help": text, "epilog": f"\b\nExamples:\n{examples}"} if title else {}
+    return {**attributes, **shown}
 
 
 def words_of(ctx: click.Context) -> list[str]:
@@ -145,12 +155,6 @@ def _show_all(ctx: click.Context, parameter: click.Parameter, value: bool) -> No
     ctx.command.format_whole_help(ctx, formatter)
     click.echo(formatter.getvalue().rstrip("\n"), color=ctx.color)
     ctx.exit()
-
-
-def _write_paragraph(formatter: click.HelpFormatter, text: str) -> None:
-    formatter.write_paragraph()
-    with formatter.indentation():
-        formatter.write_text(text)
 
 
 def _write_section(

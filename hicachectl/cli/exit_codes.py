@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from hicachectl.formats.errors import (
-    CollidingKeys,
     DeviceError,
-    EmptyStore,
     FormatError,
     HicacheError,
-    ProfileError,
     StoreUnavailable,
-    UnfinishedPackError,
     UnsupportedByBackend,
-    UntrustedError,
     UsageError,
 )
 
@@ -24,20 +19,16 @@ FINDINGS = 4
 INTERRUPTED = 130
 TERMINATED = 143
 
+# Their subclasses have the same code.
 EXIT_CODES: dict[type[HicacheError], int] = {
     UsageError: BAD_INPUT,
     FormatError: BAD_INPUT,
-    ProfileError: BAD_INPUT,
-    UnfinishedPackError: BAD_INPUT,
     UnsupportedByBackend: BAD_INPUT,
-    CollidingKeys: BAD_INPUT,
     StoreUnavailable: UNAVAILABLE,
-    EmptyStore: UNAVAILABLE,
-    UntrustedError: UNAVAILABLE,
     DeviceError: UNAVAILABLE,
 }
 
 
 def exit_code(error: HicacheError) -> int:
-    """Return the exit code of the nearest listed base class."""
+    """Return the exit code of an exception."""
     return next(EXIT_CODES[cls] for cls in type(error).__mro__ if cls in EXIT_CODES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
 
 import click
 
@@ -15,31 +14,24 @@ from hicachectl.cli.parameters import own_setting
 from hicachectl.cli.session import Settings
 from hicachectl.text.terminal import MessageHandler
 
-
-class CommandEntry(NamedTuple):
-    """Module of a command and its line in `--help`; help imports no command."""
-
-    module: str
-    summary: str
-
-
+# The modules of commands, each with its line in `--help`, which imports none of them.
 COMMANDS = {
-    "ls": CommandEntry("ls", "List the pages of a store, or its objects."),
-    "show": CommandEntry("show", "Show the objects of one page, and the findings about them."),
-    "verify": CommandEntry("verify", "Check a store for missing or damaged objects; repair it."),
-    "report": CommandEntry("report", "Show a store in pictures, in one HTML file."),
-    "explain": CommandEntry("explain", "Explain what a finding means, and how to mend it."),
-    "hits": CommandEntry("hits", "Show how much of each request a store can serve."),
-    "restore": CommandEntry("restore", "Put quarantined pages back into a store."),
-    "quarantine": CommandEntry("quarantine", "List the runs in a quarantine; delete old ones."),
-    "prewarm": CommandEntry("prewarm", "Copy the most valuable pages into a store."),
-    "migrate": CommandEntry("migrate", "Copy or move pages to another store, layout or topology."),
-    "merge": CommandEntry("merge", "Join the parts of a run."),
-    "rm": CommandEntry("rm", "Remove pages from a store."),
-    "pack": CommandEntry("pack", "Describe pack files, and repair truncated ones."),
-    "profile": CommandEntry("profile", "Print the profile of a deployment."),
-    "demo": CommandEntry("demo", "Write a small sample store."),
-    "completion": CommandEntry("completion", "Print a shell completion script."),
+    "ls": "List the pages of a store, or its objects.",
+    "show": "Show the objects of one page, and the findings about them.",
+    "verify": "Check a store for missing or damaged objects; repair it.",
+    "report": "Show a store in pictures, in one HTML file.",
+    "explain": "Explain what a finding means, and how to mend it.",
+    "hits": "Show how much of each request a store can serve.",
+    "restore": "Put quarantined pages back into a store.",
+    "quarantine": "List the runs in a quarantine; delete old ones.",
+    "prewarm": "Copy the most valuable pages into a store.",
+    "migrate": "Copy or move pages to another store, layout or topology.",
+    "merge": "Join the parts of a run.",
+    "rm": "Remove pages from a store.",
+    "pack": "Describe pack files, and repair truncated ones.",
+    "profile": "Print the profile of a deployment.",
+    "demo": "Write a small sample store.",
+    "completion": "Print a shell completion script.",
 }
 
 
@@ -63,16 +55,15 @@ class LazyGroup(Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import and return a command; None if the name is unknown."""
-        entry = COMMANDS.get(cmd_name)
-        if entry is None:
+        if cmd_name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"hicachectl.cli.commands.{entry.module}").command
+        command: click.Command = import_module(f"hicachectl.cli.commands.{cmd_name}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the command list from `COMMANDS`."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()])
+            formatter.write_dl(list(COMMANDS.items()))
 
 
 @click.group(

@@ -11,8 +11,10 @@ from hicachectl.backends.disk.durable import whole_file
 from hicachectl.formats.errors import EmptyStore, HicacheError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
+
+    import click
 
     Samples = list[tuple[dict[str, str], float]]  # (labels other than store, value)
 
@@ -72,81 +74,31 @@ METRICS = {
 _MAX_BYTES = 1 << 20
 
 
-def write_metrics_of(
-    command: str, path: Path, report: Mapping[str, Any], *, succeeded: bool
+def write_metrics(
+    command: str, path: Path, document: Mapping[str, Any], *, succeeded: bool
 ) -> None:
-    """Write the metrics of a command's document. Raises UsageError for one without metrics."""
-    writers = {"verify": write_metrics, "prewarm": write_prewarm_metrics}
-    if command not in writers:
-        raise UsageError(f"--metrics-file: {command} writes no metrics; leave it out")
-    writers[command](path, report, succeeded=succeeded)
-
-
-def write_metrics(path: Path, report: Mapping[str, Any], *, succeeded: bool) -> None:
-    """Write the metrics of a verification atomically.
+    """Write the metrics of a command's document atomically.
 
     succeeded: whether the run ended without failing findings; if not, the time of the last success
-    is taken from the replaced file. Raises UsageError if the file cannot be written.
+    is taken from the replaced file. A run in parts is as old as its listing, whenever it is merged.
+    Raises UsageError for a command without metrics, and if the file cannot be written.
     """
-    last = _time_of(report) if succeeded else _last_success(path)
-    samples = _from_document("verify", report) | {
-        "skipped": [({"check": name}, 1) for name in report["skipped_checks"]],
-        "findings": [({"code": code}, count) for code, count in report["counts"].items()],
-        "last_success_timestamp_seconds": [({}, last)],
+    if command not in METRICS:
+        raise UsageError(f"--metrics-file: {command} writes no metrics; leave it out")
+    listed: float | None = document.get("listed")
+    at = time.time() if listed is None else listed
+    samples: dict[str, Samples] = {
+        name: [({}, document[name])] for name in METRICS[command] if document.get(name) is not None
     }
-    _write(path, "verify", report["store"], samples, _time_of(report))
-
-
-def write_prewarm_metrics(path: Path, report: Mapping[str, Any], *, succeeded: bool) -> None:
-    """Write the metrics of a prewarm atomically.
-
-    Raises UsageError if the file cannot be written.
-    """
-    samples = _from_document("prewarm", report) | {"succeeded": [({}, succeeded)]}
-    _write(path, "prewarm", report["destination"], samples, _time_of(report))
-
-
-@contextmanager
-def metrics_if_empty(command: str, path: Path | None, store: str) -> Iterator[None]:
-    """Write the metrics of a run that does nothing in the block, since a store has no pages.
-
-    path: None writes nothing. store: URL of the store that the metrics name.
-    """
-    try:
-        yield
-    except EmptyStore:
-        if path is not None:
-            write_metrics_of(command, path, _nothing_done(command, store), succeeded=False)
-        raise
-
-
-def _nothing_done(command: str, store: str) -> dict[str, Any]:
-    from hicachectl.prewarming.outcome import nothing_copied
-    from hicachectl.verification.report import VerifyReport
-
     if command == "verify":
-        return VerifyReport.empty(store).document
-    return nothing_copied(None, store).document | {"complete": False}
-
-
-def _from_document(command: str, report: Mapping[str, Any]) -> dict[str, Samples]:
-    """Return the gauges whose values are members of the document."""
-    known = (name for name in METRICS[command] if report.get(name) is not None)
-    return {name: [({}, report[name])] for name in known}
-
-
-def _time_of(report: Mapping[str, Any]) -> float:
-    """Return the time that a run's metrics tell, in Unix seconds.
-
-    A run in parts is as old as its listing, whenever it is merged.
-    """
-    listed: float | None = report.get("listed")
-    return time.time() if listed is None else listed
-
-
-def _write(path: Path, command: str, store: str, samples: dict[str, Samples], at: float) -> None:
-    """Write the gauges, and the time of the run."""
-    samples = {**samples, "last_run_timestamp_seconds": [({}, at)]}
+        samples["skipped"] = [({"check": name}, 1) for name in document["skipped_checks"]]
+        samples["findings"] = [({"code": code}, n) for code, n in document["counts"].items()]
+        last = at if succeeded else _last_success(path)
+        samples["last_success_timestamp_seconds"] = [({}, last)]
+    else:
+        samples["succeeded"] = [({}, succeeded)]
+    samples["last_run_timestamp_seconds"] = [({}, at)]
+    store = document["store" if command == "verify" else "destination"]
     with whole_file(path, "w", permissions=0o644) as stream:  # the collector runs as another user
         for short, values in samples.items():
             name = f"hicachectl_{command}_{short}"
@@ -157,6 +109,24 @@ def _write(path: Path, command: str, store: str, samples: dict[str, Samples], at
                 said = ",".join(f'{label}="{_escaped(to)}"' for label, to in all_labels.items())
                 number = int(value) if isinstance(value, bool) else value
                 stream.write(f"{name}{{{said}}} {number}\n")
+
+
+@contextmanager
+def metrics_if_empty(
+    ctx: click.Context, nothing: Callable[[], Mapping[str, Any]]
+) -> Iterator[None]:
+    """Write the metrics of a run that does nothing in the block, since a store has no pages.
+
+    nothing: returns the document of such a run.
+    """
+    try:
+        yield
+    except EmptyStore:
+        path = ctx.params["metrics_file"]
+        if path is not None:
+            document = {**nothing(), "complete": False}
+            write_metrics(str(ctx.command.name), path, document, succeeded=False)
+        raise
 
 
 def _escaped(value: str) -> str:

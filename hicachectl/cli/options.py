@@ -5,21 +5,22 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hicachectl.checks.codes import SEVERITIES
 from hicachectl.cli.parameters import (
     AT_MERGE,
+    FILTERS,
     MOONCAKE,
     OUTPUT,
+    OWN,
     OWN_VALUE,
     PARTS,
     PROFILE,
     RECORDS,
     RESOURCES,
-    SAME,
     SERVERS,
     SHARED,
     TRANSFORM,
@@ -29,6 +30,7 @@ from hicachectl.cli.parameters import (
     F,
     Section,
     argument,
+    equal_option,
     on_command_line,
     own_option,
     stack,
@@ -38,17 +40,20 @@ from hicachectl.cli.values import (
     FORMATS,
     Duration,
     MetricsFile,
+    NameList,
     OutputFile,
+    PointInTime,
     RunPath,
     Share,
     Size,
 )
 from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.models.flag_table import OPTIONS
-from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS, NEVER
+from hicachectl.formats.objects import AXES
+from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS, NEVER, STATES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Mapping
 
     from click.shell_completion import CompletionItem
 
@@ -124,29 +129,31 @@ def refuse_without_table(ctx: click.Context, output_format: str) -> None:
             )
 
 
-output_options = stack(
-    OUTPUT.option(
+def format_option(
+    formats: tuple[str, ...], section: Section = OWN, pointer: str = ""
+) -> Callable[[F], F]:
+    """Return the option --format of a section; the first of the formats is the default."""
+    return section.option(
         "--format",
         "output_format",
-        type=click.Choice(FORMATS),
-        default="table",
+        type=click.Choice(formats),
+        default=formats[0],
         show_default=True,
-        help="Format of the result; see OUTPUT in hicachectl(1).",
-    ),
-    output_option,
-)
-
-
-def metrics_option(section: Section) -> Callable[[F], F]:
-    """Return the option --metrics-file of a section."""
-    return section.option(
-        "--metrics-file",
-        variable=False,
-        type=MetricsFile(),
-        help="Write Prometheus textfile metrics to FILE.",
+        help=f"Format of the result{pointer}.",
     )
 
 
+output_options = stack(
+    format_option(FORMATS, OUTPUT, "; see OUTPUT in hicachectl(1)"), output_option
+)
+
+
+metrics_option = OUTPUT.option(
+    "--metrics-file",
+    variable=False,
+    type=MetricsFile(),
+    help="Write Prometheus textfile metrics to FILE.",
+)
 allow_leases_option = MOONCAKE.option(
     "--allow-leases",
     is_flag=True,
@@ -159,22 +166,16 @@ lease_wait_option = MOONCAKE.option(
 )
 
 
-def profile_option(section: Section, why: str = "see") -> Callable[[F], F]:
-    """Return the option --profile of a section."""
-    return section.option(
-        "--profile",
-        "profile_file",
-        type=FILE,
-        variable=True,
-        describes=False,
-        entry=Entry("profile", ("store", "source", "destination")),
-        help="Read the deployment's profile from FILE (TOML or JSON); "
-        f"{why} hicachectl-profile(1).",
-    )
-
-
+profile_option = PROFILE.option(
+    "--profile",
+    "profile_file",
+    type=FILE,
+    describes=False,
+    entry=Entry("profile", ("store", "source", "destination")),
+    help="Read the deployment's profile from FILE (TOML or JSON); see hicachectl-profile(1).",
+)
 profile_options = stack(
-    profile_option(PROFILE),
+    profile_option,
     PROFILE.option(
         "--model-config",
         type=click.Path(path_type=Path),
@@ -210,7 +211,7 @@ profile_options = stack(
 )
 
 _to = TRANSFORM.option
-transform_options = stack(
+_transform_options = stack(
     _to("--to-profile", type=FILE, help="Write the pages for the deployment of this profile."),
     _to("--to-model", metavar="NAME", help="Served model name to write."),
     _to(
@@ -254,17 +255,14 @@ lock_option = RESOURCES.option(
     help="Lock FILE (flock) during the run, or do nothing if another process holds the lock. See "
     "LOCKS in hicachectl(1).",
 )
-jobs_option = RESOURCES.option(
-    "--jobs", type=click.IntRange(1, 256), metavar="N", help="Read and write with N threads."
-)
-buffer_option = RESOURCES.option(
+_buffer_option = RESOURCES.option(
     "--buffer-bytes",
     type=Size(least=1),
     default="1GiB",
     show_default=True,
     help="Memory to read objects into.",
 )
-bwlimit_option = RESOURCES.option(
+_bwlimit_option = RESOURCES.option(
     "--bwlimit", type=Size(least=1), divided=SHARED, help="Read at most this many bytes per second."
 )
 
@@ -307,26 +305,48 @@ parts_options = stack(
     ),
 )
 
+copy_options = stack(
+    _transform_options,
+    lock_option,
+    RESOURCES.option(
+        "--jobs", type=click.IntRange(1, 256), metavar="N", help="Read and write with N threads."
+    ),
+    _buffer_option,
+    _bwlimit_option,
+    lease_wait_option,
+    parts_options,
+)
+
+
+def changing_options(done: str, doing: str) -> Callable[[F], F]:
+    """Return the options of a command that asks before it changes something.
+
+    done, doing: forms of the command's verb.
+    """
+    return stack(
+        own_option("--dry-run", is_flag=True, help=f"Show what would be {done}; change nothing."),
+        own_option("--yes", is_flag=True, help=f"Do not ask before {doing}."),
+        lock_option,
+    )
+
+
 request_options = stack(
-    own_option(
+    equal_option(
         "--prompts",
         type=FILE,
         repeats=False,
-        divided=SAME,
         help="Requests as text or chat messages, one JSON value per line; needs a tokenizer.",
     ),
-    own_option(
+    equal_option(
         "--token-ids",
         type=FILE,
         repeats=False,
-        divided=SAME,
         help="Requests as token ids, one JSON list per line.",
     ),
-    own_option(
+    equal_option(
         "--pages",
         type=FILE,
         repeats=False,
-        divided=SAME,
         help="Pages; a line is a hash, a JSON list of hashes (a chain) or a row of "
         "ls --format jsonl.",
     ),
@@ -358,13 +378,12 @@ prefetch_threshold_option = SERVERS.option(
 
 def grace_option(text: str) -> Callable[[F], F]:
     """Return the option --grace, whose help says what a command does with young groups."""
-    return own_option(
+    return equal_option(
         "--grace",
         type=Duration(),
         default=f"{DEFAULT_GRACE_SECONDS:g}s",
         show_default=True,
         repeats=True,
-        divided=SAME,
         help=f"{text}; servers may still be writing them.",
     )
 
@@ -372,18 +391,15 @@ def grace_option(text: str) -> Callable[[F], F]:
 judging_grace_option = grace_option("Do not judge page groups younger than this")
 
 
-def sample_options(section: Section, day: str, *, repeats: bool) -> Callable[[F], F]:
+def sample_options(section: Section, day: str) -> Callable[[F], F]:
     """Return the options of a section that limit what checks read.
 
     day: text that names the default of --sample-slice.
-    repeats: see `Option`.
     """
     return stack(
         section.option(
             "--sample",
             metavar="PERCENT",
-            repeats=repeats,
-            divided=SAME,
             help="Read only this share of the pages, such as 5%.",
         ),
         section.option(
@@ -391,29 +407,16 @@ def sample_options(section: Section, day: str, *, repeats: bool) -> Callable[[F]
             needs="--sample",
             type=click.IntRange(0),
             metavar="K",
-            repeats=repeats,
-            divided=SAME,
             help=f"Read share number K.  [default: {day}]",
         ),
         section.option(
             "--time-limit",
             type=Duration(),
-            repeats=repeats,
             divided=Divided(same=True, shared_by=("--shard",)),
             help="Start no further read after this duration.",
         ),
     )
 
-
-fail_on_option = own_option(
-    "--fail-on",
-    repeats=False,
-    divided=SAME,
-    type=click.Choice([*reversed(SEVERITIES[1:]), NEVER]),
-    default="warning",
-    show_default=True,
-    help="Exit with 4 if there are findings at least this severe.",
-)
 
 allow_empty_option = own_option(
     "--allow-empty",
@@ -421,6 +424,22 @@ allow_empty_option = own_option(
     repeats=False,
     divided=OWN_VALUE,
     help="Accept a store without any page, which is refused else: it may not be mounted.",
+)
+
+checking_options = stack(
+    judging_grace_option,
+    equal_option(
+        "--fail-on",
+        repeats=False,
+        type=click.Choice([*reversed(SEVERITIES[1:]), NEVER]),
+        default="warning",
+        show_default=True,
+        help="Exit with 4 if there are findings at least this severe.",
+    ),
+    allow_empty_option,
+    _buffer_option,
+    _bwlimit_option,
+    allow_leases_option,
 )
 
 
@@ -436,11 +455,76 @@ def allow_shrink_option(needs: str = "") -> Callable[[F], F]:
     )
 
 
-min_usable_option = own_option(
+min_usable_option = equal_option(
     "--min-usable",
     type=Share(),
-    divided=SAME,
     metavar="SHARE",
     help="Exit with 4 if servers would fetch less than this share of the requested tokens, such "
     "as 0.9.",
 )
+
+_filter = FILTERS.option
+FLAG_FILTERS = ("tag", *AXES)  # options of these names also describe a profile
+_FILTERS: Mapping[str, Callable[[Any], Any]] = {
+    "model": _filter("--model", metavar="NAME", help="Only this model, as org/name or org-name."),
+    "tag": _filter(
+        "--tag",
+        absence="--no-tag",
+        metavar="TAG",
+        help="Only pages with this Mooncake extra_backend_tag.",
+    ),
+    "no_tag": _filter("--no-tag", is_flag=True, help="Only pages without a tag."),
+    **{
+        axis: _filter(
+            f"--{axis}",
+            type=click.IntRange(1),
+            metavar="N",
+            help=f"Only pages of this {axis.upper()} size, as shown by ls.",
+        )
+        for axis in AXES
+    },
+    "pool": _filter("--pool", metavar="POOL", help="Only pages that have this pool."),
+    "page": _filter("--page", metavar="PREFIX", help="Only pages whose hash starts with PREFIX."),
+    "state": _filter(
+        "--state",
+        type=NameList(STATES),
+        help="Only pages in these states; see PAGE STATES in hicachectl(1).",
+    ),
+    "since": _filter(
+        "--since",
+        type=PointInTime(),
+        help="Only pages written since TIME (ISO 8601, or an age such as 2h).",
+    ),
+    "before": _filter(
+        "--before",
+        type=PointInTime(),
+        help="Only pages last written before TIME (ISO 8601, or an age such as 7d).",
+    ),
+    "pages": _filter(
+        "--pages",
+        type=FILE,
+        help="Only pages in FILE. A line is a page hash, or a row of ls --format jsonl, which "
+        "stands for one group of the page.",
+    ),
+}
+_NO_TAG_BESIDE_FLAGS = _filter(
+    "--no-tag",
+    is_flag=True,
+    help="Only pages without a tag. --tag, --tp, --pp, --cp and --dcp are filters too, unless they "
+    "describe servers beside --model-config or --server.",
+)
+FILTER_NAMES = tuple(_FILTERS)
+OF_PAGES = ("pool", "page", "state", "since", "before", "pages")  # filters that name no deployment
+
+
+def filter_options(
+    *, beside_flags: bool = False, without: Collection[str] = ()
+) -> Callable[[F], F]:
+    """Return the options of the filters.
+
+    beside_flags: whether the command has `profile_options`, some of which are filters too.
+    without: filters that the command does not have.
+    """
+    left_out = {*without, *(FLAG_FILTERS if beside_flags else ())}
+    options = {**_FILTERS, **({"no_tag": _NO_TAG_BESIDE_FLAGS} if beside_flags else {})}
+    return stack(*(option for name, option in options.items() if name not in left_out))

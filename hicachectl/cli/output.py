@@ -113,10 +113,10 @@ def write_result(ctx: click.Context, result: Result, *, metrics: bool = True) ->
     """
     options = ctx.params
     if metrics and (path := options.get("metrics_file")) is not None:
-        from hicachectl.cli.metrics import write_metrics_of
+        from hicachectl.cli.metrics import write_metrics
 
         name = result.command or str(ctx.command.name)
-        write_metrics_of(name, path, result.document, succeeded=result.succeeded)
+        write_metrics(name, path, result.document, succeeded=result.succeeded)
     for said in dict.fromkeys([*result.remarks, *result.undone]):
         remark(ctx, said, failure=said in result.undone)
     quiet = ctx.obj.quiet and result.succeeded and not result.dry_run

@@ -233,6 +233,9 @@ argument = partial(click.argument, cls=Argument)
 own_option = OWN.option
 """`click.option` for a command's own option."""
 
+equal_option = Section(OWN.title, divided=SAME).option
+"""`click.option` for a command's own option, of which all parts must have the same value."""
+
 own_setting = partial(own_option, variable=True)
 """`click.option` for a command's own option that is a setting."""
 

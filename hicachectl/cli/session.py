@@ -139,9 +139,16 @@ def require_consent(options: Mapping[str, Any]) -> None:
         raise UsageError("Cannot ask: standard input is not a terminal; give --yes or --dry-run")
 
 
-def agreed(options: Mapping[str, Any], question: str) -> bool:
-    """Return whether to go on; ask on the terminal unless --yes or --dry-run is given."""
-    return options["yes"] or options["dry_run"] or click.confirm(question, err=True)
+def agreed(ctx: click.Context, question: str, done: str) -> bool:
+    """Return whether to go on; ask on the terminal unless --yes or --dry-run is given.
+
+    done: what is then done, such as "removed", for the remark on a refusal.
+    """
+    options = ctx.params
+    if options["yes"] or options["dry_run"] or click.confirm(question, err=True):
+        return True
+    remark(ctx, f"Nothing was {done}", failure=True)
+    return False
 
 
 @contextmanager
@@ -190,6 +197,15 @@ def bytes_progress(ctx: click.Context, what: str) -> Iterator[Callable[[int, int
                 bar.update(amount)
 
         yield advance
+
+
+@contextmanager
+def stages(
+    ctx: click.Context, what: str
+) -> Iterator[tuple[Callable[[int], None], Callable[[int, int], None]]]:
+    """Show the progress of a listing, then of bytes. what: what is done with the bytes."""
+    with progress(ctx, "listing", " objects") as on_listed, bytes_progress(ctx, what) as on_bytes:
+        yield on_listed, on_bytes
 
 
 @contextmanager

@@ -36,7 +36,6 @@ from hicachectl.formats.errors import HicacheError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from hicachectl.backends.urls import Config
     from hicachectl.cli.parameters import Entry
 
 _OF_TESTS = "HICACHECTL_TEST_"
@@ -92,8 +91,8 @@ def refuse_server_variables(command: click.Command) -> None:
 
 
 @contextmanager
-def named_variables(ctx: click.Context) -> Iterator[None]:
-    """Name the variables whose values an error is about.
+def named_sources(ctx: click.Context) -> Iterator[None]:
+    """Name the variables, and the entries of the config file, whose values an error is about.
 
     They stand in place of their options, and before a path that they name.
     """
@@ -102,24 +101,39 @@ def named_variables(ctx: click.Context) -> Iterator[None]:
     except click.BadParameter:  # `one_line` names it
         raise
     except click.UsageError as error:
-        raise click.UsageError(_naming_variables(ctx, error.message), error.ctx) from None
+        raise click.UsageError(_naming_sources(ctx, error.message), error.ctx) from None
     except HicacheError as error:
-        error.args = (_naming_variables(ctx, str(error)),)
+        error.args = (_naming_sources(ctx, str(error)),)
         raise
 
 
-def _naming_variables(ctx: click.Context, text: str) -> str:
+def _naming_sources(ctx: click.Context, text: str) -> str:
     for above in _chain(ctx):
         for option in above.command.params:
-            source = above.get_parameter_source(str(option.name))
-            if source is not ParameterSource.ENVIRONMENT or str(option.envvar) in text:
+            place = _place(above, option)
+            if not place or place in text:
                 continue
-            named = re.sub(rf"(?<![\w-]){long_name(option)}(?![\w-])", str(option.envvar), text)
-            value = above.params.get(str(option.name))
-            if named == text and isinstance(value, Path) and str(value) in text:
-                named = f"{option.envvar}: {text}"
-            text = named
+            name, value = long_name(option), above.params.get(str(option.name))
+            if isinstance(value, Path) and str(value) in text:
+                text = f"{place}: {text.removeprefix(f'{name} ').removeprefix(f'{name}: ')}"
+            else:
+                text = re.sub(rf"(?<![\w-]){name}(?![\w-])", place.replace("\\", r"\\"), text)
     return text
+
+
+def _place(ctx: click.Context, option: click.Parameter) -> str:
+    """Return the variable or the entry of the config file that states a value; else ""."""
+    source = ctx.get_parameter_source(str(option.name))
+    if source is ParameterSource.ENVIRONMENT:
+        return str(option.envvar)
+    if source is not ParameterSource.DEFAULT_MAP or not isinstance(option, Option):
+        return ""
+    assert option.entry is not None  # `_fill` has filled it
+    config, member, value = config_of(ctx), option.entry.member, ctx.params[str(option.name)]
+    own = (_store_text(ctx, option.entry) or "").removesuffix(":")
+    names = [own, *config.stores]  # a store's URL may name another, which has the setting
+    name = next(n for n in names if getattr(config.stores.get(n), member, None) == value)
+    return f"{config.source}: stores.{name}: {member}"
 
 
 def _chain(ctx: click.Context | None) -> Iterator[click.Context]:
@@ -152,34 +166,6 @@ def settle(ctx: click.Context) -> None:
     _drop(ctx, {_PROFILE} if strongest > _strength(ctx, _PROFILE) else others)
     if not _writes(ctx, options):
         _drop(ctx, {"lock"})
-
-
-@contextmanager
-def named_settings(ctx: click.Context) -> Iterator[None]:
-    """Name the config file and the store's entry in an error about a file that they state."""
-    try:
-        yield
-    except HicacheError as error:
-        for option in options_of(ctx.command):
-            name, text = str(option.name), str(error)
-            value, source = ctx.params.get(name), ctx.get_parameter_source(name)
-            if option.entry is None or source is not ParameterSource.DEFAULT_MAP:
-                continue
-            if value is not None and str(value) in text:
-                config, member = config_of(ctx), option.entry.member
-                table = _table(ctx, config, option.entry, value)
-                text = text.removeprefix(f"--{member} ").removeprefix(f"--{member}: ")
-                error.args = (f"{config.source}: {table}: {member}: {text}",)
-                break
-        raise
-
-
-def _table(ctx: click.Context, config: Config, entry: Entry, value: object) -> str:
-    """Return the table of the config file that states a setting for the store of a command."""
-    own = (_store_text(ctx, entry) or "").removesuffix(":")
-    names = [own, *config.stores]  # a store's URL may name another, which has the setting
-    found = next(n for n in names if getattr(config.stores.get(n), entry.member, None) == value)
-    return f"stores.{found}"
 
 
 def _strength(ctx: click.Context, name: str) -> int:

@@ -12,9 +12,11 @@ import pyarrow.compute as pc
 from hicachectl.formats.objects import AXES
 from hicachectl.pages.census import MOST_BYTES
 from hicachectl.text.jsontext import join_present
-from hicachectl.text.units import human_age, human_column, human_size, human_sizes
+from hicachectl.text.units import counted, human_age, human_column, human_size, human_sizes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hicachectl.pages.listing import Totals
 
 
@@ -200,6 +202,18 @@ def runs_for_people(rows: pa.Table) -> pa.Table:
             "state": rows.column("state"),
         }
     )
+
+
+def last_line(document: Mapping[str, Any], counts: Mapping[str, int], done: str) -> str:
+    """Return the line below a table: what was done or would be, and what stopped the run.
+
+    counts: numbers by their nouns.
+    done: the words for it, such as "removed".
+    """
+    numbers = ", ".join(counted(count, noun) for noun, count in counts.items())
+    would = "would be " if document.get("dry_run") else ""
+    stopped = f"; stopped: {document['stopped_by']}" if document.get("stopped_by") else ""
+    return f"{numbers}, {human_size(document['bytes'])} {would}{done}{stopped}"
 
 
 def _ages(mtimes: pa.Array) -> pa.StringArray:

@@ -29,6 +29,13 @@ _LONGEST_S = 100 * 365.25 * 86400
 _LATEST_S = 2**63 // 10**9 - 1  # stores keep times as nanoseconds in 64 bits
 _HEAD_BYTES = 1 << 20
 _PAGE_NAME = re.compile(r"[0-9a-f]{64}")
+# Members that only such a file has together.
+_KINDS = {
+    "a profile": {"model", "page_size", "layout", "pools"},
+    "a model's config": {"architectures"},
+    "the record of a run": {"form", "run", "version"},
+    "a marker of a store": {"form", "suffix"},
+}
 
 
 def _shown(value: str) -> str:
@@ -251,8 +258,7 @@ def kept_kind(path: Path) -> str:
     head = head_of(path)
     if not head:
         return ""
-    folder = path.resolve().parent
-    if SIDE_DIRECTORY in folder.parts or (folder / SIDE_DIRECTORY).is_dir():
+    if SIDE_DIRECTORY in path.resolve().parent.parts:
         return "a file in a store"
     if _PAGE_NAME.search(path.name):
         return "an object of a store"
@@ -268,7 +274,10 @@ def _kind_of_content(path: Path, head: bytes) -> str:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _HEAD_BYTES))
             return "a catalog" if b"hicachectl.catalog" in file.read() else ""
-    return _kind_of_document(_document(head))
+    document = _document(head)
+    if isinstance(document.get("stores"), dict):
+        return "a config file of hicachectl"
+    return next((kind for kind, names in _KINDS.items() if names <= document.keys()), "")
 
 
 def _document(head: bytes) -> Mapping[str, Any]:
@@ -283,18 +292,3 @@ def _document(head: bytes) -> Mapping[str, Any]:
         is_json = text.lstrip().startswith("{")
         return parse_json_object(text, "") if is_json else parse_toml(text, "")
     return {}
-
-
-def _kind_of_document(document: Mapping[str, Any]) -> str:
-    if isinstance(document.get("stores"), dict):
-        return "a config file of hicachectl"
-    # Members that only such a file has together.
-    for kind, members in (
-        ("a profile", {"model", "page_size", "layout", "pools"}),
-        ("a model's config", {"architectures"}),
-        ("the record of a run", {"form", "run", "version"}),
-        ("a marker of a store", {"form", "suffix"}),
-    ):
-        if members <= document.keys():
-            return kind
-    return ""

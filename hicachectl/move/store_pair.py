@@ -21,8 +21,7 @@ from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES
 from hicachectl.move.destination import refuse_destination, refuse_other_owner, survey_destination
 from hicachectl.move.survey import planned_route, survey_source, verbatim_routes
 from hicachectl.pages.group_table import ABSENT
-from hicachectl.profiles.acceptance import BARE, OTHER, Acceptance
-from hicachectl.profiles.identities import expected_identities, markers_of
+from hicachectl.profiles.identities import BARE, OTHER, Acceptance, expected_identities, markers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping

@@ -21,7 +21,7 @@ from hicachectl.pages.census import byte_sum, byte_sums
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import UNKNOWN_BYTES
 from hicachectl.prewarming.ranking import rank_by_value, read_plan
-from hicachectl.profiles.acceptance import acceptance_of
+from hicachectl.profiles.identities import acceptance_of
 from hicachectl.requests.chains import Hashing, requests_of
 from hicachectl.requests.hits import find_hits
 from hicachectl.requests.reading import read_requests

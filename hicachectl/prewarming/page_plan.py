@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.group_table import GroupTable
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
-    from hicachectl.profiles.acceptance import Acceptance
+    from hicachectl.profiles.identities import Acceptance
     from hicachectl.requests.chains import Requests
     from hicachectl.requests.hits import Hits
 

@@ -409,23 +409,15 @@ def _draft_layers(config: Any, model_class: type | None) -> dict[str, int]:
 def _as_rank(rank: Rank) -> Iterator[None]:
     from sglang.srt.runtime_context import get_parallel
 
+    ranks = ("tp_rank", "attn_tp_rank", "attn_dp_rank", "attn_cp_rank", "attn_dcp_rank")
+    single = ("attn_dp_size", "attn_cp_size", "attn_dcp_size", "moe_ep_size", "moe_dp_size")
     values = {
-        "tp_rank": 0,
-        "tp_size": rank.tp,
-        "attn_tp_rank": 0,
-        "attn_tp_size": rank.tp,
-        "attn_dp_rank": 0,
-        "attn_dp_size": 1,
-        "attn_cp_rank": 0,
-        "attn_cp_size": 1,
+        **dict.fromkeys(ranks, 0),
+        **dict.fromkeys(single, 1),
+        **dict.fromkeys(("tp_size", "attn_tp_size", "moe_tp_size"), rank.tp),
         "pp_rank": rank.stage,
         "pp_size": rank.pp,
-        "attn_dcp_rank": 0,
-        "attn_dcp_size": 1,
         "dcp_enabled": False,
-        "moe_tp_size": rank.tp,
-        "moe_ep_size": 1,
-        "moe_dp_size": 1,
     }
     with get_parallel().override(**values):
         yield

@@ -1,10 +1,15 @@
-"""Build a command's profile from its options, or take the profile that the store records."""
+"""Build the profiles of a command from its options, or take the one that the store records.
+
+The --to options describe the destination, and --weights names the weights.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
+import re
+from functools import cache, partial
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -15,18 +20,23 @@ from hicachectl.formats.models.flag_table import OPTIONS
 from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.formats.releases import unknown_release
 from hicachectl.formats.spec import collision_of
+from hicachectl.formats.weights import FINGERPRINT_DIGITS
 from hicachectl.formats.wording import needs_profile
-from hicachectl.profiles.weights import WEIGHTS_OPTIONS, with_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from hicachectl.backends.base import Store
+    from hicachectl.formats.kinds.pool import Pool
+    from hicachectl.formats.models.server_info import ServerDeployment
 
 # The options of flags, and their fields in DeploymentFlags.
 _FLAG_OPTIONS = {flag.parameter: flag.field for flag in OPTIONS if flag.kind != "layers"}
 _SOURCES = ("profile_file", "model_config", "server", "launch")
+# The options of weights have the names of a profile's fields, and so have these --to options.
+_WEIGHTS = ("weights", "draft_weights")
+_TO_FIELDS = ("model", "tag", "tp", "pp", "tp_lcm_size", "layout", "sglang")
+_WEIGHTS_NAME = re.compile(f"[0-9a-f]{{{FINGERPRINT_DIGITS}}}")
 _MAX_PROFILE_BYTES = 16 << 20  # a profile is kilobytes
 
 
@@ -34,19 +44,17 @@ def profile_from_options(
     options: Mapping[str, Any],
     store: Store | None = None,
     *,
-    looks_only: bool = False,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Profile | None:
     """Return the profile of the options, else the store's recorded profile, else None.
 
     store: receives the profile, and shows the model's name and weights if no option does.
-    looks_only: see `Profiled.use_profile`. warn: called with warnings about a server's answer.
-    Raises UsageError if options contradict each other, ProfileError and StoreUnavailable from the
-    source or store.
+    warn: called with warnings about a server's answer. Raises UsageError if options contradict each
+    other, ProfileError and StoreUnavailable from the source or store.
     """
     profile = _asked_for(options, store, warn)
     if store is not None:
-        profile = agree_on_profile(store, profile, looks_only=looks_only)
+        profile = agree_on_profile(store, profile)
     return profile if profile is None else with_threshold(profile, options)
 
 
@@ -61,7 +69,7 @@ def profile_to_look(
     store: Store,
     *,
     looks_only: bool = True,
-    warn: Callable[[str], None] = lambda text: None,
+    warn: Callable[[str], None],
 ) -> tuple[Profile | None, str]:
     """Return `profile_from_options`, and "".
 
@@ -86,8 +94,8 @@ def agree_on_profile(
 ) -> Profile | None:
     """Pass a profile to a store. Return it, completed by what the store records.
 
-    Every process that opens the store for a command does this. Arguments and errors as of
-    `profile_from_options`.
+    Every process that opens the store for a command does this. looks_only: see
+    `Profiled.use_profile`. Errors as of `profile_from_options`.
     """
     from hicachectl.backends.capabilities import Archive, Profiled
     from hicachectl.profiles.identities import expect_identities, with_marked_weights
@@ -135,7 +143,7 @@ def _stated(
     if not sources:
         if given:
             raise UsageError(f"{_option(given[0])} needs --model-config or --server")
-        if named := [name for name in WEIGHTS_OPTIONS if options.get(name)]:
+        if named := [name for name in _WEIGHTS if options.get(name)]:
             raise UsageError(needs_profile(_option(named[0])))
         return None
     if options.get("server") or options.get("launch"):
@@ -244,3 +252,131 @@ def _only_model(store: Store | None) -> str:
         seen = f" (the store has the models {', '.join(sorted(models))})" if models else ""
         raise UsageError(f"The model's name is unknown{seen}; give --served-model-name NAME")
     return models.pop()
+
+
+def destination_profile(profile: Profile | None, options: Mapping[str, Any]) -> Profile | None:
+    """Return the profile that pages are written for; None without a --to-* option.
+
+    Raises UsageError if options contradict each other, or if the profile to change is missing or
+    inferred; ProfileError for a release whose objects it does not describe.
+    """
+    from hicachectl.formats.transfer import retargeted
+
+    changes = {
+        name: options[f"to_{name}"] for name in _TO_FIELDS if options[f"to_{name}"] is not None
+    }
+    if options["to_no_tag"]:
+        if "tag" in changes:
+            raise UsageError("--to-tag cannot be combined with --to-no-tag; leave out one of them")
+        changes["tag"] = ""
+    if options["to_pp_partition"]:
+        changes["pp_partition"] = stage_layers(options["to_pp_partition"], "--to-pp-partition")
+        changes.setdefault("pp", len(changes["pp_partition"]))
+    if options["to_profile"]:
+        if changes:
+            raise UsageError(
+                f"{_to_option(changes)} cannot be combined with --to-profile; leave out one of them"
+            )
+        target = with_threshold(read_profile(options["to_profile"]), options)
+        return _with_weights_of(profile, target)
+    if not changes:
+        return None
+    if profile is None or profile.inferred:
+        raise UsageError(needs_profile(_to_option(changes)))
+    if "sglang" in changes and (options.get("model_config") or options.get("launch")):
+        changes["pools"] = _pools_of(options, profile.model, changes["sglang"])
+    return retargeted(profile, **changes)
+
+
+def _pools_of(options: Mapping[str, Any], model: str, sglang: str) -> tuple[Pool, ...] | None:
+    """Return the pools of another release's servers; None if a live server described them.
+
+    Raises like `profile_from_options`.
+    """
+    if options.get("server"):
+        return None
+    named = {"served_model_name": options.get("served_model_name") or model}
+    found = profile_from_options({**options, **named, "sglang": sglang})
+    return None if found is None else found.pools
+
+
+def _to_option(changes: Mapping[str, Any]) -> str:
+    """Return the option of the first change."""
+    name, value = next(iter(changes.items()))
+    return "--to-no-tag" if value == "" else f"--to-{name.replace('_', '-')}"
+
+
+def _with_weights_of(source: Profile | None, target: Profile) -> Profile:
+    """Return the destination's profile with the source's weights, which no conversion changes.
+
+    Raises UsageError if it names others.
+    """
+    if source is None or not source.weights:
+        return target
+    named = replace(target, weights=source.weights, draft_weights=source.draft_weights)
+    if target.weights and target != named:
+        raise UsageError(
+            "--to-profile: names other weights than the source's profile, but the copies have the "
+            "values of the source's; leave out the weights"
+        )
+    return named
+
+
+def with_weights(
+    profile: Profile,
+    options: Mapping[str, Any],
+    server: ServerDeployment | None = None,
+    warn: Callable[[str], None] = lambda text: None,
+) -> Profile:
+    """Return a profile with the weights of its options, else with those that a server loads.
+
+    A directory of an option is read as the server, or SGLang with its defaults, loads it. The
+    server's own directories are read if they are on this machine; `warn` is called with the reason
+    if one gives no name. Raises UsageError or FormatError for an option without a name.
+    """
+    from hicachectl.backends.disk.weights import read_checkpoint
+    from hicachectl.formats.models.loading import loaded_weights
+
+    read = cache(read_checkpoint)  # a target's directory can also hold its draft
+    settings = {} if server is None else server.settings
+
+    def load(field: str, path: Path) -> str:
+        """Return the name of the weights that a server loads from a directory."""
+        return loaded_weights(read(path), settings, draft=field == "draft_weights")
+
+    given = [field for field in _WEIGHTS if options.get(field)]
+    names = {field: _of_option(field, options[field], load) for field in given}
+    if server is not None and not given:
+        try:
+            names = _of_server(profile, server, load)
+        except (FormatError, UsageError) as error:
+            warn(f"the weights are unknown: {error}")
+    if names.get("draft_weights") == names.get("weights", profile.weights):
+        names["draft_weights"] = ""  # like weights
+    named = replace(profile, **names)
+    if named.draft_weights and not named.weights:
+        raise UsageError("--draft-weights needs --weights")
+    return named
+
+
+def _of_option(field: str, text: str, load: Callable[[str, Path], str]) -> str:
+    if Path(text).exists():
+        return load(field, Path(text))
+    if not _WEIGHTS_NAME.fullmatch(text):
+        raise UsageError(
+            f"--{field.replace('_', '-')}: {text!r:.200} is neither a model directory nor "
+            f"{FINGERPRINT_DIGITS} hexadecimal digits"
+        )
+    return text
+
+
+def _of_server(
+    profile: Profile, server: ServerDeployment, load: Callable[[str, Path], str]
+) -> dict[str, str]:
+    places = {"weights": server.model_path}
+    if any(pool.is_draft or pool.packed_draft_layers for pool in profile.pools):
+        places["draft_weights"] = server.draft_model_path or server.model_path
+    # A relative path is in the server's working directory, or a name on the Hub.
+    if not all(Path(place).is_absolute() and Path(place).is_dir() for place in places.values()):
+        return {}
+    return {field: load(field, Path(place)) for field, place in places.items()}

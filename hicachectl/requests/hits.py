@@ -30,8 +30,7 @@ from hicachectl.formats.spec import UNKNOWN_SIZE, fits, object_specs
 from hicachectl.pages.deployments import UNRESOLVED, other_ranks
 from hicachectl.pages.group_table import ABSENT, fill_table
 from hicachectl.pages.inventory import look_up, take_inventory
-from hicachectl.profiles.acceptance import BARE, OTHER, acceptance_of
-from hicachectl.profiles.identities import with_marked_weights
+from hicachectl.profiles.identities import BARE, OTHER, acceptance_of, with_marked_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.deployments import Deployment
     from hicachectl.pages.group_table import GroupTable, SlotBlock
     from hicachectl.pages.inventory import Inventory
-    from hicachectl.profiles.acceptance import Acceptance
+    from hicachectl.profiles.identities import Acceptance
     from hicachectl.requests.chains import Requests
 
 

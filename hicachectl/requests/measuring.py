@@ -28,8 +28,7 @@ from hicachectl.pages.naming import (
 )
 from hicachectl.pages.selection import EVERYTHING, Selection, explain_selection
 from hicachectl.pages.tally import object_counts
-from hicachectl.profiles.acceptance import acceptance_of
-from hicachectl.profiles.identities import expected_identities
+from hicachectl.profiles.identities import acceptance_of, expected_identities
 from hicachectl.profiles.inference import choose_deployment
 from hicachectl.requests.elsewhere import ElsewhereRow, find_elsewhere, miss_remarks
 from hicachectl.requests.hits import (

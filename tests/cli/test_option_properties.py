@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 def commands_that_call(function: str) -> Iterator[str]:
     """Yield the commands whose module calls a function."""
-    for name, entry in COMMANDS.items():
-        if hasattr(import_module(f"hicachectl.cli.commands.{entry.module}"), function):
+    for name in COMMANDS:
+        if hasattr(import_module(f"hicachectl.cli.commands.{name}"), function):
             yield name
 
 

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from hicachectl.cli.demo_store import PROFILE
 from hicachectl.cli.manpages import members
+from hicachectl.cli.manpages.mdoc import Item, prose
 from hicachectl.cli.manpages.members import DOCUMENTS, Member, members_of, texts_of
-from hicachectl.cli.manpages.prose import Item, prose
 from hicachectl.cli.metrics import METRICS
 from hicachectl.formats.profile import parse_profile
 from hicachectl.move import quarantine as runs

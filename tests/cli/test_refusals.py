@@ -115,7 +115,7 @@ ls STORE --objects=3                              | --objects | does not take a 
 completion                                        | SHELL | is missing | bash, zsh, fish
 report STORE -o LONG                              | LONG | File name too long | check it
 report STORE -o TEXT                              | TEXT | not an HTML page | another file
-report STORE -o /proc/self/mem                    | self/mem | Input/output | name another file
+report STORE -o /proc/self/mem                    | self/mem | cannot write | check its directory
 report STORE -o NONE/x --mark =2d                 | --mark | '=2d' | no text before = | TEXT=TIME
 report STORE -o STORE/page.html                   | page.html | lies in the store | name a file
 report STORE                                      | --output | is missing | see hicachectl report -

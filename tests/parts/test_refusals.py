@@ -13,8 +13,13 @@ import click
 import pytest
 
 from hicachectl.cli.command import Command
-from hicachectl.cli.commands.parts import chosen_division, opened_destination, run_divided
-from hicachectl.cli.group import COMMANDS, CommandEntry
+from hicachectl.cli.commands.parts import (
+    check_division,
+    is_divided,
+    opened_destination,
+    run_divided,
+)
+from hicachectl.cli.group import COMMANDS
 from hicachectl.cli.options import lock_option, output_options, parts_options
 from hicachectl.formats.errors import HicacheError, StoreUnavailable, UsageError
 from hicachectl.parts import manifest
@@ -38,10 +43,10 @@ if TYPE_CHECKING:
 @click.pass_context
 def toy_command(ctx: click.Context, /, store: str, destination: str, **options: Any) -> None:
     """Copy numbers."""
-    division = chosen_division(ctx, options)
-    if division is not None:
+    check_division(ctx, options)
+    if is_divided(options):
         job = ToyJob(Path(store), Path(destination), factor=options["factor"])
-        run_divided(ctx, options, division, job, ToyJob, [])
+        run_divided(ctx, options, job, ToyJob, [])
 
 
 # Options of the whole run that merge has.
@@ -51,8 +56,8 @@ MERGED = {"--metrics-file", "--output", "--format"}
 @pytest.fixture
 def toy_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register the toy command, and `merge`."""
-    monkeypatch.setitem(COMMANDS, "merge", CommandEntry("merge", "Join."))
-    monkeypatch.setitem(COMMANDS, "toy", CommandEntry("toy", "Copy numbers."))
+    monkeypatch.setitem(COMMANDS, "merge", "Join.")
+    monkeypatch.setitem(COMMANDS, "toy", "Copy numbers.")
     module = SimpleNamespace(command=toy_command)
     monkeypatch.setitem(sys.modules, "hicachectl.cli.commands.toy", module)
 

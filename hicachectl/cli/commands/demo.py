@@ -11,16 +11,7 @@ from hicachectl.cli.parameters import argument, own_option
 from hicachectl.cli.session import remark
 
 
-@click.command(
-    "demo",
-    cls=Command,
-    epilog="""\b
-Examples:
-  hicachectl demo /tmp/demo-store
-  hicachectl ls /tmp/demo-store
-  hicachectl verify /tmp/demo-store --profile /tmp/demo-store/.hicachectl/demo.toml
-""",
-)
+@click.command("demo", cls=Command)
 @argument("directory", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
 @own_option(
     "--pages",
@@ -35,6 +26,11 @@ def command(ctx: click.Context, /, directory: Path, pages: int) -> None:
 
     DIR must be new or empty. The store has the files of SGLang's file backend for a hybrid model
     (attention and Mamba states) at TP 2. Its profile is DIR/.hicachectl/demo.toml.
+
+    Examples:
+      hicachectl demo /tmp/demo-store
+      hicachectl ls /tmp/demo-store
+      hicachectl verify /tmp/demo-store --profile /tmp/demo-store/.hicachectl/demo.toml
     """
     from hicachectl.cli.demo_store import write_demo
     from hicachectl.text.units import counted

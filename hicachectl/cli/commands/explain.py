@@ -68,16 +68,7 @@ class FindingCode(Parsed):
         return [CompletionItem(c.name) for c in codes() if c.name.startswith(incomplete)]
 
 
-@click.command(
-    "explain",
-    cls=Command,
-    epilog="""\b
-Examples:
-  hicachectl explain
-  hicachectl explain missing-pool
-  hicachectl explain digest-mismatch --format json
-""",
-)
+@click.command("explain", cls=Command)
 @argument("code", metavar="[CODE]", type=FindingCode(), required=False)
 @output_options
 @click.pass_context
@@ -88,6 +79,11 @@ def command(ctx: click.Context, /, code: Code | None, **options: Any) -> None:
     mend it, with the command, and what that costs. Without CODE, it lists all codes.
 
     hicachectl-findings(7) has the same texts.
+
+    Examples:
+      hicachectl explain
+      hicachectl explain missing-pool
+      hicachectl explain digest-mismatch --format json
     """
     from hicachectl.cli.output import write_report
 

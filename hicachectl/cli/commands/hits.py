@@ -7,12 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.asked import asked_hits, of_profile, refuse_choice, refuse_other_sources
+from hicachectl.cli.asked import (
+    asked_hits,
+    of_profile,
+    refuse_choice,
+    refuse_other_sources,
+    selection_of,
+)
 from hicachectl.cli.command import Command
 from hicachectl.cli.exit_codes import FINDINGS
-from hicachectl.cli.filters import OF_PAGES, filter_options, selection_of
 from hicachectl.cli.options import (
+    OF_PAGES,
     allow_leases_option,
+    filter_options,
     min_usable_option,
     output_options,
     prefetch_threshold_option,
@@ -30,17 +37,7 @@ if TYPE_CHECKING:
 _SOURCES = ("prompts", "token_ids", "pages")
 
 
-@click.command(
-    "hits",
-    cls=Command,
-    epilog="""\b
-Examples:
-  hicachectl hits prod: --token-ids requests.jsonl --profile prod.toml
-  hicachectl hits prod: --prompts chats.jsonl --model-config /models/qwen3 --tp 8 --page-size 64
-  hicachectl hits prod: --token-ids requests.jsonl --profile prod.toml --min-usable 0.9
-  hicachectl hits /tmp/hicache --pages chain.jsonl --format json
-""",
-)
+@click.command("hits", cls=Command)
 @store_argument
 @request_options
 @min_usable_option
@@ -67,6 +64,12 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     other, so a pool missing everywhere goes unnoticed.
 
     hicachectl-hits(1) describes request files.
+
+    Examples:
+      hicachectl hits prod: --token-ids requests.jsonl --profile prod.toml
+      hicachectl hits prod: --prompts chats.jsonl --model-config /models/qwen3 --tp 8 --page-size 64
+      hicachectl hits prod: --token-ids requests.jsonl --profile prod.toml --min-usable 0.9
+      hicachectl hits /tmp/hicache --pages chain.jsonl --format json
     """
     refuse_other_sources(options, _SOURCES)
     from hicachectl.cli.output import write_report

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.cli.asked import say_unjudged, selection_of
 from hicachectl.cli.command import Command
-from hicachectl.cli.filters import filter_options, say_unjudged, selection_of
 from hicachectl.cli.options import (
     allow_leases_option,
+    filter_options,
     output_options,
     profile_options,
     store_argument,
@@ -30,18 +31,7 @@ if TYPE_CHECKING:
     from hicachectl.text.tables import Screen
 
 
-@click.command(
-    "ls",
-    cls=Command,
-    epilog="""\b
-Examples:
-  hicachectl ls /tmp/hicache
-  hicachectl ls prod: --state partial,orphan --format json
-  hicachectl ls /tmp/hicache --summary
-  hicachectl ls prod: --sort-by -size --limit 20 --before 7d
-  hicachectl ls /tmp/hicache --objects --format parquet -o objects.parquet
-""",
-)
+@click.command("ls", cls=Command)
 @store_argument
 @own_option("--objects", is_flag=True, help="List objects instead of pages.")
 @own_option(
@@ -82,6 +72,13 @@ def command(
 
     Without a profile, pages of a model are compared with each other, so a pool missing everywhere
     goes unnoticed.
+
+    Examples:
+      hicachectl ls /tmp/hicache
+      hicachectl ls prod: --state partial,orphan --format json
+      hicachectl ls /tmp/hicache --summary
+      hicachectl ls prod: --sort-by -size --limit 20 --before 7d
+      hicachectl ls /tmp/hicache --objects --format parquet -o objects.parquet
     """
     if objects and summary:
         raise click.UsageError("--objects cannot be combined with --summary; leave out one of them")

@@ -17,7 +17,7 @@ from hicachectl.cli.options import (
     output_options,
     refuse_without_table,
 )
-from hicachectl.cli.parameters import OWN, argument, own_option
+from hicachectl.cli.parameters import argument, own_option
 from hicachectl.cli.session import remark
 from hicachectl.cli.values import FILE, RunPath
 
@@ -25,24 +25,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@click.command(
-    "merge",
-    cls=Command,
-    epilog="""\b
-Examples:
-  hicachectl merge /shared/$(date +%F)
-  hicachectl merge /shared/2026-11-23 --again --format json -o nightly.json
-  hicachectl merge /shared/2026-11-23 --again --catalog prod.parquet
-  hicachectl merge /shared/$(date +%F) --metrics-file /var/lib/node/hicache.prom
-""",
-)
+@click.command("merge", cls=Command)
 @argument("run", metavar="RUN", type=RunPath())
 @own_option("--again", is_flag=True, help="Also join a run that was joined before.")
 @own_option(
     "--catalog", type=FILE, help="Write the digests that --update-catalog recorded to FILE."
 )
 @allow_shrink_option()
-@metrics_option(OWN)
+@metrics_option
 @findings_options
 @output_options
 @click.pass_context
@@ -64,6 +54,12 @@ def command(
 
     A whole run is joined once, so that a schedule which uses a directory twice notices: a second
     merge ends with 2. --again joins it again.
+
+    Examples:
+      hicachectl merge /shared/$(date +%F)
+      hicachectl merge /shared/2026-11-23 --again --format json -o nightly.json
+      hicachectl merge /shared/2026-11-23 --again --catalog prod.parquet
+      hicachectl merge /shared/$(date +%F) --metrics-file /var/lib/node/hicache.prom
     """
     from hicachectl.cli.output import write_result
     from hicachectl.parts.directory import RunDirectory

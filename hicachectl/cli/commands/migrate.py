@@ -7,32 +7,33 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.cli.asked import selection_of
 from hicachectl.cli.command import Command
-from hicachectl.cli.commands.parts import chosen_division, reopened_stores, run_divided
-from hicachectl.cli.filters import filter_options, selection_of
+from hicachectl.cli.commands.parts import check_division, is_divided, reopened_stores, run_divided
 from hicachectl.cli.options import (
     allow_empty_option,
-    buffer_option,
-    bwlimit_option,
+    copy_options,
+    filter_options,
     grace_option,
-    jobs_option,
-    lease_wait_option,
-    lock_option,
     output_options,
-    parts_options,
     profile_options,
     store_names,
-    transform_options,
 )
-from hicachectl.cli.parameters import FILTERS, OWN_VALUE, SAME, Divided, argument, own_option
+from hicachectl.cli.parameters import (
+    FILTERS,
+    OWN_VALUE,
+    Divided,
+    argument,
+    equal_option,
+    own_option,
+)
 from hicachectl.cli.session import (
     agreed,
-    bytes_progress,
     opened,
-    progress,
     remark,
     remark_wait,
     require_consent,
+    stages,
     store_name,
 )
 from hicachectl.cli.values import FILE
@@ -40,33 +41,16 @@ from hicachectl.io.interrupts import raised_once
 
 if TYPE_CHECKING:
     from hicachectl.backends.base import Store
-    from hicachectl.cli.commands.parts import Division
     from hicachectl.move.migration import MigrationRequest
     from hicachectl.results import Result
 
 
-_equal_option = partial(own_option, divided=SAME)
-
-
-@click.command(
-    "migrate",
-    cls=Command,
-    epilog="""\b
-Examples:
-  hicachectl migrate /mnt/hicache /backup/monday.hcpack --profile prod.toml
-  hicachectl migrate /backup/monday.hcpack mooncake://master:50051
-  hicachectl migrate /mnt/hicache /mnt/new --profile prod.toml --to-tp 8
-  hicachectl migrate prod: new: --profile prod.toml --to-model Qwen/Qwen3-32B-v2 --dry-run
-  hicachectl migrate prod: new: --profile prod.toml --move --yes --bwlimit 200MiB
-  hicachectl migrate prod: new: --profile prod.toml --shard 0/8 --run /shared/$(date +%F)
-  hicachectl migrate prod: new: --profile prod.toml --ray auto --run /var/lib/copy
-""",
-)
+@click.command("migrate", cls=Command)
 @argument("source", metavar="SRC", shell_complete=store_names)
 @argument("destination", metavar="DST", shell_complete=store_names)
 @FILTERS.option("--match", "page", metavar="PREFIX", help="Same as --page.")
 @FILTERS.option("--pages-from", "pages", type=FILE, metavar="FILE", help="Same as --pages.")
-@_equal_option("--dry-run", is_flag=True, help="Show what would be copied; change nothing.")
+@equal_option("--dry-run", is_flag=True, help="Show what would be copied; change nothing.")
 @own_option(
     "--resume",
     is_flag=True,
@@ -75,14 +59,14 @@ Examples:
     divided=OWN_VALUE,
     help="Has no effect.",
 )
-@_equal_option(
+@equal_option(
     "--if-exists",
     type=click.Choice(["skip", "verify", "overwrite"]),
     default="skip",
     show_default=True,
     help="Keep pages that DST already has whole, compare them, or overwrite them.",
 )
-@_equal_option(
+@equal_option(
     "--verify",
     is_flag=True,
     help="Read back and compare the written objects, and compare pages that DST already has.",
@@ -94,19 +78,13 @@ Examples:
     help="Delete pages from SRC after they were verified in DST.",
 )
 @own_option("--yes", is_flag=True, divided=OWN_VALUE, help="Do not ask before --move.")
-@_equal_option("--include-partial", is_flag=True, help="Also copy pages that are not whole.")
-@_equal_option("--include-damaged", is_flag=True, help="Also copy pages that have errors.")
+@equal_option("--include-partial", is_flag=True, help="Also copy pages that are not whole.")
+@equal_option("--include-damaged", is_flag=True, help="Also copy pages that have errors.")
 @grace_option("Skip pages younger than this that are not whole")
 @allow_empty_option
-@_equal_option("--no-space-check", is_flag=True, help="Start even if DST seems to lack space.")
-@transform_options
-@lock_option
-@jobs_option
-@buffer_option
-@bwlimit_option
-@lease_wait_option
+@equal_option("--no-space-check", is_flag=True, help="Start even if DST seems to lack space.")
+@copy_options
 @filter_options(beside_flags=True)
-@parts_options
 @output_options
 @profile_options
 @click.pass_context
@@ -136,57 +114,48 @@ def command(ctx: click.Context, /, source: str, destination: str, **options: Any
 
     --ray divides the work among the nodes of a Ray cluster, and prints the result; see CLUSTERS in
     hicachectl-verify(1). --move needs one process, or --shard.
+
+    Examples:
+      hicachectl migrate /mnt/hicache /backup/monday.hcpack --profile prod.toml
+      hicachectl migrate /backup/monday.hcpack mooncake://master:50051
+      hicachectl migrate /mnt/hicache /mnt/new --profile prod.toml --to-tp 8
+      hicachectl migrate prod: new: --profile prod.toml --to-model Qwen/Qwen3-32B-v2 --dry-run
+      hicachectl migrate prod: new: --profile prod.toml --move --yes --bwlimit 200MiB
+      hicachectl migrate prod: new: --profile prod.toml --shard 0/8 --run /shared/$(date +%F)
+      hicachectl migrate prod: new: --profile prod.toml --ray auto --run /var/lib/copy
     """
     from hicachectl.cli.output import write_run
+    from hicachectl.move.migration_outcome import MigrationFacts, result_of
+    from hicachectl.parts.migrate import MigrateJob
 
-    division = chosen_division(ctx, options)
+    wait = options["lease_wait"]
+    check_division(ctx, options)
     if options["move"]:
         require_consent(options)
-    run = partial(_migrated, ctx, source, destination, options, division)
+
+    def run() -> Result | None:
+        """Open both stores and migrate; None if the operator declined --move, or for a part."""
+        with (
+            opened(ctx, source, lease_wait=wait) as origin,
+            opened(ctx, destination, lease_wait=wait, create=True) as target,
+        ):
+            request = _request(ctx, origin, options)
+            make = partial(MigrateJob, request=request)
+            job = make(origin, target) if is_divided(options) else None
+            question = f"Delete pages from {origin.url} after they are verified in {target.url}?"
+            if options["move"] and not agreed(ctx, question, "copied"):
+                return None
+            if job is None:
+                return _at_once(ctx, origin, target, request)
+            reopened = reopened_stores(ctx, source, destination, request.profile, wait)
+            return run_divided(ctx, options, job, make, reopened)
+
+    def nothing() -> Result:
+        names = store_name(ctx, source), store_name(ctx, destination)
+        return result_of([MigrationFacts()], *names)
+
     with raised_once():
-        write_run(ctx, run, partial(_nothing, ctx, source, destination))
-
-
-def _nothing(ctx: click.Context, source: str, destination: str) -> Result:
-    """Return the result of a run that copied nothing."""
-    from hicachectl.move.migration_outcome import MigrationFacts, result_of
-
-    return result_of([MigrationFacts()], store_name(ctx, source), store_name(ctx, destination))
-
-
-def _migrated(
-    ctx: click.Context,
-    source: str,
-    destination: str,
-    options: dict[str, Any],
-    division: Division | None,
-) -> Result | None:
-    """Open both stores and migrate; None if the operator declined --move, or for a part."""
-    wait = options["lease_wait"]
-    with (
-        opened(ctx, source, lease_wait=wait) as origin,
-        opened(ctx, destination, lease_wait=wait, create=True) as target,
-    ):
-        request = _request(ctx, origin, options)
-        if division is None:
-            return (
-                _at_once(ctx, origin, target, request) if _agreed(origin, target, options) else None
-            )
-        from hicachectl.parts.migrate import MigrateJob
-
-        make = partial(MigrateJob, request=request)
-        job = make(origin, target)
-        if not _agreed(origin, target, options):
-            return None
-        reopened = reopened_stores(ctx, source, destination, request.profile, wait)
-        return run_divided(ctx, options, division, job, make, reopened)
-
-
-def _agreed(source: Store, target: Store, options: dict[str, Any]) -> bool:
-    """Return whether pages may be deleted, if --move is given."""
-    return not options["move"] or agreed(
-        options, f"Delete pages from {source.url} after they are verified in {target.url}?"
-    )
+        write_run(ctx, run, nothing)
 
 
 def _at_once(ctx: click.Context, source: Store, target: Store, request: MigrationRequest) -> Result:
@@ -196,10 +165,7 @@ def _at_once(ctx: click.Context, source: Store, target: Store, request: Migratio
 
     begun: list[bool] = []
     try:
-        with (
-            progress(ctx, "listing", " objects") as on_listed,
-            bytes_progress(ctx, "copying") as on_moved,
-        ):
+        with stages(ctx, "copying") as (on_listed, on_moved):
             return migrate(
                 source,
                 target,
@@ -219,8 +185,7 @@ def _at_once(ctx: click.Context, source: Store, target: Store, request: Migratio
 def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> MigrationRequest:
     from hicachectl.move.migration import MigrationRequest
     from hicachectl.move.store_pair import CopyOptions
-    from hicachectl.profiles.destination import destination_profile
-    from hicachectl.profiles.sources import profile_from_options
+    from hicachectl.profiles.sources import destination_profile, profile_from_options
 
     changes = options["move"] and not options["dry_run"]
     selection = selection_of(ctx, source, options, changes=changes)

@@ -9,6 +9,7 @@ from msgspec import Struct, to_builtins
 
 from hicachectl.cli.command import Group
 from hicachectl.cli.exit_codes import FINDINGS
+from hicachectl.cli.options import format_option
 from hicachectl.cli.parameters import argument, own_option
 from hicachectl.cli.session import bytes_progress, config_of, remark
 from hicachectl.cli.values import FILE
@@ -46,32 +47,21 @@ class RepairDocument(Struct, kw_only=True):
     dry_run: bool
 
 
-_format_option = own_option(
-    "--format",
-    "output_format",
-    type=click.Choice(["table", "json"]),
-    default="table",
-    show_default=True,
-    help="Format of the result.",
-)
+_format_option = format_option(("table", "json"))
 
 
-@click.group(
-    "pack",
-    cls=Group,
-    epilog="""\b
-Examples:
-  hicachectl pack info archive.hcpack
-  hicachectl pack repair archive.hcpack --dry-run
-  hicachectl pack repair archive.hcpack
-  hicachectl pack repair damaged.hcpack -o saved.hcpack
-""",
-)
+@click.group("pack", cls=Group)
 def command() -> None:
     """Describe pack files, and repair truncated ones.
 
     A pack is one file with the objects of a store; see hcpack(5). All other commands accept a pack
     as a store: /path/archive.hcpack, or pack:///path/archive.
+
+    Examples:
+      hicachectl pack info archive.hcpack
+      hicachectl pack repair archive.hcpack --dry-run
+      hicachectl pack repair archive.hcpack
+      hicachectl pack repair damaged.hcpack -o saved.hcpack
     """
 
 

@@ -6,12 +6,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from shlex import quote
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.cli.asked import with_value
 from hicachectl.cli.exit_codes import FINDINGS
-from hicachectl.cli.mending import with_value
 from hicachectl.cli.parameters import long_name, on_command_line, options_of
 from hicachectl.cli.session import bytes_progress, opened_store, progress, remark, whole_url
 from hicachectl.formats.errors import EmptyStore, StoreUnavailable, UsageError
@@ -32,46 +32,38 @@ if TYPE_CHECKING:
 _AGAIN = "to complete the work, run all parts with another --run"
 
 
-class Division(NamedTuple):
-    """How a run is divided: its part `shard` is done, or, without one, all parts on a cluster."""
+def is_divided(options: Mapping[str, Any]) -> bool:
+    """Return whether --shard or --ray divides the run."""
+    return options["shard"] is not None or options["ray"] is not None
 
-    shard: Shard | None
 
-
-def chosen_division(ctx: click.Context, options: Mapping[str, Any]) -> Division | None:
-    """Return how --shard or --ray divides the run; None if the command runs as a whole.
-
-    Raises click.UsageError, and UsageError for an option that a divided run cannot have.
-    """
-    if options["shard"] is None and on_command_line(ctx, "wait"):
+def check_division(ctx: click.Context, options: Mapping[str, Any]) -> None:
+    """Raise click.UsageError, or UsageError, for an option that a divided run cannot have."""
+    shard, address = options["shard"], options["ray"]
+    if shard is None and on_command_line(ctx, "wait"):
         raise click.UsageError("--wait needs --shard")
-    if options["shard"] is not None:
-        return Division(_chosen_shard(ctx, options))
-    if options["ray"] is None:
+    if shard is None and address is None:
         if options["run_directory"] is not None:
             raise click.UsageError("--run needs --shard or --ray")
-        return None
-    from hicachectl.parts.cluster import parse_address
-
-    parse_address(options["ray"])
-    for name, divided in _given(ctx):
-        if not divided.on_cluster:
-            raise click.UsageError(f"{name} cannot be combined with --ray; leave out one of them")
-    return Division(None)
-
-
-def _chosen_shard(ctx: click.Context, options: Mapping[str, Any]) -> Shard:
-    from hicachectl.parts.manifest import parse_shard
-
-    if options["ray"] is not None:
+        return
+    if shard is not None and address is not None:
         raise click.UsageError("--shard cannot be combined with --ray, which divides by itself")
-    if options["run_directory"] is None:
+    if shard is not None and options["run_directory"] is None:
         raise click.UsageError("--shard needs --run DIR, a directory that all parts share")
     for name, divided in _given(ctx):
-        if divided.instead:
+        if address is not None and not divided.on_cluster:
+            raise click.UsageError(f"{name} cannot be combined with --ray; leave out one of them")
+        if shard is not None and divided.instead:
             instead = divided.instead.format(name)
             raise click.UsageError(f"{name} cannot be combined with --shard; {instead}")
-    return parse_shard(options["shard"])
+    if shard is None:
+        from hicachectl.parts.cluster import parse_address
+
+        parse_address(address)
+    else:
+        from hicachectl.parts.manifest import parse_shard
+
+        parse_shard(shard)
 
 
 def _given(ctx: click.Context) -> Iterator[tuple[str, Divided]]:
@@ -118,7 +110,6 @@ def say_divided(ctx: click.Context, count: int, divider: str) -> None:
 def run_divided(
     ctx: click.Context,
     options: Mapping[str, Any],
-    division: Division,
     job: Job,
     make: Callable[..., Job],
     reopened: Sequence[Callable[[], AbstractContextManager[Store]]],
@@ -129,8 +120,11 @@ def run_divided(
     make: function that returns an equal job on a node, from its stores.
     reopened: functions that open these stores on a node; they and `make` are picklable.
     """
-    if (shard := division.shard) is None:
+    from hicachectl.parts.manifest import parse_shard
+
+    if options["shard"] is None:
         return _on_cluster(ctx, options, job, partial(opened_job, make, reopened))
+    shard = parse_shard(options["shard"])
     say_divided(ctx, shard.count, "--shard")
     _do_part(ctx, options, shard, job)
     return None
@@ -180,9 +174,8 @@ def _on_cluster(
 
     say, path = partial(remark, ctx), options["run_directory"]
     catalog = options.get("catalog") if options.get("update_catalog") else None
-    files = {"--metrics-file": "metrics_file", "--output": "output"}
-    written = {option: ctx.params.get(name) for option, name in files.items()}
-    refuse_inside(path, {**written, "--catalog": catalog})
+    metrics, output = ctx.params.get("metrics_file"), ctx.params.get("output")
+    refuse_inside(path, {"--metrics-file": metrics, "--output": output, "--catalog": catalog})
     with Driver(
         options["ray"], job, open_job, workers=options["workers"], path=path, say=say
     ) as driver:

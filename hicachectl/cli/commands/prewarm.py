@@ -11,24 +11,18 @@ import click
 
 from hicachectl.cli.asked import asked_file, asked_in, refuse_other_sources
 from hicachectl.cli.command import Command
-from hicachectl.cli.commands.parts import chosen_division, reopened_stores, run_divided
+from hicachectl.cli.commands.parts import check_division, is_divided, reopened_stores, run_divided
 from hicachectl.cli.metrics import metrics_if_empty
 from hicachectl.cli.options import (
     allow_empty_option,
-    buffer_option,
-    bwlimit_option,
-    jobs_option,
-    lease_wait_option,
-    lock_option,
+    copy_options,
     metrics_option,
     min_usable_option,
     output_option,
-    parts_options,
     prefetch_threshold_option,
     profile_options,
     request_options,
     store_names,
-    transform_options,
 )
 from hicachectl.cli.parameters import (
     MOONCAKE,
@@ -37,10 +31,11 @@ from hicachectl.cli.parameters import (
     SAME,
     Divided,
     argument,
+    equal_option,
     on_command_line,
     own_option,
 )
-from hicachectl.cli.session import bytes_progress, opened, progress, remark, store_name
+from hicachectl.cli.session import opened, progress, remark, stages, store_name
 from hicachectl.cli.values import FILE, FORMATS, Duration, Size
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.wording import inferred_refused
@@ -48,7 +43,6 @@ from hicachectl.io.interrupts import raised_once
 
 if TYPE_CHECKING:
     from hicachectl.backends.base import Store
-    from hicachectl.cli.commands.parts import Division
     from hicachectl.prewarming.outcome import PrewarmOutcome
     from hicachectl.prewarming.page_plan import PrewarmRequest
     from hicachectl.prewarming.prewarm import LiveServer
@@ -59,33 +53,9 @@ _TOKEN_SOURCES = ("prompts", "token_ids", "trace")
 _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
 
 
-def _chosen_format(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str:
-    """Return the format, by default that of a plan or of a result."""
-    # Options that are given are processed before those that are not.
-    return value or ("jsonl" if ctx.params.get("dry_run") else "json")
-
-
-_equal_option = partial(own_option, divided=SAME)
-
-
-@click.command(
-    "prewarm",
-    cls=Command,
-    epilog="""\b
-Examples:
-  hicachectl prewarm mooncake: --from /backup/monday.hcpack --trace day.jsonl \\
-      --budget 200GiB --deadline 10m --min-usable 0.9
-  hicachectl prewarm prod: --from /mnt/archive --profile prod.toml --prompts system.jsonl --pin
-  hicachectl prewarm --trace day.jsonl --profile prod.toml --dry-run -o plan.jsonl
-  hicachectl prewarm prod: --from /mnt/archive --profile prod.toml --plan plan.jsonl
-  hicachectl prewarm prod: --profile prod.toml --token-ids hot.jsonl \\
-      --through-server http://127.0.0.1:30000
-  hicachectl prewarm prod: --from /mnt/archive --profile prod.toml --trace day.jsonl \\
-      --deadline 10m --shard /64 --run /shared/$(date +%F)
-""",
-)
+@click.command("prewarm", cls=Command)
 @argument("destination", metavar="[DST]", required=False, shell_complete=store_names)
-@_equal_option(
+@equal_option(
     "--from",
     "source",
     metavar="SRC",
@@ -93,25 +63,25 @@ Examples:
     help="Copy pages from this store.",
 )
 @request_options
-@_equal_option(
+@equal_option(
     "--trace",
     type=FILE,
     help="Requests with their times, one JSON object per line, with token_ids or (for --dry-run) "
     "hash_ids.",
 )
-@_equal_option(
+@equal_option(
     "--plan", type=FILE, help="Copy the pages of a plan that --dry-run wrote, in its order."
 )
-@_equal_option(
+@equal_option(
     "--all",
     "all_",
     is_flag=True,
     help="Copy every whole page, newest first. Prefix order is unknown, so a partial run may be "
     "of little use.",
 )
-@_equal_option("--budget", type=Size(), divided=SAME, help="Copy at most this many bytes.")
-@_equal_option("--budget-pages", type=click.IntRange(0), metavar="N", help="Copy at most N pages.")
-@_equal_option("--deadline", type=Duration(), help="Start no further copy after this duration.")
+@equal_option("--budget", type=Size(), help="Copy at most this many bytes.")
+@equal_option("--budget-pages", type=click.IntRange(0), metavar="N", help="Copy at most N pages.")
+@equal_option("--deadline", type=Duration(), help="Start no further copy after this duration.")
 @min_usable_option
 @prefetch_threshold_option
 @MOONCAKE.option(
@@ -147,19 +117,12 @@ Examples:
     help="Make this live SGLang server load the prefixes from DST into its memory. Can be "
     "repeated.",
 )
-@metrics_option(OUTPUT)
-@transform_options
-@lock_option
-@jobs_option
-@buffer_option
-@bwlimit_option
-@lease_wait_option
-@parts_options
+@metrics_option
+@copy_options
 @OUTPUT.option(
     "--format",
     "output_format",
     type=click.Choice(FORMATS),
-    callback=_chosen_format,
     help="Format of the result; see OUTPUT in hicachectl(1).  [default: json; jsonl with "
     "--dry-run]",
 )
@@ -169,7 +132,7 @@ Examples:
 def command(
     ctx: click.Context, /, destination: str | None, source: str | None, **options: Any
 ) -> None:
-    """Copy the most valuable pages into a store, before the traffic arrives.
+    r"""Copy the most valuable pages into a store, before the traffic arrives.
 
     Give the expected requests: texts or chats (--prompts), token ids (--token-ids), page hashes
     (--pages), or a trace with times (--trace). For each request, prewarm takes the longest prefix
@@ -192,9 +155,23 @@ def command(
     one, pins, live servers, parts of a run, and usable tokens.
 
     hicachectl-scheduling(7) has jobs for cron, systemd and Kubernetes.
+
+    Examples:
+      hicachectl prewarm mooncake: --from /backup/monday.hcpack --trace day.jsonl \
+          --budget 200GiB --deadline 10m --min-usable 0.9
+      hicachectl prewarm prod: --from /mnt/archive --profile prod.toml --prompts system.jsonl --pin
+      hicachectl prewarm --trace day.jsonl --profile prod.toml --dry-run -o plan.jsonl
+      hicachectl prewarm prod: --from /mnt/archive --profile prod.toml --plan plan.jsonl
+      hicachectl prewarm prod: --profile prod.toml --token-ids hot.jsonl \
+          --through-server http://127.0.0.1:30000
+      hicachectl prewarm prod: --from /mnt/archive --profile prod.toml --trace day.jsonl \
+          --deadline 10m --shard /64 --run /shared/$(date +%F)
     """
     from hicachectl.cli.output import write_run
+    from hicachectl.prewarming.outcome import nothing_copied
 
+    if options["output_format"] is None:
+        ctx.params["output_format"] = "jsonl" if options["dry_run"] else "json"
     refuse_other_sources(options, _SOURCES)
     if options["trace"] and destination is None and source is None:
         _plan_trace(ctx, options)
@@ -204,53 +181,37 @@ def command(
             "Give DST and --from SRC, DST and --through-server URL, or --trace FILE --dry-run for "
             "a plan without stores"
         )
-    _refuse_useless(options)
-    division = chosen_division(ctx, options)
-    run = partial(_prewarmed, ctx, source, destination, options, division)
-    with raised_once():
-        write_run(ctx, run, partial(_nothing, ctx, source, destination))
-
-
-def _nothing(ctx: click.Context, source: str | None, destination: str) -> Result:
-    """Return the result of a run that copied nothing."""
-    from hicachectl.prewarming.outcome import nothing_copied
-
-    origin = None if source is None else store_name(ctx, source)
-    return nothing_copied(origin, store_name(ctx, destination)).result()
-
-
-def _prewarmed(
-    ctx: click.Context,
-    source: str | None,
-    destination: str,
-    options: dict[str, Any],
-    division: Division | None,
-) -> Result | None:
-    """Open the stores and prewarm; None for a part."""
-    if division is not None and (source is None or options["servers"]):
-        raise click.UsageError(
-            "--through-server cannot be combined with --shard or --ray, since servers load "
-            "prefixes that are whole in DST; run it after the last part, without --from"
-        )
-    wait = options["lease_wait"]
-    with (
-        opened(ctx, destination, lease_wait=wait, create=source is not None) as target,
-        metrics_if_empty("prewarm", options["metrics_file"], target.url),
-    ):
-        if source is None:
-            return _pulled(ctx, target, options)
-        with opened(ctx, source, lease_wait=wait) as origin:
-            if division is None:
-                return _warmed(ctx, origin, target, options)
-            return _in_parts(ctx, (source, destination), (origin, target), division, options)
-
-
-def _refuse_useless(options: dict[str, Any]) -> None:
-    """Raise click.UsageError for an option that needs another one."""
     if options["servers"] and not any(options[name] for name in _TOKEN_SOURCES):
         raise click.UsageError(
             "--through-server needs tokens; give --prompts, --token-ids or --trace"
         )
+    wait = options["lease_wait"]
+    check_division(ctx, options)
+    if is_divided(options) and (source is None or options["servers"]):
+        raise click.UsageError(
+            "--through-server cannot be combined with --shard or --ray, since servers load "
+            "prefixes that are whole in DST; run it after the last part, without --from"
+        )
+
+    def run() -> Result | None:
+        """Open the stores and prewarm; None for a part."""
+        with (
+            opened(ctx, destination, lease_wait=wait, create=source is not None) as target,
+            metrics_if_empty(ctx, lambda: nothing_copied(None, target.url).document),
+        ):
+            if source is None:
+                return _at_once(ctx, None, target, options)
+            with opened(ctx, source, lease_wait=wait) as origin:
+                if not is_divided(options):
+                    return _at_once(ctx, origin, target, options)
+                return _in_parts(ctx, (source, destination), (origin, target), options)
+
+    def nothing() -> Result:
+        origin = None if source is None else store_name(ctx, source)
+        return nothing_copied(origin, store_name(ctx, destination)).result()
+
+    with raised_once():
+        write_run(ctx, run, nothing)
 
 
 def _plan_trace(ctx: click.Context, options: dict[str, Any]) -> None:
@@ -261,11 +222,11 @@ def _plan_trace(ctx: click.Context, options: dict[str, Any]) -> None:
     from hicachectl.requests.reading import read_requests
     from hicachectl.text.units import counted
 
-    chosen_division(ctx, options)  # refuses --shard and --run
+    check_division(ctx, options)  # refuses --shard and --run
     if not options["dry_run"]:
         raise click.UsageError("--trace without stores needs --dry-run; or give DST and --from SRC")
     form = options["output_format"]
-    if form != "jsonl" and on_command_line(ctx, "output_format"):
+    if form not in (None, "jsonl") and on_command_line(ctx, "output_format"):
         raise click.UsageError(
             f"--format {form}: a plan without stores is always jsonl; leave out --format"
         )
@@ -289,37 +250,31 @@ def _plan_trace(ctx: click.Context, options: dict[str, Any]) -> None:
     write_json_lines(plan_rows(ranked), options["output"])
 
 
-def _pulled(ctx: click.Context, store: Store, options: dict[str, Any]) -> Result:
-    """Make servers pull what a store has."""
-    from hicachectl.prewarming.prewarm import usable_from
+def _at_once(
+    ctx: click.Context, source: Store | None, target: Store, options: dict[str, Any]
+) -> Result:
+    """Copy pages in this process, if there is a source; then make servers pull them."""
+    from hicachectl.prewarming.prewarm import live_servers, prewarm, usable_from
 
-    started, servers = time.monotonic(), _servers(options)
+    started = time.monotonic()
+    servers = {} if options["dry_run"] else live_servers(options["servers"])
+    store = target if source is None else source
     request = _wanted(ctx, _request(ctx, store, options), store, options)
-    outcome = usable_from(store, _served(ctx, request, servers))
-    return _after_pulls(ctx, servers, request, outcome, options, started)
-
-
-def _warmed(ctx: click.Context, source: Store, target: Store, options: dict[str, Any]) -> Result:
-    """Copy pages, then make servers pull them."""
-    from hicachectl.prewarming.prewarm import prewarm
-
-    started, servers = time.monotonic(), _servers(options)
-    request = _wanted(ctx, _request(ctx, source, options), source, options)
     request = _served(ctx, request, servers)
-    with (
-        progress(ctx, "listing", " objects") as on_listed,
-        bytes_progress(ctx, "copying") as on_copied,
-    ):
-        outcome = prewarm(source, target, request, on_listed=on_listed, on_copied=on_copied)
-    return _after_pulls(ctx, servers, request, outcome, options, started)
+    if source is None:
+        outcome = usable_from(target, request)
+    else:
+        with stages(ctx, "copying") as (on_listed, on_copied):
+            outcome = prewarm(source, target, request, on_listed=on_listed, on_copied=on_copied)
+    _pull(ctx, servers, request, outcome, options, started)
+    return outcome.result(min_usable=options["min_usable"], dry_run=options["dry_run"])
 
 
 def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> PrewarmRequest:
     """Return the request, without chains and pages."""
     from hicachectl.move.store_pair import CopyOptions
     from hicachectl.prewarming.page_plan import PrewarmRequest
-    from hicachectl.profiles.destination import destination_profile
-    from hicachectl.profiles.sources import profile_from_options
+    from hicachectl.profiles.sources import destination_profile, profile_from_options
 
     profile = profile_from_options(options, store, warn=partial(remark, ctx))
     if profile is None or profile.inferred:
@@ -363,7 +318,6 @@ def _in_parts(
     ctx: click.Context,
     names: tuple[str, str],
     stores: tuple[Store, Store],
-    division: Division,
     options: dict[str, Any],
 ) -> Result | None:
     """Copy one slice of a divided run; on a cluster, all slices.
@@ -377,24 +331,14 @@ def _in_parts(
         PrewarmJob,
         request=request,
         inputs={
-            f"--{name.strip('_').replace('_', '-')}": _text(options[name]) for name in _SOURCES
+            f"--{name.strip('_').replace('_', '-')}": str(options[name] or "") or None
+            for name in _SOURCES
         },
         min_usable=options["min_usable"],
     )
     job = make(*stores, asked=lambda: _wanted(ctx, request, stores[0], options))
     reopened = reopened_stores(ctx, *names, request.profile, options["lease_wait"])
-    return run_divided(ctx, options, division, job, partial(make, asked=None), reopened)
-
-
-def _text(value: Any) -> str | None:
-    return str(value) if value else None
-
-
-def _servers(options: dict[str, Any]) -> dict[str, LiveServer]:
-    """Return the deployments of the pulling servers, before any copy."""
-    from hicachectl.prewarming.prewarm import live_servers
-
-    return {} if options["dry_run"] else live_servers(options["servers"])
+    return run_divided(ctx, options, job, partial(make, asked=None), reopened)
 
 
 def _served(
@@ -412,37 +356,37 @@ def _served(
     return replace(request, served=served)
 
 
-def _after_pulls(
+def _pull(
     ctx: click.Context,
     servers: dict[str, LiveServer],
     request: PrewarmRequest,
     outcome: PrewarmOutcome,
     options: dict[str, Any],
     started: float,
-) -> Result:
-    """Make servers pull the prefixes that DST has; return the result of the run."""
+) -> None:
+    """Make servers pull the prefixes that DST has; add the pulls to the outcome."""
     from hicachectl.prewarming.prewarm import pull
     from hicachectl.requests.reading import read_again
 
-    if servers and outcome.interruption is None:
-        remark(ctx, *outcome.messages)
-        limit = options["deadline"]
-        pulling: list[ThroughServer] = []
-        path, tokenizer = asked_file(options)
-        try:
-            with progress(ctx, "pulling", " requests") as advance:
-                pull(
-                    servers,
-                    request,
-                    outcome.usable_pages,
-                    lambda starts: read_again(path, starts, tokenizer),
-                    deadline=None if limit is None else started + limit,
-                    pulling=pulling,
-                    on_done=advance,
-                )
-        except BaseException as error:
-            if isinstance(error, Exception):
-                raise
-            outcome.interrupt(error)
-        outcome.add_pulls(pulling, time.monotonic() - started)
-    return outcome.result(min_usable=options["min_usable"], dry_run=options["dry_run"])
+    if not servers or outcome.interruption is not None:
+        return
+    remark(ctx, *outcome.messages)
+    limit = options["deadline"]
+    pulling: list[ThroughServer] = []
+    path, tokenizer = asked_file(options)
+    try:
+        with progress(ctx, "pulling", " requests") as advance:
+            pull(
+                servers,
+                request,
+                outcome.usable_pages,
+                lambda starts: read_again(path, starts, tokenizer),
+                deadline=None if limit is None else started + limit,
+                pulling=pulling,
+                on_done=advance,
+            )
+    except BaseException as error:
+        if isinstance(error, Exception):
+            raise
+        outcome.interrupt(error)
+    outcome.add_pulls(pulling, time.monotonic() - started)

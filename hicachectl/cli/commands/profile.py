@@ -11,6 +11,7 @@ import click
 
 from hicachectl.cli.command import Command
 from hicachectl.cli.options import (
+    format_option,
     model_option,
     prefetch_threshold_option,
     profile_options,
@@ -28,20 +29,7 @@ if TYPE_CHECKING:
 _FORMATS = ("toml", "json")
 
 
-@click.command(
-    "profile",
-    cls=Command,
-    epilog="""\b
-Examples:
-  hicachectl profile --model-config config.json --tp 2 --page-size 64 -o prod.toml
-  hicachectl profile --server http://127.0.0.1:30000 -o prod.toml
-  hicachectl profile --launch 'sglang serve --model-path /models/m --tp 8 --page-size 64 \\
-      --enable-hierarchical-cache'
-  hicachectl profile --launch @serve.sh --model-config config.json -o prod.toml
-  hicachectl profile /tmp/hicache --model Qwen/Qwen3-32B --tp 2
-  hicachectl profile --print-probe > probe.py
-""",
-)
+@click.command("profile", cls=Command)
 @argument("store", metavar="[STORE]", required=False, shell_complete=store_names)
 @model_option
 @PROFILE.option(
@@ -51,14 +39,7 @@ Examples:
     help="Build the profile from the command that launches a server, a file with it (@FILE), or a "
     "running server (pid:N).",
 )
-@own_option(
-    "--format",
-    "output_format",
-    type=click.Choice(_FORMATS),
-    default="toml",
-    show_default=True,
-    help="Format of the profile.",
-)
+@format_option(_FORMATS)
 @own_option(
     "--print-probe",
     is_flag=True,
@@ -83,7 +64,7 @@ def command(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Print the profile of a deployment: its model, shards and pools.
+    r"""Print the profile of a deployment: its model, shards and pools.
 
     Write the profile once with -o, then give it to other commands with --profile. The profile
     comes from --model-config and flags, from --server, from --launch, or from --profile. Without
@@ -103,6 +84,15 @@ def command(
     environment, with the server's flags and environment variables, on a machine with the same GPU:
     python probe.py --model-path … --tp 8 > prod.toml. It asks SGLang's own classes for the pools,
     loads no weights, and needs nothing of hicachectl.
+
+    Examples:
+      hicachectl profile --model-config config.json --tp 2 --page-size 64 -o prod.toml
+      hicachectl profile --server http://127.0.0.1:30000 -o prod.toml
+      hicachectl profile --launch 'sglang serve --model-path /models/m --tp 8 --page-size 64 \
+          --enable-hierarchical-cache'
+      hicachectl profile --launch @serve.sh --model-config config.json -o prod.toml
+      hicachectl profile /tmp/hicache --model Qwen/Qwen3-32B --tp 2
+      hicachectl profile --print-probe > probe.py
     """
     from hicachectl.cli.output import write_text
     from hicachectl.formats.profile import dump_profile, profile_to_mapping

@@ -9,7 +9,7 @@ import click
 from msgspec import to_builtins
 
 from hicachectl.cli.command import Group
-from hicachectl.cli.options import lock_option, output_options, store_names
+from hicachectl.cli.options import changing_options, output_options, store_names
 from hicachectl.cli.parameters import argument, own_option
 from hicachectl.cli.session import agreed, quarantine_directory, remark, require_consent
 from hicachectl.cli.values import PointInTime
@@ -25,16 +25,7 @@ if TYPE_CHECKING:
     from hicachectl.text.tables import Screen
 
 
-@click.group(
-    "quarantine",
-    cls=Group,
-    epilog="""\b
-Examples:
-  hicachectl quarantine list prod:
-  hicachectl quarantine purge /var/quarantine --before 30d --dry-run
-  hicachectl quarantine purge /var/quarantine --before 30d --yes
-""",
-)
+@click.group("quarantine", cls=Group)
 def command() -> None:
     """List the runs in a quarantine, and delete old ones.
 
@@ -42,6 +33,11 @@ def command() -> None:
     so that ls, show, verify and migrate read it. hicachectl restore puts pages back. QUARANTINE is
     a directory that verify --repair filled, one run in it, or a store with a quarantine of its
     own.
+
+    Examples:
+      hicachectl quarantine list prod:
+      hicachectl quarantine purge /var/quarantine --before 30d --dry-run
+      hicachectl quarantine purge /var/quarantine --before 30d --yes
     """
 
 
@@ -75,9 +71,7 @@ def list_(ctx: click.Context, /, quarantine: str, **options: Any) -> None:
     required=True,
     help="Delete runs that began before TIME (ISO 8601, or an age such as 30d).",
 )
-@own_option("--dry-run", is_flag=True, help="Show what would be deleted; change nothing.")
-@own_option("--yes", is_flag=True, help="Do not ask before deleting.")
-@lock_option
+@changing_options("deleted", "deleting")
 @output_options
 @click.pass_context
 def purge(ctx: click.Context, /, quarantine: str, **options: Any) -> None:
@@ -88,32 +82,28 @@ def purge(ctx: click.Context, /, quarantine: str, **options: Any) -> None:
     if a run could not be deleted.
     """
     from hicachectl.cli.output import write_run
-    from hicachectl.move.quarantine import RUNS, PurgeReport
+    from hicachectl.move.quarantine import RUNS, WOULD_PURGE, PurgeReport, purge_runs
+    from hicachectl.text.units import counted, human_size
 
     require_consent(options)
     directory = quarantine_directory(ctx, quarantine)
+    before, dry_run = options["before"], options["dry_run"]
+
+    def run() -> Result | None:
+        """Delete old runs; None if the operator declined."""
+        if not (options["yes"] or dry_run):
+            found = _sums(_of_state(purge_runs(directory, before, dry_run=True), WOULD_PURGE))
+            runs, pages = counted(found["count"], "run"), counted(found["pages"], "page")
+            size = human_size(found["bytes"])
+            question = f"Delete {runs} with {pages} ({size}) from {directory} for good?"
+            if found["count"] and not agreed(ctx, question, "deleted"):
+                return None
+        return _result(directory, purge_runs(directory, before, dry_run=dry_run), dry_run=dry_run)
 
     def nothing() -> Result:
-        return _result(directory, PurgeReport(RUNS.empty_table()), dry_run=options["dry_run"])
+        return _result(directory, PurgeReport(RUNS.empty_table()), dry_run=dry_run)
 
-    write_run(ctx, partial(_purged, ctx, directory, options), nothing)
-
-
-def _purged(ctx: click.Context, directory: Path, options: dict[str, Any]) -> Result | None:
-    """Delete old runs; None if the operator declined."""
-    from hicachectl.move.quarantine import WOULD_PURGE, purge_runs
-    from hicachectl.text.units import counted, human_size
-
-    before, dry_run = options["before"], options["dry_run"]
-    if not (options["yes"] or dry_run):
-        found = _sums(_of_state(purge_runs(directory, before, dry_run=True), WOULD_PURGE))
-        runs, pages = counted(found["count"], "run"), counted(found["pages"], "page")
-        size = human_size(found["bytes"])
-        question = f"Delete {runs} with {pages} ({size}) from {directory} for good?"
-        if found["count"] and not agreed(options, question):
-            remark(ctx, "Nothing was deleted", failure=True)
-            return None
-    return _result(directory, purge_runs(directory, before, dry_run=dry_run), dry_run=dry_run)
+    write_run(ctx, run, nothing)
 
 
 def _result(directory: Path, report: PurgeReport, *, dry_run: bool) -> Result:
@@ -126,12 +116,11 @@ def _result(directory: Path, report: PurgeReport, *, dry_run: bool) -> Result:
         failed=len(report.failures),
         dry_run=dry_run,
     )
-    done = f"{'would be ' * dry_run}deleted"
     return Result(
         document=to_builtins(document),
         rows=report.rows,
         rows_name="runs",
-        lines=lambda document, screen, shown: _lines(document, report, done, screen),
+        lines=lambda document, screen, shown: _lines(document, report, "deleted", screen),
         undone=[*report.left, *(f"{run}: {why}" for run, why in report.failures)],
         failed=bool(report.failures),
         dry_run=dry_run,
@@ -155,13 +144,10 @@ def _sums(rows: pa.Table) -> dict[str, Any]:
 def _lines(
     document: dict[str, Any], report: PurgeReport, what: str, screen: Screen
 ) -> Iterator[str]:
-    from hicachectl.cli.text_tables import runs_for_people
+    from hicachectl.cli.text_tables import last_line, runs_for_people
     from hicachectl.text.tables import table_lines
-    from hicachectl.text.units import counted, human_size
 
     if len(report.rows):
         yield from table_lines(runs_for_people(report.rows), screen)
-    runs, pages = counted(document["count"], "run"), counted(document["pages"], "page")
-    objects = counted(document["objects"], "object")
-    stopped = "; stopped: lock" if document.get("stopped_by") else ""
-    yield f"{runs}, {pages}, {objects}, {human_size(document['bytes'])} {what}{stopped}"
+    counts = {"run": document["count"], "page": document["pages"], "object": document["objects"]}
+    yield last_line(document, counts, what)

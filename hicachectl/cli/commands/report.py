@@ -13,22 +13,18 @@ from hicachectl.checks.registry import group_names, reading_groups
 from hicachectl.cli.asked import (
     asked_checks,
     asked_hits,
+    mending_of,
     of_profile,
     of_requests,
     refuse_choice,
     refuse_other_sources,
+    selection_of,
 )
 from hicachectl.cli.command import Command
 from hicachectl.cli.exit_codes import FINDINGS
-from hicachectl.cli.filters import filter_options, selection_of
-from hicachectl.cli.mending import mending_of
 from hicachectl.cli.options import (
-    allow_empty_option,
-    allow_leases_option,
-    buffer_option,
-    bwlimit_option,
-    fail_on_option,
-    judging_grace_option,
+    checking_options,
+    filter_options,
     prefetch_threshold_option,
     profile_options,
     request_options,
@@ -36,10 +32,9 @@ from hicachectl.cli.options import (
     store_argument,
 )
 from hicachectl.cli.parameters import CHECKS, Parsed, own_option
-from hicachectl.cli.session import bytes_progress, config_of, opened, progress, remark, remark_wait
-from hicachectl.cli.values import FILE, NameList, OutputFile, PointInTime
+from hicachectl.cli.session import config_of, opened, remark, remark_wait, stages
+from hicachectl.cli.values import FILE, NameList, OutputFile, PointInTime, head_of
 from hicachectl.formats.errors import UsageError
-from hicachectl.formats.wording import failed
 from hicachectl.text.terminal import message_text
 
 if TYPE_CHECKING:
@@ -70,18 +65,7 @@ def _listed_checks() -> tuple[str, ...]:
     return tuple(name for name in group_names() if name not in reading)
 
 
-@click.command(
-    "report",
-    cls=Command,
-    epilog="""\b
-Examples:
-  hicachectl report prod: -o store.html
-  hicachectl report prod: --profile prod.toml --mark 2026-11-20T14:00Z -o store.html
-  hicachectl report prod: --profile prod.toml --checks values --sample 5% -o store.html
-  hicachectl report prod: --token-ids requests.jsonl --profile prod.toml -o store.html
-  hicachectl report /tmp/hicache --page 4ebfa8a1 -o page.html
-""",
-)
+@click.command("report", cls=Command)
 @store_argument
 @own_option(
     "-o",
@@ -118,13 +102,8 @@ Examples:
     default=_listed_checks,
     help="Checks of verify to run.  [default: those that read no object]",
 )
-@sample_options(CHECKS, "the day number", repeats=False)
-@judging_grace_option
-@fail_on_option
-@allow_empty_option
-@buffer_option
-@bwlimit_option
-@allow_leases_option
+@sample_options(CHECKS, "the day number")
+@checking_options
 @filter_options(beside_flags=True, without=("page", "pages"))
 @profile_options
 @click.pass_context
@@ -146,6 +125,13 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
     shown in full; the file is written first.
 
     report needs the extra: pip install 'hicachectl[report]'.
+
+    Examples:
+      hicachectl report prod: -o store.html
+      hicachectl report prod: --profile prod.toml --mark 2026-11-20T14:00Z -o store.html
+      hicachectl report prod: --profile prod.toml --checks values --sample 5% -o store.html
+      hicachectl report prod: --token-ids requests.jsonl --profile prod.toml -o store.html
+      hicachectl report /tmp/hicache --page 4ebfa8a1 -o page.html
     """
     from hicachectl.backends.capabilities import permissions_of
     from hicachectl.backends.disk.durable import STDOUT, whole_file
@@ -154,14 +140,12 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
     from hicachectl.report.view import html_of
 
     refuse_missing()
-    _refuse_contradictions(options)
+    if any(options[name] for name in _REQUESTS):
+        refuse_other_sources(options, _REQUESTS)
     _refuse_place(ctx, store, output)
     with opened(ctx, store, allow_leases=options["allow_leases"]) as source:
         request = _request(ctx, source, options)
-        with (
-            progress(ctx, "listing", " objects") as on_listed,
-            bytes_progress(ctx, "reading") as on_read,
-        ):
+        with stages(ctx, "reading") as (on_listed, on_read):
             picture = take_picture(
                 source,
                 request,
@@ -187,29 +171,16 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
         ctx.exit(FINDINGS)
 
 
-def _refuse_contradictions(options: dict[str, Any]) -> None:
-    if any(options[name] for name in _REQUESTS):
-        refuse_other_sources(options, _REQUESTS)
-
-
 def _refuse_place(ctx: click.Context, store: str, output: Path) -> None:
     """Refuse to write among the objects of the store, or over a file that is no page."""
-    from hicachectl.backends.disk.durable import STDOUT
     from hicachectl.backends.urls import parse_url
 
     url = parse_url(store, config_of(ctx))
     place = Path(os.path.realpath(output))
     if any(path and place.is_relative_to(os.path.realpath(path)) for path in url.paths):
         raise UsageError(f"{output}: lies in the store; name a file in another directory")
-    if not place.is_file() or output == STDOUT:
-        return
-    try:
-        with place.open("rb") as file:
-            is_page = file.read(len(_HEAD)) in (_HEAD, b"")
-    except OSError as error:
-        action = "read the file that would be replaced"
-        raise UsageError(failed(output, action, error, "name another file")) from error
-    if not is_page:
+    head = head_of(place)
+    if head and not head.startswith(_HEAD):
         raise UsageError(f"{output}: exists and is not an HTML page; name another file")
 
 

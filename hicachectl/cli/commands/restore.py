@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec import to_builtins
 
+from hicachectl.cli.asked import given_filters, selection_of
 from hicachectl.cli.command import Command
-from hicachectl.cli.filters import filter_options, given_filters, selection_of
 from hicachectl.cli.options import (
-    lock_option,
+    changing_options,
+    filter_options,
     output_options,
     profile_option,
     store_argument,
     store_names,
 )
-from hicachectl.cli.parameters import OWN, argument, own_option
+from hicachectl.cli.parameters import argument
 from hicachectl.cli.session import (
     agreed,
     opened,
@@ -44,24 +45,13 @@ if TYPE_CHECKING:
 _SHOWN = 20  # pages in a table
 
 
-@click.command(
-    "restore",
-    cls=Command,
-    epilog="""\b
-Examples:
-  hicachectl restore /tmp/hicache/.hicachectl/quarantine /tmp/hicache --dry-run
-  hicachectl restore /var/quarantine prod: --page 4ebfa8a1f3c3 --yes
-  hicachectl restore /var/quarantine hf3fs:///mnt/3fs/hicache --profile prod.toml
-""",
-)
+@click.command("restore", cls=Command)
 @argument("quarantine", metavar="QUARANTINE", shell_complete=store_names)
 @store_argument
-@profile_option(OWN, "needed for 3FS stores. See")
-@own_option("--dry-run", is_flag=True, help="Show what would be restored; change nothing.")
-@own_option("--yes", is_flag=True, help="Do not ask before restoring.")
 @filter_options()
-@lock_option
+@changing_options("restored", "restoring")
 @output_options
+@profile_option
 @click.pass_context
 def command(ctx: click.Context, /, quarantine: str, store: str, **options: Any) -> None:
     """Put quarantined pages back into a store.
@@ -71,54 +61,55 @@ def command(ctx: click.Context, /, quarantine: str, store: str, **options: Any) 
     have all. Each page returns to STORE with all its objects and their times, the kv objects last,
     and leaves the quarantine. If STORE has another object under a key of a page, the page is a
     conflict: it stays in the quarantine, and the exit status is 4. An object that STORE has with
-    the same bytes counts as put back.
+    the same bytes counts as put back. A 3FS store needs --profile.
 
     Restoring does not repair: the page has the same fault as before. If a server has cleared STORE
     since the repair, its pages stay in the quarantine. For pages of another store, the question
     names both stores.
+
+    Examples:
+      hicachectl restore /tmp/hicache/.hicachectl/quarantine /tmp/hicache --dry-run
+      hicachectl restore /var/quarantine prod: --page 4ebfa8a1f3c3 --yes
+      hicachectl restore /var/quarantine hf3fs:///mnt/3fs/hicache --profile prod.toml
     """
     from hicachectl.cli.output import write_run
+    from hicachectl.move.restore import restore_groups
     from hicachectl.move.results import GroupReport
+    from hicachectl.profiles.sources import profile_from_options
 
     require_consent(options)
     _refuse_prefix(options["pages"])
     directory, filtered = quarantine_directory(ctx, quarantine), bool(given_filters(options))
-    run = partial(_restored, ctx, directory, store, options, filtered=filtered)
+    dry_run: bool = options["dry_run"]
+
+    def run() -> Result | None:
+        """Put pages back; None if the operator declined."""
+        with opened(ctx, store) as source:
+            started, name = time.monotonic(), source.url
+            profile = profile_from_options({"profile_file": options["profile_file"]}, source)
+            selection = selection_of(ctx, source, options, changes=not dry_run)
+            restore = partial(
+                restore_groups, source, directory, profile=profile, selection=selection
+            )
+            if not (options["yes"] or dry_run):
+                found = restore(dry_run=True)
+                if len(found.rows) and not agreed(ctx, _question(found, name), "restored"):
+                    return None
+            with progress(ctx, "restoring", " pages") as advance:
+                report = restore(dry_run=dry_run, on_progress=advance)
+        result = _result(name, directory, report, time.monotonic() - started, dry_run=dry_run)
+        if len(report.rows) or report.busy:
+            return result
+        if filtered:
+            return result.with_undone(f"{directory}: no page that matches the filters")
+        remark(ctx, f"{directory}: no quarantined page")
+        return result
 
     def nothing() -> Result:
         named = store_name(ctx, store)
-        return _result(named, directory, GroupReport(), 0.0, dry_run=options["dry_run"])
+        return _result(named, directory, GroupReport(), 0.0, dry_run=dry_run)
 
     write_run(ctx, run, nothing)
-
-
-def _restored(
-    ctx: click.Context, directory: Path, store: str, options: dict[str, Any], *, filtered: bool
-) -> Result | None:
-    """Put pages back; None if the operator declined."""
-    from hicachectl.move.restore import restore_groups
-    from hicachectl.profiles.sources import profile_from_options
-
-    dry_run: bool = options["dry_run"]
-    with opened(ctx, store) as source:
-        started, name = time.monotonic(), source.url
-        profile = profile_from_options({"profile_file": options["profile_file"]}, source)
-        selection = selection_of(ctx, source, options, changes=not dry_run)
-        restore = partial(restore_groups, source, directory, profile=profile, selection=selection)
-        if not (options["yes"] or dry_run):
-            found = restore(dry_run=True)
-            if len(found.rows) and not agreed(options, _question(found, name)):
-                remark(ctx, "Nothing was restored", failure=True)
-                return None
-        with progress(ctx, "restoring", " pages") as advance:
-            report = restore(dry_run=dry_run, on_progress=advance)
-    result = _result(name, directory, report, time.monotonic() - started, dry_run=dry_run)
-    if len(report.rows) or report.busy:
-        return result
-    if filtered:
-        return result.with_undone(f"{directory}: no page that matches the filters")
-    remark(ctx, f"{directory}: no quarantined page")
-    return result
 
 
 def _result(
@@ -177,9 +168,9 @@ def _question(found: GroupReport, store: str) -> str:
 def _lines(
     rows: pa.Table, document: dict[str, Any], screen: Screen, _shown: Shown
 ) -> Iterator[str]:
-    from hicachectl.cli.text_tables import restored_for_people, worst_first
+    from hicachectl.cli.text_tables import last_line, restored_for_people, worst_first
     from hicachectl.text.tables import table_lines
-    from hicachectl.text.units import counted, human_size
+    from hicachectl.text.units import counted
 
     if len(rows):
         shown = worst_first(rows).slice(0, _SHOWN)
@@ -188,9 +179,5 @@ def _lines(
             yield f"and {counted(more, 'page')} more; --format csv has all"
     conflicts = f", {counted(document['conflicts'], 'conflict')}" if document["conflicts"] else ""
     failed = f", {document['failed']} failed" if document["failed"] else ""
-    would = "would be " if document["dry_run"] else ""
-    stopped = f"; stopped: {document['stopped_by']}" if document["stopped_by"] else ""
-    yield (
-        f"{counted(document['pages'], 'page')}, {counted(document['objects'], 'object')}, "
-        f"{human_size(document['bytes'])} {would}restored{conflicts}{failed}{stopped}"
-    )
+    counts = {"page": document["pages"], "object": document["objects"]}
+    yield last_line(document, counts, f"restored{conflicts}{failed}")

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from msgspec import to_builtins
 
+from hicachectl.cli.asked import given_filters, say_unjudged, selection_of
 from hicachectl.cli.command import Command
-from hicachectl.cli.filters import filter_options, given_filters, say_unjudged, selection_of
 from hicachectl.cli.options import (
+    changing_options,
+    filter_options,
     grace_option,
     lease_wait_option,
-    lock_option,
     output_options,
     profile_option,
     store_argument,
 )
-from hicachectl.cli.parameters import OWN, on_command_line, own_option, removed_option
+from hicachectl.cli.parameters import on_command_line, own_option, removed_option
 from hicachectl.cli.session import (
     agreed,
     moment_of,
@@ -55,8 +56,10 @@ if TYPE_CHECKING:
 class _Removal(NamedTuple):
     """A planned removal.
 
-    question: before it; None: nothing to remove. remove: takes dry_run. freeing: with --free.
-    in_flight: number of groups that are left because servers may still be writing them.
+    question: the question before it; None if there is nothing to remove.
+    remove: function that removes; takes dry_run.
+    freeing: the choice of --free; None without it.
+    in_flight: number of matching groups that stay, because servers may still be writing them.
     """
 
     question: str | None
@@ -65,36 +68,12 @@ class _Removal(NamedTuple):
     in_flight: int = 0
 
 
-class _Choice(NamedTuple):
-    """Groups to remove.
-
-    freeing: with --free.
-    in_flight: number of matching groups that are left because servers may still be writing them.
-    """
-
-    plan: RepairPlan
-    freeing: Freeing | None
-    in_flight: int
-
-
 _OF_PAGES = (
     "free", "trace", "keep_plan", "all_deployments", "profile_file", "grace", "and_unnamed",
 )  # fmt: skip
 
 
-@click.command(
-    "rm",
-    cls=Command,
-    epilog="""\b
-Examples:
-  hicachectl rm /tmp/hicache --model Qwen/Qwen3-32B --dry-run
-  hicachectl rm prod: --before 7d --yes --lock /run/hicachectl.lock
-  hicachectl rm prod: --state orphan
-  hicachectl rm prod: --free 200GiB --trace day.jsonl --profile prod.toml --dry-run
-  hicachectl rm prod: --temporaries --before 1d
-  hicachectl rm prod: --pages bad-pages.txt
-""",
-)
+@click.command("rm", cls=Command)
 @store_argument
 @own_option(
     "--all-deployments",
@@ -111,12 +90,14 @@ Examples:
 )
 @own_option(
     "--trace",
+    needs="--free SIZE",
     type=FILE,
     help="With --free: keep what the requests of FILE use. First other pages are removed, then "
     "those of least value. Needs --profile. hicachectl-prewarm(1) describes traces.",
 )
 @own_option(
     "--keep-plan",
+    needs="--free SIZE",
     type=FILE,
     help="With --free: keep the pages of a prewarm plan. First other pages are removed, then the "
     "plan's, from its last.",
@@ -137,7 +118,6 @@ Examples:
     "--token-ids",
     "pages behind removed ones age out, or --free SIZE --trace FILE removes them before others",
 )
-@profile_option(OWN)
 @grace_option("Leave pages younger than this that are not whole")
 @own_option(
     "--despite-profile",
@@ -145,12 +125,11 @@ Examples:
     help="Remove even if the profile looks wrong. Only with --state partial, which is refused if "
     "most of the newest pages lack the same pool.",
 )
-@own_option("--dry-run", is_flag=True, help="Show what would be removed; change nothing.")
-@own_option("--yes", is_flag=True, help="Do not ask before removing.")
 @filter_options()
-@lock_option
+@changing_options("removed", "removing")
 @lease_wait_option
 @output_options
+@profile_option
 @click.pass_context
 def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     """Remove pages from a store for good.
@@ -172,31 +151,37 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     --temporaries removes no pages. It removes the files that verify reports as stale-temporary:
     temporary files that are older than a minute, and objects that a server's clear made misses
     more than a minute ago. With --before, they must also be older than TIME.
+
+    Examples:
+      hicachectl rm /tmp/hicache --model Qwen/Qwen3-32B --dry-run
+      hicachectl rm prod: --before 7d --yes --lock /run/hicachectl.lock
+      hicachectl rm prod: --state orphan
+      hicachectl rm prod: --free 200GiB --trace day.jsonl --profile prod.toml --dry-run
+      hicachectl rm prod: --temporaries --before 1d
+      hicachectl rm prod: --pages bad-pages.txt
     """
     from hicachectl.cli.output import write_run
     from hicachectl.move.results import GroupReport
 
     _refuse_contradictions(ctx, options)
     require_consent(options)
+    dry_run: bool = options["dry_run"]
+
+    def run() -> Result | None:
+        """Remove what the options choose; None if the operator declined."""
+        with opened(ctx, store, lease_wait=options["lease_wait"]) as source:
+            plan = _plan_temporaries if options["temporaries"] else _plan_pages
+            removal = plan(ctx, source, options)
+            started = time.monotonic()
+            if removal.question and not agreed(ctx, removal.question, "removed"):
+                return None
+            report = removal.remove(dry_run)
+        return _result(source.url, report, time.monotonic() - started, removal, dry_run=dry_run)
 
     def nothing() -> Result:
-        return _result(store_name(ctx, store), GroupReport(), 0.0, dry_run=options["dry_run"])
+        return _result(store_name(ctx, store), GroupReport(), 0.0, dry_run=dry_run)
 
-    write_run(ctx, partial(_removed, ctx, store, options), nothing)
-
-
-def _removed(ctx: click.Context, store: str, options: dict[str, Any]) -> Result | None:
-    """Remove what the options choose; None if the operator declined."""
-    dry_run: bool = options["dry_run"]
-    with opened(ctx, store, lease_wait=options["lease_wait"]) as source:
-        plan = _plan_temporaries if options["temporaries"] else _plan_pages
-        removal = plan(ctx, source, options)
-        started = time.monotonic()
-        if removal.question and not agreed(options, removal.question):
-            remark(ctx, "Nothing was removed", failure=True)
-            return None
-        report = removal.remove(dry_run)
-    return _result(source.url, report, time.monotonic() - started, removal, dry_run=dry_run)
+    write_run(ctx, run, nothing)
 
 
 def _result(
@@ -212,7 +197,7 @@ def _result(
 
     freeing = None if removal is None else removal.freeing
     in_flight = 0 if removal is None else removal.in_flight
-    short = "" if freeing is None else _short_of(freeing, report)
+    lacking = 0 if freeing is None else freeing.lacking(report.kept_bytes)
     document = RemovalDocument(
         store=store,
         pages=report.groups,
@@ -233,9 +218,8 @@ def _result(
         rows=report.rows,
         rows_name="groups",
         lines=partial(_lines, report.rows),
-        undone=[*filter(None, [short]), *_left_alone(report, in_flight)],
-        failed=bool(report.failures or report.remaining)
-        or (freeing is not None and freeing.lacking(report.kept_bytes) > 0),
+        undone=list(_left_alone(report, in_flight, lacking)),
+        failed=bool(report.failures or report.remaining or lacking),
         dry_run=dry_run,
     )
 
@@ -256,7 +240,17 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
             "Give a filter, such as --model, --before or --state, or give --free or --temporaries; "
             "to wipe the whole store, use SGLang's clear_hicache_storage_backend"
         )
-    _refuse_about_free(options)
+    if options["and_unnamed"] and not (
+        (options["trace"] or options["keep_plan"]) and options["profile_file"]
+    ):
+        raise click.UsageError(
+            "--and-unnamed needs --trace or --keep-plan, and --profile: they say which deployment "
+            "the requests name"
+        )
+    if options["trace"] and options["keep_plan"]:
+        raise click.UsageError("--trace cannot be combined with --keep-plan; leave out one of them")
+    if options["trace"] and not options["profile_file"]:
+        raise click.UsageError("--trace needs --profile, which states the page size")
     if "partial" in (options["state"] or ()) and not options["profile_file"]:
         raise click.UsageError(
             "--state partial needs --profile, which states the objects of a page; without it, one "
@@ -264,23 +258,6 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
         )
     if options["despite_profile"] and "partial" not in (options["state"] or ()):
         raise click.UsageError("--despite-profile needs --state partial")
-
-
-def _refuse_about_free(options: dict[str, Any]) -> None:
-    values = [name for name in ("trace", "keep_plan") if options[name]]
-    if options["and_unnamed"] and not (values and options["profile_file"]):
-        raise click.UsageError(
-            "--and-unnamed needs --trace or --keep-plan, and --profile: they say which deployment "
-            "the requests name"
-        )
-    if options["free"] is None:
-        if values:
-            raise click.UsageError(f"--{values[0].replace('_', '-')} needs --free SIZE")
-        return
-    if len(values) > 1:
-        raise click.UsageError("--trace cannot be combined with --keep-plan; leave out one of them")
-    if options["trace"] and not options["profile_file"]:
-        raise click.UsageError("--trace needs --profile, which states the page size")
 
 
 def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Removal:
@@ -316,10 +293,72 @@ def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any])
 
 
 def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Removal:
-    from hicachectl.move.withdrawal import remove_groups
+    import numpy as np
 
-    inventory, groups, choice = _plan(ctx, store, options)
-    plan = choice.plan
+    from hicachectl.move.removal_plan import plan_removal
+    from hicachectl.move.withdrawal import remove_groups
+    from hicachectl.pages.group_table import WHOLE
+    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.in_flight import (
+        ListingTime,
+        are_incomplete,
+        groups_in_flight,
+        look_again,
+        needs_second_look,
+    )
+    from hicachectl.pages.inventory import take_inventory
+    from hicachectl.prewarming.freeing import choose_groups
+    from hicachectl.profiles.sources import profile_from_options
+    from hicachectl.text.units import counted, human_size
+
+    selection = selection_of(ctx, store, options, changes=not options["dry_run"])
+    profile = profile_from_options({"profile_file": options["profile_file"]}, store)
+    worth = _worth(options, profile)
+    wanted = {"version"} if options["free"] is None else {"version", "atime_ns"}
+    # What the profile decides: the hashes of requests, by its page size, and the states of pages.
+    decides = options["trace"] or options["state"]
+    listing = ListingTime.now(store, changes=not options["dry_run"])
+    with progress(ctx, "listing", " objects") as advance:
+        inventory = take_inventory(
+            store,
+            profile,
+            columns=tuple(wanted & store.traits.columns),
+            on_contradiction=None if decides else contradiction_remark(ctx),
+            on_batch=advance,
+        )
+    listing = listing.ended()
+    remark(ctx, *store.remarks)
+    groups = PageGroups(inventory)
+    matching = np.flatnonzero(_removable(store, groups, selection, options))
+
+    def choose(in_flight: BoolArray) -> tuple[RepairPlan, Freeing | None]:
+        """Choose the groups to remove. in_flight: [groups], which stay."""
+        chosen, freeing = matching[~in_flight[matching]], None
+        if options["free"] is not None:
+            freeing = choose_groups(
+                store,
+                inventory,
+                groups,
+                chosen,
+                options["free"],
+                worth=worth,
+                profile=profile,
+                and_unnamed=options["and_unnamed"],
+            )
+            _refuse_to_empty(store, groups, freeing, int(in_flight.sum()), options)
+            chosen = freeing.groups
+        return plan_removal(chosen), freeing
+
+    grace = options["grace"]
+    in_flight = groups_in_flight(store, groups, listing, grace) & (groups.states != WHOLE)
+    plan, freeing = choose(in_flight)
+    if "partial" in (options["state"] or ()) and not options["despite_profile"]:
+        _refuse_doubtful(store, inventory, groups, in_flight)
+    if needs_second_look(store) and are_incomplete(groups)[plan.groups].any():
+        wait = partial(remark_wait, ctx)
+        in_flight = look_again(store, inventory, groups, listing, grace, on_wait=wait)[0]
+        plan, freeing = choose(in_flight)
+    _remark_choice(ctx, store, inventory, groups, selection, plan, freeing)
 
     def remove(dry_run: bool) -> GroupReport:
         with progress(ctx, "removing", " pages") as advance:
@@ -336,8 +375,9 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
                 ),
             )
 
-    question = _question(store, groups, plan) if len(plan.groups) else None
-    return _Removal(question, remove, choice.freeing, choice.in_flight)
+    pages = f"{counted(len(plan.groups), 'page')} ({human_size(groups.total_bytes(plan.groups))})"
+    question = f"Remove {pages} from {store.url}?" if len(plan.groups) else None
+    return _Removal(question, remove, freeing, int(in_flight[matching].sum()))
 
 
 def _say_how_to_go_on(ctx: click.Context, taken: Taken, text: str, free: int | None = None) -> None:
@@ -350,61 +390,6 @@ def _say_how_to_go_on(ctx: click.Context, taken: Taken, text: str, free: int | N
         return
     left = max(1, free - (taken.nbytes or 0))
     remark(ctx, f"{text}; to free the rest, run the command again with --free {left}")
-
-
-def _plan(
-    ctx: click.Context, store: Store, options: dict[str, Any]
-) -> tuple[Inventory, PageGroups, _Choice]:
-    from hicachectl.pages.group_table import WHOLE
-    from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.in_flight import (
-        ListingTime,
-        are_incomplete,
-        groups_in_flight,
-        look_again,
-        needs_second_look,
-    )
-    from hicachectl.pages.inventory import take_inventory
-    from hicachectl.pages.selection import explain_selection
-    from hicachectl.profiles.sources import profile_from_options
-
-    selection = selection_of(ctx, store, options, changes=not options["dry_run"])
-    profile = profile_from_options({"profile_file": options["profile_file"]}, store)
-    worth = _worth(options, profile)
-    wanted = {"version"} if options["free"] is None else {"version", "atime_ns"}
-    columns = tuple(wanted & store.traits.columns)
-    # What the profile decides: the hashes of requests, by its page size, and the states of pages.
-    decides = options["trace"] or options["state"]
-    listing = ListingTime.now(store, changes=not options["dry_run"])
-    with progress(ctx, "listing", " objects") as advance:
-        inventory = take_inventory(
-            store,
-            profile,
-            columns=columns,
-            on_contradiction=None if decides else contradiction_remark(ctx),
-            on_batch=advance,
-        )
-    listing = listing.ended()
-    remark(ctx, *store.remarks)
-    groups = PageGroups(inventory)
-
-    def choose(in_flight: BoolArray) -> _Choice:
-        return _choose(store, inventory, groups, options, selection, profile, worth, in_flight)
-
-    grace = options["grace"]
-    in_flight = groups_in_flight(store, groups, listing, grace) & (groups.states != WHOLE)
-    choice = choose(in_flight)
-    if "partial" in (options["state"] or ()) and not options["despite_profile"]:
-        _refuse_doubtful(store, inventory, groups, in_flight)
-    if needs_second_look(store) and are_incomplete(groups)[choice.plan.groups].any():
-        wait = partial(remark_wait, ctx)
-        choice = choose(look_again(store, inventory, groups, listing, grace, on_wait=wait)[0])
-    if choice.freeing is not None:
-        remark(ctx, *choice.freeing.remarks)
-    _remark_choice(ctx, inventory, groups, selection, choice)
-    if not selection.chosen(groups).any():
-        remark(ctx, explain_selection(store, inventory, selection))
-    return inventory, groups, choice
 
 
 def _refuse_doubtful(
@@ -420,41 +405,6 @@ def _refuse_doubtful(
     if refused is not None:
         why = doubted(refused, "removes")
         raise UsageError(f"{store.url}: nothing was removed: {why}")
-
-
-def _choose(
-    store: Store,
-    inventory: Inventory,
-    groups: PageGroups,
-    options: dict[str, Any],
-    selection: Selection,
-    profile: Profile | None,
-    worth: Worth | None,
-    in_flight: BoolArray,
-) -> _Choice:
-    """Choose the groups to remove. in_flight: [groups], which stay."""
-    import numpy as np
-
-    from hicachectl.move.removal_plan import plan_removal
-    from hicachectl.prewarming.freeing import choose_groups
-
-    matching = np.flatnonzero(_removable(store, groups, selection, options))
-    chosen, freeing = matching[~in_flight[matching]], None
-    if options["free"] is not None:
-        freeing = choose_groups(
-            store,
-            inventory,
-            groups,
-            chosen,
-            options["free"],
-            worth=worth,
-            profile=profile,
-            and_unnamed=options["and_unnamed"],
-        )
-        _refuse_to_empty(store, groups, freeing, int(in_flight.sum()), options)
-        chosen = freeing.groups
-    plan = plan_removal(chosen)
-    return _Choice(plan, freeing, int(in_flight[matching].sum()))
 
 
 def _removable(
@@ -482,20 +432,24 @@ def _removable(
 
 def _remark_choice(
     ctx: click.Context,
+    store: Store,
     inventory: Inventory,
     groups: PageGroups,
     selection: Selection,
-    choice: _Choice,
+    plan: RepairPlan,
+    freeing: Freeing | None,
 ) -> None:
     """Say which groups are left although the options could mean them, and which are unclear."""
     from hicachectl.pages.group_table import UNKNOWN
     from hicachectl.pages.naming import ambiguity_remark
-    from hicachectl.pages.selection import NamedGroups
+    from hicachectl.pages.selection import NamedGroups, explain_selection
     from hicachectl.pages.tally import object_counts
     from hicachectl.text.units import counted
 
+    if freeing is not None:
+        remark(ctx, *freeing.remarks)
     ambiguous = int((groups.states == UNKNOWN).sum())
-    unclear = int((groups.states[choice.plan.groups] == UNKNOWN).sum())
+    unclear = int((groups.states[plan.groups] == UNKNOWN).sum())
     if unclear or (ambiguous and not (selection.states or selection.pages)):
         verb, count = ("selected for removal", unclear) if unclear else ("left alone", ambiguous)
         text = ambiguity_remark(inventory.table, object_counts(inventory))
@@ -510,6 +464,8 @@ def _remark_choice(
             rows = counted(unmatched, "row")
             remark(ctx, f"{selection.pages.source}: the store has no group for {rows}")
     say_unjudged(ctx, selection, groups)
+    if not selection.chosen(groups).any():
+        remark(ctx, explain_selection(store, inventory, selection))
 
 
 def _worth(options: dict[str, Any], profile: Profile | None) -> Worth | None:
@@ -536,17 +492,24 @@ def _refuse_to_empty(
         )
 
 
-def _left_alone(report: GroupReport, in_flight: int) -> Iterator[str]:
-    """Yield messages on pages that stay: servers write to them. in_flight: number of pages."""
-    from hicachectl.text.units import counted
+def _left_alone(report: GroupReport, in_flight: int, lacking: int) -> Iterator[str]:
+    """Yield messages on pages that stay, because servers write to them.
 
+    in_flight: number of pages that servers may still be writing.
+    lacking: bytes that --free lacks.
+    """
+    from hicachectl.text.units import counted, human_size
+
+    noun = "file" if _are_files(report.rows) else "page"
+    if lacking and report.kept:
+        kept = f"{counted(report.kept, 'page')} ({human_size(report.kept_bytes)})"
+        yield f"--free: servers rewrote {kept}, left alone; run again with --free {lacking}"
     if in_flight:
         yield (
             f"{counted(in_flight, 'page')} in flight left alone: not whole, and servers "
             "may still be writing them (--grace); run again later"
         )
     if report.kept:
-        noun = "file" if _are_files(report.rows) else "page"
         yield f"{counted(report.kept, noun)} left alone: written to after the listing"
 
 
@@ -555,47 +518,22 @@ def _are_files(rows: pa.Table) -> bool:
     return "key" in rows.column_names
 
 
-def _short_of(freeing: Freeing, report: GroupReport) -> str:
-    """Return a message if pages that servers rewrote leave --free short of its size."""
-    from hicachectl.text.units import counted, human_size
-
-    lacking = freeing.lacking(report.kept_bytes)
-    if not (lacking and report.kept):
-        return ""
-    kept = f"{counted(report.kept, 'page')} ({human_size(report.kept_bytes)})"
-    return f"--free: servers rewrote {kept}, left alone; run again with --free {lacking}"
-
-
-def _question(store: Store, groups: PageGroups, plan: RepairPlan) -> str:
-    from hicachectl.text.units import counted, human_size
-
-    nbytes = human_size(groups.total_bytes(plan.groups))
-    return f"Remove {counted(len(plan.groups), 'page')} ({nbytes}) from {store.url}?"
-
-
 def _lines(
     rows: pa.Table, document: dict[str, Any], screen: Screen, _shown: Shown
 ) -> Iterator[str]:
-    from hicachectl.cli.text_tables import removals_for_people
+    from hicachectl.cli.text_tables import last_line, removals_for_people
+    from hicachectl.prewarming.freeing import freeing_lines
     from hicachectl.text.tables import table_lines
-    from hicachectl.text.units import counted, human_size
+    from hicachectl.text.units import counted
 
     if len(rows):
         yield from table_lines(removals_for_people(rows), screen)
     yield from (f"{failure['key']}: {failure['detail']}" for failure in document["failures"])
-    files = _are_files(rows)
-    noun = "file" if files else "page"
+    noun, counts = "page", {"page": document["pages"], "object": document["objects"]}
+    if _are_files(rows):
+        noun, counts = "file", {"file": document["objects"]}
+    if document["free"] is not None:
+        yield from freeing_lines(document["free"], time.time())
     left = document["remaining"]
     remaining = f", {counted(left, noun)} not removed" if left else ""
-    count = (
-        counted(document["objects"], noun)
-        if files
-        else f"{counted(document['pages'], noun)}, {counted(document['objects'], 'object')}"
-    )
-    would = "would be " if document["dry_run"] else ""
-    stopped = f"; stopped: {document['stopped_by']}" if document["stopped_by"] else ""
-    if document["free"] is not None:
-        from hicachectl.prewarming.freeing import freeing_lines
-
-        yield from freeing_lines(document["free"], time.time())
-    yield f"{count}, {human_size(document['bytes'])} {would}removed{remaining}{stopped}"
+    yield last_line(document, counts, f"removed{remaining}")

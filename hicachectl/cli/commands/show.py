@@ -27,15 +27,7 @@ if TYPE_CHECKING:
     from hicachectl.verification.inspection import PageReport
 
 
-@click.command(
-    "show",
-    cls=Command,
-    epilog="""\b
-Examples:
-  hicachectl show /tmp/hicache 4ebfa8a1f3c3
-  hicachectl show prod: 4ebfa8a1f3c3 --profile prod.toml --format json
-""",
-)
+@click.command("show", cls=Command)
 @store_argument
 @argument("page", metavar="PAGE")
 @judging_grace_option
@@ -51,6 +43,10 @@ def command(ctx: click.Context, /, store: str, page: str, **options: Any) -> Non
     with a profile, statistics of the values per layer. Objects with trailers are shown with the
     identity and the digest in the trailer, and with what is known of the identity: weights, dtype,
     layout.
+
+    Examples:
+      hicachectl show /tmp/hicache 4ebfa8a1f3c3
+      hicachectl show prod: 4ebfa8a1f3c3 --profile prod.toml --format json
     """
     from hicachectl.cli.output import write_report
     from hicachectl.formats.wording import PAGES_COMPARED

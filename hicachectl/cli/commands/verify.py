@@ -4,37 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hicachectl.checks.registry import DIGESTS, group_names, groups_help
-from hicachectl.cli.asked import asked_checks
+from hicachectl.cli.asked import asked_checks, mending_of, selection_of
 from hicachectl.cli.command import Command
-from hicachectl.cli.commands.parts import chosen_division, opened_source, run_divided
-from hicachectl.cli.commands.verify_repair import (
-    options_of_repair,
-    refuse_early,
-    refuse_in_parts,
-    refuse_untrusted,
-    refuse_without_profile,
-    repair_options,
-    repaired,
-)
-from hicachectl.cli.filters import filter_options, selection_of
-from hicachectl.cli.mending import mending_of
+from hicachectl.cli.commands.parts import check_division, is_divided, opened_source, run_divided
 from hicachectl.cli.metrics import metrics_if_empty
 from hicachectl.cli.options import (
-    allow_empty_option,
-    allow_leases_option,
     allow_shrink_option,
-    buffer_option,
-    bwlimit_option,
-    fail_on_option,
+    checking_options,
+    filter_options,
     findings_options,
-    judging_grace_option,
     lease_wait_option,
     lock_option,
     metrics_option,
@@ -46,81 +30,98 @@ from hicachectl.cli.options import (
     store_argument,
 )
 from hicachectl.cli.parameters import (
-    OUTPUT,
     OWN,
+    OWN_VALUE,
     RECORDS,
+    REPAIR,
     RESOURCES,
     SAME,
     CommaList,
     Entry,
+    Section,
+    long_name,
     on_command_line,
-    own_option,
+    options_of,
     own_setting,
+    removed_option,
+    stack,
 )
 from hicachectl.cli.session import (
-    bytes_progress,
+    agreed,
     opened,
     progress,
     remark,
     remark_wait,
+    require_consent,
+    stages,
     store_name,
     whole_url,
 )
-from hicachectl.cli.values import FILE, NameList, Size
+from hicachectl.cli.values import FILE, NameList, RepairCode, Size
+from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import inferred_refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hicachectl.backends.base import Store
-    from hicachectl.cli.commands.parts import Division
+    from hicachectl.move.repair import RepairOptions
     from hicachectl.parts.job import Job
     from hicachectl.results import Result
+    from hicachectl.verification.part_result import PartResult
     from hicachectl.verification.report_text import Mending
     from hicachectl.verification.request import VerifyRequest
     from hicachectl.verification.verify import PartCheck
 
 
-class _Command(Command):
-    """The verify command; its help lists the registered checks in place of CHECKS."""
-
-    @property
-    def help(self) -> str | None:
-        return self._help.replace("CHECKS", groups_help())
-
-    @help.setter
-    def help(self, text: str | None) -> None:
-        self._help = cleandoc(text or "")
-
-
-@click.command(
-    "verify",
-    cls=_Command,
-    epilog="""\b
-Examples:
-  hicachectl verify /tmp/hicache --profile prod.toml
-  hicachectl verify prod: --checks names,groups,sizes --format json
-  hicachectl verify /tmp/hicache --model-config config.json --tp 2 --page-size 64
-  hicachectl verify prod: --profile prod.toml --sample 5% --time-limit 1h
-  hicachectl verify prod: --catalog prod.parquet --update-catalog
-  hicachectl verify prod: --profile prod.toml --repair quarantine --dry-run
-  hicachectl verify prod: --profile prod.toml --device cuda
-  hicachectl verify prod: --fail-on error --metrics-file /var/lib/node/hicache.prom
-  hicachectl verify prod: --profile prod.toml --shard 0/8 --run /shared/$(date +%F)
-  hicachectl verify prod: --profile prod.toml --ray auto
-""",
+_SAMPLE = Section(OWN.title, repeats=True, divided=SAME)
+_repair_options = stack(
+    REPAIR.option(
+        "--repair",
+        type=click.Choice(["none", "quarantine", "delete"]),
+        default="none",
+        show_default=True,
+        writes=True,
+        help="Move page groups with an error to the quarantine, or delete them.",
+    ),
+    REPAIR.option(
+        "--repair-code",
+        "repair_codes",
+        type=RepairCode(),
+        multiple=True,
+        help="Also repair findings of this code, such as a warning. Can be repeated.",
+    ),
+    REPAIR.option(
+        "--quarantine",
+        metavar="DIR",
+        help="Quarantine directory.  [default: .hicachectl/quarantine/ in a file store, "
+        "quarantine/ in a side_directory]",
+    ),
+    removed_option("--token-ids", "pages behind removed ones age out; leave it out"),
+    REPAIR.option(
+        "--writers-stopped",
+        is_flag=True,
+        help="3FS: confirm that no engine writes; --repair then releases leaked pages.",
+    ),
+    REPAIR.option(
+        "--despite-profile",
+        is_flag=True,
+        help="Repair although the newest pages suggest that the profile is wrong.",
+    ),
+    REPAIR.option("--yes", is_flag=True, divided=OWN_VALUE, help="Do not ask before a repair."),
+    REPAIR.option("--dry-run", is_flag=True, help="Show what a repair would do; change nothing."),
 )
+
+
+@click.command("verify", cls=Command)
 @store_argument
-@own_option(
+@_SAMPLE.option(
     "--checks",
     type=NameList(group_names),
     default=group_names,
-    repeats=True,
-    divided=SAME,
     help="Run only these checks.  [default: all that apply]",
 )
-@sample_options(OWN, "the day number, so each night reads another share", repeats=True)
-@judging_grace_option
+@sample_options(_SAMPLE, "the day number, so each night reads another share")
 @RECORDS.option(
     "--catalog",
     variable=True,
@@ -159,9 +160,7 @@ Examples:
     repeats=True,
     help="Weights version to record with --stamp, or to compare with the stamp.",
 )
-@fail_on_option
-@allow_empty_option
-@metrics_option(OUTPUT)
+@metrics_option
 @own_setting(
     "--device",
     type=CommaList(),
@@ -179,7 +178,7 @@ Examples:
     show_default=True,
     help="Memory to use on each device, in addition to CUDA's own.",
 )
-@repair_options
+@_repair_options
 @lock_option
 @RESOURCES.option(
     "--jobs",
@@ -187,9 +186,7 @@ Examples:
     metavar="N",
     help="Read with N threads, or with N processes if there are many small files.",
 )
-@buffer_option
-@bwlimit_option
-@allow_leases_option
+@checking_options
 @lease_wait_option
 @parts_options
 @filter_options(beside_flags=True)
@@ -223,59 +220,60 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
 
     hicachectl-verify(1) explains the value checks, catalogs, stamps, repairs, parts of a run, Ray
     clusters and --device cuda.
+
+    Examples:
+      hicachectl verify /tmp/hicache --profile prod.toml
+      hicachectl verify prod: --checks names,groups,sizes --format json
+      hicachectl verify /tmp/hicache --model-config config.json --tp 2 --page-size 64
+      hicachectl verify prod: --profile prod.toml --sample 5% --time-limit 1h
+      hicachectl verify prod: --catalog prod.parquet --update-catalog
+      hicachectl verify prod: --profile prod.toml --repair quarantine --dry-run
+      hicachectl verify prod: --profile prod.toml --device cuda
+      hicachectl verify prod: --fail-on error --metrics-file /var/lib/node/hicache.prom
+      hicachectl verify prod: --profile prod.toml --shard 0/8 --run /shared/$(date +%F)
+      hicachectl verify prod: --profile prod.toml --ray auto
     """  # noqa: D301 - \b is click's mark, not ours
     from hicachectl.cli.output import write_run
+    from hicachectl.verification.report import VerifyReport
 
     _refuse_contradictions(ctx, options)
     refuse_without_table(ctx, options["output_format"])
-    division = chosen_division(ctx, options)
-    refuse_early(ctx, options)
-    write_run(
-        ctx,
-        partial(_verified, ctx, store, options, division),
-        partial(_nothing, ctx, store, options),
-    )
+    check_division(ctx, options)
+    _refuse_early(ctx, options)
+    leases = {name: options[name] for name in ("allow_leases", "lease_wait")}
+
+    def run() -> Result | None:
+        """Open the store, check it, and repair it if asked; None for a part."""
+        with (
+            opened(ctx, store, **leases) as source,
+            metrics_if_empty(ctx, lambda: VerifyReport.empty(source.url).document),
+        ):
+            request = _request(ctx, source, options)
+            _refuse_what_is_lacking(source, request, options)
+            _refuse_repair(source, request, divided=is_divided(options))
+            mending = mending_of(
+                ctx, store, source, profile=request.real_profile, quarantine=options["quarantine"]
+            )
+            if not is_divided(options):
+                return _at_once(ctx, source, request, mending, options)
+            make = _divided(request, options, mending)
+            url, looks = whole_url(ctx, store), _looks_only(options)
+            reopened = partial(opened_source, url, request.profile, looks_only=looks, **leases)
+            return run_divided(ctx, options, make(source), make, [reopened])
+
+    def nothing() -> Result:
+        return VerifyReport.empty(store_name(ctx, store)).result(dry_run=_dry_run(options))
+
+    write_run(ctx, run, nothing)
 
 
-def _nothing(ctx: click.Context, store: str, options: dict[str, Any]) -> Result:
-    """Return the result of a run that checked nothing."""
-    from hicachectl.verification.report import VerifyReport
-
-    return VerifyReport.empty(store_name(ctx, store)).result(dry_run=_dry_run(options))
+# The checks that are registered when the command is made.
+command.help = str(command.help).replace("CHECKS", groups_help())
 
 
 def _dry_run(options: dict[str, Any]) -> bool | None:
     """Return whether the repair is a dry run; None without a repair."""
     return options["dry_run"] if options["repair"] != "none" else None
-
-
-def _verified(
-    ctx: click.Context, store: str, options: dict[str, Any], division: Division | None
-) -> Result | None:
-    """Open the store, check it, and repair it if asked; None for a part."""
-    leases = {name: options[name] for name in ("allow_leases", "lease_wait")}
-    with (
-        opened(ctx, store, **leases) as source,
-        metrics_if_empty("verify", options["metrics_file"], source.url),
-    ):
-        request = _request(ctx, source, options)
-        _refuse_what_is_lacking(source, request, options)
-        refuse_without_profile(request)
-        refuse_untrusted(source, options)
-        mending = mending_of(
-            ctx, store, source, profile=request.real_profile, quarantine=options["quarantine"]
-        )
-        if division is None:
-            return _at_once(ctx, source, request, mending, options)
-        make = _divided(source, request, options, mending)
-        reopened = partial(
-            opened_source,
-            whole_url(ctx, store),
-            request.profile,
-            looks_only=_looks_only(options),
-            **leases,
-        )
-        return run_divided(ctx, options, division, make(source), make, [reopened])
 
 
 def _at_once(
@@ -289,28 +287,24 @@ def _at_once(
     from hicachectl.verification.report import describe_store, report_of
     from hicachectl.verification.verify import check_store
 
-    with (
-        progress(ctx, "listing", " objects") as on_listed,
-        bytes_progress(ctx, "reading") as on_read,
-    ):
+    with stages(ctx, "reading") as (on_listed, on_read):
         checked = check_store(
             store, request, on_listed=on_listed, on_read=on_read, on_wait=partial(remark_wait, ctx)
         )
     kept = _keep_records(ctx, store, request, checked, options)
     described = describe_store(store, request)
-    repairs = repaired(ctx, store, request, checked, options)
+    repairs = _repaired(ctx, store, request, checked, options)
     report = report_of([repairs], described, checked.inventory.table, request)
     result = report.result(fail_on=options["fail_on"], dry_run=_dry_run(options), mending=mending)
     return replace(result, failed=result.failed or not kept)
 
 
 def _divided(
-    store: Store, request: VerifyRequest, options: dict[str, Any], mending: Mending
+    request: VerifyRequest, options: dict[str, Any], mending: Mending
 ) -> Callable[[Store], Job]:
     """Return the job of a divided run, for its open store."""
     from hicachectl.parts.verify import VerifyJob
 
-    refuse_in_parts(store, options)
     if options["quarantine"]:  # processes have other current directories
         options = {**options, "quarantine": str(Path(options["quarantine"]).absolute())}
     return partial(
@@ -320,7 +314,7 @@ def _divided(
         fail_on=options["fail_on"],
         sample_slice=options["sample_slice"],
         stamp=options["stamp"],
-        repair=options_of_repair(options) if request.repairs else None,
+        repair=_options_of_repair(options) if request.repairs else None,
         mending=mending,
     )
 
@@ -329,13 +323,13 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
     from hicachectl.device.devices import parse_devices
 
     parse_devices(options["device"])
-    if options["catalog"] and DIGESTS.name not in options["checks"]:
-        if on_command_line(ctx, "catalog") or options["update_catalog"]:
-            raise click.UsageError("--catalog needs the check digests; add digests to --checks")
-        options["catalog"] = None
     path = options["catalog"]
     asked = on_command_line(ctx, "catalog") or options["update_catalog"]
-    if path and not (asked or path.exists()):
+    if path and DIGESTS.name not in options["checks"]:
+        if asked:
+            raise click.UsageError("--catalog needs the check digests; add digests to --checks")
+        options["catalog"] = None
+    elif path and not (asked or path.exists()):
         remark(ctx, f"{path}: the catalog does not exist yet; record it with --update-catalog")
         options["catalog"] = None
 
@@ -345,11 +339,6 @@ def _refuse_what_is_lacking(store: Any, request: VerifyRequest, options: dict[st
     if unknown:
         known = ", ".join(store.traits.version_fields) or "none"
         raise click.UsageError(f"--identity: {store.url} has no field {unknown[0]}; it has {known}")
-    if options["repair"] != "none" and not store.traits.deletes:
-        raise click.UsageError(
-            f"--repair: objects cannot be deleted from {store.url}; copy its whole pages to "
-            "another store with hicachectl migrate"
-        )
     if not (options["stamp"] or options["weights_version"]):
         return
     from hicachectl.profiles.stamps import check_stamp_place, require_stamp_place
@@ -374,7 +363,7 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
 
     changes = options["repair"] != "none" and not options["dry_run"]
     path, catalog = options["catalog"], None
-    if path is not None and (options["shard"] or options["ray"]) is not None:
+    if path is not None and is_divided(options):
         catalog = NO_ENTRIES
     elif path is not None and (path.exists() or not options["update_catalog"]):
         catalog = load_catalog(path)
@@ -432,3 +421,112 @@ def _keep_records(
         path = write_stamp(store, Stamp(request.profile, request.weights_version))
         remark(ctx, f"Stamped the store: {path}")
     return not why
+
+
+def _refuse_early(ctx: click.Context, options: dict[str, Any]) -> None:
+    """Raise UsageError for contradicting options, before the store is opened."""
+    if options["repair"] == "none":
+        for option in options_of(ctx.command):
+            if option.section is REPAIR and not option.writes and options[str(option.name)]:
+                raise click.UsageError(f"{long_name(option)} needs --repair")
+        return
+    if options["repair"] == "delete" and options["quarantine"]:
+        raise click.UsageError("--repair delete uses no quarantine; leave out --quarantine")
+    if is_divided(options) and not (options["yes"] or options["dry_run"]):
+        raise click.UsageError("A part cannot ask before a repair; give --yes or --dry-run")
+    require_consent(options)
+
+
+def _refuse_repair(store: Store, request: VerifyRequest, *, divided: bool) -> None:
+    """Raise UsageError for a repair that is impossible, or not in parts.
+
+    An inferred profile is not enough. Raises UntrustedError for a store whose side directory is not
+    trusted: without its side files, whole objects can look damaged.
+    """
+    from hicachectl.backends.capabilities import SideFiles
+    from hicachectl.move.table_repair import has_snapshot_only
+
+    if not request.repairs:
+        return
+    if not store.traits.deletes:
+        raise UsageError(
+            f"--repair: objects cannot be deleted from {store.url}; copy its whole pages to "
+            "another store with hicachectl migrate"
+        )
+    if request.real_profile is None:
+        raise UsageError(inferred_refused("--repair"))
+    if isinstance(store, SideFiles):
+        side = store.open_side_directory(writes=False)
+        if side is not None:
+            side.close()
+    if divided and has_snapshot_only(store):
+        raise UsageError(
+            f"{store.url}: without server=, a repair writes one new snapshot; use one process"
+        )
+
+
+def _repaired(
+    ctx: click.Context,
+    store: Store,
+    request: VerifyRequest,
+    checked: PartCheck,
+    options: dict[str, Any],
+) -> PartResult:
+    """Repair the checked groups if --repair asks for it; return the result with its counts.
+
+    A refused repair changes nothing, and asks nothing; the result says why.
+    """
+    from hicachectl.move.removal_plan import newest_taken
+    from hicachectl.move.repair import left_remarks, plan_of, repair
+    from hicachectl.pages.census import SEVERAL
+    from hicachectl.text.units import counted, human_size
+
+    if options["repair"] == "none":
+        return checked.result
+    chosen = _options_of_repair(options)
+    plan = plan_of(checked, checked.findings, chosen)
+    remark(ctx, *left_remarks(plan, stamps=options["stamp"]), failure=True)
+    if plan.refused is not None:
+        return checked.result.refused(plan.refused)
+    newest = newest_taken(checked.groups, plan)
+    if newest >= SEVERAL:
+        remark(
+            ctx,
+            f"The repair takes the {newest} newest pages and leaves older ones; if servers wrote "
+            "them lately, the profile is of earlier servers: compare it with hicachectl profile "
+            "--server or --launch",
+        )
+    pages = counted(len(plan.groups), "page")
+    size = human_size(checked.groups.total_bytes(plan.groups))
+    question = f"{options['repair'].capitalize()} {pages} ({size}) of {store.url}?"
+    if len(plan.groups) and not agreed(ctx, question, "repaired"):
+        return checked.result
+    with progress(ctx, "repairing", " pages") as advance:
+        done = repair(
+            store,
+            checked.inventory,
+            checked.groups,
+            plan,
+            chosen,
+            buffer_bytes=options["buffer_bytes"],
+            say=partial(remark, ctx),
+            say_left=partial(remark, ctx, failure=True),
+            on_progress=advance,
+        )
+    return checked.result.repaired(
+        groups=done.groups, quarantined=done.quarantined, failed=done.failed
+    )
+
+
+def _options_of_repair(options: dict[str, Any]) -> RepairOptions:
+    """Return the options of a repair, which --repair requests."""
+    from hicachectl.move.repair import RepairOptions
+
+    return RepairOptions(
+        mode=options["repair"],
+        codes=tuple(options["repair_codes"]),
+        quarantine=options["quarantine"],
+        writers_stopped=options["writers_stopped"],
+        despite_profile=options["despite_profile"],
+        dry_run=options["dry_run"],
+    )

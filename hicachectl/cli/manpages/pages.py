@@ -15,6 +15,8 @@ import click
 from hicachectl.checks.registry import codes
 from hicachectl.cli.group import COMMANDS, cli
 from hicachectl.cli.manpages.mdoc import (
+    SEE_ALSO,
+    Item,
     escaped,
     example_section,
     flag_macros,
@@ -22,12 +24,13 @@ from hicachectl.cli.manpages.mdoc import (
     literal_line,
     name_list,
     page_head,
+    prose,
+    section_lines,
     sentence_lines,
     text_line,
     with_listings,
 )
 from hicachectl.cli.manpages.members import DOCUMENTS, members_of
-from hicachectl.cli.manpages.prose import SEE_ALSO, Item, prose, section_lines
 from hicachectl.cli.metrics import METRICS
 from hicachectl.cli.parameters import OWN, sections
 from hicachectl.cli.settings import every_command
@@ -80,8 +83,8 @@ def main_page() -> str:
         ".Sh COMMANDS",
         ".Bl -tag -width Ds",
     ]
-    for name, entry in COMMANDS.items():
-        lines += [f".It Xr hicachectl-{name} 1", text_line(entry.summary)]
+    for name, summary in COMMANDS.items():
+        lines += [f".It Xr hicachectl-{name} 1", text_line(summary)]
     lines.append(".El")
     texts.pop(SEE_ALSO)
     for title, blocks in texts.items():
@@ -98,7 +101,7 @@ def command_page(name: str) -> str:
     arguments = [p.make_metavar(ctx) for p in command.params if isinstance(p, click.Argument)]
     if isinstance(command, click.Group):
         arguments.append("COMMAND ...")
-    summary = COMMANDS[name].summary.rstrip(".")
+    summary = COMMANDS[name].rstrip(".")
     lines = [
         *page_head(f"hicachectl-{name}", summary[0].lower() + summary[1:]),
         f".Nm hicachectl {name}",
@@ -125,9 +128,7 @@ def models_page() -> str:
     families = {name: x for name, x in architectures().items() if isinstance(x, Family)}
     drafts = {name: family for name, family in families.items() if family.draft_only}
     lines = [
-        *page_head("hicachectl-models", "model architectures that have a profile", section=7)[:-1],
-        ".Sh DESCRIPTION",
-        *section_lines(texts["DESCRIPTION"]),
+        *_head("hicachectl-models", "model architectures that have a profile"),
         ".Sh TARGETS",
         *name_list(families.keys() - drafts.keys() - unverified(drafts=False)),
         ".Sh UNVERIFIED TARGETS",
@@ -144,6 +145,13 @@ def models_page() -> str:
         lines += [f".Ss {text_line(refusal.reason)}", *name_list(names)]
     lines += [".Sh SEE ALSO", ".Xr hicachectl-profile 1"]
     return "\n".join(lines) + "\n"
+
+
+def _head(name: str, summary: str) -> Iterator[str]:
+    """Yield the lines of a page of section 7 up to the end of its description."""
+    yield from page_head(name, summary, section=7)[:-1]
+    yield ".Sh DESCRIPTION"
+    yield from section_lines(prose(name)["DESCRIPTION"])
 
 
 def _drafts(families: Mapping[str, Family]) -> Iterator[str]:
@@ -167,9 +175,7 @@ def _drafts(families: Mapping[str, Family]) -> Iterator[str]:
 def findings_page() -> str:
     """Return the page with the explanation of every finding code."""
     lines = [
-        *page_head("hicachectl-findings", "meaning and remedy of findings", section=7)[:-1],
-        ".Sh DESCRIPTION",
-        *section_lines(prose("hicachectl-findings")["DESCRIPTION"]),
+        *_head("hicachectl-findings", "meaning and remedy of findings"),
         ".Sh CODES",
     ]
     for code in codes():
@@ -188,9 +194,7 @@ def output_page() -> str:
     """Return the page with the members of every document and the metrics."""
     texts = prose("hicachectl-output")
     lines = [
-        *page_head("hicachectl-output", "members of JSON documents, and metrics", section=7)[:-1],
-        ".Sh DESCRIPTION",
-        *section_lines(texts["DESCRIPTION"]),
+        *_head("hicachectl-output", "members of JSON documents, and metrics"),
         ".Sh DOCUMENTS",
     ]
     for document in DOCUMENTS:
