@@ -76,10 +76,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     shutil.copytree(found["MODEL"], found["TRUNCATED"])
     shard = next(found["TRUNCATED"].glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    cached = found["HUB"] / "models--tests--tiny"
-    shutil.copytree(found["MODEL"], cached / "snapshots" / "0123abc")
+    cached, commit = found["HUB"] / "models--tests--tiny", "0123abc" + 33 * "0"
+    shutil.copytree(found["MODEL"], cached / "snapshots" / commit)
     (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("0123abc")
+    (cached / "refs" / "main").write_text(commit)
     return found
 
 
