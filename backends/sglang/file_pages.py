@@ -21,7 +21,7 @@ from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.object_files.epochs import begin_epoch
 from hicachectl.backends.object_files.markers import write_marker
 from hicachectl.backends.sglang.capacity import Capacity
-from hicachectl.backends.sglang.page_files import Form, Found, Page, PageFiles, named
+from hicachectl.backends.sglang.page_files import Found, Page, PageFiles, named
 from hicachectl.backends.sglang.served import PageStore
 from hicachectl.backends.urls import FileParams, params_of
 from hicachectl.formats.documents import shown
@@ -30,7 +30,7 @@ from hicachectl.formats.keys.file import FileGrammar
 from hicachectl.formats.kinds.pool import pool_names
 from hicachectl.formats.marker import Marker
 from hicachectl.formats.objects import ANCHOR
-from hicachectl.formats.trailer import NO_RANK, trailer_name, trailer_rank
+from hicachectl.formats.trailer import NO_RANK, trailer_rank
 from hicachectl.formats.wording import reason_of
 
 if TYPE_CHECKING:
@@ -308,22 +308,16 @@ class FilePages(PageStore):
                 )
         self._files = {
             pool.name: PageFiles(
-                directory, self._form(pool), self._capacity, self.counters, touches=self._changes
+                directory,
+                pool,
+                self._suffixes[pool.name],
+                self._settings,
+                self._capacity,
+                self.counters,
+                touches=self._changes,
             )
             for pool in self._pools.values()
         }
-
-    def _form(self, pool: ServedPool) -> Form:
-        return Form(
-            suffix=self._suffixes[pool.name],
-            nbytes=pool.nbytes,
-            identity=pool.identity.hash(),
-            name=trailer_name(pool.name, pool.coordinate.part),
-            rank=trailer_rank(pool.coordinate.shard),
-            digest=self._settings.digest,
-            bare=self._settings.unstamped == "read",
-            unranked=self._settings.unranked == "read",
-        )
 
     def _refuse(self, problem: str, pool: ServedPool, page: str) -> None:
         self.counters.refused(problem, f"{pool.name} of page {page}: {_DETAILS[problem]}")
@@ -335,11 +329,11 @@ class FilePages(PageStore):
         """
         anchor, own = self._files.get(ANCHOR), self._files.get(pool.name)
         if anchor is not None and pool.name != ANCHOR and not pool.trailing:
-            (anchor_page,) = named([page], anchor.form.suffix)
+            (anchor_page,) = named([page], anchor.suffix)
             with suppress(FileNotFoundError):
                 anchor.remove(anchor_page, anchor.examine(anchor_page))
         if own is not None:
-            (own_page,) = named([page], own.form.suffix)
+            (own_page,) = named([page], own.suffix)
             if own.remove(own_page, found):
                 self.counters.count("removed")
 

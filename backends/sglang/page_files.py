@@ -1,6 +1,6 @@
 """The files of one pool's pages: HiCacheFile's names and bytes, then a trailer of ours.
 
-Nothing here knows host pools; everything raises OSError.
+Nothing here has access to host memory. All methods raise OSError.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import stat
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from hicachectl.backends.disk.io import CREATE_FILE, OPEN_FILE, fill, write_all
@@ -28,6 +27,8 @@ from hicachectl.formats.trailer import (
     PoolTrailers,
     digest_function,
     parse_trailer,
+    trailer_name,
+    trailer_rank,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from hicachectl.backends.sglang.calls import Call
     from hicachectl.backends.sglang.capacity import Capacity
     from hicachectl.backends.sglang.counters import Counters
+    from hicachectl.backends.sglang.served import ServedPool
+    from hicachectl.backends.sglang.settings import Settings
 
 _BAD_FILE = {errno.EACCES, errno.EIO, errno.ELOOP}  # a rename can replace such a file
 _MODE = 0o666
@@ -55,28 +58,6 @@ def named(pages: Sequence[str], suffix: bytes) -> list[Page]:
     if list(map(bytes.hex, hashes)) != list(pages) or set(map(len, hashes)) - {HASH_BYTES}:
         raise ValueError("not a page hash")
     return list(zip([page.encode() + suffix for page in pages], hashes, strict=True))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """What the files of a pool look like.
-
-    suffix: end of each file name, after the page hash.
-    nbytes: size of a page without its trailer.
-    identity, name, rank: values that trailers must have; `Trailer` explains them.
-    digest: kind of digest in new trailers.
-    bare: files without a trailer are pages too.
-    unranked: files whose trailers name no rank are pages too.
-    """
-
-    suffix: bytes
-    nbytes: int
-    identity: bytes
-    name: bytes
-    rank: int = NO_RANK
-    digest: str = "xxh3"
-    bare: bool = False
-    unranked: bool = True
 
 
 class Found(NamedTuple):
@@ -121,6 +102,7 @@ class PageFiles:
     """The files of one pool in a directory.
 
     own: memory of each thread.
+    suffix: end of each file name, after the page hash.
 
     A missing file raises FileNotFoundError.
     """
@@ -128,29 +110,37 @@ class PageFiles:
     def __init__(
         self,
         directory: ObjectDirectory,
-        form: Form,
+        pool: ServedPool,
+        suffix: bytes,
+        settings: Settings,
         capacity: Capacity,
         counters: Counters,
         *,
         touches: bool = True,
     ) -> None:
         """touches: reads count as use, for the order of eviction."""
-        self.form = form
-        self.own = _OfThread(form.nbytes)
+        file, identity = pool.coordinate, pool.identity.hash()
+        name, rank = trailer_name(pool.name, file.part), trailer_rank(file.shard)
+        self.own = _OfThread(pool.nbytes)
+        self.suffix = suffix
         self._directory = directory
         self._capacity = capacity
         self._counters = counters
         self._touches = touches
-        self._epoch = capacity.epoch(form.suffix)
-        self._hash = digest_function(form.digest)
-        self._whole = form.nbytes + TRAILER_BYTES
-        # A trailer that names no rank is read like one of ours if the form says so.
+        self._epoch = capacity.epoch(suffix)
+        self._hash = digest_function(settings.digest)
+        self._nbytes = pool.nbytes
+        self._whole = pool.nbytes + TRAILER_BYTES
+        self._rank = rank
+        self._takes_bare = settings.unstamped == "read"  # files without a trailer are pages too
+        self._takes_unranked = settings.unranked == "read"
+        # A trailer that names no rank is then read like one of ours.
         self._trailers, self._unranked = (
-            PoolTrailers(form.digest, form.nbytes, form.identity, form.name, rank)
-            for rank in (form.rank, NO_RANK if form.unranked else form.rank)
+            PoolTrailers(settings.digest, pool.nbytes, identity, name, one)
+            for one in (rank, NO_RANK if self._takes_unranked else rank)
         )
-        self._expected = Expected(frozenset((form.name,)), frozenset((form.rank,)), form.identity)
-        self._temporaries = Temporaries(directory, owner_of(form.suffix))
+        self._expected = Expected(frozenset((name,)), frozenset((rank,)), identity)
+        self._temporaries = Temporaries(directory, owner_of(suffix))
         self._unused_ns = 0  # a file with an earlier atime is touched when it is read
         self._in_use: set[bytes] = set()  # pages that need no touch until `_in_use_until`
         self._in_use_until = 0
@@ -171,7 +161,7 @@ class PageFiles:
         descriptor = self._open(page)
         try:
             # One byte more shows a file that is too long, without a stat.
-            data = os.pread(descriptor, TRAILER_BYTES + 1, self.form.nbytes)
+            data = os.pread(descriptor, TRAILER_BYTES + 1, self._nbytes)
         except OSError:
             data = b""
         finally:
@@ -202,7 +192,7 @@ class PageFiles:
             facts = os.fstat(descriptor)
             data = b""
             if facts.st_size == self._whole:
-                data = os.pread(descriptor, TRAILER_BYTES, self.form.nbytes)
+                data = os.pread(descriptor, TRAILER_BYTES, self._nbytes)
             return Found(self._problem(page, facts, data), facts)
         finally:
             os.close(descriptor)
@@ -240,11 +230,11 @@ class PageFiles:
     ) -> Found | None:
         """Read a page that is damaged or has another trailer or none, or that may be stale."""
         size = facts.st_size
-        if size not in (self.form.nbytes, self._whole):
+        if size not in (self._nbytes, self._whole):
             return Found(self._problem(page, facts, b""), facts)
         if not _is_filled(descriptor, memory.whole[:size]):
             return Found("damaged", facts)
-        data = bytes(memory.whole[self.form.nbytes : size])
+        data = bytes(memory.whole[self._nbytes : size])
         if problem := self._problem(page, facts, data):
             return Found(problem, facts)
         trailer = parse_trailer(data)
@@ -257,7 +247,7 @@ class PageFiles:
 
     def _note_unranked(self, page: Page) -> None:
         """Count a page that is read although its trailer names no rank, if another one could."""
-        if self.form.rank != NO_RANK:
+        if self._rank != NO_RANK:
             self._counters.noted("unranked", f"{page[0].decode()}: its trailer names no rank")
 
     def _touch(self, descriptor: int, page: Page, facts: os.stat_result) -> None:
@@ -266,7 +256,7 @@ class PageFiles:
         facts: stat of the file before it was read, since the mount may update the atime then.
         """
         is_unused = self._touches and facts.st_atime_ns < self._unused_ns
-        if is_unused and not self._capacity.used(self.form.suffix, descriptor, facts):
+        if is_unused and not self._capacity.used(self.suffix, descriptor, facts):
             self.remove(page, Found("stale", facts))
         self._in_use.add(page[1])
 
@@ -331,7 +321,7 @@ class PageFiles:
         """Remove a page's file if it is still the one examined. Return whether it was removed."""
         removed = self._temporaries.remove_seen(page[0], found.facts, used_since=True)
         if removed:
-            self._capacity.removed(self.form.suffix, found.facts.st_size)
+            self._capacity.removed(self.suffix, found.facts.st_size)
         return removed
 
     def _open(self, page: Page) -> int:
@@ -347,20 +337,19 @@ class PageFiles:
         return "stale" if self._epoch.stale(facts) else self._judged(page, facts, data)
 
     def _judged(self, page: Page, facts: os.stat_result, data: bytes) -> str:
-        form = self.form
         if not stat.S_ISREG(facts.st_mode):
             return "unreadable"
-        if facts.st_size == form.nbytes:
-            return "" if form.bare else "unstamped"
+        if facts.st_size == self._nbytes:
+            return "" if self._takes_bare else "unstamped"
         try:
             trailer = parse_trailer(data)
         except FormatError:
             return "damaged"
         if trailer is None:
             return "damaged"
-        if different := self._expected.difference(trailer, form.nbytes, page[1]):
+        if different := self._expected.difference(trailer, self._nbytes, page[1]):
             return "foreign" if different in ("identity", "rank") else "damaged"
-        return "" if form.unranked or trailer.rank else "unranked"
+        return "" if self._takes_unranked or trailer.rank else "unranked"
 
 
 def _is_filled(descriptor: int, memory: memoryview) -> bool:
