@@ -16,9 +16,9 @@ from hicachectl.backends.http import HttpService, service_url
 from hicachectl.formats.documents import parse_json_object, shown
 from hicachectl.formats.errors import FormatError, ProfileError, UsageError
 from hicachectl.formats.models.config import profile_from_config
+from hicachectl.formats.models.dtypes import BESIDE
 from hicachectl.formats.models.flags import attention_tp, normalised_layout
 from hicachectl.formats.models.loading import overridden_config
-from hicachectl.formats.models.quantisation import BESIDE
 from hicachectl.formats.models.server_info import contradictions_with_layout, flags_from_server_info
 from hicachectl.formats.wording import RUN_PROBE
 

@@ -17,6 +17,7 @@ from hicachectl.formats.layouts import DTYPE_BYTES
 from hicachectl.formats.models.dtypes import (
     compress_state_dtype,
     index_keys_dtype,
+    is_nvfp4_packed,
     model_dtype,
     state_dtypes,
 )
@@ -31,7 +32,6 @@ from hicachectl.formats.models.families.base import (
 )
 from hicachectl.formats.models.families.states import delta_pool, gdn_pool
 from hicachectl.formats.models.flags import attention_tp, canonical_algorithm
-from hicachectl.formats.models.quantisation import is_nvfp4_packed
 from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hicachectl.formats.documents import shown
 from hicachectl.formats.kinds.pool import Pool, StateTensor
-from hicachectl.formats.models.dtypes import state_dtypes
+from hicachectl.formats.models.dtypes import quant_method, state_dtypes
 from hicachectl.formats.models.families.attention import mha
 from hicachectl.formats.models.families.base import (
     NEXTN,
@@ -23,7 +23,6 @@ from hicachectl.formats.models.families.base import (
     states_pool,
 )
 from hicachectl.formats.models.flags import attention_tp
-from hicachectl.formats.models.quantisation import quant_method
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -20,11 +20,11 @@ from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.object_files.epochs import owner_of
 from hicachectl.backends.sglang import capacity as capacity_module
-from hicachectl.backends.sglang import page_files
+from hicachectl.backends.sglang import file_pages
 from hicachectl.backends.sglang.calls import Ended
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
-from hicachectl.backends.sglang.page_files import PageFiles
+from hicachectl.backends.sglang.file_pages import PageFiles
 from hicachectl.backends.sglang.sweeping import Sweeper
 from hicachectl.formats.errors import UsageError
 from tests.backends.sglang.page_writer import (
@@ -182,9 +182,9 @@ def test_the_room_of_failed_writes_comes_back(
     writer = PageWriter(str(place.path), limit)
     with monkeypatch.context() as patch:
         if fault == "disk":
-            patch.setattr(page_files, "write_all", mock.Mock(side_effect=OSError(5, "")))
+            patch.setattr(file_pages, "write_all", mock.Mock(side_effect=OSError(5, "")))
         elif fault == "late":
-            patch.setattr(page_files, "write_all", mock.Mock(side_effect=Ended))
+            patch.setattr(file_pages, "write_all", mock.Mock(side_effect=Ended))
         else:
             digests = (n.to_bytes(32, "little") for n in count())
             patch.setattr(PageFiles, "_digest", lambda *_: next(digests))

@@ -12,8 +12,7 @@ import pytest
 
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.counters import Counters
-from hicachectl.backends.sglang.file_pages import FilePages
-from hicachectl.backends.sglang.page_files import PageFiles
+from hicachectl.backends.sglang.file_pages import FilePages, PageFiles
 from hicachectl.backends.sglang.settings import Settings
 from hicachectl.backends.urls import StoreUrl, parse_url
 from tests.backends.sglang.pages import HostPool, hashes

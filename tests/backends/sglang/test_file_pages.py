@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl.backends.disk.io import write_all
-from hicachectl.backends.sglang import page_files
+from hicachectl.backends.sglang import file_pages
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
@@ -340,7 +340,7 @@ def test_a_page_that_changes_while_it_is_written_gets_no_name(
 
     with opened(tmp_path, host) as store:
         with monkeypatch.context() as patch:
-            patch.setattr(page_files, "write_all", change)
+            patch.setattr(file_pages, "write_all", change)
             assert write(store, host, PAGES[:1]) == [False]
             assert list(tmp_path.glob("*.bin")) == list(tmp_path.glob(".*.tmp")) == []
         assert write(store, host) == read(store, host) == [True] * 4
@@ -360,7 +360,8 @@ def test_a_page_in_use_is_marked_again_after_an_hour(
     monkeypatch.setattr(Capacity, "used", note)
     with opened(tmp_path, host) as store:
         write(store, host)
-        monkeypatch.setattr(page_files, "time", SimpleNamespace(time_ns=lambda: now_ns))
+        clock = SimpleNamespace(time_ns=lambda: now_ns, monotonic=time.monotonic)
+        monkeypatch.setattr(file_pages, "time", clock)
         for hours in (2, 0, 2, 0, 2):
             now_ns += hours * hour_ns
             assert read(store, host, PAGES[:1]) == [True]

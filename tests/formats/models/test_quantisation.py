@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.models.dtypes import has_fp8_kv
 from hicachectl.formats.models.hf_config import open_config
-from hicachectl.formats.models.quantisation import has_fp8_kv
 from tests.formats.model_rows import profile_of
 from tests.model_records import QUANTISED
 
