@@ -6,14 +6,11 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
-
-from hicachectl.formats.releases import since
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -130,21 +127,11 @@ def shown(command: str) -> str:
     return command.replace(OPTIONS, PROFILE_OPTION)
 
 
-_SINCE = re.compile(r"{since (\w+)}")
-
-
 @cache
 def builtin_codes() -> dict[str, Code]:
-    """Return the codes of `codes.toml` by name; `{since FACT}` becomes a release of SGLang."""
+    """Return the codes of `codes.toml` by name."""
     text = files("hicachectl.checks").joinpath("codes.toml").read_text(encoding="utf-8")
-    return {name: Code(name, **_released(members)) for name, members in tomllib.loads(text).items()}
-
-
-def _released(members: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: _SINCE.sub(lambda match: since(match[1]), value) if isinstance(value, str) else value
-        for name, value in members.items()
-    }
+    return {name: Code(name, **members) for name, members in tomllib.loads(text).items()}
 
 
 # Codes of wrong entries in the page tables of 3FS.
