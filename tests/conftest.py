@@ -16,7 +16,7 @@ from hicachectl.__main__ import run
 from tests.demo_fixtures import profile, source, target  # noqa: F401 - fixtures
 from tests.hf3fs_fixtures import (  # noqa: F401 - fixtures
     metadata_server,
-    metadata_server_python,
+    sglang_python,
     shared_metadata_server,
 )
 from tests.mooncake_fixtures import (  # noqa: F401 - fixtures
@@ -64,7 +64,7 @@ _FOREIGN_SETTINGS = (
 )
 
 
-_SERVERS = {"mooncake_package", "metadata_server_python", "sglang_python"}
+_SERVERS = {"mooncake_package", "sglang_python"}
 _SLOW_FOLDERS = {"attack", "conformance", "power"}
 
 

@@ -27,15 +27,15 @@ def sglang_interpreter() -> Path:
 
 
 @pytest.fixture(scope="session")
-def metadata_server_python() -> Path:
+def sglang_python() -> Path:
     """Return the interpreter that has SGLang; skip without one."""
     return sglang_interpreter()
 
 
 @pytest.fixture(scope="session")
-def shared_metadata_server(metadata_server_python: Path) -> Iterator[MetadataServer]:
+def shared_metadata_server(sglang_python: Path) -> Iterator[MetadataServer]:
     """Start one server per worker process, since its start takes a second."""
-    with MetadataServer(metadata_server_python) as server:
+    with MetadataServer(sglang_python) as server:
         yield server
 
 

@@ -284,7 +284,7 @@ def places(
 ) -> Iterator[Places]:
     made = Places(
         tmp_path_factory.mktemp("kills"),
-        lambda: request.getfixturevalue("metadata_server_python"),
+        lambda: request.getfixturevalue("sglang_python"),
     )
     yield made
     made.close()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from types import TracebackType
 
 # A child runs this before the program: the child then ends with its parent, however that ends.
@@ -23,6 +23,11 @@ os.execv(sys.argv[2], sys.argv[2:])
 def following(python: str | Path, *command: str) -> list[str]:
     """Return a command, started by an interpreter, that ends with this process."""
     return [str(python), "-c", _FOLLOW_PARENT, str(os.getpid()), *command]
+
+
+def descriptors() -> int:
+    """Return the number of open descriptors of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 class Closing(ABC):

@@ -30,8 +30,8 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def own_server(metadata_server_python: Path) -> Iterator[MetadataServer]:
-    with MetadataServer(metadata_server_python) as server:
+def own_server(sglang_python: Path) -> Iterator[MetadataServer]:
+    with MetadataServer(sglang_python) as server:
         yield server
 
 
@@ -69,11 +69,9 @@ def test_a_killed_server_comes_back_with_what_it_had_saved(own_server: MetadataS
     assert own_server.exists(0, ["kept", "lost"]) == [True, False]
 
 
-def test_no_server_outlives_a_killed_test_process(
-    metadata_server_python: Path, tmp_path: Path
-) -> None:
+def test_no_server_outlives_a_killed_test_process(sglang_python: Path, tmp_path: Path) -> None:
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(metadata_server_python)],
+        [sys.executable, "-c", HOLDER, str(sglang_python)],
         cwd=ROOT,
         env={**os.environ, "TMPDIR": str(tmp_path)},
         stdin=subprocess.PIPE,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,17 +19,12 @@ from tests.checks.value_cases import (
     tiny,
 )
 from tests.kvgen import KvGenerator, encode, page_tokens, uniform_noise
+from tests.speed import seed_of_run
 
 if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
 
 KINDS = ("bfloat16", "float8_e4m3fn", "latent", "fp8", "fp8_scaled", "indexer", "mamba")
-
-
-def fresh_seed() -> int:
-    seed = secrets.randbits(31)
-    print(f"seed {seed}")
-    return seed
 
 
 def entropy_bits(codes: Any) -> float:
@@ -51,7 +45,7 @@ def entropy_bits(codes: Any) -> float:
 )
 def test_exponents_have_the_entropy_of_real_kv(profile: Profile) -> None:
     expected = expected_of(profile)
-    for page in KvGenerator(expected, profile, fresh_seed()).objects(range(3)):
+    for page in KvGenerator(expected, profile, seed_of_run()).objects(range(3)):
         assert 2.8 <= entropy_bits(page.view(np.uint16) >> 7 & 0xFF) <= 3.0
 
 
@@ -90,7 +84,7 @@ def test_ranks_differ_and_replicas_of_a_head_do_not() -> None:
 def test_channels_keep_their_magnitude_and_tokens_repeat() -> None:
     profile = profile_of(LLAMA_8B, layout="layer_first", tp=8)
     expected = expected_of(profile)
-    pages = KvGenerator(expected, profile, fresh_seed()).objects(range(8))
+    pages = KvGenerator(expected, profile, seed_of_run()).objects(range(8))
     values = to_float32(pages.view(np.uint16), "bfloat16").reshape(8, 2, 32, 64, 128)
     sizes = np.log(np.abs(values) + 1e-9)
     v = sizes[:, 1, 5]

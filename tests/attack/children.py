@@ -144,3 +144,12 @@ def _environment(variables: Mapping[str, str] | None) -> dict[str, str]:
 def _bounded() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def run(*arguments: object, home: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a separate process."""
+    return subprocess.run(
+        [sys.executable, "-m", "hicachectl", *map(str, arguments)],
+        env={**os.environ, "HOME": str(home)}, capture_output=True, text=True, check=False,
+        timeout=120,
+    )  # fmt: skip

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.attack.children import run
 from tests.move.migrations import PAGES, demo_store, profile_file
 from tests.report.page_texts import text_of
 from tests.stores import OLD, page, put
@@ -23,15 +22,6 @@ if TYPE_CHECKING:
 
 HUGE = 1 << 40
 MOST_BYTES = 64 << 20
-
-
-def run(*arguments: object, home: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a separate process."""
-    return subprocess.run(
-        [sys.executable, "-m", "hicachectl", *map(str, arguments)],
-        env={**os.environ, "HOME": str(home)}, capture_output=True, text=True, check=False,
-        timeout=120,
-    )  # fmt: skip
 
 
 def written_bytes(folder: Path) -> int:

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import uuid
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.attack.children import run
 from tests.move.migrations import demo_store, profile_file
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 ROUNDS = 5
-
-
-def run(*arguments: object, home: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a separate process."""
-    return subprocess.run(
-        [sys.executable, "-m", "hicachectl", *map(str, arguments)],
-        env={**os.environ, "HOME": str(home)}, capture_output=True, text=True, check=False,
-        timeout=120,
-    )  # fmt: skip
 
 
 class Replacer(threading.Thread):

@@ -12,6 +12,7 @@ import pytest
 
 from hicachectl.checks.catalogs import load_catalog
 from tests.stores import OLD, page, put, put_pages
+from tests.verification.in_process import brief
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,10 +48,6 @@ def flip(path: Path, position: int, *, quietly: bool = True) -> None:
         file.write(data)
     if quietly:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def brief(document: dict[str, Any]) -> list[tuple[str, str, str]]:
-    return sorted((f["code"], f["severity"], f["key"]) for f in document["findings"])
 
 
 def test_the_first_run_records_every_object(invoke: Invoke, store: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,7 @@ from tests.checks.value_cases import (
 )
 from tests.conformance import page_values
 from tests.kvgen import KvGenerator, uniform_noise
-from tests.speed import examples, slow
+from tests.speed import examples, seed_of_run, slow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -57,16 +56,10 @@ INF = {"bfloat16": 0xFF80, "float16": 0x7C00, "float32": 0x7F800000, "float8_e5m
 PLAIN = (*NAN, "latent", "fp8")
 
 
-def fresh_seed() -> int:
-    seed = secrets.randbits(31)
-    print(f"seed {seed}")  # shown when the test fails
-    return seed
-
-
 def prepared(kind: str, layout: str, count: int = 3) -> tuple[ValueChecker, ObjectSpec, Bytes]:
     profile, pool = tiny(kind, layout)
     expected = expected_of(profile, pool)
-    objects = KvGenerator(expected, profile, fresh_seed()).objects(range(count))
+    objects = KvGenerator(expected, profile, seed_of_run()).objects(range(count))
     return ValueChecker(expected, profile), expected, objects
 
 
@@ -342,7 +335,7 @@ def test_padding_layers_may_hold_anything(layout: str, row: str) -> None:
     profile = replace(base, pools=(replace(base.pools[0], row=row, packed_draft_layers=1),))
     expected = object_specs(profile, "file")[-1]
     assert (expected.layers, expected.padding_layers) == ((2, 3), 1)
-    objects = KvGenerator(expected, profile, fresh_seed()).objects(range(2))
+    objects = KvGenerator(expected, profile, seed_of_run()).objects(range(2))
     (tensor,) = expected.tensors
     rows = objects.reshape(2, *tensor.shape[:2], -1)
     rows = rows if tensor.axes[0] == "layer" else rows.swapaxes(1, 2)
@@ -472,7 +465,7 @@ def without_large(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
 )
 def test_healthy_pages_have_no_issues(name: str, profile: Profile, pool: str, pages: int) -> None:
     expected = expected_of(profile, pool)
-    seed = fresh_seed()
+    seed = seed_of_run()
     checker = ValueChecker(expected, profile)
     assert checker.prepared
     assert not checker.check(KvGenerator(expected, profile, seed).objects(range(pages)))
@@ -505,7 +498,7 @@ def test_pages_of_another_layout_are_found_unless_the_bytes_are_the_same(
         layout: ValueChecker(expected[layout], replace(profile, layout=layout))
         for layout in layouts
     }
-    seed = fresh_seed()
+    seed = seed_of_run()
     for stored in layouts:
         generator = KvGenerator(expected[stored], profile, seed)
         objects = generator.objects(range(2))
@@ -532,7 +525,7 @@ def test_parts_stored_alone_are_told_apart_too(part: str) -> None:
     profile = profile_of(LLAMA_8B, layout="page_first", tp=2)
     other = replace(profile, layout="page_head")
     wrong = expected_of(other, part=part, scheme="mooncake")
-    objects = KvGenerator(wrong, other, fresh_seed()).objects(range(3))
+    objects = KvGenerator(wrong, other, seed_of_run()).objects(range(3))
     assert not ValueChecker(wrong, other).check(objects)
     right = expected_of(profile, part=part, scheme="mooncake")
     issues = ValueChecker(right, profile).check(objects)
@@ -542,7 +535,7 @@ def test_parts_stored_alone_are_told_apart_too(part: str) -> None:
 def test_damaged_pages_of_another_layout_have_both_findings() -> None:
     profile = profile_of(LLAMA_8B, layout="page_first", tp=8)
     other = replace(profile, layout="layer_first")
-    objects = KvGenerator(expected_of(other), other, fresh_seed()).objects(range(2))
+    objects = KvGenerator(expected_of(other), other, seed_of_run()).objects(range(2))
     objects[1, 1:4096:2] = 0x7F
     objects[1, 0:4096:2] = 0xC0
     issues = ValueChecker(expected_of(profile), profile).check(objects)
@@ -559,7 +552,7 @@ def test_pages_of_a_counting_pattern_have_no_issues(layout: str, page_size: int)
     expected = expected_of(profile)
     pages = [
         page_values.logical_page(table, page_size, salt)["page"]
-        for salt in np.random.default_rng(fresh_seed()).integers(2**31, size=32).tolist()
+        for salt in np.random.default_rng(seed_of_run()).integers(2**31, size=32).tolist()
     ]
     tensor = expected.tensors[0]
     order = [1 + ("layer", "token", "head", "channel").index(axis) for axis in tensor.axes]

@@ -39,9 +39,9 @@ def place(tmp_path: Path, metadata_server: MetadataServer) -> Place:
 
 
 @pytest.fixture
-def mortal(tmp_path: Path, metadata_server_python: Path) -> Iterator[Place]:
+def mortal(tmp_path: Path, sglang_python: Path) -> Iterator[Place]:
     """A place with a private server, which the test may kill."""
-    with MetadataServer(metadata_server_python) as server:
+    with MetadataServer(sglang_python) as server:
         yield Place(tmp_path, server)
 
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import threading
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -316,8 +314,3 @@ class Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a warning."""
         self.texts.append(record.getMessage())
-
-
-def find_plugin() -> None:
-    """Let SGLang import the plug-in from this checkout."""
-    sys.path.append(str(Path(__file__).parents[2]))

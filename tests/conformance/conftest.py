@@ -17,7 +17,7 @@ import pytest
 
 from tests.conformance import tiny_llama
 from tests.conformance.cpu_server import CpuServer
-from tests.hf3fs_fixtures import REMEDY, sglang_interpreter
+from tests.hf3fs_fixtures import REMEDY
 from tests.skips import missing
 from tests.waiting import alive
 
@@ -34,12 +34,6 @@ TIMEOUT_S = 600  # the page-hash extension is compiled on first use
 
 Manifest = dict[str, Any]
 WriteStore = Callable[..., tuple[Path, Manifest]]
-
-
-@pytest.fixture(scope="session")
-def sglang_python() -> Path:
-    """Return the interpreter of the SGLang environment; skip if it is missing."""
-    return sglang_interpreter()
 
 
 @pytest.fixture(scope="session")

@@ -34,11 +34,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from hicachectl.backends.sglang.served import ServedPool
-    from tests.conformance import attached_rank, prompt_nodes, rank_pools, write_store
+    from tests.conformance import prompt_nodes, rank_pools, write_store
     from tests.conformance.rank_pools import Rank
     from tests.conformance.store_cases import PLUGIN_CASES, Deployment
 else:
-    import attached_rank
     import prompt_nodes
     import rank_pools
     import write_store
@@ -62,7 +61,6 @@ _MEMORY = ("kv_buffer", "index_k_with_scale_buffer", "temporal_buffer", "conv_bu
 
 def answer(question: list[Any]) -> list[Any]:
     """Describe the pools of each request."""
-    attached_rank.find_plugin()
     return [row for request in question for row in _described(request)]
 
 

@@ -58,7 +58,6 @@ Files = dict[str, bytes]  # by name
 
 def answer(question: dict[str, Any]) -> Any:
     """Inject the faults that the request asks for; return what the readers saw."""
-    attached_rank.find_plugin()
     deployment = PLUGIN_CASES[question["case"]].deployments[0]
     profile = {**deployment.profile, **question.get("profile", {})}
     deployment = dataclasses.replace(deployment, profile=profile)

@@ -47,7 +47,6 @@ _SETTLED_S = 0.5  # for released threads to go on
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Hang each kind of call; return what happened."""
-    attached_rank.find_plugin()
     deployment = plugin_ranks.requested(question)
     length = question["node_pages"]
     with attached_rank.sole_rank(deployment, 3 * length) as attached:

@@ -40,7 +40,6 @@ _LONGEST_REPORT = 1 << 16
 
 def answer(question: dict[str, Any]) -> Any:
     """Kill backups as the request asks; return what they left."""
-    attached_rank.find_plugin()
     return kill_backups(question, question["kills"])
 
 

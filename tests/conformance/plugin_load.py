@@ -37,7 +37,6 @@ _SAMPLES = 20
 
 def answer(question: dict[str, Any]) -> Any:
     """Load a store as the request asks; return what happened."""
-    attached_rank.find_plugin()
     deployment = plugin_ranks.requested(question)
     pages = (question["prompts"] + _IN_FLIGHT) * question.get("pages", 8)
     with attached_rank.sole_rank(deployment, pages) as attached:

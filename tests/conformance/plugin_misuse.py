@@ -26,7 +26,6 @@ KEYS = ["11" * 32, "22" * 32]
 
 def answer(question: str) -> Any:
     """Misuse a plug-in that serves MLA pages with an indexer from a directory; return a report."""
-    attached_rank.find_plugin()
     return _report(Path(question))
 
 

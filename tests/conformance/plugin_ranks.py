@@ -49,7 +49,6 @@ MOST_S = 100.0  # then ranks are killed: one of them hangs
 
 def answer(question: dict[str, Any]) -> Any:
     """Run the ranks; return their reports."""
-    attached_rank.find_plugin()
     with tempfile.TemporaryDirectory() as folder:
         return run_ranks(question, Path(folder))
 

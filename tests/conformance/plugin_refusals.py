@@ -27,7 +27,6 @@ else:
 
 def answer(question: list[dict[str, Any]]) -> list[Any]:
     """Attach as the requests ask; return what was refused."""
-    attached_rank.find_plugin()
     with tempfile.TemporaryDirectory() as folder:
         return [_attached(request, folder) for request in question]
 

@@ -60,7 +60,6 @@ def _ask(deployment: Deployment, rank: Rank, question: dict[str, Any]) -> Iterat
 
 def _plugin(deployment: Deployment, pools: RankPools, config: Any, directory: str) -> Any:
     """Return the plug-in for one rank."""
-    attached_rank.find_plugin()
     from hicachectl.backends.sglang.plugin import HiCacheStore
 
     settings = {

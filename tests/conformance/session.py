@@ -26,6 +26,7 @@ import signal
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def main() -> None:
     """Answer until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of libraries goes to stderr
+    sys.path.append(str(Path(__file__).parents[2]))  # SGLang imports the plug-in from there
     for name in _IMPORTED_ONCE:
         importlib.import_module(name)
     if importlib.util.find_spec("nixl") is not None:

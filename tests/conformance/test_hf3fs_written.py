@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from contextlib import ExitStack, contextmanager
@@ -16,15 +15,13 @@ import pytest
 from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.base import open_store
 from hicachectl.backends.hf3fs.store import Hf3fsStore
-from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.profile import profile_from_mapping
-from hicachectl.formats.spec import ObjectSpec, object_specs
 from tests.conformance.object_bytes import expected_bytes
 from tests.conformance.store_cases import HF3FS_VARIANTS, is_trailing
 from tests.conformance.test_hits import ask, chains_of, hits_of, some_objects
 from tests.conformance.test_mooncake_written import (
-    Affix,
     Entry,
+    WrittenFiles,
     affix_of,
     check_predicted,
     complaints,
@@ -52,13 +49,14 @@ _COORDINATES = ("key", "page", "pool", "part", "tp_rank", "tp_size", "pp_rank", 
 pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-hf3fs")]
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+@dataclass(frozen=True)
+class Written(WrittenFiles):
     """A store with the objects that SGLang wrote for one case."""
 
     server: MetadataServer
     folder: Path
     manifest: Manifest
+    backend: str = "hf3fs"
 
     @property
     def config(self) -> Path:
@@ -66,27 +64,9 @@ class Written:
         return self.folder / "hf3fs.json"
 
     @property
-    def profile(self) -> Path:
-        """The deployment's profile, as a file."""
-        path = self.folder / "profile.json"
-        path.write_text(json.dumps(self.manifest["profile"]))
-        return path
-
-    @property
     def url(self) -> str:
         """The store's URL, with a fresh snapshot."""
         return f"hf3fs:?config={self.config}&snapshot={self.server.save()}"
-
-    @property
-    def objects(self) -> dict[str, Entry]:
-        return {entry["key"]: {**entry, "heads": None} for entry in self.manifest["objects"]}
-
-    @property
-    def expected(self) -> dict[Affix, ObjectSpec]:
-        """The spec of each affix of a key, from the deployment's profile."""
-        codec = grammar_of("hf3fs")
-        profile = profile_from_mapping(self.manifest["profile"])
-        return {codec.affix(each.coordinate): each for each in object_specs(profile, "hf3fs")}
 
     def file(self, entry: Entry) -> Path:
         rank, namespace, _ = entry["key"].split(":")

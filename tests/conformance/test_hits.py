@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.conformance.store_cases import CASES, DEFAULT_LAYOUT, NEWEST
+from tests.conformance.test_cli_stores import profile_files
 from tests.mooncake_cluster import Cluster
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def test_chains_in_files_reach_as_far_as_sglang_says(
     answers = ask(sglang_session, manifest, chains, *places)
     reached = set()
     for number, place in enumerate(places):
-        for deployment, profile in enumerate(_profiles(manifest, tmp_path)):
+        for deployment, profile in enumerate(profile_files(manifest, tmp_path)):
             told = [a for a in answers if (a["place"], a["deployment"]) == (number, deployment)]
             rows = hits_of(invoke, chains, tmp_path, place, "--profile", profile)
             compare(rows, told, chains)
@@ -119,7 +120,7 @@ def test_chains_in_mooncake_reach_as_far_as_sglang_says(
         for gone in some_objects(manifest, chance, share=share):
             cluster.remove(gone["key"])
         answers = ask(sglang_session, manifest, chains, cluster.master, backend="mooncake")
-        for deployment, profile in enumerate(_profiles(manifest, tmp_path)):
+        for deployment, profile in enumerate(profile_files(manifest, tmp_path)):
             told = [a for a in answers if a["deployment"] == deployment]
             rows = hits_of(invoke, chains, tmp_path, cluster.url, "--profile", profile)
             compare(rows, told, chains)
@@ -132,7 +133,7 @@ def test_requests_reach_the_pages_that_sglang_wrote_for_their_tokens(
     sglang_store: WriteStore, invoke: Invoke, tmp_path: Path
 ) -> None:
     store, manifest = sglang_store("hybrid_mamba", layout=DEFAULT_LAYOUT)
-    (profile,) = _profiles(manifest, tmp_path)
+    (profile,) = profile_files(manifest, tmp_path)
     tokens = manifest["tokens"]
     requests = tmp_path / "requests.jsonl"
     requests.write_text("".join(f"{json.dumps(ids)}\n" for ids in ([*tokens, 1], tokens, [1] * 99)))
@@ -161,14 +162,6 @@ def chains_of(pages: list[str], chance: random.Random) -> list[Chain]:
         start = chance.randrange(len(pages))
         chains.append(pages[start : start + chance.randint(1, len(pages))])
     return chains
-
-
-def _profiles(manifest: Manifest, directory: Path) -> list[Path]:
-    paths = []
-    for number, deployment in enumerate(manifest["deployments"]):
-        paths.append(directory / f"profile-{number}.json")
-        paths[-1].write_text(json.dumps(deployment["profile"]))
-    return paths
 
 
 def ask(

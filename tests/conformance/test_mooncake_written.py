@@ -55,6 +55,31 @@ DAMAGED = [
 pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-mooncake")]
 
 
+class WrittenFiles:
+    """What is known of a store whose keys have no more than a model: objects, and their specs."""
+
+    backend: str
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def profile(self) -> Path:
+        """The deployment's profile, as a file."""
+        path = self.folder / "profile.json"
+        path.write_text(json.dumps(self.manifest["profile"]))
+        return path
+
+    @property
+    def objects(self) -> dict[str, Entry]:
+        return {entry["key"]: {**entry, "heads": None} for entry in self.manifest["objects"]}
+
+    @property
+    def expected(self) -> dict[Affix, ObjectSpec]:
+        """The spec of each affix of a key, from the deployment's profile."""
+        specs = object_specs(profile_from_mapping(self.manifest["profile"]), self.backend)
+        return {grammar_of(self.backend).affix(each.coordinate): each for each in specs}
+
+
 @dataclass(frozen=True, slots=True)
 class Written:
     """A cluster with the objects that SGLang wrote for one case, and its warm-up keys."""

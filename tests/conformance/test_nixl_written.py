@@ -7,21 +7,17 @@ import os
 import random
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import pytest
 
-from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.keys.nixl import route
-from hicachectl.formats.profile import profile_from_mapping
-from hicachectl.formats.spec import ObjectSpec, object_specs
 from tests.conformance.object_bytes import expected_bytes
 from tests.conformance.store_cases import NIXL_VARIANTS, is_trailing
 from tests.conformance.test_hits import ask, chains_of, hits_of, some_objects
 from tests.conformance.test_mooncake_written import (
-    Affix,
     Entry,
+    WrittenFiles,
     affix_of,
     check_predicted,
     complaints,
@@ -48,7 +44,7 @@ pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-nixl")]
 
 
 @dataclass(frozen=True)
-class Written:
+class Written(WrittenFiles):
     """A store with the objects that SGLang wrote for one case. backend: of write_store.py."""
 
     backend: str
@@ -67,23 +63,6 @@ class Written:
     @property
     def url(self) -> str:
         return url_of(self.backend, self.directories)
-
-    @cached_property
-    def profile(self) -> Path:
-        path = self.folder / "profile.json"
-        path.write_text(json.dumps(self.manifest["profile"]))
-        return path
-
-    @property
-    def objects(self) -> dict[str, Entry]:
-        return {entry["key"]: {**entry, "heads": None} for entry in self.manifest["objects"]}
-
-    @property
-    def expected(self) -> dict[Affix, ObjectSpec]:
-        """The spec of each affix of a key, from the deployment's profile."""
-        profile = profile_from_mapping(self.manifest["profile"])
-        specs = object_specs(profile, self.backend)
-        return {grammar_of(self.backend).affix(each.coordinate): each for each in specs}
 
     def file(self, entry: Entry) -> Path:
         number, folder = route(entry["key"].encode(), len(self.directories))

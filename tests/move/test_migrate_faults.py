@@ -252,7 +252,7 @@ def check_arrived(
 
 @pytest.mark.parametrize(("call", "number"), [(RESERVE, 1), (RESERVE, 5), (CONFIRM, 1)])
 def test_a_metadata_server_killed_meanwhile_ends_the_run_and_a_rerun_completes(
-    metadata_server_python: Path,
+    sglang_python: Path,
     invoke: Invoke,
     source: Path,
     profile: Path,
@@ -261,7 +261,7 @@ def test_a_metadata_server_killed_meanwhile_ends_the_run_and_a_rerun_completes(
     number: int,
 ) -> None:
     (tmp_path / "3fs").mkdir()
-    with MetadataServer(metadata_server_python) as server:
+    with MetadataServer(sglang_python) as server:
         place = Hf3fsPlace(tmp_path / "3fs", server)
         place.empty()
         arguments = (source, place.url, "--profile", profile)

@@ -274,11 +274,11 @@ def test_a_repaired_table_is_sound_whatever_it_was(data: st.DataObject) -> None:
 
 
 def test_a_server_that_was_down_starts_sound_from_a_repaired_snapshot(
-    metadata_server_python: Path, tmp_path: Path
+    sglang_python: Path, tmp_path: Path
 ) -> None:
     from tests.hf3fs_server import MetadataServer
 
-    with MetadataServer(metadata_server_python) as server:
+    with MetadataServer(sglang_python) as server:
         server.initialize(0, 8)
         server.put(0, ["a", "b", "c"])
         server.confirm(0, [("a'", 7), ("far", 9), ("b'", 6)])

@@ -220,7 +220,7 @@ def test_every_kind_of_store_gets_its_pages_back(
     kind: str,
 ) -> None:
     """A second address of a server, by which nothing shows that it is the same one."""
-    request.getfixturevalue("mooncake_package" if kind == "mooncake" else "metadata_server_python")
+    request.getfixturevalue("mooncake_package" if kind == "mooncake" else "sglang_python")
     place = places.source(kind, fresh=True)
     before = place.held()
     monkeypatch.setattr(store_pair, "_shared_places", lambda source, destination: set())

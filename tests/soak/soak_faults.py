@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.conformance.conftest import sglang_python, sglang_session
+from tests.conformance.conftest import sglang_session
 from tests.conformance.test_injected_faults import check_faults
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ FIRST_SEED = 1000  # no piece repeats the faults of test_injected_faults.py
 # Pages of a few kilobytes: MHA, with a draft, with windows, of two stages, and with states.
 CASES = ("gqa_tp2", "mha_draft", "swa", "pp2", "zaya")
 
-__all__ = ["sglang_python", "sglang_session"]
+__all__ = ["sglang_session"]
 
 
 @pytest.mark.parametrize("piece", range(-(-FAULTS // PIECE)))

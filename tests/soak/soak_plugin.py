@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.conformance.conftest import sglang_python, sglang_session
+from tests.conformance.conftest import sglang_session
 from tests.conformance.test_plugin_ranks import PAGES, serve, trailing_of, whole
 from tests.conformance.test_rank_faults import check_kills, check_load, run
 
@@ -40,7 +40,7 @@ UNSUPPORTED = {
 # SGLang stores nothing of the one at its second rank; the other has two models.
 LEFT_OUT = (*PLUGIN_REFUSES, "cp2_without_dp", "two_models")
 
-__all__ = ["run", "serve", "sglang_python", "sglang_session"]
+__all__ = ["run", "serve", "sglang_session"]
 
 
 def _deployments() -> list[tuple[str, str, int]]:

@@ -32,3 +32,8 @@ def verify_store(store: Store, request: VerifyRequest, **callbacks: Any) -> Veri
     described = describe_store(store, request)
     report = report_of([checked.result], described, checked.inventory.table, request)
     return Verified(report.document, report.result().rows, report.remarks, checked.catalog)
+
+
+def brief(document: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the code, severity and key of each finding, sorted."""
+    return sorted((f["code"], f["severity"], f["key"]) for f in document["findings"])

@@ -27,6 +27,7 @@ from tests.served_stores import (
     swap_ranks,
 )
 from tests.stores import OLD, page, put
+from tests.verification.in_process import brief
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,10 +57,6 @@ def verify(
 ) -> Any:
     given = ("--profile", profile_file(store.parent, profile), "--format", "json")
     return invoke("verify", store, *given, *arguments, exit_code=exit_code)
-
-
-def brief(document: dict[str, Any]) -> list[tuple[str, str, str]]:
-    return sorted((f["code"], f["severity"], f["key"]) for f in document["findings"])
 
 
 def flip(path: Path, at: int) -> None:

@@ -17,7 +17,7 @@ from hicachectl.verification.report import describe_store, report_of
 from hicachectl.verification.request import VerifyRequest
 from hicachectl.verification.verify import check_part, start_run
 from tests.stores import DSA, page, put, put_pages
-from tests.verification.in_process import verify_store
+from tests.verification.in_process import brief, verify_store
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator
@@ -49,10 +49,6 @@ def dsa(tmp_path: Path) -> Path:
 def verify(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
     checks = [] if "--checks" in arguments else ["--checks", "names,groups,sizes"]
     return invoke("verify", *arguments, *checks, "--format", "json", exit_code=exit_code).document
-
-
-def brief(document: dict[str, Any]) -> list[tuple[str, str, str]]:
-    return sorted((f["code"], f["severity"], f["key"]) for f in document["findings"])
 
 
 def test_a_healthy_store_is_clean(invoke: Invoke, hybrid: Path) -> None:

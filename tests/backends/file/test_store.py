@@ -38,6 +38,7 @@ from hicachectl.backends.testing import (
 )
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend, UntrustedError
+from tests.processes import descriptors as open_descriptors
 from tests.skips import missing
 from tests.small_file_system import small_file_system
 from tests.speed import slow
@@ -85,10 +86,6 @@ def store(tmp_path: Path) -> Iterator[FileStore]:
 
 def _names(directory: str | Path) -> list[str]:
     return sorted(path.name for path in Path(directory).iterdir())
-
-
-def _open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def _fill(store: FileStore, count: int) -> list[str]:
@@ -210,13 +207,13 @@ def test_an_early_close_leaves_no_threads_or_descriptors(
 ) -> None:
     monkeypatch.setattr(file_listing, "SCAN_ROWS", 100)
     _fill(store, 5_000)
-    threads, descriptors = threading.active_count(), _open_files()
+    threads, descriptors = threading.active_count(), open_descriptors()
     batches = store.scan()
     assert next(batches).num_rows == 100
     assert threading.active_count() > threads
     batches.close()
     assert threading.active_count() == threads
-    assert _open_files() == descriptors
+    assert open_descriptors() == descriptors
 
 
 # opening
@@ -636,11 +633,11 @@ def test_a_copy_that_is_interrupted_leaves_nothing(
     for name in ("a.bin", "b.bin"):
         (Path(origin.path) / name).write_bytes(b"abc")
     _while_copying(monkeypatch, interrupt, before=False)
-    descriptors = _open_files()
+    descriptors = open_descriptors()
     with pytest.raises(KeyboardInterrupt):
         _copy(origin, store, {b"a.bin": 3, b"b.bin": 3})
     assert _names(store.path) == []
-    assert _open_files() == descriptors
+    assert open_descriptors() == descriptors
 
 
 def test_a_copy_says_which_directory_is_lost(store: FileStore, origin: FileStore) -> None:

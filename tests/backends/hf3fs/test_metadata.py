@@ -138,8 +138,8 @@ def test_a_table_that_the_server_has_not_is_named(client: MetadataClient, verb: 
         VERBS[verb](client)
 
 
-def test_a_server_that_comes_back_is_asked_again(metadata_server_python: Path) -> None:
-    with MetadataServer(metadata_server_python) as server:
+def test_a_server_that_comes_back_is_asked_again(sglang_python: Path) -> None:
+    with MetadataServer(sglang_python) as server:
         server.initialize(0, 4)
         server.put(0, ["a"])
         server.save()

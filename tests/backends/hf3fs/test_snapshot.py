@@ -329,9 +329,7 @@ def test_the_server_s_snapshot_is_read_as_it_is(metadata_server: MetadataServer)
     assert [key for key, _ in document["0:kv"]["key_to_index"]] == ['é"]],[', "a-k"]
 
 
-def test_the_server_starts_with_what_was_written(
-    metadata_server_python: Path, tmp_path: Path
-) -> None:
+def test_the_server_starts_with_what_was_written(sglang_python: Path, tmp_path: Path) -> None:
     from tests.hf3fs_server import MetadataServer
 
     table = PageTable(
@@ -344,7 +342,7 @@ def test_the_server_starts_with_what_was_written(
     )
     repaired = tmp_path / "repaired.json"
     write_repaired([table], repaired)
-    with MetadataServer(metadata_server_python) as server:
+    with MetadataServer(sglang_python) as server:
         server.kill()
         shutil.copy(repaired, server.snapshot)
         server.start()

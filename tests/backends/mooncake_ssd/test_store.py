@@ -24,6 +24,7 @@ from hicachectl.formats.errors import (
     UsageError,
 )
 from tests.mooncake_ssd_files import TENANT, Record, offset_meta, put_bucket, put_offset_files
+from tests.processes import descriptors as open_descriptors
 from tests.skips import needs_root
 from tests.stores import OLD
 
@@ -554,23 +555,19 @@ def test_an_empty_directory_says_so_and_a_missing_one_is_unavailable(tmp_path: P
             open_store(url_of(path))
 
 
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     """Proves it for whole stores, and for those that are refused after ranks were opened."""
     for name, key in (("rank_0_0_0_0", A), ("rank_0_1_0_0", B)):
         (tmp_path / name).mkdir()
         put_offset_files(tmp_path / name, [Record(TENANT + key, VALUES[key], 0, 1)])
-    before = descriptors()
+    before = open_descriptors()
     with open_store(url_of(tmp_path)) as store:
         assert set(listing(store)) == {A, B}
-    assert descriptors() == before
+    assert open_descriptors() == before
     put_file_per_key(tmp_path / "rank_0_1_0_0")
     with pytest.raises(UnsupportedByBackend, match="file_per_key"):
         open_store(url_of(tmp_path))
-    assert descriptors() == before
+    assert open_descriptors() == before
 
 
 @needs_root
@@ -579,10 +576,10 @@ def test_a_rank_of_another_user_is_refused(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         put_bucket(tmp_path / name, 1, {A: VALUES[A]})
     os.chown(tmp_path / "rank_0_1_0_0", 12345, -1)
-    before = descriptors()
+    before = open_descriptors()
     with pytest.raises(UntrustedError, match="rank_0_1_0_0"):
         open_store(url_of(tmp_path))
-    assert descriptors() == before
+    assert open_descriptors() == before
 
 
 def test_an_offset_file_that_is_missing_loses_its_own_objects(tmp_path: Path) -> None:

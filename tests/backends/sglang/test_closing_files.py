@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,9 +15,11 @@ from hicachectl.backends.sglang.file_pages import FilePages, PageFiles
 from hicachectl.backends.sglang.settings import Settings
 from hicachectl.backends.urls import StoreUrl, parse_url
 from tests.backends.sglang.pages import HostPool, hashes
+from tests.processes import descriptors as open_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
     from typing import Any
 
 PAGES = hashes(4)
@@ -64,10 +65,6 @@ def _threads_end() -> Iterator[None]:
 
 def _is_ours(thread: threading.Thread) -> bool:
     return thread.name.startswith("hicachectl")
-
-
-def _descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def store_of(directory: Path, host: HostPool, **options: Any) -> FilePages:
@@ -145,7 +142,7 @@ def test_a_store_that_opens_after_its_close_is_closed(
     tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No descriptor, no thread and no lock stays."""
-    before = _descriptors()
+    before = open_descriptors()
     store = store_of(tmp_path / "store", host, max_size=1 << 30)
     held = Held(monkeypatch, "mkdir")
     with Call(0.3) as call:
@@ -155,7 +152,7 @@ def test_a_store_that_opens_after_its_close_is_closed(
     held.release.set()
     monkeypatch.undo()
     deadline = time.monotonic() + 10
-    while _descriptors() > before:
+    while open_descriptors() > before:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -227,11 +224,11 @@ def test_a_system_without_more_threads_costs_no_descriptors(
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         assert exists(store, host) == [False] * 4
-        before = _descriptors()
+        before = open_descriptors()
         for _ in range(5):
             store._open_again_at = 0.0
             assert write(store, host) == [False] * 4
-        assert _descriptors() == before
+        assert open_descriptors() == before
         assert store.counters.snapshot() == {"unopened": 6}
     store._open_again_at = 0.0
     assert write(store, host) == [True] * 4
@@ -256,7 +253,7 @@ def test_a_directory_that_is_replaced_costs_a_reader_no_descriptors(
         path.rename(tmp_path / f"moved {number}")
         assert read(store, host) == [False] * 4
         assert not path.exists()
-        descriptors.add(_descriptors())
+        descriptors.add(open_descriptors())
     assert max(descriptors) <= min(descriptors) + len(PAGES)  # of folders
     store.close()
 
