@@ -196,8 +196,8 @@ SCRIPTS: dict[str, Script] = {
 def test_an_answer_without_end_is_given_up(name: str) -> None:
     with serving(SCRIPTS[name]) as place:
         with pytest.raises(StoreUnavailable, match="SGLang server"):
-            fetch_server(f"http://{place}", timeout_s=2.0)
-        server = ThroughServer(f"http://{place}", jobs=1, request_timeout_s=2.0, pause_s=0.01)
+            fetch_server(f"http://{place}", timeout_s=0.5)
+        server = ThroughServer(f"http://{place}", jobs=1, request_timeout_s=0.5, pause_s=0.01)
         prefixes = [Prefix(number, 8, Request("test", list(range(9)))) for number in range(3)]
         with pytest.raises(StoreUnavailable, match="SGLang server"):
             server.pull(prefixes)

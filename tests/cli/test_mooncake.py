@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.backends.base import open_store
-from hicachectl.cli.demo_store import PROFILE, fill
+from hicachectl.cli.demo_store import fill
 from hicachectl.pages import in_flight
 from tests.mooncake_cluster import Cluster
 from tests.report.page_texts import text_of
@@ -65,13 +65,6 @@ def test_objects_are_listed_with_their_replicas(invoke: Invoke, cluster: Cluster
         assert replica["kind"] == "memory"
         assert replica["nbytes"] == row["nbytes"] > 0
         assert row["mtime"] is None
-
-
-def test_a_healthy_cluster_has_no_findings(invoke: Invoke, cluster: Cluster, profile: Path) -> None:
-    document = verified(invoke, cluster.url, "--profile", profile)
-    assert document["findings"] == []
-    assert document["bytes_read"] == document["bytes"] > 0
-    assert document["checks"] == ["names", "groups", "sizes", "values"]
 
 
 def test_a_report_reads_no_object_and_says_that_there_are_no_times(
@@ -152,17 +145,6 @@ def test_a_warm_up_key_is_information(invoke: Invoke, cluster: Cluster, profile:
     assert f"{cluster.url} has no pages, only other objects (1), such as {key}; " in said
 
 
-def test_a_short_and_a_long_object_are_told_apart_in_severity(
-    invoke: Invoke, cluster: Cluster, profile: Path
-) -> None:
-    """A server reads a short object as a hit; a long object gives an error, so a miss."""
-    short, long = keys_of_page(cluster, 0)[0], keys_of_page(cluster, 1)[0]
-    cluster.put(short, b"x" * 100)
-    cluster.put(long, b"x" * 100_000)
-    document = verified(invoke, cluster.url, "--profile", profile, "--checks", "sizes", exit_code=4)
-    assert found(document) == [("truncated", "error", short), ("oversized", "warning", long)]
-
-
 def test_a_page_that_is_completed_within_the_grace_is_no_finding(
     invoke: Invoke, cluster: Cluster, profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,25 +200,6 @@ def test_a_page_that_stays_incomplete_is_a_finding_after_the_grace(
     assert found(document) == [("missing-part", "error", key)]
 
 
-def test_a_bad_page_is_quarantined_whole_and_restored(
-    invoke: Invoke, cluster: Cluster, profile: Path, tmp_path: Path
-) -> None:
-    keys = keys_of_page(cluster)
-    before = {key: cluster.client().get(key) for key in keys}
-    nan = b"\xc0\x7f" * (len(before[keys[0]]) // 2)
-    cluster.put(keys[0], nan)
-    document = verified(
-        invoke, cluster.url, "--profile", profile, "--repair", "quarantine", "--quarantine",
-        tmp_path / "aside", "--yes", exit_code=4,
-    )  # fmt: skip
-    assert found(document) == [("nan", "error", keys[0])]
-    assert not set(keys) & set(cluster.list_keys())
-    assert document["repaired"] == 1
-    invoke("restore", tmp_path / "aside", cluster.url, "--yes")
-    after = {key: cluster.client().get(key) for key in keys}
-    assert after == before | {keys[0]: nan}
-
-
 def test_a_catalog_notices_changed_bytes(
     invoke: Invoke, cluster: Cluster, profile: Path, tmp_path: Path
 ) -> None:
@@ -252,13 +215,6 @@ def test_a_catalog_notices_changed_bytes(
     # Freed memory is reused, so a rewritten object can look like the recorded object.
     assert (code, severity) in {("re-recorded", "info"), ("digest-mismatch", "warning")}
     assert where == key
-
-
-def test_removal_takes_the_pages_of_a_model(invoke: Invoke, cluster: Cluster) -> None:
-    other = f"other_{'0' * 64}_0_k"
-    cluster.put(other, b"x" * 100)
-    invoke("rm", cluster.url, "--model", PROFILE.model, "--yes")
-    assert cluster.list_keys() == [other]
 
 
 def test_another_name_of_the_cluster_is_refused(

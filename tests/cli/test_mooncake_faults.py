@@ -127,17 +127,6 @@ def test_what_is_evicted_between_listing_and_reading_is_gone_and_no_finding(
     assert document["gone"] == len(evicted)
 
 
-def test_a_page_evicted_in_part_while_it_is_read_is_no_finding(
-    mooncake_cluster: Cluster, profile: Path, tmp_path: Path
-) -> None:
-    keys = put_pages(mooncake_cluster)
-    ended = broken_at(
-        mooncake_cluster, tmp_path, profile, READ, 1, lambda: mooncake_cluster.remove(keys[0])
-    )
-    document = document_of(ended, exit_code=0)
-    assert (document["findings"], document["gone"]) == ([], 1)
-
-
 def test_objects_that_vanish_during_the_listing_are_left_out(
     mooncake_cluster: Cluster, profile: Path, tmp_path: Path
 ) -> None:

@@ -201,12 +201,6 @@ def test_verify_is_clean(written: Written, invoke: Invoke) -> None:
     assert document["skipped_checks"] == ["digests", "dtypes"]
 
 
-def test_verify_changes_nothing(written: Written, invoke: Invoke) -> None:
-    before = written.server.saved()
-    verified(invoke, written.url, "--profile", written.profile)
-    assert written.server.saved() == before
-
-
 def test_each_lost_object_is_found_and_nothing_else(written: Written, invoke: Invoke) -> None:
     entries = list(written.objects.values())
     for entry in one_of_each_kind(entries):
