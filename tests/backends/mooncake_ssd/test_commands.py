@@ -64,11 +64,11 @@ def test_lost_objects_of_a_bucket_are_a_finding(
     store.mkdir()
     put_bucket(store, 1, {A: VALUES[A]})
     put_bucket(store, 2, {B: VALUES[B], C: VALUES[C]})
-    assert lost(invoke("verify", url_of(store), "--format", "json").document) == {}
+    assert lost(invoke.document("verify", url_of(store))) == {}
     damage(store)
     for path in store.iterdir():
         os.utime(path, (OLD, OLD))
-    document = invoke("verify", url_of(store), "--format", "json", exit_code=4).document
+    document = invoke.document("verify", url_of(store), exit_code=4)
     ((place, detail),) = lost(document).items()
     assert (place, words in detail) == (str(store / name), True)
     assert document["counts"]["lost-objects"] == 1
@@ -82,7 +82,7 @@ def test_lost_objects_of_a_bucket_are_a_finding(
     run = tmp_path / "run"
     for part in ("0/2", "1/2"):
         invoke("verify", url_of(store), "--shard", part, "--run", run)
-    merged = invoke("merge", run, "--format", "json", exit_code=4).document
+    merged = invoke.document("merge", run, exit_code=4)
     assert merged["findings"] == document["findings"]
 
 
@@ -94,16 +94,7 @@ def test_a_bucket_that_a_client_may_be_writing_is_no_finding(
     assert lost(document.document) == {}
     assert "no .meta file says which objects" in document.stderr
     assert lost(
-        invoke(
-            "verify",
-            url_of(tmp_path),
-            "--grace",
-            "0s",
-            "--allow-empty",
-            "--format",
-            "json",
-            exit_code=4,
-        ).document
+        invoke.document("verify", url_of(tmp_path), "--grace", "0s", "--allow-empty", exit_code=4)
     )
 
 
@@ -116,7 +107,7 @@ def test_one_damaged_offset_file_does_not_hide_the_other(
         put_offset_files(tmp_path / name, [Record(TENANT + key, VALUES[key], 0, number + 1)])
     meta = tmp_path / rank / "kv_cache.meta"
     meta.write_bytes(meta.read_bytes()[:200])
-    document = invoke("verify", url_of(tmp_path), "--format", "json", exit_code=4).document
+    document = invoke.document("verify", url_of(tmp_path), exit_code=4)
     assert [*lost(document)] == [str(meta)]
     assert document["objects"] == 1
 
@@ -195,7 +186,7 @@ def test_pages_are_migrated_into_other_stores(tmp_path: Path, invoke: Invoke, ki
     }
     options = ("--profile", profile_file(tmp_path / "profile.toml"), "--grace", "0s")
     invoke("migrate", url_of(tmp_path / "ssd"), urls[kind], *options, "--verify")
-    document = invoke("verify", urls[kind], *options, "--format", "json").document
+    document = invoke.document("verify", urls[kind], *options)
     assert (document["pages"], document["findings"]) == (4, [])
     assert document["objects_read"] == document["objects"]
 
