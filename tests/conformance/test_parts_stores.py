@@ -27,7 +27,6 @@ from tests.conformance.test_cli_stores import profile_files
 from tests.conformance.test_hf3fs_written import FILE_SIZE
 from tests.conformance.test_hf3fs_written import Written as WrittenPages
 from tests.conformance.test_mooncake_written import write
-from tests.hf3fs_server import MetadataServer
 from tests.mooncake_cluster import Cluster
 from tests.parts.test_verify_parts import comparable
 from tests.speed import ALL, some
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conformance.conftest import Manifest, SglangSession, WriteStore
+    from tests.hf3fs_server import MetadataServer
     from tests.parts.connected import Connected
 
 pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("ray")]
@@ -394,16 +394,9 @@ def counted_scans(monkeypatch: pytest.MonkeyPatch, backend: Any) -> list[None]:
 # --- 3FS ---
 
 
-@pytest.fixture(scope="module")
-def server(sglang_python: Path) -> Iterator[MetadataServer]:
-    """A metadata server for this module only."""
-    with MetadataServer(sglang_python) as server:
-        yield server
-
-
 @pytest.mark.parametrize(("case", "layout"), HF3FS_STORES, ids=map("-".join, HF3FS_STORES))
 def test_verify_of_3fs(
-    server: MetadataServer,
+    metadata_server: MetadataServer,
     sglang_session: SglangSession,
     comparison: Comparison,
     tmp_path: Path,
@@ -411,11 +404,10 @@ def test_verify_of_3fs(
     layout: str,
 ) -> None:
     """Documents, exit statuses and copies are equal, with damaged values and lost objects."""
-    server.reset()
-    config = server.write_config(tmp_path, FILE_SIZE)
+    config = metadata_server.write_config(tmp_path, FILE_SIZE)
     place = (config, "--backend=hf3fs", f"--layout={layout}")
     manifest = sglang_session.run("write_store", case, *place)
-    written = WrittenPages(server, tmp_path, manifest)
+    written = WrittenPages(metadata_server, tmp_path, manifest)
     options = ("--profile", written.profile)
     comparison.verify(written.url, *options)
     for damage in ("nan", "zeros"):
@@ -427,6 +419,6 @@ def test_verify_of_3fs(
     assert document["counts"].keys() >= {"nan", "all-zero"}
     for entry in chosen(manifest, "lost"):
         rank, namespace, name = entry["key"].split(":")
-        server.delete(int(rank), [name], namespace)
+        metadata_server.delete(int(rank), [name], namespace)
     assert comparison.verify(written.url, *options)["objects"] < document["objects"]
     assert comparison.copies("migrate", written.url, *options, "--grace", "0s")
