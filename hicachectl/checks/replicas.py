@@ -13,7 +13,6 @@ from hicachectl.checks.catalogs import MISMATCH, REWRITTEN
 from hicachectl.checks.codes import VERSIONS_RECUR
 from hicachectl.checks.findings import object_findings
 from hicachectl.formats.kinds import kind_of
-from hicachectl.pages.census import page_ranks
 from hicachectl.text.units import minute
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def check_replicas(given: CheckInput) -> Iterator[pa.Table]:
     rows = np.flatnonzero(chosen)
     coordinates = (one.coordinate for one in inventory.table.resolved)
     ranks = np.array([*(c.shard.tp_rank or 0 if c else 0 for c in coordinates), 0])
-    page_ids, _ = page_ranks(inventory.page_words, chosen)
+    page_ids, _ = inventory.page_ranks(chosen)
     order = np.lexsort((ranks[inventory.affix_ids[rows]], sets[rows], page_ids))
     rows, page_ids = rows[order], page_ids[order]
     same_set = np.diff(sets[rows], prepend=NO_REPLICAS) == 0

@@ -36,7 +36,7 @@ def check_sizes(given: CheckInput) -> Iterator[pa.Table]:
     """Yield truncated and oversized findings for objects that are not in flight."""
     inventory = given.inventory
     expected = inventory.table.expected_sizes[inventory.affix_ids]
-    actual = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
+    actual = inventory.sizes
     for mix in inventory.table.mixes:
         if mix.stated == UNKNOWN_SIZE:
             common = [size.nbytes for size in mix.sizes]
@@ -65,7 +65,7 @@ def rows_of_mixes(inventory: Inventory) -> IntArray:
 
     Their pages can be those of servers that run now.
     """
-    actual = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
+    actual = inventory.sizes
     among = np.zeros(len(actual), dtype=np.bool_)
     for mix in inventory.table.mixes:
         if mix.others:

@@ -32,7 +32,7 @@ from hicachectl.pages.in_flight import (
     look_again,
     needs_second_look,
 )
-from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.scanning import take_inventory
 from hicachectl.pages.selection import EVERYTHING, NamedGroups, Selection, explain_selection, select
 from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS, FULL
 from hicachectl.verification.request import VerifyRequest

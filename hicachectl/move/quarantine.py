@@ -46,7 +46,7 @@ from hicachectl.formats.quarantine import (
 from hicachectl.formats.wording import failed, no_quarantine, reason_of
 from hicachectl.pages.census import column_sum
 from hicachectl.pages.groups import PageGroups
-from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.scanning import take_inventory
 from hicachectl.profiles.identities import markers_of
 from hicachectl.text.jsontext import schema_of
 from hicachectl.text.units import Ago

@@ -43,7 +43,7 @@ from hicachectl.move.results import (
 )
 from hicachectl.pages.census import column_sum, column_sums
 from hicachectl.pages.groups import PageGroups
-from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.scanning import take_inventory
 from hicachectl.pages.selection import EVERYTHING, Selection
 from hicachectl.text.jsontext import schema_of
 

@@ -21,7 +21,7 @@ from hicachectl.formats.keys.resolve import (
 )
 from hicachectl.formats.objects import ANCHOR
 from hicachectl.formats.spec import UNKNOWN_SIZE
-from hicachectl.pages.census import SEVERAL, page_ranks
+from hicachectl.pages.census import SEVERAL
 from hicachectl.pages.deployments import make_table
 
 if TYPE_CHECKING:
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.keys.base import Affix
     from hicachectl.formats.objects import Coordinate
-    from hicachectl.pages.census import Census, Objects
+    from hicachectl.pages.census import Census
     from hicachectl.pages.deployments import AffixTable
+    from hicachectl.pages.inventory import Inventory
 
     Ids = npt.NDArray[np.int32]
     Readings = Sequence[Sequence[Coordinate]]
@@ -75,7 +76,7 @@ class _Contest(NamedTuple):
 
 
 def with_ambiguous_pages(
-    table: AffixTable, census: Census, pieces: Callable[[], Iterable[Objects]]
+    table: AffixTable, census: Census, pieces: Callable[[], Iterable[Inventory]]
 ) -> tuple[AffixTable, Ids | None]:
     """Return a table and affix ids by which doubtful pages are ambiguous; None: no page is.
 
@@ -118,16 +119,16 @@ def _all_readings(table: AffixTable, affix: Affix, resolved: Resolved) -> Iterab
     return found if len(found) != 1 else dict.fromkeys([*found, *table.grammar.readings(*affix)])
 
 
-def _joined(pieces: Iterable[Objects], affixes: list[int]) -> tuple[Ids, IntArray, IntArray]:
+def _joined(pieces: Iterable[Inventory], affixes: list[int]) -> tuple[Ids, IntArray, IntArray]:
     """Return the affix id, size and page number of all objects; -1 for pages of other affixes."""
     columns, count = [], 0
     for piece in pieces:
         chosen = np.isin(piece.affix_ids, affixes)
         pages = np.full(len(chosen), -1, dtype=np.int64)
-        ranks, distinct = page_ranks(piece.page_words, chosen)
+        ranks, distinct = piece.page_ranks(chosen)
         pages[chosen] = ranks + count
         count += distinct
-        columns.append((piece.affix_ids, piece.nbytes, pages))
+        columns.append((piece.affix_ids, piece.sizes, pages))
     ids, sizes, numbers = map(np.concatenate, zip(*columns, strict=True))
     return ids, sizes, numbers
 

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from hicachectl.formats.keys.labels import AMBIGUOUS
 from hicachectl.formats.keys.table import join_keys
-from hicachectl.pages.census import byte_sum, byte_sums, page_ranks
+from hicachectl.pages.census import byte_sum, byte_sums
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.group_table import UNKNOWN, GroupTable, fill_table
 
@@ -51,7 +51,7 @@ class PageGroups:
         self._inventory = inventory
         self.deployments = table.deployments
         in_group = ~inventory.is_foreign
-        ranks, distinct = page_ranks(inventory.page_words, in_group)
+        ranks, distinct = inventory.page_ranks(in_group)
         # In place, to save memory: a store has millions of objects.
         codes = self._deployments_of(np.flatnonzero(in_group))
         codes -= UNRESOLVED

@@ -4,38 +4,28 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hicachectl.backends.base import scan_schema, take_rows
-from hicachectl.backends.capabilities import OtherFiles, Trailed
-from hicachectl.formats.errors import EmptyStore, ProfileError
-from hicachectl.formats.keys import grammar_of
+from hicachectl.backends.base import take_rows
+from hicachectl.backends.capabilities import OtherFiles
+from hicachectl.formats.errors import EmptyStore
 from hicachectl.formats.keys.table import page_words, pages_of
 from hicachectl.formats.quarantine import is_quarantine
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.formats.wording import with_next
-from hicachectl.pages.census import Census, Objects
-from hicachectl.pages.contested import with_ambiguous_pages
-from hicachectl.pages.deployments import AffixTable, assign_affixes
-from hicachectl.pages.seen_sizes import refuse_contradiction, with_seen_sizes
-from hicachectl.pages.spool import Spool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.arrays import IntArray
-    from hicachectl.formats.profile import Profile
+    from hicachectl.pages.deployments import AffixTable
 
-
-Ids = npt.NDArray[np.int32]
-
-_ASKED_AT_ONCE = 8192
+_WORDS = 4  # a page hash has four words of 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +83,34 @@ class Inventory:
             filled += len(chosen)
         return words
 
+    def page_ranks(self, chosen: npt.NDArray[np.bool_]) -> tuple[IntArray, int]:
+        """Return the rank of each chosen object's page by hash, and the number of pages.
+
+        chosen: [objects] bool, without foreign objects.
+        """
+        words = self.page_words(chosen, 0)
+        order = np.argsort(words)
+        words = words[order]
+        same = begins_alike = words[1:] == words[:-1]
+        for word in range(1, _WORDS):
+            words = self.page_words(chosen, word)[order]
+            same = same & (words[1:] == words[:-1])
+        if (same != begins_alike).any():  # hashes share only their first word; never with SHA-256
+            every = np.stack([self.page_words(chosen, word) for word in range(_WORDS)])
+            order = np.lexsort(every[::-1])
+            same = (every[:, order[1:]] == every[:, order[:-1]]).all(axis=0)
+        numbers = np.zeros(len(order), dtype=np.int64)
+        np.cumsum(~same, out=numbers[1:])
+        ranks = np.empty(len(order), dtype=np.int64)
+        ranks[order] = numbers
+        return ranks, int(numbers[-1]) + 1 if len(numbers) else 0
+
+    @property
+    def sizes(self) -> IntArray:
+        """Listed bytes of each object, UNKNOWN_SIZE without: [objects]."""
+        sizes: IntArray = self.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
+        return sizes
+
     @property
     def is_foreign(self) -> npt.NDArray[np.bool_]:
         """[objects] bool: keys that are not SGLang's, and objects that a `clear` made misses."""
@@ -115,129 +133,11 @@ class Inventory:
         return np.array([*values, missing])[self.affix_ids]
 
 
-def take_inventory(
-    store: Store,
-    profile: Profile | None = None,
-    *,
-    columns: Collection[str] = (),
-    only_others: bool = False,
-    needs_pages: bool = False,
-    on_contradiction: Callable[[str], None] | None = None,
-    on_batch: Callable[[int], None] = lambda objects: None,
-) -> Inventory:
-    """Scan a store and parse its keys.
-
-    columns: columns to list besides key, nbytes and mtime_ns.
-    only_others: accept a store with pages of other deployments only.
-    needs_pages: raise EmptyStore for a store without any page.
-    on_contradiction: takes how the profile contradicts the store; None: raise ProfileError.
-    on_batch: takes the number of objects of each batch.
-    Memory: about 120 bytes per object. Raises StoreUnavailable.
-    """
-    wanted = scan_columns(store, columns)
-    understand = partial(
-        understood,
-        store=store,
-        profile=profile,
-        only_others=only_others,
-        needs_pages=needs_pages,
-        on_contradiction=on_contradiction,
-    )
-    return _inventory(store.scan(wanted), scan_schema(wanted), understand, on_batch)
-
-
-def scan_columns(store: Store, columns: Collection[str]) -> list[str]:
-    """Return the columns of a scan for an inventory with some columns."""
-    locator = {"locator"} & set(store.traits.columns)  # makes reads faster
-    return ["key", *sorted({*_columns(store), *locator, *columns} - {"key"})]
-
-
-def look_up(
-    store: Store,
-    keys: pa.BinaryArray,
-    profile: Profile | None = None,
-    *,
-    only_others: bool = False,
-) -> Inventory:
-    """Return the inventory of some keys, without a scan; see `take_inventory`.
-
-    For few keys, or a store whose listing is out of date.
-    """
-    some = (keys.slice(start, _ASKED_AT_ONCE) for start in range(0, len(keys), _ASKED_AT_ONCE))
-    columns = _columns(store)
-    tables = (store.look(pa.table({"key": part}), columns) for part in some)
-    batches = (batch for table in tables for batch in table.combine_chunks().to_batches())
-    understand = partial(understood, store=store, profile=profile, only_others=only_others)
-    found = _inventory(batches, scan_schema(columns), understand)
-    return replace(found, partial=True)
-
-
 def _chunks(column: pa.ChunkedArray) -> Iterator[tuple[pa.Array, slice]]:
     start = 0
     for chunk in column.chunks:
         yield chunk, slice(start, start + len(chunk))
         start += len(chunk)
-
-
-def _inventory(
-    scanned: Iterable[pa.RecordBatch],
-    schema: pa.Schema,
-    understand: Callable[[Spool], tuple[AffixTable, Iterator[Inventory]]],
-    on_batch: Callable[[int], None] = lambda objects: None,
-) -> Inventory:
-    spool = Spool(schema)
-    spool.fill(scanned, on_batch)
-    (inventory,) = understand(spool)[1]
-    pa.default_memory_pool().release_unused()
-    return inventory.without_unused_columns()
-
-
-def understood(
-    spool: Spool,
-    store: Store,
-    profile: Profile | None,
-    *,
-    only_others: bool = False,
-    needs_pages: bool = False,
-    on_contradiction: Callable[[str], None] | None = None,
-) -> tuple[AffixTable, Iterator[Inventory]]:
-    """Return the table of a scan's affixes, and the objects piece by piece.
-
-    Decides what only all objects show: keys of two models, and sizes that no profile states. Counts
-    decide most of it; pieces are read only where they do not.
-    only_others, needs_pages, on_contradiction: see `take_inventory`. Raises OSError.
-    """
-    census = spool.census()
-    scanned = assign_affixes(spool.affixes, grammar_of(store.grammar), profile)
-
-    def pieces(table: AffixTable, affix_ids: Ids | None = None) -> Iterator[Inventory]:
-        return (Inventory(*piece, table) for piece in spool.pieces(affix_ids))
-
-    if needs_pages and not any(one.readings for one in scanned.resolved):
-        refuse_empty(store, next(pieces(scanned)).objects)  # all that is foreign is one piece
-    table, affix_ids = with_ambiguous_pages(scanned, census, lambda: map(_objects, pieces(scanned)))
-    if affix_ids is not None:
-        found = pieces(table, affix_ids)
-        census = Census.total(Census.of(piece.objects, piece.affix_ids) for piece in found)
-    table = with_seen_sizes(table, census, lambda: map(_objects, pieces(table, affix_ids)))
-    try:
-        refuse_contradiction(table, census, only_others=only_others)
-    except ProfileError as error:
-        if on_contradiction is None:
-            raise
-        on_contradiction(str(error))
-    return table, pieces(table, affix_ids)
-
-
-def _objects(piece: Inventory) -> Objects:
-    nbytes = piece.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
-    mtime_ns = piece.objects.column("mtime_ns").fill_null(0).to_numpy()
-    return Objects(piece.affix_ids, nbytes, piece.page_words, mtime_ns)
-
-
-def _columns(store: Store) -> tuple[str, ...]:
-    """Return the columns of a scan that an inventory needs."""
-    return ("nbytes", "mtime_ns", *(("cleared_ns",) if isinstance(store, Trailed) else ()))
 
 
 def describe_empty(store: Store, objects: pa.Table) -> str:

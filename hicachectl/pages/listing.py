@@ -14,8 +14,7 @@ from hicachectl.backends.base import SCAN_FIELDS
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.keys.columns import coordinate_columns
 from hicachectl.formats.objects import ANCHOR, AXES, Names
-from hicachectl.formats.spec import UNKNOWN_SIZE
-from hicachectl.pages.census import column_sum, column_sums, page_ranks
+from hicachectl.pages.census import column_sum, column_sums
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import UNKNOWN_BYTES
 from hicachectl.text.vocabulary import STATES
@@ -295,8 +294,7 @@ def summarise(
     kinds, of_affix = _kinds(inventory, list(markers))
     kind_ids = of_affix[inventory.affix_ids + 1]
     nbytes = inventory.objects.column("nbytes")
-    sizes = nbytes.fill_null(UNKNOWN_SIZE).to_numpy()
-    kind, size, numbers = _numbered(kind_ids, sizes)
+    kind, size, numbers = _numbered(kind_ids, inventory.sizes)
     columns = {"row": numbers, "mtime_ns": inventory.objects.column("mtime_ns")}
     aggregates = [([], "count_all"), ("mtime_ns", "min"), ("mtime_ns", "max")]
     sums = pa.table(columns).group_by("row").aggregate(aggregates).sort_by("row")
@@ -375,7 +373,7 @@ def _numbered(
 def _page_counts(inventory: Inventory, rows: IntArray, count: int) -> tuple[IntArray, int]:
     """Return the number of distinct pages of each row, and of all; foreign objects have none."""
     known = ~inventory.is_foreign
-    pairs, distinct = page_ranks(inventory.page_words, known)
+    pairs, distinct = inventory.page_ranks(known)
     pairs += rows[known] * distinct
     pairs.sort()
     first = np.diff(pairs, prepend=-1) != 0

@@ -25,8 +25,15 @@ from hicachectl.formats.profile import MAX_OBJECT_BYTES
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.io.table_files import write_divided
 from hicachectl.pages.deployments import AffixTable, SizeMix, make_table
-from hicachectl.pages.inventory import Inventory, scan_columns, take_inventory, understood
-from hicachectl.pages.spool import AFFIX_ID, MEMORY_ROWS, Spool
+from hicachectl.pages.inventory import Inventory
+from hicachectl.pages.scanning import (
+    AFFIX_ID,
+    MEMORY_ROWS,
+    Spool,
+    scan_columns,
+    take_inventory,
+    understood,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.spec import ObjectSpec
-    from hicachectl.pages.census import Census, Objects
+    from hicachectl.pages.census import Census
+    from hicachectl.pages.inventory import Inventory
 
 
 # A size on a smaller share of the pages may be damage; on a larger one, some servers write it.
@@ -32,7 +33,7 @@ _FIRST_WORD = 0
 
 
 def with_seen_sizes(
-    table: AffixTable, census: Census, pieces: Callable[[], Iterable[Objects]]
+    table: AffixTable, census: Census, pieces: Callable[[], Iterable[Inventory]]
 ) -> AffixTable:
     """Return the table with missing sizes filled in: the size of most objects of the kind.
 
@@ -119,7 +120,7 @@ def _mixes(
     kind_of: IntArray,
     counted: pa.Table,
     stated: dict[int, int],
-    pieces: Callable[[], Iterable[Objects]],
+    pieces: Callable[[], Iterable[Inventory]],
 ) -> list[SizeMix]:
     """Return the kinds with several common sizes; empty objects do not count.
 
@@ -174,7 +175,7 @@ def _among(
     others: list[SeenSize],
     kind: int,
     kind_of: IntArray,
-    pieces: Callable[[], Iterable[Objects]],
+    pieces: Callable[[], Iterable[Inventory]],
 ) -> list[SeenSize]:
     """Return the sizes of pages that are not all older than those of the deployment's own size.
 
@@ -186,8 +187,8 @@ def _among(
         return others
     older = np.zeros(len(others), dtype=np.int64)
     for piece in pieces():
-        chosen = (kind_of[piece.affix_ids] == kind) & (piece.nbytes == own.nbytes)
-        times = piece.mtime_ns[chosen]
+        chosen = (kind_of[piece.affix_ids] == kind) & (piece.sizes == own.nbytes)
+        times = piece.objects.column("mtime_ns").fill_null(0).to_numpy()[chosen]
         words = piece.page_words(chosen, _FIRST_WORD)
         older += [len(np.unique(words[times < end])) for end in ends]
     return [
@@ -198,7 +199,7 @@ def _among(
 
 
 def _count_pages(
-    piece: Objects, kind_of: IntArray, totals: Counter[int], by_size: Counter[tuple[int, int]]
+    piece: Inventory, kind_of: IntArray, totals: Counter[int], by_size: Counter[tuple[int, int]]
 ) -> None:
     """Count the distinct pages of each kind, and of each of its sizes.
 
@@ -209,7 +210,7 @@ def _count_pages(
     pages = pa.table(
         {
             "kind": kinds[chosen],
-            "size": piece.nbytes[chosen],
+            "size": piece.sizes[chosen],
             "page": piece.page_words(chosen, _FIRST_WORD),
         }
     )

@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
 
 
-_SHOWN_LABELS = 4
-
-
 @dataclass(frozen=True, slots=True)
 class PageList:
     """Pages that a file names, in the file's order.
@@ -152,9 +149,7 @@ class NamedGroups:
             return
         one, number = first[several[0]], groups[several[0]]
         labels = [self.groups.labels[c % count] for c in codes[one : one + number].tolist()]
-        shown = ", ".join(map(label_text, labels[:_SHOWN_LABELS])) + (
-            ", …" if number > _SHOWN_LABELS else ""
-        )
+        shown = first_of(map(label_text, labels))
         page = self._distinct[int(pages[several[0]])].as_py()
         more = f" ({len(several)} such pages)" if len(several) > 1 else ""
         raise UsageError(

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
     from types import FrameType
-    from typing import IO
 
     from hicachectl.parts.job import Job, StageResult
 
@@ -104,25 +103,15 @@ class Lost(Struct, tag=True):
 
 
 Answer = Outcome | Piece | Moved | Failed | Lost
-_ANSWERS = msgspec.msgpack.Decoder(Answer)
-_ORDERS = msgspec.msgpack.Decoder(Order)
+# Decoders of messages without their lengths.
+ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+ORDERS = msgspec.msgpack.Decoder(Order)
 
 
 def frame(message: Order | Answer) -> bytes:
     """Return a message as a frame."""
     content = msgspec.msgpack.encode(message)
     return len(content).to_bytes(LENGTH_BYTES, "little") + content
-
-
-def parse_order(content: bytes) -> Order:
-    """Parse an order without its length. Raises msgspec.DecodeError."""
-    return _ORDERS.decode(content)
-
-
-def parse_answer(content: bytes) -> Answer:
-    """Parse an answer without its length. Raises msgspec.DecodeError."""
-    answer: Answer = _ANSWERS.decode(content)
-    return answer
 
 
 def table_bytes(table: pa.Table) -> bytes:
@@ -156,8 +145,9 @@ def in_child(order: bytes) -> Iterator[bytes]:
         start_new_session=True,  # no signals from a terminal
     )
     try:
-        with suppress(BrokenPipeError):
-            _write(child.stdin, order)
+        assert child.stdin is not None
+        with suppress(BrokenPipeError), child.stdin as stream:
+            stream.write(order)
         yield from _answers(child)
     finally:
         _end(child)
@@ -169,12 +159,6 @@ def _environment() -> dict[str, str]:
     if own.get("OMP_NUM_THREADS") == "1":  # Ray sets this for a task with one CPU
         del own["OMP_NUM_THREADS"]
     return own
-
-
-def _write(stream: IO[bytes] | None, content: bytes) -> None:
-    assert stream is not None
-    with stream:
-        stream.write(content)
 
 
 def _answers(child: subprocess.Popen[bytes]) -> Iterator[bytes]:
@@ -279,7 +263,7 @@ def main(parent: int) -> None:
         signal.signal(signal.SIGTERM, answering.stop)
         head = sys.stdin.buffer.read(LENGTH_BYTES)
         content = sys.stdin.buffer.read(int.from_bytes(head, "little"))
-        order = parse_order(content)
+        order = ORDERS.decode(content)
         del content
         answer(order, answering)
     except _StoppedError:

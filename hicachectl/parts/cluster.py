@@ -19,13 +19,13 @@ from hicachectl import __version__
 from hicachectl.formats.errors import DeviceError, HicacheError, StoreUnavailable, UsageError
 from hicachectl.io.forking import raised
 from hicachectl.parts.child import (
+    ANSWERS,
     STOP_SECONDS,
     Failed,
     Lost,
     Order,
     frame,
     in_child,
-    parse_answer,
 )
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class Cluster:
             try:
                 reason = self._ray.get(answer, timeout=max(until - time.monotonic(), 0))
                 if isinstance(reason, bytes):
-                    reason = _refusal(parse_answer(reason))
+                    reason = _refusal(ANSWERS.decode(reason))
             except self._ray.exceptions.GetTimeoutError:
                 self._ray.cancel(answer, force=True)
                 reason = f"did not answer for {_PROBE_SECONDS:.0f} s"
@@ -213,7 +213,7 @@ class Cluster:
                     raise StoppedError
                 if not self._ray.wait([task], timeout=_LOOK_SECONDS)[0]:
                     continue
-                answer = parse_answer(self._ray.get(next(task)))
+                answer = ANSWERS.decode(self._ray.get(next(task)))
                 match answer:
                     case Lost(text):
                         raise LostError(text)

@@ -27,7 +27,7 @@ from hicachectl.move.copy_plan import CopyPlan
 from hicachectl.move.survey import Action, decide, survey_source
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.published import Listed, Listing, inventory_of
-from hicachectl.pages.spool import AFFIX_ID
+from hicachectl.pages.scanning import AFFIX_ID
 from hicachectl.parts.manifest import LIST_AGAIN
 from hicachectl.prewarming.prewarm import WATCHED
 from hicachectl.requests.chains import Requests, hex_pages

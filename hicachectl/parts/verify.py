@@ -115,22 +115,17 @@ class _Options(msgspec.Struct, kw_only=True):
         )
 
 
-class _CatalogFacts(msgspec.Struct, kw_only=True):
-    store: str
-    identity_fields: tuple[str, ...]
-
-
 class _Facts(msgspec.Struct, kw_only=True):
     """Facts that the lister publishes.
 
-    catalog: the compared catalog, without its entries.
+    catalog: store and identity fields of the compared catalog.
     records: identity fields of the catalog that the run records; None if it records none.
     found: findings about the listing, rows of NAMED_SCHEMA.
     """
 
     grammar: str
     store: StoreDescription
-    catalog: _CatalogFacts | None
+    catalog: tuple[str, tuple[str, ...]] | None
     records: tuple[str, ...] | None
     remarks: tuple[str, ...]
     found: list[dict[str, str | None]]
@@ -265,7 +260,7 @@ class VerifyJob(Job):
         listing = start.listing.ended()
         catalog, files = self._publish_catalog(folder, listed.shares, on_listed)
         if catalog is not None and self._catalog is not None:
-            remark = of_another_store(self._catalog, catalog.store, store.url)
+            remark = of_another_store(self._catalog, catalog[0], store.url)
             remarks += [] if remark is None else [remark]
         facts = _Facts(
             grammar=store.grammar,
@@ -288,7 +283,7 @@ class VerifyJob(Job):
 
     def _publish_catalog(
         self, folder: Directory, shares: list[Share], on_listed: Callable[[int], None]
-    ) -> tuple[_CatalogFacts | None, list[TableFile]]:
+    ) -> tuple[tuple[str, tuple[str, ...]] | None, list[TableFile]]:
         """Copy the catalog to the listing's folder, divided as the listing is."""
         path = self._catalog
         if path is None or (self._request.update_catalog and not path.exists()):
@@ -302,8 +297,7 @@ class VerifyJob(Job):
                 _CATALOG_PREFIX,
                 on_batch=lambda rows: on_listed(0),
             )
-        facts = _CatalogFacts(store=catalog.store, identity_fields=catalog.identity_fields)
-        return facts, files
+        return (catalog.store, catalog.identity_fields), files
 
     def tables(self, folder: Directory, manifest: Manifest, part: int) -> Tables:
         """See `Job`."""
@@ -322,7 +316,13 @@ class VerifyJob(Job):
         checked = self._check(given, on_progress)
         if self._repair is not None:
             checked = self._repaired(given, checked, self._repair)
-        return _stage_result(checked)
+        result = checked.result
+        form = _ResultForm(facts=result.facts, tally=result.tally.to_mapping())
+        tables = {_FOUND: result.found.select(NAMED_SCHEMA.names)}
+        if checked.catalog is not None:
+            tables[_CATALOG] = checked.catalog.entries
+        settled = result.facts.reading.complete and not result.facts.unrepaired
+        return StageResult(msgspec.to_builtins(form), tables, settled=settled)
 
     def _check(self, given: PartInput, on_read: Callable[[int, int], None]) -> PartCheck:
         store, manifest = self._store, given.manifest
@@ -392,16 +392,6 @@ class VerifyJob(Job):
         )
 
 
-def _stage_result(checked: PartCheck) -> StageResult:
-    result = checked.result
-    form = _ResultForm(facts=result.facts, tally=result.tally.to_mapping())
-    tables = {_FOUND: result.found.select(NAMED_SCHEMA.names)}
-    if checked.catalog is not None:
-        tables[_CATALOG] = checked.catalog.entries
-    settled = result.facts.reading.complete and not result.facts.unrepaired
-    return StageResult(msgspec.to_builtins(form), tables, settled=settled)
-
-
 def _of_part(given: PartInput, texts: Iterable[str]) -> Iterator[str]:
     return (f"Part {given.part}: {text}" for text in texts)
 
@@ -443,9 +433,8 @@ def _catalog(facts: _Facts, tables: Tables) -> Catalog | None:
     """Return a part's share of the compared catalog."""
     if facts.catalog is None:
         return None
-    described = replace(
-        NO_ENTRIES, store=facts.catalog.store, identity_fields=facts.catalog.identity_fields
-    )
+    store, identity_fields = facts.catalog
+    described = replace(NO_ENTRIES, store=store, identity_fields=identity_fields)
     return described.with_entries(tables[_CATALOG](), "--catalog")
 
 

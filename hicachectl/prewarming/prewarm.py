@@ -21,8 +21,8 @@ from hicachectl.move.runs import CopyRun
 from hicachectl.move.store_pair import StorePair
 from hicachectl.move.survey import Action, decide
 from hicachectl.pages.groups import PageGroups
-from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.naming import profile_document
+from hicachectl.pages.scanning import take_inventory
 from hicachectl.pages.selection import EVERYTHING, explain_selection
 from hicachectl.prewarming.outcome import (
     EVICTS,

@@ -147,7 +147,7 @@ def take_picture(
         rows=rows,
         total=total,
         free_bytes=store.free_bytes(),
-        states=_states(groups),
+        states=tuple(np.bincount(groups.states, minlength=len(STATES)).tolist()),
         writes=writes_of(inventory),
         completeness=tuple(completeness_of(groups, checked.in_flight)),
         tree=tree,
@@ -156,11 +156,6 @@ def take_picture(
         page_choice=why,
         remarks=(*verified.remarks, *told),
     )
-
-
-def _states(groups: PageGroups) -> tuple[int, ...]:
-    counts: list[int] = np.bincount(groups.states, minlength=len(STATES)).tolist()
-    return tuple(counts)
 
 
 def _tree(

@@ -98,13 +98,15 @@ def prefix_tree(hits: Hits, measured: HitsReport, deployment: str) -> PrefixTree
     counts = np.bincount(hits.page_of, minlength=len(forest)).astype(np.int64)
     runs = _runs(forest, _states(hits), counts, hits.page_of)
     nodes, rows = _placed(runs)
-    stops, stop_count = _stops(hits, measured.rows.column("stopped_by"), runs, rows)
+    stopped_by = measured.rows.column("stopped_by")
+    stops, stop_count = _stops(hits, stopped_by, runs, rows)
+    reasons = pc.struct_field(stopped_by, "reason")
     return PrefixTree(
         deployment=deployment,
         page_size=chains.page_size,
         usable_share=measured.document["usable_share"],
         served_share=served_share(measured.document),
-        below=_count_below(measured.rows),
+        below=len(reasons) - int(reasons.null_count),
         requests=len(chains),
         pages=len(hits.page_of),
         usable=int(hits.usable_pages.sum()),
@@ -115,11 +117,6 @@ def prefix_tree(hits: Hits, measured: HitsReport, deployment: str) -> PrefixTree
         stops=tuple(stops),
         stop_count=stop_count,
     )
-
-
-def _count_below(rows: pa.Table) -> int:
-    reasons = pc.struct_field(rows.column("stopped_by"), "reason")
-    return len(reasons) - int(reasons.null_count)
 
 
 def _states(hits: Hits) -> npt.NDArray[np.int8]:

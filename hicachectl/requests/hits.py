@@ -29,7 +29,7 @@ from hicachectl.formats.restorable import (
 from hicachectl.formats.spec import UNKNOWN_SIZE, fits, object_specs
 from hicachectl.pages.deployments import UNRESOLVED, other_ranks
 from hicachectl.pages.group_table import ABSENT, fill_table
-from hicachectl.pages.inventory import look_up, take_inventory
+from hicachectl.pages.scanning import look_up, take_inventory
 from hicachectl.profiles.identities import BARE, OTHER, acceptance_of, with_marked_weights
 
 if TYPE_CHECKING:

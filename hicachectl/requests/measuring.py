@@ -18,7 +18,6 @@ from hicachectl.formats.objects import ANCHOR
 from hicachectl.formats.profile import PREFETCH_THRESHOLD
 from hicachectl.formats.restorable import fetched
 from hicachectl.formats.wording import OTHER_BYTES, PAGES_COMPARED
-from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.listing import key_text
 from hicachectl.pages.naming import (
     DeploymentDocument,
@@ -26,6 +25,7 @@ from hicachectl.pages.naming import (
     deployment_document,
     deployment_text,
 )
+from hicachectl.pages.scanning import take_inventory
 from hicachectl.pages.selection import EVERYTHING, Selection, explain_selection
 from hicachectl.pages.tally import object_counts
 from hicachectl.profiles.identities import acceptance_of, expected_identities

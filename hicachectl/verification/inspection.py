@@ -22,9 +22,10 @@ from hicachectl.formats.trailer import digest_text
 from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES, Loaded, Pipeline, Task
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.in_flight import ListingTime, groups_in_flight
-from hicachectl.pages.inventory import Inventory, take_inventory
 from hicachectl.pages.listing import Group, ObjectRow, object_rows, page_rows
+from hicachectl.pages.scanning import take_inventory
 from hicachectl.pages.selection import EVERYTHING, Selection, explain_selection, select
+from hicachectl.text.units import first_of
 from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS
 from hicachectl.verification.reading import read_objects
 from hicachectl.verification.reading_plan import (
@@ -42,9 +43,8 @@ if TYPE_CHECKING:
     from hicachectl.checks.values import ValueChecker
     from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.profile import Profile
+    from hicachectl.pages.inventory import Inventory
     from hicachectl.verification.reading import ReadingResult
-
-_NAMED_CANDIDATES = 4
 
 
 class ShownObject(ObjectRow):
@@ -136,7 +136,10 @@ def inspect_listed(
             )
         raise UsageError(f"{store.url}: {reason}")
     if len(pages) > 1:
-        raise UsageError(_several_pages(store.url, prefix, pages))
+        raise UsageError(
+            f"{store.url}: {len(pages)} pages begin with {prefix!r}: {first_of(pages)}; give more "
+            "digits"
+        )
     checkers = value_checkers(known_specs(inventory.table), profile)
     reading = _read(store, inventory, checkers)
     given = CheckInput(
@@ -233,8 +236,7 @@ def _contents(
 ) -> Iterator[Any]:
     """Yield `Contents` of each tensor and layer of objects of the expected size."""
     sizes = inventory.table.expected_sizes[inventory.affix_ids]
-    listed = inventory.objects.column("nbytes").fill_null(-1).to_numpy()
-    described = np.isin(inventory.affix_ids, list(checkers)) & (sizes == listed)
+    described = np.isin(inventory.affix_ids, list(checkers)) & (sizes == inventory.sizes)
     described &= sizes <= DEFAULT_BUFFER_BYTES
     keys = object_rows(inventory).column("key")
 
@@ -250,9 +252,3 @@ def _contents(
     tasks = [Task(np.array([row]), sizes[row : row + 1]) for row in np.flatnonzero(described)]
     for rows in Pipeline(store, inventory.objects, tasks, work, jobs=1):
         yield from rows
-
-
-def _several_pages(store: str, prefix: str, pages: list[str]) -> str:
-    shown = ", ".join(sorted(pages)[:_NAMED_CANDIDATES])
-    more = ", …" if len(pages) > _NAMED_CANDIDATES else ""
-    return f"{store}: {len(pages)} pages begin with {prefix!r}: {shown}{more}; give more digits"

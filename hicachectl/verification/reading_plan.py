@@ -242,7 +242,7 @@ def readable_sizes(inventory: Inventory, expected: IntArray) -> IntArray:
 
     UNKNOWN_SIZE: neither is known, and the object cannot be read.
     """
-    listed = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
+    listed = inventory.sizes
     sizes: IntArray = np.where(
         listed == UNKNOWN_SIZE, expected[inventory.affix_ids], listed
     ).astype(np.int64)

@@ -37,7 +37,7 @@ from hicachectl.pages.in_flight import (
     groups_in_flight,
     look_again,
 )
-from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.scanning import take_inventory
 from hicachectl.pages.selection import explain_selection, select
 from hicachectl.pages.tally import tally_of
 from hicachectl.profiles.stamps import stamp_differences

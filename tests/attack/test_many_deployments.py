@@ -16,7 +16,7 @@ from hicachectl.checks.sizes import check_mixed_sizes
 from hicachectl.formats.keys import grammar_of
 from hicachectl.pages.deployments import SeenSize, SizeMix, assign_affixes
 from hicachectl.pages.groups import PageGroups
-from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.scanning import take_inventory
 from hicachectl.pages.tally import Tally
 from tests.move.repairs import plan_for
 

@@ -37,7 +37,7 @@ from hicachectl.backends.hf3fs.settings import Hf3fsSettings
 from hicachectl.backends.hf3fs.store import Hf3fsStore
 from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.profile import Profile
-from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.scanning import take_inventory
 from hicachectl.verification.reading import read_objects
 from hicachectl.verification.reading_plan import ReadingPlan
 from tests.bench.runner import alternating, options_of, scratch, timed

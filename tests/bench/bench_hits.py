@@ -22,7 +22,7 @@ import pyarrow as pa
 from hicachectl.backends.base import Limits, Store, Traits, scan_schema
 from hicachectl.formats.hashing import page_hashes
 from hicachectl.formats.profile import parse_profile
-from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.scanning import take_inventory
 from hicachectl.requests.chains import Hashing, Requests, hex_pages, requests_of
 from hicachectl.requests.elsewhere import find_elsewhere, suspect_hashing
 from hicachectl.requests.hits import find_hits

@@ -18,7 +18,7 @@ from hicachectl.formats.profile import parse_profile
 from hicachectl.move.withdrawal import remove_groups
 from hicachectl.pages.group_table import WHOLE
 from hicachectl.pages.groups import PageGroups
-from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.scanning import take_inventory
 from tests.conformance.busy_store import BusyStore, lines
 from tests.conformance.store_cases import CASES
 from tests.move.quarantines import quarantined

@@ -13,7 +13,7 @@ import pytest
 from hicachectl.backends.file.store import FileStore
 from hicachectl.io.interrupts import deferred, persistent, raised_once
 from hicachectl.io.pipeline import Pipeline, batches
-from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.scanning import take_inventory
 from tests.move.migrations import demo_store
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.move.removal_plan import RepairPlan, plan_repair
 from hicachectl.move.withdrawal import remove_groups
 from hicachectl.pages.groups import PageGroups
-from hicachectl.pages.inventory import Inventory, take_inventory
+from hicachectl.pages.scanning import take_inventory
 from tests import stores
 from tests.stores import page, put
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import ReadResult, Result, Status
     from hicachectl.backends.urls import StoreUrl
     from hicachectl.move.results import GroupReport
+    from hicachectl.pages.inventory import Inventory
 
 DSA = parse_profile(stores.DSA)
 KV_BYTES, INDEXER_BYTES = 4 * 2 * 1152, 4 * 2 * 132

@@ -30,7 +30,7 @@ from hicachectl.move.migration_outcome import MigrationFacts, result_of
 from hicachectl.move.run_mark import RunMark
 from hicachectl.move.store_pair import CopyOptions
 from hicachectl.pages.in_flight import ListingTime
-from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.scanning import take_inventory
 from hicachectl.pages.selection import PageList, Selection
 from tests.move.migrations import damaged_stores
 from tests.speed import slow

@@ -14,7 +14,7 @@ from hicachectl.formats.objects import Names
 from hicachectl.formats.profile import Profile, parse_profile, profile_from_mapping
 from hicachectl.pages.deployments import assign_affixes
 from hicachectl.pages.groups import PageGroups
-from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.scanning import take_inventory
 from tests.stores import DSA, page, put_pages
 
 if TYPE_CHECKING:

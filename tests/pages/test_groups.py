@@ -15,8 +15,8 @@ from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.pages import group_table, groups
 from hicachectl.pages.deployments import assign_affixes
 from hicachectl.pages.groups import UNKNOWN_BYTES, PageGroups
-from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.listing import page_rows
+from hicachectl.pages.scanning import take_inventory
 from hicachectl.text.vocabulary import STATES
 from tests.stores import DSA, page, put_pages
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.keys.table import KeySplitter
-from hicachectl.pages.census import page_ranks
 from hicachectl.pages.deployments import assign_affixes
 from hicachectl.pages.inventory import Inventory
 
@@ -40,7 +39,7 @@ def test_ranks_are_the_places_among_the_sorted_distinct_pages(
     chosen = np.array([bits >> n & 1 for n in range(len(pages))], dtype=np.bool_)
     wanted = [page for page, taken in zip(pages, chosen, strict=True) if taken]
     places = {page: rank for rank, page in enumerate(sorted(set(wanted)))}
-    ranks, distinct = page_ranks(inventory.page_words, chosen)
+    ranks, distinct = inventory.page_ranks(chosen)
     assert ranks.tolist() == [places[page] for page in wanted]
     assert distinct == len(places)
 

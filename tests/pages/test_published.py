@@ -23,9 +23,8 @@ from hicachectl.formats.errors import FormatError, ProfileError
 from hicachectl.formats.profile import parse_profile
 from hicachectl.io import table_files
 from hicachectl.io.table_files import read_share
-from hicachectl.pages import spool
+from hicachectl.pages import scanning
 from hicachectl.pages.groups import PageGroups
-from hicachectl.pages.inventory import Inventory, take_inventory
 from hicachectl.pages.listing import page_rows
 from hicachectl.pages.published import (
     Listed,
@@ -34,6 +33,7 @@ from hicachectl.pages.published import (
     publish_listing,
     publish_rows,
 )
+from hicachectl.pages.scanning import take_inventory
 from hicachectl.pages.tally import Tally, tally_of
 from tests.move.migrations import demo_store
 from tests.pages.test_contested import (
@@ -56,9 +56,10 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
+    from hicachectl.pages.inventory import Inventory
 
 PARTS = (1, 2, 7)
-IN_MEMORY, IN_FILES = spool.MEMORY_ROWS, 10  # objects held in memory
+IN_MEMORY, IN_FILES = scanning.MEMORY_ROWS, 10  # objects held in memory
 
 
 @dataclass

@@ -10,7 +10,7 @@ import pytest
 
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.errors import StoreUnavailable
-from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.scanning import take_inventory
 from hicachectl.pages.selection import EVERYTHING, explain_selection
 from tests.move.repairs import default_quarantine, dsa_store, repaired, shorten
 from tests.move.repairs import kv as kv_name

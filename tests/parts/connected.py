@@ -67,7 +67,7 @@ def in_worker(order: bytes) -> Iterator[bytes]:
     child: Any = import_module("hicachectl.parts.child")
     with tempfile.TemporaryFile() as answers:
         content = order[child.LENGTH_BYTES :]
-        child.answer(child.parse_order(content), child.Answering(answers.fileno()))
+        child.answer(child.ORDERS.decode(content), child.Answering(answers.fileno()))
         answers.seek(0)
         while size := answers.read(child.LENGTH_BYTES):
             yield answers.read(int.from_bytes(size, "little"))

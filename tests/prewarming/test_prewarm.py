@@ -23,7 +23,7 @@ from hicachectl.formats.hashing import page_hashes_hex
 from hicachectl.move.store_pair import CopyOptions
 from hicachectl.move.survey import survey_source, verbatim_routes
 from hicachectl.pages.groups import PageGroups
-from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.scanning import take_inventory
 from hicachectl.prewarming import prewarm as prewarming
 from hicachectl.prewarming.page_plan import PrewarmRequest
 from hicachectl.prewarming.prewarm import prewarm

@@ -14,7 +14,7 @@ from hicachectl.formats.hashing import namespace_seed, page_hashes_hex
 from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.formats.spec import ObjectSpec, object_specs
-from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.scanning import take_inventory
 from hicachectl.requests.chains import Hashing, requests_of, requests_of_pages
 from hicachectl.requests.hits import find_hits
 from hicachectl.requests.reading import Request

@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from hicachectl.backends.arena import ALIGNMENT
 from hicachectl.checks.findings import combine
-from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.scanning import take_inventory
 from hicachectl.verification import reading_plan
 from hicachectl.verification.reading import ReadingResult, read_objects
 from hicachectl.verification.reading_plan import ReadingPlan, known_specs, value_checkers

@@ -11,7 +11,7 @@ import pytest
 
 from hicachectl.backends.file.store import FileStore
 from hicachectl.cli.demo_store import PROFILE
-from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.scanning import take_inventory
 from hicachectl.pages.selection import Selection
 from hicachectl.verification.report import describe_store, report_of
 from hicachectl.verification.request import Sample, VerifyRequest

@@ -16,7 +16,7 @@ from hicachectl.backends.file.store import FileStore
 from hicachectl.checks.findings import combine
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.io import pipeline
-from hicachectl.pages.inventory import Inventory, take_inventory
+from hicachectl.pages.scanning import take_inventory
 from hicachectl.verification import reading, reading_plan
 from hicachectl.verification.reading import ReadingResult, read_objects
 from hicachectl.verification.reading_plan import ReadingPlan, known_specs, value_checkers
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.backends.base import Store
+    from hicachectl.pages.inventory import Inventory
 
 PAGES = 150
 OBJECTS = 2 * PAGES

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pytest
 
 from hicachectl.backends.file.store import FileStore
-from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.scanning import take_inventory
 from hicachectl.verification.report import describe_store, report_of
 from hicachectl.verification.request import VerifyRequest
 from hicachectl.verification.verify import check_part, start_run

@@ -86,8 +86,8 @@ def command(
     column = _sort_column(sort_by, name)
     from hicachectl.cli.output import write_report
     from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.inventory import take_inventory
     from hicachectl.pages.listing import in_order
+    from hicachectl.pages.scanning import take_inventory
     from hicachectl.pages.selection import explain_selection, select
     from hicachectl.profiles.identities import markers_of
     from hicachectl.profiles.sources import profile_to_look

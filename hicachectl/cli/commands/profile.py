@@ -138,7 +138,7 @@ def _inferred(
 ) -> Profile:
     from hicachectl.backends.capabilities import Archive
     from hicachectl.formats.objects import AXES
-    from hicachectl.pages.inventory import take_inventory
+    from hicachectl.pages.scanning import take_inventory
     from hicachectl.pages.selection import Selection
     from hicachectl.profiles.identities import markers_of
     from hicachectl.profiles.inference import infer_profile, with_marked_facts

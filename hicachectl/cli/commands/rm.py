@@ -306,7 +306,7 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
         look_again,
         needs_second_look,
     )
-    from hicachectl.pages.inventory import take_inventory
+    from hicachectl.pages.scanning import take_inventory
     from hicachectl.prewarming.freeing import choose_groups
     from hicachectl.profiles.sources import profile_from_options
     from hicachectl.text.units import counted, human_size

@@ -1,9 +1,14 @@
-"""Scanned objects, in memory or, beyond a number, in files by the first byte of their page hash."""
+"""Scan a store: collect its objects, and decide what only all of them show.
+
+Beyond a number, the objects are in files, by the first byte of their page hash.
+"""
 
 from __future__ import annotations
 
 import os
 from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
@@ -11,16 +16,26 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hicachectl.backends.base import take_rows
+from hicachectl.backends.base import scan_schema, take_rows
+from hicachectl.backends.capabilities import Trailed
+from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.keys.table import FOREIGN, KeySplitter, page_starts, page_words
 from hicachectl.io.interrupts import persistent
 from hicachectl.pages.census import Census
+from hicachectl.pages.contested import with_ambiguous_pages
+from hicachectl.pages.deployments import assign_affixes
+from hicachectl.pages.inventory import Inventory, refuse_empty
+from hicachectl.pages.seen_sizes import refuse_contradiction, with_seen_sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
+    from hicachectl.backends.base import Store
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.formats.keys.base import Affix
+    from hicachectl.formats.profile import Profile
+    from hicachectl.pages.deployments import AffixTable
 
 Ids = npt.NDArray[np.int32]
 
@@ -29,6 +44,119 @@ MEMORY_ROWS = 2_000_000  # about 300 MB
 _BUCKETS = 256
 _BUCKET_SHIFT = np.uint64(56)  # leaves the first byte of a word
 _BATCH_ROWS = 65_536
+_ASKED_AT_ONCE = 8192
+
+
+def take_inventory(
+    store: Store,
+    profile: Profile | None = None,
+    *,
+    columns: Collection[str] = (),
+    only_others: bool = False,
+    needs_pages: bool = False,
+    on_contradiction: Callable[[str], None] | None = None,
+    on_batch: Callable[[int], None] = lambda objects: None,
+) -> Inventory:
+    """Scan a store and parse its keys.
+
+    columns: columns to list besides key, nbytes and mtime_ns.
+    only_others: accept a store with pages of other deployments only.
+    needs_pages: raise EmptyStore for a store without any page.
+    on_contradiction: takes how the profile contradicts the store; None: raise ProfileError.
+    on_batch: takes the number of objects of each batch.
+    Memory: about 120 bytes per object. Raises StoreUnavailable.
+    """
+    wanted = scan_columns(store, columns)
+    understand = partial(
+        understood,
+        store=store,
+        profile=profile,
+        only_others=only_others,
+        needs_pages=needs_pages,
+        on_contradiction=on_contradiction,
+    )
+    return _inventory(store.scan(wanted), scan_schema(wanted), understand, on_batch)
+
+
+def scan_columns(store: Store, columns: Collection[str]) -> list[str]:
+    """Return the columns of a scan for an inventory with some columns."""
+    locator = {"locator"} & set(store.traits.columns)  # makes reads faster
+    return ["key", *sorted({*_columns(store), *locator, *columns} - {"key"})]
+
+
+def look_up(
+    store: Store,
+    keys: pa.BinaryArray,
+    profile: Profile | None = None,
+    *,
+    only_others: bool = False,
+) -> Inventory:
+    """Return the inventory of some keys, without a scan; see `take_inventory`.
+
+    For few keys, or a store whose listing is out of date.
+    """
+    some = (keys.slice(start, _ASKED_AT_ONCE) for start in range(0, len(keys), _ASKED_AT_ONCE))
+    columns = _columns(store)
+    tables = (store.look(pa.table({"key": part}), columns) for part in some)
+    batches = (batch for table in tables for batch in table.combine_chunks().to_batches())
+    understand = partial(understood, store=store, profile=profile, only_others=only_others)
+    found = _inventory(batches, scan_schema(columns), understand)
+    return replace(found, partial=True)
+
+
+def _inventory(
+    scanned: Iterable[pa.RecordBatch],
+    schema: pa.Schema,
+    understand: Callable[[Spool], tuple[AffixTable, Iterator[Inventory]]],
+    on_batch: Callable[[int], None] = lambda objects: None,
+) -> Inventory:
+    spool = Spool(schema)
+    spool.fill(scanned, on_batch)
+    (inventory,) = understand(spool)[1]
+    pa.default_memory_pool().release_unused()
+    return inventory.without_unused_columns()
+
+
+def understood(
+    spool: Spool,
+    store: Store,
+    profile: Profile | None,
+    *,
+    only_others: bool = False,
+    needs_pages: bool = False,
+    on_contradiction: Callable[[str], None] | None = None,
+) -> tuple[AffixTable, Iterator[Inventory]]:
+    """Return the table of a scan's affixes, and the objects piece by piece.
+
+    Decides what only all objects show: keys of two models, and sizes that no profile states. Counts
+    decide most of it; pieces are read only where they do not.
+    only_others, needs_pages, on_contradiction: see `take_inventory`. Raises OSError.
+    """
+    census = spool.census()
+    scanned = assign_affixes(spool.affixes, grammar_of(store.grammar), profile)
+
+    def pieces(table: AffixTable, affix_ids: Ids | None = None) -> Iterator[Inventory]:
+        return (Inventory(*piece, table) for piece in spool.pieces(affix_ids))
+
+    if needs_pages and not any(one.readings for one in scanned.resolved):
+        refuse_empty(store, next(pieces(scanned)).objects)  # all that is foreign is one piece
+    table, affix_ids = with_ambiguous_pages(scanned, census, lambda: pieces(scanned))
+    if affix_ids is not None:
+        found = pieces(table, affix_ids)
+        census = Census.total(Census.of(piece.objects, piece.affix_ids) for piece in found)
+    table = with_seen_sizes(table, census, lambda: pieces(table, affix_ids))
+    try:
+        refuse_contradiction(table, census, only_others=only_others)
+    except ProfileError as error:
+        if on_contradiction is None:
+            raise
+        on_contradiction(str(error))
+    return table, pieces(table, affix_ids)
+
+
+def _columns(store: Store) -> tuple[str, ...]:
+    """Return the columns of a scan that an inventory needs."""
+    return ("nbytes", "mtime_ns", *(("cleared_ns",) if isinstance(store, Trailed) else ()))
 
 
 class Spool:
