@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from hicachectl.backends.disk.io import Closing
 from hicachectl.backends.urls import parse_url, target_of
 from hicachectl.formats.errors import UnsupportedByBackend
 
@@ -165,7 +166,7 @@ class Traits:
     logs_natively: bool = False  # the store's library logs to file descriptor 2 itself
 
 
-class Store(ABC):
+class Store(Closing, ABC):
     """One place with objects. Optional abilities are classes in `backends.capabilities`.
 
     A read-only store implements `from_url`, `grammar`, `scan`, `look` and `read_into`.
@@ -284,7 +285,7 @@ class Store(ABC):
         found: BoolArray = pc.is_in(as_table(rows).column("key"), value_set=there).to_numpy()
         return found
 
-    def flush(self) -> None:  # noqa: B027 - most stores have nothing to do
+    def flush(self) -> None:
         """Make all objects durable, also those of other writers.
 
         Objects written by `write_from` and `copy_from` are durable already.
@@ -295,14 +296,8 @@ class Store(ABC):
         """Return the free space in bytes; None if the store does not report it."""
         return None
 
-    def close(self) -> None:  # noqa: B027 - most stores hold nothing
+    def close(self) -> None:
         """Release all resources; the store cannot be used again."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def memory(self, offsets: IntArray, sizes: IntArray, rows: int) -> memoryview:
         """Check the ranges of a call, and return the arena's memory.

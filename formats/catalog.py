@@ -74,8 +74,11 @@ def write_catalog(
     *,
     store: str,
     identity_fields: Iterable[str] = (),
-) -> None:
-    """Write a catalog, table by table. tables: each has the columns of SCHEMA."""
+) -> int:
+    """Write a catalog, table by table; return the number of entries.
+
+    tables: each has the columns of SCHEMA.
+    """
     import pyarrow.parquet as pq
 
     metadata = {
@@ -83,7 +86,7 @@ def write_catalog(
         "hicachectl.store": store,
         "hicachectl.identity": ",".join(identity_fields),
     }
-    schema = SCHEMA.with_metadata(metadata)
+    schema, entries = SCHEMA.with_metadata(metadata), 0
     with pq.ParquetWriter(
         stream,
         schema,
@@ -93,6 +96,8 @@ def write_catalog(
     ) as writer:
         for table in tables:
             writer.write_table(table.cast(SCHEMA).cast(schema))
+            entries += len(table)
+    return entries
 
 
 def read_catalog(data: bytes | memoryview, *, source: str = "catalog") -> Catalog:

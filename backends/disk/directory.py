@@ -24,6 +24,7 @@ from hicachectl.backends.disk.io import (
     OPEN_DIRECTORY,
     OPEN_FILE,
     UNSUPPORTED,
+    Closing,
     entries_of,
     read_up_to,
     write_bytes,
@@ -143,7 +144,7 @@ def existing_part(path: Path) -> tuple[Path, list[str]]:
     return found, missing
 
 
-class Directory:
+class Directory(Closing):
     """An open directory.
 
     path: for messages only. All methods raise OSError, and UntrustedError for an entry that is not
@@ -201,12 +202,6 @@ class Directory:
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # reading
 

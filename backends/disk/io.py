@@ -7,7 +7,7 @@ import errno
 import os
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.wording import failed
@@ -38,6 +38,22 @@ _NOT_BY_THE_SYSTEM = UNSUPPORTED | {errno.EXDEV}
 # files the calls cost more than they save.
 _EARLY_BYTES = 256 << 10
 _READ_BYTES = 1 << 20
+
+
+class Closing:
+    """A context manager that closes itself at the end of its block."""
+
+    def close(self) -> None:
+        """Release all resources."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 _MOST_BUFFERS = 1024  # Linux's IOV_MAX
 _SYNC_FILE_RANGE_WRITE = 2
 

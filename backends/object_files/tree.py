@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from hicachectl.backends.disk.directory import Directory, Trust
 from hicachectl.backends.disk.durable import (
@@ -18,6 +18,7 @@ from hicachectl.backends.disk.durable import (
     sync_directory,
     sync_file_system,
 )
+from hicachectl.backends.disk.io import Closing
 from hicachectl.backends.disk.names import OWN_PREFIX
 from hicachectl.backends.disk.permissions import give_file
 from hicachectl.formats.errors import UntrustedError
@@ -124,7 +125,7 @@ class ObjectTree(ABC):
         return all(sync_file_system(root) for root in self.roots)
 
 
-class FolderedDirectory:
+class FolderedDirectory(Closing):
     """An open directory, and those of its 256 folders `00` to `ff` that were used.
 
     Descriptors keep their numbers until `close`.
@@ -148,12 +149,6 @@ class FolderedDirectory:
         for descriptor in descriptors:
             if descriptor >= 0:
                 os.close(descriptor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def outer(self, *, writes: bool) -> Directory:
         """Return the directory itself. writes: the caller may create files in it."""

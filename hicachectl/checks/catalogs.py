@@ -153,17 +153,9 @@ def save_catalog(
     Raises UsageError if the file cannot be written, and as `load_catalog` for an old file.
     """
     before = 0 if allow_shrink else _count_entries(path)
-    after = 0
-
-    def counted(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-        nonlocal after
-        for table in tables:
-            after += len(table)
-            yield table
-
     try:
         with whole_file(path, durable=True, readable_by=readable_by) as stream:
-            write_catalog(stream, counted(tables), store=store, identity_fields=identity_fields)
+            after = write_catalog(stream, tables, store=store, identity_fields=identity_fields)
             if 2 * after < before:
                 raise _ShrinksError
     except _ShrinksError:

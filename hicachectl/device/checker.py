@@ -6,12 +6,13 @@ import queue
 import threading
 from contextlib import contextmanager, suppress
 from subprocess import CalledProcessError
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from triton.errors import TritonError
 
+from hicachectl.backends.disk.io import Closing
 from hicachectl.device.arena import HostArenas
 from hicachectl.device.lanes import MOST_OBJECTS, allocate_lanes, slab_size
 from hicachectl.device.providers import best_provider
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 _ABANDONED: list[tuple[Lane, dict[tuple[Lane, ObjectForm], DeviceRun]]] = []
 
 
-class DeviceChecker:
+class DeviceChecker(Closing):
     """Digest and value checks on one or several devices.
 
     slab_bytes: most bytes of a task, with the gaps between its objects in the arena.
@@ -240,12 +241,6 @@ class DeviceChecker:
         self._forms.clear()
         if torch.cuda.is_available() and not _ABANDONED:
             torch.cuda.empty_cache()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 # Words in errors of torch, CUDA and Triton about a device and its tools.

@@ -18,9 +18,9 @@ import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from hicachectl.backends.disk.io import LIBC
+from hicachectl.backends.disk.io import LIBC, Closing
 from hicachectl.formats import errors
 from hicachectl.formats.errors import HicacheError, UsageError
 
@@ -71,7 +71,7 @@ class _Worker:
     inbox: connection.Connection
 
 
-class Workers:
+class Workers(Closing):
     """Forked processes that do the same work; iterate once for their messages.
 
     Iterating raises a child's HicacheError unchanged, its other exceptions as RuntimeError with the
@@ -124,12 +124,6 @@ class Workers:
             with suppress(ChildProcessError):  # if SIGCHLD is ignored, the system reaps it
                 os.waitpid(self._children[-1].pid, 0)
             self._children.pop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _fork(self, work: Callable[[Send], None]) -> None:
         """Start and record a child.

@@ -169,16 +169,14 @@ def publish_listing(
         count = parts(spool.rows) if callable(parts) else parts
         shares: list[Share] = [{} for _ in range(count)]
         starts = table.page_starts
-        files = []
-        for number, piece in enumerate(pieces):
-            if len(piece.affix_ids):
-                rows = piece.objects.append_column(AFFIX_ID, pa.array(piece.affix_ids))
-                places = np.where(piece.is_foreign, -1, starts[piece.affix_ids])
-                ordered, ends = _by_part(rows, places, count)
-                name, dictionary = f"{number:02x}.parquet", ("nbytes", AFFIX_ID.name)
-                files.append(
-                    write_divided(folder, name, ordered, ends, shares, dictionary=dictionary)
-                )
+        rows = (
+            (
+                piece.objects.append_column(AFFIX_ID, pa.array(piece.affix_ids)),
+                np.where(piece.is_foreign, -1, starts[piece.affix_ids]),
+            )
+            for piece in pieces
+        )
+        files = _write_pieces(folder, rows, shares, dictionary=("nbytes", AFFIX_ID.name))
     pa.default_memory_pool().release_unused()
     return Listed(listing, files, shares)
 
@@ -233,15 +231,31 @@ def publish_rows(
     on_batch, memory_rows: see `publish_listing`.
     Raises OSError.
     """
-    files = []
     with Spool(schema, folder, memory_rows) as spool:
         spool.fill(batches, on_batch)
         starts = page_starts(spool.affixes)
-        for number, (rows, ids) in enumerate(spool.pieces()):
-            if len(rows):
-                ordered, ends = _by_part(rows, starts[ids], len(shares))
-                name = f"{prefix}{number:02x}.parquet"
-                files.append(write_divided(folder, name, ordered, ends, shares))
+        pieces = ((rows, starts[ids]) for rows, ids in spool.pieces())
+        return _write_pieces(folder, pieces, shares, prefix=prefix)
+
+
+def _write_pieces(
+    folder: Directory,
+    pieces: Iterable[tuple[pa.Table, IntArray]],
+    shares: Sequence[Share],
+    *,
+    prefix: str = "",
+    dictionary: Collection[str] = (),
+) -> list[TableFile]:
+    """Write each piece to a file, divided among parts.
+
+    pieces: rows, and the byte offsets of the hashes in their keys; see `_by_part`.
+    """
+    files = []
+    for number, (rows, starts) in enumerate(pieces):
+        if len(rows):
+            ordered, ends = _by_part(rows, starts, len(shares))
+            name = f"{prefix}{number:02x}.parquet"
+            files.append(write_divided(folder, name, ordered, ends, shares, dictionary=dictionary))
     return files
 
 

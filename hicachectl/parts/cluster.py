@@ -13,9 +13,10 @@ import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hicachectl import __version__
+from hicachectl.backends.disk.io import Closing
 from hicachectl.formats.errors import DeviceError, HicacheError, StoreUnavailable, UsageError
 from hicachectl.io.forking import raised
 from hicachectl.parts.child import (
@@ -86,7 +87,7 @@ def parse_address(text: str) -> str:
 # the cluster
 
 
-class Cluster:
+class Cluster(Closing):
     """A connection to a cluster; a context manager. Ray's own output on stdout is discarded."""
 
     def __init__(self, address: str) -> None:
@@ -112,12 +113,6 @@ class Cluster:
     def close(self) -> None:
         """Disconnect; Ray ends the tasks of this connection."""
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _connect(self, address: str) -> None:
         meant = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address

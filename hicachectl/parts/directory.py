@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Self
 
 from hicachectl.backends.disk.directory import Directory, JointTrust, Trust
 from hicachectl.backends.disk.durable import make_directories
-from hicachectl.backends.disk.io import NO_ROOM
+from hicachectl.backends.disk.io import NO_ROOM, Closing
 from hicachectl.backends.disk.mounts import file_system_ns
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.urls import parse_url
@@ -44,7 +44,7 @@ _RESULT = re.compile(r"([0-9]{5})\.json")
 _MERGED = "merged.json"
 
 
-class RunDirectory:
+class RunDirectory(Closing):
     """An open run directory; a context manager. Its own errors are UsageError, UntrustedError.
 
     path: path that the option names.
@@ -101,12 +101,6 @@ class RunDirectory:
     def close(self) -> None:
         """Close the directory."""
         self.directory.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # the manifest and its tables
 

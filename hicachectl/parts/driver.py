@@ -17,10 +17,11 @@ from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from hicachectl.backends.disk.io import Closing
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.io.interrupts import deferred
 from hicachectl.parts.child import Moved, Order, Outcome, Piece, table_bytes, table_from
@@ -54,7 +55,7 @@ _LOOK_SECONDS = 0.2
 _STOP_SECONDS = 60.0
 
 
-class Driver:
+class Driver(Closing):
     """A run on a cluster; a context manager.
 
     Call `begin`, then `work`, then `merged`; use its result within the block. Threads each wait for
@@ -109,12 +110,6 @@ class Driver:
         """Disconnect, and remove a temporary run directory."""
         with deferred():
             self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def begin(self, on_listed: Callable[[int], None] = lambda objects: None) -> None:
         """List and plan, unless an earlier driver has. on_listed: see `running.begin`."""

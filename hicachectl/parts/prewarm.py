@@ -51,11 +51,14 @@ if TYPE_CHECKING:
 
 
 class _Options(msgspec.Struct, kw_only=True):
-    """Options that merging needs. source, destination: URLs."""
+    """Options that merging needs."""
 
-    source: str
-    destination: str
     min_usable: float | None
+
+
+def _urls(manifest: Manifest) -> tuple[str, str]:
+    """Return the URLs of the source and of the destination."""
+    return str(manifest.identity.get("source")), str(manifest.identity.get("destination"))
 
 
 def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | None) -> Result:
@@ -75,8 +78,7 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
     outcome = outcome_of(
         [plan, *(convert(record.facts, PrewarmFacts, record.path) for record in records)],
         restorable,
-        options.source,
-        options.destination,
+        *_urls(manifest),
         seconds,
     )
     if finish is None:
@@ -88,9 +90,8 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
 def said(manifest: Manifest, record: RecordForm) -> Iterator[str]:
     """Yield what a slice that is not settled has not done; `merge` says the rest."""
     if not record.settled:
-        options = convert(manifest.options, _Options, MANIFEST)
         facts = convert(record.facts, PrewarmFacts, "The result")
-        outcome = outcome_of([facts], FinishFacts(), options.source, options.destination, 0.0)
+        outcome = outcome_of([facts], FinishFacts(), *_urls(manifest), 0.0)
         yield from outcome.messages
         if facts.stopped_by:
             yield f"Stopped: {facts.stopped_by}"
@@ -123,17 +124,12 @@ class PrewarmJob(Job):
         self._destination = destination
         self._request = request
         self._asked = asked
-        options = _Options(
-            source=without_secrets(source.url),
-            destination=without_secrets(destination.url),
-            min_usable=min_usable,
-        )
-        self.options = msgspec.to_builtins(options)
+        self.options = msgspec.to_builtins(_Options(min_usable=min_usable))
         self.trust = trust_of(source, destination, writes=True)
         self.permissions = permissions_of(source, listing=True)
         self.identity = {
-            "source": options.source,
-            "destination": options.destination,
+            "source": without_secrets(source.url),
+            "destination": without_secrets(destination.url),
             **profile_identity("profile", request.profile),
             **profile_identity("destination's profile", request.target),
             **inputs,

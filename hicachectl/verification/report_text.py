@@ -73,13 +73,11 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
             words = ["migrate", STORE, "DST"]
         repairs = _REPAIR[0] in words
         said: list[str] = []
-        at = 0
-        while at < len(words):
-            word = words[at]
-            if word.startswith("--") and word in self.options and OPTIONS in words:
-                at += 1  # The run had this option.
-                while at < len(words) and not words[at].startswith("--"):
-                    at += 1
+        had = False  # The run had the option, so that OPTIONS has it.
+        for word in words:
+            if word.startswith("--"):
+                had = word in self.options and OPTIONS in words
+            if had:
                 continue
             if word == STORE:
                 said.append(quote(self.store))
@@ -90,7 +88,6 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
                 said.append(quote(self.options[self.options.index(_GIVEN) + 1]))
             else:
                 said.append(word)
-            at += 1
         if repairs and self.quarantine:
             said += ["--quarantine", quote(self.quarantine)]
         return " ".join([*map(quote, self.program), *said])
