@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,43 +28,51 @@ if TYPE_CHECKING:
 
     Codes = npt.NDArray[np.int64]
 
-# Error codes of the package and, by name, of the master's replies.
-INTERNAL_ERROR = -1
-NO_SPACE = -200
-INVALID_KEY = -400
-INVALID = -600  # for example: the buffer is smaller than the object
-NOT_READY = -703  # the object's writer has not finished
-NOT_FOUND = -704
-EXISTS = -705
-HAS_LEASE = -706
-LEASE_EXPIRED = -707  # between the look-up of the location and the transfer
-GONE = -712
-TRANSFER_FAILED = -800
-CHECKSUM_FAILED = -801
-RPC_FAILED = -900
-RPC_TIMEOUT = -901
-NOT_AVAILABLE = -1010
-NO_QUOTA = -1700
-NOT_REGISTERED = -1701
-UNKNOWN_TENANT = -1702
+
+class Code(IntEnum):
+    """Error codes of the package; those of the master's replies have the names that it writes."""
+
+    INTERNAL_ERROR = -1
+    NO_SPACE = -200
+    INVALID_KEY = -400
+    INVALID_PARAMS = -600  # for example: the buffer is smaller than the object
+    REPLICA_IS_NOT_READY = -703  # the object's writer has not finished
+    OBJECT_NOT_FOUND = -704
+    EXISTS = -705
+    HAS_LEASE = -706
+    LEASE_EXPIRED = -707  # between the look-up of the location and the transfer
+    REPLICA_IS_GONE = -712
+    TRANSFER_FAILED = -800
+    CHECKSUM_FAILED = -801
+    RPC_FAILED = -900
+    RPC_TIMEOUT = -901
+    NOT_AVAILABLE = -1010
+    NO_QUOTA = -1700
+    TENANT_NOT_REGISTERED = -1701
+    UNKNOWN_TENANT = -1702
+
+
+# Codes of keys without a readable object.
+MISSING = (Code.OBJECT_NOT_FOUND, Code.REPLICA_IS_NOT_READY)
 # A later read may succeed.
-NOT_TRANSFERRED = (LEASE_EXPIRED, TRANSFER_FAILED, CHECKSUM_FAILED)
+NOT_TRANSFERRED = (Code.LEASE_EXPIRED, Code.TRANSFER_FAILED, Code.CHECKSUM_FAILED)
 # Codes if the master is unreachable: no result of the call is valid.
-LOST = (RPC_FAILED, RPC_TIMEOUT, NOT_AVAILABLE)
+LOST = (Code.RPC_FAILED, Code.RPC_TIMEOUT, Code.NOT_AVAILABLE)
 
 MESSAGES = {
-    NO_SPACE: "the cluster has no room; remove pages, or add a storage process",
-    INVALID: "the mooncake package refused the call as invalid; check that its version is the "
-    "cluster's",
-    NOT_READY: "another writer is still writing the object; run again",
-    HAS_LEASE: "a reader holds a lease on the object; wait longer with --lease-wait",
-    LEASE_EXPIRED: "the lease ended before the object was transferred; raise the master's "
+    Code.NO_SPACE: "the cluster has no room; remove pages, or add a storage process",
+    Code.INVALID_PARAMS: "the mooncake package refused the call as invalid; check that its version "
+    "is the cluster's",
+    Code.REPLICA_IS_NOT_READY: "another writer is still writing the object; run again",
+    Code.HAS_LEASE: "a reader holds a lease on the object; wait longer with --lease-wait",
+    Code.LEASE_EXPIRED: "the lease ended before the object was transferred; raise the master's "
     "--default_kv_lease_ttl",
-    TRANSFER_FAILED: "the object's storage process does not answer; check the cluster's processes",
-    CHECKSUM_FAILED: "the object's bytes changed during the transfer; run again",
-    NO_QUOTA: "the tenant has no quota left; remove pages, or raise the quota",
-    NOT_REGISTERED: "the tenant is not registered with the master",
-    UNKNOWN_TENANT: "the tenant is unknown",
+    Code.TRANSFER_FAILED: "the object's storage process does not answer; check the cluster's "
+    "processes",
+    Code.CHECKSUM_FAILED: "the object's bytes changed during the transfer; run again",
+    Code.NO_QUOTA: "the tenant has no quota left; remove pages, or raise the quota",
+    Code.TENANT_NOT_REGISTERED: "the tenant is not registered with the master",
+    Code.UNKNOWN_TENANT: "the tenant is unknown",
 }
 _LOCAL_BUFFER_BYTES = 16 << 20  # SGLang's value; our reads and writes use the arena instead
 _REACH_SECONDS = 5.0

@@ -14,7 +14,6 @@ import secrets
 import string
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain, pairwise
@@ -28,15 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.http import HttpService, Reply
-from hicachectl.backends.mooncake.client import (
-    GONE,
-    INTERNAL_ERROR,
-    INVALID,
-    INVALID_KEY,
-    NOT_FOUND,
-    NOT_READY,
-    NOT_REGISTERED,
-)
+from hicachectl.backends.mooncake.client import Code
 from hicachectl.backends.mooncake.settings import split_address
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import decode
@@ -59,24 +50,12 @@ _UNSAFE = re.compile(b"[^" + re.escape(_SAFE) + b"]")
 _ESCAPES = {bytes([byte]): b"%%%02X" % byte for byte in range(256)}
 _PROBE = "hicachectl-probe-"
 
-# Codes by the errors' names in replies to a query of keys.
-_CODES = {
-    "INTERNAL_ERROR": INTERNAL_ERROR,
-    "INVALID_KEY": INVALID_KEY,
-    "INVALID_PARAMS": INVALID,
-    "REPLICA_IS_NOT_READY": NOT_READY,
-    "OBJECT_NOT_FOUND": NOT_FOUND,
-    "REPLICA_IS_GONE": GONE,
-    "TENANT_NOT_REGISTERED": NOT_REGISTERED,
-}
-
 VERSION_BYTES = 24
 REPLICA_TYPE = pa.struct([("kind", pa.string()), ("location", pa.string()), ("nbytes", pa.int64())])
 ANSWER_SCHEMA = pa.schema(
     [
         ("code", pa.int32()),
         ("nbytes", pa.int64()),
-        ("mismatch", pa.bool_()),
         ("version", pa.binary(VERSION_BYTES)),
         ("replicas", pa.list_(REPLICA_TYPE)),
     ]
@@ -85,9 +64,15 @@ ANSWER_SCHEMA = pa.schema(
 _WRONG_PORT = "give the master's --metrics_port (9003 by default) as the admin port"
 _OLD_MASTER = "upgrade the master to Mooncake 0.3.12 or later"
 
+_SEGMENT_FIELDS = {
+    "name": "segment_name",
+    "endpoint": "te_endpoint",
+    "used_bytes": "allocator_used_bytes",
+    "capacity_bytes": "allocator_capacity_bytes",
+}
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+
+class Segment(msgspec.Struct, frozen=True, rename=_SEGMENT_FIELDS):
     """Memory that one storage process contributes to the cluster."""
 
     name: str
@@ -98,23 +83,32 @@ class Segment:
     capacity_bytes: int
 
 
-# Replies, with the master's field names. Decoding fails for a missing field or a wrong type.
+# Replies. Decoding fails for a missing field or a wrong type.
+
+# The master's names of the fields of replicas.
+_BUFFER_FIELDS = {
+    "nbytes": "size_",
+    "address": "buffer_address_",
+    "location": "transport_endpoint_",
+}
+_DISK_FIELDS = {"location": "file_path", "nbytes": "object_size"}
+_LOCAL_FIELDS = {"nbytes": "object_size", "location": "transport_endpoint"}
 
 
-class _Buffer(msgspec.Struct, gc=False):
-    size_: int
-    buffer_address_: int
-    transport_endpoint_: str
+class _Buffer(msgspec.Struct, gc=False, rename=_BUFFER_FIELDS):
+    nbytes: int
+    address: int
+    location: str
 
 
-class _DiskFile(msgspec.Struct, gc=False):
-    file_path: str
-    object_size: int
+class _DiskFile(msgspec.Struct, gc=False, rename=_DISK_FIELDS):
+    location: str
+    nbytes: int
 
 
-class _LocalDisk(msgspec.Struct, gc=False):
-    object_size: int
-    transport_endpoint: str
+class _LocalDisk(msgspec.Struct, gc=False, rename=_LOCAL_FIELDS):
+    nbytes: int
+    location: str
 
 
 class _Item(msgspec.Struct, gc=False):
@@ -137,23 +131,22 @@ class _HealthReply(msgspec.Struct):
     leader_address: str | None = None
 
 
-class _SegmentItem(msgspec.Struct):
-    segment_name: str
-    te_endpoint: str
-    protocol: str
-    status: str
-    allocator_used_bytes: int
-    allocator_capacity_bytes: int
-
-
 class _SegmentsReply(msgspec.Struct):
-    segments: list[_SegmentItem]
+    segments: list[Segment]
 
 
 _HEALTH = msgspec.json.Decoder(_HealthReply)
 _SEGMENTS = msgspec.json.Decoder(_SegmentsReply)
 _BATCH = msgspec.json.Decoder(_BatchReply)
 _NO_BUFFERS = [_Buffer(0, 0, "")]
+# Kinds of replicas, by their members of an item.
+_KINDS = {
+    "values": "memory",
+    "nof_values": "nof",
+    "disk_values": "disk",
+    "local_disk_values": "local_disk",
+}
+_LOCATION, _NBYTES = attrgetter("location"), attrgetter("nbytes")
 
 
 class MasterAdmin:
@@ -220,7 +213,6 @@ class MasterAdmin:
         code:     0, or the master's negative error: -704 gone, -703 not yet written. The row is
             null for a key that cannot be queried: empty, not UTF-8, or with a comma.
         nbytes:   size of the first memory replica, else of one on disk.
-        mismatch: whether replicas differ in size.
         version:  size, hash of the memory replicas' sorted endpoints, and address of the first,
             each uint64 little-endian. Null for objects only on disk.
         replicas: the kinds are memory, nof (NVMe over Fabrics), disk and local_disk.
@@ -240,22 +232,11 @@ class MasterAdmin:
         """Return the cluster's memory segments."""
         reply = self._ok("/get_segments_detail")
         try:
-            items = decode(_SEGMENTS, reply).segments
+            return decode(_SEGMENTS, reply).segments
         except FormatError as error:
             raise self._http.lost(
                 f"its reply to /get_segments_detail is invalid: {error}"
             ) from None
-        return [
-            Segment(
-                item.segment_name,
-                item.te_endpoint,
-                item.protocol,
-                item.status,
-                item.allocator_used_bytes,
-                item.allocator_capacity_bytes,
-            )
-            for item in items
-        ]
 
     def free_bytes(self) -> int:
         """Return the unused bytes of the segments with status OK."""
@@ -396,11 +377,10 @@ def _answer_batch(items: Sequence[_Item]) -> Any:
     counts = np.bincount(rows, minlength=len(items))
     starts = np.cumsum(counts) - counts
     codes = _error_codes(items)
-    codes[(codes == 0) & (counts == 0)] = NOT_READY
+    codes[(codes == 0) & (counts == 0)] = Code.REPLICA_IS_NOT_READY
     fine = codes == 0
     first = np.zeros(len(items), dtype=np.int64)
     first[counts > 0] = sizes[starts[counts > 0]]
-    differing = np.bincount(rows[sizes != first[rows]], minlength=len(items))
     offsets = pa.array(np.append(starts, len(rows)), pa.int32())
     replicas = pa.StructArray.from_arrays(
         [kinds, locations, pa.array(sizes)], fields=list(REPLICA_TYPE)
@@ -409,7 +389,6 @@ def _answer_batch(items: Sequence[_Item]) -> Any:
         [
             pa.array(codes),
             pa.array(first, mask=~fine),
-            pa.array(differing > 0, mask=~fine),
             _versions(items, first, fine),
             pa.ListArray.from_arrays(offsets, replicas, mask=pa.array(~fine)),
         ],
@@ -418,7 +397,8 @@ def _answer_batch(items: Sequence[_Item]) -> Any:
 
 
 def _error_codes(items: Sequence[_Item]) -> npt.NDArray[np.int32]:
-    codes = [0 if item.ok else _CODES.get(item.error or "", INTERNAL_ERROR) for item in items]
+    by_name, other = Code.__members__, Code.INTERNAL_ERROR
+    codes = [0 if item.ok else by_name.get(item.error or "", other) for item in items]
     return np.array(codes, dtype=np.int32)
 
 
@@ -428,14 +408,14 @@ def _replicas(items: Sequence[_Item]) -> tuple[npt.NDArray[np.int64], Any, Any, 
     kinds: list[str] = []
     locations: list[str] = []
     sizes: list[int] = []
-    for kind, listed, location, size in _KINDS:
-        lists = [listed(item) or () for item in items]
+    for member, kind in _KINDS.items():
+        lists = [listed or () for listed in map(attrgetter(member), items)]
         if any(lists):
             rows.append(np.repeat(np.arange(len(items)), list(map(len, lists))))
             flat = list(chain.from_iterable(lists))
             kinds += [kind] * len(flat)
-            locations += map(location, flat)
-            sizes += map(size, flat)
+            locations += map(_LOCATION, flat)
+            sizes += map(_NBYTES, flat)
     nbytes = np.array(sizes, dtype=np.int64)
     if len(nbytes) and nbytes.min() < 1:  # a cluster stores no empty objects
         raise ValueError(f"a size of {nbytes.min()} bytes")
@@ -455,10 +435,8 @@ def _versions(
     buffers = [item.values or _NO_BUFFERS for item in items]
     fields = np.empty((len(items), 3), dtype="<u8")
     fields[:, 0] = sizes
-    fields[:, 1] = [
-        _endpoints_hash(*(each.transport_endpoint_ for each in all_)) for all_ in buffers
-    ]
-    fields[:, 2] = [all_[0].buffer_address_ for all_ in buffers]
+    fields[:, 1] = [_endpoints_hash(*map(_LOCATION, all_)) for all_ in buffers]
+    fields[:, 2] = [all_[0].address for all_ in buffers]
     known = fine & np.fromiter((all_ is not _NO_BUFFERS for all_ in buffers), np.bool_, len(items))
     bitmap = np.packbits(known, bitorder="little").tobytes()
     return pa.FixedSizeBinaryArray.from_buffers(
@@ -470,26 +448,3 @@ def _versions(
 def _endpoints_hash(*endpoints: str) -> int:
     digest = blake2b("\n".join(sorted(endpoints)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-_KINDS: tuple[tuple[str, Any, Any, Any], ...] = (
-    (
-        "memory",
-        attrgetter("values"),
-        attrgetter("transport_endpoint_"),
-        attrgetter("size_"),
-    ),
-    (
-        "nof",
-        attrgetter("nof_values"),
-        attrgetter("transport_endpoint_"),
-        attrgetter("size_"),
-    ),
-    ("disk", attrgetter("disk_values"), attrgetter("file_path"), attrgetter("object_size")),
-    (
-        "local_disk",
-        attrgetter("local_disk_values"),
-        attrgetter("transport_endpoint"),
-        attrgetter("object_size"),
-    ),
-)

@@ -70,7 +70,6 @@ class MooncakeSettings:
     protocol: str
     device: str
     local_hostname: str
-    tenant: str
 
     def __str__(self) -> str:
         params = {"admin": self.admin, "protocol": self.protocol}
@@ -134,7 +133,6 @@ def settings_from(url: StoreUrl, environ: Mapping[str, str]) -> MooncakeSettings
         protocol=_protocol(url, given),
         device=_device(_text(url, given, "device", empty=True)),
         local_hostname=_text(url, given, "local_hostname"),
-        tenant=_DEFAULT_TENANT,
     )
 
 

@@ -31,14 +31,9 @@ from hicachectl.backends.base import (
 )
 from hicachectl.backends.capabilities import Leases, Pins, RacyWrites, Touch
 from hicachectl.backends.mooncake.client import (
-    EXISTS,
-    HAS_LEASE,
-    INVALID,
-    LEASE_EXPIRED,
-    NO_SPACE,
-    NOT_FOUND,
-    NOT_READY,
+    MISSING,
     NOT_TRANSFERRED,
+    Code,
     MooncakeClient,
     message_of,
 )
@@ -184,7 +179,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         there: BoolArray = _codes(answer) == 0
         if unaskable.any():
             there |= unaskable & _is_in(keys, self._listed(keys.filter(pa.array(unaskable))))
-        return there, _codes(answer) == NOT_READY
+        return there, _codes(answer) == Code.REPLICA_IS_NOT_READY
 
     def free_bytes(self) -> int | None:
         """Return the free bytes of the cluster's segments."""
@@ -215,7 +210,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         found = sizes.to_pylist()
         asked = key_texts(keys.take(pa.array(places)))
         for place_, key in zip(places.tolist(), asked, strict=True):
-            size = NOT_FOUND if key is None else self._data().size(key)
+            size = Code.OBJECT_NOT_FOUND if key is None else self._data().size(key)
             found[place_] = size if size > 0 else None
         return pa.array(found, pa.int64())
 
@@ -235,7 +230,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         """Read whole objects; a read's lease keeps the object until its version is queried."""
         self.memory(offsets, capacities, len(rows))
         keys = key_texts(rows.column("key"))
-        codes = np.full(len(rows), INVALID, dtype=np.int64)
+        codes = np.full(len(rows), Code.INVALID_PARAMS, dtype=np.int64)
         chosen = np.array([key is not None for key in keys], dtype=np.bool_) & (capacities > 0)
         places = np.flatnonzero(chosen)
         if len(places):
@@ -246,7 +241,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         statuses = np.full(len(rows), Status.ERROR, dtype=np.uint8)
         statuses[codes == capacities] = Status.OK
         statuses[(codes > 0) & (codes < capacities)] = Status.SHORT
-        statuses[(codes == NOT_FOUND) | (codes == NOT_READY)] = Status.GONE
+        statuses[np.isin(codes, MISSING)] = Status.GONE
         versions = np.zeros((len(rows), len(self.traits.version_fields)), dtype=np.uint64)
         unclear = (statuses == Status.ERROR) | (identify & (statuses == Status.OK))
         if unclear.any():
@@ -264,8 +259,8 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
     ) -> Codes:
         """Read objects; retry those whose lease ended too early, one by one."""
         codes = self._data().get_into(keys, addresses, capacities)
-        for at in np.flatnonzero(codes == LEASE_EXPIRED).tolist() * _LEASE_RETRIES:
-            if codes[at] == LEASE_EXPIRED:
+        for at in np.flatnonzero(codes == Code.LEASE_EXPIRED).tolist() * _LEASE_RETRIES:
+            if codes[at] == Code.LEASE_EXPIRED:
                 codes[at] = self._data().get_into([keys[at]], [addresses[at]], [capacities[at]])[0]
         return codes
 
@@ -287,7 +282,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         known = codes == 0
         versions[places[known]] = _version_rows(answer.column("version").filter(pa.array(known)))
         failed = statuses[places] == Status.ERROR
-        statuses[places[failed & ((codes == NOT_FOUND) | (codes == NOT_READY))]] = Status.GONE
+        statuses[places[failed & np.isin(codes, MISSING)]] = Status.GONE
         nbytes[places[failed & known]] = sizes[failed & known]
         for at in places[failed & _unaskable(answer)].tolist():
             key = keys[at]
@@ -321,10 +316,11 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
                 pin=self._pins,
                 pin_seconds=self._pin_seconds,
             )
-            statuses[places[codes == EXISTS]] = Status.EXISTS
-            _note_errors(statuses, errors, places, codes, (0, EXISTS))
+            statuses[places[codes == Code.EXISTS]] = Status.EXISTS
+            _note_errors(statuses, errors, places, codes, (0, Code.EXISTS))
             if self._pins and self._pin_seconds is not None:
-                errors |= dict.fromkeys(places[codes == INVALID].tolist(), _PIN_TOO_LONG)
+                refused = places[codes == Code.INVALID_PARAMS]
+                errors |= dict.fromkeys(refused.tolist(), _PIN_TOO_LONG)
             self._settle_begun(rows, places[(codes == 0) & begun[places]], statuses)
             if self.confirms_writes:
                 put = places[(codes == 0) & (statuses[places] == Status.OK)]
@@ -385,10 +381,10 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
                 for index, (at, code) in enumerate(zip(places[chunk], codes.tolist(), strict=True)):
                     size = int(sizes[chunk][index])
                     mine = self.arena.view(int(offsets[chunk][index]), size)
-                    if code == NOT_FOUND:
+                    if code == Code.OBJECT_NOT_FOUND:
                         statuses[at] = Status.ERROR
                         errors[int(at)] = _EVICTED_AT_ONCE
-                    elif code < 0 and code != INVALID:
+                    elif code < 0 and code != Code.INVALID_PARAMS:
                         statuses[at] = Status.ERROR
                         errors[int(at)] = f"cannot be read back: {message_of(code)}"
                     elif code != size or not np.array_equal(
@@ -416,20 +412,20 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
     def delete(self, rows: Rows) -> Result:
         """Remove objects after readers' leases have ended; never force removal."""
         keys = key_texts(rows.column("key"))
-        codes = np.full(len(rows), NOT_FOUND, dtype=np.int64)
+        codes = np.full(len(rows), Code.OBJECT_NOT_FOUND, dtype=np.int64)
         pending = np.flatnonzero([key is not None for key in keys])
         deadline = time.monotonic() + self.lease_wait_seconds
         while len(pending):
             codes[pending] = self._data().remove([keys[at] or "" for at in pending])
-            pending = pending[codes[pending] == HAS_LEASE]
+            pending = pending[codes[pending] == Code.HAS_LEASE]
             if time.monotonic() >= deadline:
                 break
             if len(pending):
                 time.sleep(_LEASE_POLL_SECONDS)
         statuses = np.zeros(len(rows), dtype=np.uint8)
         errors: dict[int, str] = {}
-        statuses[codes == NOT_FOUND] = Status.GONE
-        _note_errors(statuses, errors, np.arange(len(rows)), codes, (0, NOT_FOUND))
+        statuses[codes == Code.OBJECT_NOT_FOUND] = Status.GONE
+        _note_errors(statuses, errors, np.arange(len(rows)), codes, (0, Code.OBJECT_NOT_FOUND))
         return Result(statuses, errors)
 
     def touch(self, rows: Rows) -> BoolArray:
@@ -467,7 +463,7 @@ def _note_errors(
     """Record the errors of rows at `places`, except for codes in `fine`."""
     for at, code in zip(places.tolist(), codes.tolist(), strict=True):
         if code not in fine:
-            statuses[at] = Status.FULL if code == NO_SPACE else Status.ERROR
+            statuses[at] = Status.FULL if code == Code.NO_SPACE else Status.ERROR
             errors[at] = message_of(code)
 
 

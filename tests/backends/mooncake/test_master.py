@@ -106,7 +106,6 @@ def test_answers_come_in_the_order_asked(mooncake_cluster: Cluster, admin: Maste
     assert answer.schema == ANSWER_SCHEMA
     assert answer.column("code").to_pylist() == [0, MISSING, 0, 0, 0]
     assert answer.column("nbytes").to_pylist() == [300, None, 1, 20, 300]
-    assert answer.column("mismatch").to_pylist() == [False, None, False, False, False]
     endpoint = admin.segments()[0].endpoint
     assert answer.column("replicas").to_pylist()[:2] == [
         [{"kind": "memory", "location": endpoint, "nbytes": 300}],
@@ -236,7 +235,7 @@ def test_replicas_in_memory_and_on_disk_are_told_apart(
             cluster.client().put(f"filler-{number}", bytes(1 << 20))
         _await(lambda: _kinds(admin, "twice"), lambda kinds: kinds == ["disk"])
         (row,) = admin.query(binary("twice")).to_pylist()
-        assert (row["code"], row["nbytes"], row["mismatch"]) == (0, 1 << 20, False)
+        assert (row["code"], row["nbytes"]) == (0, 1 << 20)
         assert row["version"] is None
 
 
@@ -305,7 +304,6 @@ def test_replicas_of_every_kind_are_listed_memory_first() -> None:
         [("memory", "host:1", 7)],
     ]
     assert [row["nbytes"] for row in rows] == [10, None, 9, 7]
-    assert [row["mismatch"] for row in rows] == [True, None, False, False]
     found = versions(answer)
     assert found[1:3] == [None, None]
     assert found[0] is not None

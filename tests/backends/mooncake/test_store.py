@@ -17,7 +17,7 @@ import pytest
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Status, Store, open_store
 from hicachectl.backends.mooncake import client as mooncake_client
-from hicachectl.backends.mooncake.client import LEASE_EXPIRED
+from hicachectl.backends.mooncake.client import Code
 from hicachectl.backends.mooncake.store import MooncakeStore
 from hicachectl.backends.testing import (
     ARENA_BYTES,
@@ -299,7 +299,7 @@ def test_a_read_that_outlasts_its_lease_is_repeated(
 ) -> None:
     cluster.put(KEY.decode(), b"x" * 5000)
     rows, client = scanned_rows(store, [KEY]), store._data()
-    real, left = client.get_into, [LEASE_EXPIRED] * 3
+    real, left = client.get_into, [Code.LEASE_EXPIRED] * 3
 
     def get_into(keys: Any, addresses: Any, capacities: Any) -> Any:
         answer = real(keys, addresses, capacities)
@@ -307,7 +307,7 @@ def test_a_read_that_outlasts_its_lease_is_repeated(
 
     monkeypatch.setattr(client, "get_into", get_into)
     assert read(store, rows, [5000])[1] == [b"x" * 5000]
-    left += [LEASE_EXPIRED] * 4
+    left += [Code.LEASE_EXPIRED] * 4
     result, _ = read(store, rows, [5000])
     assert result.statuses.tolist() == [Status.UNREACHABLE]
     assert left == []
