@@ -387,9 +387,9 @@ def keys_of(rows: Rows) -> list[bytes]:
     return keys
 
 
-def mtimes_of(rows: Rows) -> list[int | None]:
-    """Return the modification times of rows in ns; None if unknown."""
-    if "mtime_ns" not in rows.schema.names:
+def values_of(rows: Rows, name: str) -> list[Any]:
+    """Return a scan column of rows; None for unknown values, and without such a column."""
+    if name not in rows.schema.names:
         return [None] * len(rows)
-    times: list[int | None] = rows.column("mtime_ns").to_pylist()
-    return times
+    values: list[Any] = rows.column(name).to_pylist()
+    return values

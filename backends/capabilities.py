@@ -501,19 +501,19 @@ def present_ns(store: Store, *, changes: bool) -> int:
     return time.time_ns()
 
 
-def trust_of(*stores: Store, writes: bool) -> Trust:
+def trust_of(*stores: Store) -> Trust:
     """Return the trust in files elsewhere that decide what happens to these stores.
 
     Trusted are the users whom all stores trust; for stores without a directory, this process's
-    user and root. writes: a file may be created, see `Trust`. Raises OSError.
+    user and root. Files may be created, see `Trust`. Raises OSError.
     """
     trusts = []
     for store in stores:
         if isinstance(store, SideFiles):
-            trusts.append(store.trust(writes=writes))
+            trusts.append(store.trust(writes=True))
         elif isinstance(store, Emptied):
-            trusts += [Trust(path.stat(), writes=writes) for path in store.directories]
-    return JointTrust(trusts, writes=writes)
+            trusts += [Trust(path.stat(), writes=True) for path in store.directories]
+    return JointTrust(trusts)
 
 
 def keep_as_private(target: Store, source: Store, *, listing: bool = False) -> None:

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from hicachectl import __version__
 from hicachectl.backends.base import Store, Traits
-from hicachectl.backends.disk.directory import Directory, Trust
+from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.file.folders import ObjectDirectory, mark_folders
 from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.nixl.disks import NixlDisks
@@ -128,8 +128,7 @@ def open_run_folder(parent: Directory, name: str, *, writes: bool) -> Directory:
     and others than the owner of the quarantine may have made the folder; OSError.
     """
     with parent.directory(name, any_owner=not parent.mode & 0o022) as opened:
-        facts = os.fstat(opened.descriptor)
-        return Directory(os.dup(opened.descriptor), opened.path, Trust(facts, writes=writes))
+        return Directory.again(opened.descriptor, opened.path, writes=writes)
 
 
 def read_run(run: Directory) -> RunForm | None:

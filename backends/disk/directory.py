@@ -103,9 +103,9 @@ class Trust:
 class JointTrust(Trust):
     """Users whom each of several directories trusts; without any, this process's user and root."""
 
-    def __init__(self, trusts: Sequence[Trust], *, writes: bool) -> None:
-        """Join the trusts of several directories. writes: a file may be created, see `Trust`."""
-        super().__init__(None, writes=writes)
+    def __init__(self, trusts: Sequence[Trust]) -> None:
+        """Join the trusts of several directories."""
+        super().__init__(None, writes=True)
         self._trusts = trusts
 
     def includes(self, facts: os.stat_result, directory: int) -> bool:
@@ -168,6 +168,11 @@ class Directory(Closing):
         return cls(descriptor, path, trust or Trust(os.fstat(descriptor), writes=writes))
 
     @classmethod
+    def again(cls, descriptor: int, path: str, *, writes: bool) -> Self:
+        """Open an open directory once more; trust is derived from the directory."""
+        return cls(os.dup(descriptor), path, Trust(os.fstat(descriptor), writes=writes))
+
+    @classmethod
     def at(
         cls, path: Path, *, writes: bool, makes: bool, trust: Trust | None = None
     ) -> Directory | None:
@@ -213,13 +218,6 @@ class Directory(Closing):
                 with suppress(FileNotFoundError):
                     found[entry.name] = entry.stat(follow_symlinks=False)
         return dict(sorted(found.items()))
-
-    def checked_entries(self) -> dict[str, os.stat_result]:
-        """Return `entries` after `check` of each."""
-        found = self.entries()
-        for name, facts in found.items():
-            self.check(name, facts)
-        return found
 
     def check(self, name: str, facts: os.stat_result, *, any_owner: bool = False) -> None:
         """Raise UntrustedError unless the entry is a trusted owner's regular file or directory."""

@@ -11,7 +11,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Self
 
-from hicachectl.backends.disk.directory import Directory, Trust
+from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.disk.durable import is_named, make_directories
 from hicachectl.backends.disk.io import OPEN_DIRECTORY, entries_of
 from hicachectl.backends.disk.names import OWN_PREFIX
@@ -123,20 +123,14 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
             return b"%s%s%08x.tmp" % (_OWN_TEMPORARY, token, number & 0xFFFFFFFF)
         return b"%s%s%06x%s.tmp" % (_OWN_TEMPORARY, token, number & 0xFFFFFF, folder)
 
-    def directories(self, left_alone: list[str]) -> Iterator[tuple[bytes | None, int]]:
-        """See `ObjectTree`."""
-        yield None, self.descriptor
-        if self.folders:
-            yield from self.existing_folders(left_alone)
-
     def places(self, left_alone: list[str]) -> Iterator[Place]:
         """See `ObjectTree`."""
         if not self.folders:
             yield Place(self.descriptor, self.path)
             return
-        for folder, descriptor in self.directories(left_alone):
-            path = self.path if folder is None else f"{self.path}/{folder.decode()}"
-            yield Place(descriptor, path, _holder(folder))
+        yield Place(self.descriptor, self.path, _holder(None))
+        for folder, descriptor in self.existing_folders(left_alone):
+            yield Place(descriptor, f"{self.path}/{folder.decode()}", _holder(folder))
 
     # directories that vanish
 
@@ -179,15 +173,11 @@ def _holder(folder: bytes | None) -> Callable[[list[str]], list[bool]]:
     ]
 
 
-def _directory(path: str, descriptor: int, *, writes: bool) -> Directory:
-    return Directory(os.dup(descriptor), path, Trust(os.fstat(descriptor), writes=writes))
-
-
 def _is_marked(path: str, descriptor: int) -> bool:
     """Return whether a directory is marked as having folders."""
     try:
         with (
-            _directory(path, descriptor, writes=False) as here,
+            Directory.again(descriptor, path, writes=False) as here,
             here.directory(SIDE_DIRECTORY) as side,
         ):
             content = side.read(FOLDERS_FILE, len(_FORM) + 1)
@@ -216,7 +206,7 @@ def _settle(path: str, descriptor: int, folders: bool | None) -> bool:
             f"{path}: has objects outside folders; give an empty directory, and migrate"
         )
     with (
-        _directory(path, descriptor, writes=True) as here,
+        Directory.again(descriptor, path, writes=True) as here,
         here.make_directory(SIDE_DIRECTORY, exist_ok=True) as side,
     ):
         mark_folders(side)

@@ -146,11 +146,6 @@ class NixlDisks(ObjectTree):
         disk, folder = self._route(key)
         return b"%s-%s%04x%02x%s.tmp" % (OWN_PREFIX, token, number & 0xFFFF, disk, folder)
 
-    def directories(self, left_alone: list[str]) -> Iterator[tuple[bytes | None, int]]:
-        """See `ObjectTree`."""
-        for disk in self._disks:
-            yield from disk.existing_folders(left_alone)
-
     def places(self, left_alone: list[str]) -> Iterator[Place]:
         """Yield the folders, and the directories, where no file belongs."""
         for number, disk in enumerate(self._disks):

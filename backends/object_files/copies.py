@@ -7,7 +7,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
-from hicachectl.backends.base import Result, Rows, Status, keys_of, mtimes_of
+from hicachectl.backends.base import Result, Rows, Status, keys_of, values_of
 from hicachectl.backends.disk.io import chunks, copy_bytes, write_all
 from hicachectl.backends.disk.names import check_key
 from hicachectl.backends.disk.permissions import Permissions, give_file
@@ -75,7 +75,7 @@ class FileCopier:
 
     def copy(self, origins: Rows, rows: Rows, sizes: IntArray, *, if_absent: bool) -> Result:
         """Copy objects as `SystemCopy.copy_from` does."""
-        files, keys, times = keys_of(origins), keys_of(rows), mtimes_of(rows)
+        files, keys, times = keys_of(origins), keys_of(rows), values_of(rows, "mtime_ns")
         nbytes = sizes.tolist()
 
         def stage(index: int, errors: dict[int, str]) -> Temporary | Status:

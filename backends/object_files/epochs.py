@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hicachectl.backends.disk.directory import Directory, Trust
 from hicachectl.backends.disk.io import OPEN_FILE
 from hicachectl.backends.disk.mounts import file_system_ns
 from hicachectl.backends.disk.names import OWN_PREFIX, VERSION
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from hicachectl.backends.base import Rows
+    from hicachectl.backends.disk.directory import Directory
     from hicachectl.backends.object_files.tree import ObjectTree
     from hicachectl.formats.arrays import IntArray
 
@@ -51,8 +51,7 @@ def owner_of(suffix: bytes) -> bytes:
 
 def open_side(directory: ObjectTree) -> Directory:
     """Open `.hicachectl` of a directory; create it if missing. Raises OSError, UntrustedError."""
-    trust = Trust(os.fstat(directory.descriptor), writes=True)
-    with Directory(os.dup(directory.descriptor), directory.path, trust) as here:
+    with directory.outer(writes=True) as here:
         return here.make_directory(os.fsdecode(OWN_PREFIX), exist_ok=True)
 
 

@@ -21,6 +21,7 @@ from hicachectl.backends.base import (
     Store,
     Traits,
     keys_of,
+    values_of,
 )
 from hicachectl.backends.capabilities import (
     Announces,
@@ -167,8 +168,7 @@ class ObjectFiles(
             try:
                 times = list(_times(roots, refusals))
                 if refusals:
-                    below = (directory for _, directory in self.objects.directories([]))
-                    times += _times(below, refusals)
+                    times += _times(self.objects.directories(), refusals)
             except OSError as error:
                 raise unavailable(self.path, error) from error
             if not times:
@@ -262,7 +262,7 @@ class ObjectFiles(
         rows: if they have the column `version`, an object with another version stays: CHANGED.
         """
         self._refuse_untrusted()
-        keys, versions = keys_of(rows), _versions_of(rows)
+        keys, versions = keys_of(rows), values_of(rows, "version")
         changed: set[int] = set()  # directories
 
         def remove(index: int) -> Status:
@@ -347,13 +347,6 @@ class ObjectFiles(
         """Return the file system's free bytes for users other than root."""
         space = os.fstatvfs(self.objects.descriptor)
         return space.f_bavail * space.f_frsize
-
-
-def _versions_of(rows: Rows) -> list[bytes | None]:
-    if "version" not in rows.schema.names:
-        return [None] * len(rows)
-    versions: list[bytes | None] = rows.column("version").to_pylist()
-    return versions
 
 
 def _times(directories: Iterable[int], refusals: list[OSError]) -> Iterator[int]:

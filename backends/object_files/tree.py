@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from hicachectl.backends.disk.directory import Directory, Trust
+from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.disk.durable import (
     is_linked,
     move_noreplace,
@@ -95,15 +95,15 @@ class ObjectTree(ABC):
         """
 
     @abstractmethod
-    def directories(self, left_alone: list[str]) -> Iterator[tuple[bytes | None, int]]:
-        """Yield each directory with files: its folder, or None for the outer one; its descriptor.
+    def places(self, left_alone: list[str]) -> Iterator[Place]:
+        """Yield each directory with files, the outer ones included.
 
         left_alone: gets a message for each folder that is not trusted.
         """
 
-    @abstractmethod
-    def places(self, left_alone: list[str]) -> Iterator[Place]:
-        """Yield `directories` for a listing."""
+    def directories(self) -> Iterator[int]:
+        """Yield the descriptors of all directories with files."""
+        return (place.descriptor for place in self.places([]))
 
     @abstractmethod
     def outer(self, *, writes: bool) -> Directory:
@@ -115,7 +115,7 @@ class ObjectTree(ABC):
         changed: their descriptors; default: every directory with files.
         """
         if changed is None:
-            changed = [descriptor for _, descriptor in self.directories([])]
+            changed = list(self.directories())
         if len(changed) < _MANY or not self.sync_file_systems():
             for descriptor in changed:
                 sync_directory(descriptor)
@@ -152,11 +152,10 @@ class FolderedDirectory(Closing):
 
     def outer(self, *, writes: bool) -> Directory:
         """Return the directory itself. writes: the caller may create files in it."""
-        trust = Trust(os.fstat(self.descriptor), writes=writes)
-        return Directory(os.dup(self.descriptor), self.path, trust)
+        return Directory.again(self.descriptor, self.path, writes=writes)
 
     def existing_folders(self, left_alone: list[str]) -> Iterator[tuple[bytes, int]]:
-        """Yield name and descriptor of each folder. left_alone: see `ObjectTree.directories`."""
+        """Yield name and descriptor of each folder. left_alone: see `ObjectTree.places`."""
         for folder in sorted(FOLDER_NAMES):
             try:
                 yield folder, self.folder(folder, makes=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hicachectl.backends.base import Result, Rows, Status, keys_of, mtimes_of
+from hicachectl.backends.base import Result, Rows, Status, keys_of, values_of
 from hicachectl.backends.disk.durable import move_noreplace
 from hicachectl.backends.disk.io import CREATE_FILE, NO_ROOM, OPEN_FILE, write_all, write_bytes
 from hicachectl.backends.disk.names import check_key, check_new_key, version_of
@@ -142,7 +142,7 @@ class FileWriter:
         if_absent: bool,
     ) -> Result:
         """Write objects as `Store.write_from` does."""
-        keys, times, trailers = keys_of(rows), mtimes_of(rows), self.trailers
+        keys, times, trailers = keys_of(rows), values_of(rows, "mtime_ns"), self.trailers
         places = list(zip(offsets.tolist(), sizes.tolist(), strict=True))
 
         def stage(index: int, errors: dict[int, str]) -> Temporary:
@@ -282,8 +282,7 @@ class FileWriter:
         self.temporaries = Temporaries(self._objects, owner.encode())
         if not sweep:
             return
-        directories = {directory for _, directory in self._objects.directories([])}
-        for directory in directories.union(self._objects.roots):
+        for directory in self._objects.directories():
             for names in names_in(directory, SkippedEntries()):
                 for name in names:
                     if owner_in(name) == owner:

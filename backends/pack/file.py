@@ -9,18 +9,21 @@ import threading
 from array import array
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from io import RawIOBase
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from blake3 import blake3
 
+from hicachectl.backends.base import as_table, keys_of
 from hicachectl.backends.disk.durable import is_named, lock
 from hicachectl.backends.disk.io import fill, write_all
 from hicachectl.backends.urls import is_pack_path
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UnfinishedPackError
-from hicachectl.formats.pack.index import ENTRIES, read_index, write_index
+from hicachectl.formats.pack.index import ENTRIES, column_of, read_index, write_index
 from hicachectl.formats.pack.planes import Decoder
 from hicachectl.formats.pack.records import (
     DIGEST_BYTES,
@@ -44,6 +47,9 @@ from hicachectl.formats.wording import failed
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from hicachectl.backends.base import Rows
+    from hicachectl.formats.arrays import IntArray
+
 
 _CHUNK = 1 << 20
 _GIVE_PACK = "give a pack file"
@@ -54,14 +60,61 @@ class OtherContentError(FormatError):
     """The content of a record does not match its digest."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PackContents:
-    """A valid pack. entries: a table of ENTRIES. end: its size in bytes."""
+    """A valid pack, whose objects are found by offset or by key.
+
+    entries: a table of ENTRIES. end: its size in bytes.
+    """
 
     pack_id: bytes
     metadata: Metadata
     entries: pa.Table
     end: int
+
+    def table(self) -> pa.Table:
+        """Return the objects as a table of ENTRIES."""
+        return self.entries
+
+    def find(self, rows: Rows) -> IntArray:
+        """Return the index row of each key, -1 if missing: [n] int64."""
+        found = np.full(len(rows), -1, dtype=np.int64)
+        if "locator" in rows.schema.names and len(self.entries) and len(rows):
+            found = self._located(as_table(rows).select(["key", "locator"]).combine_chunks())
+        rest = np.flatnonzero(found < 0)
+        if len(rest):
+            keys = rows.column("key").take(pa.array(rest)).to_pylist()
+            found[rest] = [self._by_key.get(key, -1) for key in keys]
+        return found
+
+    def places(self, rows: IntArray) -> list[RecordPlace]:
+        """Return the places of objects. rows: [n] int64, as `find` returns them."""
+        picked = self.picked(rows).select([f.name for f in fields(RecordPlace)])
+        columns = [column.to_pylist() for column in picked.columns]
+        return [RecordPlace(*values) for values in zip(*columns, strict=True)]
+
+    def picked(self, rows: IntArray) -> pa.Table:
+        """Return some objects as a table of ENTRIES."""
+        return self.entries.take(pa.array(rows))
+
+    def _located(self, rows: pa.Table) -> IntArray:
+        """Return the index rows of locators; -1 if the record there has another key."""
+        locators = rows.column("locator").fill_null(-1).to_numpy()
+        near = np.searchsorted(self._offsets, locators)
+        near = np.minimum(near, len(self._offsets) - 1)
+        same = self._offsets[near] == locators
+        keys = self.entries.column("key").take(pa.array(near))
+        same &= pc.equal(keys, rows.column("key")).to_numpy()
+        return np.where(same, near, -1).astype(np.int64)
+
+    @cached_property
+    def _offsets(self) -> IntArray:
+        return column_of(self.entries, "offset")
+
+    @cached_property
+    def _by_key(self) -> dict[bytes, int]:
+        keys = self.entries.column("key").to_pylist()
+        return dict(zip(keys, range(len(keys)), strict=True))
 
 
 @dataclass(slots=True)
@@ -112,8 +165,18 @@ class PackEntries:
             self._keys.append(record.key)
             self.rows[record.key] = len(self._keys) - 1
 
-    def place(self, row: int) -> RecordPlace:
-        """Return an object's place. row: its index in the columns."""
+    def find(self, rows: Rows) -> IntArray:
+        """Return the index of each key in the columns, -1 if missing: [n] int64."""
+        keys = keys_of(rows)
+        return np.fromiter(
+            (self.rows.get(key, -1) for key in keys), dtype=np.int64, count=len(keys)
+        )
+
+    def places(self, rows: IntArray) -> list[RecordPlace]:
+        """Return the places of objects. rows: [n] int64, as `find` returns them."""
+        return [self._place(row) for row in rows.tolist()]
+
+    def _place(self, row: int) -> RecordPlace:
         return RecordPlace(
             self._numbers["offset"][row],
             self._numbers["length"][row],
@@ -139,12 +202,12 @@ class PackEntries:
         table = pa.table([columns[name] for name in ENTRIES.names], schema=ENTRIES)
         return table if alive is None else table.take(pa.array(alive, pa.int64()))
 
-    def picked(self, rows: Sequence[int]) -> pa.Table:
-        """Return some objects as a table of ENTRIES. rows: indices in the columns."""
-        places = [self.place(row) for row in rows]
+    def picked(self, rows: IntArray) -> pa.Table:
+        """Return some objects as a table of ENTRIES."""
+        places = self.places(rows)
         columns = {
-            "key": [self._keys[row] for row in rows],
-            "mtime_ns": [self._times[row] for row in rows],
+            "key": [self._keys[row] for row in rows.tolist()],
+            "mtime_ns": [self._times[row] for row in rows.tolist()],
             **{f.name: [getattr(place, f.name) for place in places] for f in fields(RecordPlace)},
         }
         return pa.table(columns).select(ENTRIES.names).cast(ENTRIES)
@@ -355,16 +418,13 @@ class ObjectReader:
         head, content = scratch[:head_bytes], out if direct else scratch[head_bytes:needed]
         read_exactly(self._descriptor, [head, content], place.offset)
         record = parse_record(head, self._pack_id)
-        if record.kind is not Kind.OBJECT or record.key != key or self._differs(record, place):
+        found = RecordPlace.of(record, place.offset)
+        if record.kind is not Kind.OBJECT or record.key != key or found != place:
             raise FormatError("the record differs from its index entry")
         if not direct:
             self._decoder.decode(list(_cut(content, record.stored)), out)
         if blake3(out).digest() != place.digest:
             raise OtherContentError("the content does not match its digest")
-
-    @staticmethod
-    def _differs(record: Record, place: RecordPlace) -> bool:
-        return RecordPlace.of(record, place.offset) != place
 
 
 def _cut(content: memoryview, lengths: Sequence[int]) -> Iterator[memoryview]:

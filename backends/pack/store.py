@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -22,11 +23,10 @@ from hicachectl.backends.base import (
     Rows,
     Status,
     Traits,
-    as_table,
     keys_of,
-    mtimes_of,
     scan_batch,
     scan_schema,
+    values_of,
 )
 from hicachectl.backends.capabilities import Announces, Archive, FilePermissions, Resumable
 from hicachectl.backends.disk.io import raise_lost
@@ -62,77 +62,6 @@ if TYPE_CHECKING:
 SCAN_ROWS = 16384
 
 
-class _Listed:
-    """Objects of a valid pack, found by offset or by key."""
-
-    def __init__(self, finished: PackContents) -> None:
-        self._entries = finished.entries
-        self._offsets = column_of(finished.entries, "offset")
-        self._rows: dict[bytes, int] | None = None
-
-    def table(self) -> pa.Table:
-        return self._entries
-
-    def find(self, rows: Rows) -> IntArray:
-        """Return the index row of each key, -1 if missing: [n] int64."""
-        found = np.full(len(rows), -1, dtype=np.int64)
-        if "locator" in rows.schema.names and len(self._offsets) and len(rows):
-            found = self._located(as_table(rows).select(["key", "locator"]).combine_chunks())
-        rest = np.flatnonzero(found < 0)
-        if len(rest):
-            known = self._by_key()
-            keys = rows.column("key").take(pa.array(rest)).to_pylist()
-            found[rest] = [known.get(key, -1) for key in keys]
-        return found
-
-    def places(self, rows: IntArray) -> list[RecordPlace]:
-        picked = self._entries.take(pa.array(rows)).select(
-            ["offset", "length", "nbytes", "planes", "digest"]
-        )
-        columns = [column.to_pylist() for column in picked.columns]
-        return [RecordPlace(*values) for values in zip(*columns, strict=True)]
-
-    def picked(self, rows: IntArray) -> pa.Table:
-        return self._entries.take(pa.array(rows))
-
-    def _located(self, rows: pa.Table) -> IntArray:
-        """Return the index rows of locators; -1 if the record there has another key."""
-        locators = rows.column("locator").fill_null(-1).to_numpy()
-        near = np.searchsorted(self._offsets, locators)
-        near = np.minimum(near, len(self._offsets) - 1)
-        same = self._offsets[near] == locators
-        keys = self._entries.column("key").take(pa.array(near))
-        same &= pc.equal(keys, rows.column("key")).to_numpy()
-        return np.where(same, near, -1).astype(np.int64)
-
-    def _by_key(self) -> dict[bytes, int]:
-        if self._rows is None:
-            keys = self._entries.column("key").to_pylist()
-            self._rows = dict(zip(keys, range(len(keys)), strict=True))
-        return self._rows
-
-
-class _OpenPack:
-    """Objects of a pack being written."""
-
-    def __init__(self, entries: PackEntries) -> None:
-        self._entries = entries
-
-    def table(self) -> pa.Table:
-        return self._entries.table()
-
-    def find(self, rows: Rows) -> IntArray:
-        known = self._entries.rows
-        keys = keys_of(rows)
-        return np.fromiter((known.get(key, -1) for key in keys), dtype=np.int64, count=len(keys))
-
-    def places(self, rows: IntArray) -> list[RecordPlace]:
-        return [self._entries.place(row) for row in rows.tolist()]
-
-    def picked(self, rows: IntArray) -> pa.Table:
-        return self._entries.picked(rows.tolist())
-
-
 class PackStore(Announces, Archive, FilePermissions, Resumable):
     """One pack file, open for reading or, by `create`, for writing.
 
@@ -161,11 +90,11 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         self.url = str(StoreUrl("pack", self.path))
         self._of_thread = threading.local()
         self._writer = PackWriter(self.path) if writable else None
-        self._listed: _Listed | _OpenPack
+        self._listed: PackContents | PackEntries
         if self._writer is not None:
             self._descriptor = self._writer.descriptor
             self._pack_id = self._writer.pack_id
-            self._listed = _OpenPack(self._writer.entries)
+            self._listed = self._writer.entries
             return
         self._descriptor = open_pack(self.path, os.O_RDONLY)
         try:
@@ -174,7 +103,7 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
             os.close(self._descriptor)
             raise
         self._pack_id, self._finished = finished.pack_id, finished
-        self._listed = _Listed(finished)
+        self._listed = finished
 
     @classmethod
     def from_url(cls, url: StoreUrl) -> Self:
@@ -320,9 +249,8 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         memory = self.memory(offsets, sizes, len(rows))
         starts, ends = offsets.tolist(), (offsets + sizes).tolist()
         objects = [memory[start:end] for start, end in zip(starts, ends, strict=True)]
-        return Result(
-            *self._writer.write(keys_of(rows), mtimes_of(rows), objects, if_absent=if_absent)
-        )
+        keys, times = keys_of(rows), values_of(rows, "mtime_ns")
+        return Result(*self._writer.write(keys, times, objects, if_absent=if_absent))
 
     def own_temporaries(self, owner: str, *, sweep: bool) -> None:
         """Take over the pack of a killed run; `close` finishes it."""
@@ -371,7 +299,9 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
             "bytes": int(column_of(listed, "nbytes").sum()),
             "stored_bytes": int(column_of(listed, "length").sum()) - head,
             "file_bytes": os.fstat(self._descriptor).st_size,
-            "planes": {str(p["values"]): p["counts"] for p in sorted(planes, key=_by_value)},
+            "planes": {
+                str(p["values"]): p["counts"] for p in sorted(planes, key=itemgetter("values"))
+            },
         }
 
     @property
@@ -398,10 +328,6 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
             raise UsageError(
                 f"{url}: the pack has {self.grammar} keys, not {keys} keys; leave out keys="
             )
-
-
-def _by_value(counted: dict[str, int]) -> int:
-    return counted["values"]
 
 
 def _scanned(batch: Any, schema: Any) -> Any:

@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from hicachectl.backends.disk.directory import Directory, Trust
 from hicachectl.backends.disk.io import CREATE_FILE, NO_ROOM, OPEN_FILE, fill, write_all
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.object_files.epochs import begin_epoch, owner_of
@@ -632,8 +631,7 @@ class FilePages(PageStore):
                 evict=self._settings.evict,
                 counters=self.counters,
             )
-        trust = Trust(os.fstat(directory.descriptor), writes=True)
-        with Directory(os.dup(directory.descriptor), directory.path, trust) as here:
+        with directory.outer(writes=True) as here:
             for pool in self._written():
                 suffix = self._suffixes[pool.name].decode()
                 write_marker(

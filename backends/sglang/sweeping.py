@@ -128,7 +128,7 @@ class Sweeper:
         found = _Found(self._suffixes, epochs, self.now_ns(), measures=measures)
         self._trusted = _Trusted(self._directory.descriptor)
         self.clock_ns = found.begun_ns - time.time_ns()
-        for _, descriptor in self._directory.directories([]):
+        for descriptor in self._directory.directories():
             for entry in _at_leisure(descriptor, stopped):
                 name = entry.name
                 kind = found.kind_of.get(name[PAGE_DIGITS:])

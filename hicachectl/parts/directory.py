@@ -89,7 +89,7 @@ class RunDirectory(Closing):
         Trusted are the users whom those of the run's stores trust that are directories here.
         """
         with usage_errors(path), Directory.named(str(path), writes=False) as here:
-            trust = JointTrust(list(_trusts(here, path)), writes=True)
+            trust = JointTrust(list(_trusts(here, path)))
             run = cls(path, Directory(os.dup(here.descriptor), here.path, trust))
             try:
                 run.directory.check_owner(_OTHER_RUN)

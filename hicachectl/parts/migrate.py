@@ -112,7 +112,7 @@ class MigrateJob(Job):
             dry_run=request.dry_run,
             labelled=request.labelled,
         )
-        self.trust = trust_of(source, destination, writes=True)
+        self.trust = trust_of(source, destination)
         self.permissions = permissions_of(source, listing=True)
         self.options: dict[str, Any] = msgspec.to_builtins(options)
         self.identity = _identity(source, destination, request)

@@ -125,7 +125,7 @@ class PrewarmJob(Job):
         self._request = request
         self._asked = asked
         self.options = msgspec.to_builtins(_Options(min_usable=min_usable))
-        self.trust = trust_of(source, destination, writes=True)
+        self.trust = trust_of(source, destination)
         self.permissions = permissions_of(source, listing=True)
         self.identity = {
             "source": without_secrets(source.url),

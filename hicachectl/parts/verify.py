@@ -220,7 +220,7 @@ class VerifyJob(Job):
         self._catalog = catalog
         self._stamp = stamp
         self._repair = repair
-        self.trust = trust_of(store, writes=True)
+        self.trust = trust_of(store)
         self.permissions = permissions_of(store, listing=True)
         options = _Options(
             profile=None if request.profile is None else profile_to_mapping(request.profile),

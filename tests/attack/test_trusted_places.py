@@ -506,7 +506,7 @@ def test_a_file_swapped_for_a_link_is_refused_when_it_is_opened(
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "x").write_text("mine")
     with Directory.named(str(tmp_path / "d"), writes=False) as directory:
-        directory.checked_entries()
+        directory.check("x", directory.entries()["x"])
         (tmp_path / "d" / "x").unlink()
         (tmp_path / "d" / "x").symlink_to(victim / "17")
         with pytest.raises(UntrustedError, match="symbolic link"):

@@ -80,7 +80,7 @@ class Watch:
 def scan(directory: ObjectDirectory) -> None:
     """List a directory with sizes, by plain calls."""
     total = 0
-    for _, descriptor in directory.directories([]):
+    for descriptor in directory.directories():
         own = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=descriptor)
         with os.scandir(own) as entries:
             for entry in entries:

@@ -36,7 +36,7 @@ def test_users_whom_all_stores_trust(
             directory.mkdir()
             os.chown(directory, owner, owner)
             stores.append(stack.enter_context(open_store(url.format(directory))))
-        trust = trust_of(*stores, writes=False)
+        trust = trust_of(*stores)
         for user in (0, ONE, OTHER):
             os.chown(file, user, user)
             assert trust.includes(file.stat(), -1) == (user in trusted)

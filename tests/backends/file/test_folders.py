@@ -130,7 +130,7 @@ def test_a_link_is_no_folder(tmp_path: Path) -> None:
             with pytest.raises(UntrustedError, match="store/ab: is a symbolic link"):
                 place(KEY)
         left_alone: list[str] = []
-        assert [folder for folder, _ in directory.directories(left_alone)] == [None]
+        assert [place.path for place in directory.places(left_alone)] == [directory.path]
         assert len(left_alone) == 1
     assert list(outside.iterdir()) == []
 

@@ -25,7 +25,7 @@ from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Status, open_store, scan_schema
 from hicachectl.backends.pack import writer as pack_writer
 from hicachectl.backends.pack.file import open_pack
-from hicachectl.backends.pack.store import PackStore, _OpenPack
+from hicachectl.backends.pack.store import PackStore
 from hicachectl.backends.testing import (
     OLD_TIME_NS,
     PAGE_HASHES,
@@ -104,7 +104,7 @@ def _reload(store: Store) -> None:
     assert store._writer is not None
     store._writer._continue()
     store._pack_id = store._writer.pack_id
-    store._listed = _OpenPack(store._writer.entries)
+    store._listed = store._writer.entries
 
 
 @pytest.fixture
