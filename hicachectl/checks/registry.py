@@ -435,14 +435,14 @@ for _check in (
         group=VALUES,
         codes=("nan", "inf", "bad-scale", "all-zero"),
         prepare="hicachectl.checks.values:number_check",
-        kernel="hicachectl.device.number_kernel:NumberKernel",
+        kernel="hicachectl.device.check_kernels:NumberKernel",
     ),
     ValueCheck(
         name="layout",
         group=VALUES,
         codes=("layout-mismatch",),
         prepare="hicachectl.checks.layouts:layout_check",
-        kernel="hicachectl.device.order_kernel:OrderKernel",
+        kernel="hicachectl.device.check_kernels:OrderKernel",
     ),
     Check(
         name="digests",

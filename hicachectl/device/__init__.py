@@ -15,9 +15,9 @@ other lane, so threads do not deadlock. Staging is poisoned before pages are gat
 digest covers only bytes from the pools.
 
 A `CopyPlan`, computed once per kind of object from its `TensorLayout`s, maps object bytes to pool
-slots. A provider carries out the plan: SGLang's own kernels, Triton, or plain torch. A `DeviceRun`
-prepares a lane for one form of object. Its launches are captured in a CUDA graph, because a launch
-from Python takes longer than the kernel itself.
+slots. A Triton kernel carries out the plan. A `DeviceRun` prepares a lane for one form of object.
+Its launches are captured in a CUDA graph, because a launch from Python takes longer than the kernel
+itself.
 
 Device kernels only flag suspects. The CPU checks examine the suspects' bytes, still in the arena,
 so findings equal those without a device, word for word. Checks without a kernel examine every

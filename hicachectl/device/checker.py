@@ -15,7 +15,6 @@ from triton.errors import TritonError
 from hicachectl.backends.disk.io import Closing
 from hicachectl.device.arena import HostArenas
 from hicachectl.device.lanes import MOST_OBJECTS, allocate_lanes, slab_size
-from hicachectl.device.providers import best_provider
 from hicachectl.device.runs import DeviceRun, ObjectForm, form_of
 from hicachectl.formats.catalog import DIGEST_BYTES
 from hicachectl.formats.errors import DeviceError
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from hicachectl.checks.registry import ValueCheck, ValueIssue
     from hicachectl.checks.values import ValueChecker
     from hicachectl.device.lanes import Lane
-    from hicachectl.device.providers import Provider
     from hicachectl.formats.arrays import BoolArray
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.io.pipeline import Loaded
@@ -58,7 +56,6 @@ class DeviceChecker(Closing):
         largest: int,
         largest_name: str = "an object",
         falls_back: bool = False,
-        provider: Provider | None = None,
     ) -> None:
         """Allocate all device memory of the run.
 
@@ -74,7 +71,6 @@ class DeviceChecker(Closing):
         self.lanes = len(lanes)
         self.failure: str | None = None
         self._falls_back = falls_back
-        self._provider = provider or best_provider(devices[0])
         self._free: queue.Queue[Lane] = queue.Queue()
         for lane in lanes:
             self._free.put(lane)
@@ -195,7 +191,7 @@ class DeviceChecker(Closing):
                     with _named_errors(lane), lane.in_use():
                         run = self._runs.get((lane, form))
                         if run is None:
-                            run = self._runs[lane, form] = DeviceRun(form, lane, self._provider)
+                            run = self._runs[lane, form] = DeviceRun(form, lane)
                         if digests:
                             run.prepare_digests()
                         lane.wait()

@@ -88,11 +88,6 @@ def cuda_devices(names: tuple[str, ...]) -> list[torch.device]:
     """
     try:
         import torch
-    except ImportError as error:
-        raise UsageError(
-            f"CUDA: no usable device: {error}; run pip install 'hicachectl[gpu]'"
-        ) from error
-    try:
         import triton
     except ImportError as error:
         raise UsageError(

@@ -20,6 +20,7 @@ from hicachectl.device.lanes import MOST_OBJECTS
 from hicachectl.device.plans import PoolForm, pool_form
 from hicachectl.formats.copyplan import VECTOR_BYTES
 from hicachectl.kernels.blake3_triton import Ranges, digest_ranges, ranges_of
+from hicachectl.kernels.copy_triton import strided_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from hicachectl.checks.registry import ValueCheck
     from hicachectl.checks.values import ValueChecker
     from hicachectl.device.lanes import Lane
-    from hicachectl.device.providers import Provider
     from hicachectl.formats.arrays import BoolArray
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
@@ -108,7 +108,7 @@ class DeviceRun:
     own objects.
     """
 
-    def __init__(self, form: ObjectForm, lane: Lane, provider: Provider) -> None:
+    def __init__(self, form: ObjectForm, lane: Lane) -> None:
         """Compile the kernels, upload their inputs. Raises torch.OutOfMemoryError."""
         self.most = min(
             MOST_OBJECTS,
@@ -116,7 +116,7 @@ class DeviceRun:
             len(lane.pools) // form.pools.page_bytes,
         )
         self.lane, self.pools = lane, form.pools
-        self._form, self._provider = form, provider
+        self._form = form
         most, device = self.most, lane.device
         self.slots = torch.from_numpy(np.random.default_rng(_SEED).permutation(most)).to(device)
         self._places = torch.arange(most, device=device) * (form.step // VECTOR_BYTES)
@@ -176,7 +176,7 @@ class DeviceRun:
         """Scatter the first staged objects into the pools."""
         staging, pools = self.lane.staging, self.lane.pools
         for plan in self._plans:
-            self._provider.copy(plan, staging, self._places[:count], pools, self.slots[:count])
+            strided_copy(plan, staging, self._places[:count], pools, self.slots[:count])
 
     def _launch_checks(self, count: int) -> torch.Tensor:
         """Scatter and check; return all results as bytes, for one copy to the host."""
@@ -191,7 +191,7 @@ class DeviceRun:
         staging[: count * self._form.step].fill_(POISON)
         for plan in self._plans:
             back = plan.reversed()
-            self._provider.copy(back, pools, self.slots[:count], staging, self._places[:count])
+            strided_copy(back, pools, self.slots[:count], staging, self._places[:count])
         ranges = self._ranges if count == self.most else self._digestible(count)
         return digest_ranges(staging, ranges)
 
@@ -207,7 +207,7 @@ class DeviceRun:
         need less. No other thread may use the device during a capture.
         """
         lane = self.lane
-        if lane.stream is None or not self._provider.capturable:
+        if lane.stream is None:
             return None
         kept = len(lane.graphs)
         try:

@@ -1,6 +1,6 @@
 """Strided copies between page objects and layer-first pools, all by one Triton kernel.
 
-Reference: `hicachectl.device.providers.TorchProvider`.
+Reference: `tests.device.providers.TorchProvider`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MOST_AXES = 4
 _WORDS = {16: (torch.int32, 4), 8: (torch.int32, 2), 4: (torch.int32, 1), 2: (torch.int16, 1)}
-BLOCK_UNITS = 1024  # accesses per program: 16 KiB, a few in flight for each of 256 threads
+_BLOCK_UNITS = 1024  # accesses per program: 16 KiB, a few in flight for each of 256 threads
 
 
 def strided_copy(
@@ -25,8 +25,6 @@ def strided_copy(
     source_places: torch.Tensor,
     destination: torch.Tensor,
     destination_places: torch.Tensor,
-    *,
-    block_units: int = BLOCK_UNITS,
 ) -> None:
     """Carry out a plan for each pair of places, in one launch for up to MOST_AXES axes.
 
@@ -40,10 +38,8 @@ def strided_copy(
         return
     if len(plan.axes) > MOST_AXES:
         for index in range(plan.axes[0].length):
-            strided_copy(
-                plan.at(0, index), source, source_places, destination, destination_places,
-                block_units=block_units,
-            )  # fmt: skip
+            part = plan.at(0, index)
+            strided_copy(part, source, source_places, destination, destination_places)
         return
     unit = plan.unit
     dtype, words = _WORDS.get(unit, (torch.int8, 1))
@@ -51,7 +47,7 @@ def strided_copy(
         (axis.length, axis.source // unit, axis.destination // unit) for axis in plan.axes
     ]
     total = plan.nbytes // unit
-    chunks = triton.cdiv(total, block_units)
+    chunks = triton.cdiv(total, _BLOCK_UNITS)
     arguments: dict[str, Any] = {
         f"{side}{i}": axis[1 + which]
         for which, side in enumerate("sd")
@@ -74,7 +70,7 @@ def strided_copy(
         TOTAL=total,
         CHUNKS=chunks,
         WORDS=words,
-        BLOCK=block_units,
+        BLOCK=_BLOCK_UNITS,
         num_warps=8,
     )
 

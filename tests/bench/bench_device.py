@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     import torch
 
     from hicachectl.device.plans import PoolForm
-    from hicachectl.device.providers import Provider
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.io.pipeline import Loaded
+    from tests.device.providers import Provider
 
     Copies = tuple[Callable[[], None], Callable[[], None]]
 
@@ -209,11 +209,11 @@ def copies(
 def measure_case(case: Case, ceiling: float, device: torch.device) -> None:
     import torch
 
-    from hicachectl.device.number_kernel import fields_of
+    from hicachectl.device.check_kernels import fields_of
     from hicachectl.device.plans import pool_form
-    from hicachectl.device.providers import TritonProvider
     from hicachectl.kernels.blake3_triton import digest_ranges, ranges_of
     from hicachectl.kernels.values_triton import block_flags
+    from tests.device.providers import TritonProvider
 
     expected = expected_of(case)
     count = max(2, TOTAL_BYTES // expected.nbytes)

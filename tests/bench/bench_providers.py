@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from hicachectl.device.plans import pool_form
-from hicachectl.device.providers import TorchProvider, TritonProvider
 from tests.bench.bench_device import (
     TOTAL_BYTES,
     Case,
@@ -30,13 +29,14 @@ from tests.bench.bench_device import (
     replayed,
 )
 from tests.bench.server_pools import ServerPools, jit_kernels
+from tests.device.providers import TorchProvider, TritonProvider
 from tests.device.sgl_provider import SglKernelProvider
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from hicachectl.device.plans import PoolForm
-    from hicachectl.device.providers import Provider
+    from tests.device.providers import Provider
 
     Copies = tuple[Callable[[], None], Callable[[], None]]
 

@@ -27,8 +27,6 @@ class SglKernelProvider:
     be whole words of 8 bytes.
     """
 
-    capturable = True
-
     def __init__(self, operations: Any = None, *, blocks: int = _SGL_BLOCKS) -> None:
         """Use the server's operations, or given ones with the same signatures.
 

@@ -29,7 +29,7 @@ from hicachectl.device.checker import DeviceChecker  # isort: skip
 from hicachectl.device.devices import parse_devices  # isort: skip
 from hicachectl.device.runs import DeviceRun  # isort: skip
 from hicachectl.device.lanes import Lane, allocate_lanes, lane_bytes, slab_size  # isort: skip
-from hicachectl.device.providers import TorchProvider, TritonProvider  # isort: skip
+from tests.device.providers import TorchProvider  # isort: skip
 from hicachectl.formats.spec import object_specs  # isort: skip
 from triton.runtime.errors import PTXASError  # isort: skip
 from hicachectl.verification.request import VerifyRequest  # isort: skip
@@ -68,9 +68,6 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
             return [torch.device(device)] * len(names)
 
         monkeypatch.setattr(devices, "cuda_devices", named)
-        monkeypatch.setattr(
-            "hicachectl.device.checker.best_provider", lambda found: TritonProvider()
-        )
 
     return use
 
@@ -266,8 +263,8 @@ def test_digests_alone_are_those_of_the_cpu_and_nothing_is_looked_at(
     def looked_at(*arguments: Any, **options: Any) -> None:
         raise AssertionError("values are looked at")
 
-    for place in ("number_kernel.block_flags", "order_kernel.correlations"):
-        monkeypatch.setattr(f"hicachectl.device.{place}", looked_at)
+    for place in ("block_flags", "correlations"):
+        monkeypatch.setattr(f"hicachectl.device.check_kernels.{place}", looked_at)
     store, profile = write_store(tmp_path, kind, pages=1, page_size=1)
     on_host = verified(store, profile, update_catalog=True).catalog
     on_device(device)
@@ -403,11 +400,15 @@ class Failing(TorchProvider):
 
 @pytest.fixture
 def provided(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Return a function that lets another provider copy; its copies are not captured."""
+
     def use(provider: Any) -> None:
         monkeypatch.setattr(
             devices, "cuda_devices", lambda names: [torch.device(DEVICE)] * len(names)
         )
-        monkeypatch.setattr("hicachectl.device.checker.best_provider", lambda found: provider)
+        monkeypatch.setattr("hicachectl.device.runs.strided_copy", provider.copy)
+        if HAS_CUDA:
+            monkeypatch.setattr(DeviceRun, "_captured", lambda run, launch: None)
 
     return use
 
@@ -488,7 +489,6 @@ def test_without_memory_to_capture_launches_they_are_made_anew_for_fewer_objects
     tmp_path: Path, provided: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provider = Failing(at_most=1, error=torch.OutOfMemoryError("CUDA out of memory"))
-    monkeypatch.setattr(provider, "capturable", True, raising=False)
     monkeypatch.setattr(Lane, "in_use", lambda lane: nullcontext())
     monkeypatch.setattr(Lane, "wait", lambda lane: None)
     monkeypatch.setattr("hicachectl.device.lanes._lane", streaming_lane)
@@ -550,7 +550,6 @@ def captured_by(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Verified:
     """Verify a store on the CPU as on a device whose launches are captured in such graphs."""
-    monkeypatch.setattr(provider, "capturable", True, raising=False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
     monkeypatch.setattr(Lane, "in_use", lambda lane: nullcontext())
     monkeypatch.setattr(Lane, "wait", lambda lane: None)
@@ -624,9 +623,7 @@ def test_what_a_failed_device_has_is_not_given_back(monkeypatch: pytest.MonkeyPa
     abandoned: list[object] = []
     monkeypatch.setattr("hicachectl.device.checker._ABANDONED", abandoned)
     cpu = torch.device("cpu")
-    with DeviceChecker(
-        [cpu], device_bytes=1 << 22, buffer_bytes=1 << 22, largest=100, provider=TorchProvider()
-    ) as checker:
+    with DeviceChecker([cpu], device_bytes=1 << 22, buffer_bytes=1 << 22, largest=100) as checker:
         monkeypatch.setattr(Lane, "wait", wait)
         monkeypatch.setattr(Lane, "close", lambda lane: pytest.fail("given back"))
     assert len(abandoned) == checker.lanes
@@ -639,8 +636,7 @@ import triton
 import triton.language as tl
 
 from hicachectl.__main__ import main
-from hicachectl.device import checker
-from hicachectl.device.providers import TritonProvider
+from hicachectl.device import runs
 
 
 @triton.jit
@@ -648,15 +644,16 @@ def stray(memory):
     tl.store(memory + (1 << 45), 1)
 
 
-class Breaking(TritonProvider):
-    capturable = False
-
-    def copy(self, *arguments):
-        super().copy(*arguments)
-        stray[(1,)](arguments[1])  # from then on every call of the device fails
+copy = runs.strided_copy
 
 
-checker.best_provider = lambda device: Breaking()
+def breaking(*arguments):
+    copy(*arguments)
+    stray[(1,)](arguments[1])  # from then on every call of the device fails
+
+
+runs.strided_copy = breaking
+runs.DeviceRun._captured = lambda run, launch: None
 main(sys.argv[1:])
 """
 
@@ -877,8 +874,6 @@ def test_a_buffer_of_the_host_grows_with_what_is_put_there() -> None:
 
 def test_a_checker_gives_its_lanes_back() -> None:
     cpu = torch.device("cpu")
-    with DeviceChecker(
-        [cpu], device_bytes=1 << 22, buffer_bytes=1 << 22, largest=100, provider=TorchProvider()
-    ) as checker:
+    with DeviceChecker([cpu], device_bytes=1 << 22, buffer_bytes=1 << 22, largest=100) as checker:
         assert checker.names == ("cpu",)
         assert checker.lanes >= 1

@@ -24,7 +24,7 @@ from hicachectl.formats.transfer import retargeted, transfer_plan  # isort: skip
 from hicachectl.kernels.copy_triton import strided_copy  # isort: skip
 from hicachectl.kernels.relayout import relayout  # isort: skip
 from hicachectl.device.plans import pool_form  # isort: skip
-from hicachectl.device.providers import (  # isort: skip
+from tests.device.providers import (  # isort: skip
     TorchProvider,
     TritonProvider,
 )
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hicachectl.device.plans import PoolForm
-    from hicachectl.device.providers import Provider
+    from tests.device.providers import Provider
 
     Bytes = NDArray[np.uint8]
 

@@ -24,7 +24,6 @@ from triton.runtime.jit import JITFunction
 
 from hicachectl.checks.values import ValueChecker
 from hicachectl.device.lanes import Lane
-from hicachectl.device.providers import TritonProvider
 from hicachectl.device.runs import DeviceRun, ObjectForm
 from hicachectl.device.sparse import SparseLoader
 from hicachectl.kernels.sparse_triton import HostRows
@@ -87,7 +86,7 @@ def compile_runs(*, few: bool) -> None:
         staging, pools = (torch.empty(OBJECTS * step, dtype=torch.uint8) for _ in range(2))
         form = ObjectForm(expected, ValueChecker(expected, case.profile), step)
         assert form.supported, case.name
-        run = DeviceRun(form, Lane(torch.device("cpu"), staging, pools, None), TritonProvider())
+        run = DeviceRun(form, Lane(torch.device("cpu"), staging, pools, None))
         run.start_checks(OBJECTS)
         run.start_digests(OBJECTS)
 

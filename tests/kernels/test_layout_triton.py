@@ -15,8 +15,7 @@ from hicachectl.kernels.layout import is_hinted, is_unseen  # isort: skip
 from hicachectl.kernels.layout_triton import MARGIN  # isort: skip
 from hicachectl.device.runs import DeviceRun, ObjectForm  # isort: skip
 from hicachectl.device.lanes import allocate_lanes, lane_bytes  # isort: skip
-from hicachectl.device.order_kernel import OrderKernel  # isort: skip
-from hicachectl.device.providers import TorchProvider  # isort: skip
+from hicachectl.device.check_kernels import OrderKernel  # isort: skip
 from tests.checks.value_cases import expected_of, profile_of  # isort: skip
 from tests.kvgen import KvGenerator, uniform_noise  # isort: skip
 from tests.speed import slow  # isort: skip
@@ -55,7 +54,7 @@ def test_the_kernel_sees_the_order_where_the_host_does(device: str, name: str) -
     slab = len(objects) * step
     lane = allocate_lanes([torch.device(device)], lane_bytes(slab), slab, slab)[0]
     form = ObjectForm(expected, None, step)
-    run = DeviceRun(form, lane, TorchProvider())
+    run = DeviceRun(form, lane)
     kernel = OrderKernel(expected, profile, run)
     slabs = np.zeros((len(objects), step), np.uint8)
     slabs[:, : expected.nbytes] = objects

@@ -1,4 +1,4 @@
-"""Providers of copies on a device: Triton, plain torch. Both write the same bytes."""
+"""Ways to carry out copy plans on a device, which write the same bytes: Triton, plain torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 class Provider(Protocol):
     """Executor of copy plans between 1D uint8 tensors of one device, on the current stream."""
 
-    capturable: bool  # whether its launches can be captured in a CUDA graph
-
     def copy(
         self,
         plan: CopyPlan,
@@ -30,8 +28,6 @@ class Provider(Protocol):
 
 class TorchProvider:
     """Plain torch: one strided copy per object. The reference, on any device."""
-
-    capturable = False
 
     def copy(
         self,
@@ -58,10 +54,4 @@ class TorchProvider:
 class TritonProvider:
     """hicachectl's own Triton kernel: one launch per plan."""
 
-    capturable = True
     copy = staticmethod(strided_copy)
-
-
-def best_provider(device: torch.device) -> Provider:
-    """Return the provider of a device."""
-    return TritonProvider() if device.type == "cuda" else TorchProvider()
