@@ -156,11 +156,11 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
     @property
     def _untrusted(self) -> str:
         """Why the files in the side directory are left alone; "" if they are not."""
-        return self._mark_problem or self._sizes.problem
+        return self._mark_problem or self._files.sizes.problem
 
     def _refuse_untrusted(self) -> None:
         """Raise UntrustedError before a change, if folders and trailers could go unnoticed."""
-        self._sizes.current()
+        self._files.sizes.current()
         if self._untrusted:
             raise UntrustedError(self._untrusted)
 
@@ -168,11 +168,11 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
 
     def markers(self) -> list[Marker]:
         """Return the markers in `.hicachectl/plugin`."""
-        return list(self._sizes.current())
+        return list(self._files.sizes.current())
 
     def expect_identities(self, identities: Mapping[Affix, Identity]) -> None:
         """See `Trailed`."""
-        self._checks.expect(identities)
+        self._files.checks.expect(identities)
 
     def write_trailers(self, identities: Mapping[Affix, Identity], digest: str) -> None:
         """See `Trailed`. Raises UsageError for an unknown digest."""
@@ -182,7 +182,7 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
         """See `Trailed`."""
         self._refuse_untrusted()
         try:
-            self._sizes.ensure(set(markers))
+            self._files.sizes.ensure(set(markers))
         except OSError as error:
             raise unavailable(self.path, error) from error
 
@@ -216,5 +216,5 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
     @contextmanager
     def unchecked(self) -> Iterator[None]:
         """See `Trailed`."""
-        with self._checks.suspended():
+        with self._files.checks.suspended():
             yield

@@ -20,24 +20,13 @@ from hicachectl.formats.trailer import TRAILER_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.backends.object_files.faults import Faults
+    from hicachectl.backends.object_files.faults import StoreFiles
     from hicachectl.backends.object_files.markers import Marker
-    from hicachectl.backends.object_files.trailers import TrailerChecks
-    from hicachectl.backends.object_files.tree import ObjectTree
     from hicachectl.backends.object_files.writing import FileWriter, Temporary
     from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.trailer import Trailer
 
 _Tail = bytes | Verdict  # what follows a copy's bytes, or why there is no copy
-
-
-class Origin(NamedTuple):
-    """The store that objects are copied from. markers: markers of its objects with trailers."""
-
-    objects: ObjectTree
-    faults: Faults
-    checks: TrailerChecks
-    markers: list[Marker]
 
 
 class _Object(NamedTuple):
@@ -54,14 +43,15 @@ class _Object(NamedTuple):
 
 
 class FileCopier:
-    """Copies objects into one store. preserve: keep mode, owner and every trailer."""
+    """Copies objects into one store.
 
-    def __init__(
-        self, origin: Origin, writer: FileWriter, checks: TrailerChecks, *, preserve: bool
-    ) -> None:
+    origin: files of the store that objects are copied from. preserve: keep mode, owner and every
+    trailer.
+    """
+
+    def __init__(self, origin: StoreFiles, writer: FileWriter, *, preserve: bool) -> None:
         self._origin = origin
         self._writer = writer
-        self._checks = checks
         self._preserve = preserve
         self._within = Permissions.within(os.fstat(origin.objects.descriptor))
         self._markers = {
@@ -70,7 +60,7 @@ class FileCopier:
                 marker.nbytes,
                 marker.identity.hash(),
             ): marker
-            for marker in origin.markers
+            for marker in origin.sizes.current()
         }
 
     def copy(self, origins: Rows, rows: Rows, sizes: IntArray, *, if_absent: bool) -> Result:
@@ -84,7 +74,7 @@ class FileCopier:
                 directory, name = self._origin.objects.place(files[index])
                 source = open_file(name, directory)
             except (OSError, UntrustedError) as error:
-                return self._origin.faults.status(index, error, errors)
+                return self._origin.status(index, error, errors)
             try:
                 one = _Object(files[index], keys[index], nbytes[index], source)
                 made = self._copy_temporary(one, times[index])
@@ -180,7 +170,7 @@ class FileCopier:
 
     def _keeps(self, one: _Object, trailer: Trailer) -> bool:
         """Return whether the copy gets its source's trailer."""
-        if not self._checks.belongs(one.new_key, one.nbytes, trailer):
+        if not self._writer.files.checks.belongs(one.new_key, one.nbytes, trailer):
             return False
         if self._writer.trailers is not None:
             return self._writer.trailers.wants(one.new_key, trailer)

@@ -1,4 +1,4 @@
-"""Failed system calls of a file store, as statuses of its objects."""
+"""The files of one store, and failed system calls on them as statuses of its objects."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from hicachectl.backends.base import Status
 from hicachectl.backends.disk.io import CHECK_MOUNT, NO_ROOM, raise_lost
+from hicachectl.backends.object_files.markers import MarkedSizes
+from hicachectl.backends.object_files.trailers import TrailerChecks
 from hicachectl.formats.errors import StoreUnavailable, UntrustedError
 from hicachectl.formats.wording import failed, reason_of
 
@@ -42,11 +44,16 @@ def not_writable(path: str, error: OSError) -> StoreUnavailable:
     return StoreUnavailable(failed(path, "write to the store", error, next_step))
 
 
-class Faults:
-    """Statuses for the failed calls on one store's objects."""
+class StoreFiles:
+    """The files of one store, and statuses for failed calls on them.
+
+    objects: their tree. sizes: the markers of the store. checks: comparisons with trailers.
+    """
 
     def __init__(self, objects: ObjectTree) -> None:
-        self._objects = objects
+        self.objects = objects
+        self.sizes = MarkedSizes(objects, self._unavailable)
+        self.checks = TrailerChecks(self.sizes.facts)
 
     def status(self, index: int, error: OSError | UntrustedError, errors: dict[int, str]) -> Status:
         """Return a row's status, and enter its message unless the status says all.
@@ -56,9 +63,9 @@ class Faults:
         if isinstance(error, UntrustedError):  # its folder is a link, or a stranger's
             errors[index] = str(error)
             return Status.ERROR
-        raise_lost(error, self._objects.path, _ACTION)
+        raise_lost(error, self.objects.path, _ACTION)
         if self._removed(error):
-            raise self.unavailable(error) from error
+            raise self._unavailable(error) from error
         if error.errno == errno.ENOENT:
             return Status.GONE
         if error.errno == errno.EEXIST:
@@ -97,17 +104,17 @@ class Faults:
             return False
         return True
 
-    def unavailable(self, error: OSError) -> StoreUnavailable:
+    def _unavailable(self, error: OSError) -> StoreUnavailable:
         """Return the exception for the lost store. Raises ValueError for a closed one."""
         self._refuse_closed(error)
-        return unavailable(self._objects.path, error)
+        return unavailable(self.objects.path, error)
 
     def _removed(self, error: OSError) -> bool:
         self._refuse_closed(error)
         if error.errno != errno.ENOENT:
             return False
-        return not all(os.fstat(root).st_nlink for root in self._objects.roots)
+        return not all(os.fstat(root).st_nlink for root in self.objects.roots)
 
     def _refuse_closed(self, error: OSError) -> None:
-        if error.errno == errno.EBADF and self._objects.descriptor < 0:
+        if error.errno == errno.EBADF and self.objects.descriptor < 0:
             raise ValueError("The store is closed") from error

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 
     from hicachectl.backends.base import Rows
-    from hicachectl.backends.object_files.markers import MarkedSizes
-    from hicachectl.backends.object_files.tree import ObjectTree, Place
+    from hicachectl.backends.object_files.faults import StoreFiles
+    from hicachectl.backends.object_files.tree import Place
     from hicachectl.formats.arrays import BoolArray
 
 SCAN_ROWS = 16384
@@ -244,9 +244,9 @@ class FileLister:
     left_out: what is reported before the first scan.
     """
 
-    def __init__(self, objects: ObjectTree, sizes: MarkedSizes, left_out: LeftOut) -> None:
-        self._objects = objects
-        self._sizes = sizes
+    def __init__(self, files: StoreFiles, left_out: LeftOut) -> None:
+        self._objects = files.objects
+        self._sizes = files.sizes
         self._left_out = left_out
 
     def scan(self, columns: Collection[str]) -> Generator[Any, None, None]:

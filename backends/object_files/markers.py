@@ -23,11 +23,13 @@ from hicachectl.formats.marker import MAX_MARKER_BYTES, Marker, dump_marker, par
 from hicachectl.formats.trailer import TRAILER_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hicachectl.backends.base import Rows
     from hicachectl.backends.disk.directory import Directory
-    from hicachectl.backends.object_files.faults import Faults
     from hicachectl.backends.object_files.tree import ObjectTree
     from hicachectl.formats.arrays import IntArray
+    from hicachectl.formats.errors import StoreUnavailable
     from hicachectl.formats.identity import Identity
 
 MARKER_DIRECTORY = "plugin"
@@ -108,9 +110,12 @@ class MarkedSizes:
     problem: why the side directory is left alone; "" if it is not.
     """
 
-    def __init__(self, objects: ObjectTree, faults: Faults) -> None:
+    def __init__(
+        self, objects: ObjectTree, unavailable: Callable[[OSError], StoreUnavailable]
+    ) -> None:
+        """Use an open tree. unavailable: returns the exception for a lost store."""
         self._objects = objects
-        self._faults = faults
+        self._unavailable = unavailable
         self._lock = threading.Lock()
         self._state: tuple[int, ...] | None = None  # state of the directory when it was read
         self._since = 0.0  # `time.monotonic()` when the directory was first seen in this state
@@ -130,7 +135,7 @@ class MarkedSizes:
             try:
                 self._refresh()
             except OSError as error:
-                raise self._faults.unavailable(error) from error
+                raise self._unavailable(error) from error
             return self._markers
 
     def facts(self, identity: bytes) -> Identity | None:

@@ -16,7 +16,7 @@ from hicachectl.backends.disk.names import check_key, check_new_key, version_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hicachectl.backends.object_files.faults import Faults
+    from hicachectl.backends.object_files.faults import StoreFiles
     from hicachectl.backends.object_files.tree import ObjectTree
 
 
@@ -24,20 +24,16 @@ class FileMover(Mover):
     """Mover of a file store."""
 
     def __init__(
-        self,
-        objects: ObjectTree,
-        run: ObjectTree,
-        faults: Faults,
-        remove_stale: Callable[[bytes], bool],
+        self, files: StoreFiles, run: ObjectTree, remove_stale: Callable[[bytes], bool]
     ) -> None:
-        """Use the open directories of the store and of the run.
+        """Use the files of the store, and the open directories of the run.
 
         remove_stale: removes an object from before a `clear`; returns whether the key has one.
         """
         self._remove_stale = remove_stale
-        self._objects = objects
+        self._files = files
+        self._objects = files.objects
         self._run = run
-        self._faults = faults
         self._into_store: bool | None = None  # direction of the renames since the last flush
 
     def take(self, key: bytes, version: bytes | None = None) -> Status:
@@ -107,6 +103,6 @@ class FileMover(Mover):
 
     def _missing(self, error: OSError) -> Status:
         """Return GONE for a missing file; raise other errors."""
-        if self._faults.status(0, error, {}) == Status.GONE:
+        if self._files.status(0, error, {}) == Status.GONE:
             return Status.GONE
         raise error

@@ -24,10 +24,7 @@ from hicachectl.formats.trailer import NO_RANK, TRAILER_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.backends.object_files.faults import Faults
-    from hicachectl.backends.object_files.markers import MarkedSizes
-    from hicachectl.backends.object_files.trailers import TrailerChecks
-    from hicachectl.backends.object_files.tree import ObjectTree
+    from hicachectl.backends.object_files.faults import StoreFiles
     from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.trailer import Trailer
 
@@ -73,13 +70,9 @@ def read_file(
 class FileReader:
     """Reads objects of one store, and notes who may read them."""
 
-    def __init__(
-        self, objects: ObjectTree, faults: Faults, sizes: MarkedSizes, checks: TrailerChecks
-    ) -> None:
-        self._objects = objects
-        self._faults = faults
-        self._sizes = sizes
-        self._checks = checks
+    def __init__(self, files: StoreFiles) -> None:
+        self._files = files
+        self._objects = files.objects
         self._noting = threading.Lock()
         self.seen = Permissions()  # common to all files read
 
@@ -108,7 +101,7 @@ class FileReader:
                     here, _ = objects.place(key)
                 size, facts, tail = read_file(key, here, memory[offset : offset + capacity])
             except (OSError, UntrustedError) as error:
-                statuses[index] = self._faults.status(index, error, errors)
+                statuses[index] = self._files.status(index, error, errors)
                 continue
             sizes[index] = size
             if tail is not None:
@@ -120,8 +113,8 @@ class FileReader:
         if groups:
             self._note_readable(modes, groups, owners)
         nbytes[:] = sizes
-        if self._sizes.current():
-            nbytes = self._sizes.payloads(rows, nbytes)
+        if self._files.sizes.current():
+            nbytes = self._files.sizes.payloads(rows, nbytes)
         known = nbytes >= 0
         statuses[known & (nbytes < capacities)] = Status.SHORT
         statuses[known & (nbytes > capacities)] = Status.OVERSIZED
@@ -153,7 +146,7 @@ class FileReader:
         Then whether the trailer has a digest, and whether it names no rank.
         """
         trailer = trailer_in(tail)
-        verdict = self._checks.check(key, trailer, (value,), len(value))
+        verdict = self._files.checks.check(key, trailer, (value,), len(value))
         if verdict.why:
             errors[index] = verdict.why
         if isinstance(trailer, Verdict):
@@ -180,7 +173,7 @@ class FileReader:
             [None if one is None else one.identity for _, one in found],
             [None if one is None else one.digest_kind for _, one in found],
             [None if one is None else one.digest for _, one in found],
-            [None if one is None else self._checks.has_rank(key, one) for key, one in found],
+            [None if one is None else self._files.checks.has_rank(key, one) for key, one in found],
         )
         schema = trailer_schema()
         arrays = [pa.array(column, f.type) for column, f in zip(columns, schema, strict=True)]
@@ -191,7 +184,7 @@ class FileReader:
             try:
                 yield self._trailer(key)
             except (OSError, UntrustedError) as error:
-                self._faults.status(index, error, {})
+                self._files.status(index, error, {})
                 yield None
 
     def _trailer(self, key: bytes) -> Trailer | None:
@@ -206,7 +199,7 @@ class FileReader:
             trailer = trailer_in(os.pread(descriptor, TRAILER_BYTES, nbytes))
         finally:
             os.close(descriptor)
-        if isinstance(trailer, Verdict) or not self._checks.belongs(key, nbytes, trailer):
+        if isinstance(trailer, Verdict) or not self._files.checks.belongs(key, nbytes, trailer):
             return None
         return trailer
 

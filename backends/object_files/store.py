@@ -39,13 +39,11 @@ from hicachectl.backends.disk.io import CREATE_FILE, NO_ROOM, OPEN_DIRECTORY, OP
 from hicachectl.backends.disk.mounts import file_system_ns
 from hicachectl.backends.disk.names import check_key
 from hicachectl.backends.disk.permissions import Permissions
-from hicachectl.backends.object_files.copies import FileCopier, Origin
-from hicachectl.backends.object_files.faults import Faults, not_writable, unavailable
+from hicachectl.backends.object_files.copies import FileCopier
+from hicachectl.backends.object_files.faults import StoreFiles, not_writable, unavailable
 from hicachectl.backends.object_files.listing import FileLister, LeftOut
-from hicachectl.backends.object_files.markers import MarkedSizes
 from hicachectl.backends.object_files.mover import FileMover
 from hicachectl.backends.object_files.reading import FileReader
-from hicachectl.backends.object_files.trailers import TrailerChecks
 from hicachectl.backends.object_files.writing import FileWriter
 from hicachectl.formats.errors import UnsupportedByBackend
 
@@ -92,12 +90,10 @@ class ObjectFiles(
         self.objects = objects
         self._clock_ns: int | None = None  # the file system's time less `time.monotonic_ns()`
         self._made: list[str] = []  # directories that `create` made, innermost first
-        self._faults = Faults(objects)
-        self._sizes = MarkedSizes(objects, self._faults)
-        self._checks = TrailerChecks(self._sizes.facts)
-        self._lister = FileLister(objects, self._sizes, left_out or LeftOut())
-        self._reader = FileReader(objects, self._faults, self._sizes, self._checks)
-        self._writer = FileWriter(objects, self._faults, self._sizes)
+        self._files = StoreFiles(objects)
+        self._lister = FileLister(self._files, left_out or LeftOut())
+        self._reader = FileReader(self._files)
+        self._writer = FileWriter(self._files)
 
     def _refuse_untrusted(self) -> None:
         """Raise UntrustedError before a change that the store's side files do not allow."""
@@ -252,8 +248,7 @@ class ObjectFiles(
                 f"{self.url}: cannot copy objects directly from {source.url}"
             )
         self._refuse_untrusted()
-        origin = Origin(source.objects, source._faults, source._checks, source._sizes.current())
-        copier = FileCopier(origin, self._writer, self._checks, preserve=preserve)
+        copier = FileCopier(source._files, self._writer, preserve=preserve)
         return copier.copy(origins, rows, sizes, if_absent=if_absent)
 
     def delete(self, rows: Rows) -> Result:
@@ -281,12 +276,12 @@ class ObjectFiles(
         """
         statuses = np.zeros(count, dtype=np.uint8)
         errors: dict[int, str] = {}
-        self._faults.each(range(count), remove, statuses, errors)
+        self._files.each(range(count), remove, statuses, errors)
         # After a crash, an anchor must not reappear without its sidecars.
         removed = np.flatnonzero(statuses == Status.OK).tolist()
         if removed:
             sync = partial(self.objects.sync, changed)
-            self._faults.synced(sync, removed, statuses, errors)
+            self._files.synced(sync, removed, statuses, errors)
         return Result(statuses, errors)
 
     def flush(self) -> None:
@@ -325,7 +320,7 @@ class ObjectFiles(
         target = run.objects.descriptor
         if any(self._crosses(target, root) for root in self.objects.roots):
             return None
-        return FileMover(self.objects, run.objects, self._faults, self._writer.remove_stale)
+        return FileMover(self._files, run.objects, self._writer.remove_stale)
 
     def _crosses(self, target: int, root: int) -> bool:
         """Return whether a directory is on another file system or mount than the store's."""

@@ -26,10 +26,9 @@ from hicachectl.formats.errors import UntrustedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from hicachectl.backends.object_files.faults import Faults
-    from hicachectl.backends.object_files.markers import MarkedSizes, Marker
+    from hicachectl.backends.object_files.faults import StoreFiles
+    from hicachectl.backends.object_files.markers import Marker
     from hicachectl.backends.object_files.trailers import NewTrailers
-    from hicachectl.backends.object_files.tree import ObjectTree
     from hicachectl.formats.arrays import BoolArray, IntArray
 
 # Errors that every new file in the directory would get.
@@ -53,18 +52,17 @@ class Temporary(NamedTuple):
 class FileWriter:
     """Creates the files of one store.
 
-    trailers: maker of trailers for new objects; None to write none.
+    files: the files of the store. trailers: maker of trailers for new objects; None to write none.
     """
 
-    def __init__(self, objects: ObjectTree, faults: Faults, sizes: MarkedSizes) -> None:
+    def __init__(self, files: StoreFiles) -> None:
         self.trailers: NewTrailers | None = None
-        self._objects = objects
-        self._faults = faults
-        self._sizes = sizes
+        self.files = files
+        self._objects = files.objects
         self._limit = Permissions()  # limit of new files
         self._limiting = threading.Lock()
-        self.temporaries = Temporaries(objects, os.urandom(8).hex().encode())
-        facts = os.fstat(objects.descriptor)
+        self.temporaries = Temporaries(files.objects, os.urandom(8).hex().encode())
+        facts = os.fstat(files.objects.descriptor)
         # As root, new files get the directory's owner and group.
         self._owner = None if os.geteuid() or not facts.st_uid else (facts.st_uid, facts.st_gid)
         self._own_group = facts.st_gid if facts.st_mode & stat.S_ISGID else os.getegid()
@@ -106,7 +104,7 @@ class FileWriter:
                 os.utime(name, ns=times, dir_fd=directory, follow_symlinks=False)
                 touched[index] = facts
             except (OSError, UntrustedError) as error:
-                self._faults.status(index, error, {})
+                self.files.status(index, error, {})
         for index in self._cleared_since(epochs, keys, touched):
             del touched[index]
         done = np.zeros(len(keys), dtype=np.bool_)
@@ -197,16 +195,18 @@ class FileWriter:
             return Status.OK
 
         every = range(len(keys))
-        if not self._faults.synced(partial(self._sizes.ensure, markers), every, statuses, errors):
+        if not self.files.synced(
+            partial(self.files.sizes.ensure, markers), every, statuses, errors
+        ):
             return Result(statuses, errors)
         try:
-            self._faults.each(every, make, statuses, errors)
+            self.files.each(every, make, statuses, errors)
             staged = list(written)
             sync = partial(self.sync_data, list(written.values()))
-            if staged and self._faults.synced(sync, staged, statuses, errors):
-                self._faults.each(staged, rename, statuses, errors)
+            if staged and self.files.synced(sync, staged, statuses, errors):
+                self.files.each(staged, rename, statuses, errors)
                 names = partial(self._objects.sync, changed)
-                self._faults.synced(names, staged, statuses, errors)
+                self.files.synced(names, staged, statuses, errors)
         finally:
             for file in written.values():
                 _remove(file)

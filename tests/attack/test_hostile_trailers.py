@@ -286,8 +286,10 @@ def test_a_marker_for_every_size_costs_no_more_than_one(store: Path) -> None:
     """Proves that thousands of sizes of one suffix cost neither a loop per size nor an object."""
     identity = IDENTITIES["", SUFFIX]
     with FileStore(store) as opened:
-        opened._sizes._use([Marker(SUFFIX, nbytes, identity, "off") for nbytes in range(50_000)])
-        sizes = opened._sizes
+        opened._files.sizes._use(
+            [Marker(SUFFIX, nbytes, identity, "off") for nbytes in range(50_000)]
+        )
+        sizes = opened._files.sizes
         rows = rows_of([f"{n:064x}{SUFFIX}".encode() for n in range(1000)])
         files = np.arange(1000) * 50
         found = sizes.payloads(rows, files)

@@ -125,7 +125,7 @@ def test_a_marker_that_cannot_be_written_keeps_the_objects_out(
     def full(_: set[Marker]) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store._sizes, "ensure", full)
+    monkeypatch.setattr(store._files.sizes, "ensure", full)
     result = write(store, {KEYS[0]: VALUE}, if_absent=True)
     assert result.statuses.tolist() == [Status.FULL]
     assert listing(store) == {}
@@ -233,7 +233,7 @@ def test_reads_and_listings_agree_on_sizes(
     with Arena(4096) as arena, FileStore(path) as store:
         store.attach(arena)
         if marked is not None:
-            store._sizes.ensure({Marker(AFFIX[1], marked, IDENTITY, "xxh3")})
+            store._files.sizes.ensure({Marker(AFFIX[1], marked, IDENTITY, "xxh3")})
         tail = dump_trailer(_trailer(KEYS[0], value)) if trailed else b""
         _file(store, KEYS[0]).write_bytes(value + tail)
         listed = listing(store)[KEYS[0]]
