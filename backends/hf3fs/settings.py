@@ -75,14 +75,6 @@ class _Document(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     client_timeout: Any = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Config:
-    where: str
-    prefix: str
-    file_size: int
-    server: str | None
-
-
 def settings_from(url: StoreUrl, environ: Mapping[str, str]) -> Hf3fsSettings:
     """Return the settings that a URL names.
 
@@ -90,12 +82,15 @@ def settings_from(url: StoreUrl, environ: Mapping[str, str]) -> Hf3fsSettings:
     config is invalid.
     """
     params = params_of(url, Hf3fsParams)
-    config = _config(url, params, environ)
+    where, config = _config(url, params, environ)
+    server = None if params.server is None else _service(params.server, "server")
+    _refuse_other("file_size", params.file_size, f"{where}: file_size", config.file_size)
+    _refuse_other("server", server, f"{where}: metadata_server_url", config.server)
     settings = Hf3fsSettings(
-        prefix=_prefix(url.path, "hf3fs", UsageError) if config is None else config.prefix,
-        file_size=_file_size(params.file_size, config),
+        prefix=config.prefix,
+        file_size=config.file_size or params.file_size,
         ranks=params.ranks,
-        server=_server(params.server, config),
+        server=config.server or server,
         snapshot=_snapshot(params.snapshot),
     )
     if settings.server is None and settings.snapshot is None:
@@ -108,11 +103,14 @@ def settings_from(url: StoreUrl, environ: Mapping[str, str]) -> Hf3fsSettings:
     return settings
 
 
-def _config(url: StoreUrl, params: Hf3fsParams, environ: Mapping[str, str]) -> _Config | None:
+def _config(
+    url: StoreUrl, params: Hf3fsParams, environ: Mapping[str, str]
+) -> tuple[str, Hf3fsSettings]:
+    """Return the name of the JSON config, and its settings; without one, the prefix of the URL."""
     if params.config is not None:
         return _read_config(params.config, "config")
     if url.path:
-        return None
+        return "", Hf3fsSettings(prefix=_prefix(url.path, "hf3fs", UsageError))
     path = environ.get(CONFIG_VARIABLE)
     if path:
         return _read_config(path, CONFIG_VARIABLE)
@@ -120,6 +118,14 @@ def _config(url: StoreUrl, params: Hf3fsParams, environ: Mapping[str, str]) -> _
         "hf3fs: the URL names no data files; write hf3fs:///DIRECTORY/PREFIX?server=…&snapshot=…, "
         f"give config=FILE, or set {CONFIG_VARIABLE}"
     )
+
+
+def _refuse_other(name: str, stated: object, where: str, known: object) -> None:
+    """Raise UsageError if the URL and the config state different values of a setting."""
+    if None not in (stated, known) and stated != known:
+        raise UsageError(
+            f"{name}={stated} contradicts {where} {known}; remove {name}= from the URL"
+        )
 
 
 # single settings
@@ -132,27 +138,6 @@ def _prefix(path: str, where: str, error: type[UsageError | FormatError]) -> str
             "files named PREFIX.RANK.bin"
         )
     return path
-
-
-def _file_size(stated: int | None, config: _Config | None) -> int | None:
-    if config is None or stated in (None, config.file_size):
-        return stated if config is None else config.file_size
-    raise UsageError(
-        f"file_size={stated} contradicts {config.where}: file_size {config.file_size}; remove "
-        "file_size= from the URL"
-    )
-
-
-def _server(given: str | None, config: _Config | None) -> str | None:
-    stated = None if given is None else _service(given, "server")
-    known = None if config is None else config.server
-    if stated and known and stated != known:
-        assert config is not None
-        raise UsageError(
-            f"server={stated} contradicts {config.where}: metadata_server_url {known}; remove "
-            "server= from the URL"
-        )
-    return stated or known
 
 
 def _service(text: str, where: str, error: type[UsageError | FormatError] = UsageError) -> str:
@@ -179,12 +164,11 @@ def _snapshot(path: str | None) -> str | None:
 # SGLang's JSON config
 
 
-def _read_config(path: str, source: str) -> _Config:
+def _read_config(path: str, source: str) -> tuple[str, Hf3fsSettings]:
     where = f"{source} {path}"
     document = convert(read_config(path, where), _Document, where)
     server = document.metadata_server_url  # SGLang: null and "" mean none
-    return _Config(
-        where=where,
+    return where, Hf3fsSettings(
         prefix=_prefix(document.file_path_prefix, f"{where}: file_path_prefix", FormatError),
         file_size=_whole(document.file_size, f"{where}: file_size"),
         server=_service(server, f"{where}: metadata_server_url", FormatError) if server else None,

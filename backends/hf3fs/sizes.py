@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import compress
+from operator import not_
 from typing import TYPE_CHECKING, Self
 
 from hicachectl.backends.hf3fs.keys import Affix, affix_of, prefix_of, shown, table_of
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.profile import Profile
 
+_CHECK_SIZES = (
+    "check that the profile is this deployment's and that the file was not truncated, or give "
+    "SGLang's file size as file_size= in the URL"
+)
 _LONGEST = 1 << 20  # bytes of the longest key; binary_slice needs an end
 
 
@@ -56,51 +62,37 @@ class PageSizes:
         return cls(nbytes, frozenset(affixes))
 
     def check_page_counts(
-        self,
-        url: str,
-        tables: Iterable[PageTable],
-        file_size: int,
-        own_sizes: Mapping[str, int] | None = None,
+        self, url: str, tables: Iterable[PageTable], file_size: int, lengths: Mapping[str, int]
     ) -> str | None:
         """Compare the tables' page counts with the pages that fit into their files.
 
         file_size: bytes of an untruncated file.
-        own_sizes: bytes of each table's file by table name. Needed if `file_size` is not stated,
-            but only the largest of these.
+        lengths: bytes of each table's file by table name. Needed if `file_size` is not stated, but
+            only the largest of these.
         Return why the page size is in doubt, else None. If any table of a namespace agrees with its
         file, the size is right; the tables that disagree get findings. Raises ProfileError if
         no table of a namespace agrees, and truncated files do not explain it.
         """
-        disagreeing: list[tuple[PageTable, int]] = []
-        agreeing = set()
-        for table in tables:
-            nbytes = self.nbytes.get(table.place)
-            if nbytes is None:
-                continue
-            if table.num_pages == file_size // nbytes:
-                agreeing.add(table.namespace)
-            else:
-                disagreeing.append((table, nbytes))
-        own = own_sizes or {}
+        known = [table for table in tables if table.place in self.nbytes]
+        fits = [table.num_pages == file_size // self.nbytes[table.place] for table in known]
+        disagreeing = list(compress(known, map(not_, fits)))
         # Truncated files have different lengths.
-        lengths = Counter(own.get(table.name) for table, _ in disagreeing)
+        equal = Counter(lengths.get(table.name) for table in disagreeing)
+        sound = {table.namespace for table in compress(known, fits)}
         doubt = None
-        for table, nbytes in disagreeing:
-            if table.namespace in agreeing:
+        for table in disagreeing:
+            if table.namespace in sound:
                 continue
-            length = own.get(table.name)
-            if length is None or lengths[length] > 1 or table.num_pages * nbytes <= length:
+            nbytes, length = self.nbytes[table.place], lengths.get(table.name)
+            if length is None or equal[length] > 1 or table.num_pages * nbytes <= length:
                 raise ProfileError(
                     f"{url}: table {table.name} has {table.num_pages} pages, but "
                     f"{file_size // nbytes} pages of {nbytes} bytes fit into a file of {file_size} "
-                    "bytes; check that the profile is this deployment's and that the file was not "
-                    "truncated, or give SGLang's file size as file_size= in the URL"
+                    f"bytes; {_CHECK_SIZES}"
                 )
             doubt = doubt or (
                 f"{table.name}: the table has {table.num_pages} pages, of {nbytes} bytes by the "
-                f"profile, but the file has only {length} bytes; check that the profile is this "
-                "deployment's and that the file was not truncated, or give SGLang's file size as "
-                "file_size= in the URL"
+                f"profile, but the file has only {length} bytes; {_CHECK_SIZES}"
             )
         return doubt
 

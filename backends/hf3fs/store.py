@@ -40,7 +40,7 @@ from hicachectl.backends.hf3fs.sizes import PageSizes
 from hicachectl.backends.hf3fs.snapshot import write_repaired
 from hicachectl.backends.hf3fs.tables import UNKNOWN, KeyTables, batch_of_table, locators
 from hicachectl.backends.hf3fs.usrbio import UsrbioReader, find_usrbio
-from hicachectl.backends.hf3fs.writing import PageWriter
+from hicachectl.backends.hf3fs.writing import PageWrites, write_pages
 from hicachectl.backends.page_tables import DataFile, PageTables, TableState
 from hicachectl.formats.errors import ProfileError, StoreUnavailable, UnsupportedByBackend
 from hicachectl.formats.wording import needs_profile
@@ -357,9 +357,7 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Touc
         """
         return self._read(rows, offsets, capacities, self._tables.located(rows), check=identify)
 
-    def read_confirmed(
-        self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
-    ) -> ReadResult:
+    def read_confirmed(self, rows: Rows, offsets: IntArray, capacities: IntArray) -> ReadResult:
         """Read pages whose keys have the same page before and after the read.
 
         GONE: the key is missing, or has another page. A row without a locator is read from the page
@@ -386,7 +384,9 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Touc
 
     def touch(self, rows: Rows) -> BoolArray:
         """Query the pages of keys, to make the keys the last to be evicted; return which exist."""
-        return self._tables.touch(rows)
+        # These queries are intended, so no remark mentions them.
+        touched: BoolArray = self._tables.current(rows, counts=False) != UNKNOWN
+        return touched
 
     def holes(self, rows: Rows) -> BoolArray:
         """Return which pages have parts that were never written: [n] bool."""
@@ -489,7 +489,6 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Touc
         if self.settings.snapshot is not None and not (saved := self._tables.saved()).checked:
             self._sizes.refuse_other_models(self.url, self._tables.looked_at(saved))
             saved.checked = True
-        writer = PageWriter(server, self._files)
         statuses = np.full(len(rows), Status.ERROR, dtype=np.uint8)
         errors: dict[int, str] = {}
         for share in rows_by_table(rows):
@@ -498,15 +497,16 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Touc
             self._make(share.table, nbytes)
             num_pages = (self._files.size(path) or 0) // nbytes
             spans = zip(offsets[share.at].tolist(), sizes[share.at].tolist(), strict=True)
-            outcome = writer.write(
-                share.table,
-                path,
-                share.names,
-                [memory[offset : offset + size] for offset, size in spans],
+            wanted = PageWrites(
+                table=share.table,
+                path=path,
+                names=share.names,
+                pages=[memory[offset : offset + size] for offset, size in spans],
                 num_pages=num_pages,
                 table_pages=max(num_pages, self._tables.num_pages(share.table)),
                 if_absent=if_absent,
             )
+            outcome = write_pages(server, self._files, wanted)
             statuses[share.at] = outcome.statuses
             errors |= {int(share.at[n]): why for n, why in outcome.errors.items()}
         return Result(statuses, errors)

@@ -203,10 +203,10 @@ class KeyTables:
             self._known.add(table)
         return table in self._known
 
-    def current(self, rows: Rows) -> IntArray:
+    def current(self, rows: Rows, *, counts: bool = True) -> IntArray:
         """Return the page indices of keys, from the server or else the snapshot: [n] int64.
 
-        The server counts the query as use.
+        The server counts the query as use. counts: add it to `touched_keys`.
         """
         current = np.full(len(rows), UNKNOWN, dtype=np.int64)
         for share in rows_by_table(rows):
@@ -216,16 +216,10 @@ class KeyTables:
             if self.may_have(share.table):
                 answer = self._server.page_indices(*share.table, share.names)
                 current[share.at] = [UNKNOWN if index is None else index for index in answer]
-        with self._lock:  # other threads change the count too
-            self.touched_keys += int((current != UNKNOWN).sum()) if self._server else 0
+        if counts and self._server is not None:
+            with self._lock:  # other threads change the count too
+                self.touched_keys += int((current != UNKNOWN).sum())
         return current
-
-    def touch(self, rows: Rows) -> BoolArray:
-        """Mark keys as recently used; return which exist: [n] bool."""
-        touched: BoolArray = self.current(rows) != UNKNOWN
-        with self._lock:  # these queries are intended, so no remark mentions them
-            self.touched_keys -= int(touched.sum()) if self._server else 0
-        return touched
 
 
 def locators(rows: Rows) -> IntArray:

@@ -14,7 +14,7 @@ import errno
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.hf3fs.data_files import DataFiles
     from hicachectl.backends.hf3fs.metadata import MetadataClient
+    from hicachectl.backends.page_tables import TableName
 
 MOST_RESERVED = 128  # at once; SGLang's STORAGE_BATCH_SIZE
 
@@ -37,55 +38,41 @@ _NO_PAGE = "the server returned a page beyond the end of the table"
 _OTHERS = "another writer stored the key first; that object is kept"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PageWrites:
-    """Pages for one table: the data file, distinct keys, and the bytes of each."""
+    """Pages to write to one table.
 
-    table: tuple[int, str]
+    path: data file of the table.
+    names: [n] keys on the server. pages: [n] bytes of each.
+    num_pages: pages that fit into the file. Reserving more at once makes the server fail and leak
+        pages.
+    table_pages: pages of the table, by the file or the snapshot. The server has no pages beyond
+        these; if it returns one, that page is never released.
+    """
+
+    table: TableName
     path: str
-    table_pages: int
     names: Sequence[str]
     pages: Sequence[memoryview]
+    num_pages: int
+    table_pages: int
     if_absent: bool
 
 
-class PageWriter:
-    """Writer of pages to any table; safe to use from several threads."""
-
-    def __init__(self, server: MetadataClient, files: DataFiles) -> None:
-        self._server = server
-        self._files = files
-
-    def write(
-        self,
-        table: tuple[int, str],
-        path: str,
-        names: Sequence[str],
-        pages: Sequence[memoryview],
-        *,
-        num_pages: int,
-        table_pages: int,
-        if_absent: bool,
-    ) -> Result:
-        """Write pages. Return OK, EXISTS or ERROR for each. Raises StoreUnavailable.
-
-        num_pages:   pages that fit into the file. Reserving more at once makes the server fail and
-            leak pages.
-        table_pages: pages of the table, by the file or the snapshot. The server has no pages
-            beyond these; if it returns one, that page is never released.
-        """
-        statuses = np.full(len(names), Status.ERROR, dtype=np.uint8)
-        errors: dict[int, str] = {}
-        if not num_pages:
-            missing = f"{path}: the file is missing or smaller than a page; check the 3FS mount"
-            return Result(statuses, dict.fromkeys(range(len(names)), missing))
-        for places in _distinct_batches(names, min(MOST_RESERVED, num_pages)):
-            keys, bytes_ = [names[n] for n in places], [pages[n] for n in places]
-            batch = PageWrites(table, path, table_pages, keys, bytes_, if_absent)
-            outcome = _seen_to_its_end(_Reservation(self._server, self._files, batch))
-            statuses[places] = outcome.statuses
-            errors |= {places[n]: why for n, why in outcome.errors.items()}
-        return Result(statuses, errors)
+def write_pages(server: MetadataClient, files: DataFiles, wanted: PageWrites) -> Result:
+    """Write pages. Return OK, EXISTS or ERROR for each. Raises StoreUnavailable."""
+    names, pages = wanted.names, wanted.pages
+    statuses = np.full(len(names), Status.ERROR, dtype=np.uint8)
+    errors: dict[int, str] = {}
+    if not wanted.num_pages:
+        missing = f"{wanted.path}: the file is missing or smaller than a page; check the 3FS mount"
+        return Result(statuses, dict.fromkeys(range(len(names)), missing))
+    for places in _distinct_batches(names, min(MOST_RESERVED, wanted.num_pages)):
+        some = replace(wanted, names=[names[n] for n in places], pages=[pages[n] for n in places])
+        outcome = _seen_to_its_end(_Reservation(server, files, some))
+        statuses[places] = outcome.statuses
+        errors |= {places[n]: why for n, why in outcome.errors.items()}
+    return Result(statuses, errors)
 
 
 def _distinct_batches(names: Sequence[str], most: int) -> list[list[int]]:

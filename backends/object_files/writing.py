@@ -195,9 +195,8 @@ class FileWriter:
             return Status.OK
 
         every = range(len(keys))
-        if not self.files.synced(
-            partial(self.files.sizes.ensure, markers), every, statuses, errors
-        ):
+        ensure = partial(self.files.sizes.ensure, markers)
+        if not self.files.synced(ensure, every, statuses, errors):
             return Result(statuses, errors)
         try:
             self.files.each(every, make, statuses, errors)

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from hicachectl.backends.hf3fs.metadata import MetadataClient
 from hicachectl.backends.hf3fs.settings import Hf3fsSettings
 from hicachectl.backends.hf3fs.store import Hf3fsStore
 from hicachectl.backends.hf3fs.usrbio import Usrbio, UsrbioReader
-from hicachectl.backends.hf3fs.writing import PageWriter
+from hicachectl.backends.hf3fs.writing import PageWrites, write_pages
 from hicachectl.formats.errors import HicacheError, ProfileError, StoreUnavailable
 from tests.backends.hf3fs.place import FILE_SIZE, NUM_PAGES, PAGE_BYTES, PROFILE
 from tests.backends.http_scripts import Call, serving
@@ -25,6 +26,8 @@ from tests.backends.http_scripts import Call, serving
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    Writer = Callable[[PageWrites], Any]
 
 ONE_PAGE = FilePages(np.zeros(1, np.int64), np.zeros(1, np.int64), PAGE_BYTES)
 EMPTY = {"num_pages": NUM_PAGES, "free_pages": list(range(NUM_PAGES)), "key_to_index": []}
@@ -61,7 +64,7 @@ def failing(code: int) -> Callable[..., Any]:
 
 
 @contextmanager
-def writer(**replies: tuple[int, object]) -> Iterator[tuple[PageWriter, str]]:
+def writer(**replies: tuple[int, object]) -> Iterator[tuple[Writer, str]]:
     """Yield a writer whose server answers each verb with a status and a document."""
     usual: dict[str, tuple[int, object]] = {
         "exists": (200, {"exists": [False, False]}),
@@ -79,14 +82,16 @@ def writer(**replies: tuple[int, object]) -> Iterator[tuple[PageWriter, str]]:
         closing(MetadataClient(f"http://{address}")) as server,
         closing(DataFiles()) as files,
     ):
-        yield PageWriter(server, files), address
+        yield partial(write_pages, server, files), address
 
 
-def write(one: PageWriter, file: Path, *, if_absent: bool = True) -> Any:
+def write(one: Writer, file: Path, *, if_absent: bool = True) -> Any:
     pages = [memoryview(bytes(PAGE_BYTES))] * 2
-    return one.write(
-        (0, "kv"), str(file), ["a-k", "b-k"], pages, num_pages=NUM_PAGES, table_pages=NUM_PAGES,
-        if_absent=if_absent,
+    return one(
+        PageWrites(
+            table=(0, "kv"), path=str(file), names=["a-k", "b-k"], pages=pages,
+            num_pages=NUM_PAGES, table_pages=NUM_PAGES, if_absent=if_absent,
+        )
     )  # fmt: skip
 
 
