@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from hicachectl.backends.disk.io import fill, is_in_memory, raise_lost, write_all
-from hicachectl.backends.disk.mounts import is_on_fuse
+from hicachectl.backends.disk.io import fill, is_in_memory, is_on_fuse, raise_lost, write_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hicachectl.backends.disk.io import OPEN_FILE
-from hicachectl.backends.disk.mounts import file_system_ns
+from hicachectl.backends.disk.io import OPEN_FILE, file_system_ns
 from hicachectl.backends.disk.names import OWN_PREFIX, VERSION
 from hicachectl.formats.errors import UntrustedError
 from hicachectl.formats.objects import PAGE_DIGITS

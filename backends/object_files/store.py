@@ -35,8 +35,13 @@ from hicachectl.backends.capabilities import (
     Touch,
 )
 from hicachectl.backends.disk.durable import sync_directory
-from hicachectl.backends.disk.io import CREATE_FILE, NO_ROOM, OPEN_DIRECTORY, OPEN_FILE
-from hicachectl.backends.disk.mounts import file_system_ns
+from hicachectl.backends.disk.io import (
+    CREATE_FILE,
+    NO_ROOM,
+    OPEN_DIRECTORY,
+    OPEN_FILE,
+    file_system_ns,
+)
 from hicachectl.backends.disk.names import check_key
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.object_files.copies import FileCopier

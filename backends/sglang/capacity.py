@@ -14,8 +14,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from hicachectl.backends.disk.io import LIBC
-from hicachectl.backends.disk.mounts import locks_reach_all_hosts
+from hicachectl.backends.disk.io import LIBC, locks_reach_all_hosts
 from hicachectl.backends.object_files.epochs import EpochReader
 from hicachectl.backends.sglang.evictor import Evictor
 from hicachectl.backends.sglang.sweeping import kinds_of

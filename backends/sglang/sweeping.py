@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.backends.disk.directory import Trust
-from hicachectl.backends.disk.io import entries_of
-from hicachectl.backends.disk.mounts import file_system_ns
+from hicachectl.backends.disk.io import entries_of, file_system_ns
 from hicachectl.backends.disk.names import storable_ns
 from hicachectl.backends.object_files.epochs import EpochReader, owner_of
 from hicachectl.backends.object_files.tree import Temporaries, owner_in

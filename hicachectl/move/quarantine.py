@@ -22,8 +22,7 @@ import pyarrow as pa
 from hicachectl.backends.base import keys_of
 from hicachectl.backends.capabilities import Emptied, SideFiles, Trailed, present_ns
 from hicachectl.backends.disk.directory import Directory
-from hicachectl.backends.disk.io import OPEN_DIRECTORY, write_bytes
-from hicachectl.backends.disk.mounts import file_system_ns
+from hicachectl.backends.disk.io import OPEN_DIRECTORY, file_system_ns, write_bytes
 from hicachectl.backends.disk.names import OWN_PREFIX
 from hicachectl.backends.runs import begin_run, make_run_folder, open_run, open_run_folder, read_run
 from hicachectl.formats.errors import (

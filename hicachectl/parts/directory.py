@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Self
 
 from hicachectl.backends.disk.directory import Directory, JointTrust, Trust
 from hicachectl.backends.disk.durable import make_directories
-from hicachectl.backends.disk.io import NO_ROOM, Closing
-from hicachectl.backends.disk.mounts import file_system_ns
+from hicachectl.backends.disk.io import NO_ROOM, Closing, file_system_ns
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.errors import HicacheError, UntrustedError, UsageError

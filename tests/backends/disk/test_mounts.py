@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicachectl.backends.disk.mounts import lock_reach, locks_reach_all_hosts
+from hicachectl.backends.disk.io import lock_reach, locks_reach_all_hosts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,10 +39,10 @@ def test_the_reach_of_locks_follows_from_the_mount(kind: str, options: str, reac
 
 def test_the_mount_of_a_directory_is_found(tmp_path: Path) -> None:
     """procfs stands for a mount whose type is known on every Linux."""
-    from hicachectl.backends.disk import mounts
+    from hicachectl.backends.disk import io
 
     descriptor = os.open("/proc", os.O_RDONLY)
-    mount = mounts._mount_of(descriptor)
+    mount = io._mount_of(descriptor)
     os.close(descriptor)
     assert mount is not None
     assert mount[0] == "proc"
