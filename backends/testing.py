@@ -156,6 +156,12 @@ class StoreSuite(ABC):
         size = self.sizes[seed % len(self.sizes)]
         return np.random.default_rng(seed).bytes(size)
 
+    def put(self, store: Store, count: int) -> Any:
+        """Put the first objects by `raw_put`; return their rows, scanned with every column."""
+        for n in range(count):
+            self.raw_put(store, self.keys[n], self.value(n))
+        return scanned_rows(store, self.keys[:count])
+
     def need(self, store: Store, *capabilities: str) -> None:
         """Skip if the store lacks a capability: "writes", "deletes" or a scan column."""
         for name in capabilities:
@@ -175,8 +181,7 @@ class StoreSuite(ABC):
 
     def test_scan_lists_every_object_with_its_size(self, store: Store) -> None:
         objects = {key: self.value(n) for n, key in enumerate(self.keys)}
-        for key, value in objects.items():
-            self.raw_put(store, key, value)
+        self.put(store, len(objects))
         found = listing(store)
         assert set(found) == set(objects)
         if "nbytes" in store.traits.columns:
@@ -198,8 +203,7 @@ class StoreSuite(ABC):
             list(store.scan(("colour",)))
 
     def test_the_traits_say_which_columns_are_known(self, store: Store) -> None:
-        self.raw_put(store, self.keys[0], self.value(0))
-        row = scanned_rows(store, self.keys[:1]).to_pylist()[0]
+        row = self.put(store, 1).to_pylist()[0]
         for name in ("mtime_ns", "atime_ns", "version", "locator", "replicas"):
             assert (row[name] is not None) == (name in store.traits.columns)
         fields = store.traits.version_fields
@@ -209,8 +213,7 @@ class StoreSuite(ABC):
         self.need(store, "version")
         if store.traits.versions_recur:
             lack(store, "versions that never recur")
-        self.raw_put(store, self.keys[0], self.value(0))
-        before = scanned_rows(store, self.keys[:1]).column("version").to_pylist()
+        before = self.put(store, 1).column("version").to_pylist()
         again = scanned_rows(store, self.keys[:1]).column("version").to_pylist()
         self.raw_put(store, self.keys[0], self.value(len(self.sizes)))
         after = scanned_rows(store, self.keys[:1]).column("version").to_pylist()
@@ -228,9 +231,7 @@ class StoreSuite(ABC):
 
     def test_read_gives_the_bytes_that_were_put(self, store: Store) -> None:
         values = [self.value(n) for n in range(len(self.keys))]
-        for key, value in zip(self.keys, values, strict=True):
-            self.raw_put(store, key, value)
-        rows = scanned_rows(store, self.keys)
+        rows = self.put(store, len(values))
         result, found = read(store, rows, [len(value) for value in values])
         assert result.all_ok
         assert result.errors == {}
@@ -240,8 +241,7 @@ class StoreSuite(ABC):
 
     def test_a_read_identifies_an_object_as_a_scan_does(self, store: Store) -> None:
         self.need(store, "version")
-        self.raw_put(store, self.keys[0], self.value(0))
-        rows = scanned_rows(store, self.keys[:1])
+        rows = self.put(store, 1)
         result, _ = read(store, rows, [len(self.value(0))])
         version = rows.column("version")[0].as_py()
         assert result.versions.astype("<u8").tobytes() == version
@@ -254,9 +254,7 @@ class StoreSuite(ABC):
         assert found == [self.value(0)]
 
     def test_expecting_objects_changes_nothing_and_never_fails(self, store: Store) -> None:
-        for n in range(2):
-            self.raw_put(store, self.keys[n], self.value(n))
-        rows = scanned_rows(store, self.keys[:2])
+        rows = self.put(store, 2)
         self.raw_delete(store, self.keys[1])
         sizes = np.array([len(self.value(0)) + 1, len(self.value(1))], dtype=np.int64)
         if not isinstance(store, Announces):
@@ -273,40 +271,31 @@ class StoreSuite(ABC):
         assert found == []
 
     def test_reading_a_deleted_object_says_gone(self, store: Store) -> None:
-        for n in range(3):
-            self.raw_put(store, self.keys[n], self.value(n))
-        rows = scanned_rows(store, self.keys[:3])
+        rows = self.put(store, 3)
         self.raw_delete(store, self.keys[1])
         result, found = read(store, rows, [len(self.value(n)) for n in range(3)])
         assert result.statuses.tolist() == [Status.OK, Status.GONE, Status.OK]
         assert result.nbytes[1] == -1
         assert (found[0], found[2]) == (self.value(0), self.value(2))
 
-    def test_a_smaller_object_says_short_and_its_size(self, store: Store) -> None:
+    @pytest.mark.parametrize(("more", "status"), [(1, Status.SHORT), (-1, Status.OVERSIZED)])
+    def test_an_object_of_another_size_says_so_and_its_size(
+        self, store: Store, more: int, status: Status
+    ) -> None:
         self.need(store, "nbytes")
         size = len(self.value(0))
-        self.raw_put(store, self.keys[0], self.value(0))
-        result, _ = read(store, scanned_rows(store, self.keys[:1]), [size + 1])
-        assert result.statuses.tolist() == [Status.SHORT]
-        assert result.nbytes.tolist() == [size]
-
-    def test_a_larger_object_says_oversized_and_its_size(self, store: Store) -> None:
-        self.need(store, "nbytes")
-        size = len(self.value(0))
-        self.raw_put(store, self.keys[0], self.value(0))
-        result, _ = read(store, scanned_rows(store, self.keys[:1]), [size - 1])
-        assert result.statuses.tolist() == [Status.OVERSIZED]
+        result, _ = read(store, self.put(store, 1), [size + more])
+        assert result.statuses.tolist() == [status]
         assert result.nbytes.tolist() == [size]
 
     def test_a_read_writes_nowhere_else(self, store: Store) -> None:
         assert store.arena is not None
         values = [self.value(n) for n in range(2)]
-        for key, value in zip(self.keys, values, strict=False):
-            self.raw_put(store, key, value)
+        rows = self.put(store, 2)
         store.arena.view(0, ARENA_BYTES)[:] = 0xA5
         sizes = np.array([len(value) for value in values], dtype=np.int64)
         offsets = np.array([8192, 40960], dtype=np.int64)
-        store.read_into(scanned_rows(store, self.keys[:2]), offsets, sizes)
+        store.read_into(rows, offsets, sizes)
         for offset, value in zip(offsets.tolist(), values, strict=True):
             store.arena.view(offset, len(value))[:] = 0xA5
         assert (store.arena.view(0, ARENA_BYTES) == 0xA5).all()
@@ -328,9 +317,7 @@ class StoreSuite(ABC):
     def test_threads_read_at_the_same_time(self, store: Store) -> None:
         assert store.arena is not None
         values = [self.value(n) for n in range(len(self.keys))]
-        for key, value in zip(self.keys, values, strict=True):
-            self.raw_put(store, key, value)
-        rows = scanned_rows(store, self.keys)
+        rows = self.put(store, len(values))
         sizes = np.array([len(value) for value in values], dtype=np.int64)
         offsets, total = place(sizes)
 
@@ -408,8 +395,7 @@ class StoreSuite(ABC):
 
     def test_delete_takes_away_what_was_named_only(self, store: Store) -> None:
         self.need(store, "deletes")
-        for n in range(3):
-            self.raw_put(store, self.keys[n], self.value(n))
+        self.put(store, 3)
         rows = scanned_rows(store, self.keys[:2])
         assert store.delete(rows).all_ok
         assert set(listing(store)) == {self.keys[2]}
@@ -426,9 +412,7 @@ class StoreSuite(ABC):
 
     def test_deleting_a_deleted_object_says_gone(self, store: Store) -> None:
         self.need(store, "deletes")
-        for n in range(2):
-            self.raw_put(store, self.keys[n], self.value(n))
-        rows = scanned_rows(store, self.keys[:2])
+        rows = self.put(store, 2)
         self.raw_delete(store, self.keys[0])
         assert store.delete(rows).statuses.tolist() == [Status.GONE, Status.OK]
 
@@ -442,9 +426,7 @@ class StoreSuite(ABC):
     def test_touching_says_what_is_there_and_changes_no_byte(self, store: Store) -> None:
         if not isinstance(store, Touch):
             lack(store, "touch")
-        for n in range(2):
-            self.raw_put(store, self.keys[n], self.value(n))
-        rows = scanned_rows(store, self.keys[:2])
+        rows = self.put(store, 2)
         assert store.touch(rows).tolist() == [True, True]
         assert self.raw_get(store, self.keys[0]) == self.value(0)
         self.raw_delete(store, self.keys[0])
@@ -481,8 +463,7 @@ class StoreSuite(ABC):
         assert Store.exists(store, rows_of(self.keys[:3])).tolist() == [False, True, False]
 
     def test_looking_lists_the_keys_asked_for_as_a_scan_does(self, store: Store) -> None:
-        for n in range(3):
-            self.raw_put(store, self.keys[n], self.value(n))
+        self.put(store, 3)
         columns = ("nbytes", "mtime_ns", "version")
         scanned = pa.Table.from_batches(list(store.scan(columns))).sort_by("key").to_pylist()
         wanted = [row for row in scanned if row["key"] != self.keys[1]]
@@ -495,9 +476,7 @@ class StoreSuite(ABC):
     def test_confirming_tells_what_is_where_it_was_listed(self, store: Store) -> None:
         if not isinstance(store, Confirm) or not store.confirms:
             lack(store, "confirmed reads")
-        for n in range(2):
-            self.raw_put(store, self.keys[n], self.value(n))
-        rows = scanned_rows(store, self.keys[:2])
+        rows = self.put(store, 2)
         self.raw_delete(store, self.keys[1])
         assert store.confirm(rows).tolist() == [Status.OK, Status.GONE]
         sizes = np.array([len(self.value(n)) for n in range(2)], dtype=np.int64)
@@ -524,9 +503,7 @@ class StoreSuite(ABC):
     def test_the_system_copies_what_was_listed(self, store: Store) -> None:
         if not isinstance(store, SystemCopy):
             lack(store, "copies by the system")
-        for n in range(2):
-            self.raw_put(store, self.keys[n], self.value(n))
-        origins = scanned_rows(store, self.keys[:2])
+        origins = self.put(store, 2)
         sizes = np.array([len(self.value(n)) for n in range(2)], dtype=np.int64)
         self.raw_delete(store, self.keys[1])
         with self.reopen(store) as source:
@@ -542,9 +519,7 @@ class StoreSuite(ABC):
         values = [self.value(n) for n in range(2)]
         mover, run = self.mover_and_run(store, tmp_path)
         with run:
-            for key, value in zip(self.keys, values, strict=False):
-                self.raw_put(store, key, value)
-            before = scanned_rows(store, self.keys[:1]).to_pylist()[0]
+            before = self.put(store, 2).to_pylist()[0]
             assert mover.take(self.keys[0], before["version"]) == Status.OK
             mover.flush(into_store=False)
             assert set(listing(store)) == {self.keys[1]}
@@ -561,8 +536,7 @@ class StoreSuite(ABC):
     def test_an_object_that_has_changed_is_not_moved(self, store: Store, tmp_path: Any) -> None:
         mover, run = self.mover_and_run(store, tmp_path)
         with run:
-            self.raw_put(store, self.keys[0], self.value(0))
-            before = scanned_rows(store, self.keys[:1]).to_pylist()[0]
+            before = self.put(store, 1).to_pylist()[0]
             self.raw_put(store, self.keys[0], self.value(4))
             assert mover.take(self.keys[0], before["version"]) == Status.CHANGED
             assert mover.take(self.keys[1]) == Status.GONE
