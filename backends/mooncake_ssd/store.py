@@ -16,7 +16,6 @@ import pyarrow as pa
 from hicachectl.backends.base import (
     Limits,
     ReadResult,
-    Result,
     Rows,
     Status,
     Traits,
@@ -103,9 +102,12 @@ class MooncakeSsdStore(Losing):
         return cls(url)
 
     @classmethod
-    def create(cls, url: StoreUrl) -> Self:
+    def create(cls, url: StoreUrl) -> NoReturn:
         """Refuse: raises UnsupportedByBackend."""
-        _refuse(str(url), "written to")
+        raise UnsupportedByBackend(
+            f"{url}: objects cannot be written to the SSD tier, because its client keeps the "
+            "places of all objects in memory; name the mooncake:// store of its master"
+        )
 
     def close(self) -> None:
         """Close the directories."""
@@ -158,16 +160,6 @@ class MooncakeSsdStore(Losing):
         index = self._index or self._current()
         return Reading(index, rows, memory, offsets, capacities).read()
 
-    def write_from(
-        self, rows: Rows, offsets: IntArray, sizes: IntArray, *, if_absent: bool
-    ) -> Result:
-        """Refuse: raises UnsupportedByBackend."""
-        _refuse(self.url, "written to")
-
-    def delete(self, rows: Rows) -> Result:
-        """Refuse: raises UnsupportedByBackend."""
-        _refuse(self.url, "deleted from")
-
     def _lost(self, action: str, error: OSError) -> StoreUnavailable:
         next_step = "check that the file system is mounted"
         return StoreUnavailable(failed(self.url, action, error, next_step))
@@ -190,13 +182,6 @@ class MooncakeSsdStore(Losing):
             except OSError as error:
                 raise self._lost("read the metadata", error) from error
             return self._index
-
-
-def _refuse(url: str, action: str) -> NoReturn:
-    raise UnsupportedByBackend(
-        f"{url}: objects cannot be {action} the SSD tier, because its client keeps the places of "
-        "all objects in memory; name the mooncake:// store of its master"
-    )
 
 
 def _batch(index: Index, rows: IntArray, schema: Any) -> Any:

@@ -13,8 +13,7 @@ import torch
 from triton.errors import TritonError
 
 from hicachectl.backends.disk.io import Closing
-from hicachectl.device.arena import HostArenas
-from hicachectl.device.lanes import MOST_OBJECTS, allocate_lanes, slab_size
+from hicachectl.device.lanes import MOST_OBJECTS, HostArenas, allocate_lanes, slab_size
 from hicachectl.device.runs import DeviceRun, ObjectForm, form_of
 from hicachectl.formats.catalog import DIGEST_BYTES
 from hicachectl.formats.errors import DeviceError

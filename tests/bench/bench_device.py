@@ -261,7 +261,7 @@ def measure_bus(device: torch.device, options: argparse.Namespace) -> None:
     import torch
 
     from hicachectl.backends.arena import Arena
-    from hicachectl.device.arena import HostArenas
+    from hicachectl.device.lanes import HostArenas
 
     slab = SLAB_BYTES
     staging = [torch.empty(slab, dtype=torch.uint8, device=device) for _ in range(4)]
@@ -334,8 +334,7 @@ class SlabCopies:
     def __init__(self, device: torch.device, slab_bytes: int) -> None:
         import torch
 
-        from hicachectl.device.arena import HostArenas
-        from hicachectl.device.lanes import MOST_LANES
+        from hicachectl.device.lanes import MOST_LANES, HostArenas
 
         self._arenas = HostArenas()
         self._free: queue.Queue[tuple[torch.cuda.Stream, torch.Tensor]] = queue.Queue()

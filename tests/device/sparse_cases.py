@@ -26,7 +26,7 @@ SEQUENCE = 30  # positions; longer than the buffers of these tests
 @contextmanager
 def host_memory(nbytes: int, device: str) -> Iterator[torch.Tensor]:
     """Yield bytes of an arena that the device's kernels can read."""
-    from hicachectl.device.arena import HostArenas
+    from hicachectl.device.lanes import HostArenas
 
     with Arena(nbytes) as arena:
         if device == "cpu":

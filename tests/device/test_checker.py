@@ -797,7 +797,7 @@ def test_device_names() -> None:
 @DEVICES
 def test_an_arena_is_page_locked_until_it_is_closed(device: str) -> None:
     from hicachectl.backends.arena import Arena
-    from hicachectl.device.arena import HostArenas
+    from hicachectl.device.lanes import HostArenas
 
     arenas = HostArenas()
     arena = Arena(1 << 20)
@@ -819,7 +819,7 @@ def test_a_refusal_to_page_lock_is_said_and_does_not_come_up_later(
     warnings_said: int,
 ) -> None:
     from hicachectl.backends.arena import Arena
-    from hicachectl.device.arena import register
+    from hicachectl.device.lanes import register
 
     kept = []
 
@@ -861,7 +861,7 @@ def test_a_refusal_to_page_lock_is_said_and_does_not_come_up_later(
 
 
 def test_a_buffer_of_the_host_grows_with_what_is_put_there() -> None:
-    from hicachectl.device.arena import HostBuffer
+    from hicachectl.device.lanes import HostBuffer
 
     buffer = HostBuffer()
     for shape in ((3, 32), (0,), (5000, 32), (2,)):
