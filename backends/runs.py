@@ -15,8 +15,7 @@ from hicachectl.backends.base import Store, Traits
 from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.file.folders import ObjectDirectory, mark_folders
 from hicachectl.backends.file.store import FileStore
-from hicachectl.backends.nixl.disks import NixlDisks
-from hicachectl.backends.nixl.store import NixlStore
+from hicachectl.backends.nixl.store import NixlDisks, NixlStore
 from hicachectl.backends.object_files.store import ObjectFiles
 from hicachectl.backends.object_files.tree import give_like
 from hicachectl.backends.pack.store import PackStore

@@ -4,28 +4,259 @@ A file lies at a place that its key and the number and order of the directories 
 (`formats.keys.nixl`). Files elsewhere are no objects. Servers write into the files themselves, so
 an object can be short while it is written. The directories hold no side files of ours: a server's
 `clear` removes every file below them. Side files lie in the directory that the URL names for them.
-Source: sglang srt/mem_cache/storage/nixl/.
+Source: sglang srt/mem_cache/storage/nixl/, nixl_utils.py :: NixlFileManager, nixl_routing.py.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+import resource
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from hicachectl.backends.capabilities import Emptied, SideFiles
 from hicachectl.backends.disk.directory import Directory, Trust, existing_part
-from hicachectl.backends.nixl.disks import MAX_DIRECTORIES, NixlDisks
+from hicachectl.backends.disk.durable import make_directories
+from hicachectl.backends.disk.io import OPEN_DIRECTORY
+from hicachectl.backends.disk.names import OWN_PREFIX
 from hicachectl.backends.object_files.faults import unavailable
+from hicachectl.backends.object_files.listing import (
+    LeftOut,
+    SkippedEntries,
+    held_names,
+    names_in,
+)
 from hicachectl.backends.object_files.store import ObjectFiles
+from hicachectl.backends.object_files.tree import FOLDER_NAMES, FolderedDirectory, ObjectTree, Place
 from hicachectl.backends.urls import SIDE_PARAMETER, NixlParams, params_of
 from hicachectl.formats.errors import StoreUnavailable, UsageError
-from hicachectl.formats.keys.nixl import BUFFERED, DIRECT
+from hicachectl.formats.keys.nixl import BUFFERED, DIRECT, hashes_of, route, routes
 from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import Self
+
     from hicachectl.backends.urls import StoreUrl
 
 _GRAMMARS = {"on": DIRECT, "off": BUFFERED}
+# The last four digits of a temporary file's name are its directory and folder.
+_TEMPORARY = re.compile(re.escape(OWN_PREFIX) + rb"-[0-9a-f]{28}([0-9a-f]{2})([0-9a-f]{2})\.tmp")
+_SAMPLE = 64  # objects; by chance, all lie in one of two directories once in 2**63 stores
+_LOOKED = 1024  # files of a directory
+MAX_DIRECTORIES = 256  # temporary names have two digits for the directory
+
+
+class NixlDisks(ObjectTree):
+    """The open directories of a store, in order.
+
+    high_watermark: percentage of a disk in use at which servers begin to remove objects.
+    complete: servers are known to use these directories only, also if they used more before.
+    sample: what some files of each directory have shown.
+    """
+
+    folders = True
+    side_files = False  # HiCacheNixl.clear removes every file below the directories
+    elsewhere = (
+        "the number and order of the directories decide where the file of a key lies, so give the "
+        "URL those of the servers; otherwise no server finds the files"
+    )
+
+    def __init__(
+        self, disks: Sequence[FolderedDirectory], *, high_watermark: float, complete: bool = False
+    ) -> None:
+        """Take over open directories; `close` closes them. Raises as `open`."""
+        self.path = ",".join(disk.path for disk in disks)
+        self.high_watermark = high_watermark
+        self._disks = tuple(disks)
+        self.sample = self._sampled(complete=complete)
+
+    @classmethod
+    def open(
+        cls,
+        paths: Sequence[str],
+        *,
+        high_watermark: float,
+        complete: bool = False,
+        made: list[str] | None = None,
+    ) -> Self:
+        """Open directories; create those that are missing if `made` is given.
+
+        made: gets the paths of new directories, innermost first. Raises OSError, and UsageError
+        for a directory that is given twice, and if directories of the servers are missing.
+        """
+        _allow_descriptors(len(paths) * len(FOLDER_NAMES))
+        with ExitStack() as opened:
+            opened.callback(_remove_empty, [] if made is None else made)
+            disks = []
+            for path in paths:
+                if made is not None:
+                    made[:0] = make_directories(path)
+                disks.append(FolderedDirectory(path, os.open(path, OPEN_DIRECTORY)))
+                opened.callback(disks[-1].close)
+            facts = [os.fstat(disk.descriptor) for disk in disks]
+            if len({(one.st_dev, one.st_ino) for one in facts}) < len(disks):
+                raise UsageError(
+                    f"nixl://{','.join(paths)}: names a directory twice; name each once"
+                )
+            tree = cls(disks, high_watermark=high_watermark, complete=complete)
+            opened.pop_all()
+        return tree
+
+    @classmethod
+    def of_run(cls, path: str, descriptor: int) -> Self:
+        """Take over the open directory of a quarantine run, which no server fills."""
+        _allow_descriptors(len(FOLDER_NAMES))
+        return cls([FolderedDirectory(path, descriptor)], high_watermark=100, complete=True)
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        for disk in self._disks:
+            disk.close()
+
+    @property
+    def descriptor(self) -> int:  # type: ignore[override]
+        """The first directory's descriptor."""
+        return self._disks[0].descriptor
+
+    @property
+    def roots(self) -> tuple[int, ...]:
+        """See `ObjectTree`."""
+        return tuple(disk.descriptor for disk in self._disks)
+
+    def outer(self, *, writes: bool) -> Directory:
+        """Return the first directory. writes: the caller creates a file to learn its owner."""
+        return self._disks[0].outer(writes=writes)
+
+    # places of objects
+
+    def place(self, key: bytes) -> tuple[int, bytes]:
+        """See `ObjectTree`."""
+        disk, folder = self._route(key)
+        return self._disks[disk].folder(folder, makes=False), key
+
+    def place_for_new(self, key: bytes, nbytes: int = 0) -> tuple[int, bytes]:
+        """See `ObjectTree`. Raises OSError if servers would remove objects to make room."""
+        number, folder = self._route(key)
+        disk = self._disks[number]
+        if self._room(disk) <= nbytes:
+            raise OSError(
+                errno.ENOSPC,
+                f"{disk.path} would be {self.high_watermark:g} % full, and servers would remove "
+                "objects; free space, or give their high_watermark",
+            )
+        return disk.folder(folder, makes=True), key
+
+    def temporary_name(self, key: bytes, token: bytes, number: int) -> bytes:
+        """See `ObjectTree`."""
+        disk, folder = self._route(key)
+        return b"%s-%s%04x%02x%s.tmp" % (OWN_PREFIX, token, number & 0xFFFF, disk, folder)
+
+    def places(self, left_alone: list[str]) -> Iterator[Place]:
+        """Yield the folders, and the directories, where no file belongs."""
+        for number, disk in enumerate(self._disks):
+            yield Place(disk.descriptor, disk.path, lambda names: [False] * len(names))
+            yield from self._folders(number, left_alone)
+
+    def _folders(self, number: int, left_alone: list[str]) -> Iterator[Place]:
+        disk = self._disks[number]
+        for folder, descriptor in disk.existing_folders(left_alone):
+            holds = partial(self._holds, number, folder)
+            yield Place(descriptor, f"{disk.path}/{folder.decode()}", holds)
+
+    def _holds(self, number: int, folder: bytes, names: list[str]) -> list[bool]:
+        keys = [os.fsencode(name) for name in names]
+        disks, folders = routes(hashes_of(keys), len(self._disks))
+        held = (disks == number) & (folders == int(folder, 16))
+        for at in np.flatnonzero([key.startswith(OWN_PREFIX) for key in keys]):
+            held[at] = self._route(keys[at]) == (number, folder)
+        found: list[bool] = held.tolist()
+        return found
+
+    def _sampled(self, *, complete: bool) -> LeftOut:
+        """Look at some files of each directory; return which lie outside the folders of their keys.
+
+        With n of k * n directories given, all files can lie where n directories would have them,
+        and pages only look incomplete. In another order, most files lie elsewhere, and a repair
+        would remove the others. Raises UsageError for both, unless `complete`; OSError.
+        """
+        left_out, given = LeftOut(), len(self._disks)
+        for number, disk in enumerate(self._disks):
+            before = left_out.misplaced.count
+            turns = [(found >> 16) // given for found in self._some_objects(number, left_out)]
+            misplaced = left_out.misplaced.count - before
+            if complete or max(len(turns), misplaced) < _SAMPLE:
+                continue
+            if misplaced > len(turns):
+                raise UsageError(
+                    f"{disk.path}: {misplaced} of {misplaced + len(turns)} files lie where servers "
+                    "with these directories do not look; give all directories of its servers, in "
+                    f"their order; if these are, add directories={given} to the URL"
+                )
+            for times in range(2, MAX_DIRECTORIES // given + 1):
+                if len({turn % times for turn in turns}) == 1:
+                    raise UsageError(
+                        f"{disk.path}: has the objects of one of {times * given} directories, but "
+                        f"{given} given; give all directories of its servers, in their order, and "
+                        "an empty one for each that is lost; if servers now use these only, add "
+                        f"directories={given} to the URL"
+                    )
+        return LeftOut(misplaced=left_out.misplaced, sampled=True)
+
+    def _some_objects(self, number: int, left_out: LeftOut) -> list[int]:
+        """Return the hashes of objects in a directory, at least _SAMPLE if they are soon found."""
+        found: list[int] = []
+        looked = 0
+        for place in self._folders(number, []):
+            for names in names_in(place.descriptor, SkippedEntries()):
+                some = [os.fsencode(name) for name in held_names(names[:_LOOKED], place, left_out)]
+                found += hashes_of(key for key in some if not key.startswith(OWN_PREFIX)).tolist()
+                looked += len(names)
+                if len(found) >= _SAMPLE or looked >= _LOOKED:
+                    return found
+        return found
+
+    def _route(self, name: bytes) -> tuple[int, bytes]:
+        if match := _TEMPORARY.fullmatch(name):
+            return int(match[1], 16) % len(self._disks), match[2]
+        return route(name, len(self._disks))
+
+    # space
+
+    def free_bytes(self) -> int:
+        """Return the bytes that can be written, evenly to all directories, below the watermark."""
+        by_device: dict[int, list[FolderedDirectory]] = {}
+        for disk in self._disks:
+            by_device.setdefault(os.fstat(disk.descriptor).st_dev, []).append(disk)
+        rooms = (self._room(disks[0]) // len(disks) for disks in by_device.values())
+        return max(0, min(rooms)) * len(self._disks)
+
+    def _room(self, disk: FolderedDirectory) -> int:
+        """Return the bytes that fit below the watermark (HiCacheL3Cleaner._disk_usage_pct)."""
+        space = os.fstatvfs(disk.descriptor)
+        total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
+        return int(free - total * (1 - self.high_watermark / 100))
+
+
+def _remove_empty(directories: Sequence[str]) -> None:
+    with suppress(OSError):
+        for directory in directories:
+            os.rmdir(directory)  # noqa: PTH106 - names that are not UTF-8
+
+
+def _allow_descriptors(more: int) -> None:
+    """Raise this process's limit of open files, as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = soft + more
+    with suppress(OSError, ValueError):
+        top = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, top), hard))
 
 
 class NixlStore(ObjectFiles, Emptied):
