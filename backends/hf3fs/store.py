@@ -33,10 +33,15 @@ from hicachectl.backends.capabilities import Announces, Claimed, FilePermissions
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.hf3fs.creating import TableMaker, claimed_by
 from hicachectl.backends.hf3fs.data_files import DataFiles, FilePages, PageReader
-from hicachectl.backends.hf3fs.keys import TableRows, names_of, rows_by_table, table_of_key
+from hicachectl.backends.hf3fs.keys import (
+    PageSizes,
+    TableRows,
+    names_of,
+    rows_by_table,
+    table_of_key,
+)
 from hicachectl.backends.hf3fs.metadata import MetadataClient
 from hicachectl.backends.hf3fs.settings import Hf3fsSettings, settings_from
-from hicachectl.backends.hf3fs.sizes import PageSizes
 from hicachectl.backends.hf3fs.snapshot import write_repaired
 from hicachectl.backends.hf3fs.tables import UNKNOWN, KeyTables, batch_of_table, locators
 from hicachectl.backends.hf3fs.usrbio import UsrbioReader, find_usrbio

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import open_store
 from hicachectl.backends.hf3fs.creating import TableMaker, claim_path
+from hicachectl.backends.hf3fs.keys import PageSizes
 from hicachectl.backends.hf3fs.settings import Hf3fsSettings
-from hicachectl.backends.hf3fs.sizes import PageSizes
 from hicachectl.backends.hf3fs.snapshot import read_snapshot
 from hicachectl.backends.testing import ARENA_BYTES, write
 from hicachectl.formats.errors import HicacheError
