@@ -182,6 +182,7 @@ _P = TypeVar("_P", bound=Params)
 _SCHEME_NAME = re.compile(r"[a-z][a-z0-9+.-]*")  # RFC 3986
 _NAMED = re.compile(r"([^/:]*):(.*)", re.DOTALL)
 _BAD_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
+_NUMBERS = {int: re.compile("[0-9]{1,20}"), float: re.compile(r"[0-9]{1,20}(?:\.[0-9]{1,20})?")}
 
 
 # Secrets in URLs: the text before the @ of a host, and values of parameters with names like
@@ -292,11 +293,16 @@ def _value(url: StoreUrl, name: str, kind: Any) -> Any:
         kind = get_args(kind)[0]  # Without None: the text "null" is no value.
     if kind is str:
         return text
+    if get_origin(kind) is Literal:
+        if text not in get_args(kind):
+            raise UsageError(f"{url}: {not_one_of(name, text, get_args(kind))}")
+        return text
+    digits = _NUMBERS.get(getattr(kind, "__origin__", kind))
     try:
+        if digits is not None and not digits.fullmatch(text):  # msgspec also reads 1e9
+            raise ValueError
         return msgspec.convert(text, kind, strict=False)
-    except (msgspec.ValidationError, UnicodeEncodeError):
-        if get_origin(kind) is Literal:
-            raise UsageError(f"{url}: {not_one_of(name, text, get_args(kind))}") from None
+    except (ValueError, msgspec.ValidationError):
         (meta,) = kind.__metadata__
         raise UsageError(f"{url}: {name}: {shown(text)} is not {meta.description}") from None
 

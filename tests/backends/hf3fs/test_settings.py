@@ -127,6 +127,11 @@ def test_a_relative_snapshot_is_of_the_working_directory(
             f"hf3fs:///data/hicache?server={SERVER}&file_size=1GB",
             "'1GB' is not a .*; give 1 to",
         ),
+        (
+            f"hf3fs:///data/hicache?server={SERVER}&file_size=1e9",
+            "file_size: '1e9' is not a size in bytes; give 1 to 92",
+        ),
+        (f"hf3fs:///data/hicache?server={SERVER}&ranks=8.0", "'8.0' is not a number of ranks"),
         (f"hf3fs:///data/hicache?server={SERVER}&file_size={1 << 63}", "file_size"),
         (f"hf3fs:///data/hicache?server={SERVER}&file_size={'9' * 5000}", "file_size"),
         (

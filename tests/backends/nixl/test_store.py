@@ -271,6 +271,7 @@ def test_an_object_that_would_reach_the_watermark_is_not_written(
             "nixl:///tmp?high_watermark=nan",
             "high_watermark: 'nan' is not a percentage above 0; give one",
         ),
+        ("nixl:///tmp?high_watermark=8e1", "'8e1' is not a percentage above 0"),
         ("nixl:///tmp?high_watermark=0", "'0' is not a percentage above 0"),
         ("nixl:///tmp?high_watermark=100.5", "'100.5' is not a percentage"),
         ("nixl:///tmp?directories=2", "directories is 2, but the URL has 1; give all"),
