@@ -24,7 +24,7 @@ from hicachectl.kernels.layout import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.formats.arrays import BoolArray, IntArray
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.layouts import Column, TensorLayout
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
@@ -57,17 +57,9 @@ class LayoutCheck:
         for index, verdict in sorted(found.items(), key=lambda item: item[0]):
             yield ValueIssue(index, "layout-mismatch", self._describe(verdict))
 
-    def unseen(self, objects: Bytes) -> BoolArray:
-        """Apply `OrderTest.unseen` to pages [n, nbytes]."""
-        return self.test.unseen(partial(self._read, objects), np.arange(len(objects)))
-
-    def hinted(self, objects: Bytes) -> BoolArray:
-        """Apply `OrderTest.hinted` to pages [n, nbytes]."""
-        return self.test.hinted(partial(self._read, objects), np.arange(len(objects)))
-
     @property
     def looks(self) -> list[OrderLook]:
-        """The rows that `unseen` compares, then those of `hinted` for each rival."""
+        """The rows of the first look, then those of the second look for each rival."""
         first = self._look(self.test.first_sets, FIRST_CHANNELS)
         return [first, *(self._look(sets, SECOND_CHANNELS) for sets in self.test.second_sets)]
 

@@ -164,11 +164,6 @@ class OrderTest:
         own = _correlation(base, near) + _correlation(base, far)
         return is_unseen(own * np.float32(0.5), _filled(base))
 
-    def hinted(self, read: ReadRows, pages: IntArray) -> BoolArray:
-        """Return which pages hint at any rival order at a second look: [pages]."""
-        by_rival = [_is_hinted(sets, read, pages) for sets in self._sets.values()]
-        return np.asarray(np.logical_or.reduce(by_rival))
-
     @property
     def first_sets(self) -> IntArray:
         """Rows of a first look, in the profile's order: [base near far, sets]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 from tests.device.devices import DEVICES, torch
 
 from hicachectl.checks.layouts import layout_check  # isort: skip
-from hicachectl.kernels.layout import is_hinted, is_unseen  # isort: skip
+from hicachectl.kernels.layout import _is_hinted, is_hinted, is_unseen  # isort: skip
 from hicachectl.kernels.layout_triton import MARGIN  # isort: skip
 from hicachectl.device.runs import DeviceRun, ObjectForm  # isort: skip
 from hicachectl.device.lanes import allocate_lanes, lane_bytes  # isort: skip
@@ -64,10 +65,13 @@ def test_the_kernel_sees_the_order_where_the_host_does(device: str, name: str) -
         (own.cpu().numpy(), usable.cpu().numpy()) for own, usable in kernel.correlate(len(objects))
     )
     unseen = is_unseen(*first)
-    assert unseen.tolist() == check.unseen(objects).tolist()
+    read, pages = partial(check._read, objects), np.arange(len(objects))
+    assert unseen.tolist() == check.test.unseen(read, pages).tolist()
     assert not unseen[0]
     assert unseen[2:].all()
     assert (is_unseen(*first, MARGIN) >= unseen).all()
     hinted = np.logical_or.reduce([is_hinted(*look) for look in others])
-    assert hinted.tolist() == check.hinted(objects).tolist()
+    rivals = check.test._sets.values()
+    on_host = np.logical_or.reduce([_is_hinted(sets, read, pages) for sets in rivals])
+    assert hinted.tolist() == on_host.tolist()
     assert hinted[2]
