@@ -21,7 +21,7 @@ import pyarrow as pa
 from pyarrow.fs import FileType, LocalFileSystem
 
 from hicachectl.backends.base import keys_of, scan_batch, scan_schema
-from hicachectl.backends.capabilities import Loss
+from hicachectl.backends.capabilities import Losing, Loss
 from hicachectl.backends.disk.durable import is_named
 from hicachectl.backends.disk.io import LOST, entries_of, raise_lost
 from hicachectl.backends.disk.names import check_key, is_file_name, storable_ns, version_of
@@ -237,29 +237,28 @@ def _key_array(names: list[str]) -> Any:
     return pa.Array.from_buffers(pa.binary(), len(names), buffers)
 
 
-class FileLister:
-    """Lists the objects of one store, with sizes without trailers, and without stale objects.
+class FileListings(Losing):
+    """Listings of a store's objects, with sizes without trailers, and without stale objects.
 
     Only with the column `cleared_ns`, stale objects are listed. Raises StoreUnavailable.
-    left_out: what is reported before the first scan.
     """
 
     def __init__(self, files: StoreFiles, left_out: LeftOut) -> None:
-        self._objects = files.objects
-        self._sizes = files.sizes
+        """left_out: what is reported before the first scan."""
+        self._files = files
         self._left_out = left_out
 
-    def scan(self, columns: Collection[str]) -> Generator[Any, None, None]:
-        """Yield batches of all objects as `Store.scan` does."""
+    def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
+        """List every regular file; its columns are null if its stat fails."""
         left_out = self._left_out = LeftOut()
-        schema = scan_schema(columns)
+        objects, schema = self._files.objects, scan_schema(columns)
         try:
             if "nbytes" in schema.names:
-                self._sizes.current()
-            finish = partial(self._finished, Epochs(self._objects), left_out)
-            yield from scan_places(self._objects.places(left_out.folders), schema, left_out, finish)
+                self._files.sizes.current()
+            finish = partial(self._finished, Epochs(objects), left_out)
+            yield from scan_places(objects.places(left_out.folders), schema, left_out, finish)
         except OSError as error:
-            raise unavailable(self._objects.path, error) from error
+            raise unavailable(objects.path, error) from error
 
     def _finished(self, epochs: Epochs, left_out: LeftOut, batch: Any) -> Any:
         """Return a batch with sizes of objects, and with or without those that are stale.
@@ -270,7 +269,7 @@ class FileLister:
             times, now_ns = batch.column("mtime_ns").fill_null(0).to_numpy(), time.time_ns()
             if count := int(np.count_nonzero(times > now_ns + _AHEAD_NS)):
                 left_out.ahead.append((count, int(times.max()) - now_ns))
-        batch = self._sizes.strip(batch)
+        batch = self._files.sizes.strip(batch)
         times = epochs.times(batch)
         if times is None:
             return batch
@@ -281,9 +280,9 @@ class FileLister:
         return batch.set_column(at, batch.schema.field(at), times)
 
     @property
-    def remarks(self) -> list[str]:
-        """Report what the last scan left out."""
-        left_out, path = self._left_out, self._objects.path
+    def remarks(self) -> tuple[str, ...]:
+        """Report what the last listing left out."""
+        left_out, path = self._left_out, self._files.objects.path
         others, strangers = left_out.others, left_out.strangers
         remarks = list(left_out.folders)
         if others.count:
@@ -311,58 +310,58 @@ class FileLister:
                 f"{path}: {count} {objects} from before a server cleared the store, which no "
                 f"server reads; hicachectl rm {path} --temporaries removes them"
             )
-        return remarks
+        return tuple(remarks)
 
     @property
     def losses(self) -> tuple[Loss, ...]:
-        """Report the objects that the last scan found where no server looks."""
-        misplaced = self._left_out.misplaced
+        """Report files that the last listing found where no server looks for them."""
+        misplaced, objects = self._left_out.misplaced, self._files.objects
         if not misplaced.count:
             return ()
         least = "at least " if self._left_out.sampled else ""
         what = (
             f"ignored {least}{misplaced.count} files outside the folders of their keys, such as "
-            f"{misplaced.first}; {self._objects.elsewhere}"
+            f"{misplaced.first}; {objects.elsewhere}"
         )
-        return (Loss("misplaced-object", self._objects.path, what),)
+        return (Loss("misplaced-object", objects.path, what),)
 
-    def look(self, rows: Rows, columns: Collection[str]) -> Any:
-        """Return a table of some keys as `Store.look` does."""
-        schema = scan_schema(columns)
+    def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
+        """List a few files again, by one stat each."""
+        objects, schema = self._files.objects, scan_schema(columns)
         try:
             if "nbytes" in schema.names:
-                self._sizes.current()
-            batch = ask_each(self._files(keys_of(rows)), schema)
-            finished = self._finished(Epochs(self._objects), LeftOut(), batch)
+                self._files.sizes.current()
+            batch = ask_each(self._places(keys_of(rows)), schema)
+            finished = self._finished(Epochs(objects), LeftOut(), batch)
         except OSError as error:
-            raise unavailable(self._objects.path, error) from error
+            raise unavailable(objects.path, error) from error
         return pa.Table.from_batches([finished])
 
-    def _files(self, keys: list[bytes]) -> Iterator[tuple[int, str]]:
+    def _places(self, keys: list[bytes]) -> Iterator[tuple[int, str]]:
         """Yield directory and name of each key's file, unless there can be none."""
         for key in keys:
             if is_file_name(key):
                 with suppress(FileNotFoundError, NotADirectoryError, UntrustedError):
-                    directory, name = self._objects.place(key)
+                    directory, name = self._files.objects.place(key)
                     yield directory, os.fsdecode(name)
 
     def exists(self, rows: Rows) -> BoolArray:
-        """Return which keys exist: [n] bool."""
-        keys = keys_of(rows)
+        """Return which keys are regular files, by one stat each."""
+        objects, keys = self._files.objects, keys_of(rows)
         try:
-            is_there = partial(self._is_there, Epochs(self._objects))
+            is_there = partial(self._is_there, Epochs(objects))
         except OSError as error:
-            raise unavailable(self._objects.path, error) from error
+            raise unavailable(objects.path, error) from error
         return np.fromiter(map(is_there, keys), dtype=np.bool_, count=len(keys))
 
     def _is_there(self, epochs: Epochs, key: bytes) -> bool:
         try:
             check_key(key)
-            directory, name = self._objects.place(key)
+            directory, name = self._files.objects.place(key)
             facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
         except UntrustedError:
             return False
         except OSError as error:
-            raise_lost(error, self._objects.path, "use the store")
+            raise_lost(error, self._files.objects.path, "use the store")
             return False
         return stat.S_ISREG(facts.st_mode) and not (epochs and epochs.stale(key, facts))

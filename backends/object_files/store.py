@@ -8,7 +8,7 @@ import stat
 import time
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from hicachectl.backends.capabilities import (
     Announces,
     FilePermissions,
     FileTimes,
-    Losing,
     Mounted,
     Renames,
     Resumable,
@@ -46,16 +45,15 @@ from hicachectl.backends.disk.names import check_key
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.object_files.copies import FileCopier
 from hicachectl.backends.object_files.faults import StoreFiles, not_writable, unavailable
-from hicachectl.backends.object_files.listing import FileLister, LeftOut
+from hicachectl.backends.object_files.listing import FileListings, LeftOut
 from hicachectl.backends.object_files.mover import FileMover
 from hicachectl.backends.object_files.reading import FileReader
 from hicachectl.backends.object_files.writing import FileWriter
 from hicachectl.formats.errors import UnsupportedByBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator
+    from collections.abc import Callable, Hashable, Iterable, Iterator
 
-    from hicachectl.backends.capabilities import Loss
     from hicachectl.backends.object_files.tree import ObjectTree
     from hicachectl.formats.arrays import BoolArray, IntArray
 
@@ -63,7 +61,15 @@ _NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 class ObjectFiles(
-    Announces, FilePermissions, FileTimes, Losing, Mounted, Renames, Resumable, SystemCopy, Touch
+    FileListings,
+    Announces,
+    FilePermissions,
+    FileTimes,
+    Mounted,
+    Renames,
+    Resumable,
+    SystemCopy,
+    Touch,
 ):
     """A tree of files, named by their keys; reads and listings create, resize and touch nothing."""
 
@@ -95,8 +101,7 @@ class ObjectFiles(
         self.objects = objects
         self._clock_ns: int | None = None  # the file system's time less `time.monotonic_ns()`
         self._made: list[str] = []  # directories that `create` made, innermost first
-        self._files = StoreFiles(objects)
-        self._lister = FileLister(self._files, left_out or LeftOut())
+        super().__init__(StoreFiles(objects), left_out or LeftOut())
         self._reader = FileReader(self._files)
         self._writer = FileWriter(self._files)
 
@@ -191,28 +196,6 @@ class ObjectFiles(
                     os.close(descriptor)
             except OSError as error:
                 raise unavailable(self.path, error) from error
-
-    def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
-        """List every regular file; its columns are null if its stat fails."""
-        return self._lister.scan(columns)
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """Report what the last listing left out."""
-        return tuple(self._lister.remarks)
-
-    @property
-    def losses(self) -> tuple[Loss, ...]:
-        """Report files that the last listing found where no server looks for them."""
-        return self._lister.losses
-
-    def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
-        """List a few files again, by one stat each."""
-        return self._lister.look(rows, columns)
-
-    def exists(self, rows: Rows) -> BoolArray:
-        """Return which keys are regular files, by one stat each."""
-        return self._lister.exists(rows)
 
     def read_into(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
