@@ -56,11 +56,16 @@ _COPY_BYTES = 8 << 20
 
 @dataclass(slots=True)
 class ScannedPack:
-    """A pack's contents according to its records, without its index.
+    """A pack's contents according to its records, without its index; or the result of a repair.
 
-    end: offset after the last whole record. cut_bytes: bytes after `end`. unfinished: whether these
-    begin with an object's head. damaged_bytes: bytes between records.
+    end: offset after the last whole record.
+    cut_bytes: bytes after `end`.
+    unfinished: whether the bytes after `end` begin with an object's head.
+    damaged_bytes: bytes between records.
     damaged: number of checked objects that do not match their digest.
+    objects: number of the repaired pack's objects.
+    nbytes: content bytes of the repaired pack's objects.
+    was_valid: no repair was needed.
     """
 
     pack_id: bytes
@@ -71,6 +76,9 @@ class ScannedPack:
     unfinished: bool = False
     damaged_bytes: int = 0
     damaged: int = 0
+    objects: int = 0
+    nbytes: int = 0
+    was_valid: bool = False
 
 
 def walk(
@@ -173,30 +181,13 @@ def _metadata_of_index(descriptor: int, at: int, record: Record, path: str) -> M
     return metadata
 
 
-@dataclass(frozen=True, slots=True)
-class PackRepair:
-    """Result of a repair or its dry run.
-
-    objects, nbytes: number and content bytes of the repaired pack's objects. was_valid: no repair
-    was needed. Others: as in `ScannedPack`.
-    """
-
-    objects: int
-    nbytes: int
-    damaged: int = 0
-    unfinished: bool = False
-    damaged_bytes: int = 0
-    cut_bytes: int = 0
-    was_valid: bool = False
-
-
 def repair(
     path: str,
     *,
     output: str | None = None,
     dry_run: bool = False,
     on_bytes: Callable[[int, int], None] = lambda nbytes, total: None,
-) -> PackRepair:
+) -> ScannedPack:
     """Make a valid pack from all whole records, in place or as a new file.
 
     In place, only a tail without a whole record is cut off. output: a new file; the pack stays
@@ -212,7 +203,7 @@ def repair(
         with suppress(FormatError):
             whole = load_pack(descriptor, path)
             if output is None:
-                return _summary(whole.entries)
+                return _counted(ScannedPack(whole.pack_id, was_valid=True), whole.entries)
         found = walk(descriptor, path, on_bytes=on_bytes)
         if found.metadata is None:
             raise FormatError(
@@ -224,7 +215,7 @@ def repair(
             append_index(descriptor, found.pack_id, entries, found.metadata, found.end)
         elif output is not None and not dry_run:
             _copy(descriptor, path, found, entries, output)
-        return _summary(entries, found)
+        return _counted(found, entries)
     except OSError as error:
         raise StoreUnavailable(
             failed(path, "repair the pack", error, "fix the cause, then run again")
@@ -237,18 +228,9 @@ def _taken(output: str) -> UsageError:
     return UsageError(f"{output}: already exists; choose another name")
 
 
-def _summary(entries: pa.Table, walked: ScannedPack | None = None) -> PackRepair:
-    nbytes = int(column_of(entries, "nbytes").sum())
-    if walked is None:
-        return PackRepair(len(entries), nbytes, was_valid=True)
-    return PackRepair(
-        len(entries),
-        nbytes,
-        damaged=walked.damaged,
-        unfinished=walked.unfinished,
-        damaged_bytes=walked.damaged_bytes,
-        cut_bytes=walked.cut_bytes,
-    )
+def _counted(found: ScannedPack, entries: pa.Table) -> ScannedPack:
+    found.objects, found.nbytes = len(entries), int(column_of(entries, "nbytes").sum())
+    return found
 
 
 def _copy(descriptor: int, path: str, found: ScannedPack, entries: pa.Table, output: str) -> None:

@@ -17,7 +17,7 @@ import pytest
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Status, open_store
 from hicachectl.backends.pack import recovery as pack_recovery
-from hicachectl.backends.pack.recovery import PackRepair, repair
+from hicachectl.backends.pack.recovery import repair
 from hicachectl.backends.testing import read, rows_of, write
 from hicachectl.formats.errors import FormatError, HicacheError, StoreUnavailable, UsageError
 from tests.backends.pack import pack_files
@@ -241,7 +241,8 @@ def test_an_object_that_is_a_pack_itself_is_not_taken_for_records(
 def test_a_valid_pack_is_left_as_it_is(whole: Path) -> None:
     before = whole.read_bytes(), whole.stat().st_mtime_ns
     nbytes = sum(map(len, MANY.values()))
-    assert repair(str(whole)) == PackRepair(len(MANY), nbytes, was_valid=True)
+    found = repair(str(whole))
+    assert (found.objects, found.nbytes, found.was_valid) == (len(MANY), nbytes, True)
     assert (whole.read_bytes(), whole.stat().st_mtime_ns) == before
 
 
