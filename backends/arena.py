@@ -6,7 +6,6 @@ import mmap
 import os
 import secrets
 import threading
-import time
 from bisect import bisect_left
 from collections import deque
 from contextlib import suppress
@@ -143,19 +142,11 @@ class SlabAllocator:
         self._waiting: deque[object] = deque()
         self._cancelled = False
 
-    @property
-    def free_bytes(self) -> int:
-        """Return the free bytes, which may be in several pieces."""
-        with self._changed:
-            return sum(length for _, length in self._free)
-
-    def reserve(self, nbytes: int, *, timeout: float | None = None, name: str = "a task") -> Slab:
+    def reserve(self, nbytes: int, *, name: str = "a task") -> Slab:
         """Reserve `nbytes` (rounded up to 4 KiB) in one piece, waiting until they are free.
 
-        timeout: seconds to wait; None for ever, 0 not at all.
-        name:    purpose of the memory, for messages.
-        Raises UsageError if the request can never fit, TimeoutError after `timeout`,
-        ReservationCancelledError after `cancel`.
+        name: purpose of the memory, for messages.
+        Raises UsageError if the request can never fit, ReservationCancelledError after `cancel`.
         """
         size = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
         if size > self.nbytes:
@@ -163,12 +154,15 @@ class SlabAllocator:
                 f"{name} needs {size} bytes of memory at once, but the buffer has {self.nbytes}; "
                 f"give a larger --buffer-bytes"
             )
-        deadline = None if timeout is None else time.monotonic() + timeout
         turn = object()
         with self._changed:
             self._waiting.append(turn)
             try:
-                return self._wait_for(size, turn, deadline)
+                while not self._cancelled:
+                    if self._waiting[0] is turn and (slab := self._take(size)):
+                        return slab
+                    self._changed.wait()
+                raise ReservationCancelledError
             finally:
                 self._waiting.remove(turn)
                 self._changed.notify_all()  # the next request may fit too
@@ -187,17 +181,6 @@ class SlabAllocator:
         with self._changed:
             self._cancelled = True
             self._changed.notify_all()
-
-    def _wait_for(self, size: int, turn: object, deadline: float | None) -> Slab:
-        while True:
-            if self._cancelled:
-                raise ReservationCancelledError
-            if self._waiting[0] is turn and (slab := self._take(size)):
-                return slab
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise TimeoutError(f"{size} bytes of the buffer did not become free in time")
-            self._changed.wait(left)
 
     def _take(self, size: int) -> Slab | None:
         for index, (offset, length) in enumerate(self._free):
