@@ -7,9 +7,9 @@ another file names must be regular: opening a FIFO would wait for a writer.
 from __future__ import annotations
 
 import os
-import stat
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from hicachectl.backends.disk.io import open_regular
 from hicachectl.formats.documents import parse_json_object
 from hicachectl.formats.errors import FormatError, HicacheError, UsageError
 from hicachectl.formats.wording import failed
@@ -71,16 +71,9 @@ def read_lines(path: Path, limit: int = MAX_LINE_BYTES) -> Iterator[tuple[int, b
 
 
 def _opened(path: Path | str, regular: bool) -> BinaryIO:
-    if not regular:
-        return open(path, "rb")  # noqa: PTH123 - Path would normalise a string
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(0, "not a regular file")
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
+    if regular:
+        return os.fdopen(open_regular(path), "rb")
+    return open(path, "rb")  # noqa: PTH123 - Path would normalise a string
 
 
 def read_config(path: str, where: str) -> dict[str, Any]:

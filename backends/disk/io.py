@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -127,6 +128,15 @@ def file_system_ns(directory: int) -> int:
 
 
 # reading
+
+
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """Open a regular file, through links; raise OSError for another file, even for a FIFO."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return descriptor
 
 
 def fill(descriptor: int, buffers: Sequence[memoryview], offset: int = 0) -> int:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.disk.bounded import read_bounded
-from hicachectl.backends.disk.io import read_up_to
+from hicachectl.backends.disk.io import open_regular, read_up_to
 from hicachectl.formats.documents import parse_json_object
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.weights import (
@@ -176,11 +175,8 @@ def _read(file: int, path: Path, offset: int, nbytes: int) -> bytes:
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
     try:
-        # Opening a FIFO would wait for a writer.
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = open_regular(path)
         try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise OSError(0, "not a regular file")
             yield file
         finally:
             os.close(file)

@@ -10,17 +10,23 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicachectl.backends.disk.io import fill, is_in_memory, is_on_fuse, raise_lost, write_all
+from hicachectl.backends.disk.io import (
+    fill,
+    is_in_memory,
+    is_on_fuse,
+    open_regular,
+    raise_lost,
+    write_all,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,19 +58,6 @@ class FilePages:
     nbytes: int
 
 
-class PageReader(Protocol):
-    """Reader of pages into the arena; called from several threads at once."""
-
-    def read(self, path: str, pages: FilePages, memory: memoryview) -> IntArray:
-        """Read pages. Return the bytes read of each, or -errno: [n] int64.
-
-        Raises StoreUnavailable if the file system is lost.
-        """
-
-    def close(self) -> None:
-        """Release files and memory."""
-
-
 class DataFiles:
     """Data files, kept open after their first use.
 
@@ -91,7 +84,11 @@ class DataFiles:
             os.close(descriptor)
 
     def read(self, path: str, pages: FilePages, memory: memoryview) -> IntArray:
-        """Read pages in file order, adjacent pages in one system call."""
+        """Read pages in file order, adjacent pages in one system call.
+
+        Return the bytes read of each, or -errno: [n] int64. Raises StoreUnavailable if the file
+        system is lost.
+        """
         counts = np.zeros(len(pages.positions), dtype=np.int64)
         if not len(counts):
             return counts
@@ -198,17 +195,8 @@ class DataFiles:
         """Open a file once per `flags`. Raises OSError."""
         with self._lock:
             if (path, flags) not in self._open:
-                self._open[path, flags] = open_data_file(path, flags)
+                self._open[path, flags] = open_regular(path, flags)
             return self._open[path, flags]
-
-
-def open_data_file(path: str, flags: int) -> int:
-    """Return a descriptor of an existing data file. Raises OSError."""
-    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-    return descriptor
 
 
 @dataclass(frozen=True, slots=True)

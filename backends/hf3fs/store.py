@@ -32,7 +32,7 @@ from hicachectl.backends.base import (
 from hicachectl.backends.capabilities import Announces, Claimed, FilePermissions, Profiled, Touch
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.hf3fs.creating import TableMaker, claimed_by
-from hicachectl.backends.hf3fs.data_files import DataFiles, FilePages, PageReader
+from hicachectl.backends.hf3fs.data_files import DataFiles, FilePages
 from hicachectl.backends.hf3fs.keys import (
     PageSizes,
     TableRows,
@@ -95,7 +95,7 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Touc
         self.settings = settings
         self.url = str(settings)
         self._files = DataFiles(direct=direct)
-        self._reader: PageReader = self._files
+        self._reader: DataFiles | UsrbioReader = self._files
         self._readable: dict[str, Permissions] = {}  # one for each path that was read
         self._sizes = PageSizes({}, frozenset())
         self._doubt: str | None = None  # why the page size may be wrong
@@ -324,9 +324,9 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Touc
 
     def detach(self) -> None:
         """Stop using the arena."""
-        reader, self._reader = self._reader, self._files
-        if reader is not self._files:
-            reader.close()
+        if isinstance(self._reader, UsrbioReader):
+            self._reader.close()
+        self._reader = self._files
         super().detach()
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hicachectl.backends.hf3fs.data_files import open_data_file
+from hicachectl.backends.disk.io import open_regular
 from hicachectl.formats.errors import StoreUnavailable
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class UsrbioReader:
     def _descriptor(self, path: str) -> int:
         with self._lock:
             if path not in self._files:
-                descriptor = open_data_file(path, os.O_RDONLY)
+                descriptor = open_regular(path)
                 try:
                     self._module.register_fd(descriptor)
                 except BaseException:
