@@ -135,7 +135,7 @@ class Limits:
     batch_objects: int  # maximum rows per call
     batch_bytes: int  # maximum bytes per call
     parallel_reads: int  # threads that read at once
-    parallel_writes: int
+    parallel_writes: int = 2  # while one waits for the disk, the other copies or compresses
     forkable: bool = False  # forked processes may read, each with its own arena
     named_arena: bool = False  # reads are fastest into a named arena
 

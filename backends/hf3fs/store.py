@@ -72,7 +72,6 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Touc
         batch_objects=256,
         batch_bytes=256 << 20,
         parallel_reads=8,
-        parallel_writes=2,
     )
     grammar = "hf3fs"
     announced_bytes: ClassVar[int] = 1

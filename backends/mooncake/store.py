@@ -73,7 +73,6 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         batch_objects=128,  # SGLang's batches have 128 pages
         batch_bytes=256 << 20,
         parallel_reads=2,  # one read starts while the other ends
-        parallel_writes=2,
     )
     grammar = "mooncake"
     traits: ClassVar[Traits] = Traits(

@@ -69,7 +69,6 @@ class MooncakeSsdStore(Losing):
         batch_objects=256,
         batch_bytes=64 << 20,
         parallel_reads=4,
-        parallel_writes=1,
         forkable=True,  # reading needs only the directories' descriptors
     )
     grammar = "mooncake"

@@ -77,7 +77,6 @@ class ObjectFiles(
         batch_objects=1024,  # with one syncfs per batch, writes take 1.2-1.5 times as long
         batch_bytes=256 << 20,
         parallel_reads=4,
-        parallel_writes=2,
         forkable=True,  # reading needs only descriptors
     )
     traits: ClassVar[Traits] = Traits(

@@ -72,7 +72,6 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         batch_objects=256,
         batch_bytes=64 << 20,  # one fdatasync per batch
         parallel_reads=4,
-        parallel_writes=2,  # one write compresses while the other waits for the disk
         forkable=True,  # reading needs only the file's descriptor
     )
     traits: ClassVar[Traits] = Traits(
