@@ -15,7 +15,6 @@ few of both: tables are read in order where possible, and looked up in shared me
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 import triton
@@ -66,36 +65,6 @@ class HostRows:
                 raise ValueError(f"{name} {getattr(self, name)} is not a multiple of {UNIT_BYTES}")
         if self.memory.data_ptr() % UNIT_BYTES or len(self.memory) % UNIT_BYTES:
             raise ValueError(f"memory does not begin and end at multiples of {UNIT_BYTES}")
-
-    @classmethod
-    def of_layout(
-        cls,
-        memory: torch.Tensor,
-        pages: torch.Tensor,
-        *,
-        layout: str,
-        layers: int,
-        page_size: int,
-        row_bytes: int,
-        page_stride: int | None = None,
-    ) -> Self:
-        """Return rows of page objects in layout page_first, page_first_direct or layer_first.
-
-        page_stride: bytes from one object to the next; default: objects touch.
-        """
-        if layout not in ("page_first", "page_first_direct", "layer_first"):
-            raise ValueError(f"layout {layout!r} has no token rows")
-        by_token = layout == "page_first"
-        return cls(
-            memory=memory,
-            pages=pages,
-            layers=layers,
-            page_size=page_size,
-            row_bytes=row_bytes,
-            page_stride=layers * page_size * row_bytes if page_stride is None else page_stride,
-            token_stride=layers * row_bytes if by_token else row_bytes,
-            layer_stride=row_bytes if by_token else page_size * row_bytes,
-        )
 
     @property
     def page_limit(self) -> int:

@@ -180,7 +180,7 @@ def print_gather(memory: torch.Tensor) -> None:
     import torch
 
     from hicachectl.device.sparse import SparseLoader
-    from hicachectl.kernels.sparse_triton import HostRows
+    from tests.device.sparse_rows import rows_of_layout
 
     ceiling = mapped_read_gb_s(memory)
     print(f"mapped read {ceiling:.1f} GB/s, cudaMemcpyAsync {copy_gb_s(memory):.1f} GB/s")
@@ -188,7 +188,7 @@ def print_gather(memory: torch.Tensor) -> None:
     table = torch.arange(pages, device=DEVICE).repeat(REQUESTS, 1)
     print(f"{'':20}{'us a layer':>12}{'ms, 61 layers':>15}{'GB/s':>8}{'of ceiling':>12}")
     for layout in ("page_first", "page_first_direct"):
-        rows = HostRows.of_layout(
+        rows = rows_of_layout(
             memory, table, layout=layout, layers=LAYERS, page_size=PAGE_SIZE, row_bytes=ROW_BYTES
         )
         loader = SparseLoader(rows, top_k=TOP_K)

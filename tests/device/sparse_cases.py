@@ -51,7 +51,7 @@ def host_rows(
     gap: int = 16,
 ) -> Iterator[HostRows]:
     """Yield rows of random pages in random order, `gap` bytes apart. Requests share no page."""
-    from hicachectl.kernels.sparse_triton import HostRows
+    from tests.device.sparse_rows import rows_of_layout
 
     columns = -(-context // page_size)
     stride = layers * page_size * row_bytes + gap
@@ -59,7 +59,7 @@ def host_rows(
     order = rng.permutation(requests * columns).reshape(requests, columns)
     with host_memory(requests * columns * stride, device) as memory:
         memory.copy_(torch.from_numpy(rng.integers(0, 256, len(memory), np.uint8)))
-        yield HostRows.of_layout(
+        yield rows_of_layout(
             memory,
             torch.from_numpy(order).to(device),
             layout=layout,

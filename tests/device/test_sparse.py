@@ -22,7 +22,6 @@ from tests.device.sparse_cases import (
     true_rows,
 )
 
-from hicachectl.kernels.sparse_triton import HostRows  # isort: skip
 from hicachectl.device.sparse import SparseLoader  # isort: skip
 
 if TYPE_CHECKING:
@@ -251,16 +250,6 @@ def test_memory_that_begins_or_ends_between_units_is_refused() -> None:
         for part in (slice(1, None), slice(8, None), slice(None, -8)):
             with pytest.raises(ValueError, match="does not begin and end at multiples of 16"):
                 replace(rows, memory=rows.memory[part])
-
-
-def test_pages_of_other_layouts_are_refused_by_name() -> None:
-    with (
-        host_rows("cpu", requests=1, layers=1, page_size=4) as rows,
-        pytest.raises(ValueError, match="'page_head'"),
-    ):
-        HostRows.of_layout(
-            rows.memory, rows.pages, layout="page_head", layers=1, page_size=4, row_bytes=48
-        )
 
 
 @pytest.mark.parametrize("device", [NATIVE])

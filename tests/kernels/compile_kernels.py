@@ -26,9 +26,9 @@ from hicachectl.checks.values import ValueChecker
 from hicachectl.device.lanes import Lane
 from hicachectl.device.runs import DeviceRun, ObjectForm
 from hicachectl.device.sparse import SparseLoader
-from hicachectl.kernels.sparse_triton import HostRows
 from tests.bench.bench_device import cases, expected_of
 from tests.bench.stream_triton import stream
+from tests.device.sparse_rows import rows_of_layout
 
 ALIGNMENT = 4096
 OBJECTS = 3
@@ -95,7 +95,7 @@ def compile_sparse() -> None:
     """Run one step of the sparse loader."""
     layers, page_size, row_bytes, pages = 3, 64, 656, 4
     memory = torch.zeros(pages * page_size * layers * row_bytes, dtype=torch.uint8)
-    rows = HostRows.of_layout(
+    rows = rows_of_layout(
         memory, torch.arange(pages)[None], layout="page_first", layers=layers,
         page_size=page_size, row_bytes=row_bytes,
     )  # fmt: skip
