@@ -116,7 +116,9 @@ class Confirm(Store):
         """Return whether the store has a server to query."""
 
     @abstractmethod
-    def read_confirmed(self, rows: Rows, offsets: IntArray, capacities: IntArray) -> ReadResult:
+    def read_confirmed(
+        self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
+    ) -> ReadResult:
         """Read as `read_into` does; objects that a writer may have changed are GONE."""
 
     @abstractmethod

@@ -361,7 +361,9 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Touc
         """
         return self._read(rows, offsets, capacities, self._tables.located(rows), check=identify)
 
-    def read_confirmed(self, rows: Rows, offsets: IntArray, capacities: IntArray) -> ReadResult:
+    def read_confirmed(
+        self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
+    ) -> ReadResult:
         """Read pages whose keys have the same page before and after the read.
 
         GONE: the key is missing, or has another page. A row without a locator is read from the page

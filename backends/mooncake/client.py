@@ -59,7 +59,7 @@ NOT_TRANSFERRED = (Code.LEASE_EXPIRED, Code.TRANSFER_FAILED, Code.CHECKSUM_FAILE
 # Codes if the master is unreachable: no result of the call is valid.
 LOST = (Code.RPC_FAILED, Code.RPC_TIMEOUT, Code.NOT_AVAILABLE)
 
-MESSAGES = {
+MESSAGES: dict[int, str] = {
     Code.NO_SPACE: "the cluster has no room; remove pages, or add a storage process",
     Code.INVALID_PARAMS: "the mooncake package refused the call as invalid; check that its version "
     "is the cluster's",

@@ -19,8 +19,8 @@ from hicachectl.backends.base import Status
 from hicachectl.backends.capabilities import keeps_digests
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.file.store import FileStore
-from hicachectl.backends.object_files.faults import Faults
-from hicachectl.backends.object_files.markers import MarkedSizes, Marker
+from hicachectl.backends.object_files.faults import StoreFiles
+from hicachectl.backends.object_files.markers import Marker
 from hicachectl.backends.testing import ARENA_BYTES, listing, read, rows_of, write
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.identity import Identity
@@ -182,7 +182,7 @@ def test_sizes_are_less_a_trailer_exactly_where_a_marker_says_so(
     """Compares the vectorised sizes with a loop over objects and markers."""
     path = tmp_path_factory.mktemp("store")
     with ObjectDirectory.open(str(path)) as objects:
-        sizes = MarkedSizes(objects, Faults(objects))
+        sizes = StoreFiles(objects).sizes
         sizes.ensure({Marker(suffix, nbytes, IDENTITY, "off") for suffix, nbytes in marks})
         rows = rows_of([f"{n:064x}{suffix}".encode() for n, (suffix, _) in enumerate(files)])
         found = sizes.payloads(rows, np.array([size for _, size in files], dtype=np.int64))
@@ -201,16 +201,16 @@ def test_a_marker_of_the_same_tick_is_read(
     monkeypatch.setattr(time, "time_ns", lambda real=time.time_ns: real() + skew_s * 10**9)
     one, two = (Marker(suffix, 128, IDENTITY, "off") for suffix in SUFFIXES[:2])
     with ObjectDirectory.open(str(tmp_path)) as objects:
-        MarkedSizes(objects, Faults(objects)).ensure({one})
-        sizes = MarkedSizes(objects, Faults(objects))
+        StoreFiles(objects).sizes.ensure({one})
+        sizes = StoreFiles(objects).sizes
         tick = sizes._look()
         monkeypatch.setattr(sizes, "_look", lambda: tick)
         assert sizes.current() == [one]
-        MarkedSizes(objects, Faults(objects)).ensure({two})
+        StoreFiles(objects).sizes.ensure({two})
         assert set(sizes.current()) == {one, two}
         monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() + 2)
         sizes.current()  # no marker of this tick comes any more
-        MarkedSizes(objects, Faults(objects)).ensure({two._replace(nbytes=256)})
+        StoreFiles(objects).sizes.ensure({two._replace(nbytes=256)})
         assert set(sizes.current()) == {one, two}
 
 

@@ -34,7 +34,6 @@ DEFAULTS = MooncakeSettings(
     protocol="rdma",
     device="",
     local_hostname="localhost",
-    tenant="default",
 )
 
 
@@ -71,7 +70,6 @@ def test_a_url_says_everything() -> None:
         protocol="tcp",
         device="mlx5_0",
         local_hostname="localhost",
-        tenant="default",
     )
 
 
@@ -95,7 +93,6 @@ def test_the_environment_says_everything() -> None:
         protocol="tcp",
         device="mlx5_1",
         local_hostname="here",
-        tenant="default",
     )
     for text in ("mooncake:", "mooncake://", "mooncake:///"):
         assert settings(text, environ) == expected
@@ -124,7 +121,6 @@ def test_the_config_file_says_everything(config_file: ConfigFile) -> None:
         protocol="tcp",
         device="mlx5_1",
         local_hostname="here",
-        tenant="default",
     )
 
 
