@@ -70,7 +70,7 @@ class ScannedPack:
 
     pack_id: bytes
     metadata: Metadata | None = None
-    entries: PackEntries = field(default_factory=PackEntries)
+    entries: PackEntries = field(default_factory=PackEntries, compare=False)
     end: int = HEADER_BYTES
     cut_bytes: int = 0
     unfinished: bool = False
