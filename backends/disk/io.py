@@ -131,7 +131,10 @@ def file_system_ns(directory: int) -> int:
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """Open a regular file, through links; raise OSError for another file, even for a FIFO."""
+    """Open a regular file, through links, without waiting for the writer of a FIFO.
+
+    Raises OSError, also for a file of another kind.
+    """
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
