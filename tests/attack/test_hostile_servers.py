@@ -145,7 +145,7 @@ def test_tokens_that_cannot_be_are_an_error_of_the_request(where: str, value: An
 def test_an_abort_message_is_fit_to_be_written() -> None:
     reason = {"type": "abort", "message": "no \ud800\x1b[2J\u202e room" + "x" * 10_000}
     body = json.dumps({"meta_info": {**META, "finish_reason": reason}}).encode()
-    error = pull_one(lambda call: call.answer(body)).error
+    error = pull_one(lambda call: call.answer(body))["error"]
     assert error.startswith("no ")
     assert error.isprintable()
     assert len(error) <= 200
