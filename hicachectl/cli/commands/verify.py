@@ -113,7 +113,19 @@ _repair_options = stack(
 )
 
 
-@click.command("verify", cls=Command)
+class _Command(Command):
+    """The verify command; its help lists the registered checks in place of CHECKS."""
+
+    @property
+    def help(self) -> str | None:
+        return self._help.replace("CHECKS", groups_help())
+
+    @help.setter
+    def help(self, text: str | None) -> None:
+        self._help = text or ""
+
+
+@click.command("verify", cls=_Command)
 @store_argument
 @_SAMPLE.option(
     "--checks",
@@ -265,10 +277,6 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
         return VerifyReport.empty(store_name(ctx, store)).result(dry_run=_dry_run(options))
 
     write_run(ctx, run, nothing)
-
-
-# The checks that are registered when the command is made.
-command.help = str(command.help).replace("CHECKS", groups_help())
 
 
 def _dry_run(options: dict[str, Any]) -> bool | None:
