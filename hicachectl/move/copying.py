@@ -122,7 +122,7 @@ class Executor:
 
     def _copy(self, loaded: Loaded) -> tuple[PageBatch, MoveResult]:
         batch: PageBatch = loaded.task  # type: ignore[assignment]
-        result = MoveResult.of(batch.pages, objects=len(batch.objects))
+        result = MoveResult.of(batch.pages)
         if self.full.is_set() or self.stopped:
             # The prefix of these groups found no room, or `stop` was called.
             result.statuses[:] = GroupStatus.NO_ROOM
@@ -233,7 +233,7 @@ class _BatchCopy:
         if executor.options.verify:
             self._compare(np.flatnonzero(self._written & self._open()), ours=True)
             roll_back(batch.objects, self._written, result, undo=self._undo)
-        result.written = kept = self._written & self._open()
+        kept = self._written & self._open()
         result.objects, result.nbytes = int(kept.sum()), int(batch.sizes[kept].sum())
         if batch.action in COMPARING:
             same = result.open

@@ -72,8 +72,6 @@ class MoveResult:
     pages:    [k] page hashes.
     statuses: [k] uint8 of GroupStatus. A group is open while DONE.
     objects, nbytes: number and bytes of objects removed, or written and not rolled back.
-    written:  [n] which objects were written and not rolled back.
-    full:     whether a backup's destination had no room for an object.
     """
 
     pages: pa.StringArray
@@ -81,14 +79,11 @@ class MoveResult:
     problems: list[Problem] = field(default_factory=list)
     objects: int = 0
     nbytes: int = 0
-    written: BoolArray = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
-    full: bool = False
 
     @classmethod
-    def of(cls, pages: pa.StringArray, *, objects: int = 0) -> MoveResult:
-        """Return a result with all groups open. objects: number in the batch."""
-        statuses = np.full(len(pages), GroupStatus.DONE, dtype=np.uint8)
-        return cls(pages, statuses, written=np.zeros(objects, dtype=np.bool_))
+    def of(cls, pages: pa.StringArray) -> MoveResult:
+        """Return a result with all groups open."""
+        return cls(pages, np.full(len(pages), GroupStatus.DONE, dtype=np.uint8))
 
     @property
     def open(self) -> BoolArray:

@@ -178,7 +178,7 @@ class _Page:
             return in_batches(sizes, store.limits, call)
 
         keys = self._objects.column("key").combine_chunks()
-        result = MoveResult.of(pa.array([""]), objects=count)
+        result = MoveResult.of(pa.array([""]))
         publish(
             GroupObjects(keys, np.zeros(count, dtype=np.int64), self._anchors),
             self._held,

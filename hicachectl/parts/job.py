@@ -11,9 +11,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, to_builtins
 
-from hicachectl.backends.capabilities import Archive, Leases
+from hicachectl.backends.capabilities import Archive, Leases, permissions_of, trust_of
+from hicachectl.backends.urls import without_secrets
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.profile import profile_to_mapping
 from hicachectl.io.table_files import TableFile, read_table
@@ -30,9 +31,11 @@ if TYPE_CHECKING:
     from hicachectl.backends.disk.directory import Directory, Trust
     from hicachectl.backends.disk.permissions import Permissions
     from hicachectl.formats.profile import Profile
+    from hicachectl.move.migration import MigrationRequest
     from hicachectl.move.store_pair import CopyOptions
     from hicachectl.pages.selection import Selection
     from hicachectl.parts.manifest import Manifest, Published
+    from hicachectl.prewarming.page_plan import PrewarmRequest
     from hicachectl.results import Result
 
 Tables = Mapping[str, Callable[[], "pa.Table"]]  # each call reads the table
@@ -240,6 +243,45 @@ class Job(Protocol):
         return StageResult({})
 
 
+class CopyJob(Job):
+    """A command that copies from one open store to another, in parts."""
+
+    def __init__(
+        self,
+        source: Store,
+        destination: Store,
+        request: MigrationRequest | PrewarmRequest,
+        options: Struct,
+        identity: Mapping[str, Any],
+    ) -> None:
+        """Name the run by its stores, profiles and `identity`. Raises UsageError for a pack."""
+        if isinstance(destination, Archive):
+            raise UsageError(
+                f"{destination.url}: several processes cannot write one pack; give a directory as "
+                "destination, or use one process"
+            )
+        self._source, self._destination = source, destination
+        self._profile = request.profile
+        self.options = to_builtins(options)
+        self.trust = trust_of(source, destination)
+        self.permissions = permissions_of(source, listing=True)
+        self.identity = {
+            "source": without_secrets(source.url),
+            "destination": without_secrets(destination.url),
+            **profile_identity("profile", request.profile),
+            **profile_identity("destination's profile", request.destination_profile),
+            **identity,
+        }
+
+    def _listing(self, manifest: Manifest) -> Listing:
+        return listing_of(manifest, self._source.grammar, self._profile)
+
+
+def urls_of(manifest: Manifest) -> tuple[str, str]:
+    """Return the URLs of the source and the destination of a run that copies."""
+    return str(manifest.identity.get("source")), str(manifest.identity.get("destination"))
+
+
 def kind_of(command: str, source: str) -> Kind:
     """Return a command's kind. Raises FormatError, naming `source`, for an unknown command."""
     module = MODULES.get(command)
@@ -283,12 +325,3 @@ def listing_of(manifest: Manifest, grammar: str, profile: Profile | None) -> Lis
         return Listing.from_mapping(manifest.published.table, grammar, profile, MANIFEST)
     except FormatError as error:
         raise FormatError(f"{error}; {LIST_AGAIN}") from error
-
-
-def refuse_pack(destination: Store) -> None:
-    """Raise UsageError if a destination is a pack."""
-    if isinstance(destination, Archive):
-        raise UsageError(
-            f"{destination.url}: several processes cannot write one pack; give a directory as "
-            "destination, or use one process"
-        )

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from hicachectl.backends.capabilities import permissions_of, trust_of
-from hicachectl.backends.urls import without_secrets
 from hicachectl.checks.findings import LOCATED_SCHEMA as FOUND_SCHEMA
 from hicachectl.checks.page_tables import check_tables, saved_tables
 from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
@@ -26,14 +24,12 @@ from hicachectl.move.run_mark import RunMark
 from hicachectl.pages.published import inventory_of, publish_listing, refuse_unmounted
 from hicachectl.pages.selection import Selection  # noqa: TC001 - msgspec reads it
 from hicachectl.parts.job import (
-    Job,
+    CopyJob,
     Kind,
     StageResult,
-    listing_of,
-    profile_identity,
     published_selection,
-    refuse_pack,
     selection_identity,
+    urls_of,
 )
 from hicachectl.parts.manifest import LIST_AGAIN, MANIFEST, Manifest, Published
 from hicachectl.results import Shown
@@ -45,7 +41,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.move.migration import MigrationRequest
-    from hicachectl.pages.published import Listing
     from hicachectl.parts.job import PartCount, PartInput, Record, RecordForm, Tables
     from hicachectl.results import Result
 
@@ -85,8 +80,7 @@ def said(manifest: Manifest, record: RecordForm) -> Iterator[str]:
 def _result(manifest: Manifest, facts: Sequence[MigrationFacts], labelled: int) -> Result:
     return result_of(
         facts,
-        str(manifest.identity.get("source")),
-        str(manifest.identity.get("destination")),
+        *urls_of(manifest),
         labelled=labelled,
         dry_run=convert(manifest.options, _Options, MANIFEST).dry_run,
     )
@@ -95,27 +89,21 @@ def _result(manifest: Manifest, facts: Sequence[MigrationFacts], labelled: int) 
 KIND = Kind("migrate", {}, merge, said)
 
 
-class MigrateJob(Job):
+class MigrateJob(CopyJob):
     """A migration between two open stores, in parts."""
 
     kind = KIND
 
     def __init__(self, source: Store, destination: Store, request: MigrationRequest) -> None:
         """Check the request. Raises as `Migration`, and UsageError for a pack as destination."""
-        refuse_pack(destination)
-        self._source = source
-        self._destination = destination
-        self._request = request
-        self._migration = Migration(source, destination, request)
         options = _Options(
             selection=published_selection(request.selection),
             dry_run=request.dry_run,
             labelled=request.labelled,
         )
-        self.trust = trust_of(source, destination)
-        self.permissions = permissions_of(source, listing=True)
-        self.options: dict[str, Any] = msgspec.to_builtins(options)
-        self.identity = _identity(source, destination, request)
+        super().__init__(source, destination, request, options, _identity(request))
+        self._request = request
+        self._migration = Migration(source, destination, request)
 
     def publish(
         self, folder: Directory, parts: PartCount, on_listed: Callable[[int], None]
@@ -186,16 +174,11 @@ class MigrateJob(Job):
         facts.seconds = time.monotonic() - began
         return StageResult(msgspec.to_builtins(facts), settled=facts.settled)
 
-    def _listing(self, manifest: Manifest) -> Listing:
-        return listing_of(manifest, self._source.grammar, self._request.profile)
 
-
-def _identity(source: Store, destination: Store, request: MigrationRequest) -> dict[str, Any]:
-    """Return what all parts of a run must have in common."""
+def _identity(request: MigrationRequest) -> dict[str, Any]:
+    """Return the options that all parts of a run must have in common."""
     options = request.options
     return {
-        "source": without_secrets(source.url),
-        "destination": without_secrets(destination.url),
         **selection_identity(request.selection),
         "--dry-run": request.dry_run,
         "--if-exists": request.if_exists,
@@ -207,6 +190,4 @@ def _identity(source: Store, destination: Store, request: MigrationRequest) -> d
         "--no-space-check": not request.space_check,
         "--trailers": options.trailers,
         "--bwlimit": options.bytes_per_second,
-        **profile_identity("profile", request.profile),
-        **profile_identity("destination's profile", request.destination_profile),
     }

@@ -9,20 +9,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pyarrow as pa
 
-from hicachectl.backends.capabilities import permissions_of, trust_of
-from hicachectl.backends.urls import without_secrets
 from hicachectl.formats.forms import convert
 from hicachectl.io.interrupts import persistent
 from hicachectl.move.run_mark import RunMark
 from hicachectl.move.survey import Action
 from hicachectl.pages.published import refuse_unmounted
 from hicachectl.parts.job import (
-    Job,
+    CopyJob,
     Kind,
     StageResult,
-    listing_of,
-    profile_identity,
-    refuse_pack,
+    urls_of,
 )
 from hicachectl.parts.manifest import MANIFEST, Published
 from hicachectl.parts.slices import Slice, read_chains, read_plan, slice_tables, write_plan
@@ -43,7 +39,6 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.directory import Directory
-    from hicachectl.pages.published import Listing
     from hicachectl.parts.job import PartCount, PartInput, Record, RecordForm, Tables
     from hicachectl.parts.manifest import Manifest
     from hicachectl.prewarming.page_plan import PrewarmRequest
@@ -54,11 +49,6 @@ class _Options(msgspec.Struct, kw_only=True):
     """Options that merging needs."""
 
     min_usable: float | None
-
-
-def _urls(manifest: Manifest) -> tuple[str, str]:
-    """Return the URLs of the source and of the destination."""
-    return str(manifest.identity.get("source")), str(manifest.identity.get("destination"))
 
 
 def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | None) -> Result:
@@ -78,7 +68,7 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
     outcome = outcome_of(
         [plan, *(convert(record.facts, PrewarmFacts, record.path) for record in records)],
         restorable,
-        *_urls(manifest),
+        *urls_of(manifest),
         seconds,
     )
     if finish is None:
@@ -91,7 +81,7 @@ def said(manifest: Manifest, record: RecordForm) -> Iterator[str]:
     """Yield what a slice that is not settled has not done; `merge` says the rest."""
     if not record.settled:
         facts = convert(record.facts, PrewarmFacts, "The result")
-        outcome = outcome_of([facts], FinishFacts(), *_urls(manifest), 0.0)
+        outcome = outcome_of([facts], FinishFacts(), *urls_of(manifest), 0.0)
         yield from outcome.messages
         if facts.stopped_by:
             yield f"Stopped: {facts.stopped_by}"
@@ -100,7 +90,7 @@ def said(manifest: Manifest, record: RecordForm) -> Iterator[str]:
 KIND = Kind("prewarm", {}, merge, said, finishes=True)
 
 
-class PrewarmJob(Job):
+class PrewarmJob(CopyJob):
     """A prewarm whose slices are copied by many processes."""
 
     kind = KIND
@@ -119,19 +109,7 @@ class PrewarmJob(Job):
         request: without chains and pages. asked: returns the request with these, for the lister;
         None: this process does not list. inputs: options that name them, with their values.
         """
-        refuse_pack(destination)
-        self._source = source
-        self._destination = destination
-        self._request = request
-        self._asked = asked
-        self.options = msgspec.to_builtins(_Options(min_usable=min_usable))
-        self.trust = trust_of(source, destination)
-        self.permissions = permissions_of(source, listing=True)
-        self.identity = {
-            "source": without_secrets(source.url),
-            "destination": without_secrets(destination.url),
-            **profile_identity("profile", request.profile),
-            **profile_identity("destination's profile", request.target),
+        identity = {
             **inputs,
             "--budget": request.budget_bytes,
             "--budget-pages": request.budget_pages,
@@ -141,6 +119,9 @@ class PrewarmJob(Job):
             "--pin-ttl": request.options.pin_seconds,
             "--trailers": request.options.trailers,
         }
+        super().__init__(source, destination, request, _Options(min_usable=min_usable), identity)
+        self._request = request
+        self._asked = asked
 
     def publish(
         self, folder: Directory, parts: PartCount, on_listed: Callable[[int], None]
@@ -207,6 +188,3 @@ class PrewarmJob(Job):
             without = pages_with_problems(slices)
             facts, _ = finish_facts(self._destination, request, pages, names, without=without)
         return StageResult(msgspec.to_builtins(facts))
-
-    def _listing(self, manifest: Manifest) -> Listing:
-        return listing_of(manifest, self._source.grammar, self._request.profile)

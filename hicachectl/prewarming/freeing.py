@@ -116,11 +116,9 @@ def choose_groups(
         if and_unnamed:
             own = np.union1d(own, others)
         elif len(others):
-            each = [row["bytes"] for row in unnamed]
-            known_bytes = [nbytes for nbytes in each if nbytes is not None]
-            nbytes = sum(known_bytes) if len(known_bytes) == len(each) else None
+            nbytes = human_size(_known_sum(sizes[others]))
             remarks.append(
-                f"{counted(len(others), 'page')} ({human_size(nbytes)}) of deployments that no "
+                f"{counted(len(others), 'page')} ({nbytes}) of deployments that no "
                 "request names left alone; --and-unnamed removes them first"
             )
     sized = own[sizes[own] != UNKNOWN_BYTES]
@@ -244,18 +242,21 @@ def _sizes(inventory: Inventory, groups: PageGroups) -> IntArray:
     return sizes
 
 
+def _known_sum(sizes: IntArray) -> int | None:
+    return None if (sizes == UNKNOWN_BYTES).any() else byte_sum(sizes)
+
+
 def _by_label(groups: PageGroups, sizes: IntArray, numbers: IntArray) -> list[UnnamedDeployment]:
     """Return the pages and bytes of some groups by their label, most bytes first."""
     labels = groups.label_ids[numbers]
     rows: list[UnnamedDeployment] = []
     for label in np.unique(labels).tolist():
         nbytes = sizes[numbers[labels == label]]
-        known = not (nbytes == UNKNOWN_BYTES).any()
         rows.append(
             {
                 "group": groups.labels[label],
                 "pages": len(nbytes),
-                "bytes": byte_sum(nbytes) if known else None,
+                "bytes": _known_sum(nbytes),
             }
         )
     return sorted(rows, key=lambda row: (-(row["bytes"] or 0), row["group"]))
