@@ -315,45 +315,44 @@ def prewarm(
         request = replace(request, options=replace(request.options, deadline=started + seconds))
     warming = Warming(source, destination, request)
     plan = plan_prewarm(warming, on_listed=on_listed)
-    if not request.dry_run:
-        return _executed(warming, plan, started, on_copied)
-    plan.pages.rehearse(plan.facts)
-    plan.facts.remarks += source.remarks
-    finish, _ = finish_facts(destination, request, plan.pages, plan.names)
-    took = time.monotonic() - started
-    outcome = outcome_of([plan.facts], finish, source.url, destination.url, took)
-    outcome.plan = plan.rows()
-    return outcome
-
-
-def _executed(
-    warming: Warming, plan: PagePlan, started: float, on_copied: Callable[[int, int], None]
-) -> PrewarmOutcome:
-    """Copy, touch and count pages; after an interrupt, touching and counting have time limits."""
-    request, source, destination = warming.request, warming.source, warming.destination
-    # Also finish a pack that a killed run left, even if no page is missing.
-    RunMark.new().put(destination)
-    count = partial(finish_facts, destination, request, plan.pages, plan.names)
-    survey, wanted = plan.pages.survey, plan.pages.order
-    interruption = None
-    try:
-        with persistent():
-            copy_pages(warming, plan.pages, plan.facts, on_copied)
-            touch_pages(destination, survey, wanted, until=after(warming.options.deadline))
-            finish, usable = count(without=pages_with_problems([plan.facts]))
-    except BaseException as error:
-        if isinstance(error, Exception):
-            raise
-        interruption = error
-        touch_pages(destination, survey, wanted, until=after(time.monotonic()))
-        without, until = pages_with_problems([plan.facts]), after(time.monotonic())
-        finish, usable = count(without=without, until=until)
+    interruption: BaseException | None = None
+    if request.dry_run:
+        plan.pages.rehearse(plan.facts)
+        plan.facts.remarks += source.remarks
+        finish, usable = finish_facts(destination, request, plan.pages, plan.names)
+    else:
+        finish, usable, interruption = _executed(warming, plan, on_copied)
     took = time.monotonic() - started
     outcome = outcome_of([plan.facts], finish, source.url, destination.url, took)
     outcome.usable_pages, outcome.plan = usable, plan.rows()
     if interruption is not None:
         outcome.interrupt(interruption)
     return outcome
+
+
+def _executed(
+    warming: Warming, plan: PagePlan, on_copied: Callable[[int, int], None]
+) -> tuple[FinishFacts, IntArray, BaseException | None]:
+    """Copy, touch and count pages; after an interrupt, touching and counting have time limits.
+
+    Return the result of `finish_facts`, and the exception of an interrupt.
+    """
+    destination = warming.destination
+    # Also finish a pack that a killed run left, even if no page is missing.
+    RunMark.new().put(destination)
+    count = partial(finish_facts, destination, warming.request, plan.pages, plan.names)
+    survey, wanted = plan.pages.survey, plan.pages.order
+    try:
+        with persistent():
+            copy_pages(warming, plan.pages, plan.facts, on_copied)
+            touch_pages(destination, survey, wanted, until=after(warming.options.deadline))
+            return *count(without=pages_with_problems([plan.facts])), None
+    except BaseException as error:
+        if isinstance(error, Exception):
+            raise
+        touch_pages(destination, survey, wanted, until=after(time.monotonic()))
+        without, until = pages_with_problems([plan.facts]), after(time.monotonic())
+        return *count(without=without, until=until), error
 
 
 def usable_from(store: Store, request: PrewarmRequest) -> PrewarmOutcome:
