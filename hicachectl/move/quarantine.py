@@ -352,8 +352,8 @@ class NewRun:
                     directory.close()
 
 
-def remove_if_empty(quarantine: Directory, run: Run) -> bool:
-    """Remove a locked run without objects; return whether. Raises OSError, StoreUnavailable.
+def remove_if_empty(quarantine: Directory, run: Run) -> None:
+    """Remove a locked run without objects. Raises OSError, StoreUnavailable.
 
     Unfinished copies are no objects.
     """
@@ -366,7 +366,6 @@ def remove_if_empty(quarantine: Directory, run: Run) -> bool:
         empty = not run.folder.has(PACK_FILE)
     if empty:
         remove_run(quarantine, run.name, run.folder)
-    return empty
 
 
 def remove_run(quarantine: Directory, name: str, folder: Directory) -> None:
