@@ -261,15 +261,15 @@ class CopyJob(Job):
                 "destination, or use one process"
             )
         self._source, self._destination = source, destination
-        self._profile = request.profile
+        self._profile = profile = request.profile
         self.options = to_builtins(options)
         self.trust = trust_of(source, destination)
         self.permissions = permissions_of(source, listing=True)
         self.identity = {
             "source": without_secrets(source.url),
             "destination": without_secrets(destination.url),
-            **profile_identity("profile", request.profile),
-            **profile_identity("destination's profile", request.destination_profile),
+            **profile_identity("profile", profile),
+            **profile_identity("destination's profile", request.destination_profile or profile),
             **identity,
         }
 
