@@ -116,9 +116,9 @@ def choose_groups(
         if and_unnamed:
             own = np.union1d(own, others)
         elif len(others):
-            nbytes = human_size(_known_sum(sizes[others]))
+            size = human_size(_known_sum(sizes[others]))
             remarks.append(
-                f"{counted(len(others), 'page')} ({nbytes}) of deployments that no "
+                f"{counted(len(others), 'page')} ({size}) of deployments that no "
                 "request names left alone; --and-unnamed removes them first"
             )
     sized = own[sizes[own] != UNKNOWN_BYTES]
