@@ -258,7 +258,8 @@ def kept_kind(path: Path) -> str:
     head = head_of(path)
     if not head:
         return ""
-    if SIDE_DIRECTORY in path.resolve().parent.parts:
+    folder = path.resolve().parent
+    if SIDE_DIRECTORY in folder.parts or (folder / SIDE_DIRECTORY).is_dir():
         return "a file in a store"
     if _PAGE_NAME.search(path.name):
         return "an object of a store"

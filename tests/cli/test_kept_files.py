@@ -45,19 +45,11 @@ def test_a_file_in_a_store_stays(invoke: Invoke, tmp_path: Path) -> None:
     before = page.read_bytes()
     assert "is an object of a store" in invoke("ls", store, "-o", page, exit_code=2).stderr
     (store / ".hicachectl" / "markers").mkdir(parents=True, exist_ok=True)
-    path = store / ".hicachectl" / "markers" / "x"
-    path.write_text("text")
-    assert "is a file in a store" in invoke("ls", store, "-o", path, exit_code=2).stderr
-    assert (page.read_bytes(), path.read_text()) == (before, "text")
-
-
-def test_a_result_beside_the_objects_of_a_store_is_replaced(invoke: Invoke, tmp_path: Path) -> None:
-    store = demo_store(tmp_path / "store")
-    (store / ".hicachectl").mkdir(exist_ok=True)
-    result = store / "pages.json"
-    for _ in range(2):
-        invoke("ls", store, "--format", "json", "-o", result)
-    assert "pages" in json.loads(result.read_text())
+    for path in (store / "notes", store / ".hicachectl" / "markers" / "x"):
+        path.write_text("text")
+        assert "is a file in a store" in invoke("ls", store, "-o", path, exit_code=2).stderr
+        assert path.read_text() == "text"
+    assert page.read_bytes() == before
 
 
 def test_other_files_are_replaced(invoke: Invoke, tmp_path: Path) -> None:
