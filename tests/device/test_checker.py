@@ -406,7 +406,11 @@ def provided(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
         monkeypatch.setattr(
             devices, "cuda_devices", lambda names: [torch.device(DEVICE)] * len(names)
         )
-        monkeypatch.setattr("hicachectl.device.runs.strided_copy", provider.copy)
+
+        def copy(*arguments: Any) -> None:
+            provider.copy(*arguments)  # looked up now, because a test may replace the method
+
+        monkeypatch.setattr("hicachectl.device.runs.strided_copy", copy)
         if HAS_CUDA:
             monkeypatch.setattr(DeviceRun, "_captured", lambda run, launch: None)
 
