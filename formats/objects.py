@@ -77,6 +77,10 @@ class Shard:
         return " ".join(sizes) or "without TP ranks"
 
 
+# Columns of tables that `Names` fill.
+NAME_COLUMNS = ("model", "tag")
+
+
 class Names(NamedTuple):
     """The names that the keys of a deployment state.
 
@@ -95,7 +99,7 @@ class Names(NamedTuple):
     @property
     def columns(self) -> dict[str, str | None]:
         """Values of the columns of these names; None for a name that keys lack."""
-        return {name: value or None for name, value in self._asdict().items()}
+        return {name: getattr(self, name) or None for name in NAME_COLUMNS}
 
 
 @dataclass(frozen=True, slots=True)

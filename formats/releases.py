@@ -92,6 +92,11 @@ def since(fact: str) -> str:
     return next(".".join(map(str, x.since)) for x in RELEASES if getattr(x, fact))
 
 
+def before(fact: str) -> str:
+    """Return the newest release of RELEASES without a fact."""
+    return next(".".join(map(str, x.since)) for x in reversed(RELEASES) if not getattr(x, fact))
+
+
 def unknown_release(text: str) -> str | None:
     """Return a warning for a version outside the table, else None. Raises ProfileError."""
     version = sglang_version(text)

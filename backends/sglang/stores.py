@@ -27,7 +27,7 @@ from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.identity import deployment_tag, object_identity, unlike
 from hicachectl.formats.keys import WHOLE_PAGES, grammar_of
 from hicachectl.formats.kinds.pool import pool_name
-from hicachectl.formats.objects import ANCHOR, AXES, Names
+from hicachectl.formats.objects import ANCHOR, AXES
 from hicachectl.formats.spec import object_specs
 from hicachectl.formats.wording import reason_of
 
@@ -98,7 +98,7 @@ def page_form(grammar: str, pool: ServedPool, tag: str = "") -> PageForm:
 
     tag: Mooncake's extra_backend_tag. Raises UnsupportedByBackend.
     """
-    page = pool.page._replace(names=Names(pool.identity.model, tag))
+    page = pool.page._replace(names=pool.page.names._replace(tag=tag))
     spoken = grammar_of(grammar)
     spoken.check_ranks(page.ranks, page.release)
     objects = []

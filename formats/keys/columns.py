@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.formats.objects import AXES, Names
+from hicachectl.formats.objects import AXES, NAME_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.keys.resolve import Resolved
     from hicachectl.formats.objects import Shard
 
-TEXT_COLUMNS = (*Names._fields, "pool", "part")
+TEXT_COLUMNS = (*NAME_COLUMNS, "pool", "part")
 RANK_COLUMNS = tuple(f"{axis}_{end}" for axis in AXES for end in ("rank", "size"))
 SPAN_COLUMNS = ("layers", "heads")  # half-open ranges, as in "0-16"
 

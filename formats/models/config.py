@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.kinds import kind_of
+from hicachectl.formats.kinds.pool import pool_name
 from hicachectl.formats.models.architectures import family_of
 from hicachectl.formats.models.drafts import Target, algorithm_of, with_draft
 from hicachectl.formats.models.dtypes import forced_dtype
@@ -153,7 +154,11 @@ def _check_parallelism(model: HfConfig, flags: DeploymentFlags, pools: tuple[Poo
             "dcp", "SGLang's HiCache supports dcp only for MLA models without an indexer pool"
         )
     has_dp = flags.enable_dp_attention and flags.dp > 1
-    if flags.cp > 1 and not has_dp and (not latent or "mamba" in names):
+    if (
+        flags.cp > 1
+        and not has_dp
+        and (not latent or any(pool_name(name).states for name in names))
+    ):
         # CacheController._generate_storage_config uses the full TP rank, not the attention TP rank
         raise model.error(
             "cp",

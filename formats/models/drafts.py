@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.kinds.pool import pool_name
 from hicachectl.formats.models.architectures import family_of
 from hicachectl.formats.models.families.base import NEXTN, Context, Family
 from hicachectl.formats.models.flags import DeploymentFlags, canonical_algorithm, check_flags
@@ -109,7 +110,7 @@ def with_draft(target: Target, algorithm: str) -> tuple[Pool, ...]:
         return (*target.pools, *old)
     if draft.architecture == _INKLING_MTP:
         return _counted(target, draft, rows)
-    if "mamba" in rows:
+    if any(pool_name(name).states for name in rows):
         raise draft.error("architectures", "drafts with recurrent states are not supported")
     if draft.architecture == DSPARK_V4:  # _can_pack_hicache_mtp
         _check_same_rows(target, draft, rows)

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.errors import StoreUnavailable
+from hicachectl.formats.objects import NAME_COLUMNS
 from hicachectl.pages.census import byte_sum
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.text.jsontext import schema_of
@@ -424,9 +425,8 @@ def page_columns(groups: PageGroups, numbers: IntArray) -> list[pa.Array]:
     """Return the pages, models and tags of some groups; null where the keys show none."""
     ids = groups.deployment_ids[numbers]
     which = pa.array(ids, mask=ids == UNRESOLVED)
-    names = [deployment.names for deployment in groups.deployments]
-    texts = [[one.model or None for one in names], [one.tag or None for one in names]]
+    names = [deployment.names.columns for deployment in groups.deployments]
     return [
         groups.pages_at(numbers),
-        *(pa.array(text, pa.string()).take(which) for text in texts),
+        *(pa.array([one[n] for one in names], pa.string()).take(which) for n in NAME_COLUMNS),
     ]

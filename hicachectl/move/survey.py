@@ -71,7 +71,7 @@ class Route:
         """Name of the source's deployment in messages."""
         deployment = self.deployment
         sizes = deployment.shard.sizes_text() if deployment.specs else ""
-        return " ".join(filter(None, (*reversed(deployment.names), sizes)))
+        return " ".join(filter(None, (*reversed(deployment.names.columns.values()), sizes)))
 
     def keys(self, targets: IntArray, pages: pa.StringArray) -> pa.BinaryArray:
         """Return the keys of targets, one for each page."""

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from hicachectl.backends.base import SCAN_FIELDS
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.keys.columns import coordinate_columns
-from hicachectl.formats.objects import ANCHOR, AXES, Names
+from hicachectl.formats.objects import ANCHOR, AXES, NAME_COLUMNS
 from hicachectl.pages.census import column_sum, column_sums
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import UNKNOWN_BYTES
@@ -217,7 +217,7 @@ def page_rows(groups: PageGroups) -> pa.Table:
             "group": pa.array(groups.labels, pa.string()).take(pa.array(groups.label_ids)),
             **{
                 name: pa.array([names[name] for names in stated], pa.string()).take(ids)
-                for name in Names._fields
+                for name in NAME_COLUMNS
             },
             **{
                 name: pa.array([getattr(shard, name) for shard in shards], pa.int32()).take(ids)

@@ -54,10 +54,10 @@ def deployment_document(deployment: Deployment, page_size: int | None = None) ->
     profile = deployment.profile
     if profile is not None and not profile.inferred:
         return profile_document(profile)
-    shard = deployment.shard
+    shard, stated = deployment.shard, deployment.names.columns
     return {
-        "model": deployment.names.model,
-        "tag": deployment.names.tag,
+        "model": stated["model"] or "",
+        "tag": stated["tag"] or "",
         "tp_size": shard.tp_size,
         "pp_size": shard.pp_size,
         "cp_size": shard.cp_size,
@@ -80,10 +80,10 @@ def deployment_text(document: Mapping[str, Any]) -> str:
 def place_text(deployment: Deployment, own: Deployment) -> str:
     """Return where pages of another deployment are, seen from one's own: `tp 4`, `model b tp 4`."""
     texts = []
-    model, tag = deployment.names
-    if model != own.names.model:
+    stated, mine = deployment.names.columns, own.names.columns
+    if (model := stated["model"]) != mine["model"]:
         texts.append(f"model {model}" if model else NAMELESS)
-    if tag != own.names.tag:
+    if (tag := stated["tag"]) != mine["tag"]:
         texts.append(f"tag {tag}" if tag else "no tag")
     named = bool(texts)
     ranks = zip(deployment.shard.axes, own.shard.axes, strict=True)

@@ -215,13 +215,13 @@ class Selection:
 
         sizes: size of each axis; None for those that `ls` shows.
         """
-        model, tag = deployment.names
+        model, tag = deployment.names.columns.values()
         if self.model is not None and model != self.model.replace("/", "-"):
             return False
         if sizes is None:
             sizes = {axis: getattr(deployment.shard, f"{axis}_size") for axis in AXES}
         wanted = ((getattr(self, axis), sizes[axis]) for axis in AXES)
-        return self.tag in (None, tag) and all(n in (None, size) for n, size in wanted)
+        return self.tag in (None, tag or "") and all(n in (None, size) for n, size in wanted)
 
     def chosen(self, groups: PageGroups) -> BoolArray:
         """Return which groups are selected: [groups].

@@ -14,6 +14,7 @@ from hicachectl.formats.kinds.pool import pool_name
 from hicachectl.formats.layouts import DTYPE_BYTES
 from hicachectl.formats.objects import ANCHOR, AXES
 from hicachectl.formats.profile import Profile, profile_from_mapping, validate_profile
+from hicachectl.formats.releases import before
 from hicachectl.formats.spec import UNKNOWN_SIZE, object_specs
 from hicachectl.text.units import counted
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from hicachectl.pages.selection import Selection
 
 _OTHER_SOURCES = "give --profile, --server, or --model-config with the server's flags"
-# The last SGLang release that omits the TP rank in state keys if all ranks share the kv object.
-_UNRANKED_STATES_SGLANG = "0.5.18"
 
 
 def infer_profile(inventory: Inventory, grammar: str, choice: Selection) -> Profile:
@@ -139,7 +138,7 @@ def _described(deployment: Deployment) -> str:
 def _options(deployment: Deployment) -> str:
     sizes = _sizes(deployment.specs)
     stated = [f"--{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "tp"]
-    return " ".join([f"--model {quote(deployment.names.model)}", *stated])
+    return " ".join([f"--model {quote(deployment.names.columns['model'] or '')}", *stated])
 
 
 def _anchors(deployment: Deployment) -> list[ObjectSpec]:
@@ -172,7 +171,8 @@ def _profile(deployment: Deployment) -> Profile:
     for spec in sorted(deployment.specs, key=lambda spec: spec.pool != ANCHOR):
         pools[spec.pool].append(spec)
     mapping = {
-        **deployment.names._asdict(),
+        "model": deployment.names.model,
+        "tag": deployment.names.tag,
         "inferred": True,
         **{axis: _size(anchors, axis) for axis in ("pp", "cp", "dcp")},
         "tp": _size(deployment.specs, "tp"),
@@ -182,7 +182,7 @@ def _profile(deployment: Deployment) -> Profile:
     if page_size is not None:
         mapping["page_size"] = page_size
     if any(pool_name(name).states and not _ranked(specs) for name, specs in pools.items()):
-        mapping["sglang"] = _UNRANKED_STATES_SGLANG
+        mapping["sglang"] = before("file_state_rank")
     return profile_from_mapping(mapping, source="profile inferred from the store")
 
 

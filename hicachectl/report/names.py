@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.formats.keys.columns import SPAN_COLUMNS
-from hicachectl.formats.objects import AXES, Names
+from hicachectl.formats.objects import AXES
 from hicachectl.pages.naming import deployment_text
 from hicachectl.text.terminal import escape_controls
 
@@ -23,7 +23,7 @@ _SIZES = tuple(f"{axis}_size" for axis in AXES)
 def deployment_name(deployment: Deployment) -> str:
     """Return the name of a deployment: its model and the sizes that `ls` shows."""
     shard = deployment.shard
-    return _named(deployment.names, {n: getattr(shard, n) for n in _SIZES})
+    return _named(deployment.names.text, {n: getattr(shard, n) for n in _SIZES})
 
 
 def summary_name(row: Mapping[str, Any], *, models: bool) -> str:
@@ -36,11 +36,11 @@ def summary_name(row: Mapping[str, Any], *, models: bool) -> str:
     sizes = {name: row[name] for name in _SIZES}
     if models and row["model"] is None and not any(sizes.values()):
         return AMBIGUOUS
-    return _named(Names(*(row[name] or "" for name in Names._fields)), sizes)
+    return _named("_".join(filter(None, (row["tag"], row["model"]))), sizes)
 
 
-def _named(names: Names, sizes: Mapping[str, int | None]) -> str:
-    return escape_controls(deployment_text({"model": names.text, **sizes}))
+def _named(name: str, sizes: Mapping[str, int | None]) -> str:
+    return escape_controls(deployment_text({"model": name, **sizes}))
 
 
 def pool_text(pool: str | None, part: str | None) -> str:

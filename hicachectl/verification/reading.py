@@ -22,7 +22,6 @@ from hicachectl.checks.catalogs import Digested, compare, digested_objects
 from hicachectl.checks.findings import object_findings
 from hicachectl.checks.registry import code_named
 from hicachectl.checks.sizes import oversized_rule
-from hicachectl.device.devices import open_checker
 from hicachectl.formats.catalog import DIGEST_BYTES
 from hicachectl.formats.wording import over_buffer
 from hicachectl.io.forking import SharedCounter, Workers
@@ -235,6 +234,8 @@ def _device(
     if not len(plan.rows) or not (plan.checkers or plan.digest.any()):
         yield None
         return
+    from hicachectl.device.devices import open_checker
+
     largest = int(plan.capacities.argmax())
     key = inventory.objects.column("key")[int(plan.rows[largest])].as_py()
     with open_checker(

@@ -164,7 +164,7 @@ def test_dcp_keys_give_page_size_and_tp(invoke: Invoke, tmp_path: Path) -> None:
     assert (profile.tp, profile.dcp, profile.page_size) == (4, 2, 64)
 
 
-@pytest.mark.parametrize(("mamba", "sglang"), [(".mamba_m", "0.5.18"), (".mamba_m_0_1", "0.5.23")])
+@pytest.mark.parametrize(("mamba", "sglang"), [(".mamba_m", "0.5.22"), (".mamba_m_0_1", "0.5.23")])
 def test_mamba_keys_tell_which_releases_wrote_them(
     invoke: Invoke, tmp_path: Path, mamba: str, sglang: str
 ) -> None:
