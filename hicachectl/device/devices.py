@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from hicachectl.device.checker import DeviceChecker
 
 AUTO, CPU = "auto", "cpu"
-DEFAULT_DEVICE_BYTES = 2 << 30
 _OLDEST_TRITON = (3, 4)
 
 

@@ -14,7 +14,6 @@ from msgspec import Meta
 from hicachectl.backends.capabilities import keeps_digests
 from hicachectl.backends.page_tables import PageTables
 from hicachectl.checks.registry import DIGESTS, Need, checks, group_names, value_groups
-from hicachectl.device.devices import DEFAULT_DEVICE_BYTES
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.spec import object_specs
 from hicachectl.formats.wording import GIVE_PROFILE
@@ -107,7 +106,7 @@ class VerifyRequest:
     allow_empty: bool = False
     changes: bool = False
     devices: tuple[str, ...] = ("cpu",)
-    device_bytes: int = DEFAULT_DEVICE_BYTES
+    device_bytes: int = 2 << 30
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
     bytes_per_second: int | None = None
     jobs: int | None = None
