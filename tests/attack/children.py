@@ -56,6 +56,8 @@ for module in pkgutil.walk_packages(hicachectl.__path__, "hicachectl."):
     if not any(part in module.name for part in APART):
         importlib.import_module(module.name)
 from hicachectl.__main__ import main
+from hicachectl.checks.codes import builtin_codes
+builtin_codes()
 user = int(sys.argv[1])
 answers = []
 for command in json.load(sys.stdin):

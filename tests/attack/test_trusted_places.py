@@ -343,6 +343,8 @@ import hicachectl.cli.commands.restore, hicachectl.move.withdrawal
 import hicachectl.move.restore, hicachectl.verification.verify
 import encodings.utf_8_sig, pwd, importlib.metadata
 from hicachectl.__main__ import run
+from hicachectl.checks.codes import builtin_codes
+builtin_codes()
 run(['ls', '/'])
 uid, gid, mask = map(int, sys.argv[1:4])
 os.setgroups([gid]); os.setgid(gid); os.setuid(uid); os.umask(mask)

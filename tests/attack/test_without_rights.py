@@ -46,8 +46,8 @@ def test_a_mark_is_a_file_of_the_users_own(tmp_path: Path, kind: str) -> None:
     arguments = ("migrate", source, tmp_path / "new")
     options = {"XDG_STATE_HOME": str(tmp_path / "state")}
     # The name of the mark, from a run that is killed.
-    preload = "import os; from hicachectl.move import migrate; "
-    preload += "migrate.carry_out = lambda *a, **o: os.kill(os.getpid(), 9); "
+    preload = "import os; from hicachectl.move import migration; "
+    preload += "migration.carry_out = lambda *a, **o: os.kill(os.getpid(), 9); "
     preload += "from hicachectl.__main__ import main; main()"
     command = [sys.executable, "-c", preload, *map(str, arguments)]
     subprocess.run(command, env={**os.environ, **options}, check=False)
