@@ -173,6 +173,7 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
 
 def _refuse_place(ctx: click.Context, store: str, output: Path) -> None:
     """Refuse to write among the objects of the store, or over a file that is no page."""
+    from hicachectl.backends.disk.durable import STDOUT
     from hicachectl.backends.urls import parse_url
 
     url = parse_url(store, config_of(ctx))
@@ -180,7 +181,7 @@ def _refuse_place(ctx: click.Context, store: str, output: Path) -> None:
     if any(path and place.is_relative_to(os.path.realpath(path)) for path in url.paths):
         raise UsageError(f"{output}: lies in the store; name a file in another directory")
     head = head_of(place)
-    if head and not head.startswith(_HEAD):
+    if output != STDOUT and head and not head.startswith(_HEAD):
         raise UsageError(f"{output}: exists and is not an HTML page; name another file")
 
 
