@@ -130,7 +130,8 @@ class MooncakeGrammar(Grammar):
         if page.scattered:
             raise UnsupportedByBackend(
                 f"pools[{page.pool}]: pages in layout {page.layout} are scattered in host memory "
-                "and cannot be stored as parts; use page_first or page_first_direct"
+                "and cannot be stored as parts; use page_first or page_first_direct "
+                "(--hicache-mem-layout)"
             )
         # Under DCP, keys name the CP rank only if they do not name the TP rank.
         names_cp = page.ranks.dcp > 1 and not ranked

@@ -126,7 +126,7 @@ REFUSED: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     ),
     (
         {"settings": {"store": "mooncake://127.0.0.1:1"}, "profile": {"layout": "layer_first"}},
-        ("'layer_first'", "--hicache-mem-layout page_first"),
+        ("layout layer_first", "use page_first", "--hicache-mem-layout"),
     ),
     (
         {"pools": {"kv": {"layout": "page_first_kv_split"}}},
