@@ -21,7 +21,7 @@ PYTHON_SOURCES := hicachectl hicachectl/backends hicachectl/formats tests
 # Tests that must share a process are slow, so each process may begin with neighbours.
 MEMORY := $(shell [ "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -1)" -ge 500000 ] 2>/dev/null && echo /dev/shm)
 
-WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) \* 3 / 2)
+WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) \* 2)
 
 # Also where the environment turns bytecode off: compiling the tests anew takes longer than most do.
 unexport PYTHONDONTWRITEBYTECODE
@@ -75,7 +75,7 @@ demo-mooncake: .venv/.dev
 
 environments: .venv/.dev $(REFERENCE_ENVIRONMENTS)
 
-# Tests wait for servers and leases a third of their time, so there are more workers than processors.
+# Tests wait for servers and leases, so there are more workers than processors.
 # A worker that a hanging test ended is not restarted: xdist would wait for its group forever.
 test: environments
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --max-worker-restart 0
