@@ -303,7 +303,8 @@ class StorePages(PageStore):
             pools = self._pools.values()
             return archive_problem(store, pools, reads_unstamped=self._reads_unstamped)
         if not isinstance(store, Claimed):
-            return ""
+            # Without a tag in the keys, nothing tells pages of other weights apart.
+            return "" if grammar_of(store.grammar).has_tag else "has keys that name no deployment"
         named = bool(self._anchor.identity.weights)
         owner = store.claimed_by(self._tag, writes=self._writes and named)
         if owner in (None, self._tag):

@@ -21,13 +21,14 @@ from hicachectl.backends.capabilities import Archive
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.settings import Settings
-from hicachectl.backends.sglang.stores import StorePages, archive_problem
+from hicachectl.backends.sglang.stores import StorePages, archive_problem, page_form
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.errors import UnsupportedByBackend
 from hicachectl.formats.identity import profile_tag
 from hicachectl.formats.spec import object_specs
 from tests.backends.sglang.pages import hashes
 from tests.backends.sglang.rank_pools import rank_pools
+from tests.backends.test_tar_store import put_tar
 from tests.formats.small_models import gdn, indexer, kda, mha, mla, profile
 from tests.mooncake_cluster import Cluster
 from tests.waiting import wait_until
@@ -258,6 +259,17 @@ def test_pages_of_other_weights_on_3fs_are_misses(hf3fs_url: str, tmp_path: Path
             assert found.counts["other-deployment"]
     with served(hf3fs_url, DSA) as found:
         expect_all(found, held)
+
+
+def test_a_store_whose_keys_name_no_deployment_is_a_miss(tmp_path: Path) -> None:
+    """A backend of another program could hold pages of other weights under our keys."""
+    form = page_form("file", rank_pools(DSA)["kv"].pool)
+    keys, sizes = form.named(PAGES)
+    objects = zip(keys, sizes.tolist(), strict=True)
+    put_tar(tmp_path / "a.tar", {key.decode(): bytes(nbytes) for key, nbytes in objects})
+    with served(f"tar:{tmp_path}/a.tar", DSA, writes=False) as found:
+        assert not any(found.exists() + found.read())
+        assert found.counts["other-deployment"]
 
 
 def test_a_rank_that_cannot_name_its_weights_claims_no_3fs(hf3fs_url: str, tmp_path: Path) -> None:
