@@ -244,7 +244,7 @@ class FileListings(Losing):
     """
 
     def __init__(self, files: StoreFiles, left_out: LeftOut) -> None:
-        """left_out: what is reported before the first scan."""
+        """left_out: counts of left out files, reported before the first scan."""
         self._files = files
         self._left_out = left_out
 

@@ -117,7 +117,7 @@ class Memory:
 
 
 class _OfThread(threading.local):
-    """Objects of which each thread has its own.
+    """State of one thread.
 
     memory: the thread's memory for `PageFiles.read`.
     """

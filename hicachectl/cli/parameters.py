@@ -234,7 +234,7 @@ own_option = OWN.option
 """`click.option` for a command's own option."""
 
 equal_option = Section(OWN.title, divided=SAME).option
-"""`click.option` for a command's own option, of which all parts must have the same value."""
+"""`click.option` for a command's own option. All parts must have the same value of it."""
 
 own_setting = partial(own_option, variable=True)
 """`click.option` for a command's own option that is a setting."""

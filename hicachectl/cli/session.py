@@ -203,7 +203,7 @@ def bytes_progress(ctx: click.Context, what: str) -> Iterator[Callable[[int, int
 def stages(
     ctx: click.Context, what: str
 ) -> Iterator[tuple[Callable[[int], None], Callable[[int, int], None]]]:
-    """Show the progress of a listing, then of bytes. what: what is done with the bytes."""
+    """Show the progress of a listing, then of bytes. what: "reading" or "copying"."""
     with progress(ctx, "listing", " objects") as on_listed, bytes_progress(ctx, what) as on_bytes:
         yield on_listed, on_bytes
 

@@ -205,7 +205,7 @@ def runs_for_people(rows: pa.Table) -> pa.Table:
 
 
 def last_line(document: Mapping[str, Any], counts: Mapping[str, int], done: str) -> str:
-    """Return the line below a table: what was done or would be, and what stopped the run.
+    """Return the line below a table: the counts, the planned ones of a dry run, and any stop.
 
     counts: numbers by their nouns.
     done: the words for it, such as "removed".

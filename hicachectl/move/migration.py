@@ -413,7 +413,7 @@ def carry_out(
     on_begun: Callable[[], None] = lambda: None,
     on_moved: Callable[[int, int], None] = lambda nbytes, total: None,
 ) -> MigrationFacts:
-    """Carry out a plan of the whole migration, or of a part of it; return what was done.
+    """Carry out a plan of the whole migration, or of a part of it; return its counts.
 
     mark: mark on the unfinished writes of this process.
     Other arguments and exceptions as in `migrate`. `seconds` is not set.

@@ -67,7 +67,7 @@ class CopyOptions:
     trailers: TrailerMode = "auto"
 
     def __post_init__(self) -> None:
-        """Verify what is moved."""
+        """Let a move verify its copies, since it removes their originals."""
         object.__setattr__(self, "verify", self.verify or self.move)
 
     @property

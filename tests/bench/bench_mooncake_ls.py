@@ -5,7 +5,7 @@
 Starts a cluster on loopback and fills it with small objects. Each run measures the bare client and
 right afterwards ours. The bare client calls /get_all_keys, then /batch_query_keys for `--chunk`
 keys at a time, and parses the replies with the standard library's json. Prints medians of the
-pairwise ratios: of the master's endpoints inside one process, and of whole processes. With --bare
+pairwise ratios, for the master's endpoints inside one process and for whole processes. With --bare
 HOST:PORT it is the bare client, once.
 """
 

@@ -39,7 +39,7 @@ _LONGEST_REPORT = 1 << 16
 
 
 def answer(question: dict[str, Any]) -> Any:
-    """Kill backups as the request asks; return what they left."""
+    """Kill backups as the request asks; return the findings after each."""
     return kill_backups(question, question["kills"])
 
 

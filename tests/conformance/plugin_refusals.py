@@ -26,7 +26,7 @@ else:
 
 
 def answer(question: list[dict[str, Any]]) -> list[Any]:
-    """Attach as the requests ask; return what was refused."""
+    """Attach as the requests ask; return the refusals."""
     with tempfile.TemporaryDirectory() as folder:
         return [_attached(request, folder) for request in question]
 

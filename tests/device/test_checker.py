@@ -653,7 +653,7 @@ copy = runs.strided_copy
 
 def breaking(*arguments):
     copy(*arguments)
-    stray[(1,)](arguments[1])  # from then on every call of the device fails
+    stray[(1,)](arguments[1])  # Every later call of the device fails.
 
 
 runs.strided_copy = breaking

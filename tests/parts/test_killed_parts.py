@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-KILLS = 5 * ROUNDS  # of each command
+# Kills of each command.
+KILLS = 5 * ROUNDS
 MOVE = ("--move", "--yes")
 PARTS = 4
 AT_ONCE = PARTS  # processes, so that part 0 is among them

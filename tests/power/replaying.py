@@ -41,7 +41,7 @@ def missed_without_syncs(writer: Writer, recording: Recording) -> list[str]:
 
 
 def found_by_recovering(writer: Writer, recording: Recording, seed: int) -> list[str]:
-    """Recover from some crash states; return what is wrong afterwards."""
+    """Recover from some crash states; return the faults that remain."""
     states = list(distinct(crash_states(recording, seed=seed), lambda s: s.content))
     if len(states) > RECOVERIES:
         states = _sample(states, RECOVERIES, random.Random(seed))
