@@ -1,50 +1,66 @@
-"""The room that one rank's objects may take in a directory.
+"""The room that one rank's objects may take in a directory, and the thread that makes room.
 
 The unit is what one rank owns of a page: its anchor and its sidecars go together. `max_size` bounds
 all objects of the rank's suffixes, whichever process wrote them; each writer keeps
-`min_free_space` free. A background thread evicts (`evictor`).
+`min_free_space` free.
+
+One process evicts a suffix: the one that holds the lock on a file in `.hicachectl/`. The others
+try for the lock, and get it when that process ends.
 """
 
 from __future__ import annotations
 
-import ctypes
+import errno
+import logging
 import os
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hicachectl.backends.disk.io import LIBC, locks_reach_all_hosts
-from hicachectl.backends.object_files.epochs import EpochReader
-from hicachectl.backends.sglang.evictor import Evictor
-from hicachectl.backends.sglang.sweeping import kinds_of
-from hicachectl.formats.errors import UsageError
-from hicachectl.formats.kinds.pool import pool_names
-from hicachectl.formats.objects import PAGE_DIGITS
+from hicachectl.backends.disk.durable import is_named, lock
+from hicachectl.backends.disk.io import locks_reach_all_hosts
+from hicachectl.backends.file.folders import ObjectDirectory
+from hicachectl.backends.object_files.epochs import open_side, owner_of
+from hicachectl.backends.sglang.ledger import HIGH, Ledger
+from hicachectl.backends.sglang.sweeping import Sweeper, kinds_of
+from hicachectl.formats.errors import HicacheError, UsageError
 from hicachectl.formats.wording import reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicachectl.backends.file.folders import ObjectDirectory
     from hicachectl.backends.sglang.counters import Counters
+    from hicachectl.backends.sglang.sweeping import Listing
 
-_ROOM_SHARE = 1024  # one share of max_size is taken from the ledger at a time
+logger = logging.getLogger("hicachectl.sglang")
+
 _PROBED_EVERY_S, _PROBED_EVERY_BYTES = 1.0, 64 << 20
-_CLOSE_WAIT_S = 0.1
-_AT_SYMLINK_NOFOLLOW = 0x100
-_UTIME_NOW, _UTIME_OMIT = (1 << 30) - 1, (1 << 30) - 2
-# Two timespecs: the atime becomes the file system's present time, the mtime stays.
-_ATIME_ONLY = (ctypes.c_long * 4)(0, _UTIME_NOW, 0, _UTIME_OMIT)
+_LOW = 0.96  # eviction starts above HIGH, and ends at this share of the limit
+_LISTED_AT = 0.75  # below this share of the limit, nothing needs to be listed
+_KNOWN_AT_LEAST = 0.25  # if listed objects fill less of the limit, list again
+_WRITTEN_AT_LEAST = 0.05  # write this share of the limit before listing again
+# Of the missing space in one turn, since several suffixes may evict at once.
+_FREE_SPACE_STEP, _FREE_SPACE_LEAST = 0.25, 64 << 20
+_FREE_SPACE_MARGIN = 0.05  # share of the free space to keep
+_TICK_S, _BUSY_TICK_S, _LOCK_EVERY_S, _EPOCH_EVERY_S = 0.25, 0.02, 2.0, 1.0
+_LISTED_AGAIN_S = 60.0  # at the earliest, while too little can be evicted
+_SWEEP_EVERY_S, _LIMIT_SWEEP_S = 3600.0, 300.0
+_LONGEST_TURN_S, _LONGEST_JOIN_S = 0.5, 0.5
+_REST_S = 0.001  # after 64 stale objects
+_LOST_PAUSE_S = 5.0
 
 
 class Capacity:
-    """Room for the objects of one rank. Several threads may use it at once.
+    """Room for the objects that one rank writes. Several threads may use it at once.
 
-    suffixes: suffixes of the objects that count, those of sidecars that may still come among them.
+    suffixes: suffixes of the objects that count, the anchor's first, those of sidecars that may
+    still come among them.
 
-    Until the thread has listed the directory for the first time, the room in use is what the last
-    processes left in the ledger, or 95 % of max_size in a directory without one.
+    A thread lists the objects and evicts, if this process holds the lock of the suffixes. Until it
+    has listed the directory for the first time, the room in use is what the last processes left in
+    the ledger, or 95 % of max_size in a directory without one.
     """
 
     def __init__(
@@ -57,46 +73,52 @@ class Capacity:
         evict: str = "owner",
         counters: Counters,
     ) -> None:
-        """Start the thread, if this rank writes anything.
+        """Open the control files and the directory anew, and start the thread.
 
-        suffixes: ends of the file names that this rank writes, after the page hash; True for the
-        anchor's. max_size, min_free_space: bytes; 0 for no limit. evict: "owner": the process that
-        holds the lock evicts; "this": this process evicts, and no other.
+        suffixes: at least one end of the file names that this rank writes, after the page hash;
+        True for the anchor's. max_size, min_free_space: bytes; 0 for no limit. evict: "owner": the
+        process that holds the lock evicts; "this": this process evicts, and no other.
         Raises UsageError for max_size where locks do not exclude other hosts, OSError and
         UntrustedError.
         """
-        kinds = kinds_of(suffixes, tuple(pool.name for pool in pool_names()))
-        self.suffixes = frozenset(kinds)
-        self._directory = directory
-        self._counters = counters
-        self._min_free = min_free_space
-        self._lock = threading.Lock()
-        self._credit = 0  # bytes taken from the ledger, not yet admitted
-        self._chunk = max_size // _ROOM_SHARE
-        self._free = 0  # bytes at the last probe, minus the bytes admitted since
-        self._admitted = 0  # bytes, since the probe
-        self._probed_at = 0.0
-        self._epochs: dict[bytes, EpochReader] = {}
-        self._limit = max_size if suffixes else 0
-        self._evictor: Evictor | None = None
-        if not suffixes:
-            return
-        alone = evict == "this"
-        if max_size and not alone and not locks_reach_all_hosts(directory.descriptor):
+        self._alone = evict == "this"  # without the lock; the ledger is then this process's own
+        if max_size and not self._alone and not locks_reach_all_hosts(directory.descriptor):
             raise UsageError(
                 f"{directory.path}: locks of this file system may not exclude other hosts, so "
                 'max_size needs "evict": "this" on one of them, and no max_size on the others'
             )
-        self._evictor = Evictor(
-            directory,
-            kinds,
-            has_anchor=any(suffixes.values()),
-            limit=max_size,
-            min_free=min_free_space,
-            alone=alone,
-            counters=counters,
-        )
-        self._evictor.start()
+        self.suffixes = kinds_of(suffixes)
+        self._has_anchor = any(suffixes.values())
+        self._limit = max_size
+        self._min_free = min_free_space
+        self._counters = counters
+        self._probing = threading.Lock()
+        self._free = 0  # bytes at the last probe, minus the bytes admitted since
+        self._admitted = 0  # bytes, since the probe
+        self._probed_at = 0.0
+        owner = os.fsdecode(owner_of(self.suffixes[0]))
+        # A process without a limit must not keep one with a limit from evicting.
+        self._lock_name = f"evictor-{owner}" if max_size else f"sweeper-{owner}"
+        self._ledger_name = f"used-{owner}"
+        self._working = threading.Lock()  # one turn at a time
+        self._ended = False
+        self._wake = threading.Event()
+        self._holds = False
+        self._busy = False  # the last turn evicted
+        self._lock_file = -1
+        self._ledger: Ledger | None = None
+        # The thread may outlive the caller's descriptor.
+        self._directory = ObjectDirectory.within(directory.path, os.dup(directory.descriptor))
+        self._forget()
+        self._thread = threading.Thread(target=self._run, name="hicachectl-evict", daemon=True)
+        try:
+            self._open()
+            self._thread.start()
+        except BaseException as error:
+            self._close_files()
+            if isinstance(error, RuntimeError):  # the system allows no more threads
+                raise OSError(errno.EAGAIN, str(error)) from error
+            raise
 
     # writing
 
@@ -105,124 +127,255 @@ class Capacity:
 
         nbytes: size of its file, with trailer. Give the room of a failed write back by `release`.
         """
-        if not (self._limit or self._min_free):
-            return True
-        with self._lock:
-            try:
-                if self._min_free and not self._has_space(nbytes):
-                    self._wake()
-                    return False
-                if self._limit and not self._has_room(nbytes):
-                    self._wake()
-                    return False
-            except OSError as error:
-                self._counters.refused("unreckoned", reason_of(error))
-                return False
-            self._free -= nbytes
-            self._admitted += nbytes
-            return True
+        try:
+            # Without a function for it: each call shows in a write of a small page.
+            if self._min_free:
+                with self._probing:
+                    now = time.monotonic()
+                    if (
+                        now - self._probed_at > _PROBED_EVERY_S
+                        or self._admitted > _PROBED_EVERY_BYTES
+                    ):
+                        self._free = self._free_bytes()
+                        self._probed_at, self._admitted = now, 0
+                    if self._free - nbytes < self._min_free:
+                        self._wake.set()
+                        return False
+                    self._free -= nbytes
+                    self._admitted += nbytes
+            return self._ledger is None or self._ledger.take(nbytes)
+        except OSError as error:
+            self._counters.refused("unreckoned", reason_of(error))
+            return False
 
     def release(self, nbytes: int) -> None:
-        """Give back the room of a failed write, or of the file that a write replaced."""
-        if not self._limit or self._evictor is None:
+        """Give back the room of a failed write, or of a file that was replaced or removed."""
+        if self._ledger is not None:
+            self._ledger.give(nbytes)
+
+    def _free_bytes(self) -> int:
+        space = os.fstatvfs(self._directory.descriptor)
+        return space.f_bavail * space.f_frsize
+
+    # control files
+
+    def _open(self) -> None:
+        self._sweeper = Sweeper(self._directory, self.suffixes, has_anchor=self._has_anchor)
+        with open_side(self._directory) as side:
+            if self._limit:
+                used = side.open_lock(self._ledger_name)
+                self._ledger = Ledger(used, self._limit, self._wake, shared=not self._alone)
+            self._lock_file = side.open_lock(self._lock_name)  # last: it shows that all are open
+
+    def _reopen_if_gone(self) -> None:
+        """Open the control files again if they were replaced, or some could not be opened."""
+        here = self._directory.descriptor
+        if self._directory.vanished:
+            if not Path(self._directory.path).exists():
+                raise FileNotFoundError(errno.ENOENT, "the directory is gone")
+            self._directory.reopen()
+        elif self._lock_file >= 0 and is_named(
+            self._lock_file, f".hicachectl/{self._lock_name}", here
+        ):
             return
-        with self._lock:
-            self._credit += nbytes
-            if self._credit > 4 * self._chunk:
-                surplus, self._credit = self._credit - self._chunk, self._chunk
-                with suppress(OSError):  # the next listing corrects it
-                    self._evictor.ledger.give(surplus)
+        self._close_control()
+        self._forget()
+        self._open()
 
-    def removed(self, suffix: bytes, nbytes: int) -> None:
-        """Give back the room of a file that was removed, if it counts here."""
-        if suffix in self.suffixes:
-            self.release(nbytes)
+    def _close_control(self) -> None:
+        self._holds = False
+        if self._lock_file >= 0:
+            os.close(self._lock_file)
+            self._lock_file = -1
+        if self._ledger is not None:
+            self._ledger.close()
 
-    def keep(self, key: bytes, facts: os.stat_result) -> bool:
-        """Mark an object that a writer found in place; False if it has to be written after all.
+    def _close_files(self) -> None:
+        self._close_control()
+        self._directory.close()
 
-        facts: its stat, when it was found. Once marked, it is not evicted before the writer has had
-        time to write the page's anchor. Raises OSError.
-        """
-        try:
-            here, name = self._directory.place(key)
-            if LIBC.utimensat(here, name, _ATIME_ONLY, _AT_SYMLINK_NOFOLLOW):
-                # Another user's file cannot be marked.
-                os.stat(name, dir_fd=here, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        # The mark has set the ctime, which revives an object that a `clear` has made stale.
-        epoch = self.epoch(key[PAGE_DIGITS:])
-        epoch.look()
-        return not epoch.stale(facts)
-
-    # reading
-
-    def used(self, suffix: bytes, descriptor: int, facts: os.stat_result) -> bool:
-        """Note that an object of a suffix was read, for the order of eviction.
-
-        descriptor: its open file. facts: its fstat. Return False if a `clear` came meanwhile,
-        so that the object has to be removed.
-        """
-        # A touch sets the ctime, which would revive an object that a `clear` has made stale.
-        epoch = self.epoch(suffix)
-        epoch.look()
-        if epoch.stale(facts):
-            return True  # it was not touched
-        LIBC.futimens(descriptor, _ATIME_ONLY)
-        epoch.look()
-        return not epoch.stale(facts)
-
-    def epoch(self, suffix: bytes) -> EpochReader:
-        """Return the epoch of a suffix."""
-        found = self._epochs.get(suffix)
-        if found is None:
-            found = self._epochs[suffix] = EpochReader(self._directory, suffix)
-        return found
+    def _forget(self) -> None:
+        self._listing: Listing | None = None
+        self._expected = 0  # total of the ledger after the listing, minus bytes evicted since
+        self._listed_at = self._tried_at = self._looked_at = 0.0  # results of time.monotonic
+        self._listing_s = 0.0
 
     # the thread
 
     def evict_now(self) -> bool:
-        """Do the thread's work once; return whether this process evicts. Raises OSError."""
-        return self._evictor is not None and self._evictor.turn()
+        """List and evict if it is time. Return whether this process evicts.
+
+        Raises OSError, HicacheError.
+        """
+        with self._working:
+            self._reopen_if_gone()
+            if not self._holds and not self._take_lock():
+                return False
+            if self._listing_is_due():
+                self._list()
+            missing = self._missing_bytes()
+            if missing:
+                self._evict(missing)
+            return True
 
     def close(self) -> None:
-        """Give unused room back, and let the thread end; wait half a second for it."""
-        evictor, self._evictor = self._evictor, None
-        if evictor is None:
-            return
-        credit = 0
-        # A writer that hangs in the store keeps the lock; the next listing corrects its room.
-        if self._lock.acquire(timeout=_CLOSE_WAIT_S):
-            credit, self._credit = self._credit, 0
-            self._lock.release()
-        evictor.close(credit)
+        """Let the thread give unused room back, close the files and end; wait shortly for it."""
+        self._ended = True
+        self._wake.set()
+        self._thread.join(_LONGEST_JOIN_S)
 
-    def _wake(self) -> None:
-        if self._evictor is not None:
-            self._evictor.wake.set()
+    def _run(self) -> None:
+        while not self._ended:
+            pause = _TICK_S
+            try:
+                self._busy = False
+                self.evict_now()
+                pause = _BUSY_TICK_S if self._busy else _TICK_S
+            except (OSError, HicacheError) as error:
+                self._counters.refused("unswept", reason_of(error))
+                pause = _LOST_PAUSE_S
+            except Exception:
+                logger.exception("%s: the evictor failed", self._counters.place)
+                pause = _LOST_PAUSE_S
+            self._wake.wait(pause)
+            self._wake.clear()
+        with self._working:
+            self._close_files()
 
-    def _has_room(self, nbytes: int) -> bool:
-        """Take the object's bytes from the credit, which the ledger fills up."""
-        if self._evictor is None:
-            return False
-        if nbytes > self._credit:
-            least = nbytes - self._credit
-            taken = self._evictor.ledger.take(least, least + self._chunk)
-            if not taken:
+    def _take_lock(self) -> bool:
+        now = time.monotonic()
+        if not self._alone:
+            if self._tried_at and now - self._tried_at < _LOCK_EVERY_S:
                 return False
-            self._credit += taken
-            if self._evictor.ledger.is_high:
-                self._wake()
-        self._credit -= nbytes
+            self._tried_at = now
+            if not lock(self._lock_file, optional=True):
+                return False
+        self._holds = True
         return True
 
-    def _has_space(self, nbytes: int) -> bool:
-        """Return whether the file system has so many bytes more than must stay free."""
+    # listing
+
+    def _listing_is_due(self) -> bool:
+        listing = self._listing
+        if listing is None or self._is_epoch_new(listing):
+            return True
+        since = time.monotonic() - self._listed_at
+        if since < 3 * self._listing_s:
+            return False
+        # Others may add objects without a ledger: HiCacheFile, or a migration.
+        again_s = max(_LIMIT_SWEEP_S, 20 * self._listing_s) if self._limit else _SWEEP_EVERY_S
+        if since >= again_s or (self._limit and self._is_limit_listing_due(listing)):
+            return True
+        is_short = not listing.left and self._missing_bytes() > 0
+        return since >= _LISTED_AGAIN_S and (self._alone or is_short)
+
+    def _is_epoch_new(self, listing: Listing) -> bool:
         now = time.monotonic()
-        old = now - self._probed_at > _PROBED_EVERY_S or self._admitted > _PROBED_EVERY_BYTES
-        if old:
-            space = os.fstatvfs(self._directory.descriptor)
-            self._free = space.f_bavail * space.f_frsize
-            self._probed_at, self._admitted = now, 0
-        return self._free - nbytes >= self._min_free
+        if now - self._looked_at < _EPOCH_EVERY_S:
+            return False
+        self._looked_at = now
+        return self._sweeper.look() != listing.epochs
+
+    def _is_limit_listing_due(self, listing: Listing) -> bool:
+        total = self._total()
+        if self._is_implausible(total):
+            return True
+        if total < _LISTED_AT * self._limit or listing.left > _KNOWN_AT_LEAST * self._limit:
+            return False
+        return total - self._expected > _WRITTEN_AT_LEAST * self._limit
+
+    def _list(self) -> None:
+        """List the objects, set the ledger, and remove stale objects."""
+        first = self._listing is None
+        self._listing = None  # not two at a time in memory
+        begun = time.monotonic()
+        before = self._total()
+        listing = self._sweeper.list(
+            lambda: self._ended, measures=bool(self._limit or self._min_free)
+        )
+        if self._ended:
+            return
+        self._listed_at = time.monotonic()
+        self._listing_s = self._listed_at - begun
+        self._listing = listing
+        if self._ledger is not None:
+            self._expected = self._ledger.correct(listing.listed, listing.later, before)
+        if first:
+            self._log(listing)
+        self._remove_stale(listing)
+
+    def _log(self, listing: Listing) -> None:
+        logger.info(
+            "%s: %d objects of this rank, %.3f GiB%s; %d objects of others; listed in %.1f s",
+            self._counters.place,
+            len(listing.rows) + len(listing.stale),
+            (listing.listed + listing.later) / 2**30,
+            f" of max_size {self._limit / 2**30:.3f} GiB" if self._limit else "",
+            listing.others,
+            self._listing_s,
+        )
+
+    def _remove_stale(self, listing: Listing) -> None:
+        """Remove objects from before their epoch, anchors first."""
+        freed = removed = 0
+        for number, (page, kind) in enumerate(listing.stale):
+            if self._ended:
+                return
+            with suppress(OSError):
+                bytes_free = self._sweeper.remove_stale(page, kind, listing.epochs[kind])
+                freed += bytes_free
+                removed += bytes_free > 0
+            if not number % 64:
+                self._freed(freed)
+                freed = 0
+                time.sleep(_REST_S)
+        listing.stale.clear()
+        self._freed(freed)
+        if removed:
+            self._counters.count("swept", removed)
+
+    # evicting
+
+    def _total(self) -> int:
+        """Return the bytes that all processes have taken; 0 without a limit."""
+        return 0 if self._ledger is None else self._ledger.total
+
+    def _is_implausible(self, total: int) -> bool:
+        """Return whether the total is more than writers can have taken since the listing."""
+        return total > max(self._limit, self._expected) * 1.01
+
+    def _missing_bytes(self) -> int:
+        """Return the bytes to evict now; 0 if all limits are kept."""
+        total = self._total()
+        is_high = total > HIGH * self._limit and not self._is_implausible(total)
+        above = int(total - _LOW * self._limit) if is_high else 0
+        space = self._missing_space() if self._min_free else 0
+        return max(above, int(space * _FREE_SPACE_STEP), min(space, _FREE_SPACE_LEAST))
+
+    def _missing_space(self) -> int:
+        """Return the bytes that must get free, with a margin; 0 if there is enough."""
+        margin = min(int(self._min_free * _FREE_SPACE_MARGIN), 1 << 30)
+        return max(0, self._min_free + margin - self._free_bytes())
+
+    def _evict(self, nbytes: int) -> None:
+        """Evict the least recently used pages until so many bytes are freed."""
+        listing, until = self._listing, time.monotonic() + _LONGEST_TURN_S
+        freed = pages = 0
+        while listing is not None and freed < nbytes:
+            if self._ended or time.monotonic() > until or not (oldest := listing.take_page()):
+                break
+            try:
+                bytes_free = self._sweeper.remove_page(*oldest)
+                freed += bytes_free
+                pages += bytes_free > 0
+            except OSError as error:
+                self._counters.refused("unevicted", f"{oldest[0]}: {reason_of(error)}")
+        self._freed(freed)
+        if pages:
+            self._counters.count("evicted", pages)
+        self._busy = freed > 0
+
+    def _freed(self, nbytes: int) -> None:
+        self._expected -= nbytes
+        if nbytes:
+            self.release(nbytes)

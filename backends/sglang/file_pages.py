@@ -19,9 +19,9 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from hicachectl.backends.disk.io import CREATE_FILE, NO_ROOM, OPEN_FILE, fill, write_all
+from hicachectl.backends.disk.io import CREATE_FILE, LIBC, NO_ROOM, OPEN_FILE, fill, write_all
 from hicachectl.backends.file.folders import ObjectDirectory
-from hicachectl.backends.object_files.epochs import begin_epoch, owner_of
+from hicachectl.backends.object_files.epochs import EpochReader, begin_epoch, owner_of
 from hicachectl.backends.object_files.markers import write_marker
 from hicachectl.backends.object_files.tree import Temporaries
 from hicachectl.backends.sglang.capacity import Capacity
@@ -33,7 +33,7 @@ from hicachectl.formats.hashing import HASH_BYTES
 from hicachectl.formats.keys.file import FileGrammar
 from hicachectl.formats.kinds.pool import pool_names
 from hicachectl.formats.marker import Marker
-from hicachectl.formats.objects import ANCHOR
+from hicachectl.formats.objects import ANCHOR, PAGE_DIGITS
 from hicachectl.formats.trailer import (
     NO_RANK,
     TRAILER_BYTES,
@@ -74,6 +74,10 @@ _BAD_FILE = {errno.EACCES, errno.EIO, errno.ELOOP}  # a rename can replace such 
 _MODE = 0o666
 _TOUCHED_EVERY_NS = 3600 * 10**9
 _MOST_IN_USE = 1 << 15  # pages
+_AT_SYMLINK_NOFOLLOW = 0x100
+_UTIME_NOW, _UTIME_OMIT = (1 << 30) - 1, (1 << 30) - 2
+# Two timespecs: the atime becomes the file system's present time, the mtime stays.
+_ATIME_ONLY = (ctypes.c_long * 4)(0, _UTIME_NOW, 0, _UTIME_OMIT)
 
 Page = tuple[bytes, bytes]  # name of a page's file, and the 32 bytes of its hash
 
@@ -142,12 +146,16 @@ class PageFiles:
         pool: ServedPool,
         suffix: bytes,
         settings: Settings,
-        capacity: Capacity,
+        capacity: Capacity | None,
         counters: Counters,
         *,
         touches: bool = True,
     ) -> None:
-        """touches: reads count as use, for the order of eviction."""
+        """Serve a pool's files.
+
+        capacity: room for them; None if this rank does not write the pool.
+        touches: reads count as use, for the order of eviction.
+        """
         file, identity = pool.coordinate, pool.identity.hash()
         name, rank = trailer_name(pool.name, file.part), trailer_rank(file.shard)
         self.own = _OfThread(pool.nbytes)
@@ -156,7 +164,7 @@ class PageFiles:
         self._capacity = capacity
         self._counters = counters
         self._touches = touches
-        self._epoch = capacity.epoch(suffix)
+        self._epoch = EpochReader(directory, suffix)
         self._hash = digest_function(settings.digest)
         self._nbytes = pool.nbytes
         self._whole = pool.nbytes + TRAILER_BYTES
@@ -285,13 +293,32 @@ class PageFiles:
         facts: stat of the file before it was read, since the mount may update the atime then.
         """
         is_unused = self._touches and facts.st_atime_ns < self._unused_ns
-        if is_unused and not self._capacity.used(self.suffix, descriptor, facts):
-            self.remove(page, Found("stale", facts))
+        # A touch sets the ctime, which would revive an object that a `clear` has made stale.
+        if is_unused and not self._is_stale(facts):
+            LIBC.futimens(descriptor, _ATIME_ONLY)
+            if self._is_stale(facts):  # a `clear` came meanwhile
+                self.remove(page, Found("stale", facts))
         self._in_use.add(page[1])
 
+    def _is_stale(self, facts: os.stat_result) -> bool:
+        """Return whether a file is from before the last `clear`, which may have come just now."""
+        self._epoch.look()
+        return self._epoch.stale(facts)
+
     def keep(self, page: Page, found: Found) -> bool:
-        """Mark a page that a write found in place; False if it has to be written after all."""
-        return self._capacity.keep(page[0], found.facts)
+        """Mark a page that a write found in place; False if it has to be written after all.
+
+        Once marked, it is not evicted before the writer has had time to write the page's anchor.
+        """
+        try:
+            here, name = self._directory.place(page[0])
+            if LIBC.utimensat(here, name, _ATIME_ONLY, _AT_SYMLINK_NOFOLLOW):
+                # Another user's file cannot be marked.
+                os.stat(name, dir_fd=here, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        # The mark has set the ctime, which revives an object that a `clear` has made stale.
+        return not self._is_stale(found.facts)
 
     def write(
         self,
@@ -306,15 +333,16 @@ class PageFiles:
         bytes changed while they were written, nothing gets the name. replaced: the file in its
         place. Raises Ended, and OSError: ENOSPC without room, EAGAIN if the bytes changed.
         """
-        if not self._capacity.admit(self._whole):
+        capacity = self._capacity
+        if capacity is None or not capacity.admit(self._whole):
             raise OSError(errno.ENOSPC, "no room within max_size and min_free_space")
         try:
             self._write(page, views, call)
         except BaseException:
-            self._capacity.release(self._whole)
+            capacity.release(self._whole)
             raise
         if replaced is not None:
-            self._capacity.release(replaced.facts.st_size)
+            capacity.release(replaced.facts.st_size)
 
     def _write(self, page: Page, views: Sequence[memoryview], call: Call) -> None:
         key, page_hash = page
@@ -349,8 +377,8 @@ class PageFiles:
     def remove(self, page: Page, found: Found) -> bool:
         """Remove a page's file if it is still the one examined. Return whether it was removed."""
         removed = self._temporaries.remove_seen(page[0], found.facts, used_since=True)
-        if removed:
-            self._capacity.removed(self.suffix, found.facts.st_size)
+        if removed and self._capacity is not None:
+            self._capacity.release(found.facts.st_size)
         return removed
 
     def _open(self, page: Page) -> int:
@@ -363,9 +391,8 @@ class PageFiles:
 
         data: the trailer's bytes; b"" for a file without room for one.
         """
-        return "stale" if self._epoch.stale(facts) else self._judged(page, facts, data)
-
-    def _judged(self, page: Page, facts: os.stat_result, data: bytes) -> str:
+        if self._epoch.stale(facts):
+            return "stale"
         if not stat.S_ISREG(facts.st_mode):
             return "unreadable"
         if facts.st_size == self._nbytes:
@@ -373,7 +400,7 @@ class PageFiles:
         try:
             trailer = parse_trailer(data)
         except FormatError:
-            return "damaged"
+            trailer = None
         if trailer is None:
             return "damaged"
         if different := self._expected.difference(trailer, self._nbytes, page[1]):
@@ -464,7 +491,7 @@ class FilePages(PageStore):
                 self._refuse(found.problem, pool, pages[index])
                 if found.problem == "damaged" and self._changes:
                     call.check()
-                    self._discard(pool, pages[index], found)
+                    self._discard(pool, files, page, found)
                 return False
             call.copy(memory.address, pieces[index])
             return True
@@ -621,13 +648,14 @@ class FilePages(PageStore):
     def _begin(self, directory: ObjectDirectory) -> None:
         """Write the markers, and serve all pools from now on."""
         suffixes = {self._suffixes[pool.name]: pool.name == ANCHOR for pool in self._written()}
-        if self._capacity is None or not self._capacity.suffixes >= suffixes.keys():
+        known = () if self._capacity is None else self._capacity.suffixes
+        if not suffixes.keys() <= set(known):
             self._close_capacity()
             self._capacity = Capacity(
                 directory,
                 suffixes,
-                max_size=self._settings.max_size or 0 if self._writes else 0,
-                min_free_space=self._settings.min_free_space if self._writes else 0,
+                max_size=self._settings.max_size or 0,
+                min_free_space=self._settings.min_free_space,
                 evict=self._settings.evict,
                 counters=self.counters,
             )
@@ -643,7 +671,7 @@ class FilePages(PageStore):
                 pool,
                 self._suffixes[pool.name],
                 self._settings,
-                self._capacity,
+                self._capacity if self._suffixes[pool.name] in suffixes else None,
                 self.counters,
                 touches=self._changes,
             )
@@ -653,20 +681,18 @@ class FilePages(PageStore):
     def _refuse(self, problem: str, pool: ServedPool, page: str) -> None:
         self.counters.refused(problem, f"{pool.name} of page {page}: {_DETAILS[problem]}")
 
-    def _discard(self, pool: ServedPool, page: str, found: Found) -> None:
+    def _discard(self, pool: ServedPool, files: PageFiles, page: Page, found: Found) -> None:
         """Remove a damaged file, this rank's anchor first, so that the page is written again.
 
         A trailing pool's file goes alone: pages without one are whole.
         """
-        anchor, own = self._files.get(ANCHOR), self._files.get(pool.name)
+        anchor = self._files.get(ANCHOR)
         if anchor is not None and pool.name != ANCHOR and not pool.trailing:
-            (anchor_page,) = named([page], anchor.suffix)
+            beside = page[0][:PAGE_DIGITS] + anchor.suffix, page[1]
             with suppress(FileNotFoundError):
-                anchor.remove(anchor_page, anchor.examine(anchor_page))
-        if own is not None:
-            (own_page,) = named([page], own.suffix)
-            if own.remove(own_page, found):
-                self.counters.count("removed")
+                anchor.remove(beside, anchor.examine(beside))
+        if files.remove(page, found):
+            self.counters.count("removed")
 
 
 def _check_names(pool: ServedPool) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import struct
 import time
-from array import array
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,12 +21,11 @@ from hicachectl.backends.disk.io import entries_of, file_system_ns
 from hicachectl.backends.disk.names import storable_ns
 from hicachectl.backends.object_files.epochs import EpochReader, owner_of
 from hicachectl.backends.object_files.tree import Temporaries, owner_in
+from hicachectl.formats.kinds.pool import pool_names
 from hicachectl.formats.objects import PAGE_DIGITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
 
     from hicachectl.backends.file.folders import ObjectDirectory
 
@@ -36,8 +34,10 @@ _TEMPORARY_AGE_NS = 60 * 10**9  # no call of SGLang lasts so long
 _CLOCKS_DIFFER_NS = 10**9
 # Younger sidecars stay: a writer may be about to write their anchor.
 _IN_FLIGHT_NS = 60 * 10**9
-_SAMPLED = 64  # one of so many foreign objects is measured
 _WORK_S, _REST_S = 0.002, 0.006
+# Page hash, position of the suffix, bytes, and nanoseconds of an object.
+_ROW = struct.Struct("<32sBqq")
+_ROWS = np.dtype([("page", "<u8", 4), ("kind", "u1"), ("size", "<i8"), ("time", "<i8")])
 
 
 class _Trusted:
@@ -57,43 +57,84 @@ class _Trusted:
         return known and stat.S_ISREG(facts.st_mode)
 
 
-@dataclass(slots=True)
 class Listing:
-    """Objects of some suffixes, by page, the least recently used page first.
+    """Objects of some suffixes by page, and what else a listing of a directory has found.
 
-    pages: uint8 [objects, 32]. kinds: position of each object's suffix; 0 is the anchor's.
-    sizes: bytes. times: ns, when a page was last used or written; equal for its objects.
+    rows: array of `_ROWS`, the least recently used page first; a page has one time, when an object
+        of it was last used or written.
+    left: bytes of the pages that `take_page` has not returned.
     listed, later: bytes of objects that were written before and after the listing began.
     stale: page and kind of objects before their epoch, not among the rows; anchors first.
-    others: number of objects of other suffixes. others_bytes: about their bytes.
+    others: number of objects of other suffixes.
+    epochs: epoch of each kind. kind_of: position of each suffix; 0 is the anchor's.
     """
 
-    pages: NDArray[np.uint8]
-    kinds: NDArray[np.uint8]
-    sizes: NDArray[np.int64]
-    times: NDArray[np.int64]
-    listed: int = 0
-    later: int = 0
-    stale: list[tuple[str, int]] = field(default_factory=list)
-    others: int = 0
-    others_bytes: int = 0
+    def __init__(
+        self, suffixes: Sequence[bytes], epochs: Sequence[int], begun_ns: int, *, measures: bool
+    ) -> None:
+        """begun_ns: begin of the listing by the file system's clock."""
+        self.begun_ns, self.epochs = begun_ns, epochs
+        self.kind_of = {os.fsdecode(suffix): kind for kind, suffix in enumerate(suffixes)}
+        self.listed = self.later = self.left = self.others = 0
+        self.stale: list[tuple[str, int]] = []
+        self.rows = np.empty(0, _ROWS)
+        self._added = bytearray()  # rows, until they are sorted
+        self._next = 0
+        self._measures = measures
+        self._own_begun_ns = time.time_ns()
 
-    def page(self, row: int) -> str:
-        """Return the page hash of a row."""
-        digest: bytes = self.pages[row].tobytes()
-        return digest.hex()
+    def add(self, page: str, kind: int, facts: os.stat_result) -> None:
+        """Add an object."""
+        try:
+            digest = bytes.fromhex(page)
+        except ValueError:
+            return
+        if digest.hex() != page:  # capitals
+            return
+        if self._is_later(facts.st_mtime_ns):
+            self.later += facts.st_size
+        else:
+            self.listed += facts.st_size
+        if facts.st_ctime_ns <= self.epochs[kind]:
+            self.stale.append((page, kind))
+        elif self._measures:
+            used_ns = storable_ns(_used_ns(facts))
+            self._added += _ROW.pack(digest, kind, facts.st_size, used_ns)
+            self.left += facts.st_size
 
-    def end_of_page(self, row: int) -> int:
-        """Return the row after the last one of a row's page."""
-        page, end = self.pages[row].tobytes(), row + 1
-        while end < len(self.pages) and self.pages[end].tobytes() == page:
+    def _is_later(self, mtime_ns: int) -> bool:
+        """Return whether an object was written since the beginning; not if it is of the future."""
+        if mtime_ns <= self.begun_ns:
+            return False
+        return mtime_ns - self.begun_ns <= time.time_ns() - self._own_begun_ns + _CLOCKS_DIFFER_NS
+
+    def sort(self) -> None:
+        """Put what was added in order."""
+        rows = np.frombuffer(self._added, _ROWS)
+        # A quarter of its hash tells a page. Pages that share it would be taken for used together.
+        quarters = rows["page"][:, 0]
+        distinct, page_of = np.unique(quarters, return_inverse=True)
+        latest = np.full(len(distinct), np.iinfo(np.int64).min)
+        np.maximum.at(latest, page_of, rows["time"])
+        used = latest[page_of]
+        order = np.lexsort((quarters, used))
+        self.rows = rows[order]
+        self.rows["time"] = used[order]
+        self._added = bytearray()
+        self.stale.sort(key=lambda one: (one[1] != 0, one[0]))
+
+    def take_page(self) -> tuple[str, dict[int, int], int] | None:
+        """Return hash, sizes by kind, and time of the next page; None after the last one."""
+        start = end = self._next
+        if start == len(self.rows):
+            return None
+        page = self.rows["page"][start].tobytes()
+        while end < len(self.rows) and self.rows["page"][end].tobytes() == page:
             end += 1
-        return end
-
-    def sizes_of(self, start: int, end: int) -> dict[int, int]:
-        """Return the sizes of a page's rows, by kind."""
-        kinds, sizes = self.kinds[start:end].tolist(), self.sizes[start:end].tolist()
-        return dict(zip(kinds, sizes, strict=True))
+        taken, self._next = self.rows[start:end], end
+        self.left -= int(taken["size"].sum())
+        sizes = dict(zip(taken["kind"].tolist(), taken["size"].tolist(), strict=True))
+        return page.hex(), sizes, int(taken["time"][0])
 
 
 class Sweeper:
@@ -108,8 +149,8 @@ class Sweeper:
     def __init__(
         self, directory: ObjectDirectory, suffixes: tuple[bytes, ...], *, has_anchor: bool
     ) -> None:
-        self.epochs = [EpochReader(directory, suffix) for suffix in suffixes]
         self.clock_ns = 0
+        self._epochs = [EpochReader(directory, suffix) for suffix in suffixes]
         self._directory = directory
         self._suffixes = suffixes
         self._has_anchor = has_anchor
@@ -117,14 +158,17 @@ class Sweeper:
         self._owners = {os.fsdecode(owner_of(suffix)) for suffix in suffixes}
         self._temporaries = Temporaries(directory, owner_of(suffixes[0]))
 
+    def look(self) -> Sequence[int]:
+        """Return the epoch of each suffix as it is now."""
+        return [epoch.look() for epoch in self._epochs]
+
     def list(self, stopped: Callable[[], bool], *, measures: bool = True) -> Listing:
         """List the objects, and remove old temporary files of the suffixes.
 
         measures: with sizes and times; without, only stale objects are listed. stopped: asked
         often; ends the listing.
         """
-        epochs = [epoch.look() for epoch in self.epochs]
-        found = _Found(self._suffixes, epochs, self.now_ns(), measures=measures)
+        found = Listing(self._suffixes, self.look(), self.now_ns(), measures=measures)
         self._trusted = _Trusted(self._directory.descriptor)
         self.clock_ns = found.begun_ns - time.time_ns()
         for descriptor in self._directory.directories():
@@ -135,19 +179,20 @@ class Sweeper:
                     if owner_in(name) in self._owners:
                         self._sweep(descriptor, name, found)
                     elif name.endswith(".bin"):
-                        found.count_other(entry)
-                elif measures or epochs[kind]:
+                        found.others += 1
+                elif measures or found.epochs[kind]:
                     with suppress(FileNotFoundError):
                         facts = entry.stat(follow_symlinks=False)
                         if self._trusted(facts):
                             found.add(name[:PAGE_DIGITS], kind, facts)
-        return found.sorted()
+        found.sort()
+        return found
 
     def now_ns(self) -> int:
         """Return the file system's time."""
         return file_system_ns(self._directory.descriptor)
 
-    def _sweep(self, descriptor: int, name: str, found: _Found) -> None:
+    def _sweep(self, descriptor: int, name: str, found: Listing) -> None:
         """Remove a temporary file of the suffixes if its writer must have ended."""
         with suppress(OSError):
             facts = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
@@ -216,85 +261,6 @@ class Sweeper:
         return facts
 
 
-class _Found:
-    """What a listing has found so far."""
-
-    def __init__(
-        self, suffixes: tuple[bytes, ...], epochs: Sequence[int], begun_ns: int, *, measures: bool
-    ) -> None:
-        """begun_ns: begin of the listing by the file system's clock."""
-        self.begun_ns = begun_ns
-        self.kind_of = {os.fsdecode(suffix): kind for kind, suffix in enumerate(suffixes)}
-        self.listed = 0
-        self._epochs = epochs
-        self._measures = measures
-        self._own_begun_ns = time.time_ns()
-        self._later = 0
-        self._pages = bytearray()
-        self._kinds = array("B")
-        self._sizes = array("q")
-        self._times = array("q")
-        self._stale: list[tuple[str, int]] = []
-        self._others = self._sampled_bytes = 0
-
-    def count_other(self, entry: os.DirEntry[str]) -> None:
-        """Count an object of another suffix."""
-        if self._measures and not self._others % _SAMPLED:
-            with suppress(OSError):
-                self._sampled_bytes += entry.stat(follow_symlinks=False).st_size
-        self._others += 1
-
-    def add(self, page: str, kind: int, facts: os.stat_result) -> None:
-        """Add an object."""
-        try:
-            digest = bytes.fromhex(page)
-        except ValueError:
-            return
-        if digest.hex() != page:  # capitals
-            return
-        if self._is_later(facts.st_mtime_ns):
-            self._later += facts.st_size
-        else:
-            self.listed += facts.st_size
-        if facts.st_ctime_ns <= self._epochs[kind]:
-            self._stale.append((page, kind))
-        elif self._measures:
-            self._pages += digest
-            self._kinds.append(kind)
-            self._sizes.append(facts.st_size)
-            self._times.append(storable_ns(max(facts.st_atime_ns, facts.st_mtime_ns)))
-
-    def _is_later(self, mtime_ns: int) -> bool:
-        """Return whether an object was written since the beginning; not if it is of the future."""
-        if mtime_ns <= self.begun_ns:
-            return False
-        return mtime_ns - self.begun_ns <= time.time_ns() - self._own_begun_ns + _CLOCKS_DIFFER_NS
-
-    def sorted(self) -> Listing:
-        """Return the rows by page, least recently used first."""
-        pages = np.frombuffer(self._pages, dtype=np.uint8).reshape(-1, 32)
-        times = np.frombuffer(self._times, dtype=np.int64)
-        # A quarter of its hash tells a page. Pages that share it would be taken for used together.
-        quarters = pages.view(np.uint64)[:, 0]
-        distinct, page_of = np.unique(quarters, return_inverse=True)
-        latest = np.full(len(distinct), np.iinfo(np.int64).min)
-        np.maximum.at(latest, page_of, times)
-        used = latest[page_of]
-        order = np.lexsort((quarters, used))
-        self._stale.sort(key=lambda one: (one[1] != 0, one[0]))
-        return Listing(
-            pages=pages[order],
-            kinds=np.frombuffer(self._kinds, dtype=np.uint8)[order],
-            sizes=np.frombuffer(self._sizes, dtype=np.int64)[order],
-            times=used[order],
-            listed=self.listed,
-            later=self._later,
-            stale=self._stale,
-            others=self._others,
-            others_bytes=self._others * self._sampled_bytes // max(1, -(-self._others // _SAMPLED)),
-        )
-
-
 def _at_leisure(directory: int, stopped: Callable[[], bool]) -> Iterator[os.DirEntry[str]]:
     """Yield a directory's entries; rest three quarters of the time."""
     with entries_of(directory) as entries:
@@ -308,15 +274,15 @@ def _at_leisure(directory: int, stopped: Callable[[], bool]) -> Iterator[os.DirE
             yield entry
 
 
-def kinds_of(suffixes: Mapping[bytes, bool], pools: tuple[str, ...]) -> tuple[bytes, ...]:
+def kinds_of(suffixes: Mapping[bytes, bool]) -> tuple[bytes, ...]:
     """Return the suffixes whose objects go together, the anchor's first.
 
-    suffixes: suffixes that a rank writes; True for the anchor's.
-    pools: names that other servers of the same rank may store beside the anchor. Their objects go
-    with it, too.
+    suffixes: suffixes that a rank writes; True for the anchor's. Objects of all pools that other
+    servers of the same rank may store beside the anchor go with it, too.
     """
     anchors = [suffix for suffix, is_anchor in suffixes.items() if is_anchor]
-    beside = [b"." + pool.encode() + anchor for anchor in anchors for pool in pools]
+    names = [pool.name.encode() for pool in pool_names()]
+    beside = [b"." + name + anchor for anchor in anchors for name in names]
     return tuple(dict.fromkeys([*anchors, *sorted(suffixes), *beside]))
 
 

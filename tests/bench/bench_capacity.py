@@ -21,8 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.file.folders import ObjectDirectory
+from hicachectl.backends.object_files.epochs import EpochReader
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
+from hicachectl.backends.sglang.file_pages import Found
+from tests.backends.sglang.page_writer import page_files
 from tests.bench.runner import options_of, scratch, timed
 from tests.stores import page
 
@@ -133,13 +136,15 @@ def calls(directory: ObjectDirectory, capacity: Capacity, keys: list[bytes]) -> 
     old = os.fstat(descriptor)
     os.utime(descriptor)
     recent = os.fstat(descriptor)
-    epoch = capacity.epoch(KV)
+    found = Found("", recent)
+    epoch, files = EpochReader(directory, KV), page_files(directory)
+    pages = [(key, b"") for key in keys]
     timed: dict[str, Callable[[int], object]] = {
         "admit, release": lambda _: admit(1),
         "admit, release 1 GiB": lambda _: admit(1 << 30),
-        "used": lambda _: capacity.used(key[64:], descriptor, recent),
-        "used, with a touch": lambda _: capacity.used(key[64:], descriptor, old),
-        "keep": lambda number: capacity.keep(keys[number % len(keys)], recent),
+        "touch of a recent page": lambda _: files._touch(descriptor, pages[-1], recent),
+        "touch": lambda _: files._touch(descriptor, pages[-1], old),
+        "keep": lambda number: files.keep(pages[number % len(pages)], found),
         "look at the epoch": lambda _: epoch.look(),
         "stale": lambda _: epoch.stale(old),
     }

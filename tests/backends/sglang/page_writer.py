@@ -18,7 +18,7 @@ from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
-from hicachectl.backends.sglang.file_pages import FilePages
+from hicachectl.backends.sglang.file_pages import FilePages, PageFiles
 from hicachectl.backends.sglang.settings import Settings
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.trailer import TRAILER_BYTES
@@ -38,6 +38,15 @@ _NODE = 8
 
 def page_hash(number: int) -> str:
     return hashlib.sha256(b"%d" % number).hexdigest()
+
+
+def page_files(directory: ObjectDirectory, suffix: bytes = KV) -> PageFiles:
+    """Return the files of a pool that this rank reads and marks, and does not write."""
+    settings = Settings(stores=(parse_url(directory.path),))
+    pool, counters = HostPool(KV_BYTES - TRAILER_BYTES).pool, Counters("test")
+    files = PageFiles(directory, pool, suffix, settings, None, counters)
+    files.look()
+    return files
 
 
 class PageWriter:

@@ -8,6 +8,7 @@ import statistics
 import struct
 import threading
 import time
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +22,13 @@ from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.object_files.epochs import owner_of
 from hicachectl.backends.sglang import capacity as capacity_module
 from hicachectl.backends.sglang import file_pages
-from hicachectl.backends.sglang.calls import Ended
+from hicachectl.backends.sglang.calls import Call, Ended
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
-from hicachectl.backends.sglang.file_pages import PageFiles
+from hicachectl.backends.sglang.file_pages import FilePages, Found, PageFiles
+from hicachectl.backends.sglang.settings import Settings
 from hicachectl.backends.sglang.sweeping import Sweeper
+from hicachectl.backends.urls import parse_url
 from hicachectl.formats.errors import UsageError
 from tests.backends.sglang.page_writer import (
     INDEXER,
@@ -35,11 +38,13 @@ from tests.backends.sglang.page_writer import (
     PAGE_BYTES,
     SUFFIXES,
     PageWriter,
+    page_files,
     page_hash,
     start,
 )
+from tests.backends.sglang.pages import HostPool
 from tests.small_file_system import small_file_system
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -277,15 +282,13 @@ def test_control_files_that_fail_to_open_are_opened_later(
 def test_a_page_that_was_read_stays(place: Place) -> None:
     """A touch moves the atime only."""
     place.put_pages(150)
-    capacity = place.capacity()  # evicts nothing
     file = place.file(0, KV)
     with file.open("rb") as opened:
         before = os.fstat(opened.fileno())
-        capacity.used(os.fsencode(file.name)[64:], opened.fileno(), before)
+        page_files(place.directory)._touch(opened.fileno(), (file.name.encode(), b""), before)
         once = os.fstat(opened.fileno())
     assert once.st_mtime_ns == before.st_mtime_ns
     assert once.st_atime_ns > before.st_atime_ns + HOUR_NS
-    capacity.close()
     capacity = place.capacity(LIMIT)
     place.wait(capacity, LIMIT)
     assert place.has(0, KV)
@@ -299,11 +302,10 @@ def test_sidecars_whose_anchor_may_still_come_stay(place: Place) -> None:
     place.put(1000, INDEXER, INDEXER_BYTES, 30)  # alone
     place.put(1001, INDEXER, INDEXER_BYTES, 90)  # alone, and its writer has given up
     place.put(1, INDEXER, INDEXER_BYTES, 30)  # written anew
-    keeping = place.capacity()
-    seen = place.file(2, INDEXER).stat()
-    assert keeping.keep(page_hash(2).encode() + INDEXER, seen)
-    assert not keeping.keep(page_hash(2000).encode() + INDEXER, seen)
-    keeping.close()
+    keeping = page_files(place.directory, INDEXER)
+    seen = Found("", place.file(2, INDEXER).stat())
+    assert keeping.keep((page_hash(2).encode() + INDEXER, b""), seen)
+    assert not keeping.keep((page_hash(2000).encode() + INDEXER, b""), seen)
     for number in range(3, 150):
         place.set_age(place.file(number, KV), 10)  # younger than all of those
     capacity = place.capacity(10 * PAGE_BYTES)
@@ -322,11 +324,11 @@ def test_an_anchor_that_is_used_in_the_last_moment_keeps_its_sidecars(
     """A touch between the evictor's look and its removal puts the file back."""
     place.put_pages(150)
     real, victim = os.rename, os.fsencode(page_hash(0)) + KV
-    first = place.capacity()
+    reader = page_files(place.directory)
 
     def touch_and_rename(old: bytes, new: bytes, **where: int) -> None:
         if old == victim:
-            assert first.keep(victim, place.file(0, KV).stat())
+            assert reader.keep((victim, b""), Found("", place.file(0, KV).stat()))
         real(old, new, **where)
 
     monkeypatch.setattr(os, "rename", touch_and_rename)
@@ -477,11 +479,17 @@ def test_a_ledger_with_a_wrong_number_evicts_nothing(place: Place) -> None:
     assert len(place.pages(KV)) == 50
 
 
-def test_a_rank_that_writes_nothing_has_no_limit(place: Place) -> None:
-    capacity = place.capacity(LIMIT, suffixes={})
-    assert capacity.admit(2 * LIMIT)
-    assert not capacity.evict_now()
-    assert not (place.path / ".hicachectl").exists()
+def test_a_rank_that_writes_nothing_evicts_nothing(tmp_path: Path) -> None:
+    """It takes no lock from those that write, and leaves no file beside theirs."""
+    url = parse_url(str(tmp_path / "store"))
+    store = FilePages(url, Counters("test"), Settings(stores=(url,), max_size=1))
+    pool = replace(HostPool().pool, writes=False)
+    store.add(pool)
+    with Call(PATIENCE_S) as call:
+        assert store.exists(pool, [page_hash(0)], call) == [False]  # the store is open
+    assert not [one for one in threading.enumerate() if one.name == "hicachectl-evict"]
+    assert list((tmp_path / "store").rglob("*")) == []
+    store.close()
 
 
 def test_closing_leaves_neither_descriptors_nor_threads(tmp_path: Path) -> None:

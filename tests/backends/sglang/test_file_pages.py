@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.backends.disk.io import write_all
+from hicachectl.backends.disk.io import LIBC, write_all
 from hicachectl.backends.sglang import file_pages
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
-from hicachectl.backends.sglang.file_pages import FilePages
+from hicachectl.backends.sglang.file_pages import FilePages, PageFiles
 from hicachectl.backends.sglang.settings import Settings
 from hicachectl.backends.urls import StoreUrl, parse_url
 from hicachectl.formats.keys.base import Ranks
@@ -296,6 +296,18 @@ def test_pages_of_other_weights_are_left_if_asked(tmp_path: Path, host: HostPool
         assert read(theirs, other) == [True] * 4
 
 
+def noted_touches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the inode of each file whose reader marks it as used."""
+    touched: list[int] = []
+
+    def note(descriptor: int, _: object) -> None:
+        touched.append(os.fstat(descriptor).st_ino)
+
+    libc = SimpleNamespace(futimens=note, utimensat=LIBC.utimensat)
+    monkeypatch.setattr(file_pages, "LIBC", libc)
+    return touched
+
+
 def test_files_without_trailer_are_pages_only_if_asked(
     tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,13 +320,7 @@ def test_files_without_trailer_are_pages_only_if_asked(
     with opened(tmp_path, host) as store:
         assert exists(store, host) == [False] * 4
         assert read(store, host) == [False] * 4
-    used = []  # atimes would show the mount's own updates, too
-
-    def note(_: Capacity, suffix: bytes, descriptor: int, facts: os.stat_result) -> bool:
-        used.append(facts.st_ino)
-        return True
-
-    monkeypatch.setattr(Capacity, "used", note)
+    used = noted_touches(monkeypatch)  # atimes would show the mount's own updates, too
     with opened(tmp_path, host, unstamped="read") as store:
         assert exists(store, host) == [True] * 4
         for page in PAGES:
@@ -351,13 +357,7 @@ def test_a_page_in_use_is_marked_again_after_an_hour(
 ) -> None:
     """A page that is read all the time would age otherwise, and be evicted."""
     hour_ns, now_ns = 3600 * 10**9, time.time_ns()
-    used: list[int] = []
-
-    def note(_: Capacity, *arguments: object) -> bool:
-        used.append(now_ns)
-        return True
-
-    monkeypatch.setattr(Capacity, "used", note)
+    used = noted_touches(monkeypatch)
     with opened(tmp_path, host) as store:
         write(store, host)
         clock = SimpleNamespace(time_ns=lambda: now_ns, monotonic=time.monotonic)
@@ -381,7 +381,7 @@ def test_removed_files_make_room(
     with opened(tmp_path, host, max_size=1 << 30) as store:
         assert read(store, host) == [False, True, True, True]
         assert freed == [whole]
-        monkeypatch.setattr(Capacity, "keep", lambda *_: False)
+        monkeypatch.setattr(PageFiles, "keep", lambda *_: False)
         assert write(store, host, PAGES[1:2]) == [True]
     assert freed == [whole, whole]
 

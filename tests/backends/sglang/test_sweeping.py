@@ -19,14 +19,15 @@ from hicachectl.backends.object_files.epochs import (
     open_side,
     owner_of,
 )
+from hicachectl.backends.sglang import file_pages
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
-from hicachectl.backends.sglang.file_pages import FilePages
+from hicachectl.backends.sglang.file_pages import FilePages, Found
 from hicachectl.backends.sglang.settings import Settings
 from hicachectl.backends.sglang.sweeping import Sweeper
 from hicachectl.backends.urls import parse_url
-from tests.backends.sglang.page_writer import INDEXER, KV, SUFFIXES, page_hash
+from tests.backends.sglang.page_writer import INDEXER, KV, SUFFIXES, page_files, page_hash
 from tests.backends.sglang.pages import HostPool, hashes
 from tests.speed import slow
 from tests.waiting import PATIENCE_S, wait_until
@@ -185,24 +186,24 @@ def _sweeper(directory: ObjectDirectory, *suffixes: bytes) -> Sweeper:
 
 def test_reading_a_stale_object_does_not_make_it_valid(directory: ObjectDirectory) -> None:
     """The epoch comes after the reader's look at the file, and before its touch."""
-    capacity = Capacity(directory, {}, counters=Counters("test"))
-    file = put(directory, 0, KV)
+    files, file = page_files(directory), put(directory, 0, KV)
+    page = (file.name.encode(), b"")
     with file.open("rb") as opened:
         seen = os.fstat(opened.fileno())
         begin_epoch(directory, [KV])
         _tick(_epoch_file(directory, KV))  # else the touch falls into the epoch's moment
-        capacity.used(os.fsencode(file.name)[64:], opened.fileno(), seen)
+        files._touch(opened.fileno(), page, seen)
         epoch = EpochReader(directory, KV)
         epoch.look()
         assert epoch.stale(file.stat())
         # A writer that found the object marks it, and learns that it has to write it.
-        assert not capacity.keep(os.fsencode(file.name), seen)
+        assert not files.keep(page, Found("", seen))
 
 
 def test_a_clear_during_the_touch_of_a_read_is_noticed(
     directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The touch makes the object new, so its reader has to remove it."""
+    """The touch makes the object new, so its reader removes it."""
 
     class Late:
         @staticmethod
@@ -210,17 +211,13 @@ def test_a_clear_during_the_touch_of_a_read_is_noticed(
             begin_epoch(directory, [KV])
             _tick(_epoch_file(directory, KV))
             LIBC.futimens(descriptor, times)
+            assert not EpochReader(directory, KV).stale(os.fstat(descriptor))
 
-    monkeypatch.setattr("hicachectl.backends.sglang.capacity.LIBC", Late)
-    capacity = Capacity(directory, {}, counters=Counters("test"))
-    file = put(directory, 0, KV)
+    monkeypatch.setattr(file_pages, "LIBC", Late)
+    files, file = page_files(directory), put(directory, 0, KV)
     with file.open("rb") as opened:
-        seen = os.fstat(opened.fileno())
-        assert not capacity.used(KV, opened.fileno(), seen)
-    epoch = EpochReader(directory, KV)
-    epoch.look()
-    assert epoch.stale(seen)
-    assert not epoch.stale(file.stat())
+        files._touch(opened.fileno(), (file.name.encode(), b""), os.fstat(opened.fileno()))
+    assert not file.exists()
 
 
 @pytest.mark.parametrize("limit", [0, slow(1 << 20)])
@@ -310,13 +307,15 @@ def test_a_listing_is_by_page_and_by_the_last_use_of_any_object(
     _path(directory, b"G" * 64 + KV).touch()
     _path(directory, page_hash(3).upper().encode() + KV).touch()
     listing = _sweeper(directory, KV, INDEXER).list(lambda: False)
-    rows = [(listing.page(row), int(listing.times[row])) for row in range(6)]
-    assert rows[::2] == rows[1::2]
-    assert rows[::2] == [
-        (page_hash(number), used * 10**9) for number, used in ((2, 200), (0, 300), (1, 400))
+    assert listing.left == 600
+    assert [listing.take_page() for _ in range(4)] == [
+        *(
+            (page_hash(number), {0: 100, 1: 100}, used * 10**9)
+            for number, used in ((2, 200), (0, 300), (1, 400))
+        ),
+        None,
     ]
-    assert listing.sizes_of(0, listing.end_of_page(0)) == {0: 100, 1: 100}
-    assert (listing.listed, listing.others, listing.others_bytes) == (600, 1, 100)
+    assert (listing.listed, listing.left, listing.others) == (600, 0, 1)
 
 
 def test_an_object_of_the_far_future_is_the_last(directory: ObjectDirectory) -> None:
@@ -326,4 +325,4 @@ def test_an_object_of_the_far_future_is_the_last(directory: ObjectDirectory) -> 
     far = 430 * 31_557_600  # after 1970
     os.utime(put(directory, 2, KV), (far, far))
     listing = _sweeper(directory).list(lambda: False)
-    assert [listing.page(row) for row in range(3)][-1] == page_hash(2)
+    assert [page for page, _, _ in iter(listing.take_page, None)][-1] == page_hash(2)
