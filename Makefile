@@ -9,7 +9,7 @@ DAMAGED := demo-damaged
 # The wheels of SGLang's conformance environment, and of the oldest Triton, need this interpreter.
 SGLANG_RUNS := $(shell $(PYTHON) -c 'import sys, platform; print(int(sys.version_info[:2] == (3, 11) and platform.machine() == "x86_64"))')
 ifeq ($(SGLANG_RUNS),1)
-REFERENCE_ENVIRONMENTS := .venv-sglang/.linked .venv-triton/.installed
+REFERENCE_ENVIRONMENTS := .venv-sglang/.imported .venv-triton/.installed
 else
 REFERENCE_ENVIRONMENTS :=
 endif
@@ -23,6 +23,9 @@ MEMORY := $(shell [ "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -1)" -g
 
 WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) \* 2)
 
+# Modules are compiled when they are first imported: most of a large package never is.
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
+
 # Also where the environment turns bytecode off: compiling the tests anew takes longer than most do.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -33,28 +36,37 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 .venv/.runtime: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python $(INSTALL) -c constraints.txt -e .
 	@touch $@
 
 .venv/.dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[dev]'
 	@touch $@ .venv/.runtime
 
 # The oldest Triton that pyproject.toml allows: the kernels must compile with it, too.
 .venv-triton/.installed: tests/kernels/requirements-oldest.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv-triton -r $<
+	$(BIN)/python $(INSTALL) --no-deps --upgrade --target .venv-triton -r $<
 	@touch $@
 
 .venv-sglang/.installed: tests/conformance/requirements.txt tests/conformance/requirements-legacy.txt tests/conformance/requirements-nixl.txt
 	$(PYTHON) -m venv .venv-sglang
-	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/conformance/requirements.txt
-	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv-sglang/legacy -r tests/conformance/requirements-legacy.txt
-	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv-sglang/nixl -r tests/conformance/requirements-nixl.txt
+	.venv-sglang/bin/python $(INSTALL) --no-deps -r tests/conformance/requirements.txt
+	.venv-sglang/bin/python $(INSTALL) --no-deps --upgrade --target .venv-sglang/legacy -r tests/conformance/requirements-legacy.txt
+	.venv-sglang/bin/python $(INSTALL) --no-deps --upgrade --target .venv-sglang/nixl -r tests/conformance/requirements-nixl.txt
 	@touch $@
 
 # torch and Triton are the same in both environments: 2 GB less. Without the tool, two copies.
 .venv-sglang/.linked: .venv/.dev .venv-sglang/.installed
 	-hardlink --quiet --ignore-time --minimum-size 65536 .venv .venv-sglang
+	@touch $@
+
+# Compile once what every worker would compile at the same time. The tests show what fails.
+.venv/.imported: .venv/.dev
+	-$(BIN)/python -m pytest --quiet --collect-only > /dev/null
+	@touch $@
+
+.venv-sglang/.imported: .venv-sglang/.linked
+	-.venv-sglang/bin/python tests/conformance/session.py < /dev/null 2> /dev/null
 	@touch $@
 
 demo: .venv/.runtime
@@ -73,7 +85,7 @@ demo: .venv/.runtime
 demo-mooncake: .venv/.dev
 	$(BIN)/python -m tests.demo_mooncake
 
-environments: .venv/.dev $(REFERENCE_ENVIRONMENTS)
+environments: .venv/.imported $(REFERENCE_ENVIRONMENTS)
 
 # Tests wait for servers and leases, so there are more workers than processors.
 # A worker that a hanging test ended is not restarted: xdist would wait for its group forever.
