@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import fields
 
-from hicachectl.formats.documents import shown
+from hicachectl.formats.documents import decoded, shown
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.objects import MAX_RANKS
 from hicachectl.formats.quarantine import RUN_FILE, SIDE
@@ -367,11 +367,7 @@ def load_config(path: str | None = None, environ: Mapping[str, str] = os.environ
     from hicachectl.backends.disk.bounded import read_bounded
 
     data = read_bounded(file, MAX_CONFIG_BYTES, what="a config", where=f"config {file}")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise FormatError(f"config {file}: not UTF-8 text; save the file as UTF-8") from error
-    return parse_config(text, source=str(file), directory=file.parent)
+    return parse_config(decoded(data, f"config {file}"), source=str(file), directory=file.parent)
 
 
 def parse_config(text: str, *, source: str = "config", directory: str | Path = "") -> Config:

@@ -101,6 +101,14 @@ def parse_toml(
     return document
 
 
+def decoded(data: bytes, source: str) -> str:
+    """Return the text of an untrusted file. Raises FormatError."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{source}: not UTF-8 text; save the file as UTF-8") from error
+
+
 def storable(text: str) -> str:
     r"""Replace lone surrogates, which JSON allows, by \uXXXX; the result can be encoded."""
     return text.encode(errors="backslashreplace").decode()

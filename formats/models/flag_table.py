@@ -1,8 +1,11 @@
-"""The flags of servers on which profiles depend: where a server states them, and our options."""
+"""The flags of servers on which profiles depend: where a server states them, and our options.
+
+Every start of the program reads this table, so it stands apart from `flags`, which imports more.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 
 class Flag(NamedTuple):
@@ -11,7 +14,6 @@ class Flag(NamedTuple):
     field: field of `DeploymentFlags`.
     argument: field of ServerArgs, or variable of the server's environment, that states it.
     kind: form of the value. `layers` are numbers with commas between them.
-    default: value of a server that does not state it.
     help: text of the option; empty for a flag without an option.
     metavar: name of the option's value in the help.
     option: name of the option, without dashes; empty for that of the field.
@@ -21,7 +23,6 @@ class Flag(NamedTuple):
     field: str
     argument: str = ""
     kind: Literal["text", "count", "switch", "layers"] = "text"
-    default: Any = ""
     help: str = ""
     metavar: str = "NAME"
     option: str = ""
@@ -42,30 +43,27 @@ FLAGS = (
          help="SGLang release that wrote the store; decides the key grammar.  [default: newest]"),
     Flag("page_size", "page_size", derived=True, kind="count", metavar="N",
          help="Tokens per page."),
-    Flag("kv_cache_dtype", "kv_cache_dtype", default="auto", metavar="DTYPE",
+    Flag("kv_cache_dtype", "kv_cache_dtype", metavar="DTYPE",
          help="SGLang's --kv-cache-dtype.  [default: auto]"),
-    Flag("layout", "hicache_mem_layout", default=None, metavar="LAYOUT",
-         help="SGLang's --hicache-mem-layout."),
+    Flag("layout", "hicache_mem_layout", metavar="LAYOUT", help="SGLang's --hicache-mem-layout."),
     Flag("tp", "tp_size", derived=True, kind="count", metavar="N",
          help="Tensor parallel size (--tp-size)."),
     Flag("dp", "dp_size", derived=True, kind="count", metavar="N",
          help="Data parallel size (--dp-size)."),
     Flag("enable_dp_attention", "enable_dp_attention", derived=True, kind="switch",
          help="SGLang's --enable-dp-attention: attention TP is tp / dp."),
-    Flag("pp", "pp_size", kind="count", default=1, metavar="N", help="Pipeline parallel size."),
+    Flag("pp", "pp_size", kind="count", metavar="N", help="Pipeline parallel size."),
     Flag("pp_partition", kind="layers", metavar="N,N,…", help="Layers of each pipeline stage."),
-    Flag("cp", "attn_cp_size", kind="count", default=1, metavar="N",
-         help="Attention context parallel size."),
+    Flag("cp", "attn_cp_size", kind="count", metavar="N", help="Attention context parallel size."),
     Flag("enable_dsa_cache_layer_split", "enable_dsa_cache_layer_split", kind="switch",
          help="SGLang's option: context parallel ranks hold different layers."),
-    Flag("dcp", "dcp_size", kind="count", default=1, metavar="N",
-         help="Decode context parallel size."),
+    Flag("dcp", "dcp_size", kind="count", metavar="N", help="Decode context parallel size."),
     Flag("tp_lcm_size", kind="count", metavar="N",
          help="Mooncake with split heads: tp_lcm_size, as given to SGLang."),
     Flag("tag", metavar="TAG", help="Mooncake: extra_backend_tag, as given to SGLang."),
     Flag("speculative_algorithm", "speculative_algorithm",
          help="SGLang's --speculative-algorithm: EAGLE, EAGLE3, …"),
-    Flag("speculative_num_steps", "speculative_num_steps", kind="count", default=0, metavar="N",
+    Flag("speculative_num_steps", "speculative_num_steps", kind="count", metavar="N",
          help="SGLang's option; counts the layers of a draft with one layer for each step."),
     Flag("enable_multi_layer_eagle", "enable_multi_layer_eagle", kind="switch",
          help="SGLang's option: the draft has one layer for each step."),
@@ -85,11 +83,11 @@ FLAGS = (
     Flag("dsv4_compress_state_dtype", "SGLANG_DSV4_COMPRESS_STATE_DTYPE",
          help="SGLANG_DSV4_COMPRESS_STATE_DTYPE of the servers: float32 or bfloat16."),
     # Only servers state these.
-    Flag("dtype", "dtype", default="auto"),
-    Flag("storage_backend", "hicache_storage_backend", default=None),
-    Flag("io_backend", "hicache_io_backend", default="kernel"),
+    Flag("dtype", "dtype"),
+    Flag("storage_backend", "hicache_storage_backend"),
+    Flag("io_backend", "hicache_io_backend"),
     Flag("speculative_draft_kv_cache_dtype", "speculative_draft_kv_cache_dtype"),
-    Flag("disaggregation_mode", "disaggregation_mode", default="null"),
+    Flag("disaggregation_mode", "disaggregation_mode"),
     Flag("mamba_conv_dtype", "SGLANG_MAMBA_CONV_DTYPE"),
     Flag("disable_hybrid_swa_memory", "disable_hybrid_swa_memory", kind="switch"),
     Flag("enable_scattered_sconv", "enable_scattered_sconv", kind="switch"),

@@ -137,6 +137,16 @@ def normalised_layout(flags: DeploymentFlags) -> str:
     return layout
 
 
+def stage_layers(text: str, where: str) -> tuple[int, ...]:
+    """Return the layers of each pipeline stage, which a text states. Raises ProfileError."""
+    try:
+        return tuple(map(int, text.split(",", MAX_RANKS + 1))) if text else ()
+    except ValueError:
+        raise ProfileError(
+            f"{where}: {text!r:.60} is not a list of layers per stage, such as 30,31"
+        ) from None
+
+
 def attention_dp(flags: DeploymentFlags) -> int:
     """Return a TP group's number of attention data-parallel groups.
 

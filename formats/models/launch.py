@@ -98,11 +98,11 @@ def _unknown(word: str) -> str:
     return f"SGLang {NEWEST_SGLANG} has no flag {named}; {hint}"
 
 
-def config_arguments(document: Mapping[str, Any]) -> list[str]:
+def config_arguments(document: Mapping[str, Any], source: str) -> list[str]:
     """Return the arguments that a file of SGLang's --config stands for.
 
-    Source: srt/utils/server_args_config_parser.py :: ConfigArgumentMerger. Raises UsageError for a
-    flag that such a file cannot have.
+    source: names the file in messages. Raises UsageError for a flag that such a file cannot have.
+    SGLang: srt/utils/server_args_config_parser.py :: ConfigArgumentMerger.
     """
     arguments: list[str] = []
     names = {flag: {name.removeprefix("--") for name in flag.names} for flag in recorded().flags}
@@ -112,7 +112,8 @@ def config_arguments(document: Mapping[str, Any]) -> list[str]:
         name = str(key).replace("_", "-")
         if name in refused:
             raise UsageError(
-                f"{key}: SGLang does not take this flag from a config file; give it in the command"
+                f"{source}: {key}: SGLang does not take this flag from a config file; give it in "
+                "the command"
             )
         if isinstance(value, bool) and name in switches:
             arguments += [f"--{key}"] if value else []

@@ -1,9 +1,7 @@
-"""Read an SGLang server's flags, and compare its keys with a profile.
+"""Read an SGLang server's flags.
 
-Source: SGLang srt/entrypoints/http_server.py :: server_info (`/server_info`) and
-get_hicache_l3_cache_layout (`/get_hicache_l3_cache_layout`); srt/server_args.py ::
-ServerArgs.resolved_dict; storage/mooncake_store/mooncake_store.py ::
-MooncakeStore.describe_l3_object_layout.
+Source: SGLang srt/entrypoints/http_server.py :: server_info (`/server_info`); srt/server_args.py ::
+ServerArgs.resolved_dict.
 """
 
 from __future__ import annotations
@@ -23,9 +21,9 @@ from hicachectl.formats.models.flags import (
     DeploymentFlags,
     attention_tp,
     normalised_layout,
+    stage_layers,
 )
 from hicachectl.formats.models.loading import SETTINGS
-from hicachectl.formats.objects import MAX_RANKS
 from hicachectl.formats.profile import PREFETCH_THRESHOLD, Profile
 from hicachectl.formats.releases import NEWEST_SGLANG
 from hicachectl.formats.transfer import retargeted
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.models.flag_table import Flag
 
 _SOURCE = "server_info"
+_USUAL = DeploymentFlags()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,32 +172,6 @@ def _of_dtype(pool: Pool, kv_cache_dtype: str) -> Pool:
     return pool if stated is None else kind_of(pool).with_cache_dtype(pool, stated)
 
 
-def contradictions_with_layout(profile: Profile, reply: Mapping[str, Any]) -> list[str]:
-    """Return a message per difference between a profile and a server's key layout.
-
-    An empty list proves little if the server reports no pools, as for MHA models and stores other
-    than Mooncake. Raises ProfileError if the reply has another form.
-    """
-    layout = reply.get("hicache_object_layout") if isinstance(reply, Mapping) else None
-    if not isinstance(layout, Mapping) or not isinstance(layout.get("pools", []), list):
-        raise ProfileError(
-            "get_hicache_l3_cache_layout: hicache_object_layout: expected an object with pools; "
-            f"{WRITE_PROFILE}"
-        )
-    expected = {
-        "page_size": (profile.page_size // profile.dcp, reply.get("page_size")),
-        "is_mla_backend": (profile.rank_replicated, layout.get("is_mla_backend")),
-        "pp_size": (profile.pp, layout.get("pp_size")),
-        "key_prefix": (_key_prefix(profile), layout.get("key_prefix")),
-    }
-    found = [
-        f"{name}: the server has {shown(theirs)}, the profile {ours!r}"
-        for name, (ours, theirs) in expected.items()
-        if theirs is not None and theirs != ours
-    ]
-    return found + _pool_contradictions(profile, layout.get("pools", []))
-
-
 def _flags(
     arguments: _Arguments, model_path: str, version: str, *, launched: bool
 ) -> DeploymentFlags:
@@ -208,6 +181,7 @@ def _flags(
     dp = attn_dp or arguments.count("dp_size", 1)
     extra = _extra_config(arguments)
     environment = _environment(arguments)
+    partition = "SGLANG_PP_LAYER_PARTITION"
     lcm = extra.get("tp_lcm_size")
     threshold = extra.get("prefetch_threshold", PREFETCH_THRESHOLD)
     return DeploymentFlags(
@@ -218,7 +192,7 @@ def _flags(
         tp=arguments.count("tp_size", 1 if launched else None),
         dp=dp,
         enable_dp_attention=attn_dp > 1 or (not attn_dp and arguments.flag("enable_dp_attention")),
-        pp_partition=_partition(environment.text("SGLANG_PP_LAYER_PARTITION"), arguments.source),
+        pp_partition=stage_layers(environment.text(partition), f"{arguments.source}: {partition}"),
         tp_lcm_size=lcm if type(lcm) is int else 0,
         tag=storable(str(extra.get("extra_backend_tag") or "")),
         prefetch_threshold=max(threshold, 0) if type(threshold) is int else PREFETCH_THRESHOLD,
@@ -243,11 +217,12 @@ def _flags(
 def _stated(flag: Flag, arguments: _Arguments, environment: _Arguments) -> Any:
     """Return the value that a server states for a flag, or its default."""
     source = environment if flag.argument.isupper() else arguments
+    usual = getattr(_USUAL, flag.field)
     if flag.kind == "switch":
         return source.flag(flag.argument)
     if flag.kind == "count":
-        return source.count(flag.argument, flag.default)
-    return source.text(flag.argument) or flag.default
+        return source.count(flag.argument, usual)
+    return source.text(flag.argument) or usual
 
 
 def _extra_config(arguments: _Arguments) -> Mapping[str, Any]:
@@ -274,18 +249,6 @@ def _environment(arguments: _Arguments) -> _Arguments:
     return _Arguments(stated if isinstance(stated, Mapping) else {}, arguments.source)
 
 
-def _partition(text: str, source: str) -> tuple[int, ...]:
-    if not text:
-        return ()
-    try:
-        return tuple(int(layers) for layers in text.split(",", MAX_RANKS + 1))
-    except ValueError:
-        raise ProfileError(
-            f"{source}: SGLANG_PP_LAYER_PARTITION: expected numbers of layers, found "
-            f"{text!r:.60}; give them as in 30,31"
-        ) from None
-
-
 def _notes(arguments: _Arguments) -> tuple[str, ...]:
     notes = []
     if not arguments.flag("enable_hierarchical_cache"):
@@ -305,40 +268,3 @@ def _notes(arguments: _Arguments) -> tuple[str, ...]:
             "the server does not report SGLANG_PP_LAYER_PARTITION; give --pp-partition if it is set"
         )
     return tuple(notes)
-
-
-def _key_prefix(profile: Profile) -> str:
-    """Return Mooncake's key prefix (MooncakeStore.config_prefix)."""
-    parts = [profile.names.text]
-    if profile.dcp > 1:
-        parts.append(
-            f"tp{profile.tp}_dcp{profile.dcp}_page{profile.page_size}_pp{profile.pp}_cp{profile.cp}"
-        )
-    return "_".join(part for part in parts if part)
-
-
-def _pool_contradictions(profile: Profile, pools: list[Any]) -> list[str]:
-    if not pools:
-        return []
-    reported: dict[str, Mapping[str, Any]] = {}
-    for pool in pools:  # one entry per pipeline stage; stages have equal policies
-        if not isinstance(pool, Mapping) or not isinstance(pool.get("pool"), str):
-            raise ProfileError(
-                "get_hicache_l3_cache_layout: pools: expected objects with a pool name; "
-                f"{WRITE_PROFILE}"
-            )
-        reported[pool["pool"]] = pool
-    ours = {pool.name: pool for pool in profile.pools if kind_of(pool).has_bytes}
-    found = [f"pools: only the server has {name}" for name in reported.keys() - ours]
-    found += [f"pools: only the profile has {name}" for name in ours.keys() - reported]
-    for name in ours.keys() & reported:
-        stated = {"hit_policy": ours[name].hit_policy}
-        if ours[name].trailing:
-            stated |= {"trailing_pages": str(ours[name].trailing_pages)}
-        for field, value in stated.items():
-            theirs = reported[name].get(field)
-            if theirs is not None and str(theirs) != value:
-                found.append(
-                    f"pools[{name}].{field}: the server has {shown(theirs)}, the profile {value}"
-                )
-    return sorted(found)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.disk.bounded import read_bounded
 from hicachectl.backends.disk.weights import hub_snapshot
-from hicachectl.formats.documents import parse_json, parse_json_object, parse_toml, shown
+from hicachectl.formats.documents import decoded, parse_json, parse_json_object, parse_toml, shown
 from hicachectl.formats.errors import FormatError, ProfileError, UsageError
 from hicachectl.formats.models.config import profile_from_config
 from hicachectl.formats.models.flag_table import OPTIONS
@@ -159,14 +159,11 @@ def read_launches(text: str) -> list[Launch]:
         except FormatError as error:
             raise FormatError(f"--launch: {error}") from error
     path = Path(text.removeprefix("@")).expanduser()
-    data = read_bounded(path, _MAX_BYTES, what="a launch script")
+    content = decoded(read_bounded(path, _MAX_BYTES, what="a launch script"), str(path))
     try:
-        content = data.decode("utf-8-sig")
         is_yaml = path.suffix.lower() in (".yaml", ".yml")
         launches = _launches_of_yaml(content) if is_yaml else _launches(content)
         return _some(launches, str(path), content)
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{path}: not UTF-8 text; save the file as UTF-8") from error
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
 
@@ -391,7 +388,8 @@ def read_arguments(
         at = words.index("--config")
         if at + 1 == len(words) or words.count("--config") > 1:
             raise UsageError("--config: SGLang takes one file of flags; give one")
-        words = [*_config_arguments(path_of(words[at + 1])), *words[:at], *words[at + 2 :]]
+        path = path_of(words[at + 1])
+        words = [*config_arguments(_read_mapping(path), str(path)), *words[:at], *words[at + 2 :]]
     stated = parse_arguments(words)
     if "config" in stated:
         raise UsageError("--config=FILE: SGLang does not read the file; write --config FILE")
@@ -418,24 +416,13 @@ def _stated(launch: Launch) -> dict[str, Any]:
     return stated
 
 
-def _config_arguments(path: Path) -> list[str]:
-    stated = _read_mapping(path)
-    try:
-        return config_arguments(stated)
-    except UsageError as error:
-        raise UsageError(f"{path}: {error}") from error
-
-
 def _read_mapping(path: Path) -> dict[str, Any]:
     """Read a JSON, TOML or YAML file with named values, as SGLang takes them."""
     data = read_bounded(path, _MAX_BYTES, what="a file of flags")
     suffix = path.suffix.lower()
     if suffix == ".json":
         return parse_json_object(data, str(path))
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{path}: not UTF-8 text; save the file as UTF-8") from error
+    text = decoded(data, str(path))
     if suffix == ".toml":
         return parse_toml(text, str(path))
     try:

@@ -15,11 +15,12 @@ from hicachectl.backends.disk.bounded import read_bounded
 from hicachectl.backends.http import HttpService, service_url
 from hicachectl.formats.documents import parse_json_object, shown
 from hicachectl.formats.errors import FormatError, ProfileError, UsageError
+from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.models.config import profile_from_config
 from hicachectl.formats.models.dtypes import BESIDE
 from hicachectl.formats.models.flags import attention_tp, normalised_layout
 from hicachectl.formats.models.loading import overridden_config
-from hicachectl.formats.models.server_info import contradictions_with_layout, flags_from_server_info
+from hicachectl.formats.models.server_info import flags_from_server_info
 from hicachectl.formats.wording import RUN_PROBE
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 API_KEY_VARIABLE = "HICACHECTL_API_KEY"
 MAX_REPLY_BYTES = 32 << 20  # a real reply has about 50 KB per attention-DP rank
 MAX_CONFIG_BYTES = 32 << 20
-_MOST_POOLS = 32  # named in a message
+_MOST_POOLS = 256  # entries of a key layout that are read
 
 _log = logging.getLogger(__name__)
 
@@ -54,16 +55,13 @@ class ServerProfile:
     warnings: tuple[str, ...]
 
 
-def fetch_server(
-    url: str, option: str = "--server", *, api_key: str | None = None, timeout_s: float = 10.0
-) -> ServerReplies:
+def fetch_server(url: str, option: str = "--server", *, timeout_s: float = 10.0) -> ServerReplies:
     """Fetch the deployment and key layout of a server.
 
-    url: `http://host:port`, or https. option: named in messages. api_key: default from
-    HICACHECTL_API_KEY. timeout_s: for each whole request. Raises UsageError for a bad URL,
-    StoreUnavailable if no answer is usable.
+    url: `http://host:port`, or https. option: named in messages. timeout_s: for each whole request.
+    Raises UsageError for a bad URL, StoreUnavailable if no answer is usable.
     """
-    service, base = server_service(url, option, api_key=api_key, timeout_s=timeout_s)
+    service, base = server_service(url, option, timeout_s=timeout_s)
     try:
         info = _get_json(service, f"{base}/server_info")
         if info is None:
@@ -81,8 +79,8 @@ def server_service(
 ) -> tuple[HttpService, str]:
     """Return a client of an SGLang server, and the path of its endpoints.
 
-    option: named in messages. api_key, timeout_s: see `fetch_server`. Raises UsageError for a
-    malformed URL or key.
+    option: named in messages. api_key: default from HICACHECTL_API_KEY. timeout_s: see
+    `fetch_server`. Raises UsageError for a malformed URL or key.
     """
     parts = urlsplit(checked_url(url, option))
     key = checked_key(api_key if api_key is not None else os.environ.get(API_KEY_VARIABLE, ""))
@@ -123,11 +121,9 @@ def profile_from_server(
         profile = profile_from_config(config, flags, source=str(paths[0]))
     except ProfileError as error:
         why = str(error).removesuffix(f"; {RUN_PROBE}")  # _told says it, too
-        raise ProfileError(f"{why}; {_told(flags, replies.layout)}") from error
-    warnings = list(server.notes)
-    if replies.layout is not None:
-        warnings += contradictions_with_layout(profile, replies.layout)
-    return ServerProfile(profile, server, tuple(warnings))
+        raise ProfileError(f"{why}; {_told(flags, told_pools(replies.layout))}") from error
+    others = _other_pools(profile, told_pools(replies.layout))
+    return ServerProfile(profile, server, (*server.notes, *others))
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
@@ -143,7 +139,30 @@ def read_model_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _told(flags: DeploymentFlags, layout: Mapping[str, Any] | None) -> str:
+def told_pools(layout: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the hit policy of each pool in a server's key layout; none but on Mooncake.
+
+    Source: MooncakeStore.describe_l3_object_layout. There is an entry for each pipeline stage.
+    """
+    described = layout.get("hicache_object_layout") if layout else None
+    pools = described.get("pools") if isinstance(described, Mapping) else None
+    return {
+        str(pool.get("pool")): str(pool.get("hit_policy"))
+        for pool in (pools if isinstance(pools, list) else [])[:_MOST_POOLS]
+        if isinstance(pool, Mapping)
+    }
+
+
+def _other_pools(profile: Profile, told: Mapping[str, str]) -> list[str]:
+    """Return a message for each pool that only the profile has, or only the server."""
+    ours = {pool.name for pool in profile.pools if kind_of(pool).has_bytes}
+    return [
+        f"pools: only the {'profile' if name in ours else 'server'} has {name}"
+        for name in sorted(ours ^ told.keys() if told else ())
+    ]
+
+
+def _told(flags: DeploymentFlags, pools: Mapping[str, str]) -> str:
     """Say what a server told of a model without a profile, what is missing, and what to do."""
     facts = {
         "model": flags.model, "sglang": flags.sglang, "page_size": flags.page_size,
@@ -151,13 +170,7 @@ def _told(flags: DeploymentFlags, layout: Mapping[str, Any] | None) -> str:
         "cp": flags.cp, "dcp": flags.dcp,
     }  # fmt: skip
     told = ", ".join(f"{name} {shown(value)}" for name, value in facts.items() if value != 1)
-    described = layout.get("hicache_object_layout") if layout else None
-    pools = described.get("pools") if isinstance(described, Mapping) else None
-    names = [
-        f"{shown(pool.get('pool'))} ({shown(pool.get('hit_policy'))})"
-        for pool in (pools if isinstance(pools, list) else [])[:_MOST_POOLS]
-        if isinstance(pool, Mapping)
-    ]
+    names = [f"{shown(name)} ({shown(policy)})" for name, policy in pools.items()]
     return (
         f"the server tells {told}{', pools ' * bool(names)}{', '.join(names)}, but not the layers "
         f"and bytes of its pools; {RUN_PROBE}"

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from hicachectl.backends.disk.bounded import read_bounded
+from hicachectl.formats.documents import decoded
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.models.flag_table import OPTIONS
+from hicachectl.formats.models.flags import DeploymentFlags, stage_layers
 from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.formats.releases import unknown_release
 from hicachectl.formats.spec import collision_of
@@ -158,10 +160,7 @@ def _option(name: str) -> str:
 def read_profile(path: Path) -> Profile:
     """Read a profile file. Raises UsageError, FormatError and ProfileError."""
     data = read_bounded(path, _MAX_PROFILE_BYTES, what="a profile")
-    try:
-        return parse_profile(data.decode("utf-8-sig"), source=str(path))
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{path}: not UTF-8 text; save the file as UTF-8") from error
+    return parse_profile(decoded(data, str(path)), source=str(path))
 
 
 def _from_deployment(options: Mapping[str, Any], warn: Callable[[str], None]) -> Profile:
@@ -201,7 +200,6 @@ def _tagged(profile: Profile, warn: Callable[[str], None]) -> Profile:
 
 def _from_config(options: Mapping[str, Any], store: Store | None) -> Profile:
     from hicachectl.formats.models.config import profile_from_config
-    from hicachectl.formats.models.flags import DeploymentFlags
     from hicachectl.profiles.server import read_models
 
     paths = options["model_config"], options.get("draft_model_config")
@@ -223,16 +221,6 @@ def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
         flags["pp_partition"] = stage_layers(options["pp_partition"], "--pp-partition")
         flags.setdefault("pp", len(flags["pp_partition"]))
     return flags
-
-
-def stage_layers(text: str, option: str) -> tuple[int, ...]:
-    """Return the layers of each pipeline stage. Raises UsageError."""
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError:
-        raise UsageError(
-            f"{option}: {text!r} is not a list of layers per stage, such as 30,31"
-        ) from None
 
 
 def _only_model(store: Store | None) -> str:

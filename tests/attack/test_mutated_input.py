@@ -15,9 +15,10 @@ from hicachectl.__main__ import run
 from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.models.config import profile_from_config
 from hicachectl.formats.models.flags import DeploymentFlags
-from hicachectl.formats.models.server_info import contradictions_with_layout, flags_from_server_info
+from hicachectl.formats.models.server_info import flags_from_server_info
 from hicachectl.formats.profile import dump_profile, profile_from_mapping
 from hicachectl.prewarming.through_server import dp_ranks
+from hicachectl.profiles.server import told_pools
 from tests.attack.test_hostile_servers import INFO, LAYOUT
 from tests.stores import DSA, page, put_pages
 from tests.tiny_tokenizers import make_tokenizer
@@ -202,7 +203,7 @@ def documents() -> list[tuple[str, dict[str, Any], Callable[[dict[str, Any]], ob
     return [
         *models,
         ("server_info", INFO, lambda info: (flags_from_server_info(info), dp_ranks(info))),
-        ("layout", LAYOUT, lambda layout: contradictions_with_layout(own, layout)),
+        ("layout", LAYOUT, told_pools),
         ("profile", profile, lambda document: dump_profile(profile_from_mapping(document))),
     ]
 

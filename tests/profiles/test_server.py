@@ -15,6 +15,7 @@ import pytest
 from hicachectl.backends.disk.weights import read_checkpoint
 from hicachectl.formats.errors import ProfileError, StoreUnavailable, UsageError
 from hicachectl.formats.identity import profile_tag
+from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.profiles import server
 from hicachectl.profiles.server import fetch_server, profile_from_server, read_model_config
@@ -116,19 +117,12 @@ def test_a_server_with_neither_endpoint_is_no_sglang(sglang: Sglang) -> None:
         fetch_server(sglang.url)
 
 
-@pytest.mark.parametrize("from_environment", [True, False])
 def test_the_api_key_is_sent_and_never_shown(
-    sglang: Sglang,
-    from_environment: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    sglang: Sglang, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    if from_environment:
-        monkeypatch.setenv(server.API_KEY_VARIABLE, "s3cret\n")
-        fetch_server(sglang.url)
-    else:
-        fetch_server(sglang.url, api_key="s3cret")
+    monkeypatch.setenv(server.API_KEY_VARIABLE, "s3cret\n")
+    fetch_server(sglang.url)
     assert {key for _, key in sglang.requests} == {"Bearer s3cret"}
     assert "s3cret" not in caplog.text
 
@@ -139,9 +133,12 @@ def test_no_key_means_no_header(sglang: Sglang) -> None:
 
 
 @pytest.mark.parametrize("key", ["s3cret\r\nX: y", "s3crét"])
-def test_a_key_that_no_header_can_hold_is_not_quoted(sglang: Sglang, key: str) -> None:
+def test_a_key_that_no_header_can_hold_is_not_quoted(
+    sglang: Sglang, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv(server.API_KEY_VARIABLE, key)
     with pytest.raises(UsageError) as caught:
-        fetch_server(sglang.url, api_key=key)
+        fetch_server(sglang.url)
     assert str(caught.value) == "HICACHECTL_API_KEY: must be printable ASCII text"
     assert caught.value.__cause__ is None
 
@@ -150,14 +147,14 @@ def test_a_key_that_no_header_can_hold_is_not_quoted(sglang: Sglang, key: str) -
 def test_a_refused_key_comes_with_the_remedy(sglang: Sglang, status: int) -> None:
     sglang.answer("/server_info", {"error": "Unauthorized"}, status)
     with pytest.raises(StoreUnavailable, match=f"HTTP {status}.*HICACHECTL_API_KEY"):
-        fetch_server(sglang.url, api_key="wrong")
+        fetch_server(sglang.url)
 
 
 def test_a_redirect_is_not_followed(sglang: Sglang) -> None:
     sglang.answers["/server_info"] = 302, b""
     sglang.headers["Location"] = f"{sglang.url}/elsewhere"
     with pytest.raises(StoreUnavailable, match="redirects are not followed"):
-        fetch_server(sglang.url, api_key="s3cret")
+        fetch_server(sglang.url)
     assert [path for path, _ in sglang.requests] == ["/server_info"]
 
 
@@ -261,12 +258,36 @@ def test_options_win_over_the_server(sglang: Sglang) -> None:
     assert answer.profile.tag == "teamA"
 
 
-def test_contradictions_are_warnings(sglang: Sglang) -> None:
-    inner = {"pools": [], "is_mla_backend": True, "pp_size": 1}
+@pytest.mark.parametrize(
+    ("pools", "warnings"),
+    [
+        (["kv"], ()),
+        (["kv", "kv"], ()),  # of two pipeline stages
+        (["kv", "draft"], ("pools: only the server has draft",)),
+        (["mamba"], ("pools: only the profile has kv", "pools: only the server has mamba")),
+    ],
+)
+def test_pools_of_one_side_only_are_warnings(
+    sglang: Sglang, pools: list[str], warnings: tuple[str, ...]
+) -> None:
+    inner = {"pools": [{"pool": name, "hit_policy": "all_pages"} for name in pools]}
     sglang.answer("/get_hicache_l3_cache_layout", {**LAYOUT, "hicache_object_layout": inner})
     answer = profile_from_server(sglang.url, model_config=CONFIGS / "llama-3.1-8b.json")
-    (warning,) = answer.warnings
-    assert "is_mla_backend" in warning
+    assert answer.warnings == warnings
+
+
+def test_an_anchor_without_bytes_is_in_no_layout(sglang: Sglang) -> None:
+    """MooncakeStore has no object for it (DeepSeek-V4)."""
+    kv, swa = Pool(name="kv", kind="logical"), Pool(name="swa", kind="dsv4", row="v4", layers=1)
+    profile = Profile(model="m", pools=(kv, swa))
+    assert server._other_pools(profile, {"swa": "trailing_pages"}) == []
+    assert server._other_pools(profile, {}) == []
+
+
+@pytest.mark.parametrize("inner", [None, 3, {}, {"pools": 3}, {"pools": [1, None]}])
+def test_a_layout_of_another_form_names_no_pools(inner: object) -> None:
+    assert server.told_pools({"hicache_object_layout": inner}) == {}
+    assert server.told_pools(None) == {}
 
 
 # Weights

@@ -169,8 +169,9 @@ def test_a_draft_with_states_is_refused() -> None:
             "--enable-hierarchical-cache; leave it out, or give another server's command",
         ),
         (
-            lambda: config_arguments({"lora-paths": ["x"]}),
-            "lora-paths: SGLang does not take this flag from a config file; give it in the command",
+            lambda: config_arguments({"lora-paths": ["x"]}, "f.yaml"),
+            "f.yaml: lora-paths: SGLang does not take this flag from a config file; give it in the "
+            "command",
         ),
         (
             lambda: parse_arguments(["extra"]),

@@ -1,20 +1,13 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.kinds.pool import Pool
-from hicachectl.formats.models.config import profile_from_config
 from hicachectl.formats.models.flags import DeploymentFlags
-from hicachectl.formats.models.server_info import contradictions_with_layout, flags_from_server_info
-from hicachectl.formats.profile import Profile
+from hicachectl.formats.models.server_info import flags_from_server_info
 from hicachectl.formats.releases import sglang_version
-
-CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 
 # The relevant fields of a reply of SGLang 0.5.23: arguments, scheduler fields, the schedulers'
 # internal states, and fields that the endpoint adds.
@@ -74,28 +67,6 @@ def reply(**changes: Any) -> dict[str, Any]:
 
 def flags(**changes: Any) -> DeploymentFlags:
     return flags_from_server_info(reply(**changes)).flags
-
-
-def deepseek(**settings: Any) -> Profile:
-    document = json.loads((CONFIGS / "deepseek-v3.2.json").read_text())
-    return profile_from_config(document, flags(**settings))
-
-
-def layout(**changes: Any) -> dict[str, Any]:
-    """Return a server's report for DeepSeek-V3.2 on Mooncake; `inner` changes the inner object."""
-    inner = {
-        "pools": [
-            {"pool": "kv", "suffixes": ["__k"], "hit_policy": "all_pages"},
-            {"pool": "indexer", "suffixes": ["__indexer"], "hit_policy": "all_pages"},
-        ],
-        "key_prefix": "teamA_deepseek-ai-DeepSeek-V3.2",
-        "is_mla_backend": True,
-        "pp_rank": 0,
-        "pp_size": 1,
-        **changes.pop("inner", {}),
-    }
-    document = {"enabled": True, "backend": "mooncake", "page_size": 64}
-    return {**document, "hicache_object_layout": inner, **changes}
 
 
 def test_the_schedulers_view_wins_over_the_arguments() -> None:
@@ -219,94 +190,6 @@ def test_store_options_are_not_quoted_in_errors() -> None:
         flags(hicache_storage_backend_extra_config='{"access_key": "s3cret"')
     assert "s3cret" not in str(caught.value)
     assert caught.value.__cause__ is None
-
-
-def test_a_layout_that_agrees_has_no_contradictions() -> None:
-    assert contradictions_with_layout(deepseek(), layout()) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"page_size": 128}, "page_size: the server has 128, the profile 64"),
-        ({"inner": {"is_mla_backend": False}}, "is_mla_backend"),
-        ({"inner": {"pp_size": 2, "pp_rank": None}}, "pp_size"),
-        ({"inner": {"key_prefix": "teamB_deepseek-ai-DeepSeek-V3.2"}}, "key_prefix"),
-        (
-            {"inner": {"pools": [{"pool": "kv", "hit_policy": "all_pages"}]}},
-            "pools: only the profile has indexer",
-        ),
-        (
-            {"inner": {"pools": [
-                {"pool": "kv", "hit_policy": "all_pages"},
-                {"pool": "indexer", "hit_policy": "trailing_pages", "trailing_pages": 1},
-            ]}},
-            "pools[indexer].hit_policy",
-        ),
-        (
-            {"inner": {"pools": [*layout()["hicache_object_layout"]["pools"],
-                                 {"pool": "draft", "hit_policy": "all_pages"}]}},
-            "pools: only the server has draft",
-        ),
-    ],
-)  # fmt: skip
-def test_each_contradiction_is_said(changes: dict[str, Any], message: str) -> None:
-    (found,) = contradictions_with_layout(deepseek(), layout(**changes))
-    assert message in found
-
-
-def test_windows_are_compared() -> None:
-    swa = Pool(name="swa", kind="mha", dtype="bfloat16", layers=1, kv_heads=1, head_dim=1,
-               trailing_pages=2)  # fmt: skip
-    kv = Pool(name="kv", kind="mla", layers=1, kv_lora_rank=1, qk_rope_head_dim=1, row="bf16")
-    reported = [
-        {"pool": "kv", "hit_policy": "all_pages"},
-        {"pool": "swa", "hit_policy": "trailing_pages", "trailing_pages": 3},
-    ]
-    (found,) = contradictions_with_layout(
-        Profile(model="m", page_size=64, pools=(kv, swa)),
-        layout(inner={"pools": reported, "key_prefix": "m"}),
-    )
-    assert found == "pools[swa].trailing_pages: the server has 3, the profile 2"
-
-
-def test_merged_pipeline_stages_are_one_pool_each() -> None:
-    pools = layout()["hicache_object_layout"]["pools"] * 2
-    merged = layout(inner={"pools": pools, "pp_rank": None, "pp_size": 2})
-    assert contradictions_with_layout(deepseek(pp_size=2), merged) == []
-
-
-def test_a_server_without_pools_contradicts_nothing() -> None:
-    disabled = {
-        "enabled": False,
-        "backend": "file",
-        "page_size": 64,
-        "hicache_object_layout": {"pools": []},
-        "reason": "Mooncake storage is not attached",
-    }
-    assert contradictions_with_layout(deepseek(), disabled) == []
-
-
-def test_the_physical_page_is_compared_under_decode_context_parallelism() -> None:
-    document = json.loads((CONFIGS / "kimi-k2.json").read_text())
-    profile = profile_from_config(document, DeploymentFlags(model="m", page_size=64, tp=8, dcp=4))
-    reported = layout(
-        inner={
-            "pools": [{"pool": "kv", "hit_policy": "all_pages"}],
-            "key_prefix": "m_tp8_dcp4_page256_pp1_cp1",
-        }
-    )
-    assert contradictions_with_layout(profile, reported) == []
-
-
-@pytest.mark.parametrize(
-    "document",
-    [{}, {"hicache_object_layout": None}, {"hicache_object_layout": {"pools": 3}},
-     layout(inner={"pools": ["kv"]}), layout(inner={"pools": [{"pool": 1}]})],
-)  # fmt: skip
-def test_a_layout_of_another_form_is_refused(document: dict[str, Any]) -> None:
-    with pytest.raises(ProfileError, match="get_hicache_l3_cache_layout"):
-        contradictions_with_layout(deepseek(), document)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "9" * 5000])
