@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
 
 DEFAULT_TENANT = "default"
-TENANT_END = (
-    b"\0"  # in a stored key, between the tenant and the key; older releases store no tenant
-)
+# In a stored key, it stands between the tenant and the key; older releases store no tenant.
+TENANT_END = b"\0"
 OFFSET_VERSION = 3
 VALUE_ALIGNMENT = 4096  # a value begins at a multiple of it, from the start of its record
 MAX_RECORD_KEY_BYTES = 1 << 20

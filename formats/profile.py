@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 
-PREFETCH_THRESHOLD = (
-    256  # SGLang's default (HybridCacheController.parse_storage_backend_extra_config)
-)
+# SGLang's default (HybridCacheController.parse_storage_backend_extra_config).
+PREFETCH_THRESHOLD = 256
 
 HIT_POLICIES = ("all_pages", "trailing_pages")
 

@@ -159,7 +159,7 @@ FAMILIES = {
     "inkling": Family(convolutions.inkling, asks=_HEADS),
     "jet": Family(one_token_pages(states.jet)),
     "nemotron_h": Family(states.nemotron_h, asks=_HEADS),
-    "gigachat": Family(states.gigachat, asks=_LATENT),
+    "gigachat": Family(one_token_pages(states.gigachat), asks=_LATENT),
     # Compressed rows, and index keys in pools of their own.
     "deepseek_v4": Family(compressed.deepseek_v4, page_size=compressed.deepseek_v4_page_size),
     "glm5_next": Family(compressed.glm5_next, asks=_LATENT),

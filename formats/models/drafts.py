@@ -114,11 +114,11 @@ def with_draft(target: Target, algorithm: str) -> tuple[Pool, ...]:
         raise draft.error("architectures", "drafts with recurrent states are not supported")
     if draft.architecture == DSPARK_V4:  # _can_pack_hicache_mtp
         _check_same_rows(target, draft, rows)
-        return _packed(target, rows, _runner_layers(draft, family, rows))
+        return _packed(target, dict.fromkeys(rows, _runner_layers(draft, family, rows)))
     if algorithm == "EAGLE" and draft.optional_integer(NEXTN):
         _check_one_layer(draft, family, rows)
         _check_same_rows(target, draft, rows)
-        return _packed(target, rows, _steps(target.flags) if multi_layer else 1)
+        return _packed(target, dict.fromkeys(rows, _steps(target.flags) if multi_layer else 1))
     return (*target.pools, *_sidecars(target, draft, family, rows))
 
 
@@ -255,25 +255,20 @@ def _counted(target: Target, draft: HfConfig, rows: dict[str, Pool]) -> tuple[Po
     ours = {pool.name: pool for pool in target.pools}
     behind = {name: pool for name, pool in rows.items() if name in ours}
     _check_rows(ours, draft, behind)
-    *packed, states = (
-        replace(pool, packed_draft_layers=len(behind[pool.name].layer_numbers))
-        if pool.name in behind
-        else pool
-        for pool in target.pools
-    )
+    layers = {name: len(pool.layer_numbers) for name, pool in behind.items()}
+    *packed, states = _packed(target, layers)
     own = (pool for name, pool in rows.items() if name not in ours)
     return (*packed, *own, states)
 
 
-def _packed(target: Target, rows: dict[str, Pool], layers: int) -> tuple[Pool, ...]:
-    """Append the draft's layers to the target's objects.
+def _packed(target: Target, layers: Mapping[str, int]) -> tuple[Pool, ...]:
+    """Append the draft's layers to the target's objects. layers: their number in each pool.
 
     State pools get none: such an MTP layer has full attention and shares the target's state pool
     (KVCacheConfigurator._build_hybrid_linear_kv_pool).
     """
     return tuple(
-        replace(pool, packed_draft_layers=layers) if pool.name in rows else pool
-        for pool in target.pools
+        replace(pool, packed_draft_layers=layers.get(pool.name, 0)) for pool in target.pools
     )
 
 
@@ -317,9 +312,5 @@ def _window_sidecar(target: Target, draft: HfConfig, window: Pool) -> Pool:
 
 def _last_stage_layers(target: Target) -> int:
     flags, layers = target.flags, target.model.integer("num_hidden_layers")
-    if flags.pp == 1:
-        return layers
-    if flags.pp_partition:
-        return flags.pp_partition[-1]
-    start, end = pp_ranges(layers, flags.pp)[-1]
+    start, end = pp_ranges(layers, flags.pp, flags.pp_partition)[-1]
     return end - start

@@ -19,6 +19,7 @@ from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.layouts import UNSTORED_DTYPES
 from hicachectl.formats.models.hf_config import is_llava
+from hicachectl.formats.models.loading import modelopt_names, unwrapped
 from hicachectl.formats.models.recorded import architecture, recorded
 from hicachectl.formats.wording import not_one_of
 
@@ -41,12 +42,7 @@ _MODEL_DTYPES = {
     "float32": "float32",
     "bfloat16": "bfloat16",
 }
-_COMPRESS_STATE_DTYPES = {
-    "float32": "float32",
-    "fp32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-}
+_COMPRESS_STATE_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2}
 # model types whose SGLang config class (srt/configs) takes bfloat16 if a config states no dtype
 _BFLOAT16_MODEL_TYPES = ("beam", "gigachat3_5", "longcat_flash")
 # IQuestQ1Config takes bfloat16 if "dtype" is missing, whatever torch_dtype says; null is no dtype
@@ -163,14 +159,15 @@ def index_keys_dtype(config: HfConfig, flags: DeploymentFlags, *, usual: str) ->
     return _KV_DTYPES[name]
 
 
-def compress_state_dtype(flags: DeploymentFlags) -> str:
-    """Return the dtype of SGLANG_DSV4_COMPRESS_STATE_DTYPE (_get_dsv4_compress_state_dtypes)."""
+def compress_state_bytes(flags: DeploymentFlags) -> int:
+    """Return the bytes of an item of compressor states, by SGLANG_DSV4_COMPRESS_STATE_DTYPE.
+
+    Source: _get_dsv4_compress_state_dtypes.
+    """
     name = flags.dsv4_compress_state_dtype.strip().lower() or "float32"
-    if name not in _COMPRESS_STATE_DTYPES:
-        raise ProfileError(
-            not_one_of("dsv4_compress_state_dtype", name, tuple(_COMPRESS_STATE_DTYPES))
-        )
-    return _COMPRESS_STATE_DTYPES[name]
+    if name not in _COMPRESS_STATE_BYTES:
+        raise ProfileError(not_one_of("dsv4_compress_state_dtype", name, _COMPRESS_STATE_BYTES))
+    return _COMPRESS_STATE_BYTES[name]
 
 
 def _reads_raw_rows(flags: DeploymentFlags) -> bool:
@@ -232,13 +229,9 @@ def quant_method(config: HfConfig) -> str:
     stated = section.get("quant_method", "modelopt")
     if own is not None and stated != "modelopt":
         return stated.lower() if isinstance(stated, str) else ""
-    section = _unwrapped(section)
-    algo = section.get("quant_algo")
-    if algo == "MIXED_PRECISION":
-        return "modelopt_mixed" if _has_nvfp4_layers(section) else "w4afp8"
-    if isinstance(algo, str) and "FP4" in algo:
-        return "modelopt_fp4"
-    return {"FP8": "modelopt_fp8", "MXFP8": "mxfp8"}.get(algo, "") if isinstance(algo, str) else ""
+    names = modelopt_names(section)
+    mixed = len(names) > 1 and not _has_nvfp4_layers(unwrapped(section))
+    return names[mixed] if names else ""
 
 
 def is_nvfp4_packed(config: HfConfig) -> bool:
@@ -259,7 +252,7 @@ def _kv_quant_algo(config: HfConfig) -> Any:
         return None
     if not method and own.get("quant_method") == "modelopt":
         raise config.error("quantization_config", "SGLang needs a quant_algo that it knows")
-    scheme, algo = own.get("kv_cache_scheme"), _unwrapped(own).get("kv_cache_quant_algo")
+    scheme, algo = own.get("kv_cache_scheme"), unwrapped(own).get("kv_cache_quant_algo")
     if method == "compressed-tensors":
         return "FP8" if _is_static_fp8(scheme) else None
     if method == "mxfp8" and "quant_algo" in own and _is_fp8(scheme):
@@ -270,7 +263,7 @@ def _kv_quant_algo(config: HfConfig) -> Any:
 def _modelopt_kv(method: str, own: Mapping[str, Any] | None, beside: Mapping[str, Any]) -> Any:
     if own is None or (method == "modelopt_mixed" and not _KV_FIELDS & set(own)):
         if "quant_algo" not in beside:
-            return _unwrapped(beside).get("kv_cache_quant_algo")
+            return unwrapped(beside).get("kv_cache_quant_algo")
         own = beside
     # SGLang puts quant_algo into quantization_config, which is then no longer the nested form.
     scheme = own.get("kv_cache_scheme")
@@ -310,11 +303,6 @@ def _copied_section(outer: Mapping[str, Any]) -> Mapping[str, Any]:
 def _beside(config: HfConfig) -> Mapping[str, Any]:
     section = config.outer.get(BESIDE)
     return section if isinstance(section, Mapping) else {}
-
-
-def _unwrapped(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    nested = section.get("quantization")
-    return nested if isinstance(nested, Mapping) else section
 
 
 def _has_nvfp4_layers(section: Mapping[str, Any]) -> bool:

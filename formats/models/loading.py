@@ -10,6 +10,7 @@ model_impl, kernels and parallelism, which change numbers by rounding only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.formats.documents import parse_json_object, shown, storable
@@ -17,8 +18,6 @@ from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.weights import SAME_LOAD_FORMATS, served_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from hicachectl.formats.weights import Checkpoint
 
 # Loaders of other tensors of the same directory; the rest of LOAD_FORMAT_CHOICES
@@ -133,7 +132,7 @@ def own_quantizations(configs: Mapping[str, Any]) -> set[str]:
         method = stated.get("quant_method", "modelopt")
         names.add(str(method).lower())
         if method == "modelopt":
-            names.update(_modelopt_names(stated))
+            names.update(modelopt_names(stated))
     return names
 
 
@@ -160,10 +159,16 @@ def _is_mistral_native(found: Checkpoint) -> bool:
     return native and not plain
 
 
-def _modelopt_names(stated: Mapping[str, Any]) -> tuple[str, ...]:
-    inner = stated.get("quantization", stated)
-    algorithm = inner.get("quant_algo") if isinstance(inner, dict) else None
+def modelopt_names(section: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return SGLang's name of a ModelOpt quantisation; both names of mixed precision; or none."""
+    algorithm = unwrapped(section).get("quant_algo")
     return _MODELOPT.get("NVFP4" if "FP4" in str(algorithm) else str(algorithm), ())
+
+
+def unwrapped(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the section within a section on quantisation, else the section itself."""
+    nested = section.get("quantization")
+    return nested if isinstance(nested, Mapping) else section
 
 
 def _text(settings: Mapping[str, Any], name: str) -> str:

@@ -146,7 +146,8 @@ def read_index(
             _check_nulls(batch)
             before = _check_values(batch, before, end, rows)
             rows += len(batch)
-            _keep(batch, pieces)
+            for name, arrays in pieces.items():
+                arrays.append(_copied(batch.column(name)))
         table = _joined(pieces)
         _check_distinct(table.column("key"))
     # ValueError: pyarrow decodes the names in a damaged schema as UTF-8.
@@ -176,11 +177,6 @@ def _read_batches(reader: Any, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         if message.type != "record batch" or _is_compressed(message.metadata):
             raise FormatError(f"has a compressed or unexpected message ({message.type})")
         yield pa.ipc.read_record_batch(message, schema)
-
-
-def _keep(batch: pa.RecordBatch, pieces: dict[str, list[pa.Array]]) -> None:
-    for name, arrays in pieces.items():
-        arrays.append(_copied(batch.column(name)))
 
 
 def _copied(column: pa.Array) -> pa.Array:

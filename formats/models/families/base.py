@@ -161,6 +161,27 @@ def states_pool(
     return Pool(name="mamba", kind="mamba", layers=layers, temporal=temporal, conv=conv)
 
 
+def convolved_pool(
+    layers: int | tuple[int, ...],
+    temporal: tuple[int, ...],
+    groups: tuple[int, ...],
+    window: int,
+    dtypes: tuple[str, str],
+    *,
+    whole: tuple[int, ...] = (),
+) -> Pool:
+    """Return the pool of a temporal state and the state of one convolution.
+
+    temporal: shape of the temporal state.
+    groups, whole: those of the convolution's state, whose channels come before the window.
+    window: inputs of the convolution; all but the last are kept.
+    dtypes: dtypes of the temporal state and of the convolution's.
+    """
+    shape = (sum(groups), window - 1)
+    conv = StateTensor(shape=shape, dtype=dtypes[1], groups=groups, whole=whole)
+    return states_pool(layers, (conv,), StateTensor(shape=temporal, dtype=dtypes[0]))
+
+
 def mla_pool(config: HfConfig, context: Context, layers: Iterable[int], *, dsa: bool) -> Pool:
     """Return the pool of some layers' latent rows (MLATokenToKVPool).
 

@@ -15,7 +15,7 @@ from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.layouts import DTYPE_BYTES
 from hicachectl.formats.models.dtypes import (
-    compress_state_dtype,
+    compress_state_bytes,
     index_keys_dtype,
     is_nvfp4_packed,
     model_dtype,
@@ -30,7 +30,7 @@ from hicachectl.formats.models.families.base import (
     split_layers,
     window_pages,
 )
-from hicachectl.formats.models.families.states import delta_pool, gdn_pool
+from hicachectl.formats.models.families.states import gdn_pool, kimi_pool
 from hicachectl.formats.models.flags import attention_tp, canonical_algorithm
 from hicachectl.formats.wording import not_one_of
 
@@ -145,7 +145,7 @@ def _states(
     are twice as many (get_compress_state_ring_size).
     """
     ring = _STATE_RING * (2 if canonical_algorithm(flags.speculative_algorithm) else 1)
-    item = DTYPE_BYTES[compress_state_dtype(flags)]
+    item = compress_state_bytes(flags)
     widths = {"": _ROW_WIDTH, "_indexer": config.integer("index_head_dim")}
     return tuple(
         Pool(
@@ -295,11 +295,8 @@ def _ngram_bytes(config: HfConfig, context: Context) -> int:
 def glm5_next(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return latent rows, their pooled index keys, and Kimi delta attention states."""
     config.integer("index_topk")  # without it, SGLang builds rows of another size
-    linear = config.section("linear_attn_config")
-    delta_layers = linear.integers("kda_layers")
-    heads, head_dim = (linear.integer(name) for name in ("num_heads", "head_dim"))
-    kernel = linear.integer("short_conv_kernel_size")
-    states = delta_pool(context, delta_layers, heads, head_dim, kernel)
+    delta_layers = config.section("linear_attn_config").integers("kda_layers")
+    states = kimi_pool(config, context, delta_layers)
     pools = mla(config, context)
     full = set(range(config.integer("num_hidden_layers"))) - set(delta_layers)
     held = tuple(

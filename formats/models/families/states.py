@@ -15,6 +15,7 @@ from hicachectl.formats.models.families.attention import mha
 from hicachectl.formats.models.families.base import (
     NEXTN,
     Context,
+    convolved_pool,
     count_or_numbers,
     head_dim_of,
     mha_pool,
@@ -38,21 +39,22 @@ def gdn(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 def gigachat(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for latent rows and gated delta net layers (GigaChat35Config)."""
-    if context.page_size != 1:
-        raise config.error("page_size", "SGLang serves this model only with --page-size 1")
     full, linear = split_layers(config, _is_gigachat_full_layer(config))
     return (mla_pool(config, context, full, dsa=False), gdn_pool(config, context, linear))
 
 
 def kimi_linear(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for latent rows and Kimi delta attention layers (KimiLinearConfig)."""
-    linear_config = config.section("linear_attn_config")
-    delta_layers = linear_config.integers("kda_layers")  # counted from 1
+    delta_layers = config.section("linear_attn_config").integers("kda_layers")  # counted from 1
     full, linear = split_layers(config, lambda layer: layer + 1 not in delta_layers)
-    kernel = linear_config.integer("short_conv_kernel_size")
-    heads, head_dim = (linear_config.integer(name) for name in ("num_heads", "head_dim"))
-    mamba = delta_pool(context, linear, heads, head_dim, kernel)
-    return (mla_pool(config, context, full, dsa=False), mamba)
+    return (mla_pool(config, context, full, dsa=False), kimi_pool(config, context, linear))
+
+
+def kimi_pool(config: HfConfig, context: Context, layers: tuple[int, ...]) -> Pool:
+    """Return the states of a config's section on linear attention."""
+    section = config.section("linear_attn_config")
+    heads, head_dim = (section.integer(name) for name in ("num_heads", "head_dim"))
+    return delta_pool(context, layers, heads, head_dim, section.integer("short_conv_kernel_size"))
 
 
 def gdn_pool(config: HfConfig, context: Context, layers: tuple[int, ...]) -> Pool:
@@ -60,18 +62,9 @@ def gdn_pool(config: HfConfig, context: Context, layers: tuple[int, ...]) -> Poo
     key_heads, value_heads = (config.integer(f"linear_num_{x}_heads") for x in ("key", "value"))
     key_dim, value_dim = (config.integer(f"linear_{x}_head_dim") for x in ("key", "value"))
     groups = (key_heads * key_dim, key_heads * key_dim, value_heads * value_dim)
-    temporal_dtype, conv_dtype = state_dtypes(config, context.flags)
-    return states_pool(
-        layers,
-        temporal=StateTensor(shape=(value_heads, value_dim, key_dim), dtype=temporal_dtype),
-        conv=(
-            StateTensor(
-                shape=(sum(groups), config.integer("linear_conv_kernel_dim") - 1),
-                dtype=conv_dtype,
-                groups=groups,
-            ),
-        ),
-    )
+    temporal = (value_heads, value_dim, key_dim)
+    window = config.integer("linear_conv_kernel_dim")
+    return convolved_pool(layers, temporal, groups, window, state_dtypes(config, context.flags))
 
 
 def bailing_lightning(config: HfConfig, context: Context) -> tuple[Pool, ...]:
@@ -212,12 +205,9 @@ def jet(config: HfConfig, context: Context) -> tuple[Pool, ...]:
         raise block.error("num_heads", f"{heads} heads cannot be divided by TP {tp}")
     value_dim = int(key_dim * factor)
     blocks = (heads * value_dim, heads * key_dim, heads * key_dim)
-    temporal, conv = state_dtypes(config, context.flags)
-    states = states_pool(
-        linear,
-        temporal=StateTensor(shape=(heads, value_dim, key_dim), dtype=temporal),
-        conv=(StateTensor(shape=(sum(blocks), window - 1), dtype=conv, groups=blocks),),
-    )
+    temporal = (heads, value_dim, key_dim)
+    dtypes = state_dtypes(config, context.flags)
+    states = convolved_pool(linear, temporal, blocks, window, dtypes)
     return (mha_pool("kv", config, context, full), states)
 
 
@@ -245,18 +235,10 @@ def _mamba2_pool(
         if stated != inner:
             raise config.error(name, f"is {stated}, but {heads} heads of {head_dim} are {inner}")
     blocks = (inner, groups * state, groups * state)
-    return states_pool(
-        count_or_numbers(config, tuple(layers)),
-        temporal=StateTensor(shape=(heads, head_dim, state), dtype=dtypes[0]),
-        conv=(
-            StateTensor(
-                shape=(sum(blocks), window - 1),
-                dtype=dtypes[1],
-                groups=blocks,
-                whole=(1, 2) if groups == 1 else (),
-            ),
-        ),
-    )
+    temporal = (heads, head_dim, state)
+    whole = (1, 2) if groups == 1 else ()
+    held = count_or_numbers(config, tuple(layers))
+    return convolved_pool(held, temporal, blocks, window, dtypes, whole=whole)
 
 
 def _is_bailing_full_layer(config: HfConfig) -> Callable[[int], bool]:
