@@ -94,18 +94,15 @@ class HostBuffer:
             self._arena = None
 
 
-def register(arena: Arena) -> bool:
-    """Page-lock and map an arena's memory for all devices until it is closed.
-
-    Return False without CUDA, or if CUDA refuses.
-    """
+def register(arena: Arena) -> None:
+    """Page-lock and map an arena's memory for all devices until it is closed, if CUDA can."""
     if not torch.cuda.is_available():
-        return False
+        return
     error = torch.cuda.cudart().cudaHostRegister(arena.address, arena.nbytes, _FLAGS)
     if not int(error):
         device = torch.cuda.current_device()
         arena.at_close(lambda: _unregister(arena.address, device))
-        return True
+        return
     if int(error) != _ALREADY_REGISTERED:
         _LOG.warning(
             "Cannot page-lock the buffer of %d bytes (CUDA error %d): copies to the device are "
@@ -113,20 +110,14 @@ def register(arena: Arena) -> bool:
             arena.nbytes,
             int(error),
         )
-    _forget_last_error()
-    return False
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")  # else CUDA would report the error at the next launch
 
 
 def _unregister(address: int, device: int) -> None:
     """Undo `register` on the same device: on another one, CUDA would create a context."""
     with suppress(RuntimeError), torch.cuda.device(device):  # the device may have failed
         torch.cuda.cudart().cudaHostUnregister(address)
-
-
-def _forget_last_error() -> None:
-    """Clear the error that CUDA would report at this thread's next launch."""
-    with suppress(RuntimeError):
-        torch.ones(1, device="cuda")
 
 
 # lanes

@@ -49,15 +49,15 @@ def ranges_of(
     offsets: Sequence[int] | npt.NDArray[np.int64],
     lengths: Sequence[int] | npt.NDArray[np.int64],
     *,
+    upload: Callable[[torch.Tensor], torch.Tensor],
     lanes: int = LANES,
-    upload: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Ranges:
     """Prepare byte ranges of a buffer for `digest_ranges`.
 
     buffer:           1D uint8, contiguous, a multiple of 8 bytes, 8-byte aligned.
     offsets, lengths: [n], on the host; offsets are multiples of 8, ranges may overlap.
+    upload:           copies the table to the device.
     lanes:            chunks per program, a power of two.
-    upload:           copies the table to the device; default: through torch's pinned memory.
     Raises ValueError for other arguments. Does not synchronise.
     """
     starts = np.asarray(offsets, np.int64)
@@ -65,11 +65,7 @@ def ranges_of(
     _check(buffer, starts, sizes, lanes)
     counts = np.maximum(1, -(-sizes // CHUNK_BYTES))  # an empty range is one empty chunk
     firsts = np.cumsum(counts) - counts
-    table = torch.from_numpy(np.stack([firsts, starts // WORD_BYTES, sizes]))
-    if upload is not None:
-        table = upload(table)
-    elif buffer.is_cuda:  # pinned: otherwise the copy waits for the whole stream
-        table = table.pin_memory().to(buffer.device, non_blocking=True)
+    table = upload(torch.from_numpy(np.stack([firsts, starts // WORD_BYTES, sizes])))
     return Ranges(table, int(counts.sum()), int(counts.max(initial=0)), lanes)
 
 

@@ -246,7 +246,7 @@ def measure_case(case: Case, ceiling: float, device: torch.device) -> None:
     assert same, f"{case.name}: not what was scattered"
     offsets = np.arange(count, dtype=np.int64) * objects.shape[1]
     lengths = np.full(count, expected.nbytes, dtype=np.int64)
-    ranges = ranges_of(objects.view(-1), offsets, lengths)
+    ranges = ranges_of(objects.view(-1), offsets, lengths, upload=lambda table: table.cuda())
     digested = rate(moved // 2, replayed(partial(digest_ranges, objects.view(-1), ranges)))
     figures = "".join(
         f"{figure:8.0f} ({figure / ceiling:.2f})" for figure in (scattered, gathered, checked)

@@ -300,7 +300,7 @@ def print_digest(memory: torch.Tensor) -> None:
         lengths = np.full(len(offsets), nbytes)
         rates = []
         for n in lanes:
-            ranges = ranges_of(buffer, offsets, lengths, lanes=n)
+            ranges = ranges_of(buffer, offsets, lengths, upload=lambda table: table.cuda(), lanes=n)
             found = digest_ranges(buffer, ranges).cpu().numpy()
             for number in (0, len(offsets) - 1):
                 start = int(offsets[number])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,7 +39,8 @@ def digests(
     buffer: torch.Tensor, offsets: list[int], lengths: Sequence[int], lanes: int = LANES
 ) -> torch.Tensor:
     """Digest byte ranges of a buffer: [n, 32] uint8 on its device."""
-    return digest_ranges(buffer, ranges_of(buffer, offsets, lengths, lanes=lanes))
+    upload = partial(torch.Tensor.to, device=buffer.device)
+    return digest_ranges(buffer, ranges_of(buffer, offsets, lengths, upload=upload, lanes=lanes))
 
 
 def assert_equal_to_the_package(
