@@ -7,11 +7,9 @@ and returns what the command of its name writes as JSON. Messages of a run are i
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from hicachectl.checks.catalogs import load_catalog
 from hicachectl.device.devices import parse_devices
@@ -86,34 +84,6 @@ __all__ = [
     "verify",
 ]
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _takes(form: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that raises TypeError, naming the class, unless a request is given."""
-
-    def decorated(function: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(function)
-
-        @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                given = signature.bind(*args, **kwargs).arguments
-            except TypeError as error:
-                raise TypeError(f"{error}; {_instead(function.__name__, form)}") from None
-            if "request" in given and not isinstance(given["request"], form):
-                raise TypeError(_instead(function.__name__, form))
-            return function(*args, **kwargs)
-
-        return call
-
-    return decorated
-
-
-def _instead(name: str, form: type) -> str:
-    return f"{name} takes its arguments as a hicachectl.{form.__name__}; see hicachectl-python(7)"
-
 
 def read_profile(path: str | Path) -> Profile:
     """Read a profile file, TOML or JSON. Raises UsageError, FormatError and ProfileError."""
@@ -172,7 +142,6 @@ def hash_requests(requests: Iterable[Request | Sequence[int]], profile: Profile)
     return requests_of(named, Hashing.of(profile))
 
 
-@_takes(VerifyRequest)
 def verify(
     store: Store,
     request: VerifyRequest = VerifyRequest(),  # noqa: B008 - frozen
@@ -204,7 +173,6 @@ def verify(
     return report_of([checked.result], described, checked.inventory.table, request).result()
 
 
-@_takes(HitsRequest)
 def hits(
     store: Store,
     request: HitsRequest,
@@ -221,7 +189,6 @@ def hits(
     return measure_hits(store, replace(request, profile=agreed), on_listed=on_listed)
 
 
-@_takes(MigrationRequest)
 def migrate(
     source: Store,
     destination: Store,
@@ -241,7 +208,6 @@ def migrate(
     return migrated(source, destination, request, on_listed=on_listed, on_moved=on_moved)
 
 
-@_takes(PrewarmRequest)
 def prewarm(
     source: Store,
     destination: Store,
@@ -267,7 +233,6 @@ def prewarm(
     return outcome.result(dry_run=request.dry_run)
 
 
-@_takes(PrewarmRequest)
 def plan(
     source: Store,
     destination: Store,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,28 +112,6 @@ def test_an_empty_filter_is_not_everything(name: str) -> None:
     filters: dict[str, Any] = {name: ""}
     with pytest.raises(hicachectl.UsageError, match=f"{name}: empty"):
         hicachectl.Selection(**filters)
-
-
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        ("verify", "VerifyRequest"),
-        ("hits", "HitsRequest"),
-        ("migrate", "MigrationRequest"),
-        ("prewarm", "PrewarmRequest"),
-        ("plan", "PrewarmRequest"),
-    ],
-)
-def test_an_old_call_names_the_class_that_it_needs(source: Path, name: str, form: str) -> None:
-    """Before, each function took the fields of its request."""
-    function = getattr(hicachectl, name)
-    with hicachectl.open_store(str(source)) as store:
-        stores = (store,) if name in {"verify", "hits"} else (store, store)
-        calls = [partial(function, *stores, "prod.toml"), partial(function, *stores, PROFILE),
-                 partial(function, *stores, jobs=2)]  # fmt: skip
-        for call in calls:
-            with pytest.raises(TypeError, match=f"hicachectl.{form}; see hicachectl-python"):
-                call()
 
 
 def test_hits_returns_the_rows_of_the_command(source: Path, profile: Path, tmp_path: Path) -> None:

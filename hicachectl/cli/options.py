@@ -36,16 +36,16 @@ from hicachectl.cli.parameters import (
     stack,
 )
 from hicachectl.cli.values import (
+    DURATION,
     FILE,
     FORMATS,
-    Duration,
+    POSITIVE_SIZE,
+    SHARE,
+    TIME,
     MetricsFile,
     NameList,
     OutputFile,
-    PointInTime,
     RunPath,
-    Share,
-    Size,
 )
 from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.models.flag_table import OPTIONS
@@ -161,7 +161,7 @@ allow_leases_option = MOONCAKE.option(
 )
 lease_wait_option = MOONCAKE.option(
     "--lease-wait",
-    type=Duration(),
+    type=DURATION,
     help="Mooncake: wait this long for leases to end before a removal fails.  [default: 20s]",
 )
 
@@ -257,13 +257,13 @@ lock_option = RESOURCES.option(
 )
 _buffer_option = RESOURCES.option(
     "--buffer-bytes",
-    type=Size(least=1),
+    type=POSITIVE_SIZE,
     default="1GiB",
     show_default=True,
     help="Memory to read objects into.",
 )
 _bwlimit_option = RESOURCES.option(
-    "--bwlimit", type=Size(least=1), divided=SHARED, help="Read at most this many bytes per second."
+    "--bwlimit", type=POSITIVE_SIZE, divided=SHARED, help="Read at most this many bytes per second."
 )
 
 parts_options = stack(
@@ -285,7 +285,7 @@ parts_options = stack(
     ),
     PARTS.option(
         "--wait",
-        type=Duration(),
+        type=DURATION,
         default="1h",
         show_default=True,
         help="With --shard: wait so long for the listing of part 0.",
@@ -380,7 +380,7 @@ def grace_option(text: str) -> Callable[[F], F]:
     """Return the option --grace, whose help says what a command does with young groups."""
     return equal_option(
         "--grace",
-        type=Duration(),
+        type=DURATION,
         default=f"{DEFAULT_GRACE_SECONDS:g}s",
         show_default=True,
         repeats=True,
@@ -411,7 +411,7 @@ def sample_options(section: Section, day: str) -> Callable[[F], F]:
         ),
         section.option(
             "--time-limit",
-            type=Duration(),
+            type=DURATION,
             divided=Divided(same=True, shared_by=("--shard",)),
             help="Start no further read after this duration.",
         ),
@@ -457,7 +457,7 @@ def allow_shrink_option(needs: str = "") -> Callable[[F], F]:
 
 min_usable_option = equal_option(
     "--min-usable",
-    type=Share(),
+    type=SHARE,
     metavar="SHARE",
     help="Exit with 4 if servers would fetch less than this share of the requested tokens, such "
     "as 0.9.",
@@ -492,12 +492,12 @@ _FILTERS: Mapping[str, Callable[[Any], Any]] = {
     ),
     "since": _filter(
         "--since",
-        type=PointInTime(),
+        type=TIME,
         help="Only pages written since TIME (ISO 8601, or an age such as 2h).",
     ),
     "before": _filter(
         "--before",
-        type=PointInTime(),
+        type=TIME,
         help="Only pages last written before TIME (ISO 8601, or an age such as 7d).",
     ),
     "pages": _filter(

@@ -18,6 +18,8 @@ from hicachectl.formats.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from click.shell_completion import CompletionItem
+
 F = TypeVar("F", bound="Callable[..., Any]")
 
 PREFIX = "HICACHECTL_"
@@ -100,30 +102,45 @@ SERVERS = Section("Server flags", describes=True, repeats=True, divided=SAME)
 
 
 class Parsed(click.ParamType[Any]):
-    """A value made from a text by `parsed`; other values pass through."""
+    """A value that a function makes from a text; other values pass through.
+
+    parse: the function. Raises ValueError or UsageError, whose text says why.
+    words: function that returns the texts which a shell offers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parse: Callable[[str], Any],
+        words: Callable[[], Iterable[str]] = tuple,
+    ) -> None:
+        self.name = name
+        self.parse = parse
+        self.words = words
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parse a text, or fail with the message of `parsed`."""
+        """Parse a text, or fail with the message of `parse`."""
         if not isinstance(value, str):
             return value
         try:
-            return self.parsed(value)
+            return self.parse(value)
         except (ValueError, UsageError) as error:
             self.fail(str(error), param, ctx)
 
-    def parsed(self, text: str) -> Any:
-        """Return the value of a text. Raises ValueError or UsageError, whose text says why."""
-        raise NotImplementedError
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[str]]:
+        """Offer the words."""
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(word) for word in self.words() if word.startswith(incomplete)]
 
 
 class CommaList(Parsed):
-    """A text of members between commas; subclasses parse it further."""
+    """A text of members between commas, which a function may parse further."""
 
-    name = "list"
-
-    def parsed(self, text: str) -> Any:
-        """Return the text."""
-        return text
+    def __init__(self, parse: Callable[[str], Any] = str) -> None:
+        super().__init__("list", parse)
 
 
 class _Given(click.Parameter):

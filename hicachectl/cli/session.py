@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.backends.urls import Config
 
+    Opening = Callable[..., AbstractContextManager[Store]]
+
 PROGRESS_DELAY_S = 1.0
 _CONFIG = "hicachectl.config"  # in the meta of contexts
+_LEASES = ("allow_leases", "lease_wait")
 
 
 class Settings(NamedTuple):
@@ -32,27 +36,25 @@ class Settings(NamedTuple):
     verbose: bool = False
 
 
-def opened(
-    ctx: click.Context,
-    text: str,
-    *,
-    allow_leases: bool = False,
-    lease_wait: float | None = None,
-    create: bool = False,
-) -> AbstractContextManager[Store]:
+def opened(ctx: click.Context, text: str, *, create: bool = False) -> AbstractContextManager[Store]:
     """Open the store that a STORE argument names, and close it after the block.
 
-    allow_leases, lease_wait (seconds; None: the store's default): see `Leases`. create: see
-    `Store`.
+    create: see `Store`.
     """
-    return opened_store(
-        text,
-        config_of(ctx),
-        allow_leases=allow_leases,
-        lease_wait=lease_wait,
-        create=create,
-        verbose=ctx.obj.verbose,
-    )
+    verbose = ctx.obj.verbose
+    return opened_store(text, config_of(ctx), create=create, verbose=verbose, **_leases(ctx))
+
+
+def reopening(ctx: click.Context, text: str) -> Opening:
+    """Return `opened_store` for the store of a STORE argument in another process."""
+    from hicachectl.backends.urls import parse_url
+
+    return partial(opened_store, str(parse_url(text, config_of(ctx))), **_leases(ctx))
+
+
+def _leases(ctx: click.Context) -> dict[str, Any]:
+    """Return the command's options about leases, as `open_store` takes them."""
+    return {name: ctx.params[name] for name in _LEASES if name in ctx.params}
 
 
 @contextmanager
@@ -65,7 +67,7 @@ def opened_store(
     create: bool = False,
     verbose: bool = False,
 ) -> Iterator[Store]:
-    """Open a store outside a command, as on another node. Arguments as of `opened`.
+    """Open a store outside a command, as on another node. Arguments: see `open_store`.
 
     verbose: show the messages of native libraries.
     """
@@ -82,7 +84,7 @@ def opened_store(
 def moment_of(store: Store, moment: float | None, *, changes: bool) -> float | None:
     """Return a time of an option in Unix seconds; an age counts by the clock of the store's times.
 
-    moment: a result of `PointInTime`. changes: see `present_ns`.
+    moment: a result of `values.moment`. changes: see `present_ns`.
     """
     from hicachectl.backends.capabilities import present_ns
     from hicachectl.text.units import Ago
@@ -99,13 +101,6 @@ def config_of(ctx: click.Context) -> Config:
         ctx.meta[_CONFIG] = load_config(None if path is None else str(path))
     config: Config = ctx.meta[_CONFIG]
     return config
-
-
-def whole_url(ctx: click.Context, text: str) -> str:
-    """Return the URL of a STORE argument for other processes, with its password."""
-    from hicachectl.backends.urls import parse_url
-
-    return str(parse_url(text, config_of(ctx)))
 
 
 def store_name(ctx: click.Context, text: str) -> str:

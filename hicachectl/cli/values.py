@@ -6,6 +6,7 @@ import os
 import re
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,74 +43,67 @@ def _shown(value: str) -> str:
     return repr(value) if len(value) <= 40 else f"{value[:37]!r}..."
 
 
-class Duration(Parsed):
-    """A duration such as 90s, 10m, 2h or 7d, in seconds."""
-
-    name = "duration"
-
-    def parsed(self, text: str) -> float:
-        """Return the seconds."""
-        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
-        if match is None:
-            raise ValueError(f"{_shown(text)} is not a duration; write 90s, 10m, 2h or 7d")
-        seconds = float(match[1]) * _SECONDS[match[2]]
-        if seconds > _LONGEST_S:
-            raise ValueError(f"{_shown(text)} is longer than 100 years")
-        return seconds
+def _duration(text: str) -> float:
+    """Return the seconds of a duration such as 90s, 10m, 2h or 7d."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
+    if match is None:
+        raise ValueError(f"{_shown(text)} is not a duration; write 90s, 10m, 2h or 7d")
+    seconds = float(match[1]) * _SECONDS[match[2]]
+    if seconds > _LONGEST_S:
+        raise ValueError(f"{_shown(text)} is longer than 100 years")
+    return seconds
 
 
-class Share(Parsed):
-    """A share from 0 to 1, such as 0.9 or 90%."""
-
-    name = "share"
-
-    def parsed(self, text: str) -> float:
-        """Return the share."""
-        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(%?)", text)
-        share = -1.0 if match is None else float(match[1]) / (100 if match[2] else 1)
-        if not 0 <= share <= 1:
-            raise ValueError(f"{_shown(text)} is not a share; write 0.9 or 90%")
-        return share
+def _share(text: str) -> float:
+    """Return a share from 0 to 1, such as 0.9 or 90%."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(%?)", text)
+    share = -1.0 if match is None else float(match[1]) / (100 if match[2] else 1)
+    if not 0 <= share <= 1:
+        raise ValueError(f"{_shown(text)} is not a share; write 0.9 or 90%")
+    return share
 
 
-class PointInTime(Parsed):
-    """A time in ISO 8601, or an age such as 7d, in Unix seconds; an `Ago` for an age."""
+def moment(text: str) -> float:
+    """Return the Unix seconds of a time in ISO 8601; an `Ago` for an age such as 7d."""
+    if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?[smhd]", text):
+        from hicachectl.text.units import Ago
 
-    name = "time"
-
-    def parsed(self, text: str) -> float:
-        """Return the seconds."""
-        if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?[smhd]", text):
-            from hicachectl.text.units import Ago
-
-            return Ago(Duration().parsed(text))
-        try:
-            seconds = datetime.fromisoformat(text).timestamp()
-        except (ValueError, OverflowError):
-            why = f"{_shown(text)} is neither ISO 8601 nor an age such as 7d"
-            raise ValueError(why) from None
-        if abs(seconds) > _LATEST_S:
-            raise ValueError(f"{_shown(text)} is not between the years 1678 and 2262")
-        return seconds
+        return Ago(_duration(text))
+    try:
+        seconds = datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        raise ValueError(f"{_shown(text)} is neither ISO 8601 nor an age such as 7d") from None
+    if abs(seconds) > _LATEST_S:
+        raise ValueError(f"{_shown(text)} is not between the years 1678 and 2262")
+    return seconds
 
 
-class Size(Parsed):
-    """A size such as 200GiB or 1.5TB, or a number of bytes; in bytes."""
+def _repair_code(text: str) -> str:
+    """Return a finding code that `verify --repair` can act on."""
+    if instead := remedies().get(text):
+        raise ValueError(f"{text} does not concern a page, so --repair cannot act; {instead}")
+    return _one_of(text, page_codes())
 
-    name = "size"
 
-    def __init__(self, least: int = 0) -> None:
-        self.least = least
+def _one_of(name: str, choices: tuple[str, ...]) -> str:
+    if name not in choices:
+        raise ValueError(f"{name!r} is not one of {', '.join(choices)}")
+    return name
 
-    def parsed(self, text: str) -> int:
-        """Return the bytes."""
-        return parse_size(text, self.least)
+
+DURATION = Parsed("duration", _duration)
+SHARE = Parsed("share", _share)
+TIME = Parsed("time", moment)
+SIZE = Parsed("size", parse_size)
+POSITIVE_SIZE = Parsed("size", partial(parse_size, least=1))
+REPAIR_CODE = Parsed("code", _repair_code, page_codes)
 
 
 class NameList(CommaList):
     """A comma-separated list of names, each one of the choices if there are choices."""
 
     def __init__(self, choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()) -> None:
+        super().__init__(self._names)
         self._choices = choices
 
     @property
@@ -131,39 +125,10 @@ class NameList(CommaList):
         left = [choice for choice in self.choices if choice not in given.split(",")]
         return [CompletionItem(f"{given}{comma}{c}") for c in left if c.startswith(name)]
 
-    def parsed(self, text: str) -> tuple[str, ...]:
+    def _names(self, text: str) -> tuple[str, ...]:
         """Split and check the text."""
         names, choices = tuple(text.split(",")), self.choices
-        for name in names:
-            if choices and name not in choices:
-                raise ValueError(f"{name!r} is not one of {', '.join(choices)}")
-        return names
-
-
-class RepairCode(click.Choice[str]):
-    """A finding code that `verify --repair` can act on."""
-
-    def __init__(self) -> None:
-        super().__init__(())  # Texts of codes are read only if the option is given.
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem[str]]:
-        """Offer the codes."""
-        self.choices = page_codes()
-        return super().shell_complete(ctx, param, incomplete)
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return CODE; the list of choices would be too long."""
-        return "CODE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Check the code; for a code without a page, fail and name the remedy."""
-        if instead := remedies().get(value):
-            self.fail(f"{value} does not concern a page, so --repair cannot act; {instead}", param,
-                      ctx)  # fmt: skip
-        self.choices = page_codes()  # a check may have been registered in the meantime
-        return super().convert(value, param, ctx)
+        return tuple(_one_of(name, choices) for name in names) if choices else names
 
 
 class _CheckedPath(click.Path):

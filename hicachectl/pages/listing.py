@@ -75,6 +75,14 @@ class PageRow(_Paged, Group):
     """Row of `ls`."""
 
 
+class ReplicaRow(TypedDict):
+    """Copy of an object in a store."""
+
+    kind: str
+    location: str
+    nbytes: int
+
+
 class ObjectRow(TypedDict):
     """Row of `ls --objects`."""
 
@@ -96,7 +104,7 @@ class ObjectRow(TypedDict):
     heads: str | None
     nbytes: int | None
     mtime: float | None
-    replicas: int | None
+    replicas: list[ReplicaRow] | None
     offset: int | None
 
 

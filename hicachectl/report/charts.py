@@ -17,7 +17,7 @@ import numpy as np
 
 from hicachectl.formats.errors import UsageError
 from hicachectl.text.terminal import escape_controls, shortened
-from hicachectl.text.units import human_size
+from hicachectl.text.units import human_size, unit_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -106,8 +106,6 @@ def _labels(names: Iterable[str], most: int) -> dict[str, str]:
 # --- bytes ---
 
 _KINDS = ("most common size", "second size", "third size", "fourth size", "other or unknown sizes")
-_UNITS = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40),
-          ("PiB", 2**50), ("EiB", 2**60))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +122,7 @@ def size_chart(pools: Mapping[str, Sequence[Bar]], *, longest: int, counted: str
 
     longest: bar of all deployments, whose charts share a scale. counted: "bytes" or "objects".
     """
-    unit, scale = _unit(longest) if counted == "bytes" else ("objects", 1)
+    unit, scale = unit_of(longest) if counted == "bytes" else ("objects", 1)
     used = sorted({bar.rank for bars in pools.values() for bar in bars})
     label_of = _labels(pools, _SHORT)
     rows = [
@@ -169,11 +167,6 @@ def _bar_text(bars: Sequence[Bar], counted: str, width: int) -> str:
     if width == NARROW:
         return f"{text}, {len(bars)} sizes" if len(bars) > 1 else text
     return f"{text} in objects of {', '.join(bar.size for bar in bars[:3])}"
-
-
-def _unit(largest: int) -> tuple[str, int]:
-    fitting = [unit for unit in _UNITS if largest >= unit[1]]
-    return fitting[-1] if fitting else _UNITS[0]
 
 
 # --- writes ---

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -133,17 +132,6 @@ def _cut(columns: list[_Column], widths: list[int], width: int) -> list[_Column]
 
 def _total(widths: list[int]) -> int:
     return sum(widths) + len(_GAP) * (len(widths) - 1)
-
-
-def wrapped(text: str, *, indent: int = 0, width: int = 80) -> list[str]:
-    """Return a text in lines; all but the first are indented. Commands are never divided."""
-    return textwrap.wrap(
-        text,
-        width,
-        subsequent_indent=" " * indent,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
 
 
 def printable(cells: pa.StringArray) -> pa.StringArray:

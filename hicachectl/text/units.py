@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
 class Ago(float):
     """A time that was given as an age: Unix seconds by this host's clock.
 
@@ -36,12 +39,14 @@ def human_size(nbytes: int | None) -> str:
     """Return a readable size: 1536 bytes is `1.5 KiB`, an unknown size `? B`."""
     if nbytes is None:
         return "? B"
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"):
-        if value < 1024 or unit == "EiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+    unit, scale = unit_of(nbytes)
+    return f"{nbytes / scale:.0f} {unit}" if scale == 1 else f"{nbytes / scale:.1f} {unit}"
+
+
+def unit_of(nbytes: int) -> tuple[str, int]:
+    """Return the largest unit that is not more than a size, and the bytes of the unit."""
+    power = min((max(int(nbytes), 1).bit_length() - 1) // 10, len(_UNITS) - 1)
+    return _UNITS[power], 1 << 10 * power
 
 
 def human_sizes(nbytes: pa.Array) -> pa.Array:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from hicachectl.backends.disk.weights import read_checkpoint
-from hicachectl.cli.values import Size
+from hicachectl.formats.sizes import parse_size
 from tests.bench.runner import options_of, scratch, timed
 from tests.checkpoints import CONFIG, ITEM_BYTES, write_shard
 
@@ -40,7 +40,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {"experts": EXPERT, "dense": DENSE}
 def main() -> None:
     """Run the measurement of the command line."""
     arguments = options_of(__doc__, bytes="1TB", latency_ms="0,1,5", directory=Path)
-    nbytes = Size().convert(arguments.bytes, None, None)
+    nbytes = parse_size(arguments.bytes)
     for kind, layer in MODELS.items():
         with scratch(arguments.directory) as folder:
             shards, tensors = write_sparse(folder, layer, nbytes)

@@ -8,13 +8,14 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import pytest
 
 from hicachectl.backends.base import open_store
 from hicachectl.cli.demo_store import fill
 from hicachectl.pages import in_flight
+from hicachectl.pages.listing import ReplicaRow
 from tests.mooncake_cluster import Cluster
 from tests.report.page_texts import text_of
 from tests.waiting import wait_until
@@ -62,6 +63,7 @@ def test_objects_are_listed_with_their_replicas(invoke: Invoke, cluster: Cluster
     assert {row["key"] for row in rows} == set(cluster.list_keys())
     for row in rows:
         (replica,) = row["replicas"]
+        assert set(replica) == set(get_type_hints(ReplicaRow))
         assert replica["kind"] == "memory"
         assert replica["nbytes"] == row["nbytes"] > 0
         assert row["mtime"] is None

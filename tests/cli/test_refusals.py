@@ -82,7 +82,7 @@ verify STORE --fail-on often                      | --fail-on | 'often' | 'error
 verify TABLES --profile PROFILE --stamp           | TABLES | no directory for a stamp | leave
 verify SHORT --profile PROFILE                    | SHORT | 0:kv | 128 pages | 9000 | file_size=
 verify TABLES --profile PROFILE --repair delete --yes --shard 1/2 --run RUN | TABLES | one process
-verify STORE --repair-code x                      | --repair-code | 'x' | 'missing-pool'
+verify STORE --repair-code x                      | --repair-code | 'x' | missing-pool
 rm STORE                                          | --model | --temporaries
 rm STORE --model x                                | --yes or --dry-run
 rm STORE --pages TEXT --yes                       | TEXT | line 1 | hicachectl ls --format jsonl

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from hicachectl.cli.commands.parts import (
 )
 from hicachectl.cli.group import COMMANDS
 from hicachectl.cli.options import lock_option, output_options, parts_options
+from hicachectl.cli.session import opened_store
 from hicachectl.formats.errors import HicacheError, StoreUnavailable, UsageError
 from hicachectl.parts import manifest
 from hicachectl.parts.directory import RunDirectory
@@ -270,6 +272,9 @@ def test_a_record_that_no_reader_would_take_is_not_written(
 def test_a_destination_that_a_node_lacks_is_named(tmp_path: Path) -> None:
     """The driver has made it, so the node does not mount the same file system."""
     said = f"^file://{tmp_path}/new: does not exist on this node; mount it there$"
-    with pytest.raises(StoreUnavailable, match=said), opened_destination(str(tmp_path / "new")):
+    with (
+        pytest.raises(StoreUnavailable, match=said),
+        opened_destination(partial(opened_store, str(tmp_path / "new"))),
+    ):
         pass
     assert not (tmp_path / "new").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 from functools import partial
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import pyarrow as pa
-    from click.shell_completion import CompletionItem
 
     from hicachectl.text.tables import Screen
 
@@ -44,32 +44,22 @@ class ExplainDocument(TypedDict):
     codes: list[CodeRow]
 
 
-class FindingCode(Parsed):
-    """A finding code of a registered check."""
+def _code_of(text: str) -> Code:
+    """Return a finding code. Raises ValueError for an unknown one, with close ones and the list."""
+    known = {code.name: code for code in codes()}
+    name = text.strip().lower().replace("_", "-")
+    if name not in known:
+        close = get_close_matches(name, known, n=1)
+        meant = f"did you mean {close[0]}? Give" if close else "give"
+        raise ValueError(f"{text!r} is no finding code; {meant} one of {', '.join(known)}")
+    return known[name]
 
-    name = "code"
 
-    def parsed(self, text: str) -> Code:
-        """Return the code. Raises ValueError for an unknown one, with close ones and the list."""
-        known = {code.name: code for code in codes()}
-        name = text.strip().lower().replace("_", "-")
-        if name not in known:
-            close = get_close_matches(name, known, n=1)
-            meant = f"did you mean {close[0]}? Give" if close else "give"
-            raise ValueError(f"{text!r} is no finding code; {meant} one of {', '.join(known)}")
-        return known[name]
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem[str]]:
-        """Offer the codes."""
-        from click.shell_completion import CompletionItem
-
-        return [CompletionItem(c.name) for c in codes() if c.name.startswith(incomplete)]
+_CODE = Parsed("code", _code_of, lambda: [code.name for code in codes()])
 
 
 @click.command("explain", cls=Command)
-@argument("code", metavar="[CODE]", type=FindingCode(), required=False)
+@argument("code", metavar="[CODE]", type=_CODE, required=False)
 @output_options
 @click.pass_context
 def command(ctx: click.Context, /, code: Code | None, **options: Any) -> None:
@@ -135,14 +125,16 @@ def _first_sentence(text: str) -> str:
 
 def _one(code: Code, _screen: Screen) -> Iterator[str]:
     """Yield the explanation of a code."""
-    from hicachectl.text.tables import wrapped
-
     texts = code.explanation()
+    # Commands are never divided.
+    wrapped = TextWrapper(
+        80, subsequent_indent=" " * 10, break_on_hyphens=False, break_long_words=False
+    )
     yield f"{code.name}: {'; '.join(filter(None, (code.severity, code.exceptions)))}"
     for title in _TITLES:
         if texts[title]:
             yield ""
-            yield from wrapped(f"{title.capitalize() + ':':10}{texts[title]}", indent=10)
+            yield from wrapped.wrap(f"{title.capitalize() + ':':10}{texts[title]}")
     if texts["command"]:
         yield ""
         yield f"  {texts['command']}"

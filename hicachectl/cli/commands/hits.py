@@ -78,10 +78,7 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     from hicachectl.requests.measuring import failed_text, measure_hits, passes, served_text
     from hicachectl.text.tables import table_lines
 
-    with (
-        opened(ctx, store, allow_leases=options["allow_leases"]) as source,
-        progress(ctx, "listing", " objects") as advance,
-    ):
+    with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
         choice = selection_of(ctx, source, options)
         refuse_choice(choice, options)
         # Without a profile in the options, a pack's own is used.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 import click
 
@@ -19,7 +19,6 @@ from hicachectl.cli.options import (
 from hicachectl.cli.parameters import own_option
 from hicachectl.cli.session import opened, progress, remark
 from hicachectl.cli.settings import contradiction_remark
-from hicachectl.text.vocabulary import SORT_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -94,10 +93,7 @@ def command(
     from hicachectl.text.tables import table_lines
     from hicachectl.text.units import human_size
 
-    with (
-        opened(ctx, store, allow_leases=options["allow_leases"]) as source,
-        progress(ctx, "listing", " objects") as advance,
-    ):
+    with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
         selection = selection_of(ctx, source, options)
         profile, collision = profile_to_look(options, source, warn=partial(remark, ctx))
         columns = [
@@ -160,16 +156,23 @@ def _sort_column(asked: str | None, listed: str) -> str | None:
     """Return the column to sort by, in the names of JSON. Raises click.UsageError."""
     if asked is None:
         return None
+    from hicachectl.pages.listing import ObjectRow, PageRow, SummaryRow
+
     name, down = asked.removeprefix("-"), asked.startswith("-")
     if name == "age":
         name, down = "mtime", not down
     name = {"size": "nbytes"}.get(name, name)
-    known = SORT_COLUMNS[listed]
+    hints = get_type_hints({"pages": PageRow, "objects": ObjectRow, "summary": SummaryRow}[listed])
+    known = [column for column, hint in hints.items() if not _is_nested(hint)]
     if name not in known:
         raise click.UsageError(
             f"--sort-by: {asked!r} is not a column of {listed}; give one of {', '.join(known)}"
         )
     return f"-{name}" if down else name
+
+
+def _is_nested(hint: Any) -> bool:
+    return any(get_origin(one) in (list, dict) for one in (hint, *get_args(hint)))
 
 
 def _say_what_is_odd(ctx: click.Context, inventory: Inventory, *, judged: bool) -> None:

@@ -128,7 +128,6 @@ def command(ctx: click.Context, /, source: str, destination: str, **options: Any
     from hicachectl.move.migration_outcome import MigrationFacts, result_of
     from hicachectl.parts.migrate import MigrateJob
 
-    wait = options["lease_wait"]
     check_division(ctx, options)
     if options["move"]:
         require_consent(options)
@@ -136,8 +135,8 @@ def command(ctx: click.Context, /, source: str, destination: str, **options: Any
     def run() -> Result | None:
         """Open both stores and migrate; None if the operator declined --move, or for a part."""
         with (
-            opened(ctx, source, lease_wait=wait) as origin,
-            opened(ctx, destination, lease_wait=wait, create=True) as target,
+            opened(ctx, source) as origin,
+            opened(ctx, destination, create=True) as target,
         ):
             request = _request(ctx, origin, options)
             make = partial(MigrateJob, request=request)
@@ -147,7 +146,7 @@ def command(ctx: click.Context, /, source: str, destination: str, **options: Any
                 return None
             if job is None:
                 return _at_once(ctx, origin, target, request)
-            reopened = reopened_stores(ctx, source, destination, request.profile, wait)
+            reopened = reopened_stores(ctx, source, destination, request.profile)
             return run_divided(ctx, options, job, make, reopened)
 
     def nothing() -> Result:

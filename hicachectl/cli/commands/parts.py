@@ -13,7 +13,7 @@ import click
 from hicachectl.cli.asked import with_value
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.parameters import long_name, on_command_line, options_of
-from hicachectl.cli.session import bytes_progress, opened_store, progress, remark, whole_url
+from hicachectl.cli.session import bytes_progress, progress, remark, reopening
 from hicachectl.formats.errors import EmptyStore, StoreUnavailable, UsageError
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.permissions import Permissions
     from hicachectl.cli.parameters import Divided
+    from hicachectl.cli.session import Opening
     from hicachectl.formats.profile import Profile
     from hicachectl.parts.job import Job
     from hicachectl.parts.manifest import Shard
@@ -112,7 +113,7 @@ def run_divided(
     options: Mapping[str, Any],
     job: Job,
     make: Callable[..., Job],
-    reopened: Sequence[Callable[[], AbstractContextManager[Store]]],
+    reopened: Sequence[Opening],
 ) -> Result | None:
     """Do a part of a run, or do all parts on a cluster and return their result.
 
@@ -202,46 +203,44 @@ def _on_cluster(
 
 @contextmanager
 def opened_source(
-    url: str, profile: Profile | None, *, looks_only: bool = False, **options: Any
+    reopened: Opening, profile: Profile | None, *, looks_only: bool = False
 ) -> Iterator[Store]:
     """Open a source on a node, and pass it the profile of the command.
 
-    looks_only: see `Profiled.use_profile`. options: see `opened_store`.
+    looks_only: see `Profiled.use_profile`.
     """
     from hicachectl.profiles.sources import agree_on_profile
 
-    with opened_store(url, **options) as store:
+    with reopened() as store:
         agree_on_profile(store, profile, looks_only=looks_only)
         yield store
 
 
 @contextmanager
-def opened_destination(url: str, **options: Any) -> Iterator[Store]:
-    """Open a destination on a node. options: see `opened_store`.
+def opened_destination(reopened: Opening) -> Iterator[Store]:
+    """Open a destination on a node.
 
     Raises StoreUnavailable if it did not exist there. The driver has created it, so this node lacks
     its file system, and copies would be lost.
     """
-    with opened_store(url, create=True, **options) as store:
+    with reopened(create=True) as store:
         if store.created:
             raise StoreUnavailable(f"{store.url}: does not exist on this node; mount it there")
         yield store
 
 
 def reopened_stores(
-    ctx: click.Context, source: str, destination: str, profile: Profile | None, lease_wait: float
-) -> list[Callable[[], AbstractContextManager[Store]]]:
+    ctx: click.Context, source: str, destination: str, profile: Profile | None
+) -> list[Opening]:
     """Return functions that open the source and the destination of a copy on a node."""
     return [
-        partial(opened_source, whole_url(ctx, source), profile, lease_wait=lease_wait),
-        partial(opened_destination, whole_url(ctx, destination), lease_wait=lease_wait),
+        partial(opened_source, reopening(ctx, source), profile),
+        partial(opened_destination, reopening(ctx, destination)),
     ]
 
 
 @contextmanager
-def opened_job(
-    make: Callable[..., Job], reopened: Sequence[Callable[[], AbstractContextManager[Store]]]
-) -> Iterator[Job]:
+def opened_job(make: Callable[..., Job], reopened: Sequence[Opening]) -> Iterator[Job]:
     """Open the stores of a job on a node."""
     with ExitStack() as stack:
         yield make(*(stack.enter_context(opened()) for opened in reopened))

@@ -36,7 +36,7 @@ from hicachectl.cli.parameters import (
     own_option,
 )
 from hicachectl.cli.session import opened, progress, remark, stages, store_name
-from hicachectl.cli.values import FILE, FORMATS, Duration, Size
+from hicachectl.cli.values import DURATION, FILE, FORMATS, SIZE
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.wording import inferred_refused
 from hicachectl.io.interrupts import raised_once
@@ -79,9 +79,9 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
     help="Copy every whole page, newest first. Prefix order is unknown, so a partial run may be "
     "of little use.",
 )
-@equal_option("--budget", type=Size(), help="Copy at most this many bytes.")
+@equal_option("--budget", type=SIZE, help="Copy at most this many bytes.")
 @equal_option("--budget-pages", type=click.IntRange(0), metavar="N", help="Copy at most N pages.")
-@equal_option("--deadline", type=Duration(), help="Start no further copy after this duration.")
+@equal_option("--deadline", type=DURATION, help="Start no further copy after this duration.")
 @min_usable_option
 @prefetch_threshold_option
 @MOONCAKE.option(
@@ -96,7 +96,7 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
     "--pin-ttl",
     needs="--pin",
     variable=False,
-    type=Duration(),
+    type=DURATION,
     divided=SAME,
     help="Keep pins this long, at most the master's --max_kv_soft_pin_ttl (24h unless set).  "
     "[default: the master's --default_kv_soft_pin_ttl, 30m unless set]",
@@ -185,7 +185,6 @@ def command(
         raise click.UsageError(
             "--through-server needs tokens; give --prompts, --token-ids or --trace"
         )
-    wait = options["lease_wait"]
     check_division(ctx, options)
     if is_divided(options) and (source is None or options["servers"]):
         raise click.UsageError(
@@ -196,12 +195,12 @@ def command(
     def run() -> Result | None:
         """Open the stores and prewarm; None for a part."""
         with (
-            opened(ctx, destination, lease_wait=wait, create=source is not None) as target,
+            opened(ctx, destination, create=source is not None) as target,
             metrics_if_empty(ctx, lambda: nothing_copied(None, target.url).document),
         ):
             if source is None:
                 return _at_once(ctx, None, target, options)
-            with opened(ctx, source, lease_wait=wait) as origin:
+            with opened(ctx, source) as origin:
                 if not is_divided(options):
                     return _at_once(ctx, origin, target, options)
                 return _in_parts(ctx, (source, destination), (origin, target), options)
@@ -337,7 +336,7 @@ def _in_parts(
         min_usable=options["min_usable"],
     )
     job = make(*stores, asked=lambda: _wanted(ctx, request, stores[0], options))
-    reopened = reopened_stores(ctx, *names, request.profile, options["lease_wait"])
+    reopened = reopened_stores(ctx, *names, request.profile)
     return run_divided(ctx, options, job, partial(make, asked=None), reopened)
 
 

@@ -12,7 +12,7 @@ from hicachectl.cli.command import Group
 from hicachectl.cli.options import changing_options, output_options, store_names
 from hicachectl.cli.parameters import argument, own_option
 from hicachectl.cli.session import agreed, quarantine_directory, remark, require_consent
-from hicachectl.cli.values import PointInTime
+from hicachectl.cli.values import TIME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,7 +67,7 @@ def list_(ctx: click.Context, /, quarantine: str, **options: Any) -> None:
 @argument("quarantine", metavar="QUARANTINE", shell_complete=store_names)
 @own_option(
     "--before",
-    type=PointInTime(),
+    type=TIME,
     required=True,
     help="Delete runs that began before TIME (ISO 8601, or an age such as 30d).",
 )

@@ -33,7 +33,7 @@ from hicachectl.cli.options import (
 )
 from hicachectl.cli.parameters import CHECKS, Parsed, own_option
 from hicachectl.cli.session import config_of, opened, remark, remark_wait, stages
-from hicachectl.cli.values import FILE, NameList, OutputFile, PointInTime, head_of
+from hicachectl.cli.values import FILE, NameList, OutputFile, head_of, moment
 from hicachectl.formats.errors import UsageError
 from hicachectl.text.terminal import message_text
 
@@ -46,17 +46,12 @@ _HEAD = b"<!DOCTYPE html>"
 _REQUESTS = ("prompts", "token_ids", "pages", "trace")
 
 
-class MarkedTime(Parsed):
-    """A time to mark, with a text: TIME or TEXT=TIME."""
-
-    name = "time"
-
-    def parsed(self, text: str) -> tuple[float, str]:
-        """Return Unix seconds and the text."""
-        label, equals, moment = text.rpartition("=")
-        if equals and not label.strip():
-            raise ValueError(f"{text!r} has no text before =; write TIME or TEXT=TIME")
-        return PointInTime().parsed(moment), label or "deploy"
+def _mark(text: str) -> tuple[float, str]:
+    """Return Unix seconds to mark, and the text, of TIME or TEXT=TIME."""
+    label, equals, time = text.rpartition("=")
+    if equals and not label.strip():
+        raise ValueError(f"{text!r} has no text before =; write TIME or TEXT=TIME")
+    return moment(time), label or "deploy"
 
 
 def _listed_checks() -> tuple[str, ...]:
@@ -78,7 +73,7 @@ def _listed_checks() -> tuple[str, ...]:
 @own_option(
     "--mark",
     "marks",
-    type=MarkedTime(),
+    type=Parsed("time", _mark),
     multiple=True,
     repeats=False,
     metavar="[TEXT=]TIME",
@@ -143,7 +138,7 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
     if any(options[name] for name in _REQUESTS):
         refuse_other_sources(options, _REQUESTS)
     _refuse_place(ctx, store, output)
-    with opened(ctx, store, allow_leases=options["allow_leases"]) as source:
+    with opened(ctx, store) as source:
         request = _request(ctx, source, options)
         with stages(ctx, "reading") as (on_listed, on_read):
             picture = take_picture(

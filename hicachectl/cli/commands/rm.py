@@ -32,7 +32,7 @@ from hicachectl.cli.session import (
     store_name,
 )
 from hicachectl.cli.settings import contradiction_remark
-from hicachectl.cli.values import FILE, Size
+from hicachectl.cli.values import FILE, POSITIVE_SIZE
 from hicachectl.formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,13 +57,13 @@ class _Removal(NamedTuple):
     """A planned removal.
 
     question: the question before it; None if there is nothing to remove.
-    remove: function that removes; takes dry_run.
+    remove: function that removes.
     freeing: the choice of --free; None without it.
     in_flight: number of matching groups that stay, because servers may still be writing them.
     """
 
     question: str | None
-    remove: Callable[[bool], GroupReport]
+    remove: Callable[[], GroupReport]
     freeing: Freeing | None = None
     in_flight: int = 0
 
@@ -83,7 +83,7 @@ _OF_PAGES = (
 )
 @own_option(
     "--free",
-    type=Size(1),
+    type=POSITIVE_SIZE,
     metavar="SIZE",
     help="Remove only the least useful of these pages, until SIZE (such as 200GiB) is freed. "
     "Without --trace or --keep-plan: the longest unused.",
@@ -169,13 +169,13 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
 
     def run() -> Result | None:
         """Remove what the options choose; None if the operator declined."""
-        with opened(ctx, store, lease_wait=options["lease_wait"]) as source:
+        with opened(ctx, store) as source:
             plan = _plan_temporaries if options["temporaries"] else _plan_pages
             removal = plan(ctx, source, options)
             started = time.monotonic()
             if removal.question and not agreed(ctx, removal.question, "removed"):
                 return None
-            report = removal.remove(dry_run)
+            report = removal.remove()
         return _result(source.url, report, time.monotonic() - started, removal, dry_run=dry_run)
 
     def nothing() -> Result:
@@ -274,7 +274,7 @@ def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any])
     elif not len(stale):
         remark(ctx, f"{store.url}: no temporary file or cleared object is old enough to be removed")
 
-    def remove(dry_run: bool) -> GroupReport:
+    def remove() -> GroupReport:
         with progress(ctx, "removing", " files") as advance:
             return remove_temporaries(
                 store,
@@ -360,7 +360,7 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
         plan, freeing = choose(in_flight)
     _remark_choice(ctx, store, inventory, groups, selection, plan, freeing)
 
-    def remove(dry_run: bool) -> GroupReport:
+    def remove() -> GroupReport:
         with progress(ctx, "removing", " pages") as advance:
             return remove_groups(
                 store,
@@ -368,7 +368,7 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
                 groups,
                 plan,
                 mode="delete",
-                dry_run=dry_run,
+                dry_run=options["dry_run"],
                 on_progress=advance,
                 on_end=lambda taken: _say_how_to_go_on(
                     ctx, taken, taken.text(len(plan.groups)), options["free"]

@@ -53,10 +53,7 @@ def command(ctx: click.Context, /, store: str, page: str, **options: Any) -> Non
     from hicachectl.profiles.sources import profile_to_look
     from hicachectl.verification.inspection import inspect_page
 
-    with (
-        opened(ctx, store, allow_leases=options["allow_leases"]) as source,
-        progress(ctx, "listing", " objects") as advance,
-    ):
+    with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
         profile, collision = profile_to_look(options, source, warn=partial(remark, ctx))
         report = inspect_page(
             source,

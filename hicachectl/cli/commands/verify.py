@@ -52,12 +52,12 @@ from hicachectl.cli.session import (
     progress,
     remark,
     remark_wait,
+    reopening,
     require_consent,
     stages,
     store_name,
-    whole_url,
 )
-from hicachectl.cli.values import FILE, NameList, RepairCode, Size
+from hicachectl.cli.values import FILE, REPAIR_CODE, SIZE, NameList
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import inferred_refused
 
@@ -87,7 +87,7 @@ _repair_options = stack(
     REPAIR.option(
         "--repair-code",
         "repair_codes",
-        type=RepairCode(),
+        type=REPAIR_CODE,
         multiple=True,
         help="Also repair findings of this code, such as a warning. Can be repeated.",
     ),
@@ -185,7 +185,7 @@ class _Command(Command):
 )
 @RESOURCES.option(
     "--device-bytes",
-    type=Size(),
+    type=SIZE,
     default="2GiB",
     show_default=True,
     help="Memory to use on each device, in addition to CUDA's own.",
@@ -252,12 +252,11 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     refuse_without_table(ctx, options["output_format"])
     check_division(ctx, options)
     _refuse_early(ctx, options)
-    leases = {name: options[name] for name in ("allow_leases", "lease_wait")}
 
     def run() -> Result | None:
         """Open the store, check it, and repair it if asked; None for a part."""
         with (
-            opened(ctx, store, **leases) as source,
+            opened(ctx, store) as source,
             metrics_if_empty(ctx, lambda: VerifyReport.empty(source.url).document),
         ):
             request = _request(ctx, source, options)
@@ -269,8 +268,9 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
             if not is_divided(options):
                 return _at_once(ctx, source, request, mending, options)
             make = _divided(request, options, mending)
-            url, looks = whole_url(ctx, store), _looks_only(options)
-            reopened = partial(opened_source, url, request.profile, looks_only=looks, **leases)
+            looks = _looks_only(options)
+            again = reopening(ctx, store)
+            reopened = partial(opened_source, again, request.profile, looks_only=looks)
             return run_divided(ctx, options, make(source), make, [reopened])
 
     def nothing() -> Result:

@@ -66,16 +66,15 @@ def page_head(name: str, summary: str, section: int = 1) -> list[str]:
     ]
 
 
-def help_text(text: str) -> list[str]:
-    """Return a help text as paragraphs; blocks that click must not rewrap stay as they are."""
-    lines = [".Sh DESCRIPTION"]
-    for number, paragraph in enumerate(cleandoc(text).split("\n\n")):
-        if paragraph.startswith("\b"):
-            body = paragraph.removeprefix("\b").strip("\n").splitlines()
-            lines += [".Bd -literal -offset indent", *map(literal_line, body), ".Ed"]
-        else:
-            lines += [*([".Pp"] if number else []), *sentence_lines(paragraph)]
-    return lines
+def help_text(text: str) -> Iterator[str]:
+    """Yield a help text as paragraphs; blocks that click must not rewrap stay as they are."""
+    paragraphs = cleandoc(text).split("\n\n")
+    return section_lines(_indented(p) if p.startswith("\b") else p for p in paragraphs)
+
+
+def _indented(text: str) -> str:
+    """Return a block that click must not rewrap as a literal block."""
+    return textwrap.indent(textwrap.dedent(text.removeprefix("\b\n")), _LITERAL)
 
 
 def flag_macros(names: str) -> str:
@@ -88,11 +87,8 @@ def flag_macros(names: str) -> str:
 
 def example_section(epilog: str) -> list[str]:
     """Return the examples of a command's epilog; nothing without examples."""
-    lines = [line for line in epilog.replace("\b", "").splitlines() if line != "Examples:"]
-    shown = textwrap.dedent("\n".join(lines)).strip("\n").splitlines()
-    if not shown:
-        return []
-    return [".Sh EXAMPLES", ".Bd -literal -offset indent", *map(literal_line, shown), ".Ed"]
+    _, title, examples = epilog.partition("Examples:\n")
+    return [".Sh EXAMPLES", *section_lines([_indented(examples)])] if title else []
 
 
 def sentence_lines(text: str) -> list[str]:

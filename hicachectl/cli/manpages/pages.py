@@ -31,7 +31,7 @@ from hicachectl.cli.manpages.mdoc import (
     with_listings,
 )
 from hicachectl.cli.manpages.members import DOCUMENTS, members_of
-from hicachectl.cli.metrics import METRICS
+from hicachectl.cli.metrics import LABELS, metrics
 from hicachectl.cli.parameters import OWN, sections
 from hicachectl.cli.settings import every_command
 from hicachectl.formats.kinds import kinds
@@ -56,17 +56,20 @@ def build(directory: Path) -> None:
 
     Pages written by hand that are there get the present listings of files.
     """
-    (directory / "hicachectl.1").write_text(main_page(), encoding="utf-8")
-    (directory / "hicachectl-models.7").write_text(models_page(), encoding="utf-8")
-    (directory / "hicachectl-findings.7").write_text(findings_page(), encoding="utf-8")
-    (directory / "hicachectl-output.7").write_text(output_page(), encoding="utf-8")
-    for name in COMMANDS:
-        (directory / f"hicachectl-{name}.1").write_text(command_page(name), encoding="utf-8")
+    pages = {
+        "hicachectl.1": main_page(),
+        "hicachectl-models.7": models_page(),
+        "hicachectl-findings.7": findings_page(),
+        "hicachectl-output.7": output_page(),
+        **{f"hicachectl-{name}.1": command_page(name) for name in COMMANDS},
+    }
+    for page, lines in pages.items():
+        (directory / page).write_text("\n".join(lines) + "\n", encoding="utf-8")
     for path in directory.glob("*.7"):
         path.write_text(with_listings(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def main_page() -> str:
+def main_page() -> list[str]:
     """Return the page of the whole program."""
     ctx, texts = _group_context(), dict(prose("hicachectl"))
     lines = [
@@ -75,6 +78,7 @@ def main_page() -> str:
         ".Op Fl vqh",
         ".Op Fl -config Ar FILE",
         ".Ar COMMAND ...",
+        ".Sh DESCRIPTION",
         *help_text(cli.help or ""),
         ".Sh OPTIONS",
         *_options(cli, ctx),
@@ -90,10 +94,10 @@ def main_page() -> str:
     for title, blocks in texts.items():
         lines += [f".Sh {title}", *section_lines(blocks, {"variables": _variables(ctx)})]
     lines += [".Sh SEE ALSO", *_see_also("hicachectl")]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
-def command_page(name: str) -> str:
+def command_page(name: str) -> list[str]:
     """Return the page of one command."""
     command = cli.get_command(_group_context(), name)
     assert command is not None  # COMMANDS names only commands that exist
@@ -102,11 +106,12 @@ def command_page(name: str) -> str:
     if isinstance(command, click.Group):
         arguments.append("COMMAND ...")
     summary = COMMANDS[name].rstrip(".")
-    lines = [
+    return [
         *page_head(f"hicachectl-{name}", summary[0].lower() + summary[1:]),
         f".Nm hicachectl {name}",
         ".Op Ar OPTIONS",
         *(f".Ar {argument}" for argument in arguments),
+        ".Sh DESCRIPTION",
         *help_text(_without_pointer(command.help or "", name)),
         ".Sh OPTIONS",
         *_options(command, ctx),
@@ -119,10 +124,9 @@ def command_page(name: str) -> str:
         ".Sh SEE ALSO",
         *_see_also(f"hicachectl-{name}"),
     ]
-    return "\n".join(lines) + "\n"
 
 
-def models_page() -> str:
+def models_page() -> list[str]:
     """Return the page with the answer to every architecture that SGLang registers."""
     texts = prose("hicachectl-models")
     families = {name: x for name, x in architectures().items() if isinstance(x, Family)}
@@ -144,7 +148,7 @@ def models_page() -> str:
         names = {name for name, answer in architectures().items() if answer is refusal}
         lines += [f".Ss {text_line(refusal.reason)}", *name_list(names)]
     lines += [".Sh SEE ALSO", ".Xr hicachectl-profile 1"]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _head(name: str, summary: str) -> Iterator[str]:
@@ -172,7 +176,7 @@ def _drafts(families: Mapping[str, Family]) -> Iterator[str]:
             yield from name_list(group & by_hand)
 
 
-def findings_page() -> str:
+def findings_page() -> list[str]:
     """Return the page with the explanation of every finding code."""
     lines = [
         *_head("hicachectl-findings", "meaning and remedy of findings"),
@@ -187,10 +191,10 @@ def findings_page() -> str:
         if texts["command"]:
             lines += [".Bd -literal -offset indent", literal_line(texts["command"]), ".Ed"]
     lines += [".Sh SEE ALSO", ".Xr hicachectl-explain 1 ,", ".Xr hicachectl-verify 1"]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
-def output_page() -> str:
+def output_page() -> list[str]:
     """Return the page with the members of every document and the metrics."""
     texts = prose("hicachectl-output")
     lines = [
@@ -206,19 +210,15 @@ def output_page() -> str:
     lines += [".Ss prewarm without stores", *section_lines(texts["prewarm without stores"])]
     lines += _members(members_of(PlanRow))
     lines += [".Sh METRICS", *section_lines(texts["METRICS"])]
-    for command, metrics in METRICS.items():
+    for command, gauges in metrics().items():
         lines += [f".Ss {command}", ".Bl -tag -width Ds"]
-        for name, metric in metrics.items():
-            lines += [
-                f".It {escaped(f'hicachectl_{command}_{name}')}",
-                *sentence_lines(metric.text),
-            ]
-            if metric.label:
-                lines.append(f"Label: {metric.label}.")
+        for name, text in gauges.items():
+            lines += [f".It {escaped(f'hicachectl_{command}_{name}')}", *sentence_lines(text)]
+            lines += [f"Label: {LABELS[name]}."] if name in LABELS else []
         lines.append(".El")
     lines += [".Sh SEE ALSO", ".Xr hicachectl 1 ,", ".Xr hicachectl-profile 1 ,"]
     lines += [".Xr hicachectl-findings 7 ,", ".Xr hicachectl-scheduling 7"]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _members(members: Iterable[Member]) -> Iterator[str]:
@@ -265,7 +265,7 @@ def _subcommands(command: click.Command, ctx: click.Context) -> Iterator[str]:
         inner = click.Context(part, info_name=name, parent=ctx)
         arguments = [p.make_metavar(inner) for p in part.params if isinstance(p, click.Argument)]
         yield f".Ss {' '.join([name, *arguments])}"
-        yield from help_text(part.help or "")[1:]
+        yield from help_text(part.help or "")
         yield from _options(part, inner)
 
 
