@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 from hicachectl import __version__
 from hicachectl.backends.base import Store, Traits
 from hicachectl.backends.disk.directory import Directory
+from hicachectl.backends.disk.io import errors_as
 from hicachectl.backends.file.folders import ObjectDirectory, mark_folders
 from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.nixl.store import NixlDisks, NixlStore
@@ -24,7 +25,6 @@ from hicachectl.formats.documents import parse_json_object
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UnfinishedPackError, UsageError
 from hicachectl.formats.forms import convert
 from hicachectl.formats.quarantine import PACK_FILE, RUN_FILE, SIDE
-from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -194,15 +194,15 @@ class QuarantineRun(Store):
     @classmethod
     def from_url(cls, url: StoreUrl) -> Self:
         """Open the run in the directory of a `file:` URL, as its run.json says."""
-        try:
-            with Directory.named(url.path, writes=False) as run:
-                form = read_run(run)
-                if form is None:
-                    raise StoreUnavailable(f"{run.path}: is no quarantine run any more; run again")
-                return open_run(run, form)  # type: ignore[return-value]
-        except OSError as error:
-            why = failed(url.path, "open the quarantine run", error, "check its permissions")
-            raise StoreUnavailable(why) from error
+        action, next_step = "open the quarantine run", "check its permissions"
+        with (
+            errors_as(StoreUnavailable, url.path, action, next_step),
+            Directory.named(url.path, writes=False) as run,
+        ):
+            form = read_run(run)
+            if form is None:
+                raise StoreUnavailable(f"{run.path}: is no quarantine run any more; run again")
+            return open_run(run, form)  # type: ignore[return-value]
 
     @classmethod
     def create(cls, url: StoreUrl) -> NoReturn:

@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from hicachectl.backends.disk.durable import (
@@ -25,8 +26,10 @@ from hicachectl.backends.disk.io import (
     OPEN_FILE,
     UNSUPPORTED,
     Closing,
+    closing_descriptor,
     entries_of,
     read_up_to,
+    undo_on_error,
     write_bytes,
 )
 from hicachectl.backends.disk.names import OWN_PREFIX
@@ -251,20 +254,14 @@ class Directory(Closing):
     def directory(self, name: str, *, any_owner: bool = False) -> Directory:
         """Open a sub-directory. any_owner: its owner need not be trusted."""
         descriptor = self._open(name, _OPEN_ENTRY)
-        try:
+        with undo_on_error(partial(os.close, descriptor)):
             self.check(name, os.fstat(descriptor), any_owner=any_owner)
             return Directory(descriptor, self._spell(name), self.trust)
-        except BaseException:
-            os.close(descriptor)
-            raise
 
     def read(self, name: str, most: int) -> bytes:
         """Read at most `most` bytes of a regular file."""
-        descriptor = self.open_file(name)
-        try:
+        with closing_descriptor(self.open_file(name)) as descriptor:
             return read_up_to(descriptor, most)
-        finally:
-            os.close(descriptor)
 
     def open_file(self, name: str) -> int:
         """Open a regular file for reading; return the descriptor."""
@@ -297,14 +294,11 @@ class Directory(Closing):
         return self._checked_file(name, descriptor)
 
     def _checked_file(self, name: str, descriptor: int) -> int:
-        try:
+        with undo_on_error(partial(os.close, descriptor)):
             facts = os.fstat(descriptor)
             if not stat.S_ISREG(facts.st_mode):
                 raise self._refusal(name, facts)
             self.check(name, facts)
-        except BaseException:
-            os.close(descriptor)
-            raise
         return descriptor
 
     # writing
@@ -331,23 +325,20 @@ class Directory(Closing):
 
         shared: several processes may write the name at once.
         """
-        partial = "" if shared else f".{name}.tmp"
-        if partial:  # left by a killed process
+        temporary = "" if shared else f".{name}.tmp"
+        if temporary:  # left by a killed process
             with suppress(FileNotFoundError):
-                self.remove(partial)
+                self.remove(temporary)
         mode = self._readable & 0o666 | 0o600
-        with new_file(name, mode, partial=partial, directory=self.descriptor) as descriptor:
+        with new_file(name, mode, partial=temporary, directory=self.descriptor) as descriptor:
             self._give_away(descriptor)
             write_bytes(memoryview(content), descriptor)
 
     def create(self, name: str) -> int:
         """Create a file with permissions as in `make_directory`; return its descriptor."""
         descriptor = self._open(name, _CREATE_FILE, self._readable & 0o666 | 0o600)
-        try:
+        with undo_on_error(partial(os.close, descriptor)):
             self._give_away(descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
         return descriptor
 
     def publish(self, name: str, content: bytes) -> bool:
@@ -356,23 +347,23 @@ class Directory(Closing):
         Uses link(2), which never replaces a file, also if processes of several hosts publish one
         name at once. Raises UnsupportedByBackend on a file system without links.
         """
-        partial = temporary_name()
-        descriptor = self.create(partial)
+        temporary = temporary_name()
+        descriptor = self.create(temporary)
         try:
             write_bytes(memoryview(content), descriptor)
             os.fsync(descriptor)
-            ours = self._link(partial, name, descriptor)
+            ours = self._link(temporary, name, descriptor)
             self.sync()
         finally:
             os.close(descriptor)
             with suppress(OSError):
-                self.remove(partial)
+                self.remove(temporary)
         return ours
 
-    def _link(self, partial: str, name: str, descriptor: int) -> bool:
+    def _link(self, temporary: str, name: str, descriptor: int) -> bool:
         here = self.descriptor
         try:
-            os.link(partial, name, src_dir_fd=here, dst_dir_fd=here, follow_symlinks=False)
+            os.link(temporary, name, src_dir_fd=here, dst_dir_fd=here, follow_symlinks=False)
         except FileExistsError:
             # An NFS client may repeat a call whose answer was lost: then the name is ours.
             return is_named(descriptor, name, here)

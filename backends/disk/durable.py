@@ -16,7 +16,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from hicachectl.backends.disk.io import CREATE_FILE, LIBC, OPEN_DIRECTORY, UNSUPPORTED
+from hicachectl.backends.disk.io import (
+    CREATE_FILE,
+    LIBC,
+    OPEN_DIRECTORY,
+    UNSUPPORTED,
+    closing_descriptor,
+)
 from hicachectl.backends.disk.permissions import Permissions, as_umask_says
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import failed
@@ -46,11 +52,8 @@ def sync_directory(directory: int) -> None:
 def sync_name(path: str | os.PathLike[str], directory: int | None = None) -> None:
     """Make one name durable by syncing its directory. Raises OSError."""
     parent = os.path.dirname(path) or "."  # noqa: PTH120 - keeps names that are not UTF-8
-    descriptor = os.open(parent, OPEN_DIRECTORY, dir_fd=directory)
-    try:
+    with closing_descriptor(os.open(parent, OPEN_DIRECTORY, dir_fd=directory)) as descriptor:
         sync_directory(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sync_file_system(directory: int) -> bool:
@@ -143,12 +146,10 @@ def new_file(
     partial = os.path.join(os.path.dirname(path), partial)  # noqa: PTH118, PTH120
     descriptor = os.open(partial, CREATE_FILE, mode, dir_fd=directory)
     try:
-        try:
+        with closing_descriptor(descriptor):
             yield descriptor
             if durable:
                 os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
         if replaces:
             os.rename(partial, path, src_dir_fd=directory, dst_dir_fd=directory)
         else:

@@ -15,7 +15,9 @@ from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from hicachectl.formats.errors import HicacheError
 
     Buffer = bytes | memoryview
 
@@ -64,6 +66,36 @@ class Closing:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def closing_descriptor(descriptor: int) -> Iterator[int]:
+    """Close a descriptor at the end of the block."""
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def undo_on_error(undo: Callable[[], object]) -> Iterator[None]:
+    """Call `undo` if the block raises, also for an interrupt."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
+
+
+@contextmanager
+def errors_as(
+    kind: type[HicacheError], place: object, action: str, next_step: str = ""
+) -> Iterator[None]:
+    """Raise `kind` for an OSError of the block. The other arguments: see `wording.failed`."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(failed(place, action, error, next_step)) from error
 
 
 _MOST_BUFFERS = 1024  # Linux's IOV_MAX
@@ -213,12 +245,11 @@ def entries_of(directory: int) -> Iterator[Iterator[os.DirEntry[str]]]:
 
     The descriptor's own read position stays, so several scans may run at once.
     """
-    own = os.open(".", OPEN_DIRECTORY, dir_fd=directory)
-    try:
-        with os.scandir(own) as entries:
-            yield entries
-    finally:
-        os.close(own)
+    with (
+        closing_descriptor(os.open(".", OPEN_DIRECTORY, dir_fd=directory)) as own,
+        os.scandir(own) as entries,
+    ):
+        yield entries
 
 
 # writing

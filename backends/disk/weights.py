@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.disk.bounded import read_bounded
-from hicachectl.backends.disk.io import open_regular, read_up_to
+from hicachectl.backends.disk.io import closing_descriptor, errors_as, open_regular, read_up_to
 from hicachectl.formats.documents import parse_json_object
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.weights import (
@@ -28,7 +28,6 @@ from hicachectl.formats.weights import (
     samples_digest,
     shard_digest,
 )
-from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -79,11 +78,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
     index names is missing, or one is truncated or damaged.
     """
     directory = _directory(path)
-    try:
+    next_step = "give the directory of a model"
+    with errors_as(UsageError, directory, "read the model directory", next_step):
         names = sorted(os.listdir(directory))  # noqa: PTH208 - names only
-    except OSError as error:
-        next_step = "give the directory of a model"
-        raise UsageError(failed(directory, "read the model directory", error, next_step)) from error
     configs = {name: _read_json(directory / name) for name in CONFIGS if name in names}
     if not any(name in configs for name in MODEL_CONFIGS):
         raise FormatError(f"{directory}: no config.json; give the directory of a model")
@@ -174,12 +171,9 @@ def _read(file: int, path: Path, offset: int, nbytes: int) -> bytes:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    try:
-        file = open_regular(path)
-        try:
-            yield file
-        finally:
-            os.close(file)
-    except OSError as error:
-        next_step = "check the file, or download the model again"
-        raise UsageError(failed(path, "read the weights", error, next_step)) from error
+    next_step = "check the file, or download the model again"
+    with (
+        errors_as(UsageError, path, "read the weights", next_step),
+        closing_descriptor(open_regular(path)) as file,
+    ):
+        yield file

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.disk.durable import is_named, make_directories
-from hicachectl.backends.disk.io import OPEN_DIRECTORY, entries_of
+from hicachectl.backends.disk.io import (
+    OPEN_DIRECTORY,
+    closing_descriptor,
+    entries_of,
+    undo_on_error,
+)
 from hicachectl.backends.disk.names import OWN_PREFIX
 from hicachectl.backends.object_files.tree import (
     FOLDER_NAMES,
@@ -70,11 +76,8 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
     @classmethod
     def within(cls, path: str, descriptor: int) -> Self:
         """Take over the descriptor of an open directory; otherwise like `open`."""
-        try:
+        with undo_on_error(partial(os.close, descriptor)):
             return cls(path, descriptor, folders=_is_marked(path, descriptor))
-        except BaseException:
-            os.close(descriptor)
-            raise
 
     @classmethod
     def create(
@@ -90,11 +93,8 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
         if made is not None:
             made.extend(new)
         descriptor = os.open(path, OPEN_DIRECTORY)
-        try:
+        with undo_on_error(partial(os.close, descriptor)):
             return cls(path, descriptor, folders=_settle(path, descriptor, folders))
-        except BaseException:
-            os.close(descriptor)
-            raise
 
     # places of objects
 
@@ -150,8 +150,7 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
         """
         if makes:
             make_directories(self.path)
-        opened = os.open(self.path, OPEN_DIRECTORY)
-        try:
+        with closing_descriptor(os.open(self.path, OPEN_DIRECTORY)) as opened:
             folders = _settle(self.path, opened, self.folders if makes else None)
             with self._opening:
                 if self.descriptor < 0:
@@ -159,8 +158,6 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
                 os.dup2(opened, self.descriptor, inheritable=False)
                 self._current.clear()
                 self.folders = folders
-        finally:
-            os.close(opened)
 
 
 def _holder(folder: bytes | None) -> Callable[[list[str]], list[bool]]:

@@ -20,17 +20,16 @@ import numpy as np
 from hicachectl.backends.base import Result, Rows, Status, keys_of
 from hicachectl.backends.capabilities import OtherFiles, SideFiles, Trailed
 from hicachectl.backends.disk.directory import Directory, Trust
-from hicachectl.backends.disk.io import OPEN_DIRECTORY
+from hicachectl.backends.disk.io import CHECK_MOUNT, OPEN_DIRECTORY, closing_descriptor, errors_as
 from hicachectl.backends.disk.names import OWN_PREFIX, check_key
 from hicachectl.backends.file.folders import ObjectDirectory, folder_of
 from hicachectl.backends.object_files.epochs import Epochs
-from hicachectl.backends.object_files.faults import unavailable
+from hicachectl.backends.object_files.faults import usable
 from hicachectl.backends.object_files.store import ObjectFiles
 from hicachectl.backends.object_files.trailers import NewTrailers
 from hicachectl.backends.object_files.tree import SIDE_DIRECTORY
 from hicachectl.backends.urls import FileParams, StoreUrl, params_of
 from hicachectl.formats.errors import StoreUnavailable, UntrustedError, UsageError
-from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -53,23 +52,19 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
         """Open a directory. objects: the directory if it is open already; taken over."""
         path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
         self._mark_problem = ""  # why the mark of folders is left alone
-        try:
+        with usable(path):
             objects = objects or self._opened(path, os.open(path, OPEN_DIRECTORY))
-        except OSError as error:
-            raise unavailable(path, error) from error
         super().__init__(objects, path, str(StoreUrl("file", path)))
 
     def _opened(self, path: str, descriptor: int) -> ObjectDirectory:
         """Return a directory in its form; as flat, with a remark, if its mark is not trusted."""
-        try:
+        with closing_descriptor(descriptor):
             os.stat(".", dir_fd=descriptor)  # listing needs r, everything else x
-            return ObjectDirectory.within(path, os.dup(descriptor))
-        except (UntrustedError, PermissionError) as error:
-            os.stat(".", dir_fd=descriptor)
-            self._mark_problem = str(error)
-            return ObjectDirectory(path, os.dup(descriptor), folders=False)
-        finally:
-            os.close(descriptor)
+            try:
+                return ObjectDirectory.within(path, os.dup(descriptor))
+            except (UntrustedError, PermissionError) as error:
+                self._mark_problem = str(error)
+                return ObjectDirectory(path, os.dup(descriptor), folders=False)
 
     @classmethod
     def from_url(cls, url: StoreUrl) -> Self:
@@ -88,13 +83,9 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
         """
         made: list[str] = []
         folders = params_of(url, FileParams).folders is not None or None
-        try:
+        next_step = "check the path and the permissions of its parent directories"
+        with errors_as(StoreUnavailable, url.path, "create the directory", next_step):
             objects = ObjectDirectory.create(url.path, folders=folders, made=made)
-        except OSError as error:
-            next_step = "check the path and the permissions of its parent directories"
-            raise StoreUnavailable(
-                failed(url.path, "create the directory", error, next_step)
-            ) from error
         store = cls(url.path, objects)
         store._made = made
         store.created = bool(made)
@@ -120,20 +111,17 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
         """See `OtherFiles`. The folders of a store that has folders are our own."""
         directories: list[str] = []
         others: list[str] = []
-        try:
-            with os.scandir(self.path) as entries:
-                for entry in entries:
-                    is_directory = entry.is_dir(follow_symlinks=False)
-                    if entry.name == os.fsdecode(OWN_PREFIX) or (
-                        is_directory and self.objects.is_folder(os.fsencode(entry.name))
-                    ):
-                        continue
-                    (directories if is_directory else others).append(entry.name)
-        except OSError as error:
-            next_step = "check that the file system is mounted"
-            raise StoreUnavailable(
-                failed(self.path, "read the directory", error, next_step)
-            ) from error
+        with (
+            errors_as(StoreUnavailable, self.path, "read the directory", CHECK_MOUNT),
+            os.scandir(self.path) as entries,
+        ):
+            for entry in entries:
+                is_directory = entry.is_dir(follow_symlinks=False)
+                if entry.name == os.fsdecode(OWN_PREFIX) or (
+                    is_directory and self.objects.is_folder(os.fsencode(entry.name))
+                ):
+                    continue
+                (directories if is_directory else others).append(entry.name)
         if self.objects.folders:
             keys = map(os.fsdecode, objects.column("key").to_pylist())
             others += [key for key in keys if folder_of(os.fsencode(key)) is not None]
@@ -181,17 +169,13 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
     def add_markers(self, markers: Iterable[Marker]) -> None:
         """See `Trailed`."""
         self._refuse_untrusted()
-        try:
+        with usable(self.path):
             self._files.sizes.ensure(set(markers))
-        except OSError as error:
-            raise unavailable(self.path, error) from error
 
     def cleared_since(self, rows: Rows, since_ns: int) -> BoolArray:
         """See `Trailed`."""
-        try:
+        with usable(self.path):
             epochs = Epochs(self.objects)
-        except OSError as error:
-            raise unavailable(self.path, error) from error
         return np.array([epochs.of(key) >= since_ns for key in keys_of(rows)], dtype=np.bool_)
 
     def remove_cleared(self, rows: Rows) -> Result:

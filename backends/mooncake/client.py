@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from hicachectl.backends.disk.io import errors_as, undo_on_error
 from hicachectl.backends.mooncake.settings import split_address
 from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend, UsageError
-from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -135,11 +135,8 @@ class MooncakeClient:
                 f"port (the master's --rpc_port), protocol {settings.protocol!r}, device "
                 f"{settings.device!r} and metadata {settings.metadata!r}"
             )
-        try:
+        with undo_on_error(self.close):
             self._probe()
-        except BaseException:
-            self.close()
-            raise
 
     def register(self, address: int, nbytes: int) -> None:
         """Register memory for transfers. Raises StoreUnavailable if Mooncake refuses."""
@@ -278,15 +275,10 @@ class MooncakeClient:
 
 def _reach(master: str) -> None:
     """Raise StoreUnavailable if nothing listens; `setup` would retry and ignore Ctrl-C."""
-    try:
+    url = f"mooncake://{master}"
+    next_step = "check that the master is running and that this is its --rpc_port (default 50051)"
+    with errors_as(StoreUnavailable, url, "connect to the master", next_step):
         socket.create_connection(split_address(master, "the master"), _REACH_SECONDS).close()
-    except OSError as error:
-        next_step = (
-            "check that the master is running and that this is its --rpc_port (default 50051)"
-        )
-        raise StoreUnavailable(
-            failed(f"mooncake://{master}", "connect to the master", error, next_step)
-        ) from error
 
 
 def _with_port(hostname: str) -> str:

@@ -30,6 +30,7 @@ from hicachectl.backends.base import (
     scan_schema,
 )
 from hicachectl.backends.capabilities import Leases, Pins, RacyWrites, Touch
+from hicachectl.backends.disk.io import undo_on_error
 from hicachectl.backends.mooncake.client import (
     MISSING,
     NOT_TRANSFERRED,
@@ -100,11 +101,8 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         self._opening = threading.Lock()
         self._pins = False
         self._pin_seconds: float | None = None
-        try:
+        with undo_on_error(self.close):
             self._admin.check()
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def places(self) -> tuple[Hashable, ...]:

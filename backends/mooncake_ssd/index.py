@@ -14,6 +14,7 @@ import os
 import re
 import stat
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ import pyarrow.compute as pc
 
 from hicachectl.backends.base import as_table
 from hicachectl.backends.capabilities import Loss
+from hicachectl.backends.disk.io import closing_descriptor, undo_on_error
 from hicachectl.formats.errors import FormatError, UnsupportedByBackend, UntrustedError
 from hicachectl.formats.mooncake_ssd import (
     DEFAULT_TENANT,
@@ -147,28 +149,24 @@ def open_places(root: Directory) -> list[Place]:
     """
     entries = root.entries()
     places = [Place(root, entries)]
-    try:
+    with undo_on_error(partial(close_places, places)):
         for name, facts in entries.items():
-            if not stat.S_ISDIR(facts.st_mode):
-                continue
-            if _RANK.fullmatch(name):
+            if _RANK.fullmatch(name) and stat.S_ISDIR(facts.st_mode):
                 directory = root.directory(name)
                 places.append(Place(directory, directory.entries()))
-    except BaseException:
-        close_places(places)
-        raise
-    for place in places:
-        folders = {n for n, f in place.entries.items() if stat.S_ISDIR(f.st_mode)}
-        if _FILE_PER_KEY in folders or (folders and folders <= _FILE_PER_KEY_FOLDERS):
-            close_places(places)
-            _refuse_file_per_key(place.directory.path)
-    strangers = sorted(name for name in entries if name != "lost+found")
-    if strangers and not any(map(_is_known, strangers)):
-        close_places(places)
-        raise UnsupportedByBackend(
-            f"{root.path}: has {strangers[0]}, but no files of Mooncake's SSD tier: no ID.bucket, "
-            f"no {DATA_FILE}, and no rank_* directories; check the path"
-        )
+        for place in places:
+            folders = {n for n, f in place.entries.items() if stat.S_ISDIR(f.st_mode)}
+            if _FILE_PER_KEY in folders or (folders and folders <= _FILE_PER_KEY_FOLDERS):
+                raise UnsupportedByBackend(
+                    f"{place.directory.path}: written by Mooncake's file_per_key backend, but only "
+                    "buckets and offset files are read; name the mooncake:// store of its master"
+                )
+        strangers = sorted(name for name in entries if name != "lost+found")
+        if strangers and not any(map(_is_known, strangers)):
+            raise UnsupportedByBackend(
+                f"{root.path}: has {strangers[0]}, but no files of Mooncake's SSD tier: no "
+                f"ID.bucket, no {DATA_FILE}, and no rank_* directories; check the path"
+            )
     return places
 
 
@@ -194,13 +192,6 @@ def read_index(places: Sequence[Place], tenant: str) -> Index:
     for place in places:
         reader.read_place(place)
     return reader.index()
-
-
-def _refuse_file_per_key(path: str) -> None:
-    raise UnsupportedByBackend(
-        f"{path}: written by Mooncake's file_per_key backend, but only buckets and offset files "
-        "are read; name the mooncake:// store of its master"
-    )
 
 
 class _Reader:
@@ -286,16 +277,13 @@ class _Reader:
             what = f"the objects of {DATA_FILE} are left out: {_reason(source, error)}"
             self._lose(source, what)
             return
-        descriptor = place.directory.open_file(DATA_FILE)
-        try:
+        with closing_descriptor(place.directory.open_file(DATA_FILE)) as descriptor:
             facts = os.fstat(descriptor)
             self._files.append(DataFile(place.directory, DATA_FILE, facts, is_bucket=False))
             torn = late = 0
             for at in range(0, len(meta.starts), _RECORDS_AT_ONCE):
                 counts = self._read_records(descriptor, meta, slice(at, at + _RECORDS_AT_ONCE))
                 torn, late = torn + counts[0], late + counts[1]
-        finally:
-            os.close(descriptor)
         path = self._files[-1].path
         if torn:
             what = f"{torn} records are left out: their headers are damaged"

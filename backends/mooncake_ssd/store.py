@@ -25,7 +25,14 @@ from hicachectl.backends.base import (
 )
 from hicachectl.backends.capabilities import Losing
 from hicachectl.backends.disk.directory import Directory
-from hicachectl.backends.disk.io import fill, raise_lost
+from hicachectl.backends.disk.io import (
+    CHECK_MOUNT,
+    closing_descriptor,
+    errors_as,
+    fill,
+    raise_lost,
+    undo_on_error,
+)
 from hicachectl.backends.disk.names import storable_ns
 from hicachectl.backends.mooncake_ssd.index import close_places, open_places, read_index
 from hicachectl.backends.urls import MooncakeSsdParams, params_of
@@ -83,17 +90,10 @@ class MooncakeSsdStore(Losing):
         self._places: list[Place] = []
         self._replaced: list[list[Place]] = []  # a reader may still use their directories
         self._index: Index | None = None
-        try:
+        with errors_as(StoreUnavailable, self.url, "open the directory", "check the path"):
             self._root = Directory.named(url.path, writes=False)
-        except OSError as error:
-            raise StoreUnavailable(
-                failed(self.url, "open the directory", error, "check the path")
-            ) from error
-        try:
+        with undo_on_error(self.close):
             self._current()
-        except BaseException:
-            self.close()
-            raise
 
     @classmethod
     def from_url(cls, url: StoreUrl) -> Self:
@@ -159,27 +159,19 @@ class MooncakeSsdStore(Losing):
         index = self._index or self._current()
         return Reading(index, rows, memory, offsets, capacities).read()
 
-    def _lost(self, action: str, error: OSError) -> StoreUnavailable:
-        next_step = "check that the file system is mounted"
-        return StoreUnavailable(failed(self.url, action, error, next_step))
-
     def _current(self) -> Index:
         """Return the index of the files as they are now."""
         with self._reading:
-            try:
+            with errors_as(StoreUnavailable, self.url, "list the directory", CHECK_MOUNT):
                 places = open_places(self._root)
-            except OSError as error:
-                raise self._lost("list the directory", error) from error
             states = [place.state for place in places]
             if self._index is not None and states == [place.state for place in self._places]:
                 close_places(places)
                 return self._index
             self._replaced.append(self._places)
             self._places, self._index = places, None
-            try:
+            with errors_as(StoreUnavailable, self.url, "read the metadata", CHECK_MOUNT):
                 self._index = read_index(places, self._tenant)
-            except OSError as error:
-                raise self._lost("read the metadata", error) from error
             return self._index
 
 
@@ -246,15 +238,13 @@ class Reading:
             for at in places:
                 self._fail(at, file, error)
             return
-        try:
+        with closing_descriptor(descriptor):
             facts = os.fstat(descriptor)
             for at in places:
                 try:
                     self._read_object(file, descriptor, facts, at)
                 except OSError as error:
                     self._fail(at, file, error)
-        finally:
-            os.close(descriptor)
 
     def _read_object(self, file: DataFile, descriptor: int, facts: os.stat_result, at: int) -> None:
         _, start, value, size, _, sequence = self._index.objects[self._found[at]].item()

@@ -23,7 +23,7 @@ import numpy as np
 from hicachectl.backends.capabilities import Emptied, SideFiles
 from hicachectl.backends.disk.directory import Directory, Trust, existing_part
 from hicachectl.backends.disk.durable import make_directories
-from hicachectl.backends.disk.io import OPEN_DIRECTORY
+from hicachectl.backends.disk.io import OPEN_DIRECTORY, undo_on_error
 from hicachectl.backends.disk.names import OWN_PREFIX
 from hicachectl.backends.object_files.faults import unavailable
 from hicachectl.backends.object_files.listing import (
@@ -320,11 +320,8 @@ class NixlStoreWithSideFiles(NixlStore, SideFiles):
         if not self._side.is_absolute():
             raise UsageError(f"{url}: {SIDE_PARAMETER}: give an absolute path")
         super().__init__(url, made=made)
-        try:
+        with undo_on_error(self.close):
             self.refuse_inside(self._side, f"{url}: {SIDE_PARAMETER}")
-        except BaseException:
-            self.close()
-            raise
 
     def side_directory(self) -> Path:
         """Return the directory that the URL names."""

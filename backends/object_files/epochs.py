@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hicachectl.backends.disk.io import OPEN_FILE, file_system_ns
+from hicachectl.backends.disk.io import OPEN_FILE, closing_descriptor, file_system_ns
 from hicachectl.backends.disk.names import OWN_PREFIX, VERSION
 from hicachectl.formats.errors import UntrustedError
 from hicachectl.formats.objects import PAGE_DIGITS
@@ -71,12 +71,9 @@ def begin_epoch(directory: ObjectTree, suffixes: Iterable[bytes]) -> None:
 
 def _begin_by_ctime(side: Directory, name: str) -> None:
     """Write an epoch without a text: its ctime is the time, which the first plug-ins write, too."""
-    descriptor = side.open_lock(name)
-    try:
+    with closing_descriptor(side.open_lock(name)) as descriptor:
         os.truncate(descriptor, 0)
         os.utime(descriptor)  # sets the ctime
-    finally:
-        os.close(descriptor)
 
 
 def _known_ctime(name: bytes, side: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.base import Status
@@ -14,7 +15,7 @@ from hicachectl.formats.errors import StoreUnavailable, UntrustedError
 from hicachectl.formats.wording import failed, reason_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
 
     from hicachectl.backends.base import StatusArray
     from hicachectl.backends.object_files.tree import ObjectTree
@@ -36,6 +37,15 @@ def unavailable(path: str, error: OSError) -> StoreUnavailable:
     """Return the exception for a store whose directory cannot be used."""
     next_step = _NEXT_STEPS.get(error.errno or 0, CHECK_MOUNT)
     return StoreUnavailable(failed(path, _ACTION, error, next_step))
+
+
+@contextmanager
+def usable(path: str) -> Iterator[None]:
+    """Raise `unavailable` for an OSError of the block."""
+    try:
+        yield
+    except OSError as error:
+        raise unavailable(path, error) from error
 
 
 def not_writable(path: str, error: OSError) -> StoreUnavailable:

@@ -26,7 +26,7 @@ from hicachectl.backends.disk.durable import is_named
 from hicachectl.backends.disk.io import LOST, entries_of, raise_lost
 from hicachectl.backends.disk.names import check_key, is_file_name, storable_ns, version_of
 from hicachectl.backends.object_files.epochs import Epochs
-from hicachectl.backends.object_files.faults import unavailable
+from hicachectl.backends.object_files.faults import usable
 from hicachectl.formats.errors import UntrustedError
 
 if TYPE_CHECKING:
@@ -252,13 +252,11 @@ class FileListings(Losing):
         """List every regular file; its columns are null if its stat fails."""
         left_out = self._left_out = LeftOut()
         objects, schema = self._files.objects, scan_schema(columns)
-        try:
+        with usable(objects.path):
             if "nbytes" in schema.names:
                 self._files.sizes.current()
             finish = partial(self._finished, Epochs(objects), left_out)
             yield from scan_places(objects.places(left_out.folders), schema, left_out, finish)
-        except OSError as error:
-            raise unavailable(objects.path, error) from error
 
     def _finished(self, epochs: Epochs, left_out: LeftOut, batch: Any) -> Any:
         """Return a batch with sizes of objects, and with or without those that are stale.
@@ -328,13 +326,11 @@ class FileListings(Losing):
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
         """List a few files again, by one stat each."""
         objects, schema = self._files.objects, scan_schema(columns)
-        try:
+        with usable(objects.path):
             if "nbytes" in schema.names:
                 self._files.sizes.current()
             batch = ask_each(self._places(keys_of(rows)), schema)
             finished = self._finished(Epochs(objects), LeftOut(), batch)
-        except OSError as error:
-            raise unavailable(objects.path, error) from error
         return pa.Table.from_batches([finished])
 
     def _places(self, keys: list[bytes]) -> Iterator[tuple[int, str]]:
@@ -348,10 +344,8 @@ class FileListings(Losing):
     def exists(self, rows: Rows) -> BoolArray:
         """Return which keys are regular files, by one stat each."""
         objects, keys = self._files.objects, keys_of(rows)
-        try:
+        with usable(objects.path):
             is_there = partial(self._is_there, Epochs(objects))
-        except OSError as error:
-            raise unavailable(objects.path, error) from error
         return np.fromiter(map(is_there, keys), dtype=np.bool_, count=len(keys))
 
     def _is_there(self, epochs: Epochs, key: bytes) -> bool:

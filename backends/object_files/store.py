@@ -39,12 +39,13 @@ from hicachectl.backends.disk.io import (
     NO_ROOM,
     OPEN_DIRECTORY,
     OPEN_FILE,
+    closing_descriptor,
     file_system_ns,
 )
 from hicachectl.backends.disk.names import check_key
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.object_files.copies import FileCopier
-from hicachectl.backends.object_files.faults import StoreFiles, not_writable, unavailable
+from hicachectl.backends.object_files.faults import StoreFiles, not_writable, unavailable, usable
 from hicachectl.backends.object_files.listing import FileListings, LeftOut
 from hicachectl.backends.object_files.mover import FileMover
 from hicachectl.backends.object_files.reading import FileReader
@@ -170,12 +171,10 @@ class ObjectFiles(
         if self._clock_ns is None:
             roots = self.objects.roots
             refusals: list[OSError] = []
-            try:
+            with usable(self.path):
                 times = list(_times(roots, refusals))
                 if refusals:
                     times += _times(self.objects.directories(), refusals)
-            except OSError as error:
-                raise unavailable(self.path, error) from error
             if not times:
                 raise not_writable(self.path, refusals[0])
             self._clock_ns = min(times) - time.monotonic_ns()
@@ -185,16 +184,13 @@ class ObjectFiles(
         """Limit the modes of new files. listing: also of the directories that `create` made."""
         limit = self._writer.limit(permissions)
         for directory in self._made if listing else ():
-            try:
-                descriptor = os.open(directory, OPEN_DIRECTORY | os.O_NOFOLLOW)
-                try:
-                    facts = os.fstat(descriptor)
-                    mode = stat.S_IMODE(facts.st_mode)
-                    os.fchmod(descriptor, mode & (limit.for_group(facts.st_gid) | ~0o777))
-                finally:
-                    os.close(descriptor)
-            except OSError as error:
-                raise unavailable(self.path, error) from error
+            with (
+                usable(self.path),
+                closing_descriptor(os.open(directory, OPEN_DIRECTORY | os.O_NOFOLLOW)) as opened,
+            ):
+                facts = os.fstat(opened)
+                mode = stat.S_IMODE(facts.st_mode)
+                os.fchmod(opened, mode & (limit.for_group(facts.st_gid) | ~0o777))
 
     def read_into(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
@@ -273,20 +269,16 @@ class ObjectFiles(
 
     def flush(self) -> None:
         """Sync the file systems, because servers and killed runs leave files unsynced."""
-        try:
+        with usable(self.path):
             if not self.objects.sync_file_systems():
                 os.sync()
             for root in self.objects.roots:
                 sync_directory(root)
-        except OSError as error:
-            raise unavailable(self.path, error) from error
 
     def own_temporaries(self, owner: str, *, sweep: bool) -> None:
         """Name temporary files after `owner`. sweep: remove existing files of this owner."""
-        try:
+        with usable(self.path):
             self._writer.own_temporaries(owner, sweep=sweep)
-        except OSError as error:
-            raise unavailable(self.path, error) from error
 
     def touch(self, rows: Rows) -> BoolArray:
         """Set modification times to now.
@@ -294,10 +286,8 @@ class ObjectFiles(
         Servers that start later evict in the order of these times; running servers keep their own
         order in memory.
         """
-        try:
+        with usable(self.path):
             return self._writer.touch(keys_of(rows), self.clock_ns())
-        except OSError as error:
-            raise unavailable(self.path, error) from error
 
     def mover(self, run: Store) -> FileMover | None:
         """Return a mover to a run; None if it is on another file system or mount."""

@@ -14,7 +14,14 @@ import numpy as np
 
 from hicachectl.backends.base import Result, Rows, Status, keys_of, values_of
 from hicachectl.backends.disk.durable import move_noreplace
-from hicachectl.backends.disk.io import CREATE_FILE, NO_ROOM, OPEN_FILE, write_all, write_bytes
+from hicachectl.backends.disk.io import (
+    CREATE_FILE,
+    NO_ROOM,
+    OPEN_FILE,
+    closing_descriptor,
+    write_all,
+    write_bytes,
+)
 from hicachectl.backends.disk.names import check_key, check_new_key, version_of
 from hicachectl.backends.disk.permissions import Permissions, give_file
 from hicachectl.backends.object_files.epochs import Epochs
@@ -265,11 +272,8 @@ class FileWriter:
         if self._objects.sync_file_systems():
             return
         for directory, name in files:
-            descriptor = os.open(name, OPEN_FILE, dir_fd=directory)
-            try:
+            with closing_descriptor(os.open(name, OPEN_FILE, dir_fd=directory)) as descriptor:
                 os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
 
     # temporary files
 
