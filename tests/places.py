@@ -165,7 +165,7 @@ class PackPlace(Place):
             return set()
         descriptor = open_pack(str(self.path), os.O_RDONLY)
         try:
-            return {key.decode() for key in walk(descriptor, str(self.path)).entries.rows}
+            return {key.decode() for key in walk(descriptor, str(self.path)).entries}
         finally:
             os.close(descriptor)
 

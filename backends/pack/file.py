@@ -5,13 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import threading
-from array import array
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from functools import cached_property
 from io import RawIOBase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -20,13 +18,12 @@ from blake3 import blake3
 
 from hicachectl.backends.base import as_table, keys_of
 from hicachectl.backends.disk.durable import is_named, lock
-from hicachectl.backends.disk.io import fill, write_all
+from hicachectl.backends.disk.io import errors_as, fill, write_all
 from hicachectl.backends.urls import is_pack_path
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UnfinishedPackError
 from hicachectl.formats.pack.index import ENTRIES, column_of, read_index, write_index
 from hicachectl.formats.pack.planes import Decoder
 from hicachectl.formats.pack.records import (
-    DIGEST_BYTES,
     HEADER_BYTES,
     MOST_METADATA_BYTES,
     RECORD_BYTES,
@@ -60,6 +57,23 @@ class OtherContentError(FormatError):
     """The content of a record does not match its digest."""
 
 
+class RecordPlace(NamedTuple):
+    """Place, content and time of an object's record, as the index has them."""
+
+    offset: int
+    length: int
+    nbytes: int
+    planes: int
+    digest: bytes
+    mtime_ns: int | None
+
+    @classmethod
+    def of(cls, record: Record, offset: int) -> Self:
+        """Return the place of a record."""
+        planes = len(record.stored)
+        return cls(offset, record.length, record.nbytes, planes, record.digest, record.mtime_ns)
+
+
 @dataclass(frozen=True)
 class PackContents:
     """A valid pack, whose objects are found by offset or by key.
@@ -76,7 +90,19 @@ class PackContents:
         """Return the objects as a table of ENTRIES."""
         return self.entries
 
-    def find(self, rows: Rows) -> IntArray:
+    def places(self, rows: Rows) -> list[RecordPlace | None]:
+        """Return the place of each key; None if the pack lacks it."""
+        found = self._find(rows)
+        columns = self.entries.select(list(RecordPlace._fields))
+        places = places_in(columns.take(pa.array(found[found >= 0])))
+        return [next(places) if row >= 0 else None for row in found.tolist()]
+
+    def look(self, rows: Rows) -> pa.Table:
+        """Return the objects of some keys, each once, as a table of ENTRIES."""
+        found = self._find(rows)
+        return self.entries.take(pa.array(np.unique(found[found >= 0])))
+
+    def _find(self, rows: Rows) -> IntArray:
         """Return the index row of each key, -1 if missing: [n] int64."""
         found = np.full(len(rows), -1, dtype=np.int64)
         if "locator" in rows.schema.names and len(self.entries) and len(rows):
@@ -86,16 +112,6 @@ class PackContents:
             keys = rows.column("key").take(pa.array(rest)).to_pylist()
             found[rest] = [self._by_key.get(key, -1) for key in keys]
         return found
-
-    def places(self, rows: IntArray) -> list[RecordPlace]:
-        """Return the places of objects. rows: [n] int64, as `find` returns them."""
-        picked = self.picked(rows).select([f.name for f in fields(RecordPlace)])
-        columns = [column.to_pylist() for column in picked.columns]
-        return [RecordPlace(*values) for values in zip(*columns, strict=True)]
-
-    def picked(self, rows: IntArray) -> pa.Table:
-        """Return some objects as a table of ENTRIES."""
-        return self.entries.take(pa.array(rows))
 
     def _located(self, rows: pa.Table) -> IntArray:
         """Return the index rows of locators; -1 if the record there has another key."""
@@ -117,100 +133,35 @@ class PackContents:
         return dict(zip(keys, range(len(keys)), strict=True))
 
 
-@dataclass(slots=True)
-class PackEntries:
-    """Objects of a pack, as growing columns; a repeated key replaces the earlier object.
+class PackEntries(dict[bytes, RecordPlace]):
+    """Objects of a pack that is written to, by key. Threads may change it meanwhile."""
 
-    rows: index of each key in the columns. Threads may add and read concurrently.
-    """
+    def places(self, rows: Rows) -> list[RecordPlace | None]:
+        """See `PackContents`."""
+        return [self.get(key) for key in keys_of(rows)]
 
-    rows: dict[bytes, int] = field(default_factory=dict)
-    _keys: list[bytes] = field(default_factory=list)
-    _numbers: dict[str, array[int]] = field(
-        default_factory=lambda: {name: array("q") for name in ("nbytes", "offset", "length")}
-    )
-    _times: list[int | None] = field(default_factory=list)
-    _planes: bytearray = field(default_factory=bytearray)
-    _digests: bytearray = field(default_factory=bytearray)
-    _turn: threading.Lock = field(default_factory=threading.Lock)
-
-    @classmethod
-    def of(cls, table: pa.Table) -> PackEntries:
-        """Return a copy of a table of ENTRIES."""
-        made = cls()
-        made._keys = table.column("key").to_pylist()
-        made.rows = dict(zip(made._keys, range(len(table)), strict=True))
-        for name, values in made._numbers.items():
-            values.frombytes(table.column(name).to_numpy().tobytes())
-        made._times = table.column("mtime_ns").to_pylist()
-        made._planes += table.column("planes").to_numpy().tobytes()
-        made._digests += b"".join(table.column("digest").to_pylist())
-        return made
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def add(self, record: Record, offset: int) -> None:
-        """Add an object with its record's offset."""
-        with self._turn:
-            for name, value in (
-                ("nbytes", record.nbytes),
-                ("offset", offset),
-                ("length", record.length),
-            ):
-                self._numbers[name].append(value)
-            self._times.append(record.mtime_ns)
-            self._planes.append(len(record.stored))
-            self._digests += record.digest
-            self._keys.append(record.key)
-            self.rows[record.key] = len(self._keys) - 1
-
-    def find(self, rows: Rows) -> IntArray:
-        """Return the index of each key in the columns, -1 if missing: [n] int64."""
-        keys = keys_of(rows)
-        return np.fromiter(
-            (self.rows.get(key, -1) for key in keys), dtype=np.int64, count=len(keys)
-        )
-
-    def places(self, rows: IntArray) -> list[RecordPlace]:
-        """Return the places of objects. rows: [n] int64, as `find` returns them."""
-        return [self._place(row) for row in rows.tolist()]
-
-    def _place(self, row: int) -> RecordPlace:
-        return RecordPlace(
-            self._numbers["offset"][row],
-            self._numbers["length"][row],
-            self._numbers["nbytes"][row],
-            self._planes[row],
-            bytes(self._digests[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]),
-        )
+    def look(self, rows: Rows) -> pa.Table:
+        """See `PackContents`."""
+        found = {key: self.get(key) for key in keys_of(rows)}
+        return _table({key: place for key, place in found.items() if place is not None})
 
     def table(self) -> pa.Table:
         """Return the current objects as a table of ENTRIES, in file order."""
-        with self._turn:
-            digests = pa.py_buffer(bytes(self._digests))
-            columns = {
-                "key": pa.array(self._keys, pa.binary()),
-                "mtime_ns": pa.array(self._times, pa.int64()),
-                "planes": np.frombuffer(bytes(self._planes), dtype=np.uint8),
-                "digest": pa.Array.from_buffers(
-                    pa.binary(DIGEST_BYTES), len(self._keys), [None, digests]
-                ),
-                **{name: np.array(values, np.int64) for name, values in self._numbers.items()},
-            }
-            alive = None if len(self.rows) == len(self._keys) else sorted(self.rows.values())
-        table = pa.table([columns[name] for name in ENTRIES.names], schema=ENTRIES)
-        return table if alive is None else table.take(pa.array(alive, pa.int64()))
+        return _table(dict(sorted(self.copy().items(), key=lambda entry: entry[1].offset)))
 
-    def picked(self, rows: IntArray) -> pa.Table:
-        """Return some objects as a table of ENTRIES."""
-        places = self.places(rows)
-        columns = {
-            "key": [self._keys[row] for row in rows.tolist()],
-            "mtime_ns": [self._times[row] for row in rows.tolist()],
-            **{f.name: [getattr(place, f.name) for place in places] for f in fields(RecordPlace)},
-        }
-        return pa.table(columns).select(ENTRIES.names).cast(ENTRIES)
+
+def _table(objects: dict[bytes, RecordPlace]) -> pa.Table:
+    """Return objects as a table of ENTRIES."""
+    columns = {
+        name: [getattr(place, name) for place in objects.values()] for name in RecordPlace._fields
+    }
+    return pa.Table.from_pydict({"key": list(objects), **columns}, schema=ENTRIES)
+
+
+def places_in(entries: pa.Table) -> Iterator[RecordPlace]:
+    """Return the place of each object in a table with columns of ENTRIES."""
+    columns = [entries.column(name).to_pylist() for name in RecordPlace._fields]
+    return map(RecordPlace._make, zip(*columns, strict=True))
 
 
 def open_pack(path: str, flags: int) -> int:
@@ -243,12 +194,8 @@ def lock_pack(descriptor: int, path: str) -> None:
     Raises StoreUnavailable if another process has the lock, or if the opened file was removed or
     replaced: writes to it would be lost.
     """
-    try:
+    with errors_as(StoreUnavailable, path, "lock the pack", "use a file system with locks"):
         is_ours = lock(descriptor)
-    except OSError as error:
-        raise StoreUnavailable(
-            failed(path, "lock the pack", error, "use a file system with locks")
-        ) from error
     if not is_ours:
         raise StoreUnavailable(
             f"{path}: another process is writing to this pack; wait until it ends"
@@ -375,22 +322,6 @@ def read_metadata(descriptor: int, record: Record, offset: int) -> Metadata:
     whole = content.read()
     content.check()
     return parse_metadata(whole)
-
-
-@dataclass(frozen=True, slots=True)
-class RecordPlace:
-    """A row of the index: place and expected content of an object's record."""
-
-    offset: int
-    length: int
-    nbytes: int
-    planes: int
-    digest: bytes
-
-    @classmethod
-    def of(cls, record: Record, offset: int) -> RecordPlace:
-        """Return the place of a record."""
-        return cls(offset, record.length, record.nbytes, len(record.stored), record.digest)
 
 
 class ObjectReader:

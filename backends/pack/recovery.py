@@ -5,11 +5,19 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.disk.durable import move_noreplace, sync_name
-from hicachectl.backends.disk.io import CHECK_MOUNT, OPEN_FILE, write_all
+from hicachectl.backends.disk.io import (
+    CHECK_MOUNT,
+    OPEN_FILE,
+    closing_descriptor,
+    errors_as,
+    undo_on_error,
+    write_all,
+)
 from hicachectl.backends.disk.permissions import Permissions, as_umask_says
 from hicachectl.backends.pack.file import (
     ObjectReader,
@@ -20,6 +28,7 @@ from hicachectl.backends.pack.file import (
     load_pack,
     lock_pack,
     open_pack,
+    places_in,
     plain_record,
     read_header,
     read_metadata,
@@ -39,7 +48,6 @@ from hicachectl.formats.pack.records import (
     build_record,
     parse_trailer,
 )
-from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -157,17 +165,16 @@ def _note(
         with suppress(FormatError):
             found.metadata = read_metadata(descriptor, record, at)
     elif record.kind is Kind.WITHDRAWN:
-        found.entries.rows.pop(record.key, None)
+        found.entries.pop(record.key, None)
     elif record.kind is Kind.OBJECT:
+        place = RecordPlace.of(record, at)
         if check and record.nbytes <= _MOST_CHECKED_BYTES:
             try:
-                reader.read(
-                    record.key, RecordPlace.of(record, at), memoryview(bytearray(record.nbytes))
-                )
+                reader.read(record.key, place, memoryview(bytearray(record.nbytes)))
             except FormatError:
                 found.damaged += 1
                 return
-        found.entries.add(record, at)
+        found.entries[record.key] = place
 
 
 def _metadata_of_index(descriptor: int, at: int, record: Record, path: str) -> Metadata | None:
@@ -198,7 +205,10 @@ def repair(
         raise _taken(output)
     writes_here = output is None and not dry_run
     descriptor = open_pack(path, os.O_RDWR if writes_here else os.O_RDONLY)
-    try:
+    with (
+        errors_as(StoreUnavailable, path, "repair the pack", "fix the cause, then run again"),
+        closing_descriptor(descriptor),
+    ):
         lock_pack(descriptor, path)
         with suppress(FormatError):
             whole = load_pack(descriptor, path)
@@ -216,12 +226,6 @@ def repair(
         elif output is not None and not dry_run:
             _copy(descriptor, path, found, entries, output)
         return _counted(found, entries)
-    except OSError as error:
-        raise StoreUnavailable(
-            failed(path, "repair the pack", error, "fix the cause, then run again")
-        ) from error
-    finally:
-        os.close(descriptor)
 
 
 def _taken(output: str) -> UsageError:
@@ -239,78 +243,62 @@ def _copy(descriptor: int, path: str, found: ScannedPack, entries: pa.Table, out
     Unlike in `new_file`, the temporary file is locked, and a later run replaces it: killed runs
     leave at most one file, as large as the pack.
     """
-    try:
-        _write_copy(descriptor, path, found, entries, output)
-    except FileExistsError as error:
-        raise _taken(output) from error
-    except OSError as error:
-        next_step = "check the directory and its free space"
-        raise StoreUnavailable(failed(output, "write the new pack", error, next_step)) from error
+    next_step = "check the directory and its free space"
+    with errors_as(StoreUnavailable, output, "write the new pack", next_step):
+        try:
+            _write_copy(descriptor, path, found, entries, output)
+        except FileExistsError as error:
+            raise _taken(output) from error
 
 
 def _write_copy(
     descriptor: int, path: str, found: ScannedPack, entries: pa.Table, output: str
 ) -> None:
-    import pyarrow as pa
-
     assert found.metadata is not None  # `repair` has checked this
-    partial = Path(output).with_name(f".{Path(output).name}.tmp")
-    target = _created(partial)
+    temporary = Path(output).with_name(f".{Path(output).name}.tmp")
+    target = _created(temporary)
     try:
         content = build_metadata(found.metadata)
         record = plain_record(Kind.METADATA, content)
         head = [build_header(found.pack_id), build_record(record, found.pack_id), content]
         at = write_all(target, head, 0)
-        moved = []
-        for offset, length in zip(
-            column_of(entries, "offset").tolist(),
-            column_of(entries, "length").tolist(),
-            strict=True,
-        ):
-            moved.append(at)
-            at = _copy_bytes(descriptor, path, offset, length, target, at)
-        place = entries.schema.get_field_index("offset")
-        entries = entries.set_column(
-            place, entries.schema.field(place), pa.array(moved, pa.int64())
-        )
-        append_index(target, found.pack_id, entries, found.metadata, at)
+        moved = PackEntries()
+        keys = entries.column("key").to_pylist()
+        for key, place in zip(keys, places_in(entries), strict=True):
+            moved[key] = place._replace(offset=at)
+            at = _copy_bytes(descriptor, path, place, target, at)
+        append_index(target, found.pack_id, moved.table(), found.metadata, at)
         source = Permissions.of_file(os.fstat(descriptor))
         os.fchmod(target, as_umask_says(source, os.fstat(target).st_gid))
-        move_noreplace(None, os.fsencode(partial), None, os.fsencode(output))
+        move_noreplace(None, os.fsencode(temporary), None, os.fsencode(output))
     finally:
         os.close(target)
-        partial.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     sync_name(output)
 
 
-def _created(partial: Path) -> int:
+def _created(temporary: Path) -> int:
     """Create and lock the temporary file; replace a killed run's file.
 
     Raises OSError, and StoreUnavailable if another process writes to the file.
     """
-    with suppress(FileNotFoundError):
-        abandoned = os.open(partial, OPEN_FILE)
-        try:
-            lock_pack(abandoned, str(partial))
-            partial.unlink()
-        finally:
-            os.close(abandoned)
-    target = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        lock_pack(target, str(partial))
-    except BaseException:
-        os.close(target)
-        raise
+    with (
+        suppress(FileNotFoundError),
+        closing_descriptor(os.open(temporary, OPEN_FILE)) as abandoned,
+    ):
+        lock_pack(abandoned, str(temporary))
+        temporary.unlink()
+    target = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with undo_on_error(partial(os.close, target)):
+        lock_pack(target, str(temporary))
     return target
 
 
-def _copy_bytes(source: int, path: str, offset: int, length: int, target: int, at: int) -> int:
-    end = offset + length
+def _copy_bytes(source: int, path: str, place: RecordPlace, target: int, at: int) -> int:
+    offset, end = place.offset, place.offset + place.length
     while offset < end:
-        try:
+        with errors_as(StoreUnavailable, path, "read the pack", CHECK_MOUNT):
             data = os.pread(source, min(_COPY_BYTES, end - offset), offset)
-        except OSError as error:
-            raise StoreUnavailable(failed(path, "read the pack", error, CHECK_MOUNT)) from error
         if not data:
             raise FormatError(f"{path}: became shorter while it was read; run again")
         at += write_all(target, [data], at)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -29,7 +30,7 @@ from hicachectl.backends.base import (
     values_of,
 )
 from hicachectl.backends.capabilities import Announces, Archive, FilePermissions, Resumable
-from hicachectl.backends.disk.io import raise_lost
+from hicachectl.backends.disk.io import raise_lost, undo_on_error
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.pack.file import (
     ObjectReader,
@@ -96,11 +97,8 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
             self._listed = self._writer.entries
             return
         self._descriptor = open_pack(self.path, os.O_RDONLY)
-        try:
+        with undo_on_error(partial(os.close, self._descriptor)):
             finished = load_pack(self._descriptor, self.path)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
         self._pack_id, self._finished = finished.pack_id, finished
         self._listed = finished
 
@@ -115,12 +113,9 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
     def create(cls, url: StoreUrl) -> Self:
         """Open a new, cut-off or valid pack for writing."""
         store = cls(url.path, writable=True)
-        try:
+        with undo_on_error(store.close):
             if (keys := params_of(url, PackParams).keys) is not None:
                 store.use_grammar(keys)
-        except BaseException:
-            store.close()
-            raise
         return store
 
     def readable_by(self, *, listing: bool = False) -> Permissions:
@@ -205,22 +200,18 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         ERROR: the record differs from the index. DAMAGED: the content differs from its digest.
         """
         memory = self.memory(offsets, capacities, len(rows))
-        found = self._listed.find(rows)
-        statuses = np.full(len(rows), Status.GONE, dtype=np.uint8)
-        nbytes = np.full(len(rows), -1, dtype=np.int64)
-        digests = np.zeros((len(rows), DIGEST_BYTES), dtype=np.uint8)
-        errors: dict[int, str] = {}
-        present = np.flatnonzero(found >= 0)
-        places = self._listed.places(found[present])
-        joined = b"".join(place.digest for place in places)
-        digests[present] = np.frombuffer(joined, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
-        nbytes[present] = [place.nbytes for place in places]
-        statuses[present] = np.where(nbytes[present] < capacities[present], Status.SHORT, Status.OK)
+        places = self._listed.places(rows)
+        sizes = [-1 if place is None else place.nbytes for place in places]
+        nbytes = np.array(sizes, dtype=np.int64)
+        digests = [bytes(DIGEST_BYTES) if place is None else place.digest for place in places]
+        statuses = np.where(nbytes < capacities, Status.SHORT, Status.OK).astype(np.uint8)
         statuses[nbytes > capacities] = Status.OVERSIZED
+        statuses[nbytes < 0] = Status.GONE
+        errors: dict[int, str] = {}
         keys, starts, fits = keys_of(rows), offsets.tolist(), (statuses == Status.OK).tolist()
         reader = self._reader()
-        for index, place in zip(present.tolist(), places, strict=True):
-            if not fits[index]:
+        for index, place in enumerate(places):
+            if place is None or not fits[index]:
                 continue
             start = starts[index]
             try:
@@ -229,12 +220,12 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
                 damaged = isinstance(error, OtherContentError)
                 statuses[index] = Status.DAMAGED if damaged else Status.ERROR
                 errors[index] = self._failed(error, place)
-        return ReadResult(statuses, errors, nbytes=nbytes, versions=digests.view("<u8"))
+        versions = np.frombuffer(b"".join(digests), dtype="<u8").reshape(-1, DIGEST_BYTES // 8)
+        return ReadResult(statuses, errors, nbytes=nbytes, versions=versions)
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
         """Let the system start reading records."""
-        found = self._listed.find(rows)
-        for place in self._listed.places(found[found >= 0]):
+        for place in filter(None, self._listed.places(rows)):
             os.posix_fadvise(self._descriptor, place.offset, place.length, os.POSIX_FADV_WILLNEED)
 
     def write_from(
@@ -265,17 +256,14 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
 
     def exists(self, rows: Rows) -> BoolArray:
         """Return which keys the index has."""
-        there: BoolArray = self._listed.find(rows) >= 0
-        return there
+        places = self._listed.places(rows)
+        return np.array([place is not None for place in places], dtype=np.bool_)
 
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
         """List a few objects again, from the index."""
         schema = scan_schema(columns)
-        found = self._listed.find(rows)
-        chosen = self._listed.picked(np.unique(found[found >= 0]))
-        return pa.Table.from_batches(
-            [_scanned(batch, schema) for batch in chosen.to_batches()], schema=schema
-        )
+        batches = self._listed.look(rows).to_batches()
+        return pa.Table.from_batches([_scanned(one, schema) for one in batches], schema=schema)
 
     def free_bytes(self) -> int | None:
         """Return the free bytes for objects, as for users other than root."""

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,14 +20,22 @@ from msgspec.structs import replace
 from hicachectl import __version__
 from hicachectl.backends.base import Status, StatusArray
 from hicachectl.backends.disk.durable import sync_name
-from hicachectl.backends.disk.io import NO_ROOM, write_all
+from hicachectl.backends.disk.io import (
+    NO_ROOM,
+    closing_descriptor,
+    errors_as,
+    undo_on_error,
+    write_all,
+)
 from hicachectl.backends.disk.permissions import Permissions, as_umask_says
 from hicachectl.backends.pack.file import (
     PackEntries,
+    RecordPlace,
     append_index,
     load_pack,
     lock_pack,
     open_pack,
+    places_in,
     plain_record,
 )
 from hicachectl.backends.pack.recovery import walk
@@ -108,12 +117,9 @@ class PackWriter:
         self._encoders: ThreadPoolExecutor | None = None
         self._limit = Permissions()
         self._ahead = min(_MOST_ENCODERS, len(os.sched_getaffinity(0)))
-        try:
+        with undo_on_error(partial(os.close, self.descriptor)):
             lock_pack(self.descriptor, path)
             self._continue()
-        except BaseException:
-            os.close(self.descriptor)
-            raise
 
     def _continue(self) -> None:
         """Find the end of the records in a file that may be cut off anywhere."""
@@ -136,7 +142,9 @@ class PackWriter:
             self._written, self._has_tail = walked.metadata, bool(walked.cut_bytes)
             self.remarks = (_continued(self.path, walked),)
         else:
-            self.pack_id, self.entries = found.pack_id, PackEntries.of(found.entries)
+            keys = found.entries.column("key").to_pylist()
+            self.entries = PackEntries(zip(keys, places_in(found.entries), strict=True))
+            self.pack_id = found.pack_id
             self._written, self._end, self._is_valid = found.metadata, found.end, True
         self.metadata = self._written or self.metadata
 
@@ -239,7 +247,7 @@ class PackWriter:
             if not 0 < len(key) <= MOST_KEY_BYTES:
                 statuses[index] = Status.ERROR
                 errors[index] = f"the key has {len(key)} bytes; packs allow 1 to {MOST_KEY_BYTES}"
-            elif if_absent and key in self.entries.rows:
+            elif if_absent and key in self.entries:
                 statuses[index] = Status.EXISTS
             else:
                 yield index
@@ -254,7 +262,13 @@ class PackWriter:
             return
         if self._encoders is not None:
             self._encoders.shutdown()
-        try:
+        repair = f"fix the cause, then run hicachectl pack repair {self.path}"
+        with (
+            errors_as(
+                StoreUnavailable, self.path, "finish the pack", f"the objects are safe; {repair}"
+            ),
+            closing_descriptor(descriptor),
+        ):
             unended = self._written is not None and not self._is_valid
             if self._written is not None and unended and self.may_finish and not self._failed:
                 table = self.entries.table()
@@ -264,15 +278,6 @@ class PackWriter:
                     os.fchmod(descriptor, as_umask_says(self._limit, group))
             elif self._written is None and os.fstat(descriptor).st_size <= HEADER_BYTES:
                 Path(self.path).unlink(missing_ok=True)
-        except OSError as error:
-            next_step = (
-                f"the objects are safe; fix the cause, then run hicachectl pack repair {self.path}"
-            )
-            raise StoreUnavailable(
-                failed(self.path, "finish the pack", error, next_step)
-            ) from error
-        finally:
-            os.close(descriptor)
 
     def _begin(self) -> None:
         """Write the header and metadata unless they are in the file."""
@@ -342,7 +347,7 @@ class PackWriter:
         not fit, only the next index leaves the objects out.
         """
         with self._turn:
-            there = [self.entries.rows.pop(key, None) is not None for key in keys]
+            there = [self.entries.pop(key, None) is not None for key in keys]
             gone = [key for key, was_there in zip(keys, there, strict=True) if was_there]
             if gone:
                 self.may_finish = True
@@ -359,27 +364,26 @@ class PackWriter:
         """Append the objects that fit, in one system call."""
         answers: list[Status | OSError] = []
         buffers: list[Plane] = []
-        added: dict[bytes, tuple[Record, int]] = {}
+        added: dict[bytes, RecordPlace] = {}
         with self._turn:
             at = self._end
             room = free_bytes(self.descriptor, len(self.entries))
             for record, head, planes in encoded:
                 # Added by another thread, or twice in this call.
-                is_there = record.key in self.entries.rows or record.key in added
+                is_there = record.key in self.entries or record.key in added
                 if if_absent and is_there:
                     answers.append(Status.EXISTS)
                 elif record.length + _INDEX_ROW_BYTES > room:
                     answers.append(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
                 else:
                     answers.append(Status.OK)
-                    added[record.key] = record, at
+                    added[record.key] = RecordPlace.of(record, at)
                     buffers += [head, *planes]
                     at += record.length
                     room -= record.length + _INDEX_ROW_BYTES
             if buffers:
                 self._put(buffers)
-            for record, offset in added.values():
-                self.entries.add(record, offset)
+            self.entries.update(added)
             return answers
 
     def _put(self, buffers: Sequence[Plane]) -> None:

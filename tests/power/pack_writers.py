@@ -60,9 +60,7 @@ def _opened(data: bytes) -> Iterator[int]:
 def _objects(reader: ObjectReader, entries: pa.Table) -> Iterator[tuple[str, bytes]]:
     for row in entries.to_pylist():
         content = bytearray(row["nbytes"])
-        place = RecordPlace(
-            row["offset"], row["length"], row["nbytes"], row["planes"], row["digest"]
-        )
+        place = RecordPlace(*(row[name] for name in RecordPlace._fields))
         reader.read(row["key"], place, memoryview(content))
         yield row["key"].decode(), bytes(content)
 
