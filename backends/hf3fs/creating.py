@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.disk.durable import new_file, sync_name
-from hicachectl.backends.disk.io import OPEN_FILE, write_all
+from hicachectl.backends.disk.io import OPEN_FILE, closing_descriptor, errors_as, write_all
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.formats.errors import StoreUnavailable, UsageError
-from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from hicachectl.backends.hf3fs.metadata import MetadataClient
     from hicachectl.backends.hf3fs.settings import Hf3fsSettings
     from hicachectl.backends.page_tables import TableName
 
+_CHECK_DIRECTORY = "check the mount and the directory's mode"
 _MODE = 0o666  # less the umask, as in SGLang
 _TAG = re.compile(rb"[0-9a-f]{32}")
 _LONGEST_TAG = 64
@@ -88,23 +88,19 @@ class TableMaker:
 
 def _make_file(path: str, size: int, permissions: Permissions) -> None:
     """Create a sparse data file; extend an existing empty one."""
-    try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-        descriptor = os.open(path, flags, _MODE & permissions.for_group(os.getegid()))
-        try:
-            facts = os.fstat(descriptor)
-            if not stat.S_ISREG(facts.st_mode):
-                raise UsageError(f"{path}: not a regular file; check the prefix")
-            if not facts.st_size:
-                os.ftruncate(descriptor, size)
-                os.fsync(descriptor)
-                sync_name(path)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise StoreUnavailable(
-            failed(path, "create the data file", error, "check the mount and the directory's mode")
-        ) from error
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+    mode = _MODE & permissions.for_group(os.getegid())
+    with (
+        errors_as(StoreUnavailable, path, "create the data file", _CHECK_DIRECTORY),
+        closing_descriptor(os.open(path, flags, mode)) as descriptor,
+    ):
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            raise UsageError(f"{path}: not a regular file; check the prefix")
+        if not facts.st_size:
+            os.ftruncate(descriptor, size)
+            os.fsync(descriptor)
+            sync_name(path)
 
 
 # the deployment
@@ -122,15 +118,11 @@ def claimed_by(prefix: str, tag: str, *, writes: bool) -> str | None:
     Raises StoreUnavailable.
     """
     path = claim_path(prefix)
-    try:
+    action = "tell which deployment's pages these are"
+    with errors_as(StoreUnavailable, path, action, _CHECK_DIRECTORY):
         if writes:
             _claim(path, tag)
         return _read(path)
-    except OSError as error:
-        next_step = "check the mount and the directory's mode"
-        raise StoreUnavailable(
-            failed(path, "tell which deployment's pages these are", error, next_step)
-        ) from error
 
 
 def _claim(path: str, tag: str) -> None:
@@ -146,11 +138,9 @@ def _read(path: str) -> str | None:
         descriptor = os.open(path, OPEN_FILE)
     except FileNotFoundError:
         return None
-    try:
+    with closing_descriptor(descriptor):
         regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
         text = os.read(descriptor, _LONGEST_TAG) if regular else b""
-    finally:
-        os.close(descriptor)
     if not _TAG.fullmatch(text):
         raise StoreUnavailable(f"{path}: is no deployment's tag; remove it")
     return text.decode()

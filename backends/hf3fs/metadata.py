@@ -71,8 +71,7 @@ class MetadataClient:
 
     def has_table(self, rank: int, namespace: str) -> bool:
         """Return whether an engine, or `initialize`, has created a table."""
-        body = msgspec.json.encode({"namespace": namespace, "keys": []})
-        reply = self._http.post(self._path(rank, "exists"), body, repeatable=True)
+        reply = self._sent(rank, "exists", namespace, repeatable=True, keys=[])
         if _lacks_table(reply):
             return False
         self._values(reply, rank, "exists", namespace, 0, _ExistsReply)
@@ -80,8 +79,7 @@ class MetadataClient:
 
     def initialize(self, rank: int, namespace: str, num_pages: int) -> None:
         """Create a table of free pages; an existing table stays unchanged."""
-        verb = "initialize"
-        self._done(self._changed(rank, verb, namespace, num_pages=num_pages), rank, verb, namespace)
+        self._change(rank, "initialize", namespace, num_pages=num_pages)
 
     def exists(self, rank: int, namespace: str, keys: Sequence[str]) -> BoolArray:
         """Return which keys exist: [n] bool."""
@@ -103,7 +101,8 @@ class MetadataClient:
         must be distinct: a repeated key gets two pages. The request is sent once and never split.
         """
         verb = "reserve_and_allocate_page_indices"
-        reply = self._changed(rank, verb, namespace, keys=[(key, "") for key in keys])
+        asked = [(key, "") for key in keys]
+        reply = self._sent(rank, verb, namespace, repeatable=False, keys=asked)
         if reply.status == http.client.INTERNAL_SERVER_ERROR:
             raise self._http.lost(
                 f"cannot reserve {len(keys)} pages of {rank}:{namespace}",
@@ -124,9 +123,8 @@ class MetadataClient:
         The server checks nothing: it gives out released pages again, even pages in use. The request
         is sent once; after an error it may have been executed.
         """
-        verb = "confirm_write"
-        body = {"written_keys_to_confirm": list(written), "pages_to_release": list(released)}
-        self._done(self._changed(rank, verb, namespace, **body), rank, verb, namespace)
+        pages = {"written_keys_to_confirm": list(written), "pages_to_release": list(released)}
+        self._change(rank, "confirm_write", namespace, **pages)
 
     def delete(self, rank: int, namespace: str, keys: Sequence[str]) -> None:
         """Delete keys in one step, and free their pages; missing keys are skipped.
@@ -135,8 +133,7 @@ class MetadataClient:
         searches its whole list of free pages, and blocks other requests. The request is sent once:
         before a second one, a key could be stored again.
         """
-        verb = "delete_keys"
-        self._done(self._changed(rank, verb, namespace, keys=list(keys)), rank, verb, namespace)
+        self._change(rank, "delete_keys", namespace, keys=list(keys))
 
     def _asked(
         self, rank: int, verb: str, namespace: str, keys: Sequence[str], kind: type[Any]
@@ -145,16 +142,19 @@ class MetadataClient:
         values: list[Any] = []
         for start in range(0, len(keys), KEYS_PER_CALL):
             some = keys[start : start + KEYS_PER_CALL]
-            body = msgspec.json.encode({"namespace": namespace, "keys": some})
-            reply = self._http.post(self._path(rank, verb), body, repeatable=True)
+            reply = self._sent(rank, verb, namespace, repeatable=True, keys=some)
             values += self._values(reply, rank, verb, namespace, len(some), kind)
         return values
 
-    def _changed(self, rank: int, verb: str, namespace: str, **fields: object) -> Reply:
+    def _sent(
+        self, rank: int, verb: str, namespace: str, *, repeatable: bool, **fields: object
+    ) -> Reply:
         body = msgspec.json.encode({"namespace": namespace, **fields})
-        return self._http.post(self._path(rank, verb), body, repeatable=False)
+        return self._http.post(self._path(rank, verb), body, repeatable=repeatable)
 
-    def _done(self, reply: Reply, rank: int, verb: str, namespace: str) -> None:
+    def _change(self, rank: int, verb: str, namespace: str, **fields: object) -> None:
+        """Send a request without values in its reply, once."""
+        reply = self._sent(rank, verb, namespace, repeatable=False, **fields)
         if reply.status != http.client.NO_CONTENT:
             self._checked(reply, rank, verb, namespace)
             raise self._http.lost(f"gave an unexpected reply to {verb}: HTTP {reply.status}")

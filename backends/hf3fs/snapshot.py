@@ -19,15 +19,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.disk.durable import new_file
+from hicachectl.backends.disk.io import errors_as
 from hicachectl.backends.disk.permissions import give_file
-from hicachectl.backends.hf3fs.keys import NAMESPACE, RANK, repeated_key
+from hicachectl.backends.hf3fs.keys import NAMESPACE, RANK
 from hicachectl.backends.page_tables import MAX_KEY_BYTES, PageTable, Snapshot
 from hicachectl.formats.errors import FormatError, StoreUnavailable
 from hicachectl.formats.forms import decode
-from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from typing import IO, NoReturn
 
     from hicachectl.formats.arrays import IntArray
@@ -67,15 +67,13 @@ def read_snapshot(path: Path | str) -> Snapshot:
     Raises FormatError if the file is not a text that the server writes, StoreUnavailable if it
     cannot be read.
     """
-    try:
-        # The parser has its own buffer.
-        with Path(path).open("rb", buffering=0) as file:
-            saved_at_ns = os.fstat(file.fileno()).st_mtime_ns
-            snapshot = Snapshot(saved_at_ns, tuple(_Parser(file, str(path)).tables()))
-    except OSError as error:
-        raise StoreUnavailable(
-            failed(path, "read the snapshot", error, "check the path and its permissions")
-        ) from error
+    next_step = "check the path and its permissions"
+    with (
+        errors_as(StoreUnavailable, path, "read the snapshot", next_step),
+        Path(path).open("rb", buffering=0) as file,  # The parser has its own buffer.
+    ):
+        saved_at_ns = os.fstat(file.fileno()).st_mtime_ns
+        snapshot = Snapshot(saved_at_ns, tuple(_Parser(file, str(path)).tables()))
     pa.default_memory_pool().release_unused()
     return snapshot
 
@@ -147,13 +145,14 @@ class _Parser:
     def _entries(self, prefix: str) -> tuple[Any, IntArray]:
         chunks: list[Any] = []
         texts: list[Any] = []  # texts of the current chunk
-        indices = bytearray()
+        indices, hashes = bytearray(), bytearray()
         nbytes = gathered = 0
         for piece in self._pieces(self._entries_end):
             entries = self._decoded(_ENTRIES, piece, indices)
             names, pages = zip(*entries, strict=True)
             texts.append(pa.array(names, pa.string()))
             indices += np.array(pages, dtype=np.int64).data
+            hashes += np.fromiter(map(hash, names), np.int64, len(names)).data
             gathered += len(names)
             if gathered >= _CHUNK_ROWS:
                 chunks.append(listed_keys(prefix, texts))
@@ -164,7 +163,7 @@ class _Parser:
         if texts:
             chunks.append(listed_keys(prefix, texts))
         keys = pa.chunked_array(chunks, pa.binary())
-        twice = repeated_key(keys)
+        twice = repeated_key(keys, np.frombuffer(hashes, dtype=np.int64))
         if twice is not None:
             name = twice.decode().removeprefix(prefix)
             self._fail(f"the key {_quoted(name)} occurs twice")
@@ -326,6 +325,21 @@ def listed_keys(prefix: str, names: Sequence[Any]) -> Any:
     return joined.cast(pa.binary())
 
 
+def repeated_key(keys: Any, hashes: IntArray) -> bytes | None:
+    """Return a key that occurs twice in a chunked binary array; None if all are distinct.
+
+    hashes: [n] hash of each key. Only keys with equal hashes are compared.
+    """
+    ordered = np.sort(hashes)
+    recurring = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    if not len(recurring):
+        return None
+    counts = pc.value_counts(keys.filter(pa.array(np.isin(hashes, recurring))))
+    found = counts.filter(pc.greater(counts.field("counts"), 1))
+    twice: bytes | None = found[0]["values"].as_py() if len(found) else None
+    return twice
+
+
 def _quoted(text: str) -> str:
     return repr(text if len(text) <= 100 else text[:100] + "…")
 
@@ -342,60 +356,50 @@ def write_repaired(
     the caller is root.
     Raises FormatError if the file exists, StoreUnavailable if it cannot be written.
     """
-    try:
-        with new_file(str(path), 0o600, replaces=False) as descriptor:
-            with open(descriptor, "wb", closefd=False) as file:
-                file.writelines(_document(tables))
-            if like is None:
-                os.fchmod(descriptor, _REPAIRED_MODE)
-            else:
-                facts = Path(like).stat()
-                mode = facts.st_mode & _REPAIRED_MODE | 0o600
-                give_file(descriptor, facts.st_uid, facts.st_gid, mode=mode)
-    except FileExistsError:
-        raise FormatError(f"{path}: already exists; choose another name") from None
-    except OSError as error:
-        raise StoreUnavailable(
-            failed(path, "write the snapshot", error, "check the directory and its free space")
-        ) from error
+    next_step = "check the directory and its free space"
+    with errors_as(StoreUnavailable, path, "write the snapshot", next_step):
+        try:
+            with new_file(str(path), 0o600, replaces=False) as descriptor:
+                with open(descriptor, "w", encoding="ascii", closefd=False) as file:
+                    file.writelines(_document(tables))
+                if like is None:
+                    os.fchmod(descriptor, _REPAIRED_MODE)
+                else:
+                    facts = Path(like).stat()
+                    mode = facts.st_mode & _REPAIRED_MODE | 0o600
+                    give_file(descriptor, facts.st_uid, facts.st_gid, mode=mode)
+        except FileExistsError:
+            raise FormatError(f"{path}: already exists; choose another name") from None
 
 
-def _document(tables: Sequence[PageTable]) -> Iterator[bytes]:
-    """Yield the text of json.dump with an indent of 4, in bounded parts."""
-    mark = b"{"
+def _document(tables: Sequence[PageTable]) -> Iterator[str]:
+    """Yield the text of the document in bounded parts."""
+    mark = "{"
     for table in tables:
-        name = msgspec.json.encode(table.name)
-        yield b'%s\n    %s: {\n        "num_pages": %d,\n' % (mark, name, table.num_pages)
-        yield b'        "free_pages": '
-        yield from _array(_page_lines(table.free))
-        yield b',\n        "key_to_index": '
-        yield from _array(_entry_lines(table))
-        yield b"\n    }"
-        mark = b","
-    yield b"\n}" if tables else b"{}"
+        yield f'{mark}"{table.name}": {{"num_pages": {table.num_pages}, "free_pages": '
+        yield from _array(table.free[rows].tolist() for rows in _slices(len(table.free)))
+        yield ', "key_to_index": '
+        yield from _array(_entries(table, rows) for rows in _slices(len(table.keys)))
+        yield "}"
+        mark = ",\n"
+    yield "}" if tables else "{}"
 
 
-def _array(parts: Iterator[bytes]) -> Iterator[bytes]:
-    mark = b"["
+def _array(parts: Iterable[list[Any]]) -> Iterator[str]:
+    """Yield the text of an array, given its elements in parts."""
+    mark = "["
     for part in parts:
-        yield mark + part
-        mark = b","
-    yield b"[]" if mark == b"[" else b"\n        ]"
+        yield mark + json.dumps(part)[1:-1]
+        mark = ",\n"
+    yield "[]" if mark == "[" else "]"
 
 
-def _page_lines(pages: IntArray) -> Iterator[bytes]:
-    for start in range(0, len(pages), _WRITE_ROWS):
-        some = pages[start : start + _WRITE_ROWS].tolist()
-        yield ",".join(f"\n            {page}" for page in some).encode()
+def _slices(count: int) -> list[slice]:
+    return [slice(start, start + _WRITE_ROWS) for start in range(0, count, _WRITE_ROWS)]
 
 
-def _entry_lines(table: PageTable) -> Iterator[bytes]:
-    for start in range(0, len(table.keys), _WRITE_ROWS):
-        rows = np.arange(start, min(start + _WRITE_ROWS, len(table.keys)))
-        keys = table.names_at(rows).to_pylist()
-        pages = table.indices[start : start + _WRITE_ROWS].tolist()
-        yield ",".join(
-            f"\n            [\n                {json.dumps(key.decode())},"
-            f"\n                {page}\n            ]"
-            for key, page in zip(keys, pages, strict=True)
-        ).encode()
+def _entries(table: PageTable, rows: slice) -> list[tuple[str, int]]:
+    """Return the server's names of some keys, each with its page."""
+    names = table.names_at(np.arange(len(table.keys))[rows]).to_pylist()
+    pages = table.indices[rows].tolist()
+    return [(name.decode(), page) for name, page in zip(names, pages, strict=True)]

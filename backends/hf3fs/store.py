@@ -196,23 +196,22 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Touc
 
         Raises UsageError if no snapshot is named.
         """
-        return self._tables.looked_at(self._tables.saved())
+        return self._tables.saved().snapshot.tables
 
     def table_state(self) -> TableState | None:
         """Return `page_tables`, with facts about their files."""
         if self.settings.snapshot is None:
             return None
         saved = self._tables.saved()
-        tables = self._tables.looked_at(saved)
         files = {}
-        for table in tables:
+        for table in saved.snapshot.tables:
             path = self.settings.data_file(*table.place)
             with suppress(OSError):
                 facts = Path(path).stat()
                 files[table.name] = DataFile(path, facts.st_size, facts.st_mtime_ns)
         return TableState(
             path=self.settings.snapshot,
-            tables=tables,
+            tables=saved.snapshot.tables,
             saved_at_ns=saved.snapshot.saved_at_ns,
             files=files,
             page_bytes={f"{rank}:{name}": n for (rank, name), n in self._sizes.nbytes.items()},
@@ -374,10 +373,7 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Touc
         located = np.where(located == UNKNOWN, before, located)
         result = self._read(rows, offsets, capacities, located, check=False)
         moved = (before != located) | (self._tables.current(rows) != located)
-        result.statuses[moved] = Status.GONE
-        result.nbytes[moved] = -1
-        for at in np.flatnonzero(moved).tolist():
-            result.errors.pop(at, None)
+        _set_gone(result, np.flatnonzero(moved))
         return result
 
     def confirm(self, rows: Rows) -> StatusArray:
@@ -429,11 +425,8 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Touc
                 there = self._tables.there(share)
             self._read_share(share.only(there), offsets, capacities, located, memory, result)
             if check and self._server is not None:
-                gone = share.at[there & ~self._tables.has_keys(share.table, share.names)]
-                result.statuses[gone] = Status.GONE
-                result.nbytes[gone] = -1
-                for at in gone.tolist():
-                    result.errors.pop(at, None)
+                kept = self._tables.has_keys(share.table, share.names)
+                _set_gone(result, share.at[there & ~kept])
         return result
 
     def _read_share(
@@ -493,7 +486,7 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Touc
             raise UnsupportedByBackend(needs_profile(f"{self.url}: writing"))
         self._sizes.refuse_strangers(self.url, keys_of(rows), sizes)
         if self.settings.snapshot is not None and not (saved := self._tables.saved()).checked:
-            self._sizes.refuse_other_models(self.url, self._tables.looked_at(saved))
+            self._sizes.refuse_other_models(self.url, saved.snapshot.tables)
             saved.checked = True
         statuses = np.full(len(rows), Status.ERROR, dtype=np.uint8)
         errors: dict[int, str] = {}
@@ -554,6 +547,13 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Touc
 def _positions(indices: IntArray, nbytes: int) -> IntArray:
     """Return the positions of pages in their file, in bytes, clipped to int64."""
     return np.where(indices <= _HIGHEST // nbytes - 1, indices, _HIGHEST // nbytes - 1) * nbytes
+
+
+def _set_gone(result: ReadResult, at: IntArray) -> None:
+    result.statuses[at] = Status.GONE
+    result.nbytes[at] = -1
+    for row in at.tolist():
+        result.errors.pop(row, None)
 
 
 def _fail(result: ReadResult, at: IntArray, message: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +18,10 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.base import Rows, scan_batch, take_rows
+from hicachectl.backends.disk.io import errors_as
 from hicachectl.backends.hf3fs.keys import TableRows, rows_by_table
 from hicachectl.backends.hf3fs.snapshot import read_snapshot
 from hicachectl.formats.errors import StoreUnavailable, UsageError
-from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ _VERSION_BYTES = 8
 
 @dataclass(eq=False)
 class LoadedSnapshot:
-    """A snapshot in memory.
+    """The tables of the ranks in use, in memory.
 
     file:    identity of the file read: device, inode, mtime, bytes.
     shared:  pages with several keys, by table; filled on demand.
@@ -92,25 +92,16 @@ class KeyTables:
                 "the file that the server saves its tables to (--persistence-path)"
             )
         with self._lock:
-            try:
+            next_step = "give the file of the metadata server's --persistence-path"
+            with errors_as(StoreUnavailable, path, "read the snapshot", next_step):
                 facts = Path(path).stat()
-            except OSError as error:
-                next_step = "give the file of the metadata server's --persistence-path"
-                raise StoreUnavailable(
-                    failed(path, "read the snapshot", error, next_step)
-                ) from error
             file = facts.st_dev, facts.st_ino, facts.st_mtime_ns, facts.st_size
             if self._last is None or self._last.file != file:
                 self._last = None  # free the old snapshot before reading the new one
-                self._last = LoadedSnapshot(file, read_snapshot(path))
+                read, ranks = read_snapshot(path), self._settings.ranks
+                used = tuple(one for one in read.tables if ranks is None or one.rank < ranks)
+                self._last = LoadedSnapshot(file, replace(read, tables=used))
             return self._last
-
-    def looked_at(self, saved: LoadedSnapshot) -> tuple[PageTable, ...]:
-        """Return a snapshot's tables of the ranks in use."""
-        return tuple(table for table in saved.snapshot.tables if self._is_in_use(table))
-
-    def _is_in_use(self, table: PageTable) -> bool:
-        return self._settings.ranks is None or table.rank < self._settings.ranks
 
     def remark(self) -> str | None:
         """Return the age of the snapshot as text; None if none was read."""
@@ -170,8 +161,7 @@ class KeyTables:
     def _table(self, name: TableName) -> PageTable | None:
         if self._settings.snapshot is None:
             return None
-        table = self.saved().tables.get(name)
-        return table if table is not None and self._is_in_use(table) else None
+        return self.saved().tables.get(name)
 
     # the server
 

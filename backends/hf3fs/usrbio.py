@@ -14,6 +14,7 @@ import queue
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hicachectl.backends.disk.io import open_regular
+from hicachectl.backends.disk.io import open_regular, undo_on_error
 from hicachectl.formats.errors import StoreUnavailable
 
 if TYPE_CHECKING:
@@ -145,11 +146,8 @@ class UsrbioReader:
         with self._lock:
             if path not in self._files:
                 descriptor = open_regular(path)
-                try:
+                with undo_on_error(partial(os.close, descriptor)):
                     self._module.register_fd(descriptor)
-                except BaseException:
-                    os.close(descriptor)
-                    raise
                 self._files[path] = descriptor
             return self._files[path]
 

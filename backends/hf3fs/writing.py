@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.backends.base import Result, Status
-from hicachectl.backends.disk.io import raise_lost
+from hicachectl.backends.disk.io import raise_lost, undo_on_error
 from hicachectl.backends.hf3fs.data_files import CHECK_3FS_MOUNT
 from hicachectl.formats.errors import HicacheError, StoreUnavailable
 
@@ -90,12 +90,11 @@ def _distinct_batches(names: Sequence[str], most: int) -> list[list[int]]:
 
 def _seen_to_its_end(reservation: _Reservation) -> Result:
     """Run a reservation in a thread; an interrupt stops its writes and waits for its release."""
-    with ThreadPoolExecutor(1, thread_name_prefix="hicachectl-write") as pool:
-        try:
-            return pool.submit(reservation.run).result()
-        except BaseException:
-            reservation.stop.set()
-            raise
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="hicachectl-write") as pool,
+        undo_on_error(reservation.stop.set),
+    ):
+        return pool.submit(reservation.run).result()
 
 
 class _StoppedError(Exception):
