@@ -572,7 +572,7 @@ class StoreSuite(ABC):
 
     @given(steps=STEPS)
     @settings(
-        max_examples=25,
+        max_examples=10,
         deadline=None,
         suppress_health_check=[
             HealthCheck.function_scoped_fixture,

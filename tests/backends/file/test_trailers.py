@@ -34,6 +34,7 @@ from hicachectl.formats.trailer import (
     trailer_name,
     trailer_rank,
 )
+from tests.speed import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -172,6 +173,7 @@ FILES = st.lists(
 )
 
 
+@examples(30)
 @given(marks=MARKS, files=FILES)
 @example(marks=[(SUFFIXES[0], 128), (SUFFIXES[1], 256)], files=[(SUFFIXES[0], 384)])
 def test_sizes_are_less_a_trailer_exactly_where_a_marker_says_so(
@@ -214,6 +216,7 @@ def test_a_marker_of_the_same_tick_is_read(
         assert set(sizes.current()) == {one, two}
 
 
+@examples(40)
 @given(
     size=st.integers(0, 600),
     capacity=st.integers(0, 600),

@@ -20,6 +20,7 @@ from hicachectl.backends.mooncake.settings import (
 )
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.errors import FormatError, UsageError
+from tests.speed import examples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -353,6 +354,7 @@ def test_an_address_is_split(text: str, parts: tuple[str, int]) -> None:
     assert split_address(text, "master") == parts
 
 
+@examples(25)
 @given(st.text() | st.from_regex(r"[\[\]a-z:.]{1,8}:\d{1,6}"))
 def test_any_text_is_an_address_or_refused(text: str) -> None:
     with contextlib.suppress(UsageError):

@@ -94,7 +94,7 @@ def test_directories_are_part_of_the_address(store: Store, tmp_path: Path) -> No
         assert other.exists(rows_of(KEYS)).sum() == len(found) < len(KEYS)
 
 
-def put_many(folder: Path, made: str, count: int = 600) -> None:
+def put_many(folder: Path, made: str, count: int = 320) -> None:
     """Put small objects into a store's directories."""
     with open_store(url_of(folder, made), create=True) as store:
         for at in range(count):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
-import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import chain
@@ -344,7 +341,7 @@ STEPS = st.lists(
 
 @given(steps=STEPS)
 @settings(
-    max_examples=60,
+    max_examples=25,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_any_order_of_writes_and_of_runs_cut_off_behaves_like_a_dict(
@@ -612,21 +609,12 @@ def test_rows_of_another_store_are_found_by_their_keys(path: Path, arena: Arena)
             assert found == list(OBJECTS.values())
 
 
-@pytest.mark.slow
 def test_forked_readers_read(path: Path, arena: Arena) -> None:
     put(path, arena, OBJECTS)
-    code = f"""
-        import os
-        from pathlib import Path
-        from hicachectl.backends.arena import Arena
-        from tests.backends.pack.test_store import OBJECTS, KEYS
-        from tests.backends.pack.test_store import contents, opened, read, scanned_rows
-        with Arena(1 << 20) as arena, opened(Path({str(path)!r}), arena) as store:
-            rows = scanned_rows(store, KEYS)
-            for _ in range(3):
-                if not (child := os.fork()):
-                    result, _ = read(store, rows, [len(value) for value in OBJECTS.values()])
-                    os._exit(not result.all_ok)
-                assert os.waitpid(child, 0)[1] == 0
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+    with opened(path, arena) as store:
+        rows = scanned_rows(store, KEYS)
+        for _ in range(3):
+            if not (child := os.fork()):
+                result, _ = read(store, rows, [len(value) for value in OBJECTS.values()])
+                os._exit(not result.all_ok)
+            assert os.waitpid(child, 0)[1] == 0
