@@ -8,6 +8,7 @@ Listing, `exists` and `free_bytes` leave the recency, leases and sizes of object
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from importlib import import_module
@@ -22,7 +23,7 @@ from hicachectl.backends.urls import parse_url, target_of
 from hicachectl.formats.errors import UnsupportedByBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Hashable, Iterator
+    from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator
 
     from hicachectl.backends.arena import Arena
     from hicachectl.backends.urls import Config, StoreUrl
@@ -285,6 +286,14 @@ class Store(Closing, ABC):
         found: BoolArray = pc.is_in(as_table(rows).column("key"), value_set=there).to_numpy()
         return found
 
+    def find(self, keys: Any, columns: Collection[str]) -> tuple[Any, IntArray]:
+        """Look up keys. Return the rows found, as `look` does, and the row of each key, or -1."""
+        import pyarrow.compute as pc
+
+        found = self.look(pa.table({"key": keys}), columns)
+        places = pc.index_in(keys, value_set=found.column("key").combine_chunks())
+        return found, places.fill_null(-1).to_numpy(zero_copy_only=False)
+
     def flush(self) -> None:
         """Make all objects durable, also those of other writers.
 
@@ -327,19 +336,42 @@ def open_store(text: str, *, config: Config | None = None, create: bool = False)
     return backend.create(url) if create else backend.from_url(url)
 
 
-def batch_spans(sizes: IntArray, limits: Limits) -> Iterator[slice]:
-    """Yield slices of rows, one per call within the limits.
+@contextmanager
+def attached(arena: Arena, *stores: Store) -> Iterator[None]:
+    """Attach memory to stores while the context is open."""
+    with ExitStack() as exits:
+        for store in stores:
+            store.attach(arena)
+            exits.callback(store.detach)
+        yield
 
-    sizes: [n] int64, bytes. A row above `batch_bytes` gets its own call.
+
+def batch_spans(sizes: IntArray, most: int, most_rows: int | None = None) -> Iterator[slice]:
+    """Yield slices of rows, in order, whose sizes add up to `most` at most.
+
+    sizes: [n] int64, such as bytes. A row above `most` gets a slice of its own.
+    most_rows: limit on the rows of a slice.
     """
     ends = np.cumsum(sizes)
     start = 0
     while start < len(sizes):
         before = ends[start - 1] if start else 0
-        end = int(np.searchsorted(ends, before + limits.batch_bytes, side="right"))
-        end = min(max(end, start + 1), start + limits.batch_objects)
+        end = max(int(np.searchsorted(ends, before + most, side="right")), start + 1)
+        end = min(end, start + (most_rows or len(sizes)))
         yield slice(start, end)
         start = end
+
+
+def joined(count: int, parts: Iterable[tuple[IntArray | slice, Result]]) -> Result:
+    """Return one result for `count` rows. parts: the rows of each call, and its result."""
+    statuses = np.zeros(count, dtype=np.uint8)
+    errors: dict[int, str] = {}
+    for rows, found in parts:
+        statuses[rows] = found.statuses
+        if found.errors:
+            places = np.arange(count)[rows]
+            errors |= {int(places[index]): why for index, why in found.errors.items()}
+    return Result(statuses, errors)
 
 
 def in_batches(sizes: IntArray, limits: Limits, call: Callable[[slice], Result]) -> Result:
@@ -347,13 +379,8 @@ def in_batches(sizes: IntArray, limits: Limits, call: Callable[[slice], Result])
 
     sizes: [n] int64, bytes of each row. call: takes a slice of the rows.
     """
-    statuses = np.zeros(len(sizes), dtype=np.uint8)
-    errors: dict[int, str] = {}
-    for span in batch_spans(sizes, limits):
-        found = call(span)
-        statuses[span] = found.statuses
-        errors |= {span.start + index: why for index, why in found.errors.items()}
-    return Result(statuses, errors)
+    spans = batch_spans(sizes, limits.batch_bytes, limits.batch_objects)
+    return joined(len(sizes), ((span, call(span)) for span in spans))
 
 
 def as_table(rows: Rows) -> Any:

@@ -170,7 +170,7 @@ def verify(
             raise UsageError(f"checks: {check} cannot run: {why}; or leave out {check}")
     checked = check_store(store, request, on_listed=on_listed, on_read=on_read, on_wait=on_wait)
     described = describe_store(store, request)
-    return report_of([checked.result], described, checked.inventory.table, request).result()
+    return report_of([checked.result], described, checked.groups.inventory.table, request).result()
 
 
 def hits(

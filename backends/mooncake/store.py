@@ -370,7 +370,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
     ) -> None:
         """Compare stored objects with our bytes; EXISTS: the bytes are another writer's."""
         assert self.arena is not None
-        for chunk in batch_spans(sizes, replace(self.limits, batch_bytes=_READ_BACK_BYTES)):
+        for chunk in batch_spans(sizes, _READ_BACK_BYTES, self.limits.batch_objects):
             where, total = place(sizes[chunk])
             with Arena(total) as copy:
                 names = [keys[at] or "" for at in places[chunk].tolist()]

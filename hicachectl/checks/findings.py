@@ -249,7 +249,7 @@ def listing_findings(given: CheckInput, unmet: Collection[Need] = ()) -> Iterato
             yield from check.find(given)
 
 
-def located(found: pa.Table, inventory: Inventory, groups: PageGroups) -> pa.Table:
+def located(found: pa.Table, groups: PageGroups) -> pa.Table:
     """Return findings with the row of each object and the group of each row.
 
     found: has the columns of `findings.LOCATED_SCHEMA`. Findings that have only a key, such as
@@ -260,7 +260,7 @@ def located(found: pa.Table, inventory: Inventory, groups: PageGroups) -> pa.Tab
     has_key = found.column("key").is_valid().to_numpy()
     keyed = np.flatnonzero((rows == NO_NUMBER) & (about == NO_NUMBER) & has_key)
     if len(keyed):
-        rows[keyed] = _rows_of(found.column("key").take(pa.array(keyed)), inventory)
+        rows[keyed] = _rows_of(found.column("key").take(pa.array(keyed)), groups.inventory)
     of_object = rows != NO_NUMBER
     about[of_object] = groups.of_object[rows[of_object]]
     in_group = np.flatnonzero(about != NO_NUMBER)
@@ -282,7 +282,7 @@ def _rows_of(keys: pa.ChunkedArray, inventory: Inventory) -> IntArray:
     return found
 
 
-def labelled(found: pa.Table, inventory: Inventory, groups: PageGroups) -> pa.Table:
+def labelled(found: pa.Table, groups: PageGroups) -> pa.Table:
     """Return located findings with their columns `deployment` and `written` filled.
 
     A finding about an object without a group has the time of the object.
@@ -296,7 +296,7 @@ def labelled(found: pa.Table, inventory: Inventory, groups: PageGroups) -> pa.Ta
     label_ids[grouped] = groups.label_ids[about[grouped]]
     written_ns = np.zeros(len(found), dtype=np.int64)
     written_ns[grouped] = groups.newest_ns[about[grouped]]
-    times = inventory.take(rows[lone], ["mtime_ns"]).column("mtime_ns")
+    times = groups.inventory.take(rows[lone], ["mtime_ns"]).column("mtime_ns")
     written_ns[lone] = times.fill_null(0).to_numpy()
     written = written_ns // 10**9
     labels = pa.array(groups.labels, pa.string())

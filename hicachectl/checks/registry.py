@@ -117,7 +117,6 @@ class CheckInput:
     """
 
     store: Store
-    inventory: Inventory
     groups: PageGroups
     in_flight: npt.NDArray[Any]
     profile: Profile | None = None
@@ -129,6 +128,11 @@ class CheckInput:
     digested: npt.NDArray[Any] | None = None
     compared: Digested | None = None
     skip: Callable[[str, str], None] = lambda name, why: None
+
+    @property
+    def inventory(self) -> Inventory:
+        """The listing."""
+        return self.groups.inventory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from hicachectl.backends.arena import Arena, ReservationCancelledError, SlabAllocator, place
+from hicachectl.backends.base import batch_spans
 from hicachectl.backends.capabilities import Announces, Confirm
 from hicachectl.formats.errors import UsageError
 from hicachectl.io.interrupts import deferred, persistent
@@ -166,7 +167,6 @@ class Pipeline(Generic[T]):
         identify: bool = True,
         confirm: bool = False,
         destination: Store | None = None,
-        arena: Arena | None = None,
     ) -> None:
         """Prepare the run; iteration starts the readers.
 
@@ -177,7 +177,6 @@ class Pipeline(Generic[T]):
         confirm:  read with `Confirm.read_confirmed`, if the store has it.
         destination: store that the work writes to, from the same memory. A task then waits until
                   tasks far before it have ended.
-        arena:    memory to use instead of a new buffer; stores attached to it stay attached.
         """
         self.complete = True  # after the iteration: whether every task began
         self._store = store
@@ -205,16 +204,14 @@ class Pipeline(Generic[T]):
         if confirm and isinstance(store, Confirm):
             self._read_call = store.read_confirmed
         self._stores = (store,) if destination is None else (store, destination)
-        self._arena = arena
         self._stopped = threading.Event()
         self._results: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(_QUEUED_RESULTS)
 
     def __iter__(self) -> Generator[T, None, None]:
         named = any(store.limits.named_arena for store in self._stores)
-        arena = self._arena or Arena(self._buffer_bytes, named=named)
+        arena = Arena(self._buffer_bytes, named=named)
         allocator = SlabAllocator(arena.nbytes)
-        attached = [store for store in self._stores if store.arena is not arena]
-        for store in attached:
+        for store in self._stores:
             store.attach(arena)
         readers = [
             threading.Thread(target=self._read, args=(arena, allocator), name=f"reader-{number}")
@@ -242,10 +239,9 @@ class Pipeline(Generic[T]):
                 while any(reader.is_alive() for reader in readers):
                     with suppress(queue.Empty):  # a reader may wait for room in the queue
                         self._results.get(timeout=0.01)
-                for store in attached:
+                for store in self._stores:
                     store.detach()
-                if self._arena is None:
-                    arena.close()
+                arena.close()
 
     def _read(self, arena: Arena, allocator: SlabAllocator) -> None:
         end: BaseException | None = None
@@ -353,13 +349,5 @@ def batches(
     rows: IntArray, capacities: IntArray, *, most_objects: int, most_bytes: int
 ) -> Iterator[Task]:
     """Yield tasks of consecutive rows; an object above `most_bytes` is its own task."""
-    if not len(rows):
-        return
-    ends = np.cumsum(capacities)
-    start = 0
-    while start < len(rows):
-        before = ends[start - 1] if start else 0
-        end = int(np.searchsorted(ends, before + most_bytes, side="right"))
-        end = min(max(end, start + 1), start + most_objects, len(rows))
-        yield Task(rows[start:end], capacities[start:end])
-        start = end
+    for span in batch_spans(capacities, most_bytes, most_objects):
+        yield Task(rows[span], capacities[span])

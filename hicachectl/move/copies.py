@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hicachectl.backends.arena import Arena, place
-from hicachectl.backends.base import Result, Status, in_batches
+from hicachectl.backends.base import Result, Status, attached, in_batches, joined
 from hicachectl.backends.capabilities import as_stored, copier_of
 from hicachectl.move.copy_plan import aligned
 
@@ -49,15 +49,11 @@ class Copier:
                 return Result(np.array([Status.ERROR], dtype=np.uint8), {0: why})
             offsets, _ = place(nbytes)
             found = source.read_into(some, offsets, nbytes, identify=False)
-            statuses, errors = found.statuses.copy(), dict(found.errors)
             read = np.flatnonzero(found.ok)
-            if len(read):
-                written = target.write_from(
-                    new.take(read), offsets[read], nbytes[read], if_absent=True
-                )
-                statuses[read] = written.statuses
-                errors |= {int(read[n]): why for n, why in written.errors.items()}
-            return Result(statuses, errors)
+            if not len(read):
+                return found
+            written = target.write_from(new.take(read), offsets[read], nbytes[read], if_absent=True)
+            return joined(len(nbytes), [(slice(None), found), (read, written)])
 
         return in_batches(aligned(sizes), self._limits(source, target), copied)
 
@@ -92,10 +88,5 @@ class Copier:
 @contextmanager
 def copier(one: Store, other: Store, nbytes: int = MEMORY_BYTES) -> Iterator[Copier]:
     """Attach memory to two stores, whose objects are read as they are while the context is open."""
-    with ExitStack() as exits:
-        arena = exits.enter_context(Arena(nbytes))
-        for store in (one, other):
-            store.attach(arena)
-            exits.callback(store.detach)
-        exits.enter_context(as_stored(one, other))
+    with Arena(nbytes) as arena, attached(arena, one, other), as_stored(one, other):
         yield Copier(arena)

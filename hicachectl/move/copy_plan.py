@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from hicachectl.move.store_pair import CopyOptions
     from hicachectl.move.survey import Route, Survey
     from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.inventory import Inventory
 
 
 # Groups left incomplete by an earlier run come first.
@@ -45,7 +44,6 @@ class CopyPlan:
     together: whether all copies are made in order, whatever their action.
     """
 
-    inventory: Inventory
     groups: PageGroups
     survey: Survey
     order: IntArray
@@ -298,10 +296,6 @@ class PageBatch(Task):
     def nbytes(self) -> int:
         """Bytes read or copied from the source."""
         return int((self.capacities if len(self.rows) else self.sizes).sum())
-
-    def work(self, chosen: BoolArray) -> PageWork:
-        """Return the work for some groups. chosen: [k]."""
-        return PageWork(self.survey, self.items[chosen], self.action)
 
 
 _Reads = list[tuple[int, "IntArray"]]  # number of a source's first read, and its offsets

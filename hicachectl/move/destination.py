@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -199,11 +199,9 @@ def _looked_up(
 ) -> tuple[BoolArray, IntArray]:
     """Look up one target for each item: [items] whether the store has it, and the sizes found."""
     keys = survey.keys(items, targets)
-    found: Any = store.look(pa.table({"key": keys}), ("nbytes",))
-    place = pc.index_in(keys, value_set=found.column("key").combine_chunks())
-    known = place.is_valid().to_numpy(zero_copy_only=False)
+    found, places = store.find(keys, ("nbytes",))
     sizes = found.column("nbytes").fill_null(UNSIZED).to_numpy()
-    return known, sizes[place.drop_null().to_numpy()]
+    return places != ABSENT, sizes[places[places != ABSENT]]
 
 
 def _refuse_other_topology(

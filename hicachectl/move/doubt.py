@@ -42,7 +42,7 @@ def doubt_missing(given: CheckInput) -> Refusal | None:
     """
     structural = [code.name for code in codes() if code.structural]
     found = combine(check_groups(given), LOCATED_SCHEMA)
-    plan = plan_repair(located(found, given.inventory, given.groups), codes=structural)
+    plan = plan_repair(located(found, given.groups), codes=structural)
     return doubt(given, plan.where(described_groups(given.groups)).reasons)
 
 
@@ -86,7 +86,7 @@ def _judged_groups(checked: Checked, judged: Judged | None, code: Code, pool: st
     Those have an object of the pool that the check has judged; "" stands for any pool. Pages
     without kv lack no object.
     """
-    inventory, groups = checked.inventory, checked.groups
+    groups, inventory = checked.groups, checked.groups.inventory
     table = inventory.table
     of_pool = np.array(
         [*(spec is not None and pool in ("", spec.pool) for spec in table.specs), False]

@@ -165,7 +165,6 @@ class MigrationPlan:
     nbytes: number of bytes to write.
     """
 
-    inventory: Inventory
     groups: PageGroups
     plans: list[CopyPlan]
     facts: MigrationFacts
@@ -191,10 +190,9 @@ def plan_groups(
     Raises ProfileError, StoreUnavailable, and UsageError for a wrong selection.
     """
     request = migration.request
-    inventory = select(listed, request.selection)
-    groups = PageGroups(inventory)
-    surveys = migration.survey(inventory, groups, asks=asks, on_batch=on_batch)
-    choice = _Choice(migration, inventory, groups, surveys)
+    groups = PageGroups(select(listed, request.selection))
+    surveys = migration.survey(groups, asks=asks, on_batch=on_batch)
+    choice = _Choice(migration, groups, surveys)
     choice.make(tables, listing, on_wait)
     facts = choice.facts
     facts.listed = len(listed.objects)
@@ -205,13 +203,13 @@ def plan_groups(
         actions = decide(survey, choice.chosen[survey.groups], request.compares)
         actions[choice.rests[survey.groups]] = Action.CLEAR
         order = oldest_first(survey, groups.newest_ns[survey.groups])
-        plan = CopyPlan(inventory, groups, survey, order, actions)
+        plan = CopyPlan(groups, survey, order, actions)
         plan.leave_too_large(request.options, facts)
         facts.refused += int((survey.foreign & (actions == Action.CONFLICT)).sum())
         facts.skipped += plan.count(Action.SKIP)
         plans.append(plan)
     nbytes = sum(plan.demand()[1] for plan in plans)
-    return MigrationPlan(inventory, groups, plans, facts, nbytes)
+    return MigrationPlan(groups, plans, facts, nbytes)
 
 
 class _Choice:
@@ -222,19 +220,12 @@ class _Choice:
     facts: counts of groups by the reason why they are not chosen.
     """
 
-    def __init__(
-        self,
-        migration: Migration,
-        inventory: Inventory,
-        groups: PageGroups,
-        surveys: Sequence[Survey],
-    ) -> None:
+    def __init__(self, migration: Migration, groups: PageGroups, surveys: Sequence[Survey]) -> None:
         self.chosen = np.ones(len(groups), dtype=np.bool_)
         self.rests = np.zeros(len(groups), dtype=np.bool_)
         self.facts = MigrationFacts(groups=len(groups))
         self._migration = migration
         self._request = migration.request
-        self._inventory = inventory
         self._groups = groups
         self._surveys = surveys
         own = [survey.route.deployment_id for survey in surveys]
@@ -242,7 +233,7 @@ class _Choice:
 
     def make(self, tables: Sequence[pa.Table], listing: ListingTime, on_wait: OnWait) -> None:
         """Choose. Arguments as in `plan_groups`."""
-        facts, inventory = self.facts, self._inventory
+        facts, inventory = self.facts, self._groups.inventory
         facts.unknown_keys = int(inventory.is_foreign.sum()) - len(inventory.cleared_rows)
         pages = self._request.selection.pages
         if pages is not None:
@@ -295,7 +286,7 @@ class _Choice:
         for survey in self._surveys:
             unfit[survey.groups] = survey.unfit
         yield unfit, "with objects of unknown or wrong size; hicachectl verify lists wrong sizes"
-        yield from self._migration.trailers.refused(self._inventory, groups)
+        yield from self._migration.trailers.refused(groups)
 
     def _in_flight(self, listing: ListingTime, on_wait: OnWait) -> BoolArray:
         """Return which groups are not whole, and may still be written: [groups].
@@ -313,9 +304,7 @@ class _Choice:
             and needs_second_look(source)
             and (leaving & are_incomplete(groups)).any()
         ):
-            in_flight |= look_again(
-                source, self._inventory, groups, listing, grace, on_wait=on_wait
-            )[0]
+            in_flight |= look_again(source, groups, listing, grace, on_wait=on_wait)[0]
         return in_flight
 
     def _damaged(
@@ -325,7 +314,6 @@ class _Choice:
         request, groups, source = self._request, self._groups, self._migration.source
         given = CheckInput(
             store=source,
-            inventory=self._inventory,
             groups=groups,
             in_flight=in_flight,
             profile=request.profile,
@@ -335,7 +323,7 @@ class _Choice:
         unmet = VerifyRequest(profile=request.profile).unmet(source)
         found = combine([*listing_findings(given, unmet), *tables], LOCATED_SCHEMA)
         damaged = np.zeros(len(groups), dtype=np.bool_)
-        damaged[plan_repair(located(found, self._inventory, groups)).groups] = True
+        damaged[plan_repair(located(found, groups)).groups] = True
         return damaged
 
 
@@ -432,7 +420,7 @@ def carry_out(
         migration.refuse_one_place(destination, OVERWRITE)
     facts = plan.facts
     planned = facts.failed
-    run = CopyRun(migration, plan.inventory, plan.groups, facts)
+    run = CopyRun(migration, plan.groups, facts)
     on_begun()
     run.copy(plan.plans, on_moved)
     facts.settled = facts.complete and facts.failed == planned

@@ -14,7 +14,6 @@ If an anchor cannot be removed, its group keeps its sidecars.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -167,26 +166,12 @@ def remove_once(
             on_error(int(some[index]), found.errors.get(index, "the store gives no reason"))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sighting:
-    """Objects of groups to remove, as one look at the store found them.
-
-    objects:  all present objects; by group.
-    rows:     [n] the objects as rows of a listing.
-    recorded: [n] index of the object in the batch; -1 if new or rewritten.
-    """
-
-    objects: GroupObjects
-    rows: pa.Table
-    recorded: IntArray
-
-
 def withdraw(
     pending: IntArray,
     result: MoveResult,
     *,
-    look: Callable[[IntArray], Sighting],
-    remove: Callable[[Sighting, IntArray], Result],
+    look: Callable[[IntArray], GroupObjects],
+    remove: Callable[[IntArray], Result],
 ) -> None:
     """Remove groups until each is gone, or whole again without its fault.
 
@@ -194,30 +179,29 @@ def withdraw(
     attempt therefore looks again, and removes groups that are neither whole nor gone.
 
     pending: groups, as indices into `result`.
-    look: returns the objects of groups still to remove.
-    remove: removes objects of a sighting by index.
+    look: looks at the store, and returns the present objects of groups still to remove, by group.
+    remove: removes objects of the last look by index.
     """
     for _ in range(_ROUNDS):
-        seen = look(pending)
-        if not len(seen.objects):
+        objects = look(pending)
+        if not len(objects):
             return
-        objects, everything = seen.objects, np.arange(len(seen.objects))
 
         def failed(place: int, why: str, objects: GroupObjects = objects) -> None:
             group, key = int(objects.owners[place]), objects.keys[place].as_py()
             result.fail(group, GroupStatus.FAILED, key, f"cannot be removed: {why}")
 
-        remove_once(objects, everything, remove=partial(remove, seen), on_error=failed)
+        remove_once(objects, np.arange(len(objects)), remove=remove, on_error=failed)
         pending = np.unique(objects.owners)
         pending = pending[result.open[pending]]
-    seen = look(pending)
-    groups, first = np.unique(seen.objects.owners, return_index=True)
+    objects = look(pending)
+    groups, first = np.unique(objects.owners, return_index=True)
     for group, place in zip(groups.tolist(), first.tolist(), strict=True):
         why = (
             f"its page is still incomplete after {_ROUNDS} attempts, because a server keeps "
             "writing the page; run again"
         )
-        result.fail(group, GroupStatus.FAILED, seen.objects.keys[place].as_py(), why)
+        result.fail(group, GroupStatus.FAILED, objects.keys[place].as_py(), why)
 
 
 def _stop_behind(objects: GroupObjects, chosen: IntArray, result: MoveResult) -> None:

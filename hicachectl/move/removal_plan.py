@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.backends.base import batch_spans
 from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.findings import LOCATED_SCHEMA, NO_NUMBER, severity_ranks
 from hicachectl.checks.registry import is_structural
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from hicachectl.formats.keys.base import Affix
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.inventory import Inventory
     from hicachectl.verification.part_result import Refusal
 
 
@@ -358,10 +358,9 @@ def look(store: Store, groups: RemovalBatch, pending: IntArray | None = None) ->
     asked[slice(None) if pending is None else pending] = True
     cells = np.flatnonzero(asked[groups.cell_owners])
     keys = groups.keys_of(cells)
-    rows = store.look(pa.table({"key": keys}), columns)
-    found = pc.index_in(keys, value_set=rows.column("key").combine_chunks())
+    rows, found = store.find(keys, columns)
     at = np.full(len(asked) * len(groups.shape), ABSENT, dtype=np.int64)
-    at[cells] = found.fill_null(ABSENT).to_numpy(zero_copy_only=False)
+    at[cells] = found
     return Sight(rows, at)
 
 
@@ -405,8 +404,8 @@ class ListedGroups:
     If an object was listed twice, the last row counts.
     """
 
-    def __init__(self, inventory: Inventory, groups: PageGroups, plan: RepairPlan) -> None:
-        self._inventory = inventory
+    def __init__(self, groups: PageGroups, plan: RepairPlan) -> None:
+        self._inventory = inventory = groups.inventory
         self._groups = groups
         self._plan = plan
         self._reasons = plan.reasons.combine_chunks()
@@ -439,13 +438,9 @@ class ListedGroups:
             shape, most, most_objects = None, len(self), _AMBIGUOUS_OBJECTS
             if number != UNRESOLVED:
                 shape = Shape.of(self._groups.deployments[number].specs)
-                most, most_objects = _BATCH_SLOTS // len(shape), BATCH_OBJECTS
-            while first < end:
-                limit = self._starts[first] + most_objects
-                last = int(np.searchsorted(self._starts, limit, side="right")) - 1
-                last = max(first + 1, min(last, end, first + most))
-                yield self._batch(first, last, shape)
-                first = last
+                most, most_objects = max(1, _BATCH_SLOTS // len(shape)), BATCH_OBJECTS
+            for span in batch_spans(self.counts[first:end], most_objects, most):
+                yield self._batch(first + span.start, first + span.stop, shape)
 
     def _batch(self, first: int, last: int, shape: Shape | None) -> RemovalBatch:
         """Return some groups of the plan. shape: None for groups of ambiguous keys."""

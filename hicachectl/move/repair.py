@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from hicachectl.move.results import GroupReport
     from hicachectl.move.withdrawal import Mode
     from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.inventory import Inventory
     from hicachectl.verification.verify import PartCheck
 
     Say = Callable[[str], None]
@@ -79,7 +78,7 @@ def plan_of(checked: PartCheck, found: pa.Table, options: RepairOptions) -> Repa
     if refused is not None:
         return replace(plan.where(np.zeros(len(groups), dtype=np.bool_)), refused=refused)
     unmixed = np.ones(len(groups) + 1, dtype=np.bool_)  # the last is for objects without a group
-    unmixed[groups.of_object[rows_of_mixes(checked.inventory)]] = False
+    unmixed[groups.of_object[rows_of_mixes(groups.inventory)]] = False
     mixed = int((~unmixed[plan.groups]).sum())
     return replace(plan.where(unmixed[:-1]), mixed=mixed)
 
@@ -108,7 +107,6 @@ def left_remarks(plan: RepairPlan, *, stamps: bool) -> Iterator[str]:
 
 def repair(
     store: Store,
-    inventory: Inventory,
     groups: PageGroups,
     plan: RepairPlan,
     options: RepairOptions,
@@ -121,7 +119,7 @@ def repair(
 ) -> Repaired:
     """Remove the groups of a plan, and correct the tables of 3FS.
 
-    inventory, groups: what the check has judged; it requested repairs.
+    groups: the groups that the check has judged; it requested repairs.
     first: also repair what belongs to no group; False in all other parts of a run.
     say: takes remarks. say_left: takes remarks on groups that were not removed; by default, say
     does. on_progress: takes the number of new groups.
@@ -132,7 +130,6 @@ def repair(
     if len(plan.groups):
         if write_repaired_snapshot(
             store,
-            inventory,
             groups,
             plan.groups,
             writers_stopped=options.writers_stopped,
@@ -143,7 +140,6 @@ def repair(
         repair_tables(store, suspicious_keys(plan.reasons), dry_run=options.dry_run, say=say)
         outcome = remove_groups(
             store,
-            inventory,
             groups,
             plan,
             mode=options.mode,

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.backends.base import Result, Status
+from hicachectl.backends.base import Result, Status, batch_spans
 from hicachectl.backends.capabilities import Trailed, mover_of
 from hicachectl.backends.disk.names import VERSION
 from hicachectl.backends.runs import open_run
@@ -42,6 +42,7 @@ from hicachectl.move.results import (
     states_of,
 )
 from hicachectl.pages.census import column_sum, column_sums
+from hicachectl.pages.group_table import ABSENT
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.scanning import take_inventory
 from hicachectl.pages.selection import EVERYTHING, Selection
@@ -169,15 +170,6 @@ def _opened(run: Run, left: list[str]) -> Store | None:
     return None
 
 
-def _batches(groups: PageGroups, chosen: IntArray) -> list[IntArray]:
-    """Divide chosen groups into batches of about _BATCH_OBJECTS objects."""
-    _, offsets = groups.objects_of(chosen)
-    ends = np.unique(
-        np.searchsorted(offsets, np.arange(_BATCH_OBJECTS, offsets[-1], _BATCH_OBJECTS))
-    )
-    return [part for part in np.split(chosen, ends) if len(part)]
-
-
 class _OneRun:
     """Restore of one run.
 
@@ -224,9 +216,10 @@ class _OneRun:
         self.origins = (
             [origin] if len(chosen) and origin != without_secrets(self._store.url) else []
         )
-        for batch in _batches(self.groups, chosen):
-            yield self._put_back(batch)
-            on_progress(len(batch))
+        _, offsets = self.groups.objects_of(chosen)
+        for span in batch_spans(np.diff(offsets), _BATCH_OBJECTS):
+            yield self._put_back(chosen[span])
+            on_progress(len(chosen[span]))
 
     def tidy(self, quarantine: Directory) -> None:
         """Remove the run if nothing is left in it; a pack keeps all that was put back."""
@@ -254,16 +247,15 @@ class _OneRun:
         """Fail groups that cannot be restored; return which objects the store has, equal: [n]."""
         store = self._store
         columns = ["nbytes", *sorted({"locator"} & store.traits.columns)]
-        seen = store.look(pa.table({"key": objects.keys}), columns)
-        at = pc.index_in(objects.keys, value_set=seen.column("key").combine_chunks())
-        present = at.is_valid().to_numpy(zero_copy_only=False)
+        seen, at = store.find(objects.keys, columns)
+        present = at != ABSENT
         sizes = _sizes_of(rows)
         equal = np.zeros(len(objects), dtype=np.bool_)
         there = np.flatnonzero(present)
-        known = seen.column("nbytes").take(at.take(pa.array(there)))
+        known = seen.column("nbytes").take(pa.array(at[there]))
         there = there[pc.equal(known, pa.array(sizes[there])).fill_null(True).to_numpy()]
         equal[there] = self._copier.same(
-            store, seen.take(at.take(pa.array(there))),
+            store, seen.take(pa.array(at[there])),
             self._held, rows.take(pa.array(there)), sizes[there],
         )  # fmt: skip
         for n in np.flatnonzero(present & ~equal).tolist():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from hicachectl.move.store_pair import StorePair
     from hicachectl.move.survey import Survey
     from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.inventory import Inventory
 
 # Large enough to share calls and syncs, small enough to run several at once.
 _BATCH_BYTES = 64 << 20
@@ -48,29 +47,27 @@ class CopyRun:
     facts: sum of all batches so far.
     """
 
-    def __init__(
-        self, stores: StorePair, inventory: Inventory, groups: PageGroups, facts: CopyFacts
-    ) -> None:
-        """Claim the destination. inventory, groups: listing of the source.
+    def __init__(self, stores: StorePair, groups: PageGroups, facts: CopyFacts) -> None:
+        """Claim the destination. groups: the groups of the source.
 
         Raises ProfileError, StoreUnavailable.
         """
         stores.claim()
         self.facts = facts
         self._source = stores.source
-        self._inventory = inventory
         self._groups = groups
         self._destination = stores.destination
         self._options = stores.options
-        self._executor = Executor(stores, inventory.objects, self._copied)
+        self._executor = Executor(stores, groups.inventory.objects, self._copied)
         self._lock = threading.Lock()
-        self._raced: dict[int, tuple[Survey, list[int]]] = {}
-        self._without_room: list[PageWork] = []
+        # Groups of each survey.
+        self._raced: dict[Survey, list[int]] = defaultdict(list)
+        self._without_room: dict[Survey, list[int]] = defaultdict(list)
         self._left_out = False  # whether batches were not even begun
         # Groups to remove from the source, with the end of the leases that reading granted.
         self._leaving: deque[tuple[float, Survey, IntArray]] = deque()
-        self._trial = Trial(stores.source, stores.destination, inventory, groups)
-        # Pages that no trial can hold in memory leave after the trial.
+        self._trial = Trial(stores.source, stores.destination, groups)
+        # Pages that a trial cannot read again leave after the trial of another one.
         self._untried: list[tuple[Survey, IntArray]] = []
 
     def stop(self) -> None:
@@ -111,9 +108,9 @@ class CopyRun:
                 break
             time.sleep(seconds)
             self._try_again(noted)
-        for survey, items in self._raced.values():
+        for survey, items in self._raced.items():
             why = "another writer is writing this page or was killed while writing it; run again"
-            self._fail(survey, np.array(items, dtype=np.int64), why)
+            self._fail(survey, np.array(items), why)
         self._remove(self._free(all_=True))
         self._trial.finish()
         for survey, unread in self._untried:
@@ -162,16 +159,8 @@ class CopyRun:
 
         Concurrent batches compete for the last room and are all rolled back, which frees room.
         """
-        last = []
-        for work in works:
-            begun = [
-                each.items
-                for each in self._without_room
-                if each.survey is work.survey and each.action is work.action
-            ]
-            if begun:
-                last.append(work.only(np.isin(work.items, np.concatenate(begun))))
-        left_out = self._left_out
+        left_out, begun = self._left_out, self._without_room
+        last = [work.only(np.isin(work.items, begun[work.survey])) for work in works]
         self._executor.full.clear()
         self._pass(last, on_done, alone=True)
         if left_out:
@@ -182,11 +171,11 @@ class CopyRun:
 
         A store drops a killed writer's unfinished objects after some time.
         """
-        raced, self._raced = self._raced, {}
         works = []
-        for listed, items in raced.values():
-            chosen = np.array(sorted(items), dtype=np.int64)
+        for listed, items in self._raced.items():
+            chosen = np.array(sorted(items))
             works.append(PageWork(listed.as_if_written(chosen), chosen, Action.COMPLETE))
+        self._raced.clear()
         self._pass(works, on_done)
 
     def _copied(self, batch: PageBatch, result: MoveResult) -> None:
@@ -204,13 +193,12 @@ class CopyRun:
                 self._destination.flush()
         with self._lock:
             self.facts.add(result)
-            without = batch.work(result.statuses == GroupStatus.NO_ROOM)
-            if len(without.items):
-                self._without_room.append(without)
-            raced = batch.items[result.statuses == GroupStatus.RACED]
-            if len(raced):
-                rest = self._raced.setdefault(id(survey), (survey, []))[1]
-                rest.extend(raced.tolist())
+            for status, groups in (
+                (GroupStatus.NO_ROOM, self._without_room),
+                (GroupStatus.RACED, self._raced),
+            ):
+                if len(some := batch.items[result.statuses == status]):
+                    groups[survey] += some.tolist()
         if options.move and len(done):
             wait = _LEASE_SECONDS if isinstance(self._source, Leases) else 0.0
             self._leaving.append((time.monotonic() + wait, survey, done))
@@ -253,8 +241,7 @@ class CopyRun:
     def _withdraw(self, survey: Survey, items: IntArray) -> None:
         if len(items):
             numbers = survey.groups[items]
-            removed = withdraw_listed(self._source, self._inventory, self._groups, numbers)
-            self._note_removed(removed)
+            self._note_removed(withdraw_listed(self._source, self._groups, numbers))
 
     def _note_removed(self, removed: MoveResult) -> None:
         """Count a removal's result."""

@@ -194,7 +194,6 @@ class StorePair:
 
     def survey(
         self,
-        inventory: Inventory,
         groups: PageGroups,
         *,
         first_only: bool = False,
@@ -208,15 +207,15 @@ class StorePair:
         Raises ProfileError if a listing shows that the destination has objects of another topology
         under the same keys, StoreUnavailable.
         """
-        routes = self.routes(inventory.table)
+        routes = self.routes(groups.inventory.table)
         surveys = survey_destination(
             self.destination,
-            survey_source(inventory, groups, routes[:1] if first_only else routes),
+            survey_source(groups, routes[:1] if first_only else routes),
             self.grammar,
             asks=asks,
             on_batch=on_batch,
         )
-        return [self.trailers.with_foreign(survey, inventory.objects) for survey in surveys]
+        return [self.trailers.with_foreign(survey, groups.inventory.objects) for survey in surveys]
 
 
 def _shared_places(source: Store, destination: Store) -> set[Hashable]:
@@ -254,12 +253,12 @@ class TrailerPlan:
         """Return which objects of the source can be copied."""
         return Acceptance(self.source, inventory, self.expected, bare=self.bare)
 
-    def refused(self, inventory: Inventory, groups: PageGroups) -> Iterable[tuple[BoolArray, str]]:
+    def refused(self, groups: PageGroups) -> Iterable[tuple[BoolArray, str]]:
         """Yield groups with objects that cannot be copied, [groups], and the reason."""
-        acceptance = self.acceptance(inventory)
+        acceptance = self.acceptance(groups.inventory)
         if not acceptance.compares:
             return
-        values = acceptance.of(np.arange(len(inventory.objects)))
+        values = acceptance.of(np.arange(len(groups.of_object)))
         for value, why in (
             (OTHER, f"with objects of {OTHER_BYTES}; hicachectl verify lists them"),
             (BARE, "with objects without a trailer; --trailers write or drop copies them"),

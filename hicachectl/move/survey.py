@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from hicachectl.formats.transfer import TransferPlan
     from hicachectl.pages.deployments import Deployment
     from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.inventory import Inventory
 
 
 class Action(IntEnum):
@@ -219,10 +218,9 @@ class Survey:
         return self.having([written, known])
 
 
-def survey_source(
-    inventory: Inventory, groups: PageGroups, routes: Iterable[Route]
-) -> list[Survey]:
+def survey_source(groups: PageGroups, routes: Iterable[Route]) -> list[Survey]:
     """Survey the groups of each route in the source only."""
+    inventory = groups.inventory
     sizes = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
     if (sizes == UNKNOWN_SIZE).any():
         expected = inventory.table.expected_sizes[inventory.affix_ids]

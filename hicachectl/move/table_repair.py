@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.backends.base import batch_spans
 from hicachectl.backends.page_tables import PageTables
 from hicachectl.checks.page_tables import leaked_pages, mapped_and_free, out_of_range
 from hicachectl.formats.errors import UsageError
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.page_tables import PageTable, Snapshot, TableServer, TableState
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.inventory import Inventory
 
     Say = Callable[[str], None]
 
@@ -108,9 +108,10 @@ def delete_keys(client: TableServer, repair: TableRepair) -> Iterator[TableRepai
     Each batch first looks up its keys: recent use keeps them from being evicted meanwhile.
     Raises StoreUnavailable; yielded batches are done.
     """
-    for batch in _batches(repair.pages, _batch_size(repair.table)):
+    counts = np.array([len(page.keys) for page in repair.pages], dtype=np.int64)
+    for span in batch_spans(counts, _batch_size(repair.table)):
         begin = time.monotonic()
-        yield _delete(client, repair.table, batch)
+        yield _delete(client, repair.table, repair.pages[span])
         _pause_since(begin)
 
 
@@ -185,20 +186,6 @@ def _batch_size(table: PageTable) -> int:
     return max(1, min(MAX_BATCH, _LOOKED_AT // max(1, len(table.free))))
 
 
-def _batches(pages: Sequence[BadPage], most: int) -> Iterator[list[BadPage]]:
-    """Yield batches of at most `most` keys, or one page."""
-    batch: list[BadPage] = []
-    keys = 0
-    for page in pages:
-        if batch and keys + len(page.keys) > most:
-            yield batch
-            batch, keys = [], 0
-        batch.append(page)
-        keys += len(page.keys)
-    if batch:
-        yield batch
-
-
 def _delete(client: TableServer, table: PageTable, batch: Sequence[BadPage]) -> TableRepairResult:
     place = table.place
     asked = [key for page in batch for key in page.keys]
@@ -266,7 +253,6 @@ def repair_tables(store: Store, keys: Sequence[bytes], *, dry_run: bool, say: Sa
 
 def write_repaired_snapshot(
     store: Store,
-    inventory: Inventory,
     groups: PageGroups,
     numbers: IntArray,
     *,
@@ -285,7 +271,7 @@ def write_repaired_snapshot(
     if state is None or state.live:
         return False
     removed = np.isin(groups.of_object, numbers)
-    keys = inventory.objects.column("key").filter(pa.array(removed)).to_pylist()
+    keys = groups.inventory.objects.column("key").filter(pa.array(removed)).to_pylist()
     tables = tuple(
         repaired_table(table, bad_rows(table, keys), release_leaked=writers_stopped)
         for table in state.tables

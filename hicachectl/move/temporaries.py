@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.backends.base import Result, Status
+from hicachectl.backends.base import Result, Status, joined
 from hicachectl.backends.capabilities import Trailed, present_ns
 from hicachectl.checks.structure import stale_temporaries
 from hicachectl.formats.objects import PAGE_DIGITS
@@ -94,13 +94,12 @@ def remove_temporaries(
     with telling(so_far, on_end):
         for start in range(0, 0 if dry_run else len(stale), size):
             some = stale.slice(start, size)
-            now = store.look(some, _COLUMNS)
-            place = pc.index_in(some.column("key"), value_set=now.column("key").combine_chunks())
-            there = place.is_valid().to_numpy(zero_copy_only=False)
-            same = pc.equal(some.column("mtime_ns"), now.column("mtime_ns").take(place))
-            unchanged = pc.fill_null(same, False).to_numpy(zero_copy_only=False)
-            states[start + np.flatnonzero(there & ~unchanged)] = KEPT
-            rows = np.flatnonzero(there & unchanged)
+            now, places = store.find(some.column("key").combine_chunks(), _COLUMNS)
+            rows = np.flatnonzero(places >= 0)
+            times = (some.column("mtime_ns").take(rows), now.column("mtime_ns").take(places[rows]))
+            unchanged = pc.fill_null(pc.equal(*times), False).to_numpy()
+            states[start + rows[~unchanged]] = KEPT
+            rows = rows[unchanged]
             result = _deleted(store, some.take(pa.array(rows)))
             for row, status in zip((start + rows).tolist(), result.statuses.tolist(), strict=True):
                 states[row] = {Status.OK: REMOVED, Status.GONE: GONE}.get(Status(status), FAILED)
@@ -133,13 +132,9 @@ def _deleted(store: Store, some: pa.Table) -> Result:
     is_cleared = some.column("cleared_ns").is_valid().to_numpy()
     if not isinstance(store, Trailed) or not is_cleared.any():
         return store.delete(some)
-    statuses, errors = np.zeros(len(some), dtype=np.uint8), dict[int, str]()
-    for delete, chosen in ((store.delete, ~is_cleared), (store.remove_cleared, is_cleared)):
-        rows = np.flatnonzero(chosen)
-        found = delete(some.take(pa.array(rows)))
-        statuses[rows] = found.statuses
-        errors |= {int(rows[number]): why for number, why in found.errors.items()}
-    return Result(statuses, errors)
+    kinds = ((store.delete, ~is_cleared), (store.remove_cleared, is_cleared))
+    calls = ((delete, np.flatnonzero(chosen)) for delete, chosen in kinds)
+    return joined(len(some), ((rows, delete(some.take(pa.array(rows)))) for delete, rows in calls))
 
 
 def _rows(keys: pa.StringArray, sizes: pa.ChunkedArray, states: np.ndarray) -> pa.Table:

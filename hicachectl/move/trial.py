@@ -7,14 +7,13 @@ one by one. Each stays in memory until the destination, read again, still has it
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.arena import Arena, place
-from hicachectl.backends.base import Status, in_batches, keys_of
+from hicachectl.backends.base import Status, attached, in_batches, keys_of
 from hicachectl.backends.capabilities import Confirm, Trailed, keep_as_private
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.trailer import DEFAULT_DIGEST
@@ -26,7 +25,7 @@ from hicachectl.profiles.identities import markers_of
 from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from hicachectl.backends.base import Result, Store
     from hicachectl.formats.arrays import IntArray
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from hicachectl.formats.keys.base import Affix
     from hicachectl.move.survey import Survey
     from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.inventory import Inventory
 
 PAGES = 3  # A destination that evicts can lose one or two pages by itself.
 
@@ -45,14 +43,11 @@ class Trial:
     passed: whether the destination kept a page that left the source.
     """
 
-    def __init__(
-        self, source: Store, destination: Store, inventory: Inventory, groups: PageGroups
-    ) -> None:
-        """Prepare. `inventory` and `groups` have the listing of the source."""
+    def __init__(self, source: Store, destination: Store, groups: PageGroups) -> None:
+        """Prepare. groups: the groups of the source."""
         self.passed = False
         self._source = source
         self._destination = destination
-        self._inventory = inventory
         self._groups = groups
         self._lost = 0
 
@@ -64,14 +59,15 @@ class Trial:
         Raises StoreUnavailable, also if the destination has lost PAGES pages.
         """
         numbers = survey.groups[[item]]
-        listed = self._inventory, self._groups
-        page = _Page(self._source, self._destination, *listed, survey, item)
-        with self._arena(page.nbytes):
+        stores = (self._source, self._destination)
+        page = _Page(*stores, self._groups, survey, item)
+        named = any(store.limits.named_arena for store in stores)
+        with Arena(max(page.nbytes, 1), named=named) as arena, attached(arena, *stores):
             if not page.hold():
                 return None
             is_safe = False
             try:
-                removed = withdraw_listed(self._source, *listed, numbers)
+                removed = withdraw_listed(self._source, self._groups, numbers)
                 is_safe = not removed.objects or page.is_in_destination()
             finally:
                 stuck = "" if is_safe else page.write_back()
@@ -98,20 +94,6 @@ class Trial:
         evidence += "; what was removed is back in SRC"
         raise StoreUnavailable(one_place(self._source.url, evidence, "--move"))
 
-    @contextmanager
-    def _arena(self, nbytes: int) -> Iterator[None]:
-        """Attach memory to both stores."""
-        stores = (self._source, self._destination)
-        named = any(store.limits.named_arena for store in stores)
-        with Arena(max(nbytes, 1), named=named) as arena:
-            try:
-                for store in stores:
-                    store.attach(arena)
-                yield
-            finally:
-                for store in stores:
-                    store.detach()
-
 
 class _Page:
     """A page of the source, and its copies in the destination.
@@ -120,15 +102,10 @@ class _Page:
     """
 
     def __init__(
-        self,
-        source: Store,
-        destination: Store,
-        inventory: Inventory,
-        groups: PageGroups,
-        survey: Survey,
-        item: int,
+        self, source: Store, destination: Store, groups: PageGroups, survey: Survey, item: int
     ) -> None:
         """Lay out the memory: [n] objects of the source, then [k] copies of the destination."""
+        inventory = groups.inventory
         rows, _ = groups.objects_of(survey.groups[[item]])
         listed = inventory.objects.column_names
         columns = [name for name in ("key", "mtime_ns", "locator") if name in listed]

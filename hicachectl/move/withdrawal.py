@@ -21,7 +21,7 @@ from hicachectl.checks.findings import SCHEMA
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.wording import failed, reason_of
 from hicachectl.move.copies import MEMORY_BYTES, copier
-from hicachectl.move.order import GroupObjects, Sighting, withdraw
+from hicachectl.move.order import GroupObjects, withdraw
 from hicachectl.move.quarantine import NewRun, Quarantine
 from hicachectl.move.removal_plan import ListedGroups, RemovalBatch, Sight, look, plan_removal
 from hicachectl.move.results import (
@@ -42,13 +42,14 @@ from hicachectl.pages.group_table import ABSENT
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    import numpy.typing as npt
+
     from hicachectl.backends.base import Store
     from hicachectl.backends.capabilities import Mover
-    from hicachectl.formats.arrays import IntArray
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.move.copies import Copier
     from hicachectl.move.removal_plan import RepairPlan
     from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.inventory import Inventory
 
 Mode = Literal["quarantine", "delete"]
 
@@ -59,7 +60,6 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 def remove_groups(
     store: Store,
-    inventory: Inventory,
     groups: PageGroups,
     plan: RepairPlan,
     *,
@@ -72,8 +72,8 @@ def remove_groups(
 ) -> GroupReport:
     """Remove the groups of a plan from the store.
 
-    inventory: the listing, which has the column `version` if the store has versions: it shows which
-    objects were rewritten since the scan.
+    groups: groups of a listing that has the column `version` if the store has versions: the column
+    shows which objects were rewritten since the scan.
     buffer_bytes: memory for copies, at most `MEMORY_BYTES`.
     on_end: called if a signal or a lost store ends the removal.
     Of several repairs at once, the one that takes a group's first object takes the group; for the
@@ -82,14 +82,14 @@ def remove_groups(
     in the result.
     """
     place = Quarantine.of(store, quarantine) if mode == "quarantine" else None
-    listed = ListedGroups(inventory, groups, plan)
+    listed = ListedGroups(groups, plan)
     if dry_run:
         return _rehearsed(groups, plan, listed, place)
     newest_ns = int(groups.newest_ns.max()) if len(groups) else 0
     live = newest_ns > present_ns(store, changes=True) - int(LIVE_SECONDS * 1e9)
     run = None
     if place is not None:
-        suffixes = {affix[1] for affix in inventory.table.affixes}
+        suffixes = {affix[1] for affix in groups.inventory.table.affixes}
         run = NewRun(place, store, _findings_of(plan, groups), suffixes)
     memory_bytes = min(buffer_bytes, MEMORY_BYTES)
     with (
@@ -101,20 +101,18 @@ def remove_groups(
         return worker.result(untried=len(listed) - worker.tried)
 
 
-def withdraw_listed(
-    store: Store, inventory: Inventory, groups: PageGroups, numbers: IntArray
-) -> MoveResult:
+def withdraw_listed(store: Store, groups: PageGroups, numbers: IntArray) -> MoveResult:
     """Delete listed groups from a store.
 
     A group with an object that is new or rewritten since the listing stays.
-    inventory: see `remove_groups`.
+    groups: see `remove_groups`.
     numbers: [k] groups. Return a status for each: DONE, GONE, KEPT, IN_FLIGHT or FAILED.
     Raises StoreUnavailable.
     """
     order = np.argsort(numbers)
     result = MoveResult.of(groups.pages_at(numbers))
     done = 0
-    for listed in ListedGroups(inventory, groups, plan_removal(numbers)).batches():
+    for listed in ListedGroups(groups, plan_removal(numbers)).batches():
         removal = _Removal.of_listed(store, listed)
         removal.leave()
         removal.result.objects = removal.objects
@@ -180,11 +178,7 @@ class _Removal:
         removal.sight = sight
         removal.gone = int((~sight.present[listed.cells]).sum())
         known = np.ones(len(removal.groups.owners), dtype=np.bool_)
-        removal.standing = removal.groups.judge(sight.present, known)
-        if listed.by_choice:  # nobody has chosen what servers wrote since the listing
-            removal.standing[listed.written_since(sight)] = GroupStatus.KEPT
-        if owned:
-            removal.standing[listed.begun_by_others(sight)] = GroupStatus.GONE
+        removal.standing = removal._judged(sight, known, listed)
         return removal
 
     @property
@@ -204,41 +198,53 @@ class _Removal:
         settled = self.result.open & ~self.touched
         self.result.statuses[settled] = self.standing[settled]
 
-    def _look(self, pending: IntArray) -> Sighting:
+    def _judged(
+        self, sight: Sight, known: BoolArray, before: RemovalBatch
+    ) -> npt.NDArray[np.uint8]:
+        """Return each group's status by a look: [k]. known: see `RemovalBatch.judge`.
+
+        before: the groups as they were found earlier. Chosen groups that were written to since
+        stay, unless an object has left: nobody has chosen what servers wrote.
+        """
+        standing = self.groups.judge(sight.present, known)
+        if before.by_choice:
+            standing[~self.touched & before.written_since(sight)] = GroupStatus.KEPT
+        if self._owned:
+            standing[~self.touched & before.begun_by_others(sight)] = GroupStatus.GONE
+        return standing
+
+    def _look(self, pending: IntArray) -> GroupObjects:
         groups = self.groups
         sight = self.sight or look(self._store, groups, pending)
         self.sight = None
         known = sight.known(groups) & ~self._left
-        standing = groups.judge(sight.present, known)
-        if groups.by_choice:  # such groups stay if written to before their first object left
-            standing[~self.touched & groups.written_since(sight)] = GroupStatus.KEPT
-        if self._owned:
-            standing[~self.touched & groups.begun_by_others(sight)] = GroupStatus.GONE
-        self.standing[pending] = standing[pending]
+        self.standing[pending] = self._judged(sight, known, groups)[pending]
         owners = groups.cell_owners
         cells = np.flatnonzero(sight.present & (self.standing[owners] == GroupStatus.DONE))
         recorded = np.full(len(owners), ABSENT, dtype=np.int64)
         recorded[groups.cells[known]] = np.flatnonzero(known)
-        objects = GroupObjects(groups.keys_of(cells), owners[cells], groups.anchors[cells])
-        return Sighting(objects, sight.rows.take(pa.array(sight.at[cells])), recorded[cells])
+        # The objects, their rows in a listing, and their numbers in the batch: ABSENT for new ones.
+        self._seen = GroupObjects(groups.keys_of(cells), owners[cells], groups.anchors[cells])
+        self._rows, self._recorded = sight.rows.take(pa.array(sight.at[cells])), recorded[cells]
+        return self._seen
 
-    def _remove(self, seen: Sighting, places: IntArray) -> Result:
-        found = (self._delete if self.mover is None else self._take)(seen, places)
-        recorded, is_gone = seen.recorded[places], found.statuses == Status.GONE
+    def _remove(self, places: IntArray) -> Result:
+        found = (self._delete if self.mover is None else self._take)(places)
+        recorded, is_gone = self._recorded[places], found.statuses == Status.GONE
         is_recorded = recorded != ABSENT
         self._left[recorded[is_recorded & (found.ok | is_gone)]] = True
-        self.touched[seen.objects.owners[places[found.ok]]] = True
+        self.touched[self._seen.owners[places[found.ok]]] = True
         self.gone += int(is_gone.sum())
         self.removed += int((found.ok & is_recorded).sum())
         self.new += int((found.ok & ~is_recorded).sum())
         return found
 
-    def _delete(self, seen: Sighting, places: IntArray) -> Result:
-        rows = seen.rows.take(pa.array(places))
+    def _delete(self, places: IntArray) -> Result:
+        rows = self._rows.take(pa.array(places))
         no_bytes = np.zeros(len(places), dtype=np.int64)  # only the number of objects is limited
         return in_batches(no_bytes, self._store.limits, lambda span: self._store.delete(rows[span]))
 
-    def _take(self, seen: Sighting, places: IntArray) -> Result:
+    def _take(self, places: IntArray) -> Result:
         """Rename objects into the run, durably; delete what was written since.
 
         A group belongs to the repair that takes its first object, in the order of the keys; if
@@ -247,14 +253,14 @@ class _Removal:
         assert self.mover is not None
         statuses = np.full(len(places), Status.CHANGED, dtype=np.uint8)
         errors: dict[int, str] = {}
-        keys, owners = seen.objects.keys.take(pa.array(places)).to_pylist(), seen.objects.owners
-        versions = seen.rows.column("version").take(pa.array(places)).to_pylist()
+        keys, owners = self._seen.keys.take(pa.array(places)).to_pylist(), self._seen.owners
+        versions = self._rows.column("version").take(pa.array(places)).to_pylist()
         for n in sorted(range(len(places)), key=lambda n: (owners[places[n]], keys[n])):
             group = int(owners[places[n]])
             if not self.result.open[group]:
                 continue
-            if seen.recorded[places[n]] == ABSENT:
-                found = self._delete(seen, places[n : n + 1])
+            if self._recorded[places[n]] == ABSENT:
+                found = self._delete(places[n : n + 1])
                 statuses[n] = found.statuses[0]
                 if found.errors:
                     errors[n] = found.errors[0]

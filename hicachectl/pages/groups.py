@@ -44,11 +44,13 @@ class PageGroups:
 
     Groups are numbered from 0, by deployment, then page; arrays are indexed by group unless stated
     otherwise. A page's ambiguous keys form a group in state unknown; foreign objects have group -1.
+
+    inventory: the objects.
     """
 
     def __init__(self, inventory: Inventory) -> None:
         table = inventory.table
-        self._inventory = inventory
+        self.inventory = inventory
         self.deployments = table.deployments
         in_group = ~inventory.is_foreign
         ranks, distinct = inventory.page_ranks(in_group)
@@ -79,7 +81,7 @@ class PageGroups:
 
     def pages_at(self, groups: IntArray | slice) -> pa.StringArray:
         """Return the page hashes of some groups."""
-        return self._inventory.pages(self._rows[groups]).combine_chunks()
+        return self.inventory.pages(self._rows[groups]).combine_chunks()
 
     def find(self, deployment_id: int, pages: pa.StringArray) -> IntArray:
         """Return a deployment's group of each page; -1 if none or the page is null."""
@@ -95,7 +97,7 @@ class PageGroups:
     def having(self, pool: str) -> BoolArray:
         """Return which groups have an object of a pool, under any reading: [groups]."""
         has_pool = np.zeros(len(self) + 1, dtype=np.bool_)
-        has_pool[self.of_object[self._inventory.of_pool(pool)]] = True
+        has_pool[self.of_object[self.inventory.of_pool(pool)]] = True
         return has_pool[:-1]
 
     def objects_of(self, groups: IntArray) -> tuple[IntArray, IntArray]:
@@ -117,9 +119,9 @@ class PageGroups:
         return order, starts
 
     def _deployments_of(self, objects: IntArray) -> IntArray:
-        table = self._inventory.table
+        table = self.inventory.table
         of_affix = np.array([*table.deployment_ids, UNRESOLVED], dtype=np.int64)
-        deployments: IntArray = of_affix[self._inventory.affix_ids[objects]]
+        deployments: IntArray = of_affix[self.inventory.affix_ids[objects]]
         return deployments
 
     def span(self, deployment_id: int) -> slice:
@@ -138,7 +140,7 @@ class PageGroups:
             narrow = np.int16 if len(self.deployments) <= np.iinfo(np.int16).max else np.int32
             rows = rows[np.argsort(deployments.astype(narrow), kind="stable")]
         ends = np.cumsum(np.bincount(deployments, minlength=len(self.deployments)))
-        table = self._inventory.table
+        table = self.inventory.table
         spec_of = np.array([*table.spec_ids, UNRESOLVED], dtype=np.int32)
         tables = []
         for number, deployment in enumerate(self.deployments):
@@ -149,7 +151,7 @@ class PageGroups:
                     deployment.specs,
                     span.stop - span.start,
                     self.of_object[own] - span.start,
-                    spec_of[self._inventory.affix_ids[own]],
+                    spec_of[self.inventory.affix_ids[own]],
                     own,
                 )
             )
@@ -158,7 +160,7 @@ class PageGroups:
     @cached_property
     def nbytes(self) -> IntArray:
         """Bytes of each group's objects; UNKNOWN_BYTES if any size is not known."""
-        sizes = self._inventory.objects.column("nbytes")
+        sizes = self.inventory.objects.column("nbytes")
         grouped = self.of_object >= 0
         known = sizes.fill_null(0).to_numpy()
         nbytes = byte_sums(known[grouped], self.of_object[grouped], len(self))
@@ -182,19 +184,19 @@ class PageGroups:
     @cached_property
     def used_ns(self) -> IntArray:
         """Last known use of each group, a write or a read, Unix nanoseconds; 0 without times."""
-        if "atime_ns" not in self._inventory.objects.column_names:
+        if "atime_ns" not in self.inventory.objects.column_names:
             return self.newest_ns
         return np.maximum(self.newest_ns, self._reduce(np.maximum, "atime_ns"))
 
     @property
     def has_times(self) -> bool:
         """Whether the store keeps write times."""
-        times = self._inventory.objects.column("mtime_ns")
+        times = self.inventory.objects.column("mtime_ns")
         return bool(times.null_count < len(times))
 
     def _reduce(self, function: np.ufunc, column: str) -> IntArray:
         reduced = np.zeros(len(self), dtype=np.int64)
-        values = self._inventory.objects.column(column).fill_null(0).to_numpy()
+        values = self.inventory.objects.column(column).fill_null(0).to_numpy()
         grouped = self.of_object >= 0
         function.at(reduced, self.of_object[grouped], values[grouped])
         return reduced
@@ -211,7 +213,7 @@ class PageGroups:
 
     @cached_property
     def _labelled(self) -> tuple[list[str], IntArray]:
-        grammar = self._inventory.table.grammar
+        grammar = self.inventory.table.grammar
         numbers = {AMBIGUOUS: 0}
         label_ids: IntArray = np.zeros(len(self), dtype=np.int64)
         for number, deployment in enumerate(self.deployments):

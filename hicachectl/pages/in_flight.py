@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.formats.arrays import BoolArray
     from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.inventory import Inventory
 
 # This host's clock and a file server's may differ by this much.
 _CLOCK_SKEW_NS = 60 * 10**9
@@ -80,9 +79,7 @@ def are_incomplete(groups: PageGroups) -> BoolArray:
     return incomplete
 
 
-def changed_groups(
-    store: Store, inventory: Inventory, groups: PageGroups, among: BoolArray
-) -> tuple[BoolArray, int]:
+def changed_groups(store: Store, groups: PageGroups, among: BoolArray) -> tuple[BoolArray, int]:
     """Return which of some groups are incomplete and have changed since the listing: [groups].
 
     Evictions and writes during a listing make whole pages look partial. Also returns how many
@@ -92,7 +89,7 @@ def changed_groups(
     changed = np.zeros(len(groups), dtype=np.bool_)
     suspect = among & are_incomplete(groups)
     rows = groups.rows_in(suspect)
-    still_there = store.exists(inventory.take(rows))
+    still_there = store.exists(groups.inventory.take(rows))
     changed[groups.of_object[rows[~still_there]]] = True
     for missing in groups.missing():
         wanted = np.flatnonzero(suspect[missing.groups])
@@ -104,7 +101,6 @@ def changed_groups(
 
 def look_again(
     store: Store,
-    inventory: Inventory,
     groups: PageGroups,
     listed: ListingTime,
     grace_seconds: float,
@@ -121,4 +117,4 @@ def look_again(
     if suspects and left > 0:
         on_wait(left, suspects)
         time.sleep(left)
-    return changed_groups(store, inventory, groups, np.ones(len(groups), dtype=np.bool_))
+    return changed_groups(store, groups, np.ones(len(groups), dtype=np.bool_))

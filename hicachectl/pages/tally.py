@@ -123,8 +123,9 @@ def object_counts(inventory: Inventory) -> IntArray:
     return _by_affix(inventory, inventory.affix_ids)
 
 
-def tally_of(inventory: Inventory, groups: PageGroups) -> Tally:
-    """Count the objects of an inventory and their groups."""
+def tally_of(groups: PageGroups) -> Tally:
+    """Count groups and the objects of their inventory."""
+    inventory = groups.inventory
     objects = object_counts(inventory)
     without_size = inventory.objects.column("nbytes").is_null().to_numpy()
     deployments = len(groups.deployments) + 1

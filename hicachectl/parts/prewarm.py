@@ -158,7 +158,7 @@ class PrewarmJob(CopyJob):
         )
         pages = planned.remaining(warming)
         if not request.allow_empty:
-            refuse_unmounted(self._source, pages.inventory)
+            refuse_unmounted(self._source, pages.groups.inventory)
         best = given.tables["best"]()
         best = best.column("page").filter(best.column("copied")).combine_chunks()
         facts = PrewarmFacts(skipped=pages.count(Action.SKIP))

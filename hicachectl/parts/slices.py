@@ -85,23 +85,21 @@ class Slice:
 
     def wanted(self, warming: Warming) -> CopyPlan:
         """Return the pages, without what the destination has of them, and nothing to copy."""
-        inventory = inventory_of(self.objects, self.listing.table)
-        groups = PageGroups(inventory)
-        (survey,) = survey_source(inventory, groups, warming.routes(inventory.table)[:1])
+        groups = PageGroups(inventory_of(self.objects, self.listing.table))
+        (survey,) = survey_source(groups, warming.routes(groups.inventory.table)[:1])
         actions = np.zeros(len(survey.groups), dtype=np.int8)
-        return CopyPlan(inventory, groups, survey, self._rows_of(survey), actions)
+        return CopyPlan(groups, survey, self._rows_of(survey), actions)
 
     def remaining(self, warming: Warming) -> CopyPlan:
         """Return the pages with their actions; asks the destination for each object."""
-        inventory = inventory_of(self.objects, self.listing.table)
-        groups = PageGroups(inventory)
-        (survey,) = warming.survey(inventory, groups, first_only=True, asks=True)
+        groups = PageGroups(inventory_of(self.objects, self.listing.table))
+        (survey,) = warming.survey(groups, first_only=True, asks=True)
         wanted = self._rows_of(survey)
         planned = wanted[self.pages.column("copied").to_numpy()]
         chosen = np.zeros(len(survey.groups), dtype=np.bool_)
         chosen[planned] = True
         actions = decide(survey, chosen, "skip")
-        return CopyPlan(inventory, groups, survey, wanted, actions, together=True)
+        return CopyPlan(groups, survey, wanted, actions, together=True)
 
     def _rows_of(self, survey: Survey) -> IntArray:
         """Return the survey row of each page. Raises FormatError for a page without objects."""
@@ -137,7 +135,8 @@ def write_plan(
         ],
         schema=_PAGES,
     )
-    listing = Listing(pages.inventory.table, tuple(pages.inventory.objects.column_names))
+    inventory = pages.groups.inventory
+    listing = Listing(inventory.table, tuple(inventory.objects.column_names))
     objects = _planned_objects(pages, rows).select(listing.schema.names).cast(listing.schema)
     object_ends = np.searchsorted(positions, ends).tolist()
     files = [
@@ -245,12 +244,13 @@ def _objects(pages: CopyPlan) -> tuple[IntArray, IntArray]:
 
 def _planned_objects(pages: CopyPlan, rows: IntArray) -> pa.Table:
     """Return objects of the inventory, with the sizes of the survey and with affix ids."""
-    objects = pages.inventory.take(rows).combine_chunks()
+    inventory = pages.groups.inventory
+    objects = inventory.take(rows).combine_chunks()
     sizes = pages.survey.sizes[rows]
     nbytes = pa.array(sizes, mask=sizes == UNKNOWN_SIZE)
     number = objects.column_names.index("nbytes")
     objects = objects.set_column(number, objects.schema.field(number), nbytes)
-    return objects.append_column(AFFIX_ID, pa.array(pages.inventory.affix_ids[rows]))
+    return objects.append_column(AFFIX_ID, pa.array(inventory.affix_ids[rows]))
 
 
 def _write_chains(folder: Directory, plan: PagePlan, requests: Requests) -> Iterator[TableFile]:

@@ -350,7 +350,7 @@ class VerifyJob(Job):
         if given.part and GROUPS.name in request.checks:  # only the first part reports these
             saved = saved_tables(store)
             tables, _ = check_tables(store, saved, grace_seconds=request.grace_seconds)
-        about = (located(table, checked.inventory, checked.groups) for table in tables)
+        about = (located(table, checked.groups) for table in tables)
         found = combine([checked.findings, *about], LOCATED_SCHEMA)
         plan = plan_of(checked, found, options)
         said = list(left_remarks(plan, stamps=self._stamp))
@@ -360,7 +360,6 @@ class VerifyJob(Job):
             return checked.remarked(*_of_part(given, said), _refused(refusal))
         done = repair(
             store,
-            checked.inventory,
             checked.groups,
             plan,
             options,

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from hicachectl.move.results import FreeDocument, UnnamedDeployment
     from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.inventory import Inventory
     from hicachectl.requests.chains import Requests
 
 
@@ -85,7 +84,6 @@ def worth_of_plan(path: Path) -> Worth:
 
 def choose_groups(
     store: Store,
-    inventory: Inventory,
     groups: PageGroups,
     candidates: IntArray,
     asked: int,
@@ -100,11 +98,12 @@ def choose_groups(
     are none.
     worth: with a profile, requests name its deployment only. Groups of other deployments leave
     first if and_unnamed is True, else they stay.
-    inventory: with `atime_ns` if the store has it. Raises UsageError if worth is of other pages
-    than the store's, and UnsupportedByBackend if the order or all sizes are unknown.
+    groups: groups of an inventory that has `atime_ns` if the store has it.
+    Raises UsageError if worth is of other pages than the store's, and UnsupportedByBackend if the
+    order or all sizes are unknown.
     """
     _refuse_unordered(store, groups, candidates, worth, profile)
-    sizes = _sizes(inventory, groups)
+    sizes = _sizes(groups)
     own, remarks, unnamed = candidates, list[str](), None
     if worth is not None and profile is not None:
         of_candidates = groups.deployment_ids[candidates]
@@ -154,7 +153,7 @@ def choose_groups(
         "kept_bytes": None if unsized else int(ends[-1:].sum()) - nbytes,
         "valued_pages": None if worth is None else int((known >= 0).sum()),
         "valued_pages_removed": None if worth is None else int((known[taken] >= 0).sum()),
-        **_tokens(store, inventory, groups, chosen, worth, profile),
+        **_tokens(store, groups, chosen, worth, profile),
         "unnamed": unnamed,
     }
     return Freeing(chosen, facts, tuple(remarks))
@@ -224,11 +223,12 @@ def _refuse_of_other_pages(
         )
 
 
-def _sizes(inventory: Inventory, groups: PageGroups) -> IntArray:
+def _sizes(groups: PageGroups) -> IntArray:
     """Return the listed bytes of each group, else those that the specs state.
 
     UNKNOWN_BYTES if neither tells the size of an object.
     """
+    inventory = groups.inventory
     column = inventory.objects.column("nbytes")
     if not column.null_count:
         return groups.nbytes
@@ -294,7 +294,6 @@ def _least_useful_first(used_ns: IntArray, places: IntArray, named: BoolArray) -
 
 def _tokens(
     store: Store,
-    inventory: Inventory,
     groups: PageGroups,
     chosen: IntArray,
     worth: Worth | None,
@@ -304,9 +303,8 @@ def _tokens(
     names = ("requested_tokens", "usable_tokens_before", "usable_tokens_after")
     if worth is None or worth.requests is None or profile is None:
         return dict.fromkeys(names)
-    hits = find_hits(
-        inventory, 0, worth.requests, acceptance=acceptance_of(store, inventory, profile)
-    )
+    acceptance = acceptance_of(store, groups.inventory, profile)
+    hits = find_hits(groups.inventory, 0, worth.requests, acceptance=acceptance)
     removed = groups.pages_at(chosen[groups.deployment_ids[chosen] == 0])
     leaves = pc.is_in(hits.page_names, value_set=removed.cast(hits.page_names.type))
     stays = ~leaves.to_numpy(zero_copy_only=False)[hits.page_of]

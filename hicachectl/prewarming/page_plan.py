@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from hicachectl.move.survey import Route, Survey
     from hicachectl.pages.group_table import GroupTable
     from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.inventory import Inventory
     from hicachectl.profiles.identities import Acceptance
     from hicachectl.requests.chains import Requests
     from hicachectl.requests.hits import Hits
@@ -243,7 +242,6 @@ class PagePlan:
 
 
 def plan_chains(
-    inventory: Inventory,
     groups: PageGroups,
     survey: Survey,
     request: PrewarmRequest,
@@ -254,7 +252,7 @@ def plan_chains(
     Also return the hits of the chains in the source. acceptance: see `find_hits`.
     """
     assert request.requests is not None
-    hits = find_hits(inventory, 0, request.requests, own=True, acceptance=acceptance)
+    hits = find_hits(groups.inventory, 0, request.requests, own=True, acceptance=acceptance)
     requested = len(hits.page_names)
     usable = hits.chains.cut(hits.usable_pages)
     names, forest = usable.page_names, usable.forest
@@ -268,7 +266,6 @@ def plan_chains(
     parents = parents[choice.name_of_item]
     plan = PagePlan(
         pages=CopyPlan(
-            inventory=inventory,
             groups=groups,
             survey=choice.survey,
             order=choice.wanted(),
@@ -290,7 +287,6 @@ def plan_chains(
 
 
 def plan_pages(
-    inventory: Inventory,
     groups: PageGroups,
     survey: Survey,
     request: PrewarmRequest,
@@ -330,7 +326,7 @@ def plan_pages(
     count = len(survey.pages)
     names = survey.pages.filter(pa.array(whole))
     return PagePlan(
-        pages=CopyPlan(inventory, groups, survey, order, actions, together=True),
+        pages=CopyPlan(groups, survey, order, actions, together=True),
         parents=pa.nulls(count, pa.string()),
         depths=np.zeros(count, dtype=np.int64),
         names=names,

@@ -72,7 +72,7 @@ def copy_pages(
     """
     if warming.options.pin:
         facts.not_pinned += pages.count(Action.COMPLETE)
-    copying = CopyRun(warming, pages.inventory, pages.groups, facts)
+    copying = CopyRun(warming, pages.groups, facts)
     watch = Watch(warming.destination, pages.survey)
     if best is not None:
         watch.add(best, written=False)
@@ -264,14 +264,14 @@ def plan_prewarm(
         )
     )
     groups = PageGroups(inventory)
-    (survey,) = warming.survey(inventory, groups, first_only=True, on_batch=on_listed)
+    (survey,) = warming.survey(groups, first_only=True, on_batch=on_listed)
     survey, misfits = leave_misfits(survey, whole_groups=request.requests is None)
     if request.requests is None:
-        plan = plan_pages(inventory, groups, survey, request, trailers.refused(inventory, groups))
+        plan = plan_pages(groups, survey, request, trailers.refused(groups))
         missed = [] if len(groups) else [explain_selection(source, inventory, EVERYTHING)]
     else:
         accepted = trailers.acceptance(inventory)
-        plan, hits = plan_chains(inventory, groups, survey, request, accepted)
+        plan, hits = plan_chains(groups, survey, request, accepted)
         elsewhere = find_elsewhere(inventory, hits)
         missed = miss_remarks(source, inventory, hits, elsewhere)
     pages = plan.pages

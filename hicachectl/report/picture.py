@@ -132,7 +132,7 @@ def take_picture(
     made = time.time()
     verify = request.verify
     checked = check_store(store, verify, on_listed=on_listed, on_read=on_read, on_wait=on_wait)
-    inventory, groups = checked.inventory, checked.groups
+    groups, inventory = checked.groups, checked.groups.inventory
     verified = report_of([checked.result], describe_store(store, verify), inventory.table, verify)
     tree, no_tree, told = _tree(store, inventory, request)
     page, why = _page(store, request, verified, checked)
@@ -185,7 +185,7 @@ def _page(
     def read(page: str) -> PageReport:
         return inspect_listed(
             store,
-            checked.inventory,
+            checked.groups.inventory,
             checked.listing,
             verify.profile,
             page,

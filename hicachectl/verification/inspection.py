@@ -144,7 +144,6 @@ def inspect_listed(
     reading = _read(store, inventory, checkers)
     given = CheckInput(
         store=store,
-        inventory=inventory,
         groups=groups,
         in_flight=groups_in_flight(store, groups, time, grace_seconds),
         profile=profile,

@@ -98,7 +98,7 @@ class PartCheck:
 
     catalog: digests of the part's objects; None unless requested.
     listing: time of the listing.
-    inventory, groups: selected objects and their groups, for a repair.
+    groups: the selected groups, for a repair.
     in_flight: [groups] bool, groups that no check judged.
     judged: objects that the checks judged.
     """
@@ -106,7 +106,6 @@ class PartCheck:
     result: PartResult
     catalog: Catalog | None
     listing: ListingTime
-    inventory: Inventory
     groups: PageGroups
     in_flight: BoolArray
     judged: Judged
@@ -190,7 +189,7 @@ def check_part(
     in_flight = groups_in_flight(store, groups, start.listing, grace)
     gone = 0
     if has_times:
-        changed, gone = changed_groups(store, inventory, groups, ~in_flight)
+        changed, gone = changed_groups(store, groups, ~in_flight)
         in_flight |= changed
     limit = request.time_limit_seconds
     choice = choose_objects(
@@ -204,9 +203,7 @@ def check_part(
     remarks: list[str] = []
     reading, devices = read_chosen(store, request, inventory, choice, on_read, remarks.append)
     if not has_times:
-        in_flight, gone = look_again(
-            store, inventory, groups, start.listing, grace, on_wait=on_wait
-        )
+        in_flight, gone = look_again(store, groups, start.listing, grace, on_wait=on_wait)
     digested = compare_with_catalog(store, request, inventory, reading)
     skipped: dict[str, str] = {}
     differences: list[str] = []
@@ -216,7 +213,6 @@ def check_part(
         )
     given = CheckInput(
         store=store,
-        inventory=inventory,
         groups=groups,
         in_flight=in_flight,
         profile=request.profile,
@@ -230,7 +226,7 @@ def check_part(
         skip=skipped.__setitem__,
     )
     found = _findings(given, reading, request, request.unmet(store), first=first)
-    tally = tally_of(inventory, groups)
+    tally = tally_of(groups)
     counts = reading.counts
     counts.gone += gone
     counts.undigested += choice.undigested
@@ -262,7 +258,7 @@ def check_part(
         )
     judged = _judged(inventory, choice.plan, reading)
     result = PartResult(facts, tally, found)
-    return PartCheck(result, catalog, start.listing, inventory, groups, in_flight, judged)
+    return PartCheck(result, catalog, start.listing, groups, in_flight, judged)
 
 
 def _judged(inventory: Inventory, plan: ReadingPlan, reading: ReadingResult) -> Judged:
@@ -296,8 +292,7 @@ def _findings(
             (READING, reading.findings(given.inventory)),
         ]
     )
-    inventory, groups = given.inventory, given.groups
-    return labelled(located(found, inventory, groups), inventory, groups)
+    return labelled(located(found, given.groups), given.groups)
 
 
 def check_store(

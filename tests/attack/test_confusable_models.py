@@ -67,14 +67,14 @@ def test_nothing_healthy_of_the_other_model_is_planned(tmp_path: Path, seed: int
     owners = fill(tmp_path, random.Random(seed))
     for given in (None, WIDE, NARROW):
         with FileStore(tmp_path) as store:
-            inventory, groups = scanned(store, PROFILES[given] if given else None)
-            found = structure_findings(store, inventory, groups)
+            groups = scanned(store, PROFILES[given] if given else None)
+            found = structure_findings(store, groups)
             plans = {
                 model: plan_removal(np.flatnonzero(Selection(model=model).chosen(groups)))
                 for model in (WIDE, NARROW)
             }
             repair = plan_repair(found)
-        keys = [key.decode() for key in inventory.objects.column("key").to_pylist()]
+        keys = [key.decode() for key in groups.inventory.objects.column("key").to_pylist()]
         chosen = {
             name: {key for key, group in zip(keys, groups.of_object, strict=True) if group in plan}
             for name, plan in (

@@ -42,11 +42,10 @@ def calls_of_a_plan(directory: Path, models: int) -> int:
     for key in keys:
         (directory / key).touch()
     with open_store(str(directory)) as store:
-        inventory = take_inventory(store)
-        groups = PageGroups(inventory)
+        groups = PageGroups(take_inventory(store))
     assert len(groups.deployments) == models
     found = findings("truncated", keys=pa.array(keys[:3]), detail="cut")
-    calls, plan = counted(lambda: plan_for(inventory, groups, found))
+    calls, plan = counted(lambda: plan_for(groups, found))
     assert groups.pages_at(plan.groups).to_pylist() == [key[:64] for key in keys[:3]]
     return calls
 

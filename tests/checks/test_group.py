@@ -50,9 +50,9 @@ def test_orphans_are_normal_where_pools_are_evicted_apart(tmp_path: Path) -> Non
     severities = {}
     for kind in (FileStore, Apart):
         with kind(directory) as store:
-            inventory, groups = scanned(store)
+            groups = scanned(store)
             in_flight = np.zeros(len(groups), dtype=np.bool_)
-            given = CheckInput(store=store, inventory=inventory, groups=groups, in_flight=in_flight)
+            given = CheckInput(store=store, groups=groups, in_flight=in_flight)
             (finding,) = combine(check_groups(given)).to_pylist()
         assert finding["code"] == "orphan-sidecar"
         severities[kind] = finding["severity"]

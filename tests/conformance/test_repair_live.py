@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.object_files.mover import FileMover
     from hicachectl.move.results import GroupReport
     from hicachectl.pages.groups import PageGroups as Groups
-    from hicachectl.pages.inventory import Inventory
     from tests.conformance.conftest import Manifest, SglangSession, WriteStore
 
 pytestmark = pytest.mark.conformance
@@ -79,20 +78,19 @@ def objects_of_rank_0(manifest: Manifest, page: str) -> dict[str, str]:
     }
 
 
-def scanned(store: FileStore, manifest: Manifest) -> tuple[Inventory, Groups]:
+def scanned(store: FileStore, manifest: Manifest) -> Groups:
     profile = parse_profile(json.dumps(manifest["profile"]))
-    inventory = take_inventory(store, profile, columns=("version",))
-    return inventory, PageGroups(inventory)
+    return PageGroups(take_inventory(store, profile, columns=("version",)))
 
 
 def repair(store: Watched, manifest: Manifest, damaged: Damaged) -> GroupReport:
-    inventory, groups = scanned(store, manifest)
+    groups = scanned(store, manifest)
     found = pa.concat_tables(
         findings("digest-mismatch", keys=pa.array(files), pages=pa.array([page] * len(files)))
         for page, files in damaged.items()
     )
-    plan = plan_for(inventory, groups, found)
-    return remove_groups(store, inventory, groups, plan, mode="quarantine")
+    plan = plan_for(groups, found)
+    return remove_groups(store, groups, plan, mode="quarantine")
 
 
 @pytest.mark.parametrize(("case", "writers"), [("mla_indexer", 1), ("hybrid_mamba", 2)])
@@ -152,7 +150,7 @@ def test_no_damaged_page_is_read_once_its_anchor_is_gone(
     check_store(store, pristine, inodes, damaged)
     check_quarantine(store, manifest, bytes_before, damaged)
     with FileStore(store) as opened_again:
-        _, groups = scanned(opened_again, manifest)
+        groups = scanned(opened_again, manifest)
     assert (groups.states == WHOLE).all()
     assert len(groups) == len(manifest["pages"])
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import ReadResult, Result, Status
     from hicachectl.backends.urls import StoreUrl
     from hicachectl.move.results import GroupReport
-    from hicachectl.pages.inventory import Inventory
 
 DSA = parse_profile(stores.DSA)
 KV_BYTES, INDEXER_BYTES = 4 * 2 * 1152, 4 * 2 * 132
@@ -84,29 +83,26 @@ def stick(monkeypatch: pytest.MonkeyPatch, stuck: str) -> None:
         monkeypatch.setattr(type_, name, failing)
 
 
-def scanned(store: Store, profile: Profile | None = DSA) -> tuple[Inventory, PageGroups]:
-    inventory = take_inventory(store, profile, columns=("version",))
-    return inventory, PageGroups(inventory)
+def scanned(store: Store, profile: Profile | None = DSA) -> PageGroups:
+    return PageGroups(take_inventory(store, profile, columns=("version",)))
 
 
-def structure_findings(store: Store, inventory: Inventory, groups: PageGroups) -> pa.Table:
+def structure_findings(store: Store, groups: PageGroups) -> pa.Table:
     settled = np.zeros(len(groups), dtype=np.bool_)
-    given = CheckInput(store=store, inventory=inventory, groups=groups, in_flight=settled)
+    given = CheckInput(store=store, groups=groups, in_flight=settled)
     found = combine([*check_groups(given), *check_sizes(given)], LOCATED_SCHEMA)
-    return located(found, inventory, groups)
+    return located(found, groups)
 
 
-def plan_for(inventory: Inventory, groups: PageGroups, found: pa.Table) -> RepairPlan:
+def plan_for(groups: PageGroups, found: pa.Table) -> RepairPlan:
     """Plan the repair of findings that may have only keys."""
-    return plan_repair(located(found, inventory, groups))
+    return plan_repair(located(found, groups))
 
 
-def planned(
-    store: Store, *, codes: tuple[str, ...] = ()
-) -> tuple[Inventory, PageGroups, RepairPlan]:
-    inventory, groups = scanned(store)
-    found = structure_findings(store, inventory, groups)
-    return inventory, groups, plan_repair(found, codes=codes)
+def planned(store: Store, *, codes: tuple[str, ...] = ()) -> tuple[PageGroups, RepairPlan]:
+    groups = scanned(store)
+    found = structure_findings(store, groups)
+    return groups, plan_repair(found, codes=codes)
 
 
 def repaired(directory: Path, **options: Any) -> GroupReport:

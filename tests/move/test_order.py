@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl.backends.base import Result, Status
-from hicachectl.move.order import GroupObjects, Sighting, publish, withdraw
+from hicachectl.move.order import GroupObjects, publish, withdraw
 from hicachectl.move.results import GroupStatus, MoveResult
 
 if TYPE_CHECKING:
@@ -106,15 +106,16 @@ def test_a_withdrawn_group_keeps_its_sidecars_while_an_anchor_stays(
     result = MoveResult.of(pa.array([f"{n:064x}" for n in range(GROUPS)]))
     came = set(rewritten)
 
-    def look(pending: IntArray) -> Sighting:
+    numbers = np.array([], dtype=np.int64)
+
+    def look(pending: IntArray) -> GroupObjects:
+        nonlocal numbers
         there = [n for n in sorted(store.held) if n // SIZE in pending]
         keys = store.objects.keys.take(pa.array(there, pa.int64()))
         numbers = np.array(there, dtype=np.int64)
-        seen = GroupObjects(keys, store.objects.owners[numbers], store.objects.anchors[numbers])
-        return Sighting(seen, pa.table({"key": keys}), np.full(len(keys), -1))
+        return GroupObjects(keys, store.objects.owners[numbers], store.objects.anchors[numbers])
 
-    def remove(seen: Sighting, places: IntArray) -> Result:
-        numbers = np.array([int(k) for k in seen.rows.column("key").to_pylist()], dtype=np.int64)
+    def remove(places: IntArray) -> Result:
         found = store.call(store.held.discard)(numbers[places])
         # A server that looked before writes some sidecars again.
         again = [n for n in numbers[places].tolist() if n in came and not store.objects.anchors[n]]

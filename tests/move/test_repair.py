@@ -93,9 +93,9 @@ def repair_findings(
     directory: Path, found: pa.Table, profile: Profile | None = None
 ) -> GroupReport:
     with FileStore(directory) as opened:
-        inventory, groups = scanned(opened, profile)
-        plan = plan_for(inventory, groups, found)
-        return remove_groups(opened, inventory, groups, plan, mode="quarantine")
+        groups = scanned(opened, profile)
+        plan = plan_for(groups, found)
+        return remove_groups(opened, groups, plan, mode="quarantine")
 
 
 # which groups
@@ -146,7 +146,7 @@ def test_an_ambiguous_group_stays_whatever_is_found(tmp_path: Path) -> None:
 
 def test_findings_that_name_no_group_are_counted(store: Path) -> None:
     with FileStore(store) as opened:
-        inventory, groups = scanned(opened)
+        groups = scanned(opened)
         found = pa.concat_tables(
             [
                 bad_value("README"),
@@ -155,7 +155,7 @@ def test_findings_that_name_no_group_are_counted(store: Path) -> None:
                 findings("stamp-mismatch", keys=pa.nulls(1, pa.string()), detail="x"),
             ]
         )
-        plan = plan_for(inventory, groups, found)
+        plan = plan_for(groups, found)
     assert plan.unplaced == {"nan": 2, "stamp-mismatch": 1}
     assert groups.pages.take(pa.array(plan.groups)).to_pylist() == [page(1)]
     assert plan.reasons.column("code").to_pylist() == ["nan"]
@@ -164,13 +164,13 @@ def test_findings_that_name_no_group_are_counted(store: Path) -> None:
 def test_a_finding_without_an_object_is_about_its_whole_group(store: Path) -> None:
     before = contents(store)
     with FileStore(store) as opened:
-        inventory, groups = scanned(opened)
-        place = inventory.objects.column("key").to_pylist().index(kv(4).encode())
+        groups = scanned(opened)
+        place = groups.inventory.objects.column("key").to_pylist().index(kv(4).encode())
         number = groups.of_object[place : place + 1]
         nothing = pa.nulls(1, pa.string())
         found = findings("layout-mismatch", keys=nothing, groups=number, detail="x")
-        plan = plan_for(inventory, groups, found)
-        remove_groups(opened, inventory, groups, plan, mode="quarantine")
+        plan = plan_for(groups, found)
+        remove_groups(opened, groups, plan, mode="quarantine")
     assert contents(store) == without(before, kv(4), indexer(4))
 
 
@@ -306,12 +306,10 @@ def test_many_groups_go_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     store = dsa_store(tmp_path / "store", 23)
     before = contents(store)
     with FileStore(store) as opened:
-        inventory, groups = scanned(opened)
+        groups = scanned(opened)
         plan = plan_removal(np.arange(23))
         steps: list[int] = []
-        outcome = remove_groups(
-            opened, inventory, groups, plan, mode="quarantine", on_progress=steps.append
-        )
+        outcome = remove_groups(opened, groups, plan, mode="quarantine", on_progress=steps.append)
     assert (sum(steps), outcome.groups, outcome.moved) == (23, 23, 46)
     assert len(steps) == 8
     assert contents(store) == {}
@@ -434,10 +432,10 @@ def test_a_quarantine_that_cannot_be_written_is_said(store: Path) -> None:
 def replan_after(store: Path, change: Callable[[], None], key: str, **options: Any) -> GroupReport:
     """Repair with a plan made before a change."""
     with FileStore(store) as opened:
-        inventory, groups = scanned(opened)
-        plan = plan_for(inventory, groups, bad_value(key))
+        groups = scanned(opened)
+        plan = plan_for(groups, bad_value(key))
         change()
-        return remove_groups(opened, inventory, groups, plan, **{"mode": "quarantine", **options})
+        return remove_groups(opened, groups, plan, **{"mode": "quarantine", **options})
 
 
 def rewrite(path: Path, value: bytes | None = None) -> None:
@@ -465,10 +463,10 @@ def test_a_pool_that_arrived_heals_its_group(store: Path) -> None:
     value = (store / indexer(1)).read_bytes()
     (store / indexer(1)).unlink()
     with FileStore(store) as opened:
-        inventory, groups, plan = planned(opened)
+        groups, plan = planned(opened)
         assert len(plan.groups) == 1
         rewrite(store / indexer(1), value)
-        outcome = remove_groups(opened, inventory, groups, plan, mode="quarantine")
+        outcome = remove_groups(opened, groups, plan, mode="quarantine")
     assert (outcome.groups, outcome.kept) == (0, 1)
     assert (store / kv(1)).exists()
 
@@ -521,9 +519,9 @@ class Interfering(FileStore):
 def interfered(store: Path, after: Callable[[bytes], None], **options: Any) -> GroupReport:
     with Interfering(store) as opened:
         opened.after = after
-        inventory, groups = scanned(opened)
-        plan = plan_for(inventory, groups, bad_value(indexer(1)))
-        return remove_groups(opened, inventory, groups, plan, **{"mode": "quarantine", **options})
+        groups = scanned(opened)
+        plan = plan_for(groups, bad_value(indexer(1)))
+        return remove_groups(opened, groups, plan, **{"mode": "quarantine", **options})
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -375,9 +375,9 @@ def test_rows_of_ls_name_the_group_to_restore(invoke: Invoke, tmp_path: Path) ->
     rows = [json.loads(line) for line in listed.read_text().splitlines()]
     assert {row["group"] for row in rows} == {"m tp2", "n", "n tp2", "?"}
     with FileStore(store) as opened:
-        inventory, groups = scanned(opened, None)
+        groups = scanned(opened, None)
         plan = plan_removal(np.arange(len(groups)))
-        remove_groups(opened, inventory, groups, plan, mode="quarantine")
+        remove_groups(opened, groups, plan, mode="quarantine")
     assert contents(store) == {}
     for row in rows:
         listed.write_text(json.dumps(row))

@@ -234,8 +234,8 @@ def losing(target: Path, count: int) -> Iterator[list[str]]:
     """Let the destination lose the first pages that leave the source; yield their hashes."""
     withdraw, lost = withdraw_listed, list[str]()
 
-    def withdrawn(store: Any, inventory: Any, groups: Any, numbers: Any) -> Any:
-        removed = withdraw(store, inventory, groups, numbers)
+    def withdrawn(store: Any, groups: Any, numbers: Any) -> Any:
+        removed = withdraw(store, groups, numbers)
         if len(lost) < count:
             lost.extend(removed.pages.to_pylist())
             for path in target.glob(f"{lost[-1]}*"):

@@ -36,7 +36,7 @@ def rewrite(path: Path) -> None:
 def test_what_was_written_since_the_listing_stays(store: Path) -> None:
     """A page of which a server has rewritten an object stays; one that has lost objects leaves."""
     with FileStore(store) as opened:
-        inventory, groups = scanned(opened)
+        groups = scanned(opened)
         for name in (indexer(1), kv(1), indexer(2), kv(5)):
             rewrite(store / name)
         for name in (indexer(3), kv(3), indexer(4)):
@@ -44,7 +44,7 @@ def test_what_was_written_since_the_listing_stays(store: Path) -> None:
         order = groups.pages.to_pylist()
         asked = [page(number) for number in (5, 0, 3, 1, 4, 2)]
         numbers = np.array([order.index(name) for name in asked])
-        result = withdraw_listed(opened, inventory, groups, numbers)
+        result = withdraw_listed(opened, groups, numbers)
     assert result.pages.to_pylist() == asked
     expected = ["KEPT", "DONE", "GONE", "KEPT", "DONE", "KEPT"]
     assert [GroupStatus(status).name for status in result.statuses] == expected
@@ -65,8 +65,8 @@ def test_a_page_whose_anchor_stays_keeps_its_sidecars(
 
     monkeypatch.setattr(FileStore, "delete", failing)
     with FileStore(store) as opened:
-        inventory, groups = scanned(opened)
-        result = withdraw_listed(opened, inventory, groups, np.arange(PAGES))
+        groups = scanned(opened)
+        result = withdraw_listed(opened, groups, np.arange(PAGES))
     assert set(contents(store)) == {kv(2), indexer(2)}
     (problem,) = result.problems
     assert (problem.page, problem.key) == (page(2), kv(2))

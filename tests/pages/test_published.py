@@ -153,7 +153,7 @@ def test_counts_must_have_the_first_key_of_each_ambiguous_affix(tmp_path: Path) 
     with open_store(str(tmp_path)) as store:
         inventory = take_inventory(store)
     table = inventory.table
-    counts = tally_of(inventory, PageGroups(inventory)).to_mapping()
+    counts = tally_of(PageGroups(inventory)).to_mapping()
     ambiguous = [affix for affix, one in enumerate(table.resolved) if one.ambiguous]
     assert [affix for affix, _ in counts["first_keys"]] == ambiguous
     assert Tally.from_mapping(counts, table, "result").pages == 2

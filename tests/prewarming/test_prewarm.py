@@ -227,7 +227,7 @@ def test_touches_that_take_too_long_are_left_out_but_not_those_of_the_best(
     with FileStore(source) as one, FileStore(target) as other:
         inventory = take_inventory(one, PROFILE)
         routes = verbatim_routes(inventory.table.deployments)
-        (survey,) = survey_source(inventory, PageGroups(inventory), routes)
+        (survey,) = survey_source(PageGroups(inventory), routes)
         place = pc.index_in(survey.pages, value_set=pa.array(HASHES)).to_numpy()
         prewarming.touch_pages(other, survey, np.argsort(place), until=4.5)
     assert touched == [[HASHES[at]] for at in (11, 2, 1, 0)]

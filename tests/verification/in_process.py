@@ -30,7 +30,7 @@ def verify_store(store: Store, request: VerifyRequest, **callbacks: Any) -> Veri
     """Scan a store, run the checks, and return their report. callbacks: see `check_store`."""
     checked = check_store(store, request, **callbacks)
     described = describe_store(store, request)
-    report = report_of([checked.result], described, checked.inventory.table, request)
+    report = report_of([checked.result], described, checked.groups.inventory.table, request)
     return Verified(report.document, report.result().rows, report.remarks, checked.catalog)
 
 

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from hicachectl.move.removal_plan import RepairPlan
     from hicachectl.move.results import GroupReport, Taken
     from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.inventory import Inventory
     from hicachectl.pages.selection import Selection
     from hicachectl.prewarming.freeing import Freeing, Worth
     from hicachectl.results import Result, Shown
@@ -337,7 +336,6 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
         if options["free"] is not None:
             freeing = choose_groups(
                 store,
-                inventory,
                 groups,
                 chosen,
                 options["free"],
@@ -353,18 +351,17 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
     in_flight = groups_in_flight(store, groups, listing, grace) & (groups.states != WHOLE)
     plan, freeing = choose(in_flight)
     if "partial" in (options["state"] or ()) and not options["despite_profile"]:
-        _refuse_doubtful(store, inventory, groups, in_flight)
+        _refuse_doubtful(store, groups, in_flight)
     if needs_second_look(store) and are_incomplete(groups)[plan.groups].any():
         wait = partial(remark_wait, ctx)
-        in_flight = look_again(store, inventory, groups, listing, grace, on_wait=wait)[0]
+        in_flight = look_again(store, groups, listing, grace, on_wait=wait)[0]
         plan, freeing = choose(in_flight)
-    _remark_choice(ctx, store, inventory, groups, selection, plan, freeing)
+    _remark_choice(ctx, store, groups, selection, plan, freeing)
 
     def remove() -> GroupReport:
         with progress(ctx, "removing", " pages") as advance:
             return remove_groups(
                 store,
-                inventory,
                 groups,
                 plan,
                 mode="delete",
@@ -392,15 +389,13 @@ def _say_how_to_go_on(ctx: click.Context, taken: Taken, text: str, free: int | N
     remark(ctx, f"{text}; to free the rest, run the command again with --free {left}")
 
 
-def _refuse_doubtful(
-    store: Store, inventory: Inventory, groups: PageGroups, in_flight: BoolArray
-) -> None:
+def _refuse_doubtful(store: Store, groups: PageGroups, in_flight: BoolArray) -> None:
     """Raise UsageError if the pages that look partial show that the profile may be wrong."""
     from hicachectl.checks.registry import CheckInput
     from hicachectl.move.doubt import doubt_missing
     from hicachectl.verification.report import doubted
 
-    given = CheckInput(store=store, inventory=inventory, groups=groups, in_flight=in_flight)
+    given = CheckInput(store=store, groups=groups, in_flight=in_flight)
     refused = doubt_missing(given)
     if refused is not None:
         why = doubted(refused, "removes")
@@ -433,7 +428,6 @@ def _removable(
 def _remark_choice(
     ctx: click.Context,
     store: Store,
-    inventory: Inventory,
     groups: PageGroups,
     selection: Selection,
     plan: RepairPlan,
@@ -452,6 +446,7 @@ def _remark_choice(
     unclear = int((groups.states[plan.groups] == UNKNOWN).sum())
     if unclear or (ambiguous and not (selection.states or selection.pages)):
         verb, count = ("selected for removal", unclear) if unclear else ("left alone", ambiguous)
+        inventory = groups.inventory
         text = ambiguity_remark(inventory.table, object_counts(inventory))
         remark(
             ctx,
@@ -465,7 +460,7 @@ def _remark_choice(
             remark(ctx, f"{selection.pages.source}: the store has no group for {rows}")
     say_unjudged(ctx, selection, groups)
     if not selection.chosen(groups).any():
-        remark(ctx, explain_selection(store, inventory, selection))
+        remark(ctx, explain_selection(store, groups.inventory, selection))
 
 
 def _worth(options: dict[str, Any], profile: Profile | None) -> Worth | None:

@@ -302,7 +302,7 @@ def _at_once(
     kept = _keep_records(ctx, store, request, checked, options)
     described = describe_store(store, request)
     repairs = _repaired(ctx, store, request, checked, options)
-    report = report_of([repairs], described, checked.inventory.table, request)
+    report = report_of([repairs], described, checked.groups.inventory.table, request)
     result = report.result(fail_on=options["fail_on"], dry_run=_dry_run(options), mending=mending)
     return replace(result, failed=result.failed or not kept)
 
@@ -512,7 +512,6 @@ def _repaired(
     with progress(ctx, "repairing", " pages") as advance:
         done = repair(
             store,
-            checked.inventory,
             checked.groups,
             plan,
             chosen,
