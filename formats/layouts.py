@@ -27,8 +27,8 @@ UNSTORED_DTYPES = {
     "mxfp8": "SGLang does not store mxfp8 pages, whose scales lie outside the page; servers with a "
     "store need another --kv-cache-dtype"
 }
-# "uint8" marks structured bytes: scaled MLA rows, indexer blocks.
-TENSOR_DTYPE_BYTES = {**DTYPE_BYTES, "uint8": 1}
+# "uint8" marks structured bytes: scaled MLA rows, indexer blocks. "ue8m0" marks powers of two.
+TENSOR_DTYPE_BYTES = {**DTYPE_BYTES, "uint8": 1, "ue8m0": 1}
 
 # Each layout's outermost axes, if the tensor has them; other axes keep their order.
 _OUTERMOST = {
@@ -89,9 +89,12 @@ class Column:
 
     offset:      bytes from the start of the row.
     axes, shape: axes of the items and their lengths, outermost first.
-    scale_floor: lowest legal fp32 scale; None if the items are not scales.
+    scale_floor: lowest legal fp32 scale; None if the items are not scales. Scales of other dtypes
+                 are bad if they are NaN.
     scales:      column of the scales of these codes, equally many codes per scale. Codes with a
                  legal scale of 0 are not judged.
+    pitch:       bytes between the first items along the first axis, which begins at a multiple of
+                 them; 0 if all items are consecutive.
     """
 
     name: str
@@ -101,6 +104,7 @@ class Column:
     shape: tuple[int, ...]
     scale_floor: float | None = None
     scales: Column | None = None
+    pitch: int = 0
 
     @property
     def items(self) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.kinds.base import PoolKind, stored_rows
-from hicachectl.formats.layouts import HEADLESS_LAYOUTS, PAGE_FIRST_LAYOUTS, TensorLayout
+from hicachectl.formats.layouts import HEADLESS_LAYOUTS, PAGE_FIRST_LAYOUTS, Column, TensorLayout
 from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Numbers:
     """Numbers of a row: name, bytes from the start of its data or scales, count, and dtype.
 
-    dtype: a name of DTYPE_BYTES, or "ue8m0"; "float8_e4m3fn" where the server's fp8 is meant.
+    dtype: a name of TENSOR_DTYPE_BYTES; _FP8 stands for the server's fp8.
     """
 
     name: str
@@ -80,7 +80,6 @@ class Dsv4(PoolKind):
     shards = False
     host_layouts = HEADLESS_LAYOUTS
     identified = False
-    interpreted = False  # data and scales of a row lie apart
     nixl_layouts = PAGE_FIRST_LAYOUTS
 
     def problems(self, pool: Pool) -> Iterator[str]:
@@ -92,3 +91,27 @@ class Dsv4(PoolKind):
         """Return one block per layer."""
         nbytes = DSV4_ROWS[pool.row].page_bytes(stored_rows(pool, tokens))
         return (TensorLayout("rows", ("layer", "block"), (layers, nbytes), "uint8"),)
+
+    def columns(self, pool: Pool, tensor: TensorLayout, code_dtype: str) -> tuple[Column, ...]:
+        """Return the numbers of all rows of a page: those in the data, then those in the scales."""
+        form = DSV4_ROWS[pool.row]
+        row_bytes = form.data + form.scales
+        rows = tensor.shape[-1] // row_bytes  # a page has less padding than a row
+        if form.interleaved:
+            places = ((form.in_data, 0, row_bytes), (form.in_scales, form.data, row_bytes))
+        else:
+            ends = rows * form.data
+            places = ((form.in_data, 0, form.data), (form.in_scales, ends, form.scales))
+        return tuple(
+            Column(
+                name=numbers.name,
+                offset=start + numbers.offset,
+                dtype=code_dtype if numbers.dtype == _FP8 else numbers.dtype,
+                axes=("row", "number"),
+                shape=(rows, numbers.count),
+                scale_floor=0.0 if numbers.name == "scales" else None,
+                pitch=pitch,
+            )
+            for group, start, pitch in places
+            for numbers in group
+        )

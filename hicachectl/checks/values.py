@@ -17,9 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicachectl.checks.registry import TensorStats, ValueCheck, ValueIssue, checks, resolved
-from hicachectl.checks.tables import Section, code_dtype_of, sections_of
-from hicachectl.formats.kinds.base import stored_rows
-from hicachectl.formats.kinds.dsv4 import DSV4_ROWS
+from hicachectl.checks.tables import Section, sections_of
 from hicachectl.kernels.values import (
     RowTable,
     bad_items,
@@ -37,11 +35,10 @@ if TYPE_CHECKING:
 
     from hicachectl.checks.registry import FindIssues
     from hicachectl.formats.arrays import BoolArray, IntArray
-    from hicachectl.formats.kinds.dsv4 import Numbers, RowForm
     from hicachectl.formats.layouts import Column
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
-    from hicachectl.kernels.values import Bytes
+    from hicachectl.kernels.values import Bits, Bytes
 
     Floats = npt.NDArray[np.float32]
 
@@ -140,24 +137,17 @@ def number_check(expected: ObjectSpec, profile: Profile) -> FindIssues | None:
     sections = sections_of(expected, profile)
     if not any(section.table.runs for section in sections):
         return None
-    pool = profile.pool(expected.pool)
-    fp8 = "" if pool is None else code_dtype_of(profile, pool)
-    return partial(_number_issues, sections, compressed_rows(expected, profile, fp8))
+    return partial(_number_issues, sections)
 
 
-def _number_issues(
-    sections: tuple[Section, ...], rows: CompressedRows | None, objects: Bytes
-) -> list[ValueIssue]:
+def _number_issues(sections: tuple[Section, ...], objects: Bytes) -> list[ValueIssue]:
     damages: dict[int, _Damage] = {}
     for number, section in enumerate(sections):
         _scan(objects, number, section.table, damages)
     return [
-        *(
-            ValueIssue(index, code, detail)
-            for index in sorted(damages)
-            for code, detail in _describe(sections, objects[index : index + 1], damages[index])
-        ),
-        *(rows.issues(objects) if rows else ()),
+        ValueIssue(index, code, detail)
+        for index in sorted(damages)
+        for code, detail in _describe(sections, objects[index : index + 1], damages[index])
     ]
 
 
@@ -229,17 +219,18 @@ def _describe_items(section: Section, content: Bytes, code: str, counts: IntArra
     rows = np.flatnonzero(counts)
     where = section.coordinates(rows)
     first = {axis: int(numbers[0]) for axis, numbers in where.items()}
-    column, items, value = _first_item(section, content, int(rows[0]), code)
-    place = _place({**first, **items}) + (f" of {column}" if column else "")
-    worth = f", value {value:g}" if code == "bad-scale" else ""
+    column, items, bits = _first_item(section, content, int(rows[0]), code)
+    place = _place({**first, **items}) + (f" of {column.name}" if column.name else "")
+    is_scale = code == "bad-scale" and column.dtype == "float32"
+    worth = f", value {to_float32(bits, column.dtype)[0]:g}" if is_scale else ""
     count = _counted(int(counts[rows].sum()), *_COUNTED[code])
     return f"{section.table.name}: {count} in {_extent(where)}, the first at {place}{worth}"
 
 
 def _first_item(
     section: Section, content: Bytes, row: int, code: str
-) -> tuple[str, dict[str, int], float]:
-    """Return the column, indices and value of a row's first bad item."""
+) -> tuple[Column, dict[str, int], Bits]:
+    """Return the column, indices and bits of a row's first bad item."""
     table = section.table
     block = table.block(content, row, row + 1)
     for column in table.columns:
@@ -247,8 +238,7 @@ def _first_item(
         if len(bad):
             place = np.unravel_index(int(bad[0]), column.shape)
             bits = item_bits(block, table, column)[0, 0, bad[:1]]
-            value = float(to_float32(bits, column.dtype)[0])
-            return column.name, dict(zip(column.axes, map(int, place), strict=True)), value
+            return column, dict(zip(column.axes, map(int, place), strict=True)), bits
     raise AssertionError(f"row {row} has no {code}")
 
 
@@ -332,6 +322,8 @@ def _statistics(section: Section, objects: Bytes) -> Iterator[TensorStats]:
             continue
         block = content[stored == number].reshape(1, -1)
         for column in table.columns:
+            if column.pitch:  # codes without their scales say little
+                continue
             part = f".{column.name}" if column.name and column.scales is None else ""
             yield _summary(table.name + part, layer, *_values(block, table, column))
 
@@ -364,90 +356,3 @@ def _summary(name: str, layer: int, values: Floats, nan: BoolArray, inf: BoolArr
         inf=int(inf.sum()),
         zero=int((finite == 0).sum()),
     )
-
-
-_UE8M0_NAN = 0xFF
-
-
-@dataclass(frozen=True, slots=True)
-class CompressedRows:
-    """The rows of a spec's objects.
-
-    layers: model layer numbers.
-    fp8: dtype of codes.
-    """
-
-    pool: str
-    form: RowForm
-    layers: tuple[int, ...]
-    rows: int
-    fp8: str
-
-    def issues(self, objects: Bytes) -> Iterator[ValueIssue]:
-        """Yield what no healthy object [n, nbytes] has: NaN, infinities, and scales of NaN."""
-        for index, content in enumerate(objects):
-            pages = content.reshape(len(self.layers), -1)
-            for code, kind in (("nan", "NaN"), ("inf", "Inf"), ("bad-scale", "bad scale")):
-                found = [
-                    (layer, name, marks)
-                    for layer, page in zip(self.layers, pages, strict=True)
-                    for name, marks in self._marked(page, code)
-                    if marks.any()
-                ]
-                if found:
-                    yield ValueIssue(index, code, _described(kind, found))
-
-    def _marked(self, page: Bytes, code: str) -> Iterator[tuple[str, BoolArray]]:
-        """Yield the bad numbers of one code in a layer, [rows, numbers], by name."""
-        for numbers, part in self._numbers(page):
-            if numbers.name == "scales":
-                if code == "bad-scale":
-                    yield numbers.name, self._not_a_number(part, numbers.dtype)
-            elif code == "nan":
-                yield numbers.name, self._not_a_number(part, numbers.dtype)
-            elif code == "inf" and numbers.dtype == "bfloat16":
-                yield numbers.name, is_inf(part, numbers.dtype)
-
-    def _not_a_number(self, part: npt.NDArray[np.unsignedinteger], dtype: str) -> BoolArray:
-        if dtype == "ue8m0":
-            nan: BoolArray = part == _UE8M0_NAN
-            return nan
-        return is_nan(part, self.fp8 if dtype == "float8_e4m3fn" else dtype)
-
-    def _numbers(self, page: Bytes) -> Iterator[tuple[Numbers, npt.NDArray[np.unsignedinteger]]]:
-        form = self.form
-        if form.interleaved:
-            both = page[: self.rows * (form.data + form.scales)].reshape(self.rows, -1)
-            data, scales = both[:, : form.data], both[:, form.data :]
-        else:
-            data, scales = (
-                page[: self.rows * form.data].reshape(self.rows, form.data),
-                page[self.rows * form.data :][: self.rows * form.scales].reshape(self.rows, -1),
-            )
-        for held, names in ((data, form.in_data), (scales, form.in_scales)):
-            for numbers in names:
-                width = 2 if numbers.dtype == "bfloat16" else 1
-                start, stop = numbers.offset, numbers.offset + numbers.count * width
-                yield numbers, held[:, start:stop].view(f"u{width}")
-
-
-def _described(kind: str, found: list[tuple[int, str, BoolArray]]) -> str:
-    count = sum(int(marks.sum()) for _, _, marks in found)
-    layers = sorted({layer for layer, _, _ in found})
-    layer, name, marks = found[0]
-    row, item = np.argwhere(marks)[0].tolist()
-    plural = "s" if kind == "bad scale" and count > 1 else ""
-    where = f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers"
-    return (
-        f"rows: {count} {kind}{plural} in {where}, the first at layer {layer}, row {row}, "
-        f"number {item} of {name}"
-    )
-
-
-def compressed_rows(expected: ObjectSpec, profile: Profile, fp8: str) -> CompressedRows | None:
-    """Return the rows of a spec's objects; None if they are of another kind."""
-    pool = profile.pool(expected.pool)
-    if pool is None or pool.kind != "dsv4" or not expected.layers:
-        return None
-    rows = stored_rows(pool, profile.page_size)
-    return CompressedRows(expected.pool, DSV4_ROWS[pool.row], expected.layers, rows, fp8)

@@ -78,6 +78,8 @@ def fields_of(
 
 def _fields(section: Section, tensor: TensorLayout, piece: DevicePool) -> tuple[Field, ...]:
     columns = section.table.columns
+    if any(column.pitch for column in columns):
+        return ()
     if len(columns) == 1:
         # All numbers have one dtype, so the kernel can take each token as a row.
         items = piece.row_bytes // tensor.itemsize

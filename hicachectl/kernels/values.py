@@ -32,7 +32,7 @@ _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32}
 INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": _INF_BITS32, "float8_e5m2": 0x7C}
 # Least bits that are not a finite number. fp8 dtypes without infinity have one NaN; float8_e4m3fnuz
 # has it in place of -0.
-FIRST_SPECIAL = {**INFINITY, "float8_e4m3fn": 0x7F, "float8_e4m3fnuz": 0x80}
+FIRST_SPECIAL = {**INFINITY, "float8_e4m3fn": 0x7F, "float8_e4m3fnuz": 0x80, "ue8m0": 0xFF}
 _FP8_FORM = {  # mantissa bits, exponent bias
     "float8_e4m3fn": (3, 7),
     "float8_e4m3fnuz": (3, 8),
@@ -73,7 +73,7 @@ def may_hold_bad_values(block: Bytes, table: RowTable) -> bool:
     """
     return any(
         _has_special(_items(block, table, column), column.dtype)
-        if column.scale_floor is None
+        if column.scale_floor is None or column.dtype != "float32"
         else _has_bad_scale(_items(block, table, column), column.scale_floor)
         for column in table.columns
     )
@@ -95,9 +95,9 @@ def bad_items(block: Bytes, table: RowTable, column: Column, code: str) -> BoolA
     bits = item_bits(block, table, column)
     if (code == "bad-scale") != (column.scale_floor is not None):
         return np.zeros(bits.shape, np.bool_)
-    if column.scale_floor is not None:
+    if column.scale_floor is not None and column.dtype == "float32":
         return is_bad_scale(bits, column.scale_floor)
-    found = is_nan(bits, column.dtype) if code == "nan" else is_inf(bits, column.dtype)
+    found = is_inf(bits, column.dtype) if code == "inf" else is_nan(bits, column.dtype)
     if column.scales is not None and not column.scales.scale_floor:
         live = item_bits(block, table, column.scales) & 0x7FFFFFFF != 0
         tile = column.items // column.scales.items
@@ -121,7 +121,7 @@ def zero_rows(block: Bytes, table: RowTable) -> tuple[IntArray, IntArray]:
 
 def is_nan(bits: Bits, dtype: str) -> BoolArray:
     """Mark NaN among items."""
-    if dtype == "float8_e4m3fnuz":
+    if dtype in ("float8_e4m3fnuz", "ue8m0"):
         nan: BoolArray = bits == FIRST_SPECIAL[dtype]
     elif dtype in INFINITY:
         nan = _magnitudes(bits) > INFINITY[dtype]
@@ -189,6 +189,11 @@ def _items(block: Bytes, table: RowTable, column: Column) -> Bits:
     if column.nbytes == table.pitch:
         return block.view(unsigned)
     rows = block.reshape(len(block), -1, table.pitch)
+    if column.pitch:
+        count, (start, skipped) = column.shape[0], divmod(column.offset, column.pitch)
+        rows = rows[..., start * column.pitch : (start + count) * column.pitch]
+        apart = rows.reshape(len(block), -1, count, column.pitch)
+        return apart[..., skipped : skipped + column.nbytes // count].view(unsigned)
     return rows[..., column.offset : column.offset + column.nbytes].view(unsigned)
 
 
@@ -197,6 +202,8 @@ def _has_special(bits: Bits, dtype: str) -> bool:
     signed = bits.view(_SIGNED[bits.itemsize])
     if dtype == "float8_e4m3fnuz":
         return int(signed.min()) == -0x80
+    if dtype == "ue8m0":
+        return int(bits.max()) == FIRST_SPECIAL[dtype]
     first = FIRST_SPECIAL[dtype]
     sign = 1 << (8 * bits.itemsize - 1)
     return int(signed.max()) >= first or int(bits.max()) >= first + sign
