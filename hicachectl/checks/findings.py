@@ -60,14 +60,17 @@ def findings(
     parts: pa.Array | None = None,
     rows: IntArray | None = None,
     groups: IntArray | None = None,
+    deployments: pa.Array | None = None,
+    written: pa.Array | None = None,
     detail: str | pa.Array | None = None,
     rule: str | None = None,
 ) -> pa.Table:
-    """Return one finding of a code for each key: LOCATED_SCHEMA.
+    """Return one finding of a code for each key: RUN_SCHEMA, without the name of the check.
 
     rows, groups: [keys] objects and page groups that the findings are about. Without rows, the
     group of a finding about an object follows from the key; a finding about a missing object, or
     about a whole page, needs its group, or no repair acts on it.
+    deployments, written: [keys] labels and last writes, for findings about whole deployments.
     detail: one text for all, or [keys]; None: the code's own.
     rule: the code's rule that applies.
     Raises ValueError if no registered check declares the code or the rule, even without keys.
@@ -79,15 +82,17 @@ def findings(
         pa.repeat(pa.scalar(column, pa.string()), len(keys))
         if column is None or isinstance(column, str)
         else column
-        for column in (code, severity, pages, pools, parts, keys, detail)
+        for column in (code, severity, pages, pools, parts, keys, detail, deployments)
     ]
+    written = pa.nulls(len(keys), pa.int64()) if written is None else written
+    check = pa.nulls(len(keys), pa.string())
     numbers = [
         pa.repeat(pa.scalar(NO_NUMBER, pa.int32()), len(keys))
         if given is None
         else pa.array(given.astype(np.int32))
         for given in (rows, groups)
     ]
-    return pa.table([*texts, *numbers], schema=LOCATED_SCHEMA)
+    return pa.table([*texts, written, check, *numbers], schema=RUN_SCHEMA)
 
 
 def object_findings(
@@ -98,9 +103,9 @@ def object_findings(
     *,
     rule: str | None = None,
 ) -> pa.Table:
-    """Return one finding of a code for each row: LOCATED_SCHEMA.
+    """Return one finding of a code for each row, as `findings` does.
 
-    detail: one text for all, or [rows]; None: the code's own. Raises ValueError as `findings` does.
+    detail: one text for all, or [rows]; None: the code's own.
     """
     objects = object_rows(inventory, rows)
     return findings(
@@ -115,50 +120,15 @@ def object_findings(
     )
 
 
-def deployment_findings(
-    code: str,
-    *,
-    deployments: list[str],
-    written: list[int | None],
-    pools: list[str | None] | None = None,
-    parts: list[str | None] | None = None,
-    detail: list[str],
-) -> pa.Table:
-    """Return one finding of a code for each deployment.
-
-    The table has the columns of LOCATED_SCHEMA and of PLACED_SCHEMA.
-    deployments: labels, as `ls` shows them for groups.
-    written: last writes, in Unix seconds.
-    Raises ValueError as `findings` does.
-    """
-    none = [None] * len(deployments)
-    table = findings(
-        code,
-        keys=pa.nulls(len(deployments), pa.string()),
-        pools=pa.array(pools or none, pa.string()),
-        parts=pa.array(parts or none, pa.string()),
-        detail=pa.array(detail, pa.string()),
-    )
-    table = table.append_column("deployment", pa.array(deployments, pa.string()))
-    return table.append_column("written", pa.array(written, pa.int64()))
-
-
 def name_findings(found: Iterable[tuple[str, Iterable[pa.Table]]]) -> pa.Table:
     """Return findings with the names of their checks: RUN_SCHEMA.
 
-    found: tables as of `findings` or `deployment_findings`, by check.
+    found: tables of `findings`, by check.
     """
-    tables = [_named(table, name) for name, tables in found for table in tables]
-    return pa.concat_tables([RUN_SCHEMA.empty_table(), *tables])
-
-
-def _named(table: pa.Table, check: str) -> pa.Table:
-    """Return findings of a check in RUN_SCHEMA."""
-    table = table.append_column("check", pa.repeat(pa.scalar(check), len(table)))
-    for field in PLACED_SCHEMA:
-        if field.name not in table.column_names:
-            table = table.append_column(field, pa.nulls(len(table), field.type))
-    return table.select(RUN_SCHEMA.names)
+    named = [
+        _with(one, check=pa.repeat(name, len(one))) for name, tables in found for one in tables
+    ]
+    return pa.concat_tables([RUN_SCHEMA.empty_table(), *named])
 
 
 def combine_named(tables: Iterable[pa.Table], schema: pa.Schema = PLACED_SCHEMA) -> pa.Table:
@@ -266,9 +236,7 @@ def located(found: pa.Table, groups: PageGroups) -> pa.Table:
     in_group = np.flatnonzero(about != NO_NUMBER)
     ambiguous = groups.deployment_ids[about[in_group]] == UNRESOLVED
     about[in_group[ambiguous]] = NO_NUMBER
-    for name, numbers in (("row", rows), ("group", about)):
-        found = found.set_column(found.schema.get_field_index(name), name, pa.array(numbers))
-    return found
+    return _with(found, row=pa.array(rows), group=pa.array(about))
 
 
 def _rows_of(keys: pa.ChunkedArray, inventory: Inventory) -> IntArray:
@@ -300,10 +268,15 @@ def labelled(found: pa.Table, groups: PageGroups) -> pa.Table:
     written_ns[lone] = times.fill_null(0).to_numpy()
     written = written_ns // 10**9
     labels = pa.array(groups.labels, pa.string())
-    columns = {
-        "deployment": labels.take(pa.array(label_ids, mask=about == NO_NUMBER)),
-        "written": pa.array(written, mask=written == 0),
-    }
+    return _with(
+        found,
+        deployment=labels.take(pa.array(label_ids, mask=about == NO_NUMBER)),
+        written=pa.array(written, mask=written == 0),
+    )
+
+
+def _with(found: pa.Table, **columns: pa.Array) -> pa.Table:
+    """Return findings with other values in some columns."""
     for name, values in columns.items():
         found = found.set_column(found.schema.get_field_index(name), name, values)
     return found

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.checks.codes import DESPITE, REFUSED_WHOLE
-from hicachectl.checks.findings import deployment_findings, object_findings
+from hicachectl.checks.findings import findings, object_findings
 from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.kinds.pool import pool_name
 from hicachectl.formats.spec import UNKNOWN_SIZE, fits
@@ -22,11 +22,8 @@ if TYPE_CHECKING:
 
     from hicachectl.checks.registry import CheckInput, CheckSums
     from hicachectl.formats.arrays import BoolArray, IntArray
-    from hicachectl.pages.deployments import AffixTable, Deployment, SeenSize, SizeMix
+    from hicachectl.pages.deployments import AffixTable, SeenSize, SizeMix
     from hicachectl.pages.inventory import Inventory
-
-# Ratios of the sizes of each pool.
-_Ratios = defaultdict[str, set[Fraction]]
 
 # An MLA row of 512 + 64 values has 1152 bytes in bfloat16 and 656 bytes in fp8 with scales.
 _SCALED_ROWS = Fraction(1152, 656)
@@ -77,27 +74,23 @@ def check_mixed_sizes(given: CheckSums) -> Iterator[pa.Table]:
     """Yield mixed-sizes for each kind of object with several common sizes."""
     table, objects = given.table, given.tally.objects
     mixes = [mix for mix in table.mixes if objects[list(mix.affix_ids)].any()]
-    ratios = _ratios_by_pool(table)
+    ratios = _ratios(table)
+    owners = [table.deployment_ids[mix.affix_ids[0]] for mix in mixes]
+    labels = [table.deployments[number].label(table.grammar) for number in owners]
     newest = [max(size.newest_ns or 0 for size in mix.sizes) for mix in mixes]
-    yield deployment_findings(
+    details = [
+        _described(mix, {ratio for pool, ratio in ratios[owner] if pool != mix.coordinate.pool})
+        for mix, owner in zip(mixes, owners, strict=True)
+    ]
+    yield findings(
         "mixed-sizes",
-        deployments=[_deployment_of(mix, table).label(table.grammar) for mix in mixes],
-        written=[ns // 10**9 or None for ns in newest],
-        pools=[mix.coordinate.pool for mix in mixes],
-        parts=[mix.coordinate.part for mix in mixes],
-        detail=[_described(mix, _beside(mix, table, ratios)) for mix in mixes],
+        keys=pa.nulls(len(mixes), pa.string()),
+        deployments=pa.array(labels, pa.string()),
+        written=pa.array([ns // 10**9 or None for ns in newest], pa.int64()),
+        pools=pa.array([mix.coordinate.pool for mix in mixes], pa.string()),
+        parts=pa.array([mix.coordinate.part for mix in mixes], pa.string()),
+        detail=pa.array(details, pa.string()),
     )
-
-
-def _deployment_of(mix: SizeMix, table: AffixTable) -> Deployment:
-    return table.deployments[table.deployment_ids[mix.affix_ids[0]]]
-
-
-def _beside(mix: SizeMix, table: AffixTable, ratios: dict[int, _Ratios]) -> set[Fraction]:
-    """Return the ratios of the deployment's other pools."""
-    of_pools = ratios.get(table.deployment_ids[mix.affix_ids[0]])
-    others = of_pools.items() if of_pools else ()
-    return {one for pool, own in others if pool != mix.coordinate.pool for one in own}
 
 
 def _described(mix: SizeMix, others: set[Fraction]) -> str:
@@ -161,21 +154,18 @@ def _ratio(mix: SizeMix) -> Fraction:
     return Fraction(max(one, two), min(one, two))
 
 
-def _ratios_by_pool(table: AffixTable) -> dict[int, _Ratios]:
-    """Return the ratios of the two sizes of each pool, 1 for one size, by deployment with a mix.
+def _ratios(table: AffixTable) -> dict[int, set[tuple[str, Fraction]]]:
+    """Return the pools of each deployment, with the ratio of their two sizes, or 1 for one size.
 
     States of Mamba do not count: their size does not depend on the page size.
     """
-    mixed = {affix: mix for mix in table.mixes for affix in mix.affix_ids}
-    of_affix = np.array(table.deployment_ids, dtype=np.int64)
-    found: dict[int, _Ratios] = {}
-    for affix in np.flatnonzero(np.isin(of_affix, of_affix[list(mixed)])).tolist():
-        spec = table.spec(affix)
+    mixed = {affix: _ratio(mix) for mix in table.mixes for affix in mix.affix_ids}
+    found: dict[int, set[tuple[str, Fraction]]] = defaultdict(set)
+    for affix, (owner, spec) in enumerate(zip(table.deployment_ids, table.specs, strict=True)):
         if spec is None or pool_name(spec.pool).states:
             continue
         if affix in mixed or spec.nbytes > 0:
-            ratios = found.setdefault(table.deployment_ids[affix], defaultdict(set))
-            ratios[spec.pool].add(_ratio(mixed[affix]) if affix in mixed else Fraction(1))
+            found[owner].add((spec.pool, mixed.get(affix, Fraction(1))))
     return found
 
 

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from hicachectl.backends.capabilities import Losing
 from hicachectl.checks.codes import COSTS_HITS_ONLY, POOLS_APART
-from hicachectl.checks.findings import deployment_findings, findings, object_findings
+from hicachectl.checks.findings import findings, object_findings
 from hicachectl.formats.keys.base import TEMPORARY_PATTERN
 from hicachectl.formats.keys.table import pages_of
 from hicachectl.pages.group_table import ORPHAN
@@ -25,7 +25,7 @@ from hicachectl.pages.naming import (
     place_text,
     same_model,
 )
-from hicachectl.pages.tally import NO_TIME
+from hicachectl.pages.tally import NO_NEWEST
 from hicachectl.text.units import counted, human_size, written_between
 
 if TYPE_CHECKING:
@@ -76,14 +76,18 @@ def check_other_deployments(given: CheckSums) -> Iterator[pa.Table]:
         for number, deployment in enumerate(table.deployments)
         if number and tally.states[number].any() and same_model(deployment, own, table.grammar)
     ]
-    yield deployment_findings(
+    labels = [deployment.label(table.grammar) for _, deployment in found]
+    written = [int(tally.newest_ns[number]) // 10**9 or None for number, _ in found]
+    details = [
+        _described(deployment, number, given, sized=number not in unsized)
+        for number, deployment in found
+    ]
+    yield findings(
         "other-deployment",
-        deployments=[deployment.label(table.grammar) for _, deployment in found],
-        written=[int(tally.newest_ns[number]) // 10**9 or None for number, _ in found],
-        detail=[
-            _described(deployment, number, given, sized=number not in unsized)
-            for number, deployment in found
-        ],
+        keys=pa.nulls(len(found), pa.string()),
+        deployments=pa.array(labels, pa.string()),
+        written=pa.array(written, pa.int64()),
+        detail=pa.array(details, pa.string()),
     )
 
 
@@ -92,7 +96,7 @@ def _described(deployment: Deployment, number: int, given: CheckSums, *, sized: 
     pages = counted(int(tally.states[number].sum()), "page")
     nbytes = int(tally.nbytes[number]) if sized else 0
     oldest_ns, newest_ns = (int(times[number]) for times in (tally.oldest_ns, tally.newest_ns))
-    written = "" if NO_TIME in (oldest_ns, newest_ns) else written_between(oldest_ns, newest_ns)
+    written = "" if newest_ns == NO_NEWEST else written_between(oldest_ns, newest_ns)
     facts = ", ".join(filter(None, [human_size(nbytes) if nbytes else "", written]))
     return (
         f"{pages} at {place_text(deployment, own)}{f' ({facts})' if facts else ''}: servers of the "

@@ -54,30 +54,33 @@ class Census:
         objects: has the column nbytes, and perhaps mtime_ns.
         affix_ids: [objects].
         """
-        columns = {"affix": affix_ids, "size": objects.column("nbytes").fill_null(UNKNOWN_SIZE)}
         without = "mtime_ns" not in objects.column_names
         times = pa.nulls(len(objects), pa.int64()) if without else objects.column("mtime_ns")
-        aggregates: list[object] = [([], "count_all")]
-        if has_times := times.null_count < len(times):
-            columns["time"] = times
-            aggregates += [("time", "min"), ("time", "max")]
-        counts = pa.table(columns).group_by(_GROUPED).aggregate(aggregates)
-        if not has_times:
-            none = pa.nulls(len(counts), pa.int64())
-            counts = counts.append_column("time_min", none).append_column("time_max", none)
-        return cls._sorted(counts.select([*_GROUPED, "count_all", "time_min", "time_max"]))
+        sizes = objects.column("nbytes").fill_null(UNKNOWN_SIZE)
+        each = np.ones(len(objects), dtype=np.int8)
+        columns = (affix_ids, sizes, each, times, times)
+        return cls._summed(pa.table(dict(zip(_SCHEMA.names, columns, strict=True))))
 
     @classmethod
     def total(cls, parts: Iterable[Census]) -> Census:
         """Return the census of all objects of several."""
-        counts = pa.concat_tables([_SCHEMA.empty_table(), *(part.counts for part in parts)])
-        aggregates = [("objects", "sum"), ("oldest_ns", "min"), ("newest_ns", "max")]
-        counts = counts.group_by(_GROUPED).aggregate(aggregates)
-        sums = ("_".join(aggregate) for aggregate in aggregates)
-        return cls._sorted(counts.select([*_GROUPED, *sums]))
+        return cls._summed(pa.concat_tables([_SCHEMA.empty_table(), *(p.counts for p in parts)]))
+
+    def of_kinds(self, kind_of: IntArray) -> Census:
+        """Return the census with a number of a kind instead of each affix.
+
+        kind_of: [affixes + 1] kind of each affix; negative for one that does not count.
+        """
+        kinds = kind_of[self.affixes]
+        counts = self.counts.set_column(0, _SCHEMA.field(0), pa.array(kinds.astype(np.int32)))
+        return self._summed(counts.filter(pa.array(kinds >= 0)))
 
     @classmethod
-    def _sorted(cls, counts: pa.Table) -> Census:
+    def _summed(cls, counts: pa.Table) -> Census:
+        """Return the census in which each affix and size is counted once."""
+        aggregates = [("objects", "sum"), ("oldest_ns", "min"), ("newest_ns", "max")]
+        counts = counts.group_by(_GROUPED).aggregate(aggregates)
+        counts = counts.select([*_GROUPED, *map("_".join, aggregates)])
         counts = counts.rename_columns(_SCHEMA.names).cast(_SCHEMA)
         return cls(counts.sort_by([(name, "ascending") for name in _GROUPED]))
 

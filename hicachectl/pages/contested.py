@@ -157,7 +157,7 @@ def _contests(
         fellows = {a: r for a, r in ranks[rank_set(wide)].items() if a not in alone}
         if not narrow or not fellows or taken not in (wide, *narrow):
             continue
-        spec, has_more = table.spec(affix), False
+        spec, has_more = table.specs[affix], False
         usual = set() if spec is None else {spec.nbytes} - {UNKNOWN_SIZE}
         if taken == wide:
             alike = [a for a, r in fellows.items() if _stage(r) == _stage(wide)]

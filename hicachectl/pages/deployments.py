@@ -114,17 +114,13 @@ class AffixTable:
     spec_ids: tuple[int, ...]
     mixes: tuple[SizeMix, ...] = ()
 
-    def spec(self, affix_id: int) -> ObjectSpec | None:
-        """Return the spec of an affix; None if the affix is foreign or ambiguous."""
-        deployment = self.deployment_ids[affix_id]
-        if deployment == UNRESOLVED:
-            return None
-        return self.deployments[deployment].specs[self.spec_ids[affix_id]]
-
     @cached_property
     def specs(self) -> tuple[ObjectSpec | None, ...]:
-        """The spec of each affix id."""
-        return tuple(self.spec(affix_id) for affix_id in range(len(self.affixes)))
+        """The spec of each affix id; None if the affix is ambiguous."""
+        return tuple(
+            None if number == UNRESOLVED else self.deployments[number].specs[position]
+            for number, position in zip(self.deployment_ids, self.spec_ids, strict=True)
+        )
 
     @cached_property
     def expected_sizes(self) -> IntArray:

@@ -133,6 +133,18 @@ class Inventory:
         return np.array([*values, missing])[self.affix_ids]
 
 
+def first_words(objects: pa.Table, starts: IntArray) -> npt.NDArray[np.uint64]:
+    """Return the first 64 bits of each object's page hash: [objects]; 0 without a page.
+
+    starts: [objects] byte offsets of the hashes in the keys; negative without a page.
+    """
+    words = np.zeros(len(objects), dtype=np.uint64)
+    for keys, part in _chunks(objects.column("key")):
+        paged = np.flatnonzero(starts[part] >= 0)
+        words[part.start + paged] = page_words(keys, paged, starts[part][paged], 0)
+    return words
+
+
 def _chunks(column: pa.ChunkedArray) -> Iterator[tuple[pa.Array, slice]]:
     start = 0
     for chunk in column.chunks:
@@ -140,21 +152,21 @@ def _chunks(column: pa.ChunkedArray) -> Iterator[tuple[pa.Array, slice]]:
         start += len(chunk)
 
 
-def describe_empty(store: Store, objects: pa.Table) -> str:
-    """Return what a store without pages has instead, in one line. objects: its listing."""
-    return _contents(store, objects) or f"{store.url} is empty; check the URL"
+def describe_empty(store: Store, listed: Inventory) -> str:
+    """Return what a store without pages has instead, in one line."""
+    return _contents(store, listed) or f"{store.url} is empty; check the URL"
 
 
-def refuse_empty(store: Store, objects: pa.Table) -> None:
-    """Raise EmptyStore, which says what the store has instead of pages. objects: its listing."""
+def refuse_empty(store: Store, listed: Inventory) -> None:
+    """Raise EmptyStore, which says what the store has instead of pages."""
     why = f"{store.url} has no page: not mounted? --allow-empty if that is right"
-    raise EmptyStore(with_next(why, _contents(store, objects)))
+    raise EmptyStore(with_next(why, _contents(store, listed)))
 
 
-def _contents(store: Store, objects: pa.Table) -> str:
+def _contents(store: Store, listed: Inventory) -> str:
     """Return what a store without pages has, and the next step; "" if it has nothing."""
     if not isinstance(store, OtherFiles):
-        keys = objects.column("key")
+        keys = listed.objects.column("key")
         if not len(keys):
             return ""
         first = keys[0].as_py().decode("utf-8", "backslashreplace")
@@ -162,15 +174,16 @@ def _contents(store: Store, objects: pa.Table) -> str:
             f"{store.url} has no pages, only other objects ({len(keys)}), such as {first}; "
             "hicachectl verify --allow-empty describes them"
         )
-    directories, others = store.other_files(objects)
+    directories, others = store.other_files(listed.objects)
     if is_quarantine(store.path, directories):
         return (
             f"{store.path} is a quarantine, not a store; each run in it is one; put its pages back "
             f"with hicachectl restore {store.path} STORE"
         )
-    cleared = _cleared(objects)
-    others = sorted(set(others) - set(map(os.fsdecode, cleared)))
-    first = sorted(directories)[:1] or others[:1] or list(map(os.fsdecode, cleared[:1]))
+    keys = listed.take(listed.cleared_rows, ["key"]).column("key").to_pylist()
+    cleared = list(map(os.fsdecode, keys))
+    others = sorted(set(others).difference(cleared))
+    first = sorted(directories)[:1] or others[:1] or cleared[:1]
     if not first:
         return ""
     before = "from before a server cleared the store"
@@ -185,13 +198,3 @@ def _contents(store: Store, objects: pa.Table) -> str:
         f"{store.path} has no HiCacheFile objects, only {said}, the first named {name}; check the "
         "path"
     )
-
-
-def _cleared(objects: pa.Table) -> list[bytes]:
-    """Return the keys of objects that are misses since a server's `clear`."""
-    if "cleared_ns" not in objects.column_names:
-        return []
-    keys: list[bytes] = (
-        objects.filter(objects.column("cleared_ns").is_valid()).column("key").to_pylist()
-    )
-    return keys

@@ -17,6 +17,7 @@ from hicachectl.formats.objects import ANCHOR, AXES, NAME_COLUMNS
 from hicachectl.pages.census import column_sum, column_sums
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import UNKNOWN_BYTES
+from hicachectl.text.jsontext import schema_of
 from hicachectl.text.vocabulary import STATES
 
 if TYPE_CHECKING:
@@ -32,15 +33,6 @@ _COUNTS = pa.struct([("present", pa.int32()), ("expected", pa.int32())])
 
 
 _SIZES = tuple(f"{axis}_size" for axis in AXES)
-_KIND = pa.schema(
-    [
-        ("model", pa.string()),
-        ("tag", pa.string()),
-        *((name, pa.int32()) for name in _SIZES),
-        ("layout", pa.string()),
-        ("pool", pa.string()),
-    ]
-)
 
 
 class PoolCounts(TypedDict):
@@ -144,6 +136,9 @@ class _Kind(TypedDict):
 
 class SummaryRow(_Kind, Totals):
     """Row of `ls --summary`."""
+
+
+_KIND = schema_of(_Kind)
 
 
 class SummaryDocument(msgspec.Struct, kw_only=True):
@@ -307,16 +302,17 @@ def summarise(
     aggregates = [([], "count_all"), ("mtime_ns", "min"), ("mtime_ns", "max")]
     sums = pa.table(columns).group_by("row").aggregate(aggregates).sort_by("row")
     pages, distinct_pages = _page_counts(inventory, numbers, len(kind))
-    rows = kinds.take(pa.array(kind))
-    for name, values in (
-        ("object_nbytes", pa.array(size, mask=size < 0)),
-        ("pages", pa.array(pages)),
-        ("objects", sums.column("count_all")),
-        ("nbytes", column_sums(nbytes, numbers, len(kind))),
-        ("first_mtime", seconds(sums.column("mtime_ns_min"))),
-        ("last_mtime", seconds(sums.column("mtime_ns_max"))),
-    ):
-        rows = rows.append_column(name, values)
+    rows = pa.table(
+        {
+            **dict(zip(kinds.column_names, kinds.take(pa.array(kind)).columns, strict=True)),
+            "object_nbytes": pa.array(size, mask=size < 0),
+            "pages": pa.array(pages),
+            "objects": sums.column("count_all"),
+            "nbytes": column_sums(nbytes, numbers, len(kind)),
+            "first_mtime": seconds(sums.column("mtime_ns_min")),
+            "last_mtime": seconds(sums.column("mtime_ns_max")),
+        }
+    )
     total: Totals = {
         "pages": distinct_pages,
         "objects": len(nbytes),
@@ -324,7 +320,7 @@ def summarise(
         "first_mtime": pc.min(rows.column("first_mtime")).as_py(),
         "last_mtime": pc.max(rows.column("last_mtime")).as_py(),
     }
-    return rows.sort_by([(name, "ascending") for name in (*_KIND.names, "object_nbytes")]), total
+    return rows.sort_by([(name, "ascending") for name in _KIND.names]), total
 
 
 def _kinds(inventory: Inventory, markers: list[Marker]) -> tuple[pa.Table, npt.NDArray[np.int32]]:
@@ -335,8 +331,8 @@ def _kinds(inventory: Inventory, markers: list[Marker]) -> tuple[pa.Table, npt.N
     table = inventory.table
     ids = np.arange(-1, len(table.affixes), dtype=np.int32)  # -1: foreign keys
     said = coordinate_columns(table.resolved, ids)
-    columns = {name: said[name].to_pylist() for name in _KIND.names if name != "layout"}
-    columns["layout"] = [None] * len(ids)
+    unsaid = pa.nulls(len(ids))
+    columns = {name: said.get(name, unsaid).to_pylist() for name in _KIND.names}
     layouts = [_layout(deployment, markers) for deployment in table.deployments]
     for at, number in enumerate(table.deployment_ids, start=1):
         if number != UNRESOLVED:

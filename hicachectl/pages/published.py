@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from hicachectl.backends.base import scan_schema, take_rows
@@ -19,13 +18,13 @@ from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
 from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.keys.resolve import Resolved
-from hicachectl.formats.keys.table import page_starts, page_words
+from hicachectl.formats.keys.table import page_starts
 from hicachectl.formats.objects import Coordinate  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.profile import MAX_OBJECT_BYTES
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.io.table_files import write_divided
 from hicachectl.pages.deployments import AffixTable, SizeMix, make_table
-from hicachectl.pages.inventory import Inventory
+from hicachectl.pages.inventory import Inventory, first_words
 from hicachectl.pages.scanning import (
     AFFIX_ID,
     MEMORY_ROWS,
@@ -264,22 +263,8 @@ def _by_part(rows: pa.Table, starts: IntArray, parts: int) -> tuple[pa.Table, li
 
     starts: [rows] byte offsets of the hashes in the keys; negative without a page, for part 0.
     """
-    words = _words(rows, starts)
+    words = first_words(rows, starts)
     order = np.argsort(words, kind="stable")
     bounds = [-(-part * 2**64 // parts) for part in range(1, parts)]
     ends = np.searchsorted(words[order], np.array(bounds, dtype=np.uint64)).tolist()
     return take_rows(rows, order).combine_chunks(), [*ends, len(order)]
-
-
-def _words(rows: pa.Table, starts: IntArray) -> npt.NDArray[np.uint64]:
-    """Return the first word of each row's page hash: [rows]; 0, of part 0, without a page.
-
-    starts: [rows] byte offsets of the hashes in the keys; negative without a page.
-    """
-    words = np.zeros(len(rows), dtype=np.uint64)
-    end = 0
-    for keys in rows.column("key").chunks:
-        start, end = end, end + len(keys)
-        paged = np.flatnonzero(starts[start:end] >= 0)
-        words[start + paged] = page_words(keys, paged, starts[start + paged], 0)
-    return words

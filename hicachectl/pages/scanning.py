@@ -20,12 +20,12 @@ from hicachectl.backends.base import scan_schema, take_rows
 from hicachectl.backends.capabilities import Trailed
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.keys import grammar_of
-from hicachectl.formats.keys.table import FOREIGN, KeySplitter, page_starts, page_words
+from hicachectl.formats.keys.table import FOREIGN, KeySplitter, page_starts
 from hicachectl.io.interrupts import persistent
 from hicachectl.pages.census import Census
 from hicachectl.pages.contested import with_ambiguous_pages
 from hicachectl.pages.deployments import assign_affixes
-from hicachectl.pages.inventory import Inventory, refuse_empty
+from hicachectl.pages.inventory import Inventory, first_words, refuse_empty
 from hicachectl.pages.seen_sizes import refuse_contradiction, with_seen_sizes
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def understood(
         return (Inventory(*piece, table) for piece in spool.pieces(affix_ids))
 
     if needs_pages and not any(one.readings for one in scanned.resolved):
-        refuse_empty(store, next(pieces(scanned)).objects)  # all that is foreign is one piece
+        refuse_empty(store, next(pieces(scanned)))  # all that is foreign is one piece
     table, affix_ids = with_ambiguous_pages(scanned, census, lambda: pieces(scanned))
     if affix_ids is not None:
         found = pieces(table, affix_ids)
@@ -250,21 +250,12 @@ class Spool:
             self._buckets = _Buckets(folder, self._schema.append(AFFIX_ID))
         if not self._batches:
             return
-        starts = page_starts(self.affixes)
-        batches = zip(self._batches, self._ids[1:], strict=True)
-        buckets = np.concatenate([_buckets_of(batch, starts[own]) for batch, own in batches])
         objects, ids = self._held()
         self._counted.append(Census.of(objects, ids))
+        words = first_words(objects, page_starts(self.affixes)[ids])
+        buckets = (words >> _BUCKET_SHIFT).astype(np.uint8)
         self._buckets.write(objects.append_column(AFFIX_ID, pa.array(ids)), buckets)
         self._batches, self._ids = [], self._ids[:1]
-
-
-def _buckets_of(batch: pa.RecordBatch, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-    """Return the first byte of each page hash; 0 for a key without one."""
-    buckets = np.zeros(len(batch), dtype=np.uint8)
-    rows = np.flatnonzero(starts >= 0)
-    buckets[rows] = page_words(batch.column("key"), rows, starts[rows], 0) >> _BUCKET_SHIFT
-    return buckets
 
 
 class _Buckets:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -46,7 +46,7 @@ def with_seen_sizes(
     if not kinds:
         return table
     by_affix = np.array([*kind_of, UNRESOLVED], dtype=np.int64)
-    counted = _counted(by_affix, census)
+    counted = census.of_kinds(by_affix)
     mixes = _mixes(table, by_affix, counted, stated, pieces)
     mixed = {kind_of[mix.affix_ids[0]] for mix in mixes}
     common = {kind: size for kind, size in _common_sizes(counted).items() if kind not in mixed}
@@ -94,79 +94,63 @@ def _size_kind(spec: ObjectSpec) -> tuple[object, ...]:
     return coordinate.pool, coordinate.part, shard.pp_rank, shard.cp_rank, shard.tp_size, *widths
 
 
-def _counted(kind_of: IntArray, census: Census) -> pa.Table:
-    """Count objects by kind and size, with their first and last write times."""
-    kinds = kind_of[census.affixes]
-    counts = census.counts.append_column("kind", pa.array(kinds)).filter(pa.array(kinds >= 0))
-    aggregates = [("objects", "sum"), ("oldest_ns", "min"), ("newest_ns", "max")]
-    return counts.group_by(["kind", "size"]).aggregate(aggregates)
-
-
-def _common_sizes(counted: pa.Table) -> dict[int, int]:
+def _common_sizes(counted: Census) -> dict[int, int]:
     """Return the size that more than half of a kind's objects have, by kind, if any."""
-    totals: dict[int, int] = {}
-    found = counted.select(["kind", "size", "objects_sum"]).to_pylist()
-    for row in found:
-        totals[row["kind"]] = totals.get(row["kind"], 0) + row["objects_sum"]
-    return {
-        row["kind"]: row["size"]
-        for row in found
-        if row["size"] >= 0 and 2 * row["objects_sum"] > totals[row["kind"]]
-    }
+    common = {}
+    for kind, objects in counted.by_affix().items():
+        size = max(objects, key=objects.__getitem__)
+        if size != UNKNOWN_SIZE and 2 * objects[size] > sum(objects.values()):
+            common[kind] = size
+    return common
 
 
 def _mixes(
     table: AffixTable,
     kind_of: IntArray,
-    counted: pa.Table,
+    counted: Census,
     stated: dict[int, int],
     pieces: Callable[[], Iterable[Inventory]],
 ) -> list[SizeMix]:
     """Return the kinds with several common sizes; empty objects do not count.
 
+    counted: objects of each kind.
     stated: the size of each kind whose size a profile states.
     """
+    frequent: dict[int, dict[int, list[Any]]] = defaultdict(dict)
+    counts = counted.counts.filter((pc.field("size") > 0) & (pc.field("objects") >= SEVERAL))
+    for kind, size, *rest in zip(*counts.to_pydict().values(), strict=True):
+        frequent[kind][size] = rest
     # Count pages only for kinds with several frequent sizes: in most stores, for none.
-    many = counted.filter(
-        pc.and_(
-            pc.greater(counted.column("size"), 0),
-            pc.greater_equal(counted.column("objects_sum"), SEVERAL),
-        )
-    )
-    kinds, sizes_each = np.unique(many.column("kind").to_numpy(), return_counts=True)
-    right = np.array([stated.get(kind, UNKNOWN_SIZE) for kind in kinds.tolist()], dtype=np.int64)
-    others = many.column("size").to_numpy() != right[np.searchsorted(kinds, many.column("kind"))]
-    has_other = np.isin(kinds, many.column("kind").to_numpy()[others])
-    kinds = kinds[np.where(right == UNKNOWN_SIZE, sizes_each > 1, has_other)]
-    if not len(kinds):
+    kinds = [
+        kind
+        for kind, sizes in frequent.items()
+        if sizes.keys() - {stated.get(kind, next(iter(sizes)))}
+    ]
+    if not kinds:
         return []
     mixed = np.where(np.isin(kind_of, kinds), kind_of, UNRESOLVED)
     total_of: Counter[int] = Counter()
     of_size: Counter[tuple[int, int]] = Counter()
     for piece in pieces():
         _count_pages(piece, mixed, total_of, of_size)
-    found: dict[int, list[SeenSize]] = {}
-    for row in many.to_pylist():
-        kind, size = row["kind"], row["size"]
-        if of_size[kind, size] >= max(SEVERAL, _SHARE_OF_PAGES * total_of[kind]):
-            times = row["oldest_ns_min"], row["newest_ns_max"]
-            seen = SeenSize(size, of_size[kind, size], row["objects_sum"], *times)
-            found.setdefault(kind, []).append(seen)
-    for kind in found.keys() & stated.keys():
-        size = stated[kind]
-        other = {seen.nbytes: seen for seen in found[kind]}
-        own = other.pop(size, SeenSize(size, of_size[kind, size], 0, None, None))
-        found[kind] = [own, *_among(own, list(other.values()), kind, mixed, pieces)]
     mixes = []
-    for kind, sizes in sorted(found.items()):
-        if len(sizes) < 2:
-            continue
-        ids = tuple(np.flatnonzero(kind_of == kind).tolist())
-        spec = table.spec(ids[0])
-        assert spec is not None
-        ordered = sorted(sizes, key=lambda seen: (-seen.pages, seen.nbytes))
-        size = stated.get(kind, UNKNOWN_SIZE)
-        mixes.append(SizeMix(ids, spec.coordinate, tuple(ordered), total_of[kind], size))
+    for kind in kinds:
+        right, total = stated.get(kind, UNKNOWN_SIZE), total_of[kind]
+        seen = {
+            size: SeenSize(size, of_size[kind, size], *rest)
+            for size, rest in frequent[kind].items()
+            if of_size[kind, size] >= max(SEVERAL, _SHARE_OF_PAGES * total)
+        }
+        if seen and right != UNKNOWN_SIZE:
+            own = seen.pop(right, SeenSize(right, of_size[kind, right], 0, None, None))
+            among = _among(own, list(seen.values()), kind, mixed, pieces)
+            seen = {size.nbytes: size for size in (own, *among)}
+        if len(seen) > 1:
+            ids = tuple(np.flatnonzero(kind_of == kind).tolist())
+            spec = table.specs[ids[0]]
+            assert spec is not None
+            ordered = sorted(seen.values(), key=lambda size: (-size.pages, size.nbytes))
+            mixes.append(SizeMix(ids, spec.coordinate, tuple(ordered), total, right))
     return mixes
 
 

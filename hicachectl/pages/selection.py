@@ -47,12 +47,6 @@ class PageList:
     groups: list[str | None]
     lengths: list[int]
 
-    @classmethod
-    def of_pages(cls, pages: Iterable[str], source: str = "pages") -> PageList:
-        """Return a list of pages, each in all its groups."""
-        listed = list(pages)
-        return cls(source, listed, [None] * len(listed), [1] * len(listed))
-
     @property
     def labelled(self) -> int:
         """Number of rows with a group label."""
@@ -310,7 +304,7 @@ def explain_selection(store: Store, listed: Inventory, selection: Selection) -> 
     """Return why a selection matches no page, in one line. listed: the whole store."""
     groups = PageGroups(listed)
     if not len(groups):
-        return describe_empty(store, listed.objects)
+        return describe_empty(store, listed)
     filters = selection.alone()
     if not filters:
         return ""

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
 
-NO_TIME = 0  # write time in a store that keeps no times
-_LATEST = np.iinfo(np.int64).max
+# First and last write in a store that keeps no times.
+NO_OLDEST, NO_NEWEST = np.iinfo(np.int64).max, 0
 _ARRAYS = ("objects", "unsized", "states", "nbytes", "oldest_ns", "newest_ns")
 _Time = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
@@ -33,7 +33,7 @@ class _TallyForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unsized: list[Count]
     first_keys: list[tuple[Count, bytes]]
     pages: Count
-    states: list[list[Count]]
+    states: list[tuple[Count, Count, Count, Count]]
     nbytes: list[Count]
     oldest_ns: list[_Time]
     newest_ns: list[_Time]
@@ -49,8 +49,8 @@ class Tally:
     pages: number of distinct pages.
     states: [deployments + 1, 4] groups by state; the last row is for groups of ambiguous keys.
     nbytes: [deployments + 1] listed bytes.
-    oldest_ns, newest_ns: [deployments + 1] first and last write, Unix nanoseconds; NO_TIME if not
-        known.
+    oldest_ns, newest_ns: [deployments + 1] first and last write, Unix nanoseconds; NO_OLDEST and
+        NO_NEWEST if not known.
     """
 
     objects: IntArray
@@ -73,7 +73,7 @@ class Tally:
             pages=self.pages + other.pages,
             states=self.states + other.states,
             nbytes=np.minimum(self.nbytes + other.nbytes, MOST_BYTES),
-            oldest_ns=_earlier(self.oldest_ns, other.oldest_ns),
+            oldest_ns=np.minimum(self.oldest_ns, other.oldest_ns),
             newest_ns=np.maximum(self.newest_ns, other.newest_ns),
         )
 
@@ -83,7 +83,8 @@ class Tally:
         of_affixes = np.zeros(len(table.affixes) + 1, dtype=np.int64)
         states = np.zeros((len(table.deployments) + 1, len(STATES)), dtype=np.int64)
         zeros = np.zeros(len(states), dtype=np.int64)
-        return cls(of_affixes, of_affixes, {}, 0, states, zeros, zeros + NO_TIME, zeros + NO_TIME)
+        times = zeros + NO_OLDEST, zeros + NO_NEWEST
+        return cls(of_affixes, of_affixes, {}, 0, states, zeros, *times)
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the counts for JSON."""
@@ -96,14 +97,10 @@ class Tally:
     def from_mapping(cls, mapping: Any, table: AffixTable, source: str) -> Tally:
         """Return the counts that `to_mapping` wrote. Raises FormatError, naming the source."""
         form = convert(mapping, _TallyForm, source)
-        nothing, arrays = cls.nothing(table), {}
-        for name in _ARRAYS:
-            try:
-                arrays[name] = np.array(getattr(form, name), np.int64)
-            except ValueError:  # rows of different lengths
-                arrays[name] = np.zeros(0, np.int64)
-            if arrays[name].shape != getattr(nothing, name).shape:
-                raise FormatError(f"{source}: has counts of other affixes or deployments")
+        nothing = cls.nothing(table)
+        arrays = {name: np.array(getattr(form, name), np.int64) for name in _ARRAYS}
+        if any(arrays[name].shape != getattr(nothing, name).shape for name in _ARRAYS):
+            raise FormatError(f"{source}: has counts of other affixes or deployments")
         counted = zip(table.resolved, form.objects, strict=False)  # the last is for foreign keys
         ambiguous = [
             affix for affix, (one, objects) in enumerate(counted) if one.ambiguous and objects
@@ -146,25 +143,17 @@ def _sums(inventory: Inventory) -> dict[str, IntArray]:
     table = inventory.table
     of_affix = np.array([*table.deployment_ids, UNRESOLVED], dtype=np.int64)
     census = Census.of(inventory.objects, inventory.affix_ids)
-    which = of_affix[census.affixes]
-    nothing = Tally.nothing(table)
-    oldest_ns, newest_ns = nothing.oldest_ns.copy(), nothing.newest_ns.copy()
+    count = len(table.deployments) + 1
+    which = of_affix[census.affixes] % count
     sizes = np.maximum(census.sizes, 0) * census.objects.astype(np.float64)
-    nbytes = byte_sums(sizes, which % len(nothing.nbytes), len(nothing.nbytes))
+    oldest_ns, newest_ns = np.full(count, NO_OLDEST), np.full(count, NO_NEWEST)
     oldest, newest = (
-        census.counts.column(name).fill_null(NO_TIME).to_numpy()
-        for name in ("oldest_ns", "newest_ns")
+        census.counts.column(name).fill_null(0).to_numpy() for name in ("oldest_ns", "newest_ns")
     )
-    oldest_ns[:] = _LATEST
-    np.minimum.at(oldest_ns, which, np.where(oldest == NO_TIME, _LATEST, oldest))
-    oldest_ns[oldest_ns == _LATEST] = NO_TIME
+    np.minimum.at(oldest_ns, which, np.where(oldest == 0, NO_OLDEST, oldest))
     np.maximum.at(newest_ns, which, newest)
+    nbytes = byte_sums(sizes, which, count)
     return {"nbytes": nbytes, "oldest_ns": oldest_ns, "newest_ns": newest_ns}
-
-
-def _earlier(one: IntArray, other: IntArray) -> IntArray:
-    """Return the earlier of two times, of which each can be NO_TIME."""
-    return np.where(one == NO_TIME, other, np.where(other == NO_TIME, one, np.minimum(one, other)))
 
 
 def _by_affix(inventory: Inventory, affix_ids: np.ndarray) -> IntArray:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from hicachectl.checks.findings import LOCATED_SCHEMA as FOUND_SCHEMA
+from hicachectl.checks.findings import RUN_SCHEMA as FOUND_SCHEMA
 from hicachectl.checks.page_tables import check_tables, saved_tables
 from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.forms import convert

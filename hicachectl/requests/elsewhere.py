@@ -24,8 +24,6 @@ from hicachectl.requests.chains import Hashing, hex_pages
 from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from hicachectl.backends.base import Store
     from hicachectl.formats.arrays import IntArray
     from hicachectl.pages.inventory import Inventory
@@ -67,13 +65,39 @@ class Elsewhere:
 
 
 def find_elsewhere(inventory: Inventory, hits: Hits) -> list[Elsewhere]:
-    """Return where the store has pages that the measured deployment cannot restore, most first.
+    """Return the other deployments with pages that the measured one cannot restore, most first.
 
     Only what is listed is found: all keys, unless some key of the deployment could be looked up.
     """
-    if hits.deployment is None:
+    own = hits.deployment
+    if own is None:
         return []
-    found = _listed(inventory, hits, np.flatnonzero(hits.lacking))
+    lacking = np.flatnonzero(hits.lacking)
+    ours = {spec.affix for spec in own.specs}
+    table = inventory.table
+    others = [
+        deployment if spec is not None and spec.anchor and spec.affix not in ours else UNRESOLVED
+        for deployment, spec in zip(table.deployment_ids, table.specs, strict=True)
+    ]
+    of_objects = inventory.by_affix(others, UNRESOLVED)
+    chosen = of_objects != UNRESOLVED
+    if not chosen.any() or not len(lacking):
+        return []
+    # 64 bits distinguish the pages of a store.
+    words = pa.array(inventory.page_words(chosen, 0))
+    wanted = (
+        np.ascontiguousarray(hits.chains.names[lacking, :8]).view(">u8").ravel().astype(np.uint64)
+    )
+    at = pc.index_in(words, value_set=pa.array(wanted)).fill_null(-1).to_numpy()
+    codes = of_objects[chosen][at >= 0] * len(lacking) + at[at >= 0]
+    codes.sort()
+    codes = codes[np.diff(codes, prepend=-1) != 0]
+    numbers, starts = np.unique(codes // len(lacking), return_index=True)
+    found = []
+    for number, some in zip(numbers.tolist(), np.split(codes, starts[1:]), strict=False):
+        deployment = table.deployments[number]
+        pages = lacking[some % len(lacking)]
+        found.append(Elsewhere(deployment, place_text(deployment, own), pages))
     return sorted(found, key=lambda each: (-len(each.pages), each.place))
 
 
@@ -107,35 +131,6 @@ def _elsewhere_remark(url: str, own: Deployment, found: list[Elsewhere]) -> str:
         f"cannot restore exist at {', '.join(places[:_SHOWN])}{more}; give the profile of these "
         f"servers or, if the weights are the same, convert the pages with hicachectl migrate{old}"
     )
-
-
-def _listed(inventory: Inventory, hits: Hits, lacking: IntArray) -> Iterator[Elsewhere]:
-    """Yield the other deployments of an inventory that have lacking pages, by their anchors."""
-    own = hits.deployment
-    assert own is not None
-    ours = {spec.affix for spec in own.specs}
-    table = inventory.table
-    others = [
-        deployment if spec is not None and spec.anchor and spec.affix not in ours else UNRESOLVED
-        for deployment, spec in zip(table.deployment_ids, table.specs, strict=True)
-    ]
-    of_objects = inventory.by_affix(others, UNRESOLVED)
-    chosen = of_objects != UNRESOLVED
-    if not chosen.any() or not len(lacking):
-        return
-    # 64 bits distinguish the pages of a store.
-    words = pa.array(inventory.page_words(chosen, 0))
-    wanted = (
-        np.ascontiguousarray(hits.chains.names[lacking, :8]).view(">u8").ravel().astype(np.uint64)
-    )
-    at = pc.index_in(words, value_set=pa.array(wanted)).fill_null(-1).to_numpy()
-    codes = of_objects[chosen][at >= 0] * len(lacking) + at[at >= 0]
-    codes.sort()
-    codes = codes[np.diff(codes, prepend=-1) != 0]
-    numbers, starts = np.unique(codes // len(lacking), return_index=True)
-    for number, some in zip(numbers.tolist(), np.split(codes, starts[1:]), strict=False):
-        deployment = table.deployments[number]
-        yield Elsewhere(deployment, place_text(deployment, own), lacking[some % len(lacking)])
 
 
 _PAGE_SIZES = tuple(1 << power for power in range(11))

@@ -204,7 +204,9 @@ REQUESTS = {
             pages=PageList("file", LISTED, [None, "no-such-group", "other"], [1, 1, 1])
         ),
     ),
-    "unlisted": replace(PROFILED, selection=Selection(pages=PageList.of_pages([page(7)]))),
+    "unlisted": replace(
+        PROFILED, selection=Selection(pages=PageList("pages", [page(7)], [None], [1]))
+    ),
     "nothing": MigrationRequest(options=SMALL, selection=Selection(model="no/such")),
 }
 
