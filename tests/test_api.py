@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from tests.conftest import Invoke
+
 PAGES = 8
 BLOCKS = manual_blocks("hicachectl-python.7")
 
@@ -29,19 +31,10 @@ def demo_tokens() -> list[int]:
     return tokens
 
 
-def by_command(*arguments: str) -> tuple[dict[str, object], str]:
-    """Return a command's JSON document and its stderr."""
-    done = subprocess.run(
-        [sys.executable, "-m", "hicachectl", *arguments, "--format", "json"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode in {0, 4}, done.stderr
-    document: dict[str, object] = json.loads(done.stdout)
-    for varies in ("seconds", "schema", "version"):
-        document.pop(varies, None)
-    return document, done.stderr
+def without_run(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a document without the members that tell of the run and the release."""
+    varies = ("seconds", "schema", "version")
+    return {name: value for name, value in document.items() if name not in varies}
 
 
 def known(value: object) -> object:
@@ -59,38 +52,32 @@ def asked(
     )
 
 
-def without_seconds(document: dict[str, object]) -> dict[str, object]:
-    return {name: value for name, value in document.items() if name != "seconds"}
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_the_examples_of_the_manual_run(
-    block: str, source: Path, profile: Path, tmp_path: Path
-) -> None:
+def test_the_examples_of_the_manual_run(source: Path, profile: Path, tmp_path: Path) -> None:
     """Each example is a whole program; it runs on a store, warnings being errors."""
+    programs = "".join(f"exec({block!r}, {{}})\n" for block in BLOCKS)
     for name, path in (("/mnt/hicache", source), ("prod.toml", profile)):
-        block = block.replace(f'"{name}"', repr(str(path)))
-    block = block.replace("/mnt/", f"{tmp_path}/")
+        programs = programs.replace(f'"{name}"', f'"{path}"')
+    programs = programs.replace("/mnt/", f"{tmp_path}/")
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", block], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "error", "-c", programs], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_verify_returns_what_the_command_writes(source: Path, profile: Path) -> None:
+def test_verify_returns_what_the_command_writes(
+    invoke: Invoke, source: Path, profile: Path
+) -> None:
     """Same members, findings and counts, for a store with a missing object."""
     next(iter(sorted(source.glob("*_0_2.bin")))).unlink()
     with hicachectl.open_store(str(source)) as store:
         report = hicachectl.verify(
             store, hicachectl.VerifyRequest(profile=hicachectl.read_profile(profile))
         )
-    written, _ = by_command("verify", str(source), "--profile", str(profile))
+    written = invoke.document("verify", source, "--profile", profile, exit_code=4)
     assert report.document["counts"]
-    mine = without_seconds(report.document)
-    mine["findings"] = report.rows.to_pylist()
-    assert {**mine, "findings": len(report.rows)} == {
-        **written,
-        "findings": len(written["findings"]),  # type: ignore[arg-type]
+    assert {**without_run(report.document), "findings": len(report.rows)} == {
+        **without_run(written),
+        "findings": len(written["findings"]),
     }
 
 
@@ -114,19 +101,17 @@ def test_an_empty_filter_is_not_everything(name: str) -> None:
         hicachectl.Selection(**filters)
 
 
-def test_hits_returns_the_rows_of_the_command(source: Path, profile: Path, tmp_path: Path) -> None:
+def test_hits_returns_the_rows_of_the_command(
+    invoke: Invoke, source: Path, profile: Path, tmp_path: Path
+) -> None:
     """Token ids in memory give the rows that the same ids in a file give."""
     requests = [demo_tokens(), demo_tokens()[:100], [1] * 64]
     listed = tmp_path / "requests.jsonl"
     listed.write_text("".join(json.dumps(ids) + "\n" for ids in requests))
     with hicachectl.open_store(str(source)) as store:
         found = hicachectl.hits(store, asked(requests, hicachectl.read_profile(profile)))
-    written, _ = by_command("hits", str(source), "--profile", str(profile), "--token-ids",
-                            str(listed))  # fmt: skip
-    assert [known(row) for row in found.rows.to_pylist()] == [
-        known(row)
-        for row in written["chains"]  # type: ignore[attr-defined]
-    ]
+    written = invoke.document("hits", source, "--profile", profile, "--token-ids", listed)
+    assert list(map(known, found.rows.to_pylist())) == list(map(known, written["chains"]))
     assert found.rows.column("usable_tokens").to_pylist()[0] > 0
 
 

@@ -89,7 +89,7 @@ TABLES = st.builds(
 )
 
 
-@examples(300)
+@examples(100)
 @given(table=TABLES, earlier=TABLES)
 def test_the_arithmetic_agrees_with_sets(table: PageTable, earlier: PageTable) -> None:
     indices, free = table.indices.tolist(), set(table.free.tolist())

@@ -329,6 +329,6 @@ def test_prewarm_copies_no_other_models_objects(
 
 
 def test_many_pages_are_decided_without_python_for_each(invoke: Invoke, tmp_path: Path) -> None:
-    put_pages(tmp_path, range(300), *RANKS, nbytes=8)
-    put_pages(tmp_path, range(300, 600), BARE, nbytes=16)
-    assert states(rows(invoke, tmp_path)) == {(WIDE, "whole"): 300, (None, "unknown"): 300}
+    put_pages(tmp_path, range(100), *RANKS, nbytes=8)
+    put_pages(tmp_path, range(100, 200), BARE, nbytes=16)
+    assert states(rows(invoke, tmp_path)) == {(WIDE, "whole"): 100, (None, "unknown"): 100}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hicachectl.formats.objects import Coordinate, Names, Shard
 from hicachectl.formats.spec import ObjectSpec
 from hicachectl.pages.group_table import ABSENT, ORPHAN, PARTIAL, WHOLE, GroupTable, fill_table
+from tests.speed import examples
 
 GROUPS = 6
 
@@ -62,6 +63,7 @@ def lacking(found: Objects, group: int) -> list[int]:
     ]
 
 
+@examples(50)
 @given(objects)
 def test_states_and_what_is_missing_follow_from_the_slots(found: Objects) -> None:
     table = filled(found)
@@ -84,6 +86,7 @@ def test_without_kv_objects_no_group_is_an_orphan() -> None:
         assert table.states.tolist() == [PARTIAL]
 
 
+@examples(50)
 @given(objects, some_groups, some_positions)
 def test_slots_and_objects_of_some_specs(
     found: Objects, chosen: list[int], positions: set[int]
@@ -104,6 +107,7 @@ def test_slots_and_objects_of_some_specs(
     assert table.used(groups).tolist() == sorted({at for _, at, _ in listed})
 
 
+@examples(50)
 @given(objects, some_positions)
 def test_holders_of_some_specs(found: Objects, positions: set[int]) -> None:
     counts = [sum((group, at) in found for at in positions) for group in range(GROUPS)]
@@ -112,6 +116,7 @@ def test_holders_of_some_specs(found: Objects, positions: set[int]) -> None:
     assert complete.tolist() == [counts[g] == len(positions) for g in groups.tolist()]
 
 
+@examples(50)
 @given(objects, objects)
 def test_a_table_without_the_slots_of_another(found: Objects, others: Objects) -> None:
     rest = {slot: value for slot, value in found.items() if slot not in others}
@@ -125,6 +130,7 @@ def test_a_table_without_the_slots_of_another(found: Objects, others: Objects) -
     assert table.states.tolist() == filled(rest).states.tolist()
 
 
+@examples(50)
 @given(objects)
 def test_counts_and_complete_groups_of_each_set(found: Objects) -> None:
     for block in filled(found).blocks:

@@ -11,6 +11,7 @@ from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.keys.table import KeySplitter
 from hicachectl.pages.deployments import assign_affixes
 from hicachectl.pages.inventory import Inventory
+from tests.speed import examples
 
 # Hashes that begin alike, unlike those of real stores.
 PAGES = st.one_of(
@@ -30,6 +31,7 @@ def inventory_of(chunks: list[list[str]]) -> Inventory:
     return Inventory(objects, np.concatenate(ids), table)
 
 
+@examples(50)
 @given(st.lists(st.lists(PAGES, max_size=9), max_size=3), st.integers(0, (1 << 27) - 1))
 def test_ranks_are_the_places_among_the_sorted_distinct_pages(
     chunks: list[list[str]], bits: int
@@ -44,6 +46,7 @@ def test_ranks_are_the_places_among_the_sorted_distinct_pages(
     assert distinct == len(places)
 
 
+@examples(50)
 @given(st.lists(st.lists(PAGES, max_size=9), max_size=3))
 def test_pages_are_cut_out_of_keys_for_all_rows_and_for_some(chunks: list[list[str]]) -> None:
     inventory = inventory_of(chunks)

@@ -169,7 +169,7 @@ def test_rows_about_objects_are_divided_as_the_objects(
 ) -> None:
     """Each part gets the rows of its objects; rows of foreign keys are the first part's."""
     (copied := tmp_path / "store").mkdir()
-    put_pages(copied, range(30), "_m_0_1")
+    put_pages(copied, range(15), "_m_0_1")
     schema = pa.schema([("key", pa.binary()), ("nbytes", pa.int64()), ("note", pa.string())])
     (tmp_path / "run").mkdir()
     with (
@@ -246,7 +246,7 @@ def _no_syncs() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_store(tmp_path_factory.mktemp("demo") / "store", pages=24)
+    return demo_store(tmp_path_factory.mktemp("demo") / "store", pages=8)
 
 
 @pytest.mark.parametrize("memory_rows", [IN_MEMORY, IN_FILES])
@@ -283,9 +283,8 @@ def test_two_models_that_share_keys(tmp_path: Path) -> None:
     put_pages(store, MINE, *RANKS, nbytes=WIDE_BYTES)
     put_pages(store, THEIRS, BARE, nbytes=NARROW_BYTES)
     with open_store(str(store)) as opened:
-        for parts in PARTS:
-            (folder := tmp_path / str(parts)).mkdir()
-            assert_parts_are_the_whole(opened, None, folder, parts, IN_FILES)
+        (folder := tmp_path / "run").mkdir()
+        assert_parts_are_the_whole(opened, None, folder, 7, IN_FILES)
         table = take_inventory(opened).table
         assert any(one.ambiguous for one in table.resolved)
 
@@ -293,7 +292,7 @@ def test_two_models_that_share_keys(tmp_path: Path) -> None:
 # Page hashes: ordinary ones, some that share their first word, and bounds of parts.
 WORDS = [0, 2**63 - 1, 2**63, 2**64 - 1, *(-(-part * 2**64 // 7) for part in range(1, 7))]
 FORGED = [f"{word:016x}{'0' * 47}{rest:x}" for word in WORDS for rest in range(3)]
-HASHES = [*FORGED, *map(page, range(60))]
+HASHES = [*FORGED, *map(page, range(12))]
 STEMS = [*RANKS, BARE, ".draft" + BARE, f".indexer{BARE}", f".mamba{BARE}_0_4", "_other"]
 ODD_KEYS = [b"notes.txt", b"\xff\xfe", b"a" * 63, *(HASHES[n].encode() + b".old" for n in (2, 9))]
 
@@ -363,17 +362,17 @@ def test_each_part_reads_only_its_row_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Large parts have several row groups, and no row group has objects of two parts."""
-    monkeypatch.setattr(table_files, "_GROUP_ROWS", 20)
-    store = Objects({f"{page(n)}_m.bin".encode(): (8, 1) for n in range(400)})
+    monkeypatch.setattr(table_files, "_GROUP_ROWS", 8)
+    store = Objects({f"{page(n)}_m.bin".encode(): (8, 1) for n in range(160)})
     for memory_rows in (IN_MEMORY, 50):
         (folder := tmp_path / str(memory_rows)).mkdir()
         listed, _, _ = publish(cast("Store", store), None, folder, 7, memory_rows)
         groups = [
             (name, group) for share in listed.shares for name, own in share.items() for group in own
         ]
-        assert len(groups) == len(set(groups)) >= 400 // 20
-        assert sum(file.rows for file in listed.files) == 400
-    assert len(listed.files) > 100
+        assert len(groups) == len(set(groups)) >= 160 // 8
+        assert sum(file.rows for file in listed.files) == 160
+    assert len(listed.files) > 50
 
 
 def test_the_number_of_parts_can_depend_on_the_number_of_objects(tmp_path: Path) -> None:

@@ -319,7 +319,7 @@ def test_random_stores_agree_with_a_twin_that_asks_page_by_page(tmp_path: Path) 
     expected = object_specs(profile, "file")
     names = [page(number) for number in range(8)]
     seen = set()
-    for trial in range(60):
+    for trial in range(30):
         store = tmp_path / str(trial)
         store.mkdir()
         held = _random_store(store, expected, names, chance)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 need_module("tokenizers")
 need_module("transformers")
+# One process loads transformers, which takes seconds.
+pytestmark = pytest.mark.xdist_group("transformers")
 
 USER = {"role": "user", "content": "The cat"}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import pty
 import re
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -15,11 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicachectl.__main__ import run
 from hicachectl.text.tables import NO_SCREEN, Screen, table_lines
+from tests.speed import examples
 from tests.stores import page, put_pages
 
 if TYPE_CHECKING:
+    from io import RawIOBase
     from pathlib import Path
+
+    from tests.conftest import Invoke
 
 NAMES = ["key", "model", "sizes", "pools", ">size", ">age", "state", "digest", "detail", "other"]
 KEY = "4ebfa8a1f3c3" + "0" * 52 + "_org-model-7b_0_8.bin"
@@ -61,6 +66,7 @@ def test_colours_do_not_count() -> None:
     assert coloured != plain
 
 
+@examples(40)
 @given(
     st.lists(st.sampled_from(NAMES), min_size=1, unique=True),
     st.lists(st.text(max_size=90), min_size=1, max_size=4),
@@ -79,33 +85,35 @@ def test_no_line_is_wider_than_the_terminal(names: list[str], cells: list[str], 
 def shown_on(columns: int, arguments: list[object]) -> list[str]:
     """Return the lines that a command writes to a terminal of a width."""
     terminal, ours = pty.openpty()
-    try:
-        command = subprocess.Popen(
-            [sys.executable, "-m", "hicachectl", *map(str, arguments)],
-            stdout=ours,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1"},
-        )
-    finally:
-        os.close(ours)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        os.fdopen(terminal, "rb", buffering=0) as screen,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        output = pool.submit(read_to_the_end, screen)
+        with os.fdopen(ours, "w") as stdout:
+            patch.setattr(sys, "stdout", stdout)
+            patch.setenv("COLUMNS", str(columns))
+            patch.setenv("NO_COLOR", "1")
+            assert run([str(argument) for argument in arguments]) == 0
+        return output.result().decode().split("\r\n")[:-1]
+
+
+def read_to_the_end(screen: RawIOBase) -> bytes:
     output = b""
-    # The read fails with EIO after the command has closed its end.
-    with os.fdopen(terminal, "rb", buffering=0) as screen, suppress(OSError):
+    with suppress(OSError):  # the read fails with EIO after the command has closed its end
         while data := screen.read(1 << 16):
             output += data
-    assert command.wait() == 0
-    return output.decode().split("\r\n")[:-1]
+    return output
 
 
-@pytest.mark.slow
-def test_a_pipe_gets_the_whole_table_and_a_terminal_what_fits(tmp_path: Path) -> None:
+def test_a_pipe_gets_the_whole_table_and_a_terminal_what_fits(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put_pages(tmp_path, range(3), "_some-organisation-with-a-long-name-model_0_1")
     arguments: list[object] = ["ls", "--objects", tmp_path]
-    piped = subprocess.check_output(
-        [sys.executable, "-m", "hicachectl", "-q", *map(str, arguments)],
-        text=True,
-        env={**os.environ, "COLUMNS": "60"},
-    )
+    monkeypatch.setenv("COLUMNS", "60")
+    piped = invoke("-q", *arguments).stdout
     assert f"{page(0)}_some-organisation-with-a-long-name-model_0_1.bin" in piped
     narrow = shown_on(60, arguments)
     assert len(narrow) == 4
@@ -114,7 +122,6 @@ def test_a_pipe_gets_the_whole_table_and_a_terminal_what_fits(tmp_path: Path) ->
     assert [line.rstrip() for line in shown_on(400, arguments)] == piped.splitlines()
 
 
-@pytest.mark.slow
 def test_a_terminal_shows_whole_what_a_finding_says(tmp_path: Path) -> None:
     store, profile = tmp_path / "store", tmp_path / "profile.toml"
     store.mkdir()
