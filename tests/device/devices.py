@@ -7,6 +7,8 @@ kernels are compiled or interpreted.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,32 @@ HAS_CUDA: bool = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 need_module("triton")
+
+
+def hasten_interpreter() -> None:
+    """Spare Triton's interpreter most of its work, which changes no result.
+
+    Each call of a function within a kernel patches the language again, which the launch has done.
+    Each sum computes whether it overflows, and nothing reads the answer.
+    """
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    patched = set[str]()
+
+    def call(function: Any, *arguments: Any, **named: Any) -> Any:
+        # A launch does not patch the modules that functions of Triton itself import.
+        if function.fn.__module__ not in patched:
+            interpreter._patch_lang(function.fn)
+            patched.add(function.fn.__module__)
+        return function.rewrite()(*arguments, **named)
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
+if not HAS_CUDA:
+    hasten_interpreter()
 
 NATIVE = pytest.param(
     "cuda",
