@@ -64,7 +64,9 @@ class Catalog:
         """Return a catalog with untrusted entries of SCHEMA. Raises FormatError for bad ones."""
         with _readable(source):
             entries.validate(full=True)
-        _check_rows(entries, source)
+        # Columns of SCHEMA that are not nullable have no nulls: Parquet cannot write any.
+        if pc.count_distinct(entries.column("key")).as_py() != len(entries):
+            raise FormatError(f"{source}: a key occurs twice; record a new catalog")
         return replace(self, entries=entries)
 
 
@@ -178,12 +180,6 @@ def _check_claims(file: object, metadata: dict[bytes, bytes], nbytes: int, sourc
             f"{source}: claims {rows} entries in {uncompressed} bytes ({nbytes} compressed), "
             f"outside the limits of a catalog; {_RIGHT_FILE}"
         )
-
-
-def _check_rows(entries: pa.Table, source: str) -> None:
-    # Columns of SCHEMA that are not nullable have no nulls: Parquet cannot write any.
-    if pc.count_distinct(entries.column("key")).as_py() != len(entries):
-        raise FormatError(f"{source}: a key occurs twice; record a new catalog")
 
 
 # Of a catalog whose entries are elsewhere, or not recorded yet.

@@ -108,7 +108,7 @@ def cuda_devices(names: tuple[str, ...]) -> list[torch.device]:
         if not torch.version.cuda:
             reasons, next_step = ["this torch is built without CUDA"], "install a build with CUDA"
         raise UsageError(f"{': '.join(['CUDA: no usable device', *reasons])}; {next_step}")
-    devices = [torch.device("cuda", _index(name)) for name in names]
+    devices = [torch.device("cuda", int(name.partition(":")[2] or 0)) for name in names]
     for device in devices:
         if device.index >= count:
             raise UsageError(
@@ -129,7 +129,3 @@ def _touch(device: torch.device) -> None:
         raise DeviceError(
             f"{device}: not usable: {reason_of(error)}; check with nvidia-smi"
         ) from error
-
-
-def _index(name: str) -> int:
-    return int(name.partition(":")[2] or 0)

@@ -72,11 +72,6 @@ class Launch:
     unknown: Mapping[str, str] = field(default_factory=dict)
     logged: Mapping[str, Any] | None = None
 
-    @property
-    def identity(self) -> str:
-        """Return a text that only equal launches have."""
-        return repr((self.arguments, dict(self.environment), self.logged))
-
     def path(self, text: str) -> Path:
         """Return a path of the server as this process sees it."""
         path = self.folder / text
@@ -169,8 +164,9 @@ def read_launches(text: str) -> list[Launch]:
 
 
 def _some(launches: Iterator[Launch], where: str, text: str) -> list[Launch]:
-    # A script can have thousands, so each is not compared with each.
-    found = list({launch.identity: launch for launch in launches}.values())
+    # A script can have thousands, so texts that only equal launches have tell which are equal.
+    by_text = {repr((one.arguments, dict(one.environment), one.logged)): one for one in launches}
+    found = list(by_text.values())
     if found:
         return found
     none = f"{where}: has no command that launches an SGLang server; give one, such as {_EXAMPLE}"
