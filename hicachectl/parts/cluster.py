@@ -25,7 +25,7 @@ from hicachectl.parts.child import (
     Failed,
     Lost,
     Order,
-    frame,
+    encoded,
     in_child,
 )
 
@@ -171,7 +171,7 @@ class Cluster(Closing):
             "Ray": self._ray.__version__,
         }
         task = self._ray.remote(max_retries=0)(_probe_function())
-        order = frame(Order(stage="open", job=job))
+        order = encoded(Order(job=job))
         living = {node.number for node in self.nodes()}  # a task for a lost node would wait
         refused = {node: "it left the cluster" for node in nodes if node.number not in living}
         asked = {
@@ -201,7 +201,7 @@ class Cluster(Closing):
         iterator cancels the stage, too. Raises LostError, HicacheError, and RuntimeError for a
         bug with its traceback.
         """
-        task = self._on(self._task, node).remote(frame(order))
+        task = self._on(self._task, node).remote(encoded(order))
         try:
             while True:
                 if stopped():

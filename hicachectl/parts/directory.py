@@ -40,7 +40,6 @@ _LISTING = "listing-"
 # Entries before the manifest is published: ours, and what a mounted volume has by itself.
 _HARMLESS = re.compile(r"listing-[0-9a-f]{16}|\..*|lost\+found")
 _RESULT = re.compile(r"([0-9]{5})\.json")
-_MERGED = "merged.json"
 
 
 class RunDirectory(Closing):
@@ -184,16 +183,6 @@ class RunDirectory(Closing):
             except FileNotFoundError:
                 return set()
         return {int(match[1]) for match in map(_RESULT.fullmatch, names) if match}
-
-    def is_merged(self) -> bool:
-        """Return whether the run was merged."""
-        with usage_errors(self.path):
-            return self.directory.has(_MERGED)
-
-    def mark_merged(self) -> None:
-        """Record that the run was merged."""
-        with usage_errors(self.path):
-            self.directory.publish(_MERGED, b"{}\n")
 
     def _refuse_other_files(self) -> None:
         names = self.directory.entries()

@@ -12,13 +12,15 @@ import shutil
 import tempfile
 import threading
 import time
-from collections import defaultdict, deque
-from contextlib import ExitStack, closing, suppress
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+import msgspec
 import pyarrow as pa
 
 from hicachectl.backends.disk.io import Closing
@@ -28,17 +30,18 @@ from hicachectl.parts.child import Moved, Order, Outcome, Piece, table_bytes, ta
 from hicachectl.parts.cluster import Cluster, LostError, StoppedError
 from hicachectl.parts.directory import RunDirectory
 from hicachectl.parts.job import StageResult
-from hicachectl.parts.manifest import MOST_PARTS, dump
+from hicachectl.parts.manifest import MOST_PARTS
 from hicachectl.parts.results import mark_merged, merge_run
 from hicachectl.parts.running import begin, run_part
 from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
+    from concurrent.futures import Future
     from contextlib import AbstractContextManager
 
     from hicachectl.parts.cluster import Node
-    from hicachectl.parts.job import Job, PartInput
+    from hicachectl.parts.job import Job, PartInput, Tables
     from hicachectl.parts.running import Say
     from hicachectl.results import Result
 
@@ -85,7 +88,6 @@ class Driver(Closing):
         self._say_now = say
         self._lost_on: dict[int, list[Node]] = defaultdict(list)
         self._stopped = threading.Event()
-        self._errors: list[BaseException] = []
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._cluster_stack = ExitStack()
         self._stack = ExitStack()
@@ -158,53 +160,33 @@ class Driver(Closing):
 
     def _do_all(self, on_progress: Callable[[int, int], None]) -> None:
         parts = self._manifest.parts
-        todo, progress = deque(range(parts)), _Progress(parts, on_progress)
-        threads = [
-            threading.Thread(target=self._do_parts, args=[todo, progress], name="part", daemon=True)
-            for _ in range(min(self.workers, parts))
-        ]
+        progress = _Progress(parts, on_progress)
+        pool = ThreadPoolExecutor(min(self.workers, parts), thread_name_prefix="part")
+        running: set[Future[bool]] = set()
+
+        def begin(part: int) -> None:
+            future = pool.submit(self._do, part, progress)
+            running.add(future)
+            future.add_done_callback(lambda ended: self._calls.put(partial(end, part, ended)))
+
+        def end(part: int, future: Future[bool]) -> None:
+            running.remove(future)
+            if not future.result():
+                begin(part)
+
         try:
-            for thread in threads:
-                thread.start()
-            while any(thread.is_alive() for thread in threads):
-                self._call(_LOOK_SECONDS)
-            while not self._calls.empty():
-                self._call(0)
+            for part in range(parts):
+                begin(part)
+            while running:
+                self._calls.get()()
         finally:
             self._stopped.set()
             with deferred():
-                until = time.monotonic() + _STOP_SECONDS
-                for thread in threads:
-                    if thread.is_alive():
-                        thread.join(max(until - time.monotonic(), 0))
-        if self._errors:
-            raise self._errors[0]
-
-    def _call(self, seconds: float) -> None:
-        with suppress(Empty):
-            self._calls.get(timeout=seconds)()
+                pool.shutdown(wait=False, cancel_futures=True)
+                wait(running, _STOP_SECONDS)
 
     def _say(self, text: str) -> None:
         self._calls.put(partial(self._say_now, text))
-
-    def _do_parts(self, todo: deque[int], progress: _Progress) -> None:
-        """Do parts until none is left.
-
-        A thread that loses a part puts it back and goes on, so no part is left at the end.
-        """
-        try:
-            while not self._stopped.is_set():
-                try:
-                    part = todo.popleft()
-                except IndexError:
-                    return
-                if not self._do(part, progress):
-                    todo.append(part)
-        except StoppedError:
-            pass
-        except BaseException as error:
-            self._errors.append(error)
-            self._stopped.set()
 
     def _do(self, part: int, progress: _Progress) -> bool:
         """Do a part on a node; return False if it is lost and is to be done again."""
@@ -245,20 +227,22 @@ class Driver(Closing):
         return True
 
     def _work_on(
-        self, node: Node, given: PartInput, on_progress: Callable[[int, int], None]
+        self,
+        node: Node,
+        given: PartInput,
+        tables: Tables,
+        on_progress: Callable[[int, int], None],
     ) -> StageResult:
         """Do the work of a part on a node. Exceptions as in `Cluster.answers`."""
+        now = time.monotonic()
+        given = msgspec.structs.replace(
+            given, divided=self.workers, parts_here=self._nodes.most, spent=now - self._began
+        )
         order = Order(
-            stage="work",
             job=self._opens,
-            manifest=dump(given.manifest),
-            part=given.part,
-            owner=given.owner,
-            divided=self.workers,
-            parts_here=self._nodes.most,
-            age=given.age(),
-            spent=time.monotonic() - self._began,
-            tables={name: table_bytes(read()) for name, read in given.tables.items()},
+            given=given,
+            age=now - given.began,
+            tables={name: table_bytes(read()) for name, read in tables.items()},
         )
         pieces: dict[str, list[pa.Table]] = defaultdict(list)
         outcome: Outcome | None = None
@@ -273,8 +257,8 @@ class Driver(Closing):
                         outcome = answer
         if outcome is None:
             raise LostError("the process ended without a result")
-        tables = {name: pa.concat_tables(of_table) for name, of_table in pieces.items()}
-        return StageResult(outcome.facts, tables, outcome.settled)
+        results = {name: pa.concat_tables(of_table) for name, of_table in pieces.items()}
+        return StageResult(outcome.facts, results, outcome.settled)
 
 
 class _Nodes:

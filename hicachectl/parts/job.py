@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
@@ -22,7 +21,15 @@ from hicachectl.move.run_mark import RunMark
 from hicachectl.pages.in_flight import ListingTime
 from hicachectl.pages.published import Listing
 from hicachectl.parts.directory import usage_errors
-from hicachectl.parts.manifest import FORM, LIST_AGAIN, MANIFEST, Moment, Owner, Seconds
+from hicachectl.parts.manifest import (
+    FORM,
+    LIST_AGAIN,
+    MANIFEST,
+    Manifest,
+    Moment,
+    Owner,
+    Seconds,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,7 +41,7 @@ if TYPE_CHECKING:
     from hicachectl.move.migration import MigrationRequest
     from hicachectl.move.store_pair import CopyOptions
     from hicachectl.pages.selection import Selection
-    from hicachectl.parts.manifest import Manifest, Published
+    from hicachectl.parts.manifest import Published
     from hicachectl.prewarming.page_plan import PrewarmRequest
     from hicachectl.results import Result
 
@@ -115,35 +122,38 @@ class Record:
             return read_table(directory, file, self.schemas[name], self.next_step)
 
 
-@dataclass(frozen=True, slots=True)
-class PartInput:
+class PartInput(Struct, kw_only=True, frozen=True):
     """Input of one attempt at a part. Another attempt may be working at the same time.
 
     owner: 16 hex digits that mark the unfinished writes of all attempts at the part.
-    tables: the part's own tables, from `Job.tables`.
     divided: number by which limits of the whole run are divided.
     parts_here: number of parts that this machine does at once, or 1 if that is not known.
-    seconds_of: function that takes a limit on the seconds of the whole run, and returns this
-        part's.
-    age: function that returns the seconds since the listing began, by the run directory's clock.
+    spent: seconds since the driver of the whole run began; None without a driver.
+    began: `time.monotonic()` at the start of the listing, by the run directory's clock.
     """
 
     manifest: Manifest
     part: int
     owner: str
-    tables: Tables
     divided: int
-    parts_here: int
-    seconds_of: Callable[[float], float]
-    age: Callable[[], float]
+    parts_here: int = 1
+    spent: float | None = None
+    began: float
 
     @property
     def listing_time(self) -> ListingTime:
         """Time at which the lister listed the store."""
-        published, began = self.manifest.published, time.monotonic() - self.age()
+        published = self.manifest.published
         return ListingTime(
-            start_ns=published.listing_ns, duration_ns=published.duration_ns, began=began
+            start_ns=published.listing_ns, duration_ns=published.duration_ns, began=self.began
         )
+
+    def seconds_of(self, limit: float) -> float:
+        """Return the part's share of a limit on the seconds of the whole run.
+
+        A driver's parts follow one another, so each may use the seconds that are left.
+        """
+        return limit / self.divided if self.spent is None else max(limit - self.spent, 0)
 
     def share_of(self, limit: int | None) -> int | None:
         """Return the part's share of a limit of the whole run, at least 1; None without a limit."""
@@ -230,8 +240,14 @@ class Job(Protocol):
     def tables(self, folder: Directory, manifest: Manifest, part: int) -> Tables:
         """Return the tables that a part works on."""
 
-    def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
-        """Do the work of a part. on_progress: takes new and total bytes read or copied."""
+    def work(
+        self, given: PartInput, tables: Tables, on_progress: Callable[[int, int], None]
+    ) -> StageResult:
+        """Do the work of a part.
+
+        tables: the part's own tables, from `Job.tables`. on_progress: takes new and total bytes
+        read or copied.
+        """
 
     def finish(
         self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]

@@ -124,27 +124,6 @@ def parse_manifest(content: bytes, source: str) -> Manifest:
     return parse_document(content, path, Manifest, LIST_AGAIN, check=refuse_release)
 
 
-def refuse_other(
-    manifest: Manifest, command: str, identity: Mapping[str, Any], source: str
-) -> None:
-    """Raise UsageError, with both values, if a run was begun with another command or options.
-
-    identity: see `Manifest`.
-    """
-    mine = {"command": command, **identity}
-    theirs = {"command": manifest.command, **manifest.identity}
-    for name in dict.fromkeys([*mine, *theirs]):
-        if mine.get(name) != theirs.get(name):
-            raise UsageError(
-                f"{source}: was begun with {name} {_text(theirs.get(name))}, but this command has "
-                f"{_text(mine.get(name))}; give the same options, or another --run"
-            )
-
-
-def _text(value: Any) -> str:
-    return "none" if value is None else value if isinstance(value, str) else shown(value)
-
-
 _KUBERNETES = "JOB_COMPLETION_INDEX"
 _SLURM = "SLURM_ARRAY_TASK_ID"
 _FORM = re.compile(r"([0-9]{0,9})/([0-9]{1,9})", re.ASCII)

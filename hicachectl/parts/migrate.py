@@ -141,7 +141,9 @@ class MigrateJob(CopyJob):
             _FOUND: lambda: read_table(folder, found, FOUND_SCHEMA, LIST_AGAIN),
         }
 
-    def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
+    def work(
+        self, given: PartInput, tables: Tables, on_progress: Callable[[int, int], None]
+    ) -> StageResult:
         """See `Job`."""
         began = time.monotonic()
         manifest, source = given.manifest, self._source
@@ -151,7 +153,7 @@ class MigrateJob(CopyJob):
         read = [source, *([self._destination] if options.verify else [])]
         options = given.options(options, *read)
         request = replace(self._request, selection=selection, options=options)
-        inventory = inventory_of(given.tables[_OBJECTS](), self._listing(manifest).table)
+        inventory = inventory_of(tables[_OBJECTS](), self._listing(manifest).table)
         if request.needs_pages:
             refuse_unmounted(source, inventory)
         if options.move:
@@ -162,7 +164,7 @@ class MigrateJob(CopyJob):
         plan = plan_groups(
             migration,
             inventory,
-            [given.tables[_FOUND]()],
+            [tables[_FOUND]()],
             given.listing_time,
             asks=True,
         )

@@ -21,7 +21,13 @@ from hicachectl.parts.job import (
     urls_of,
 )
 from hicachectl.parts.manifest import MANIFEST, Published
-from hicachectl.parts.slices import Slice, read_chains, read_plan, slice_tables, write_plan
+from hicachectl.parts.slices import (
+    planned_pages,
+    read_chains,
+    read_plan,
+    slice_tables,
+    write_plan,
+)
 from hicachectl.prewarming.outcome import FinishFacts, PrewarmFacts, outcome_of
 from hicachectl.prewarming.prewarm import (
     Warming,
@@ -145,21 +151,21 @@ class PrewarmJob(CopyJob):
         """Return the tables of a slice; see `Job.tables`."""
         return slice_tables(folder, manifest.published, part, self._listing(manifest))
 
-    def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
+    def work(
+        self, given: PartInput, tables: Tables, on_progress: Callable[[int, int], None]
+    ) -> StageResult:
         """Copy a slice; see `Job.work`."""
         destination, options = self._destination, given.options(self._request.options, self._source)
         if (seconds := self._request.deadline_seconds) is not None:
-            options = replace(options, deadline=seconds + time.monotonic() - given.age())
+            options = replace(options, deadline=given.began + seconds)
         request = replace(self._request, options=options)
         warming = Warming(self._source, destination, request)
         RunMark(given.owner).put(destination)
-        planned = Slice(
-            self._listing(given.manifest), given.tables["pages"](), given.tables["objects"]()
-        )
-        pages = planned.remaining(warming)
+        listing = self._listing(given.manifest)
+        pages = planned_pages(warming, listing, tables["pages"](), tables["objects"](), asks=True)
         if not request.allow_empty:
             refuse_unmounted(self._source, pages.groups.inventory)
-        best = given.tables["best"]()
+        best = tables["best"]()
         best = best.column("page").filter(best.column("copied")).combine_chunks()
         facts = PrewarmFacts(skipped=pages.count(Action.SKIP))
         pages.leave_too_large(warming.options, facts)
@@ -180,8 +186,9 @@ class PrewarmJob(CopyJob):
         if plan.chained:
             requests, names = read_chains(folder, files)
             request = replace(request, requests=requests)
-        everything = read_plan(folder, files, self._listing(manifest))
-        pages = everything.wanted(Warming(self._source, self._destination, request))
+        listing = self._listing(manifest)
+        warming = Warming(self._source, self._destination, request)
+        pages = planned_pages(warming, listing, *read_plan(folder, files, listing), asks=False)
         until = after(time.monotonic()) if is_late else None
         with persistent():
             touch_pages(self._destination, pages.survey, pages.order, until=until)

@@ -7,6 +7,8 @@ record names only whole tables.
 from __future__ import annotations
 
 import os
+import socket
+import time
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -18,22 +20,21 @@ from hicachectl.io.interrupts import deferred
 from hicachectl.io.table_files import pieces, read_document, write_table
 from hicachectl.parts.directory import PARTS, result_name, usage_errors
 from hicachectl.parts.job import Record, RecordForm, kind_of
-from hicachectl.parts.manifest import dump
+from hicachectl.parts.manifest import FORM, dump
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
     from typing import Any
-
-    import pyarrow as pa
 
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.parts.directory import RunDirectory
-    from hicachectl.parts.job import Kind
+    from hicachectl.parts.job import Kind, StageResult
     from hicachectl.parts.manifest import Manifest
     from hicachectl.results import Result, Shown
     from hicachectl.text.tables import Screen
 
 FINISH = "finish"
+_MERGED = "merged.json"
 _MOST_SPANS = 20  # named in one message
 
 
@@ -48,20 +49,34 @@ class RunDocument(msgspec.Struct):
 def save(
     directory: Directory,
     name: str,
-    form: RecordForm,
-    tables: Mapping[str, pa.Table],
-    schemas: Mapping[str, pa.Schema],
-) -> bool:
-    """Write tables and publish a record, unless its name exists; return whether it is ours.
+    kind: Kind,
+    manifest: Manifest,
+    part: int,
+    result: StageResult,
+    began: float,
+) -> RecordForm | None:
+    """Write the tables of a result and publish its record; return None if its name exists.
 
-    name: without `.json`. Removes the tables of an unpublished record. Raises OSError,
-    UntrustedError, UnsupportedByBackend.
+    name: without `.json`. part: see `RecordForm`. began: `time.monotonic()` at the start of the
+    work. Removes the tables of an unpublished record. Raises OSError, UntrustedError,
+    UnsupportedByBackend.
     """
+    form = RecordForm(
+        form=FORM,
+        run=manifest.run,
+        part=part,
+        host=socket.gethostname(),
+        ended_ns=time.time_ns(),
+        seconds=time.monotonic() - began,
+        settled=result.settled,
+        facts=result.facts,
+        tables={},
+    )
     attempt = os.urandom(8).hex()  # two attempts at a part may write at once
     try:
-        for table_name, table in tables.items():
+        for table_name, table in result.tables.items():
             file_name = f"{name}-{attempt}-{table_name}.parquet"
-            schema = schemas[table_name]
+            schema = kind.schemas[table_name]
             form.tables[table_name] = write_table(directory, file_name, pieces(table), schema)
         with deferred():  # a signal must not hide whose record it is
             ours = directory.publish(f"{name}.json", dump(form))
@@ -69,9 +84,10 @@ def save(
         if not directory.has(f"{name}.json"):  # else the record may be ours
             _remove(directory, form)
         raise
-    if not ours:
-        _remove(directory, form)
-    return ours
+    if ours:
+        return form
+    _remove(directory, form)
+    return None
 
 
 def _remove(directory: Directory, form: RecordForm) -> None:
@@ -167,7 +183,9 @@ def merge_run(run: RunDirectory) -> Result:
 def refuse_merged(run: RunDirectory) -> None:
     """Raise UsageError if the run was merged before."""
     manifest = run.manifest()
-    if manifest is not None and run.is_merged():
+    with usage_errors(run.path):
+        merged = run.directory.has(_MERGED)
+    if manifest is not None and merged:
         raise UsageError(
             f"{run.path}: the run of {manifest.listed} was merged before; check that the parts "
             f"have a new --run each time, or merge it again with: hicachectl merge {run.path} "
@@ -178,10 +196,11 @@ def refuse_merged(run: RunDirectory) -> None:
 def mark_merged(run: RunDirectory) -> None:
     """Record that the run was merged, if it is finished."""
     manifest = run.manifest()
-    if manifest is not None:
-        kind = kind_of(manifest.command, str(run.path))
-        if is_finished(run, manifest, kind):
-            run.mark_merged()
+    if manifest is not None and is_finished(
+        run, manifest, kind_of(manifest.command, str(run.path))
+    ):
+        with usage_errors(run.path):
+            run.directory.publish(_MERGED, b"{}\n")
 
 
 def _spans(parts: Sequence[int]) -> str:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hicachectl import __version__
+from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import HicacheError, StoreUnavailable, UsageError
 from hicachectl.io.interrupts import deferred
 from hicachectl.parts.directory import PARTS, result_name, usage_errors
-from hicachectl.parts.job import PartInput, RecordForm
-from hicachectl.parts.manifest import FORM, MANIFEST, Manifest, refuse_other
+from hicachectl.parts.job import PartInput
+from hicachectl.parts.manifest import FORM, MANIFEST, Manifest
 from hicachectl.parts.results import (
     FINISH,
     has_all_results,
@@ -28,11 +28,10 @@ from hicachectl.parts.results import (
 from hicachectl.text.units import human_age
 
 if TYPE_CHECKING:
-    from hicachectl.backends.disk.directory import Directory
     from hicachectl.parts.directory import RunDirectory
-    from hicachectl.parts.job import Job, PartCount, StageResult
+    from hicachectl.parts.job import Job, PartCount, RecordForm, StageResult, Tables
 
-    Work = Callable[[PartInput, Callable[[int, int], None]], StageResult]
+    Work = Callable[[PartInput, Tables, Callable[[int, int], None]], StageResult]
 
 _OF_THE_RUN = -1  # in place of a part
 _LOOK_SECONDS = 1.0  # between two looks for the manifest, less at first
@@ -121,19 +120,35 @@ def run_part(
 
     work: function that does the part in place of `Job.work`, such as on another machine.
     on_progress: takes new and total bytes.
-    Raises UsageError, FormatError, and as the methods of
-    the job.
+    Raises UsageError, FormatError, and as the methods of the job.
     """
+    began = time.monotonic()
+    name = result_name(part)
+    record: RecordForm | None = None
     with usage_errors(run.path / PARTS):
         results = run.results(create=True)
     with results:
-        outcome = _attempt(run, results, job, manifest, part, work or job.work, on_progress)
-    if outcome is None:
-        earlier = result_of(run, manifest, job.kind, part)
-        outcome = PartOutcome(earlier.form, earlier=True)
+        with usage_errors(run.path / PARTS):
+            has_result = results.has(f"{name}.json")
+            before = manifest.spent_seconds + run.since_published_ns() / 10**9
+        if not has_result:
+            mark = hashlib.sha256(f"{manifest.run} {part}".encode()).hexdigest()[:_OWNER_DIGITS]
+            given = PartInput(
+                manifest=manifest,
+                part=part,
+                owner=mark,
+                divided=manifest.parts,
+                began=began - before,
+            )
+            with run.listing(manifest) as folder:
+                tables = job.tables(folder, manifest, part)
+                result = (work or job.work)(given, tables, on_progress)
+            with usage_errors(run.path / PARTS):
+                record = save(results, name, job.kind, manifest, part, result, began)
+    kept = record or result_of(run, manifest, job.kind, part).form
     if job.kind.finishes:
         _finish(run, job, manifest)
-    return outcome
+    return PartOutcome(kept, earlier=record is None)
 
 
 def _finish(run: RunDirectory, job: Job, manifest: Manifest) -> None:
@@ -143,9 +158,8 @@ def _finish(run: RunDirectory, job: Job, manifest: Manifest) -> None:
     began = time.monotonic()
     with run.listing(manifest) as folder:
         result = job.finish(folder, manifest, results_of(run, manifest, job.kind))
-    form = _form(manifest, _OF_THE_RUN, result, began)
     with usage_errors(run.path):
-        save(run.directory, FINISH, form, result.tables, job.kind.schemas)
+        save(run.directory, FINISH, job.kind, manifest, _OF_THE_RUN, result, began)
 
 
 def _list(run: RunDirectory, job: Job, parts: PartCount, on_listed: Callable[[int], None]) -> None:
@@ -178,7 +192,14 @@ def _list(run: RunDirectory, job: Job, parts: PartCount, on_listed: Callable[[in
 def _refuse_other(run: RunDirectory, job: Job, parts: PartCount, manifest: Manifest) -> None:
     """Raise UsageError if a run is another one than the job's, or is finished."""
     mine = _identity(job, manifest.parts if callable(parts) else parts)
-    refuse_other(manifest, job.kind.command, mine, str(run.path))
+    mine = {"command": job.kind.command, **mine}
+    theirs = {"command": manifest.command, **manifest.identity}
+    for name in dict.fromkeys([*mine, *theirs]):
+        if mine.get(name) != theirs.get(name):
+            raise UsageError(
+                f"{run.path}: was begun with {name} {_text(theirs.get(name))}, but this command "
+                f"has {_text(mine.get(name))}; give the same options, or another --run"
+            )
     if is_finished(run, manifest, job.kind):
         raise UsageError(
             f"{run.path}: the run of {manifest.listed} is finished; give a new --run, such as "
@@ -187,56 +208,11 @@ def _refuse_other(run: RunDirectory, job: Job, parts: PartCount, manifest: Manif
         )
 
 
+def _text(value: Any) -> str:
+    return "none" if value is None else value if isinstance(value, str) else shown(value)
+
+
 def _identity(job: Job, parts: int) -> dict[str, Any]:
     """Return a job's identity as read from JSON, with the number of parts."""
     identity: dict[str, Any] = json.loads(json.dumps({"parts": parts, **job.identity}))
     return identity
-
-
-def _attempt(
-    run: RunDirectory,
-    results: Directory,
-    job: Job,
-    manifest: Manifest,
-    part: int,
-    work: Work,
-    on_progress: Callable[[int, int], None],
-) -> PartOutcome | None:
-    """Do a part and publish its result; return None if another attempt has published one."""
-    began = time.monotonic()
-    name = result_name(part)
-    with usage_errors(run.path / PARTS):
-        if results.has(f"{name}.json"):
-            return None
-        before = manifest.spent_seconds + run.since_published_ns() / 10**9
-    mark = hashlib.sha256(f"{manifest.run} {part}".encode()).hexdigest()[:_OWNER_DIGITS]
-    with run.listing(manifest) as folder:
-        given = PartInput(
-            manifest=manifest,
-            part=part,
-            owner=mark,
-            tables=job.tables(folder, manifest, part),
-            divided=manifest.parts,
-            parts_here=1,
-            seconds_of=lambda limit: limit / manifest.parts,
-            age=lambda: before + time.monotonic() - began,
-        )
-        result = work(given, on_progress)
-    form = _form(manifest, part, result, began)
-    with usage_errors(run.path / PARTS):
-        ours = save(results, name, form, result.tables, job.kind.schemas)
-    return PartOutcome(form, earlier=False) if ours else None
-
-
-def _form(manifest: Manifest, part: int, result: StageResult, began: float) -> RecordForm:
-    return RecordForm(
-        form=FORM,
-        run=manifest.run,
-        part=part,
-        host=socket.gethostname(),
-        ended_ns=time.time_ns(),
-        seconds=time.monotonic() - began,
-        settled=result.settled,
-        facts=result.facts,
-        tables={},
-    )

@@ -5,7 +5,6 @@ Slices are consecutive in the plan's order of value, and of about equal bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,18 +39,16 @@ if TYPE_CHECKING:
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.formats.arrays import IntArray
     from hicachectl.io.table_files import Share, TableFile
-    from hicachectl.move.survey import Survey
     from hicachectl.parts.job import Tables
     from hicachectl.parts.manifest import Published
     from hicachectl.prewarming.page_plan import PagePlan
     from hicachectl.prewarming.prewarm import Warming
 
-# Wanted pages, best first. copied: whether the page is to be copied. cost: bytes that it adds.
+# Wanted pages, best first. copied: whether the page is to be copied.
 _PAGES = pa.schema(
     [
         pa.field("page", pa.string(), nullable=False),
         pa.field("copied", pa.bool_(), nullable=False),
-        pa.field("cost", pa.int64(), nullable=False),
     ]
 )
 # Distinct pages of the chains. restorable: whether servers could restore them from the source.
@@ -72,42 +69,29 @@ _PAGES_FILE, _OBJECTS_FILE = "pages.parquet", "objects.parquet"
 _NAMES_FILE, _CHAINS_FILE = "names.parquet", "chains.parquet"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Slice:
-    """Some of a plan's pages, as they were planned.
+def planned_pages(
+    warming: Warming, listing: Listing, pages: pa.Table, objects: pa.Table, *, asks: bool
+) -> CopyPlan:
+    """Return pages of a plan with their actions.
 
-    pages: in the schema of the file. objects: what they are made of, with affix ids.
+    pages: in the schema of the file.
+    objects: objects that the pages are made of, with affix ids.
+    asks: whether to ask the destination for each object; else it counts as empty.
+    Raises FormatError for a page without objects.
     """
-
-    listing: Listing
-    pages: pa.Table
-    objects: pa.Table
-
-    def wanted(self, warming: Warming) -> CopyPlan:
-        """Return the pages, without what the destination has of them, and nothing to copy."""
-        groups = PageGroups(inventory_of(self.objects, self.listing.table))
-        (survey,) = survey_source(groups, warming.routes(groups.inventory.table)[:1])
-        actions = np.zeros(len(survey.groups), dtype=np.int8)
-        return CopyPlan(groups, survey, self._rows_of(survey), actions)
-
-    def remaining(self, warming: Warming) -> CopyPlan:
-        """Return the pages with their actions; asks the destination for each object."""
-        groups = PageGroups(inventory_of(self.objects, self.listing.table))
+    groups = PageGroups(inventory_of(objects, listing.table))
+    if asks:
         (survey,) = warming.survey(groups, first_only=True, asks=True)
-        wanted = self._rows_of(survey)
-        planned = wanted[self.pages.column("copied").to_numpy()]
-        chosen = np.zeros(len(survey.groups), dtype=np.bool_)
-        chosen[planned] = True
-        actions = decide(survey, chosen, "skip")
-        return CopyPlan(groups, survey, wanted, actions, together=True)
-
-    def _rows_of(self, survey: Survey) -> IntArray:
-        """Return the survey row of each page. Raises FormatError for a page without objects."""
-        rows = pc.index_in(self.pages.column("page"), value_set=survey.pages)
-        if rows.null_count:
-            raise FormatError("A slice of the plan has pages without objects; give another --run")
-        found: IntArray = rows.combine_chunks().to_numpy().astype(np.int64)
-        return found
+    else:
+        (survey,) = survey_source(groups, warming.routes(groups.inventory.table)[:1])
+    rows = pc.index_in(pages.column("page"), value_set=survey.pages)
+    if rows.null_count:
+        raise FormatError("A slice of the plan has pages without objects; give another --run")
+    wanted: IntArray = rows.combine_chunks().to_numpy().astype(np.int64)
+    chosen = np.zeros(len(survey.groups), dtype=np.bool_)
+    chosen[wanted[pages.column("copied").to_numpy()]] = True
+    actions = decide(survey, chosen, "skip")
+    return CopyPlan(groups, survey, wanted, actions, together=True)
 
 
 def write_plan(
@@ -131,7 +115,6 @@ def write_plan(
         [
             pages.survey.pages.take(pa.array(pages.order)).cast(pa.string()),
             pa.array(copied[pages.order]),
-            pa.array(cost[pages.order]),
         ],
         schema=_PAGES,
     )
@@ -154,7 +137,7 @@ def write_plan(
 def slice_tables(folder: Directory, published: Published, part: int, listing: Listing) -> Tables:
     """Return functions that read the tables of a slice; they raise FormatError for a damaged file.
 
-    `pages` and `objects` are those of a `Slice`; `best` has the first pages of the whole plan.
+    `pages` and `objects` are for `planned_pages`; `best` has the first pages of the whole plan.
     """
     pages, objects = (
         named_table(folder, published.files, name, LIST_AGAIN)
@@ -170,10 +153,11 @@ def slice_tables(folder: Directory, published: Published, part: int, listing: Li
     }
 
 
-def read_plan(folder: Directory, files: Sequence[TableFile], listing: Listing) -> Slice:
-    """Read all slices as one. Raises FormatError for a damaged file."""
-    return Slice(
-        listing,
+def read_plan(
+    folder: Directory, files: Sequence[TableFile], listing: Listing
+) -> tuple[pa.Table, pa.Table]:
+    """Read the pages and the objects of all slices. Raises FormatError for a damaged file."""
+    return (
         _read(folder, files, _PAGES_FILE, _PAGES),
         _read(folder, files, _OBJECTS_FILE, listing.schema),
     )
@@ -205,7 +189,7 @@ def _read(folder: Directory, files: Sequence[TableFile], name: str, schema: pa.S
 
 def _raw(pages: pa.FixedSizeBinaryArray) -> npt.NDArray[np.uint8]:
     """Return the bytes of pages: [n, 32] uint8."""
-    content = np.frombuffer(pages.buffers()[1], np.uint8) if len(pages) else np.zeros(0, np.uint8)
+    content = np.frombuffer(pages.buffers()[1] or b"", np.uint8)
     return content.reshape(-1, HASH_BYTES)[pages.offset : pages.offset + len(pages)]
 
 

@@ -64,7 +64,7 @@ from hicachectl.verification.verify import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from hicachectl.backends.base import Store
@@ -181,11 +181,12 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
 def said(manifest: Manifest, record: RecordForm) -> Iterator[str]:
     """Yield why the repair of a part was refused; `merge` ends with the status of the refusal."""
     form = convert(record.facts, _ResultForm, "result: facts")
-    yield from map(_refused, form.facts.refused)
+    for refusal in form.facts.refused:
+        yield f"Part {refusal.part}: {_refused(refusal)}"
 
 
 def _refused(refusal: Refusal) -> str:
-    return f"Part {refusal.part}: nothing was repaired: {doubted(refusal)}"
+    return f"nothing was repaired: {doubted(refusal)}"
 
 
 _SCHEMAS = {_FOUND: NAMED_SCHEMA, _CATALOG: CATALOG_SCHEMA}
@@ -311,41 +312,45 @@ class VerifyJob(Job):
             _CATALOG: lambda: read_share(folder, files[True], share, CATALOG_SCHEMA, LIST_AGAIN),
         }
 
-    def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
+    def work(
+        self, given: PartInput, tables: Tables, on_progress: Callable[[int, int], None]
+    ) -> StageResult:
         """Check a part, and repair it if requested."""
-        checked = self._check(given, on_progress)
+        checked = self._check(given, tables, on_progress)
         if self._repair is not None:
-            checked = self._repaired(given, checked, self._repair)
+            self._repair_part(given, checked, self._repair)
         result = checked.result
         form = _ResultForm(facts=result.facts, tally=result.tally.to_mapping())
-        tables = {_FOUND: result.found.select(NAMED_SCHEMA.names)}
+        found = {_FOUND: result.found.select(NAMED_SCHEMA.names)}
         if checked.catalog is not None:
-            tables[_CATALOG] = checked.catalog.entries
+            found[_CATALOG] = checked.catalog.entries
         settled = result.facts.reading.complete and not result.facts.unrepaired
-        return StageResult(msgspec.to_builtins(form), tables, settled=settled)
+        return StageResult(msgspec.to_builtins(form), found, settled=settled)
 
-    def _check(self, given: PartInput, on_read: Callable[[int, int], None]) -> PartCheck:
+    def _check(
+        self, given: PartInput, tables: Tables, on_read: Callable[[int, int], None]
+    ) -> PartCheck:
         store, manifest = self._store, given.manifest
         facts = convert(manifest.published.facts, _Facts, MANIFEST)
-        request = replace(self._part_request(given), catalog=_catalog(facts, given.tables))
+        request = replace(self._part_request(given), catalog=_catalog(facts, tables))
         first = given.part == 0
         start = replace(start_run(store, request, first=first), listing=given.listing_time)
-        listed = inventory_of(given.tables[_OBJECTS](), self._listing(manifest).table)
+        listed = inventory_of(tables[_OBJECTS](), self._listing(manifest).table)
         if not request.allow_empty:
             refuse_unmounted(store, listed)
         checked = check_part(store, request, listed, start, first=first, on_read=on_read)
         if first and self._stamp and request.profile is not None:
             path = write_stamp(store, Stamp(request.profile, request.weights_version))
-            return checked.remarked(f"Stamped the store: {path}")
+            checked.result.facts.remarks += (f"Stamped the store: {path}",)
         return checked
 
     def _listing(self, manifest: Manifest) -> Listing:
         return listing_of(manifest, self._store.grammar, self._request.profile)
 
-    def _repaired(self, given: PartInput, checked: PartCheck, options: RepairOptions) -> PartCheck:
-        """Repair a checked part; return it with what was done."""
+    def _repair_part(self, given: PartInput, checked: PartCheck, options: RepairOptions) -> None:
+        """Repair a checked part, and add the counts and remarks to its facts."""
         began = time.monotonic()
-        store, request = self._store, self._request
+        store, request, facts = self._store, self._request, checked.result.facts
         tables: list[pa.Table] = []
         if given.part and GROUPS.name in request.checks:  # only the first part reports these
             saved = saved_tables(store)
@@ -355,25 +360,22 @@ class VerifyJob(Job):
         plan = plan_of(checked, found, options)
         said = list(left_remarks(plan, stamps=self._stamp))
         if plan.refused is not None:
-            refusal = msgspec.structs.replace(plan.refused, part=given.part)
-            checked = replace(checked, result=checked.result.refused(refusal))
-            return checked.remarked(*_of_part(given, said), _refused(refusal))
-        done = repair(
-            store,
-            checked.groups,
-            plan,
-            options,
-            first=given.part == 0,
-            buffer_bytes=request.buffer_bytes,
-            say=said.append,
-        )
-        result = checked.result.repaired(
-            groups=done.groups,
-            quarantined=done.quarantined,
-            failed=done.failed,
-            seconds=time.monotonic() - began,
-        )
-        return replace(checked, result=result).remarked(*_of_part(given, said))
+            facts.refused = (msgspec.structs.replace(plan.refused, part=given.part),)
+            said.append(_refused(plan.refused))
+        else:
+            done = repair(
+                store,
+                checked.groups,
+                plan,
+                options,
+                first=given.part == 0,
+                buffer_bytes=request.buffer_bytes,
+                say=said.append,
+            )
+            facts.repaired, facts.quarantined = done.groups, done.quarantined
+            facts.unrepaired = done.failed
+            facts.seconds += time.monotonic() - began
+        facts.remarks += tuple(f"Part {given.part}: {text}" for text in said)
 
     def _part_request(self, given: PartInput) -> VerifyRequest:
         """Return the request with the lister's decisions and the part's share of the limits."""
@@ -389,10 +391,6 @@ class VerifyJob(Job):
             bytes_per_second=given.share_of(request.bytes_per_second),
             time_limit_seconds=None if limit is None else given.seconds_of(limit),
         )
-
-
-def _of_part(given: PartInput, texts: Iterable[str]) -> Iterator[str]:
-    return (f"Part {given.part}: {text}" for text in texts)
 
 
 def _repair_identity(repair: RepairOptions | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.pages.census import byte_sum, byte_sums
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import UNKNOWN_BYTES
-from hicachectl.prewarming.ranking import rank_by_value, read_plan
+from hicachectl.prewarming.ranking import places_among, rank_by_value, read_plan
 from hicachectl.profiles.identities import acceptance_of
 from hicachectl.requests.chains import Hashing, requests_of
 from hicachectl.requests.hits import find_hits
@@ -271,9 +271,7 @@ def _places(
     """
     if worth is None:
         return np.full(len(numbers), -1, dtype=np.int64)
-    pages = groups.pages_at(numbers).cast(worth.pages.type)
-    found = pc.index_in(pages, value_set=worth.pages)
-    places: IntArray = found.fill_null(-1).to_numpy().astype(np.int64)
+    places = places_among(groups.pages_at(numbers), worth.pages)
     ids = groups.deployment_ids[numbers]
     places[ids == UNRESOLVED if profile is None else ids != 0] = -1
     return places

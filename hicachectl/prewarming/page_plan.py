@@ -18,7 +18,7 @@ from hicachectl.move.store_pair import CopyOptions
 from hicachectl.move.survey import WRITING, Action, decide, made_of
 from hicachectl.pages.group_table import WHOLE
 from hicachectl.prewarming.outcome import PrewarmFacts
-from hicachectl.prewarming.ranking import rank_by_value
+from hicachectl.prewarming.ranking import places_among, rank_by_value
 from hicachectl.requests.hits import find_hits
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ class PageChoice:
         self._count = len(names)
         self._all = survey.wanted
         self._sets_of_target = _sets_of_targets(survey.route, hits)
-        self.name_of_item = _places(survey.pages, names)
-        self._hit_of_item = _places(survey.pages, hits.page_names)
+        self.name_of_item = places_among(survey.pages, names)
+        self._hit_of_item = places_among(survey.pages, hits.page_names)
         worst = np.append(rank, len(names))  # index -1: pages that cannot be restored rank last
         self._rank_of_item = worst[self.name_of_item]
-        self._rank_of_position = worst[_places(hits.page_names, names)][hits.page_of]
+        self._rank_of_position = worst[places_among(hits.page_names, names)][hits.page_of]
         self._take(hits.usable_pages)
 
     def fit(self, budget_bytes: int | None, budget_pages: int | None) -> bool:
@@ -161,13 +161,6 @@ def _sets_of_targets(route: Route, hits: Hits) -> BoolArray:
         of_unit = of_source[:, list(unit.sources)].any(axis=1, keepdims=True)
         of_target[:, list(unit.destinations)] = of_unit
     return of_target
-
-
-def _places(pages: pa.StringArray, among: pa.StringArray) -> IntArray:
-    """Return the index of each page in `among`, -1 if missing."""
-    found = pc.index_in(pages, value_set=among.cast(pages.type))
-    places: IntArray = found.fill_null(-1).to_numpy().astype(np.int64)
-    return places
 
 
 _MINUTE_NS = 60 * 10**9
@@ -308,17 +301,18 @@ def plan_pages(
             whole &= ~pc.is_in(survey.pages, value_set=request.in_others).to_numpy(
                 zero_copy_only=False
             )
-        turn, asked = rank.fill_null(-1).to_numpy(), len(pc.unique(request.pages))
+        order = np.argsort(rank.fill_null(-1).to_numpy(), kind="stable")
+        asked = len(pc.unique(request.pages))
     else:
         if not groups.has_times and request.has_budget:
             raise UsageError(
                 "--all with a budget copies the newest pages, but the source keeps no timestamps; "
                 "give --pages, or leave out --budget and --budget-pages"
             )
-        turn = _newest_minute_first(groups.newest_ns[survey.groups])
+        newest = groups.newest_ns[survey.groups]
+        order = np.lexsort((newest, -(newest // _MINUTE_NS)))
     actions = decide(survey, whole, "skip")
     there = int((actions == Action.SKIP).sum())
-    order = np.argsort(turn, kind="stable")
     items = order[np.isin(actions[order], WRITING)]
     beyond = items[~_within_budget(survey.lacking.sums[items], request)]
     actions[beyond] = Action.NOTHING
@@ -339,13 +333,6 @@ def plan_pages(
             cut=bool(len(beyond)),
         ),
     )
-
-
-def _newest_minute_first(times_ns: IntArray) -> IntArray:
-    order = np.lexsort((times_ns, -(times_ns // _MINUTE_NS)))
-    turn = np.empty(len(order), dtype=np.int64)
-    turn[order] = np.arange(len(order))
-    return turn
 
 
 def _within_budget(cost: IntArray, request: PrewarmRequest) -> npt.NDArray[np.bool_]:

@@ -84,12 +84,18 @@ def rank_by_value(requests: Requests) -> IntArray:
     return rank
 
 
+def places_among(pages: pa.StringArray, among: pa.StringArray) -> IntArray:
+    """Return the index of each page in `among`, -1 if missing."""
+    found = pc.index_in(pages, value_set=among.cast(pages.type))
+    places: IntArray = found.fill_null(-1).to_numpy().astype(np.int64)
+    return places
+
+
 def rank_by_plan(pages: pa.StringArray) -> Rank:
     """Return a function that ranks the pages of requests in the order of a plan: `pages`."""
 
     def rank(requests: Requests) -> IntArray:
-        names = requests.page_names
-        places = pc.index_in(names, value_set=pages.cast(names.type)).to_numpy()
+        places = places_among(requests.page_names, pages)
         ranks = np.empty(len(places), dtype=np.int64)
         ranks[np.argsort(places, kind="stable")] = np.arange(len(places))
         return ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -79,7 +79,7 @@ class ReadCounts(msgspec.Struct, kw_only=True):
         return ReadCounts(**sums | {"complete": self.complete and other.complete})
 
 
-class VerifyFacts(msgspec.Struct, frozen=True, kw_only=True):
+class VerifyFacts(msgspec.Struct, kw_only=True):
     """Counts and texts about a part; `+` adds those of another part.
 
     nbytes: listed bytes; None if a size is not known.
@@ -134,7 +134,7 @@ class VerifyFacts(msgspec.Struct, frozen=True, kw_only=True):
         return VerifyFacts(**joined)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PartResult:
     """Result of a part for the report.
 
@@ -144,23 +144,6 @@ class PartResult:
     facts: VerifyFacts
     tally: Tally
     found: pa.Table
-
-    def repaired(
-        self, *, groups: int, quarantined: int, failed: bool, seconds: float = 0.0
-    ) -> PartResult:
-        """Return the result with the counts of a repair. seconds: its duration."""
-        facts = msgspec.structs.replace(
-            self.facts,
-            repaired=groups,
-            quarantined=quarantined,
-            unrepaired=failed,
-            seconds=self.facts.seconds + seconds,
-        )
-        return replace(self, facts=facts)
-
-    def refused(self, refusal: Refusal) -> PartResult:
-        """Return the result with the refusal of a repair."""
-        return replace(self, facts=msgspec.structs.replace(self.facts, refused=(refusal,)))
 
 
 def _distinct(texts: Iterable[str]) -> tuple[str, ...]:

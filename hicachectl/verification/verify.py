@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 
@@ -114,17 +113,6 @@ class PartCheck:
     def findings(self) -> pa.Table:
         """The findings of the part for a repair: LOCATED_SCHEMA."""
         return combine_named([self.result.found], LOCATED_SCHEMA)
-
-    def with_findings(self, found: pa.Table) -> PartCheck:
-        """Return the part with more findings, of RUN_SCHEMA."""
-        found = pa.concat_tables([found, self.result.found])
-        return replace(self, result=replace(self.result, found=found))
-
-    def remarked(self, *texts: str) -> PartCheck:
-        """Return the part with more remarks."""
-        facts = self.result.facts
-        facts = msgspec.structs.replace(facts, remarks=(*facts.remarks, *texts))
-        return replace(self, result=replace(self.result, facts=facts))
 
 
 def start_run(store: Store, request: VerifyRequest, *, first: bool = True) -> RunStart:
@@ -323,4 +311,5 @@ def check_store(
     )
     found = lister_findings(store, request, start.listing.start_ns)
     checked = check_part(store, request, listed, start.listed(), on_read=on_read, on_wait=on_wait)
-    return checked.with_findings(found)
+    checked.result.found = pa.concat_tables([found, checked.result.found])
+    return checked

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests.parts.runs import ROOT
@@ -65,12 +66,14 @@ class Connected(Closing):
 def in_worker(order: bytes) -> Iterator[bytes]:
     """Do a stage in this process; yield its answers. Takes the place of `child.in_child`."""
     child: Any = import_module("hicachectl.parts.child")
-    with tempfile.TemporaryFile() as answers:
-        content = order[child.LENGTH_BYTES :]
-        child.answer(child.ORDERS.decode(content), child.Answering(answers.fileno()))
-        answers.seek(0)
-        while size := answers.read(child.LENGTH_BYTES):
-            yield answers.read(int.from_bytes(size, "little"))
+    errors: Any = import_module("hicachectl.formats.errors")
+    answers: list[bytes] = []
+    try:
+        parent = SimpleNamespace(send_bytes=answers.append)
+        child.answer(child.ORDERS.decode(order), child.Answering(parent))
+    except errors.HicacheError as error:
+        answers.append(child.encoded(child.Failed(*child.told(error))))
+    yield from answers
 
 
 def _settle_worker() -> None:

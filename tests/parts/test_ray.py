@@ -10,15 +10,21 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hicachectl.backends.disk.io import Closing
+from hicachectl.formats.errors import StoreUnavailable
+from hicachectl.parts.child import Moved
+from hicachectl.parts.cluster import LostError, Node
+from hicachectl.parts.driver import Driver
 from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
 from tests.move.migrations import demo_store, profile_file
 from tests.parts.ray_cluster import NODES, ended, is_below, parent_of, wait_for_end
 from tests.parts.runs import NUMBERS, ROOT, ToyRun, names_in, toy_run  # noqa: F401 - a fixture
-from tests.parts.toy import LISTED_NS
+from tests.parts.toy import LISTED_NS, ToyJob, opened
 from tests.skips import need_module
 from tests.speed import some
 from tests.stores import contents
@@ -26,8 +32,10 @@ from tests.verification.damages import PAGES, at_once
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Generator
     from pathlib import Path
 
+    from hicachectl.parts.child import Answer
     from tests.parts.ray_cluster import RayCluster
 
 on_cluster = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -98,64 +106,57 @@ class Driven:
 class TestOnCluster:
     pytestmark = on_cluster
 
-    def test_a_node_that_cannot_open_the_store_is_left_out(
+    def test_what_fails_for_good_is_named(
         self,
         ray_cluster: RayCluster,
         toy_run: ToyRun,  # noqa: F811
     ) -> None:
-        """The others do all parts of one listing; stdout has only the document."""
+        """A node cannot open the store, and a part crashes three times; stdout is the document.
+
+        The other nodes do the other parts of one listing.
+        """
         node = ray_cluster.add(TOY_REFUSES="1")
         try:
-            driver = Driven(ray_cluster, toy_run)
-            assert driver.document() == UNDISTURBED
+            driver = Driven(ray_cluster, toy_run, aborts=1)
+            document = driver.document()
         finally:
             ray_cluster.remove(node)
-        said = driver.remarks.splitlines()
-        assert len(said) == 1, said
-        assert "is left out: " in said[0]
-        assert said[0].endswith(f"{toy_run.store}: not mounted here")
+        assert (document["missing_parts"], document["complete"]) == ([1], False)
+        assert document["numbers"] == [n for n in range(NUMBERS) if n % NODES != 1]
+        left_out, *lost = driver.remarks.splitlines()
+        assert "is left out: " in left_out
+        assert left_out.endswith(f"{toy_run.store}: not mounted here")
+        assert "is left out: " not in "".join(lost)
+        assert "Part 1 was lost 3 times, at last on" in driver.remarks
+        assert "killed by signal 6" in driver.remarks
         assert toy_run.listings == 1
         assert not toy_run.path.exists()
 
-    @pytest.mark.parametrize(
-        ("setting", "said"),
-        [
-            ("unmounted", "no node of the cluster can work: [34] nodes left out; see above why"),
-            ("other_ray", "Version mismatch: .* Ray: 2.0.0 .*; check that the cluster runs, with "),
-        ],
-    )
-    def test_a_cluster_that_cannot_work_is_refused(
+    def test_a_driver_of_another_release_of_ray_is_refused(
         self,
         ray_cluster: RayCluster,
         toy_run: ToyRun,  # noqa: F811
-        setting: str,
-        said: str,
     ) -> None:
-        refused = Driven(ray_cluster, toy_run, **{setting: 1}).refusal()
+        refused = Driven(ray_cluster, toy_run, other_ray=1).refusal()
+        said = "Version mismatch: .* Ray: 2.0.0 .*; check that the cluster runs, with "
         assert re.match(f"hicachectl: --ray {ray_cluster.address}: {said}", refused)
 
-    def test_a_store_that_all_nodes_lose_ends_the_run(
+    def test_lost_drivers_processes_and_nodes_lose_nothing(
         self,
         ray_cluster: RayCluster,
         toy_run: ToyRun,  # noqa: F811
     ) -> None:
-        driver = Driven(ray_cluster, toy_run, seconds=0.7)
-        children = driver.children()
-        (toy_run.folder / "unmounted").touch()
-        for child, _ in children:
-            os.kill(child, signal.SIGKILL)
-        said = "hicachectl: No node is left that can work; see above why, then run again"
-        assert driver.refusal() == said
-        reason = f"{toy_run.store}: not mounted here"
-        assert driver.remarks.count(f" is left out: {reason}") == NODES
+        """The children of a killed driver end soon, and another driver continues the run.
 
-    def test_lost_processes_and_nodes_lose_nothing(
-        self,
-        ray_cluster: RayCluster,
-        toy_run: ToyRun,  # noqa: F811
-    ) -> None:
-        """Kill a child, the process of another task, and last all processes of a node."""
-        driver = Driven(ray_cluster, toy_run, seconds=0.7)
+        It loses a child, the process of another task, and last all processes of a node.
+        """
+        first = Driven(ray_cluster, toy_run, seconds=0.7, kept=1)
+        children = first.children()
+        assert first.end(signal.SIGKILL)
+        wait_for_end([child for child, _ in children])
+        assert len(names_in(toy_run.destination)) < NUMBERS
+        (toy_run.folder / "processes").unlink()
+        driver = Driven(ray_cluster, toy_run, seconds=0.7, kept=1)
         (child, _), (other_child, other_worker), _ = driver.children()
         os.kill(child, signal.SIGKILL)
         os.kill(other_worker, signal.SIGKILL)
@@ -165,38 +166,6 @@ class TestOnCluster:
         assert "was killed by signal 9 (Killed)" in driver.remarks
         assert driver.remarks.count("is done again: ") >= 2
         assert toy_run.listings == 1
-
-    def test_an_ended_driver_is_continued(
-        self,
-        ray_cluster: RayCluster,
-        toy_run: ToyRun,  # noqa: F811
-    ) -> None:
-        """An interrupted driver ends its children first, a killed one soon after."""
-        first = Driven(ray_cluster, toy_run, seconds=0.7, kept=1)
-        children = first.children()
-        assert first.end(signal.SIGINT)
-        assert all(ended(child) for child, _ in children), "a child outlived the driver"
-        (toy_run.folder / "processes").unlink()
-        second = Driven(ray_cluster, toy_run, seconds=0.7, kept=1)
-        children = second.children()
-        assert second.end(signal.SIGKILL)
-        wait_for_end([child for child, _ in children])
-        assert len(names_in(toy_run.destination)) < NUMBERS
-        assert Driven(ray_cluster, toy_run, kept=1).document() == UNDISTURBED
-        assert toy_run.listings == 1
-
-    def test_a_part_that_always_crashes_is_missing(
-        self,
-        ray_cluster: RayCluster,
-        toy_run: ToyRun,  # noqa: F811
-    ) -> None:
-        """After three attempts the other parts still give a result, which names the missing one."""
-        driver = Driven(ray_cluster, toy_run, aborts=1)
-        document = driver.document()
-        assert (document["missing_parts"], document["complete"]) == ([1], False)
-        assert document["numbers"] == [n for n in range(NUMBERS) if n % NODES != 1]
-        assert "Part 1 was lost 3 times, at last on" in driver.remarks
-        assert "killed by signal 6" in driver.remarks
 
     @pytest.mark.parametrize(("command", "hidden", "ending"), some(COMMANDS, *COMMANDS[:1]))
     def test_a_command_gives_the_result_of_one_process(
@@ -241,6 +210,8 @@ class TestOnCluster:
         assert (output, driver.returncode) == ("", 143 if ending == signal.SIGTERM else -ending)
         continues = "Continue with the same command" in first.read_text()
         assert continues == (ending == signal.SIGTERM)
+        if ending == signal.SIGTERM:
+            assert all(map(ended, children)), "a child outlived the driver"
         wait_for_end(children)
 
         with ray_cluster.node_without(tmp_path / hidden):
@@ -315,6 +286,59 @@ def started(said: Path, *arguments: object) -> subprocess.Popen[str]:
 
 
 # without a cluster
+
+
+class LosingCluster(Closing):
+    """Nodes that lose the store while they work; without a store, nodes that refuse at once."""
+
+    has_store = True
+
+    def __init__(self, address: str) -> None:
+        self._nodes = [Node(name, name) for name in ("a", "b", "c")]
+
+    def nodes(self) -> list[Node]:
+        return self._nodes
+
+    def refusals(self, nodes: Collection[Node], job: bytes) -> dict[Node, str]:
+        return {} if self.has_store else dict.fromkeys(nodes, "not mounted here")
+
+    def answers(self, *_: object) -> Generator[Answer, None, None]:
+        self.has_store = False
+        yield Moved(1, 2)
+        raise LostError("the process was killed")
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("has_store", [True, False])
+def test_without_a_node_that_can_work_the_run_ends(
+    toy_run: ToyRun,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    has_store: bool,
+) -> None:
+    """The reason of each node is said once, at the start or when its part is lost."""
+    monkeypatch.setattr("hicachectl.parts.driver.Cluster", LosingCluster)
+    monkeypatch.setattr(LosingCluster, "has_store", has_store)
+    said: list[str] = []
+    moved: list[int] = []
+    places = toy_run.store, toy_run.destination
+
+    def drive() -> None:
+        job, opens = ToyJob(*places), partial(opened, *places)
+        with Driver("auto", job, opens, say=said.append) as driver:
+            driver.begin()
+            driver.work(lambda new, total: moved.append(new))
+
+    with pytest.raises(StoreUnavailable) as refusal:
+        drive()
+    why = "No node is left that can work; see above why, then run again"
+    if not has_store:
+        why = "--ray auto: no node of the cluster can work: 3 nodes left out; see above why"
+    assert str(refusal.value) == why
+    left_out = [text for text in said if "is left out" in text]
+    assert sorted(left_out) == [f"Node {n} is left out: not mounted here" for n in "abc"]
+    assert sum(moved) == 0, "the progress of a lost part is not taken back"
 
 
 @pytest.fixture

@@ -124,12 +124,14 @@ class ToyJob:
             own = parquet.read_row_groups(manifest.published.shares[part][file.name])
         return {"numbers": lambda: own}
 
-    def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
+    def work(
+        self, given: PartInput, tables: Tables, on_progress: Callable[[int, int], None]
+    ) -> StageResult:
         with (self._store.parent / "processes").open("a") as processes:
             processes.write(f"{os.getpid()} {os.getppid()}\n")
         if given.part == self._aborts:
             os.abort()
-        numbers = given.tables["numbers"]()["number"].to_pylist()
+        numbers = tables["numbers"]()["number"].to_pylist()
         done = []
         for number in numbers:
             if self._full is not None and number >= self._full:
@@ -151,8 +153,8 @@ class ToyJob:
 
 @contextmanager
 def opened(store: Path, destination: Path, **settings: Any) -> Iterator[ToyJob]:
-    """Open the job; picklable, so that a node can, unless `unmounted` lies beside the store."""
-    if os.environ.get("TOY_REFUSES") or (store.parent / "unmounted").exists():
+    """Open the job; picklable, so that a node can, unless its environment refuses."""
+    if os.environ.get("TOY_REFUSES"):
         raise StoreUnavailable(f"{store}: not mounted here")
     yield ToyJob(store, destination, **settings)
 

@@ -3,7 +3,7 @@
 `python -m tests.parts.toy_driver ADDRESS FOLDER [NAME=VALUE …]`
 
 FOLDER is a `ToyRun`'s. Prints the document; remarks go to stderr. `kept=1` gives a run directory;
-`unmounted=1` takes the store from all nodes; `other_ray=1` is a driver of another release of Ray.
+`other_ray=1` is a driver of another release of Ray.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from tests.parts.toy import opened
 def _main(address: str, folder: Path, *settings: str) -> None:
     given = {name: float(value) for name, value in (text.split("=") for text in settings)}
     path = folder / "run" if given.pop("kept", 0) else None
-    unmounted = given.pop("unmounted", 0)
     if given.pop("other_ray", 0):
         import ray
 
@@ -35,8 +34,6 @@ def _main(address: str, folder: Path, *settings: str) -> None:
     try:
         with ExitStack() as opening:
             job = opening.enter_context(open_job())
-            if unmounted:
-                (folder / "unmounted").touch()
             driver = opening.enter_context(
                 Driver(address, job, open_job, workers=3, path=path, say=_say)
             )

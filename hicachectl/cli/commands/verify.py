@@ -68,7 +68,6 @@ if TYPE_CHECKING:
     from hicachectl.move.repair import RepairOptions
     from hicachectl.parts.job import Job
     from hicachectl.results import Result
-    from hicachectl.verification.part_result import PartResult
     from hicachectl.verification.report_text import Mending
     from hicachectl.verification.request import VerifyRequest
     from hicachectl.verification.verify import PartCheck
@@ -301,8 +300,9 @@ def _at_once(
         )
     kept = _keep_records(ctx, store, request, checked, options)
     described = describe_store(store, request)
-    repairs = _repaired(ctx, store, request, checked, options)
-    report = report_of([repairs], described, checked.groups.inventory.table, request)
+    if request.repairs:
+        _repair(ctx, store, request, checked, options)
+    report = report_of([checked.result], described, checked.groups.inventory.table, request)
     result = report.result(fail_on=options["fail_on"], dry_run=_dry_run(options), mending=mending)
     return replace(result, failed=result.failed or not kept)
 
@@ -473,29 +473,28 @@ def _refuse_repair(store: Store, request: VerifyRequest, *, divided: bool) -> No
         )
 
 
-def _repaired(
+def _repair(
     ctx: click.Context,
     store: Store,
     request: VerifyRequest,
     checked: PartCheck,
     options: dict[str, Any],
-) -> PartResult:
-    """Repair the checked groups if --repair asks for it; return the result with its counts.
+) -> None:
+    """Repair the checked groups, and add the counts to the facts.
 
-    A refused repair changes nothing, and asks nothing; the result says why.
+    A refused repair changes nothing, and asks nothing; the facts say why.
     """
     from hicachectl.move.removal_plan import newest_taken
     from hicachectl.move.repair import left_remarks, plan_of, repair
     from hicachectl.pages.census import SEVERAL
     from hicachectl.text.units import counted, human_size
 
-    if options["repair"] == "none":
-        return checked.result
-    chosen = _options_of_repair(options)
+    facts, chosen = checked.result.facts, _options_of_repair(options)
     plan = plan_of(checked, checked.findings, chosen)
     remark(ctx, *left_remarks(plan, stamps=options["stamp"]), failure=True)
     if plan.refused is not None:
-        return checked.result.refused(plan.refused)
+        facts.refused = (plan.refused,)
+        return
     newest = newest_taken(checked.groups, plan)
     if newest >= SEVERAL:
         remark(
@@ -508,7 +507,7 @@ def _repaired(
     size = human_size(checked.groups.total_bytes(plan.groups))
     question = f"{options['repair'].capitalize()} {pages} ({size}) of {store.url}?"
     if len(plan.groups) and not agreed(ctx, question, "repaired"):
-        return checked.result
+        return
     with progress(ctx, "repairing", " pages") as advance:
         done = repair(
             store,
@@ -520,9 +519,8 @@ def _repaired(
             say_left=partial(remark, ctx, failure=True),
             on_progress=advance,
         )
-    return checked.result.repaired(
-        groups=done.groups, quarantined=done.quarantined, failed=done.failed
-    )
+    facts.repaired, facts.quarantined = done.groups, done.quarantined
+    facts.unrepaired = done.failed
 
 
 def _options_of_repair(options: dict[str, Any]) -> RepairOptions:
