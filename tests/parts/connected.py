@@ -73,7 +73,8 @@ def in_worker(order: bytes) -> Iterator[bytes]:
         child.answer(child.ORDERS.decode(order), child.Answering(parent))
     except errors.HicacheError as error:
         answers.append(child.encoded(child.Failed(*child.told(error))))
-    yield from answers
+    while answers:  # Ray sends into this generator, which no list takes
+        yield answers.pop(0)
 
 
 def _settle_worker() -> None:

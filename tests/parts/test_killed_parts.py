@@ -1,7 +1,7 @@
 """Parts in processes that SIGKILL ends at random times are completed when they are run again.
 
-The processes are those of two hosts: with other homes, and with clocks two hours apart. At times
-two of them do the same part at once.
+The processes are those of two hosts: with other homes, and with clocks two hours apart. They start
+together, and two of them do the same part at once. Part 0 lists for all, whoever is killed.
 """
 
 from __future__ import annotations
@@ -114,7 +114,10 @@ def killed_run(tmp_path: Path, hosts: Hosts) -> Iterator[KilledRun]:
     processes = Processes(tmp_path, chance_of_run()[0], hosts)
 
     def finish(run: Path, command: list[object], kills: int) -> int:
-        return processes.finish([*command, "--run", run], kills)
+        done = processes.finish([*command, "--run", run], kills)
+        assert len(list(run.glob("listing-*"))) == 1
+        assert len(list(run.glob("parts/*.json"))) == PARTS
+        return done
 
     yield finish
     processes.end()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,8 @@ from hicachectl.move.migration import carry_out
 from hicachectl.parts.job import PartInput
 from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
 from tests.move.migrations import damaged_stores, demo_store, profile_file
-from tests.parts.runs import ROOT, CommandRun, names_in
-from tests.places import SOURCE_PAGES, half_pages, page_of, whole_pages
+from tests.parts.runs import CommandRun, names_in
+from tests.places import SOURCE_PAGES, half_pages, whole_pages
 from tests.served_stores import HYBRID, served_store
 from tests.small_file_system import small_file_system
 from tests.speed import chance_of_run
@@ -227,30 +226,6 @@ def test_limits_are_divided(sites: Sites, monkeypatch: pytest.MonkeyPatch) -> No
     assert shares == [(10_000_000, jobs) for jobs in (None, None, 1, 2)]
 
 
-@pytest.mark.slow
-def test_parts_at_once(sites: Sites) -> None:
-    """Processes that start together, two of them for one part, copy all."""
-    sites.in_one_process()
-    command = [sys.executable, "-m", "hicachectl", *map(str, sites.run.command)]
-    started = [
-        subprocess.Popen(
-            [*command, "--shard", f"{part}/3", "--run", sites.run.path],
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for part in (2, 0, 1, 0)
-    ]
-    said = [process.communicate(timeout=120)[1] for process in started]
-    for process, text in zip(started, said, strict=True):
-        assert process.returncode == 0 or "is finished; give a new --run" in text
-    assert [files(sites.divided / name) for name in ("source", "target")] == [
-        files(sites.one / name) for name in ("source", "target")
-    ]
-    assert sites.run.merged().document["complete"]
-    assert len([name for name in names_in(sites.run.path) if name.startswith("listing-")]) == 1
-
-
 def test_a_full_destination(sites: Sites, tmp_path: Path) -> None:
     """Parts that find no room say so, and keep whole pages only; another run copies the others."""
     sites.in_one_process()
@@ -353,21 +328,3 @@ def test_killed_parts_are_completed(
     assert killed.destination.held() == killed.arrived, words
     assert killed.destination.leftovers() == [], words
     assert killed.source.held() == killed.after, words
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mooncake", "hf3fs"])
-def test_parts_into_servers(places: Places, tmp_path: Path, kind: str) -> None:
-    """Parts write into Mooncake and 3FS what one process writes."""
-    source, destination = places.source("file", fresh=False), places.destination(kind)
-    command = ("migrate", source.url, destination.url, "--profile", places.profile)
-    assert places.runner.run(*command, home=tmp_path).code == 0
-    whole = destination.held()
-    destination.empty()
-    for part in (0, 1):
-        divided = ("--shard", f"{part}/2", "--run", tmp_path / "run")
-        assert places.runner.run(*command, *divided, home=tmp_path).code == 0
-    assert len({page_of(key.decode()) for key in whole}) == SOURCE_PAGES
-    assert {key: value for key, (value, _) in destination.held().items()} == {
-        key: value for key, (value, _) in whole.items()
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -20,14 +21,13 @@ from tests.move.migrations import MODEL, demo_store, profile_file
 from tests.parts.runs import CommandRun
 from tests.prewarming.test_cli import SIZE, prompts
 from tests.prewarming.test_prewarm import HASHES, SEED, tokens
-from tests.speed import slow
+from tests.speed import ROUNDS, slow, some
 from tests.stores import contents
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from tests.places import Places
 
 PAGES = 12  # of the demo's chain; pages 3, 7 and 11 have states
 _OF_ONE_RUN = ("destination", "seconds", "listed", "parts", "missing_parts")
@@ -66,11 +66,11 @@ class Runs(CommandRun):
 
     def assert_equal(self, merged: dict[str, Any], whole: dict[str, Any]) -> None:
         """Assert that both runs report and wrote the same."""
-        assert _comparable(merged) == _comparable(whole)
+        assert comparable(merged) == comparable(whole)
         assert _bytes(self.target) == _bytes(self.whole_target)
 
 
-def _comparable(document: dict[str, Any]) -> dict[str, Any]:
+def comparable(document: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in document.items() if name not in _OF_ONE_RUN}
 
 
@@ -103,17 +103,23 @@ def _trace(path: Path, lengths: Iterable[int]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("parts", [1, 3, slow(2 * PAGES)])
+MANY = 2 * PAGES
+TOKENS, EVERY, LISTED = ("--token-ids",), ("--all",), ("--pages",)
+RESHAPED = ("--trace", "--to-tp", 4, "--to-layout", "page_first_direct")
+CUT = ("--trace", "--budget", "500KiB")
+# Each input as one part and as three, and two of them as many parts.
+DIVIDED = some(
+    itertools.product((TOKENS, RESHAPED, CUT, EVERY, LISTED), (1, 3, MANY)),
+    *itertools.product((TOKENS, RESHAPED, CUT, EVERY, LISTED), (1, 3)),
+    (CUT, MANY),
+    (LISTED, MANY),
+)
+
+
 @pytest.mark.parametrize(
-    "given",
-    [
-        ("--token-ids",),
-        ("--trace", "--to-tp", 4, "--to-layout", "page_first_direct"),
-        ("--trace", "--budget", "500KiB"),
-        ("--all",),
-        ("--pages",),
-    ],
-    ids=lambda given: "".join(map(str, given)),
+    ("given", "parts"),
+    [slow(*case) if case[-1] == MANY else case for case in DIVIDED],
+    ids=lambda value: str(value) if isinstance(value, int) else "".join(map(str, value)),
 )
 def test_merged_parts_say_what_one_process_says(
     invoke: Invoke,
@@ -314,7 +320,7 @@ def test_a_killed_part_is_done_again(
     asked = prompts(tmp_path / "asked.jsonl", 4, 8, 12)
     undisturbed = Runs(invoke, tmp_path, intact, "--token-ids", asked)
     whole = undisturbed.whole()
-    others = [part for part in range(3) if part != killed]
+    others, tries = [part for part in range(3) if part != killed], 3 * ROUNDS
     with Runner(tmp_path) as runner:
 
         def run_of(number: int, kill: int | None) -> tuple[Runs, int]:
@@ -329,18 +335,18 @@ def test_a_killed_part_is_done_again(
 
         _, steps = run_of(0, None)
         assert steps > 20
-        for number in range(1, 6):
-            runs, _ = run_of(number, number * steps // 5)
+        for number in range(1, tries + 1):
+            runs, _ = run_of(number, number * steps // tries)
             if not (runs.path / "finish.json").exists():
                 runs.part(killed, 3)
             if not killed:
                 runs.all(3, others)
-            merged = _comparable(runs.merged().document)
+            merged = comparable(runs.merged().document)
             # A killed attempt does not say what it copied.
             copied = merged["copied_pages"] + merged["already_there"]
             assert copied == whole["copied_pages"] + whole["already_there"]
             own = ("copied_pages", "already_there", "bytes")
-            assert merged | {name: whole[name] for name in own} == _comparable(whole)
+            assert merged | {name: whole[name] for name in own} == comparable(whole)
             assert _bytes(runs.target) == _bytes(undisturbed.whole_target)
 
 
@@ -430,31 +436,3 @@ def test_the_rate_is_shared(invoke: Invoke, intact: Path, tmp_path: Path) -> Non
     asked = prompts(tmp_path / "asked.jsonl", 12)
     runs = Runs(invoke, tmp_path, intact, "--token-ids", asked, "--bwlimit", "1GiB")
     assert "Of --bwlimit, each of the 2 parts takes an equal share" in runs.part(0, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("source", "destination"),
-    [("file", "mooncake"), ("mooncake", "hf3fs"), ("pack", "file")],
-)
-def test_parts_between_stores_of_all_kinds(
-    places: Places, tmp_path: Path, source: str, destination: str
-) -> None:
-    """Parts into and out of servers and packs give the document and objects of one process."""
-    origin, target = places.source(source, fresh=False), places.destination(destination)
-    asked = prompts(tmp_path / "asked.jsonl", 4, 8, 12)
-    options = ("--from", origin.url, "--profile", places.profile, "--token-ids", asked)
-    command = ("prewarm", target.url, *options)
-    whole = places.runner.run(*command, home=tmp_path)
-    expected = target.held()
-    target.empty()
-    for part in (0, 2, 2, 1):
-        divided = ("--shard", f"{part}/3", "--run", tmp_path / "run")
-        assert places.runner.run(*command, *divided, home=tmp_path).code == 0
-    merged = places.runner.run("merge", tmp_path / "run", "--format", "json", home=tmp_path)
-    assert _comparable(merged.document) == _comparable(whole.document)
-    assert merged.document["copied_pages"]
-    found = target.held()
-    assert {key: data for key, (data, _) in found.items()} == {
-        key: data for key, (data, _) in expected.items()
-    }

@@ -6,8 +6,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,9 +21,8 @@ from tests.killed import Runner
 from tests.move.migrations import demo_store, profile_file
 from tests.move.repairs import DSA, dsa_store, indexer, kv, shorten, stick
 from tests.parts.runs import CommandRun
-from tests.speed import slow
+from tests.speed import ROUNDS, slow
 from tests.verification.damages import PAGES, at_once, cut, flipped, lacking, objects
-from tests.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,7 +61,7 @@ def verified(invoke: Invoke, run: Path, store: Path, *options: object) -> Comman
 
 @pytest.mark.parametrize(
     ("profile", "parts"),
-    [(False, 1), (False, 2 * PAGES), (True, 1), (True, 3), slow(True, 2 * PAGES)],
+    [(False, 1), (False, PAGES), (True, 1), (True, 3), slow(True, PAGES)],
 )
 def test_merged_parts_say_what_one_process_says(
     invoke: Invoke, damaged: Path, tmp_path: Path, profile: bool, parts: int
@@ -123,32 +120,6 @@ def test_merge_writes_metrics(invoke: Invoke, damaged: Path, tmp_path: Path) -> 
     assert f"hicachectl_verify_last_run_timestamp_seconds{{{labels}}} {merged['listed']}" in lines
     assert f"hicachectl_verify_objects{{{labels}}} {merged['objects']}" in lines
     assert f"hicachectl_verify_last_success_timestamp_seconds{{{labels}}} 0.0" in lines
-
-
-@pytest.mark.slow
-def test_processes_at_once_have_one_listing_and_one_result(
-    invoke: Invoke, damaged: Path, tmp_path: Path
-) -> None:
-    """Three parts begin together: part 0 lists, and the others wait for it."""
-    run = tmp_path / "run"
-    code = "from hicachectl.__main__ import main; main()"
-    arguments = ["verify", damaged, "--grace", "2h", "--run", run]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, *map(str, arguments), "--shard", f"{part}/3"],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        for part in (2, 1, 0)
-    ]
-    said = [process.communicate(timeout=PATIENCE_S)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 3, said
-    assert len(list(run.glob("listing-*"))) == 1
-    assert len(list(run.glob("parts/*.json"))) == 3
-    whole = invoke("verify", damaged, "--grace", "2h", "--format", "json", exit_code=4).document
-    merged = verified(invoke, run, damaged).merged(exit_code=4).document
-    assert comparable(merged) == comparable(whole)
 
 
 def test_the_second_night_is_told_that_the_run_is_finished(
@@ -534,7 +505,7 @@ def test_a_killed_repair_is_completed_by_the_next_attempt(tmp_path: Path, mode: 
         steps = runner.run(*command("undisturbed"), home=tmp_path).steps
         assert repaired("undisturbed", runner) == 4
         chance = random.Random(steps)
-        for at in sorted({*chance.sample(range(1, steps), 4), steps - 1}):
+        for at in sorted({*chance.sample(range(1, steps), 2 * ROUNDS), steps - 1}):
             name = f"killed-{at}"
             again = command(name)
             before = remains(tmp_path / name)

@@ -23,7 +23,7 @@ from tests.places import Hf3fsPlace
 from tests.prewarming.test_cli import prompts, warmed
 from tests.prewarming.test_prewarm import HASHES, PAGES, pages_of
 from tests.small_file_system import small_file_system
-from tests.speed import slow
+from tests.speed import slow, some
 from tests.stores import contents
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def many_pages(folder: Path, pages: int) -> tuple[Path, Path]:
     return source, asked
 
 
-@pytest.mark.parametrize("jobs", [1, 3])
+@pytest.mark.parametrize("jobs", some([1, 3], 3))
 def test_a_cluster_that_evicts_ends_the_run_and_says_what_it_holds(
     mooncake_package: None, invoke: Invoke, profile: Path, tmp_path: Path, jobs: int
 ) -> None:

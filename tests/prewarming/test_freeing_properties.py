@@ -240,7 +240,7 @@ class Place:
 
 
 @pytest.mark.slow
-@examples(60)
+@examples(30)
 @given(cases())
 def test_what_leaves_is_the_least_useful_and_no_more_than_asked(case: Case) -> None:
     with TemporaryDirectory() as directory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from hicachectl.verification.report import describe_store, report_of
 from hicachectl.verification.request import Sample, VerifyRequest
 from hicachectl.verification.verify import check_part, start_run
 from tests.move.migrations import demo_store
-from tests.speed import slow
+from tests.speed import slow, some
 from tests.stores import page
 from tests.verification.damages import DAMAGE, PAGES, ambiguous, at_once, emptied, fresh
 
@@ -88,16 +89,26 @@ def recorded(directory: Path, request: VerifyRequest) -> Catalog:
     return catalog
 
 
-@pytest.mark.parametrize(
-    ("profile", "count"),
-    [(None, 3), (PROFILE, 3), slow(PROFILE, 2 * PAGES)],  # some of so many parts are empty
-    ids=["inferred", "profile", "many"],
+MANY = 2 * PAGES  # some of so many parts are empty
+PROFILES = {"inferred": None, "profile": PROFILE}
+# Any damage looks alike in few parts and in many, so all damage at once is divided among many.
+DIVIDED = some(
+    itertools.product(DAMAGE, PROFILES, (3, MANY)),
+    *itertools.product(DAMAGE, PROFILES, (3,)),
+    (at_once, "profile", MANY),
+    (emptied, "profile", MANY),
 )
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+
+
+@pytest.mark.parametrize(
+    ("damage", "profile", "count"),
+    [slow(*case) if case[-1] == MANY else case for case in DIVIDED],
+    ids=lambda value: value.__name__ if callable(value) else str(value),
+)
 def test_parts_say_what_the_whole_store_says(
-    store: Path, damage: Callable[[Path], None], profile: Any, count: int
+    store: Path, damage: Callable[[Path], None], profile: str, count: int
 ) -> None:
-    request = VerifyRequest(profile=profile, grace_seconds=HOUR_S)
+    request = VerifyRequest(profile=PROFILES[profile], grace_seconds=HOUR_S)
     request = replace(request, catalog=recorded(store, request), update_catalog=True)
     damage(store)
     whole = compared(store, request, 1)
