@@ -6,18 +6,17 @@ the calls of `os` that create or write a file below the directory.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
+from tests.attack.children import run
+
 if TYPE_CHECKING:
+    import subprocess
     from pathlib import Path
 
 # Bytes and new files that are left below a directory; writes are cut short as in a kernel.
-PROGRAM = """
-import errno, os, sys, threading
-folder, nbytes, files = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+_LIMITS = """
+import errno, os, threading
 lock = threading.Lock()
 def used_up():
     return OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
@@ -59,23 +58,13 @@ def bounded_open(opening):
 os.write, os.pwrite = bounded(os.write), bounded(os.pwrite)
 os.writev, os.pwritev = bounded_vector(os.writev), bounded_vector(os.pwritev)
 os.copy_file_range, os.open = bounded_copy(os.copy_file_range), bounded_open(os.open)
-from hicachectl.__main__ import main
-main(sys.argv[4:])
 """
 PLENTY = 1 << 40
-
-
-def limited(folder: Path, nbytes: int, files: int) -> list[str]:
-    """Return the words before a command's arguments: a limit of new bytes and files in a folder."""
-    return [sys.executable, "-c", PROGRAM, str(folder), str(nbytes), str(files)]
 
 
 def run_limited(
     folder: Path, nbytes: int, files: int, *arguments: object, home: Path
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line with a limit of new bytes and files below a folder."""
-    return subprocess.run(
-        [*limited(folder, nbytes, files), *map(str, arguments)],
-        env={**os.environ, "HOME": str(home)}, capture_output=True, text=True, check=False,
-        timeout=120,
-    )  # fmt: skip
+    before = f"folder, nbytes, files = {str(folder)!r}, {nbytes}, {files}\n{_LIMITS}"
+    return run(*arguments, home=home, before=before)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import resource
+import select
 import subprocess
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tests.processes import Closing, following
 from tests.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 NOBODY = 65534
@@ -46,7 +50,7 @@ class Ended:
 # Root imports everything first: other users may be unable to enter the interpreter's directory.
 # Words and output are bytes, each a character of Latin-1, since JSON has no bytes.
 _PROGRAM = """
-import importlib, json, os, pkgutil, sys, tempfile
+import importlib, json, os, pkgutil, resource, sys, tempfile
 import concurrent.futures.thread, csv, difflib, encodings.ascii, encodings.idna, encodings.latin_1
 import encodings.utf_8_sig, importlib.metadata, pwd, secrets, shutil, tomllib, uuid
 import blake3, click, numpy, pyarrow, pyarrow.compute, pyarrow.fs, pyarrow.parquet
@@ -58,44 +62,104 @@ for module in pkgutil.walk_packages(hicachectl.__path__, "hicachectl."):
 from hicachectl.__main__ import main
 from hicachectl.checks.codes import builtin_codes
 builtin_codes()
-user = int(sys.argv[1])
-answers = []
-for command in json.load(sys.stdin):
+answers = os.fdopen(os.dup(1), "w", buffering=1)
+for line in sys.stdin:
+    asked = json.loads(line)
     out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
     child = os.fork()
     if not child:
-        os.dup2(out.fileno(), 1)
-        os.dup2(err.fileno(), 2)
-        if user:
+        for number, file in enumerate((open(os.devnull), out, err)):
+            os.dup2(file.fileno(), number)
+        os.environ.clear()
+        os.environ.update(asked["variables"])
+        for limit, most in asked["limits"]:
+            resource.setrlimit(limit, (most, most))
+        if user := asked["user"]:
             os.setgroups([]); os.setgid(user); os.setuid(user)
-        main([os.fsdecode(word.encode("latin-1")) for word in command])
+        exec(asked["before"], {})
+        main([os.fsdecode(word.encode("latin-1")) for word in asked["words"]])
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     out.seek(0), err.seek(0)
-    answers.append([status, out.read().decode("latin-1"), err.read().decode("latin-1")])
-json.dump(answers, sys.stdout)
+    answer = [status, out.read().decode("latin-1"), err.read().decode("latin-1")]
+    print(json.dumps(answer), file=answers)
 """
+_OF_A_PROCESS = ("LC_", "PYTHON")  # variables that a fork would ignore
+_BOUNDS = ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_CORE, 0))
+
+
+class Forks(Closing):
+    """A process that has imported the program, and forks a child for each command line."""
+
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        """Start the process. variables: of its environment, which decides the locale."""
+        self._variables = variables or {}
+        self._process = subprocess.Popen(
+            following(sys.executable, sys.executable, "-c", _PROGRAM),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=_environment(variables),
+        )
+
+    def run(
+        self,
+        *arguments: object,
+        variables: Mapping[str, str] | None = None,
+        user: int = 0,
+        bounded: bool = False,
+        before: str = "",
+    ) -> Ended:
+        """Run a command line in a child. before: Python that the child executes first."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        request = {
+            "words": [os.fsencode(str(word)).decode("latin-1") for word in arguments],
+            "variables": _environment({**self._variables, **(variables or {})}),
+            "user": user,
+            "limits": _BOUNDS if bounded else (),
+            "before": before,
+        }
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        if not select.select([self._process.stdout], [], [], PATIENCE_S)[0]:
+            self.close()
+        answer = self._process.stdout.readline()
+        assert answer, f"no answer to {arguments}"
+        status, out, err = json.loads(answer)
+        return Ended(status, out.encode("latin-1"), err.encode("latin-1").decode(errors="replace"))
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+
+@functools.cache
+def _forks() -> Forks:
+    """Return the process that all tests of this process share."""
+    forks = Forks()
+    atexit.register(forks.close)
+    return forks
 
 
 def attacked(
     *arguments: object,
     variables: Mapping[str, str] | None = None,
-    stdin: bytes | None = None,
     pass_fds: tuple[int, ...] = (),
-    cwd: Path | None = None,
 ) -> Ended:
     """Run the command line; assert that it neither crashes nor exceeds its limits."""
-    found = subprocess.run(
-        [sys.executable, "-m", "hicachectl", *map(str, arguments)],
-        input=stdin,
-        capture_output=True,
-        timeout=PATIENCE_S,
-        check=False,
-        cwd=cwd,
-        pass_fds=pass_fds,
-        env=_environment(variables),
-        preexec_fn=_bounded,
-    )
-    ended = Ended(found.returncode, found.stdout, found.stderr.decode(errors="replace"))
+    if not pass_fds and not any(name.startswith(_OF_A_PROCESS) for name in variables or ()):
+        ended = _forks().run(*arguments, variables=variables, bounded=True)
+    else:
+        found = subprocess.run(
+            [sys.executable, "-m", "hicachectl", *map(str, arguments)],
+            capture_output=True,
+            timeout=PATIENCE_S,
+            check=False,
+            pass_fds=pass_fds,
+            env=_environment(variables),
+            preexec_fn=_bounded,
+        )
+        ended = Ended(found.returncode, found.stdout, found.stderr.decode(errors="replace"))
     ended.assert_sound()
     return ended
 
@@ -103,8 +167,9 @@ def attacked(
 def all_attacked(
     commands: Sequence[Sequence[object]], variables: Mapping[str, str] | None = None
 ) -> list[Ended]:
-    """Run many commands as `attacked` does, in forks of one process, which has their imports."""
-    found = _in_forks(commands, _environment(variables), preexec_fn=_bounded)
+    """Run many commands as `attacked` does, in forks of one process with some variables."""
+    with Forks(variables) as forks:
+        found = [forks.run(*command, bounded=True) for command in commands]
     for ended in found:
         ended.assert_sound()
     return found
@@ -112,31 +177,8 @@ def all_attacked(
 
 def as_nobody(commands: Sequence[Sequence[object]], home: Path) -> list[Ended]:
     """Run commands one after another as user and group NOBODY."""
-    return _in_forks(commands, {**os.environ, "HOME": str(home)}, user=NOBODY)
-
-
-def _in_forks(
-    commands: Sequence[Sequence[object]],
-    environment: Mapping[str, str],
-    *,
-    user: int = 0,
-    preexec_fn: Callable[[], None] | None = None,
-) -> list[Ended]:
-    words = [[os.fsencode(str(word)).decode("latin-1") for word in one] for one in commands]
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, str(user)],
-        input=json.dumps(words).encode(),
-        capture_output=True,
-        timeout=3 * PATIENCE_S,
-        check=False,
-        env=environment,
-        preexec_fn=preexec_fn,
-    )
-    assert done.returncode == 0, done.stderr.decode(errors="replace")
-    return [
-        Ended(status, out.encode("latin-1"), err.encode("latin-1").decode(errors="replace"))
-        for status, out, err in json.loads(done.stdout)
-    ]
+    home_of = {"HOME": str(home)}
+    return [_forks().run(*command, variables=home_of, user=NOBODY) for command in commands]
 
 
 def _environment(variables: Mapping[str, str] | None) -> dict[str, str]:
@@ -144,14 +186,13 @@ def _environment(variables: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _bounded() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for limit, most in _BOUNDS:
+        resource.setrlimit(limit, (most, most))
 
 
-def run(*arguments: object, home: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a separate process."""
-    return subprocess.run(
-        [sys.executable, "-m", "hicachectl", *map(str, arguments)],
-        env={**os.environ, "HOME": str(home)}, capture_output=True, text=True, check=False,
-        timeout=120,
-    )  # fmt: skip
+def run(*arguments: object, home: Path, before: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the command line in a fork. before: Python that the fork executes first."""
+    ended = _forks().run(*arguments, variables={"HOME": str(home)}, before=before)
+    return subprocess.CompletedProcess(
+        [*map(str, arguments)], ended.status, ended.stdout.decode(), ended.stderr
+    )

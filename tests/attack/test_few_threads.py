@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.attack import children
 from tests.move.migrations import PAGES, demo_store, profile_file
 
 if TYPE_CHECKING:
+    import subprocess
     from pathlib import Path
 
 # As under RLIMIT_NPROC, which does not limit root: only N threads start.
-PROGRAM = """
-import sys, threading
-start, left = threading._start_new_thread, int(sys.argv[1])
+LIMIT = """
+import threading
+start = threading._start_new_thread
 def refuse(*arguments, **options):
     global left
     left -= 1
@@ -25,18 +24,12 @@ def refuse(*arguments, **options):
         raise RuntimeError("can't start new thread")
     return start(*arguments, **options)
 threading._start_new_thread = refuse
-from hicachectl.__main__ import main
-main(sys.argv[2:])
 """
 
 
 def run(threads: int, *arguments: object, home: Path) -> subprocess.CompletedProcess[str]:
     """Run the command line with a limit of started threads."""
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(threads), *map(str, arguments)],
-        env={**os.environ, "HOME": str(home)}, capture_output=True, text=True, check=False,
-        timeout=120,
-    )  # fmt: skip
+    return children.run(*arguments, home=home, before=f"left = {threads}\n{LIMIT}")
 
 
 @pytest.mark.parametrize("threads", [0, 1, 2])
