@@ -164,7 +164,9 @@ def crash_states(
         if isinstance(event, Output):
             if event.handle == 1:
                 printed += event.data
-            elif event.handle != 2:
+            elif event.handle == 2:
+                continue
+            else:
                 sent = (*sent, event.data)
         elif isinstance(event, (Sync, SyncBegins)):
             sync = event.sync if isinstance(event, SyncBegins) else event
@@ -172,8 +174,8 @@ def crash_states(
                 continue
             if isinstance(event, SyncBegins):
                 disk.sync_begins(event.sync)
-            else:
-                disk.sync_ends(event)
+                continue  # nothing has changed yet
+            disk.sync_ends(event)
         else:
             disk.change(event)
         half = isinstance(event, Names) and event.other is not None and event.entries

@@ -59,7 +59,7 @@ def recorded(
 
 
 def test_no_state_is_wrong(recorded: Recorded) -> None:
-    assert found_by_looking(*recorded, seed_of_run()) == []
+    assert list(found_by_looking(*recorded, seed_of_run())) == []
 
 
 def test_the_next_run_completes_the_work(recorded: Recorded) -> None:
@@ -74,5 +74,5 @@ def test_a_missing_sync_is_found(recorded: Recorded) -> None:
 def test_3fs_is_told_of_what_is_durable(tmp_path: Path, metadata_server: MetadataServer) -> None:
     writer = hf3fs_writers.PageWrites(tmp_path, metadata_server)
     recording = writer.record()
-    assert found_by_looking(writer, recording, seed_of_run()) == []
+    assert list(found_by_looking(writer, recording, seed_of_run())) == []
     assert missed_without_syncs(writer, recording) == []
