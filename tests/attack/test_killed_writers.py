@@ -7,10 +7,9 @@ HICACHECTL_ATTACK_ROUNDS makes it longer.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,12 +18,11 @@ from hicachectl.backends.arena import Arena
 from tests.backends.pack import pack_files
 from tests.backends.pack.test_store import contents as pack_contents
 from tests.backends.pack.test_store import put
-from tests.killed import PATIENCE_S, REPOSITORY
 from tests.move.migrations import demo_store, migrated
 from tests.paused import paused
 from tests.places import half_pages
 from tests.prewarming.test_cli import prompts
-from tests.speed import ROUNDS, seed_of_run
+from tests.speed import ROUNDS, seed_of_run, some
 from tests.stores import contents
 
 if TYPE_CHECKING:
@@ -120,7 +118,7 @@ def test_a_plan_that_is_killed_while_it_is_written_is_whole_or_absent(
     assert whole.code == 0, whole
     written = plan.read_bytes()
     assert written
-    for step in range(1, whole.steps + 1):
+    for _, step in points("plan", whole, bytes_too=False):
         plan.write_bytes(b"the one before\n")
         places.runner.run(*command, home=tmp_path, kill=("steps", step))
         assert plan.read_bytes() in (b"the one before\n", written), step
@@ -128,11 +126,14 @@ def test_a_plan_that_is_killed_while_it_is_written_is_whole_or_absent(
         assert not target.exists() or list(target.iterdir()) == []
 
 
-@pytest.mark.parametrize("damage", ["cut off", "damaged"])
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["in place", "as a new file"])
+REPAIRS = tuple(itertools.product(("cut off", "damaged"), ("in place", "as a new file")))
+
+
+@pytest.mark.parametrize(("damage", "where"), some(REPAIRS, REPAIRS[0], REPAIRS[-1]))
 def test_a_pack_repair_killed_anywhere_loses_nothing_and_is_completed_by_the_next(
-    places: Places, tmp_path: Path, damage: str, *, elsewhere: bool
+    places: Places, tmp_path: Path, damage: str, where: str
 ) -> None:
+    elsewhere = where == "as a new file"
     pack, saved = tmp_path / "x.hcpack", tmp_path / "saved.hcpack"
     with Arena(4 << 20) as arena:
         put(pack, arena, dict(list(OBJECTS.items())[:8]))
@@ -193,20 +194,9 @@ def test_a_lock_keeps_others_out_until_its_holder_is_killed(
     arguments = (*arguments, "--profile", places.profile, "--lock", lock)
     with paused(tmp_path / "paused", call, 1, *arguments) as holder:
         before = contents(target)
-        others = [
-            subprocess.Popen(
-                [sys.executable, "-m", "hicachectl", *map(str, arguments)],
-                cwd=REPOSITORY,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for _ in range(2)
-        ]
-        for other in others:
-            said = other.communicate(timeout=PATIENCE_S)[1]
-            assert other.returncode == 0, said
-            assert str(lock) in said
+        other = places.runner.run(*arguments, home=tmp_path)
+        assert other.code == 0, other
+        assert str(lock) in other.stderr
         assert contents(target) == before
         assert holder.running
         holder.end()

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.attack.memory import FIRST_PAGE, LIMIT_BYTES, OBJECT_BYTES, OBJECTS, peak_of, synthetic
+from tests.speed import ALL, some
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +40,10 @@ row = "bf16"
 STRUCTURE = ("--checks", "names,groups,sizes", "--fail-on", "never")
 
 
-@pytest.mark.parametrize("command", ["summary", "parquet", "verify", "migrate"])
+COMMANDS = ("summary", "parquet", "verify", "migrate")
+
+
+@pytest.mark.parametrize("command", some(COMMANDS, *COMMANDS[1:]))
 def test_commands_stay_below_the_limit(tmp_path: Path, command: str) -> None:
     store, out = tmp_path / "million", tmp_path / "out"
     store.mkdir()
@@ -103,7 +107,9 @@ def test_ls_of_one_stray_rank(million: Million) -> None:
     assert len(row["missing"]) == 4095
 
 
-@either_way
+@pytest.mark.parametrize(
+    "million", some([False, True], False), ids=["seen", "mla"] if ALL else ["seen"], indirect=True
+)
 def test_verify_of_one_stray_rank(million: Million) -> None:
     document = million("verify", million.store, *STRUCTURE)
     assert (document["pages"], document["objects"]) == (OBJECTS, OBJECTS + 1)
