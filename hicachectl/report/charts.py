@@ -9,6 +9,7 @@ dark theme, and print.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ from hicachectl.text.units import human_size, unit_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    import jinja2
 
     from hicachectl.report.completeness import Completeness
     from hicachectl.report.prefixes import PrefixTree
@@ -65,15 +68,9 @@ def _drawn(name: str, label: str, values: Values) -> str:
     name: name of the template.
     label: what a screen reader says.
     """
-    import jinja2
     import vl_convert
 
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("hicachectl.report"),
-        autoescape=False,  # `tojson` escapes texts
-        undefined=jinja2.StrictUndefined,
-    )
-    template = environment.get_template(f"{name}.json")
+    template = _templates().get_template(f"{name}.json")
     svgs = []
     for width, page in ((WIDE, "wide"), (NARROW, "narrow")):
         spec = template.render(width=width, wide=width == WIDE, size=_FONT_SIZE, **values(width))
@@ -85,6 +82,18 @@ def _drawn(name: str, label: str, values: Values) -> str:
             )
         )
     return "".join(svgs)
+
+
+@cache
+def _templates() -> jinja2.Environment:
+    """Return the templates of charts, each of which is parsed once."""
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("hicachectl.report"),
+        autoescape=False,  # `tojson` escapes texts
+        undefined=jinja2.StrictUndefined,
+    )
 
 
 def _scale(colours: Mapping[str, str]) -> dict[str, list[str]]:

@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections import defaultdict
 from datetime import UTC, datetime
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ from hicachectl.verification.report_text import AGE_CLASSES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import jinja2
+
     from hicachectl.report.charts import Mark
     from hicachectl.report.picture import Picture
     from hicachectl.report.prefixes import PrefixTree
@@ -48,6 +51,34 @@ _FEW_LEVELS = 1.05  # ratio of values that are shown as one level
 
 def html_of(picture: Picture, mending: Mending, marks: Sequence[Mark]) -> str:
     """Return the page. Texts of the store are escaped, for HTML and as for a terminal."""
+    from markupsafe import Markup
+
+    environment = _templates()
+    style = environment.get_template("report.css").render()
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    return environment.get_template("report.html").render(
+        version=__version__,
+        style=Markup(style),
+        style_digest=digest,
+        picture=picture,
+        states=list(zip(STATES, picture.states, strict=True)),
+        verdict=_verdict(picture),
+        checks=_checks(picture),
+        findings=_findings(picture.findings, mending),
+        ages=_ages(picture.findings),
+        sizes=_sizes(picture),
+        writes=_writes(picture, marks),
+        completeness=[
+            (one, _chart(completeness_chart(one))) for one in picture.completeness[:_DEPLOYMENTS]
+        ],
+        tree=None if picture.tree is None else _tree(picture.tree),
+        page=None if picture.page is None else _page(picture.page),
+    )
+
+
+@cache
+def _templates() -> jinja2.Environment:
+    """Return the templates of the page, each of which is parsed once."""
     import jinja2
     from markupsafe import Markup
 
@@ -70,26 +101,7 @@ def html_of(picture: Picture, mending: Mending, marks: Sequence[Mark]) -> str:
         "many": _many,
         "deployment": label_text,
     }
-    style = environment.get_template("report.css").render()
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    return environment.get_template("report.html").render(
-        version=__version__,
-        style=Markup(style),
-        style_digest=digest,
-        picture=picture,
-        states=list(zip(STATES, picture.states, strict=True)),
-        verdict=_verdict(picture),
-        checks=_checks(picture),
-        findings=_findings(picture.findings, mending),
-        ages=_ages(picture.findings),
-        sizes=_sizes(picture),
-        writes=_writes(picture, marks),
-        completeness=[
-            (one, _chart(completeness_chart(one))) for one in picture.completeness[:_DEPLOYMENTS]
-        ],
-        tree=None if picture.tree is None else _tree(picture.tree),
-        page=None if picture.page is None else _page(picture.page),
-    )
+    return environment
 
 
 def _chart(svg: str) -> Any:
