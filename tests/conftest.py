@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -36,6 +37,7 @@ from tests.small_file_system import other_file_system  # noqa: F401 - a fixture
 from tests.speed import ALL
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
     from pathlib import Path
 
 # pyarrow imports dateutil for each Python value that it converts without a type. A package that is
@@ -66,6 +68,17 @@ _FOREIGN_SETTINGS = (
 
 _SERVERS = {"mooncake_package", "sglang_python"}
 _SLOW_FOLDERS = {"attack", "conformance", "power"}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Let garbage collections pass over the thousands of tests, which stay until the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -164,6 +164,7 @@ def test_a_service_that_hangs_or_trickles_is_given_up_in_time(script: Script) ->
         assert SHORT_S <= time.monotonic() - start < SOON_S
 
 
+@pytest.mark.slow
 def test_a_service_that_takes_no_request_is_given_up_in_time() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,  # never accepts or reads
@@ -379,6 +380,7 @@ def tls_client_of(script: Script, certificate: Path, timeout_s: float) -> Iterat
             yield client
 
 
+@pytest.mark.slow
 def test_a_certificate_that_nobody_vouches_for_is_refused(certificate: Path) -> None:
     with (
         tls_client_of(lambda call: call.answer(b"x"), certificate, 10) as client,

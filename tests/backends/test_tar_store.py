@@ -203,6 +203,7 @@ def test_ls_lists_what_it_lists_of_the_directory(
     assert found == rows(invoke, str(directory), *more)
 
 
+@pytest.mark.slow
 def test_verify_finds_each_damage(invoke: Invoke, archive: Path, profile: Path) -> None:
     catalog = archive.with_name("catalog.parquet")
     options = ("--profile", profile, "--catalog", catalog)

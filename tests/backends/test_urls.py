@@ -300,6 +300,7 @@ def test_a_scheme_that_cannot_be_registered_is_refused(name: str) -> None:
         register_scheme(name, EXAMPLE)
 
 
+@pytest.mark.slow
 def test_parsing_needs_neither_pyarrow_nor_numpy() -> None:
     code = (
         "import sys; from hicachectl.backends.urls import parse_url; parse_url('file:///d');"

@@ -68,6 +68,7 @@ def test_a_flipped_bit_in_the_same_file_is_an_error(invoke: Invoke, store: Path)
     assert document["checks"] == ["names", "groups", "sizes", "digests"]
 
 
+@pytest.mark.slow
 def test_a_mismatch_says_when_the_bytes_were_last_right(
     invoke: Invoke, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_mismatch_says_when_the_bytes_were_last_right(
     assert details == [f"{said}they were right on 2023-11-16 22:13 UTC"] * 2
 
 
+@pytest.mark.slow
 def test_a_rewritten_object_is_re_recorded(invoke: Invoke, store: Path) -> None:
     catalog = record(invoke, store)
     target = store / f"{page(2)}_m_1_2.bin"
@@ -97,6 +99,7 @@ def test_a_rewritten_object_is_re_recorded(invoke: Invoke, store: Path) -> None:
     assert verify(invoke, store, "--catalog", catalog)["findings"] == []
 
 
+@pytest.mark.slow
 def test_a_copy_with_its_times_is_the_same_by_size_and_mtime(invoke: Invoke, store: Path) -> None:
     catalog = record(invoke, store)
     copy = store.parent / "copy"
@@ -107,6 +110,7 @@ def test_a_copy_with_its_times_is_the_same_by_size_and_mtime(invoke: Invoke, sto
     assert verify(invoke, copy, *by_time, exit_code=4)["counts"] == {"digest-mismatch": 1}
 
 
+@pytest.mark.slow
 def test_a_mismatch_is_reported_until_it_is_repaired(invoke: Invoke, store: Path) -> None:
     catalog = record(invoke, store)
     flip(store / f"{page(2)}_m_1_2.bin", 1)
@@ -131,6 +135,7 @@ def test_vanished_objects_leave_the_catalog_and_new_ones_enter(invoke: Invoke, s
             assert now["last_verified_ns"] > entry["last_verified_ns"]
 
 
+@pytest.mark.slow
 def test_a_sample_keeps_what_it_did_not_read(invoke: Invoke, store: Path) -> None:
     put_pages(store, range(6, 60), "_m_0_2", "_m_1_2", nbytes=5000)
     catalog = record(invoke, store)
@@ -142,6 +147,7 @@ def test_a_sample_keeps_what_it_did_not_read(invoke: Invoke, store: Path) -> Non
     assert 0 < len(touched) < len(after) / 2
 
 
+@pytest.mark.slow
 def test_slices_cover_everything_once(invoke: Invoke, store: Path) -> None:
     put_pages(store, range(6, 60), "_m_0_2", "_m_1_2", nbytes=5000)
     sampled = [
@@ -238,6 +244,7 @@ def test_metrics_keep_the_last_success(invoke: Invoke, store: Path) -> None:
     assert oct(prom.stat().st_mode & 0o777) == "0o644"
 
 
+@pytest.mark.slow
 def test_stamps_notice_another_deployment(invoke: Invoke, store: Path) -> None:
     profile = store.parent / "p.toml"
     text = (

@@ -182,6 +182,7 @@ def test_a_code_that_repair_cannot_act_on_is_refused_with_what_can_be_done(
     assert STORE_CODES[code] in " ".join(said.split())
 
 
+@pytest.mark.slow
 def test_a_page_without_a_sidecar_is_said_to_be_a_miss_everywhere(
     invoke: Invoke, store: Path, tmp_path: Path
 ) -> None:
@@ -205,6 +206,7 @@ def test_stale_temporaries_are_for_rm(invoke: Invoke, store: Path) -> None:
     assert "rm STORE --temporaries" in refused(invoke, store, "stale-temporary")
 
 
+@pytest.mark.slow
 def test_an_error_that_is_about_no_page_is_not_left_without_a_word(
     invoke: Invoke, store: Path, tmp_path: Path
 ) -> None:

@@ -89,6 +89,7 @@ TABLES = st.builds(
 )
 
 
+@pytest.mark.slow
 @examples(100)
 @given(table=TABLES, earlier=TABLES)
 def test_the_arithmetic_agrees_with_sets(table: PageTable, earlier: PageTable) -> None:

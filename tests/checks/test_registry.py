@@ -121,6 +121,7 @@ def judge_second_page(given: CheckInput) -> Iterator[pa.Table]:
     yield object_findings(given.inventory, np.array(rows, np.int64), "cursed", "by another package")
 
 
+@pytest.mark.slow
 def test_all_commands_see_the_errors_of_a_check_from_outside(
     invoke: Invoke, store: Path, tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ def store(tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_pages_of_two_sizes_are_one_finding_and_none_is_called_truncated(
     invoke: Invoke, store: Path
 ) -> None:
@@ -80,6 +81,7 @@ def test_three_pages_of_sixty_are_enough(invoke: Invoke, tmp_path: Path) -> None
     assert invoke.document("verify", tmp_path, exit_code=4)["counts"] == {"mixed-sizes": 1}
 
 
+@pytest.mark.slow
 def test_each_kind_of_key_has_its_finding(invoke: Invoke, store: Path) -> None:
     put_pages(store, range(4), ".draft_m_0_2", ".draft_m_1_2", nbytes=300)
     put_pages(store, range(4, 20), ".draft_m_0_2", ".draft_m_1_2", nbytes=100)
@@ -187,6 +189,7 @@ def test_no_profile_is_inferred_from_a_mix(invoke: Invoke, store: Path) -> None:
     assert "several sizes" in refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nbytes", "newest"), [(16384, True), (8192, False)])
 def test_a_repair_by_an_old_profile_must_be_told_so(
     invoke: Invoke, store: Path, tmp_path: Path, nbytes: int, newest: bool

@@ -75,6 +75,7 @@ def test_without_a_profile_no_deployment_is_another_one(invoke: Invoke, store: P
     assert invoke.document("verify", store, "--checks", "groups")["findings"] == []
 
 
+@pytest.mark.slow
 def test_filters_choose_what_is_counted(invoke: Invoke, store: Path, profile: Path) -> None:
     arguments = ("--profile", profile, "--checks", "groups")
     (found,) = invoke.document("verify", store, *arguments, "--page", page(8))["findings"]
@@ -96,6 +97,7 @@ def test_repair_leaves_other_deployments_alone(invoke: Invoke, store: Path, prof
     assert "hicachectl rm" in refused.stderr
 
 
+@pytest.mark.slow
 def test_parts_find_the_same(invoke: Invoke, store: Path, profile: Path, tmp_path: Path) -> None:
     arguments = ("verify", store, "--profile", profile, "--checks", "groups")
     whole = invoke.document(*arguments)

@@ -82,6 +82,7 @@ def codes_of(issues: list[ValueIssue]) -> list[tuple[int, str]]:
 # --- damage in numbers ---
 
 
+@pytest.mark.slow
 @given(data=st.data(), kind=st.sampled_from(PLAIN))
 @examples(40)
 def test_planted_numbers_are_counted_and_the_first_is_named(data: st.DataObject, kind: str) -> None:
@@ -460,6 +461,7 @@ def without_large(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
     return [slow(*case) if case[0] in LARGE else case for case in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "profile", "pool", "pages"), without_large(HEALTHY), ids=[c[0] for c in HEALTHY]
 )
@@ -486,6 +488,7 @@ DECIDABLE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "profile"), without_large(DECIDABLE), ids=[case[0] for case in DECIDABLE]
 )

@@ -37,6 +37,7 @@ def test_the_table_of_commands_says_what_each_command_says(name: str) -> None:
     assert "Examples:" in command.epilog
 
 
+@pytest.mark.slow
 def test_help_imports_nothing_heavy() -> None:
     """One process asks for the help of all commands in turn."""
     code = f"""
@@ -51,6 +52,7 @@ for arguments in ["--help"], *([name, "--help"] for name in {list(COMMANDS)}):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["ls", "show", "hits"])
 def test_commands_that_look_import_no_operation(command: str, tmp_path: Path) -> None:
     """Each import delays the answer, and a store of one page shows most of the delay."""
@@ -107,6 +109,7 @@ def test_log_messages_go_to_the_stderr_of_the_moment(
     assert "lost" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_empty_store_is_no_error(invoke: Invoke, tmp_path: Path) -> None:
     verify = ["verify", "--allow-empty"]
     for command in (["ls"], ["ls", "--objects"], ["ls", "--summary"], verify):
@@ -181,6 +184,7 @@ def test_a_page_that_is_not_there(invoke: Invoke, tmp_path: Path) -> None:
     assert "hexadecimal" in one_line(invoke, "show", tmp_path, "xyz", exit_code=2)
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     put_pages(tmp_path, range(3000), "_m_0_1", nbytes=0)
     command = f"{sys.executable} -m hicachectl ls {tmp_path} --objects; echo $? >&2"
@@ -195,6 +199,7 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     assert found.stderr == "0\n"
 
 
+@pytest.mark.slow
 @needs_root
 def test_no_permission_is_one_line(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
@@ -234,6 +239,7 @@ def test_an_interrupt_that_is_ignored_from_the_start_stays_ignored(tmp_path: Pat
     assert "nterrupted" not in found.stderr
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_with_130_and_one_line(tmp_path: Path) -> None:
     for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         code = (

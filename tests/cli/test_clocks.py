@@ -157,6 +157,7 @@ def _is_past(quarantine: Path) -> bool:
     return now > newest + 0.01
 
 
+@pytest.mark.slow
 def test_commands_that_only_look_write_nothing(
     invoke: Invoke, tmp_path: Path, profile: Path, skewed: float
 ) -> None:

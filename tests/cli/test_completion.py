@@ -70,23 +70,27 @@ def offered(option: str, *words: str, incomplete: str = "") -> list[str]:
             return [item.value for item in param.shell_complete(ctx, incomplete)]
 
 
+@pytest.mark.slow
 def test_commands_and_options_are_completed() -> None:
     assert asked("ver") == ["plain,verify"]
     assert "plain,--summary" in asked("ls", "--su")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("config")
 def test_stores_of_the_config_and_directories_are_offered() -> None:
     assert asked("ls", "pr") == ["dir,pr", "plain,preview:", "plain,prod:"]
     assert asked("migrate", "prod:", "gon") == ["dir,gon", "plain,gone:"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 @pytest.mark.usefixtures("config")
 def test_other_shells_get_the_same(shell: str) -> None:
     assert "prod:" in "\n".join(asked("ls", "prod", shell=shell))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("config")
 def test_bash_gets_what_follows_the_last_piece_of_a_word() -> None:
     assert asked("ls", "--format=js") == ["plain,json", "plain,jsonl"]
@@ -103,12 +107,14 @@ def test_lists_offer_what_they_lack(invoke: Invoke) -> None:
     assert offered("--repair-code", "verify", "/x", incomplete="all") == ["all-zero"]
 
 
+@pytest.mark.slow
 def test_explain_offers_the_codes() -> None:
     assert asked("explain", "missing-") == [
         "plain,missing-pool", "plain,missing-part", "plain,missing-rank",
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["not toml [", "[stores.a]\nurl = 3\n"])
 def test_a_bad_config_is_silent(config: Path, text: str) -> None:
     config.write_text(text)

@@ -155,6 +155,7 @@ def test_its_own_value_check_finds_what_no_other_does(invoke: Invoke, store: Pat
     assert found == [("dead-channel", page(3), "channel 5")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 4])
 def test_its_pages_are_packed_and_sharded_anew(
     invoke: Invoke, store: Path, tmp_path: Path, tp: int

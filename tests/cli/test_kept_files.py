@@ -52,6 +52,7 @@ def test_a_file_in_a_store_stays(invoke: Invoke, tmp_path: Path) -> None:
     assert page.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_other_files_are_replaced(invoke: Invoke, tmp_path: Path) -> None:
     """A result replaces an earlier one in each format, and `profile` a profile."""
     store = demo_store(tmp_path / "store")
@@ -72,6 +73,7 @@ def test_other_files_are_replaced(invoke: Invoke, tmp_path: Path) -> None:
     invoke("ls", store, "-o", "-")
 
 
+@pytest.mark.slow
 def test_only_metrics_are_replaced_by_metrics(invoke: Invoke, tmp_path: Path) -> None:
     store = demo_store(tmp_path / "store")
     target = tmp_path / "hicache.prom"

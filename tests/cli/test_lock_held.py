@@ -99,6 +99,7 @@ def test_nothing_is_done_and_the_document_says_why(
     assert [done.get(name) for name in stores] == [document.get(name) for name in stores]
 
 
+@pytest.mark.slow
 def test_the_same_migration_twice_at_once_is_done_once(invoke: Invoke, tmp_path: Path) -> None:
     source, target = demo_store(tmp_path / "source"), tmp_path / "target"
     arguments = ("migrate", source, target, "--format", "json")

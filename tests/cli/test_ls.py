@@ -219,6 +219,7 @@ def test_the_summary_names_the_layout_of_a_profile(invoke: Invoke, tmp_path: Pat
     assert {row["layout"] for row in rows(invoke, store, "--summary")} == {None}
 
 
+@pytest.mark.slow
 def test_lines_are_sorted_and_limited(invoke: Invoke, store: Path) -> None:
     """Nulls come last in both directions, and equal lines keep their order."""
     put_pages(store, range(1), "_a-b_0_2", nbytes=100, mtime=OLD + 60)
@@ -240,6 +241,7 @@ def test_lines_are_sorted_and_limited(invoke: Invoke, store: Path) -> None:
     assert "--limit" not in invoke("ls", store, "--limit", "6").stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("listed", "options"), [("pages", []), ("objects", ["--objects"]), ("summary", ["--summary"])]
 )
@@ -298,6 +300,7 @@ def test_show_knows_the_sizes_of_the_other_pages(invoke: Invoke, store: Path) ->
     assert [f["code"] for f in document["findings"]] == ["truncated"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output_format", ["table", "json", "jsonl", "csv", "parquet", "arrow"])
 def test_every_format_writes_stores_without_pages(
     invoke: Invoke, tmp_path: Path, output_format: str

@@ -131,6 +131,7 @@ def test_a_page_does_not_refer_to_itself(name: str) -> None:
     assert f"hicachectl\\-{name}(1)" not in description
 
 
+@pytest.mark.slow
 def test_mandoc_has_nothing_to_say() -> None:
     pages = sorted(MAN.glob("*.[1-9]"))
     assert len(pages) > len(COMMANDS)

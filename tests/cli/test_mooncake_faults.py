@@ -11,6 +11,7 @@ import pytest
 
 from tests.mooncake_cluster import Cluster
 from tests.paused import paused
+from tests.speed import some
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,7 +86,9 @@ def assert_lost(ended: Ended) -> None:
     assert len([line for line in ended.stderr.splitlines() if "hicachectl:" in line]) == 1
 
 
-@pytest.mark.parametrize(("call", "number"), [(QUERY, 1), (READ, 1), (READ, 2)])
+@pytest.mark.parametrize(
+    ("call", "number"), some([(QUERY, 1), (READ, 1), (READ, 2)], (QUERY, 1), (READ, 2))
+)
 def test_a_master_killed_during_verify_ends_it(
     mooncake_package: None, profile: Path, tmp_path: Path, call: str, number: int
 ) -> None:

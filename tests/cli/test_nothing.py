@@ -91,6 +91,7 @@ def test_a_page_list_that_chooses_nothing_is_no_error(
     assert sorted(source.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_a_request_shorter_than_a_page_counts_as_lost(
     invoke: Invoke, source: Path, profile: Path, tmp_path: Path
 ) -> None:
@@ -107,6 +108,7 @@ def test_a_request_shorter_than_a_page_counts_as_lost(
     assert document.get("usable_share", 0.0) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dry_run", [(), ("--dry-run",)], ids=["", "dry run"])
 def test_no_share_of_no_tokens_passes(
     invoke: Invoke, source: Path, profile: Path, tmp_path: Path, dry_run: tuple[str, ...]
@@ -204,6 +206,7 @@ def test_a_store_without_pages_is_looked_at(
     assert "hits" in line or f"file://{words['STORE']} is empty" in said.stderr
 
 
+@pytest.mark.slow
 def test_files_that_are_no_pages_do_not_make_a_source(
     invoke: Invoke, words: dict[str, Path]
 ) -> None:
@@ -226,6 +229,7 @@ def test_a_pack_without_pages_is_refused(invoke: Invoke, words: dict[str, Path])
         assert "only other objects (1), such as notes.txt" in said
 
 
+@pytest.mark.slow
 def test_a_filter_and_a_part_may_match_nothing(invoke: Invoke, words: dict[str, Path]) -> None:
     demo_store(words["STORE"], 1)
     invoke("verify", words["STORE"], "--model", "nobody/nothing")
@@ -249,6 +253,7 @@ def test_a_run_in_parts_goes_on_when_the_store_is_mounted(
     assert "8 pages" in invoke("merge", words["RUN"]).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
@@ -296,6 +301,7 @@ def metrics(path: Path) -> dict[str, float]:
     return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines}
 
 
+@pytest.mark.slow
 def test_records_of_a_store_outlive_its_absence(invoke: Invoke, words: dict[str, Path]) -> None:
     """The metrics say that nothing was done; the catalog and the stamp stay."""
     folder = words["STORE"].parent
@@ -337,6 +343,7 @@ def test_metrics_of_a_prewarm_say_that_its_source_has_no_pages(
     assert f'store="file://{words["DST"]}"' in written.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divided", [False, True], ids=["one process", "parts"])
 @pytest.mark.parametrize(("removed", "exit_code"), [(4, 0), (5, 4)])
 def test_a_catalog_that_would_lose_more_than_half_stays(

@@ -303,6 +303,7 @@ SCENES: dict[str, Callable[[Stores], Documents]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.title)
 def test_a_document_has_the_members_of_the_page(
     invoke: Invoke, tmp_path: Path, document: Any
@@ -404,6 +405,7 @@ def test_the_texts_say_when_a_member_is_null_or_absent(document: Any) -> None:
         assert member.optional == ("\nOnly with: " in member.text), member.path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", list(metrics()))
 def test_a_metrics_file_has_the_metrics_of_the_page(
     invoke: Invoke, tmp_path: Path, command: str

@@ -76,6 +76,7 @@ def test_a_pack_is_listed_as_the_store_it_came_from(
         assert expected
 
 
+@pytest.mark.slow
 def test_a_path_that_ends_in_hcpack_is_a_pack_in_every_command(
     invoke: Invoke, directory: Path, tmp_path: Path
 ) -> None:
@@ -145,6 +146,7 @@ def unprofiled(directory: Path, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_pack_without_a_profile_is_compared_with_its_own_digests(
     invoke: Invoke, unprofiled: Path
 ) -> None:
@@ -191,6 +193,7 @@ def test_objects_of_a_pack_are_never_in_flight(invoke: Invoke, unprofiled: Path)
     assert document["bytes_read"] == document["bytes"]
 
 
+@pytest.mark.slow
 def test_a_catalog_of_a_pack_is_compared_beside_its_own_digests(
     invoke: Invoke, unprofiled: Path, tmp_path: Path
 ) -> None:
@@ -223,6 +226,7 @@ def test_info_says_what_is_in_it(invoke: Invoke, pack: Path) -> None:
     assert f"{len(index)} as" not in invoke("pack", "info", f"pack://{pack}").stdout
 
 
+@pytest.mark.slow
 def test_a_pack_that_was_cut_off_is_refused_with_the_remedy_that_mends_it(
     invoke: Invoke, pack: Path
 ) -> None:

@@ -53,6 +53,7 @@ def test_every_parameter_is_of_the_classes_that_refuse(name: str) -> None:
         assert isinstance(parameter, Option | Argument), named
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_no_parameter_takes_an_empty_value(invoke: Invoke, name: str) -> None:
     words, command = ALL[name]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
 
+from hicachectl.__main__ import run
+from hicachectl.cli.exit_codes import FINDINGS
 from tests.cli.test_lock_held import held
 from tests.move.migrations import demo_store, flip_once_written, profile_file
 
@@ -20,25 +23,33 @@ if TYPE_CHECKING:
 Place = dict[str, "Path"]
 
 
-@pytest.fixture
-def place(invoke: Invoke, tmp_path: Path) -> Place:
-    """A store, its profile, and a quarantine with one page of it."""
-    store = demo_store(tmp_path / "store")
-    profile = profile_file(tmp_path / "profile.toml")
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a store, its profile, and a quarantine with one page of it."""
+    folder = tmp_path_factory.mktemp("made")
+    store = demo_store(folder / "store")
+    profile = profile_file(folder / "profile.toml")
     damaged = next(path for path in sorted(store.glob("*.bin")) if "mamba" not in path.name)
     whole = damaged.read_bytes(), damaged.stat().st_mtime
     damaged.write_bytes(whole[0][:-1])
     os.utime(damaged, (whole[1], whole[1]))
-    quarantine = tmp_path / "quarantine"
-    invoke("verify", store, "--profile", profile, "--repair", "quarantine", "--quarantine",
-           quarantine, "--yes", exit_code=4)  # fmt: skip
-    tokens = tmp_path / "tokens.jsonl"
-    tokens.write_text(json.dumps(list(range(200))) + "\n")
-    return {
-        "STORE": store, "PROFILE": profile, "QUARANTINE": quarantine, "NEW": tmp_path / "new",
-        "RUN": tmp_path / "run", "LOCK": tmp_path / "lock", "OUT": tmp_path / "out",
-        "CATALOG": tmp_path / "catalog.parquet", "TOKENS": tokens,
+    repair = ("--repair", "quarantine", "--quarantine", str(folder / "quarantine"), "--yes")
+    assert run(["verify", str(store), "--profile", str(profile), *repair]) == FINDINGS
+    (folder / "tokens.jsonl").write_text(json.dumps(list(range(200))) + "\n")
+    return folder
+
+
+@pytest.fixture
+def place(made: Path, tmp_path: Path) -> Place:
+    """A copy of the store, its profile and its quarantine, and paths for more."""
+    folder = tmp_path / "place"
+    shutil.copytree(made, folder)
+    names = {
+        "STORE": "store", "PROFILE": "profile.toml", "QUARANTINE": "quarantine", "NEW": "new",
+        "RUN": "run", "LOCK": "lock", "OUT": "out", "CATALOG": "catalog.parquet",
+        "TOKENS": "tokens.jsonl",
     }  # fmt: skip
+    return {word: folder / name for word, name in names.items()}
 
 
 @pytest.fixture
@@ -69,6 +80,7 @@ CLEAN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLEAN)
 def test_a_run_that_did_everything_says_nothing(
     quietly: Callable[..., Outcome], invoke: Invoke, place: Place, name: str
@@ -81,6 +93,7 @@ def test_a_run_that_did_everything_says_nothing(
         assert list(place["NEW"].glob("*.bin"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_data_is_written_all_the_same(quietly: Callable[..., Outcome], name: str) -> None:
     line = RUNS[name].replace(" --format table", "")
@@ -88,6 +101,7 @@ def test_data_is_written_all_the_same(quietly: Callable[..., Outcome], name: str
     assert document["complete"] or name == "purge"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_tables_in_files_are_written_all_the_same(
     quietly: Callable[..., Outcome], place: Place, name: str
@@ -96,11 +110,13 @@ def test_tables_in_files_are_written_all_the_same(
     assert place["OUT"].read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "verify"])
 def test_a_dry_run_is_shown(quietly: Callable[..., Outcome], name: str) -> None:
     assert quietly(f"{RUNS[name]} --dry-run").stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     ["ls STORE", "ls STORE --summary", "quarantine list QUARANTINE",
@@ -110,6 +126,7 @@ def test_what_only_looks_shows_what_it_found(quietly: Callable[..., Outcome], li
     assert quietly(line).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("output", ["", " -o OUT"])
 def test_a_lock_that_is_held_is_said(
@@ -145,6 +162,7 @@ NOT_DONE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", NOT_DONE)
 def test_what_was_not_done_is_said(
     quietly: Callable[..., Outcome], place: Place, line: str
@@ -160,6 +178,7 @@ def test_what_was_not_done_is_said(
     assert outcome.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_divided_run_names_the_parts_that_are_missing(
     quietly: Callable[..., Outcome], place: Place
 ) -> None:
@@ -182,6 +201,7 @@ def test_a_divided_run_names_the_parts_that_are_missing(
     assert said.replace("RUN", str(place["RUN"])) in unrecorded
 
 
+@pytest.mark.slow
 def test_a_part_that_is_not_complete_says_so(quietly: Callable[..., Outcome]) -> None:
     part = "verify STORE --profile PROFILE --time-limit 0s --run RUN --shard 0/1"
     assert "Part 0 of 1 is not complete; to complete the work" in quietly(part).stderr
@@ -198,6 +218,7 @@ def test_a_failure_has_its_reason(
     assert f"{first}: " in outcome.stderr
 
 
+@pytest.mark.slow
 def test_a_repair_that_fails_says_why(
     quietly: Callable[..., Outcome], place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,7 @@ def test_a_name_may_be_as_long_as_names_can_be(invoke: Invoke, store: Path, tmp_
     assert path.read_text().count("\n") == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", ["--help", slow("--version"), slow("ls --help"), slow("completion bash")]
 )
@@ -148,6 +149,7 @@ def test_a_result_that_cannot_be_written_is_one_line(
     assert found.stderr.endswith("; check the file or pipe that it is, or give -o\n")
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_on_a_closed_stdout_that_is_not_needed(store: Path, tmp_path: Path) -> None:
     found = shell(f"hicachectl ls {store} --format jsonl -o {tmp_path / 'out'} >&-")
     assert found.returncode == 0, found.stderr

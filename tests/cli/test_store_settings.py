@@ -56,6 +56,7 @@ def test_a_store_named_by_its_directory_has_no_settings(
     assert "No --profile" in invoke("--config", config, "ls", source).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stated", "wrong", "why"),
     [("tp = 2", "tp = 4", "tp 4"), ("nbytes = 64", "nbytes = 32", "expected 32 bytes")],
@@ -95,6 +96,7 @@ def test_the_model_that_hits_and_profile_choose_says_otherwise(
     assert "inferred" in said
 
 
+@pytest.mark.slow
 def test_migrate_takes_the_profile_of_the_source_and_the_lock_of_the_destination(
     invoke: Invoke, config: Path, tmp_path: Path
 ) -> None:
@@ -124,6 +126,7 @@ def test_prewarm_takes_the_profile_of_from_and_the_lock_of_the_destination(
     assert invoke(*call).document["copied_pages"] > 0
 
 
+@pytest.mark.slow
 def test_removals_and_repairs_take_the_lock_but_looking_does_not(
     invoke: Invoke, config: Path, tmp_path: Path
 ) -> None:
@@ -137,6 +140,7 @@ def test_removals_and_repairs_take_the_lock_but_looking_does_not(
     assert invoke(*call, "rm", "prod:", "--temporaries", "--yes").stdout  # needs no profile
 
 
+@pytest.mark.slow
 def test_verify_compares_with_the_catalog_once_there_is_one(
     invoke: Invoke, config: Path, tmp_path: Path
 ) -> None:

@@ -120,6 +120,7 @@ class Changing(FileStore):
         return super().read_into(*arguments, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("cpu",), ("cuda",)], ids=["cpu", "device"])
 @DEVICES
 def test_the_bytes_of_objects_that_could_not_be_read_are_not_judged(
@@ -142,6 +143,7 @@ def test_the_bytes_of_objects_that_could_not_be_read_are_not_judged(
     assert report.document["gone"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["bfloat16", *(slow(kind) for kind in KINDS if kind != "bfloat16")]
 )
@@ -157,6 +159,7 @@ def test_healthy_pages_are_healthy_on_the_device(
     assert report.document["bytes_read"] == report.document["bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS[:-1], slow("mamba")])
 @DEVICES
 def test_findings_are_those_of_the_cpu_word_for_word(
@@ -179,6 +182,7 @@ def test_findings_are_those_of_the_cpu_word_for_word(
     assert found(verified(store, profile, "cuda")) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checks", [("repeats",), ("values", "repeats")])
 @DEVICES
 def test_the_host_runs_the_checks_that_have_no_kernel(
@@ -203,6 +207,7 @@ def test_the_host_runs_the_checks_that_have_no_kernel(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [slow(False), True])
 @DEVICES
 def test_drafts_go_the_same_way(
@@ -247,6 +252,7 @@ def test_digests_are_of_the_bytes_that_came_back_from_the_pools(
     assert report.document["counts"]["digest-mismatch"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [KINDS[0], *(slow(kind) for kind in some(KINDS[1:], "fp8_scaled", "mamba"))]
 )
@@ -289,6 +295,7 @@ def test_digests_alone_are_of_what_went_through_the_pools_where_the_form_is_know
     assert {row["key"] for row in rows} == known
 
 
+@pytest.mark.slow
 @DEVICES
 def test_objects_that_a_lane_does_not_hold_together_follow_one_another(
     tmp_path: Path, on_device: Callable[[str], None], device: str
@@ -342,6 +349,7 @@ def test_what_lies_in_slots_without_an_object_is_not_reported(
     assert found(verified(store, profile, catalog=report.catalog)) == expected
 
 
+@pytest.mark.slow
 @DEVICES
 def test_devices_share_the_work(
     tmp_path: Path, on_device: Callable[[str], None], device: str
@@ -452,6 +460,7 @@ def check_each_failure_is_waited_for(events: list[str]) -> None:
     assert {events[at + 1] for at in failures} == {"waited"}, events
 
 
+@pytest.mark.slow
 def test_a_device_that_fails_ends_the_run_or_leaves_the_rest_to_the_cpu(
     tmp_path: Path, provided: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,6 +479,7 @@ def test_a_device_that_fails_ends_the_run_or_leaves_the_rest_to_the_cpu(
     assert any("The CPU did the rest: " in remark for remark in report.remarks)
 
 
+@pytest.mark.slow
 def test_without_memory_for_many_objects_fewer_are_sent(
     tmp_path: Path, provided: Callable[[Any], None]
 ) -> None:
@@ -734,6 +744,7 @@ def test_an_old_triton_is_refused_with_the_one_to_install(monkeypatch: pytest.Mo
         devices.cuda_devices(("auto",))
 
 
+@pytest.mark.slow
 def test_a_device_that_damages_data_is_told_from_a_damaged_store(
     tmp_path: Path, provided: Callable[[Any], None]
 ) -> None:

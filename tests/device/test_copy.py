@@ -154,6 +154,7 @@ def random_forms(draw: st.DrawFn) -> PoolForm:
     return pool_form((TensorLayout("kv", axes, (*shape, draw(st.integers(1, 80))), "uint8"),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @DEVICES
 @settings(max_examples=25)

@@ -81,6 +81,7 @@ def test_every_loc_holds_the_row_of_its_token(layout: str, device: str, episode:
             decoder.step(1, mirrored)
 
 
+@pytest.mark.slow
 @DEVICES
 @LAYOUTS
 def test_rows_of_a_dsa_model_arrive_whole(layout: str, device: str) -> None:
@@ -141,6 +142,7 @@ def test_only_missing_rows_are_read_from_the_host(device: str) -> None:
         assert loader.fetched.tolist() == [1]
 
 
+@pytest.mark.slow
 @DEVICES
 def test_a_reset_request_is_fetched_anew_and_the_others_are_not(device: str) -> None:
     with host_rows(device, requests=2, layers=2, page_size=4) as rows:
@@ -260,6 +262,7 @@ def test_host_memory_that_is_not_page_locked_is_refused(device: str) -> None:
             SparseLoader(on_device, top_k=2)
 
 
+@pytest.mark.slow
 @DEVICES
 def test_pages_outside_of_memory_are_never_read(device: str) -> None:
     with host_rows(device, requests=1, layers=1, page_size=4) as rows:

@@ -44,6 +44,7 @@ def written(catalog: Catalog) -> bytes:
     return stream.getvalue()
 
 
+@pytest.mark.slow
 @given(st.lists(_ENTRY, max_size=5, unique_by=lambda entry: entry["key"]))
 def test_what_was_written_is_read(entries: list[dict[str, object]]) -> None:
     wanted = catalog(entries)

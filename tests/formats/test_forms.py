@@ -141,6 +141,7 @@ for _ in range(100):
 """
 
 
+@pytest.mark.slow
 def test_threads_may_use_a_class_for_the_first_time_together() -> None:
     """msgspec alone ends the process with SIGSEGV."""
     subprocess.run([sys.executable, "-c", FIRST_USES], check=True)

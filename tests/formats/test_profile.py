@@ -159,11 +159,13 @@ profiles = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(profiles)
 def test_toml_gives_the_profile_back(profile: Profile) -> None:
     assert parse_profile(dump_profile(profile)) == profile
 
 
+@pytest.mark.slow
 @given(profiles)
 def test_json_gives_the_profile_back(profile: Profile) -> None:
     assert parse_profile(json.dumps(profile_to_mapping(profile))) == profile
@@ -182,12 +184,14 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.sampled_from(["model", "page_size", "pp_partition", "pools", "cp_layer_split"]),
        json_values)  # fmt: skip
 def test_any_value_is_taken_or_named_in_the_error(name: str, value: Any) -> None:
     assert name in (refusal(mapping(**{name: value})) or name)
 
 
+@pytest.mark.slow
 @given(st.sampled_from(["layers", "kind", "temporal", "conv", "replicated", "hit_policy"]),
        json_values)  # fmt: skip
 def test_any_value_of_a_pool_is_taken_or_named_in_the_error(name: str, value: Any) -> None:

@@ -137,6 +137,7 @@ def pages_of(
     ]
 
 
+@pytest.mark.slow
 @examples(150)
 @given(st.data())
 def test_a_page_of_any_deployment_becomes_that_of_any_other(data: st.DataObject) -> None:

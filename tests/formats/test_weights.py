@@ -35,6 +35,7 @@ def shard_of(sizes: list[int]) -> tuple[Shard, int]:
     return read_header(start[8:], len(start) + nbytes, "s"), len(start)
 
 
+@pytest.mark.slow
 @example([4096] * 1000)
 @example([20_000, 0, 2048] * 500)
 @given(

@@ -35,6 +35,7 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_every_ticket_is_drawn_once_by_processes_that_race() -> None:
     tickets = SharedCounter()
 
@@ -47,6 +48,7 @@ def test_every_ticket_is_drawn_once_by_processes_that_race() -> None:
     assert sorted(drawn) == list(range(5_000))
 
 
+@pytest.mark.slow
 def test_messages_of_any_size_arrive_whole_and_no_process_is_left() -> None:
     def work(send: Send) -> None:
         for size in (0, 1, 100_000, 300_000):
@@ -139,6 +141,7 @@ with Workers(3, work) as children:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_children_end_with_their_parent_whatever_ends_it(number: signal.Signals) -> None:
     parent = subprocess.Popen(

@@ -123,6 +123,7 @@ def test_leaving_early_ends_the_readers(store: FileStore) -> None:
     assert no_readers()
 
 
+@pytest.mark.slow
 def test_a_slow_consumer_holds_the_readers_back(store: FileStore) -> None:
     done: list[int] = []
     many = [Task(np.array([1]), np.array([1]))] * 1000

@@ -81,6 +81,7 @@ def test_ranges_may_overlap_and_end_with_the_buffer(device: str) -> None:
     )
 
 
+@pytest.mark.slow
 @DEVICES
 def test_no_bytes_have_the_digest_of_the_specification(device: str) -> None:
     found = digests(torch.zeros(8, dtype=torch.uint8, device=device), [0], [0])

@@ -220,6 +220,7 @@ def test_small_pages_in_the_profiles_order_are_never_contradicted(
         assert not verdicts(pages, said, said, ORDERS)
 
 
+@pytest.mark.slow
 def test_noise_says_nothing_over_many_pages() -> None:
     pages = noise(200, 8, 16, 2, CHANNELS, seed=int(np.random.default_rng().integers(2**31)))
     for said in ORDERS:

@@ -152,6 +152,7 @@ def test_one_special_number_anywhere_changes_its_block_alone(device: str, dtype:
     assert measured(blocks, field, device).tolist() == [0, 0, SPECIAL, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [32, 512])
 @DEVICES
 def test_fields_of_packed_rows_are_looked_at_apart(device: str, tile: int) -> None:
@@ -175,6 +176,7 @@ def test_fields_of_packed_rows_are_looked_at_apart(device: str, tile: int) -> No
     assert found[2].tolist() == [BAD_SCALE, BAD_SCALE, BAD_SCALE]
 
 
+@pytest.mark.slow
 @DEVICES
 def test_each_damage_of_a_packed_row_is_flagged_in_its_field(device: str) -> None:
     rows, pitch = 7, 656
@@ -272,6 +274,7 @@ def test_small_blocks_that_share_a_program_are_told_apart(device: str, dtype: st
     assert measured(blocks, field, device, tile=64).tolist() == expected
 
 
+@pytest.mark.slow
 @DEVICES
 def test_a_block_longer_than_a_program_has_all_its_flags(device: str) -> None:
     field = dense("float8_e4m3fn", items=16 * 90)

@@ -59,6 +59,7 @@ def check_kept(before: Contents, *places: Contents) -> None:
         assert all(each == held_ for each in found), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_move_takes_anchors_from_its_source_before_sidecars(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch, source: Path, target: Path, what: str
@@ -108,6 +109,7 @@ def test_a_page_that_is_replaced_loses_its_anchors_before_its_sidecars(
         assert contents(target) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BROKEN)
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 @pytest.mark.parametrize("command", ["rm", "quarantine", "delete"])
@@ -136,6 +138,7 @@ def test_pages_are_removed_with_their_anchors_first(
         check_kept(before, held(source), quarantined(source / ".hicachectl" / "quarantine"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BROKEN)
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 def test_a_page_that_cannot_be_restored_whole_loses_its_anchors_before_its_sidecars(

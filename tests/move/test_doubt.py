@@ -66,6 +66,7 @@ def lacking(store: Path, pages: int, *, newest: int = 0, oldest: int = 0) -> Pat
     return store
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pages", "newest", "oldest", "refused"),
     [
@@ -132,6 +133,7 @@ def expected(pages: list[tuple[int, bool]]) -> bool:
     return bad > 0 and 2 * sum(newest) >= len(newest) and 10 * bad >= len(pages)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=40),
     st.sampled_from(["lacking", "long"]),
@@ -193,6 +195,7 @@ def verify(invoke: Invoke, store: object, *arguments: object, exit_code: int = 0
     return invoke("verify", store, *arguments, "--format", "json", exit_code=exit_code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_a_refused_repair_writes_all_else(invoke: Invoke, tmp_path: Path, dry_run: bool) -> None:
     """Document, metrics and catalog are those of a run without --repair."""
@@ -301,6 +304,7 @@ def test_a_change_of_the_dtype_is_mended(invoke: Invoke, tmp_path: Path) -> None
     assert verify(invoke, store, "--profile", profile).document["counts"] == {}
 
 
+@pytest.mark.slow
 def test_pages_of_another_size_among_the_right_ones_stay(invoke: Invoke, tmp_path: Path) -> None:
     """Servers with both settings may run: errors stand with the warning, and nothing goes."""
     store = directory(tmp_path)

@@ -66,6 +66,7 @@ def test_a_rerun_reads_and_writes_nothing(
     assert {name: (target / name).stat().st_ino for name in contents(target)} == before
 
 
+@pytest.mark.slow
 def test_pages_become_another_topology_and_come_back(
     invoke: Invoke, source: Path, target: Path, profile: Path, tmp_path: Path
 ) -> None:
@@ -97,6 +98,7 @@ def test_pages_become_another_topology_and_come_back(
     assert contents(back) == contents(source)
 
 
+@pytest.mark.slow
 def test_pages_in_another_layout_under_the_keys_to_write_are_conflicts(
     invoke: Invoke, source: Path, target: Path, profile: Path
 ) -> None:
@@ -186,6 +188,7 @@ def test_a_partial_page_of_other_bytes_is_a_conflict_and_stays(
     assert contents(target) == before
 
 
+@pytest.mark.slow
 def test_an_object_of_another_size_is_a_conflict(
     invoke: Invoke, source: Path, target: Path
 ) -> None:
@@ -253,6 +256,7 @@ def test_partial_pages_move_when_asked_for(invoke: Invoke, source: Path, target:
     assert document["pages"] == PAGES
 
 
+@pytest.mark.slow
 def test_only_the_chosen_pages_move(
     invoke: Invoke, source: Path, target: Path, tmp_path: Path
 ) -> None:
@@ -263,6 +267,7 @@ def test_only_the_chosen_pages_move(
     assert {name[:64] for name in contents(target)} == set(chosen)
 
 
+@pytest.mark.slow
 def test_rows_of_ls_name_the_group_to_copy(
     invoke: Invoke, source: Path, target: Path, tmp_path: Path
 ) -> None:
@@ -286,6 +291,7 @@ def test_rows_of_ls_name_the_group_to_copy(
     assert set(contents(target)) == {n for n in contents(source) if n.startswith(shared)}
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_and_writes_nothing(
     invoke: Invoke, source: Path, target: Path, tmp_path: Path
 ) -> None:
@@ -318,6 +324,7 @@ def test_a_move_asks_first(invoke: Invoke, source: Path, target: Path) -> None:
     assert not target.exists()
 
 
+@pytest.mark.slow
 def test_a_move_takes_along_what_was_there_already_only_when_it_is_the_same(
     invoke: Invoke, source: Path, target: Path
 ) -> None:
@@ -440,6 +447,7 @@ def test_a_destination_that_fills_up_keeps_whole_pages(
         assert names == {name for name in contents(source) if name[:64] in pages}
 
 
+@pytest.mark.slow
 def test_jobs_that_take_the_last_room_from_one_another_leave_it_full(
     invoke: Invoke, tmp_path: Path
 ) -> None:
@@ -488,6 +496,7 @@ def test_a_buffer_that_is_too_small_for_a_page_names_it(
     assert "memory, but --buffer-bytes is 8192; give a larger --buffer-bytes" in document["stderr"]
 
 
+@pytest.mark.slow
 def test_a_lock_that_is_held_ends_the_run_at_once(
     invoke: Invoke, source: Path, target: Path, tmp_path: Path
 ) -> None:
@@ -586,6 +595,7 @@ def test_a_dry_run_leaves_no_directories(invoke: Invoke, source: Path, tmp_path:
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.slow
 def test_pages_that_are_too_large_for_the_buffer_are_left_behind_and_named(
     invoke: Invoke, source: Path, target: Path
 ) -> None:
@@ -608,6 +618,7 @@ def test_objects_of_foreign_names_are_left_behind_and_counted(
     assert not (target / "notes.txt").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", [(), ("--resume",)])
 def test_pages_that_the_destination_has_are_verified_too(
     invoke: Invoke, source: Path, target: Path, resume: tuple[str, ...]

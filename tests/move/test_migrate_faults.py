@@ -62,6 +62,7 @@ def assert_lost(ended: Ended, word: str) -> None:
 # --- no room, no right ---
 
 
+@pytest.mark.slow
 def test_a_pack_on_a_full_disk_keeps_whole_pages_and_is_valid(
     invoke: Invoke, source: Path, tmp_path: Path
 ) -> None:
@@ -85,6 +86,7 @@ def test_a_pack_on_a_full_disk_keeps_whole_pages_and_is_valid(
     assert contents(tmp_path / "back") == contents(source)
 
 
+@pytest.mark.slow
 def test_jobs_that_take_the_last_room_from_one_another_leave_a_pack_full(
     invoke: Invoke, tmp_path: Path
 ) -> None:
@@ -143,6 +145,7 @@ def test_a_run_without_a_mark_says_so(
     assert contents(target) == contents(source)
 
 
+@pytest.mark.slow
 def test_a_destination_that_is_removed_meanwhile_ends_the_run(
     invoke: Invoke, source: Path, target: Path, tmp_path: Path
 ) -> None:
@@ -155,6 +158,7 @@ def test_a_destination_that_is_removed_meanwhile_ends_the_run(
 # --- other bytes ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [("--verify",), ("--move", "--yes")], ids=" ".join)
 def test_a_byte_that_changes_before_it_is_read_back_is_noticed(
     invoke: Invoke,

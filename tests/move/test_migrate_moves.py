@@ -44,6 +44,7 @@ def without_rank_0(source: Path, pages: list[str]) -> list[Path]:
     return [path for path in source.iterdir() if path.name[:64] in pages]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("killed")
 def test_a_killed_move_is_completed(invoke: Invoke, source: Path, target: Path) -> None:
     before = contents(source)
@@ -54,6 +55,7 @@ def test_a_killed_move_is_completed(invoke: Invoke, source: Path, target: Path) 
     assert migrated(invoke, source, target, *MOVE)["left_in_source"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("killed")
 def test_what_the_destination_has_lost_since_is_copied_again_and_not_deleted(
     invoke: Invoke, source: Path, target: Path
@@ -70,6 +72,7 @@ def test_what_the_destination_has_lost_since_is_copied_again_and_not_deleted(
     assert contents(source) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("killed")
 @pytest.mark.parametrize("options", [(), ("--include-partial",)])
 @pytest.mark.parametrize("known", [True, False])
@@ -90,6 +93,7 @@ def test_a_page_half_deleted_by_a_killed_move_is_deleted_wholly(
     assert contents(source) == {}
 
 
+@pytest.mark.slow
 def test_a_half_deleted_page_of_another_layout_is_deleted_wholly(
     invoke: Invoke, source: Path, target: Path, profile: Path
 ) -> None:
@@ -104,6 +108,7 @@ def test_a_half_deleted_page_of_another_layout_is_deleted_wholly(
     assert contents(source) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("killed")
 @pytest.mark.parametrize(
     "fault", ["other bytes", "another size", "no sidecar", "no anchor", "young"]
@@ -139,6 +144,7 @@ def test_the_rest_of_a_page_stays_unless_the_destination_has_the_page(
     assert page[:8] in rows
 
 
+@pytest.mark.slow
 def test_objects_that_the_profile_does_not_list_keep_their_page_in_the_source(
     invoke: Invoke, source: Path, target: Path, tmp_path: Path
 ) -> None:
@@ -187,6 +193,7 @@ def test_a_repeated_move_deletes_nothing_that_is_damaged_at_the_destination(
     assert contents(source) == {n: c for n, c in before.items() if n[:64] == damaged[:64]}
 
 
+@pytest.mark.slow
 def test_a_repeated_move_says_what_it_cannot_delete(
     invoke: Invoke, source: Path, target: Path, killed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_signal_lets_groups_at_work_finish_and_the_next_run_goes_on(
     assert not [path for path in target.iterdir() if path.suffix == ".tmp"]
 
 
+@pytest.mark.slow
 def test_a_signal_lets_a_pack_be_finished(invoke: Invoke, tmp_path: Path) -> None:
     """The pack is finished even if signals come repeatedly, or while the index is written."""
     source, pack = demo_store(tmp_path / "source"), tmp_path / "a.hcpack"

@@ -66,6 +66,7 @@ def settle(kind: str, request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("metadata_server").save()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("through", "then"), PAIRS)
 def test_pages_come_back_through_any_two_stores(
     invoke: Invoke,
@@ -129,6 +130,7 @@ def test_3fs_gets_pages_of_one_deployment_only(
     assert rows == []
 
 
+@pytest.mark.slow
 def test_a_pack_keeps_keys_times_and_profile(
     invoke: Invoke, source: Path, profile: Path, tmp_path: Path
 ) -> None:

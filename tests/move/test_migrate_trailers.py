@@ -76,6 +76,7 @@ def bare_page(store: Path, number: int) -> None:
         os.utime(new, (OLD, OLD))
 
 
+@pytest.mark.slow
 @models
 @pytest.mark.parametrize("arguments", [(), ("--verify",), ("--jobs", 1)], ids=str)
 def test_without_a_profile_files_are_copied_as_they_are(
@@ -94,6 +95,7 @@ def test_without_a_profile_files_are_copied_as_they_are(
     assert served_by(target, other, every) == [False] * 4 + [True] * 2
 
 
+@pytest.mark.slow
 def test_the_rest_of_a_page_is_copied_with_its_trailers(
     invoke: Invoke, source: Path, target: Path
 ) -> None:
@@ -105,6 +107,7 @@ def test_the_rest_of_a_page_is_copied_with_its_trailers(
     assert files(target) == files(source)
 
 
+@pytest.mark.slow
 def test_into_folders_and_back(invoke: Invoke, source: Path, target: Path, tmp_path: Path) -> None:
     target.mkdir()
     migrated(invoke, source, f"file://{target}?folders=hex2")
@@ -114,6 +117,7 @@ def test_into_folders_and_back(invoke: Invoke, source: Path, target: Path, tmp_p
     assert files(tmp_path / "flat") == files(source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [{"tp": 4}, {"tp": 1}, {"layout": "page_first_direct"}, {"model": "org/new"}, {"pp": 2}],
@@ -136,6 +140,7 @@ def test_transformed_objects_get_trailers_of_the_new_deployment(
     assert (found["findings"], found["skipped_checks"]) == ([], [])
 
 
+@pytest.mark.slow
 @models
 def test_out_of_a_pack_trailers_are_written_again(
     invoke: Invoke, tmp_path: Path, target: Path, profile: Profile
@@ -150,6 +155,7 @@ def test_out_of_a_pack_trailers_are_written_again(
     assert served_by(target, profile, PAGES) == [True] * 4
 
 
+@pytest.mark.slow
 def test_plain_files_get_trailers_only_where_they_are_wanted(
     invoke: Invoke, tmp_path: Path
 ) -> None:
@@ -177,6 +183,7 @@ def test_trailers_can_be_dropped(
     assert not (target / ".hicachectl/plugin").exists()
 
 
+@pytest.mark.slow
 def test_always_writing_does_not_leave_out_pages_that_are_there(
     invoke: Invoke, source: Path, target: Path, tmp_path: Path
 ) -> None:
@@ -212,6 +219,7 @@ def migrated_in_vain(invoke: Invoke, *arguments: object) -> str:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("--to-tp", 4), ("--trailers", "drop")], ids=str)
 def test_objects_of_other_weights_are_not_copied(
     invoke: Invoke, source: Path, target: Path, tmp_path: Path, arguments: tuple[object, ...]
@@ -253,6 +261,7 @@ def test_objects_of_another_rank_are_not_copied(
     assert page(1) not in {name[:64] for name in files(target)}
 
 
+@pytest.mark.slow
 @models
 @pytest.mark.parametrize("options", [(), ("--trailers", "write")], ids=str)
 def test_trailers_without_a_rank_are_kept_unless_they_are_written(
@@ -288,6 +297,7 @@ def test_a_pack_gets_no_objects_of_other_weights(
     assert {row["page"] for row in rows} == set(PAGES)
 
 
+@pytest.mark.slow
 def test_weights_are_not_mixed_up(
     invoke: Invoke, source: Path, target: Path, tmp_path: Path
 ) -> None:
@@ -308,6 +318,7 @@ def test_weights_are_not_mixed_up(
     assert served_by(target, new, [page(4), page(5)]) == [True, True]
 
 
+@pytest.mark.slow
 def test_another_model_beside_keeps_its_trailers(
     invoke: Invoke, source: Path, target: Path, tmp_path: Path
 ) -> None:
@@ -320,6 +331,7 @@ def test_another_model_beside_keeps_its_trailers(
     assert served_by(again, INDEXED, PAGES) == served_by(again, HYBRID, PAGES) == [True] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("if_exists", ["skip", "verify", "overwrite"])
 def test_an_object_of_other_weights_in_the_destination_is_a_conflict(
     invoke: Invoke, source: Path, target: Path, tmp_path: Path, if_exists: str
@@ -380,6 +392,7 @@ def test_damaged_objects_are_not_copied(
     assert "differ from the xxh3 digest" in document["problems"][0]["detail"]
 
 
+@pytest.mark.slow
 def test_objects_without_a_trailer_beside_others_get_none_by_accident(
     invoke: Invoke, source: Path, target: Path, tmp_path: Path
 ) -> None:
@@ -404,6 +417,7 @@ def test_a_move_takes_trailers_along(
     assert not files(source)
 
 
+@pytest.mark.slow
 def test_digests_are_of_the_kind_that_the_destination_has(
     invoke: Invoke, source: Path, target: Path, tmp_path: Path
 ) -> None:
@@ -436,6 +450,7 @@ def test_the_store_listing_of_copies_has_sizes_without_trailers(
     assert sizes == {spec.nbytes for spec in object_specs(HYBRID, "file")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("--to-tp", 1)], ids=str)
 def test_what_a_server_cleared_is_not_copied(
     invoke: Invoke, source: Path, target: Path, tmp_path: Path, arguments: tuple[object, ...]
@@ -455,6 +470,7 @@ def test_what_a_server_cleared_is_not_copied(
     assert {name[:64] for name in files(target)} == {page(4), page(5)}
 
 
+@pytest.mark.slow
 def test_what_a_server_cleared_in_the_destination_is_not_there(
     invoke: Invoke, source: Path, target: Path
 ) -> None:
@@ -469,6 +485,7 @@ def test_what_a_server_cleared_in_the_destination_is_not_there(
     assert files(target) == files(source)
 
 
+@pytest.mark.slow
 def test_a_trailer_proves_the_layout_of_an_object(
     invoke: Invoke, source: Path, target: Path, tmp_path: Path
 ) -> None:

@@ -246,6 +246,7 @@ def test_an_absurd_number_of_leaked_pages_is_refused() -> None:
 # repaired snapshots
 
 
+@pytest.mark.slow
 @examples(200)
 @given(data=st.data())
 def test_a_repaired_table_is_sound_whatever_it_was(data: st.DataObject) -> None:

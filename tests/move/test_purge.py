@@ -57,6 +57,7 @@ def oldest(place: Path) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_list_shows_each_run(invoke: Invoke, store: Path) -> None:
     rows = listed(invoke, default_quarantine(store))
     assert len(rows) == 2
@@ -72,6 +73,7 @@ def test_list_shows_each_run(invoke: Invoke, store: Path) -> None:
     assert "2 runs, 2 pages, 4 objects" in table
 
 
+@pytest.mark.slow
 def test_a_store_stands_for_its_own_quarantine(invoke: Invoke, store: Path) -> None:
     own = default_quarantine(store)
     runs = invoke("quarantine", "list", store, "--format", "json").document
@@ -82,6 +84,7 @@ def test_a_store_stands_for_its_own_quarantine(invoke: Invoke, store: Path) -> N
     assert other["quarantine"] == str(store)  # the link is not followed
 
 
+@pytest.mark.slow
 def test_purge_deletes_older_runs_only(invoke: Invoke, store: Path) -> None:
     place = default_quarantine(store)
     run = oldest(place)
@@ -129,6 +132,7 @@ def test_a_purge_follows_no_link(invoke: Invoke, store: Path, tmp_path: Path) ->
     assert (tmp_path / "other" / "file").read_text() == "kept"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["", ".purged"])
 def test_what_is_left_of_a_run_goes(invoke: Invoke, store: Path, end: str) -> None:
     """A process was killed right after it made the folder, or right before it removed it."""
@@ -148,6 +152,7 @@ def test_what_is_left_of_a_run_goes(invoke: Invoke, store: Path, end: str) -> No
     assert [path for path in runs_in(place) if path.name < "20260102"] == [other]
 
 
+@pytest.mark.slow
 def test_a_busy_run_stays(invoke: Invoke, store: Path) -> None:
     place = default_quarantine(store)
     run = oldest(place)
@@ -162,6 +167,7 @@ def test_a_busy_run_stays(invoke: Invoke, store: Path) -> None:
     assert not run.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output_format", ["jsonl", "csv", "parquet", "arrow"])
 def test_every_format_has_the_runs(
     invoke: Invoke, store: Path, tmp_path: Path, output_format: str
@@ -171,6 +177,7 @@ def test_every_format_has_the_runs(
     assert min(run.name for run in place.iterdir()).encode() in file.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["quarantine", "run", "side", "run.json", "findings.jsonl"])
 def test_links_are_refused_before_any_change(
     invoke: Invoke, store: Path, tmp_path: Path, at: str
@@ -210,6 +217,7 @@ def linked_folder(run: Path) -> str:
     return f"{run / '.hicachectl'}: is a symbolic link"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [cut_form, swollen_form, cut_findings, linked_folder])
 def test_list_names_a_run_that_cannot_be_read_and_shows_the_others(
     invoke: Invoke, store: Path, damage: Callable[[Path], str]
@@ -243,6 +251,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         yield runner
 
 
+@pytest.mark.slow
 def test_a_killed_purge_is_completed_and_nothing_is_restored_by_halves(
     invoke: Invoke, tmp_path: Path, runner: Runner
 ) -> None:

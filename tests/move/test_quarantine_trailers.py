@@ -30,6 +30,7 @@ def quarantine(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return other / "away"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", [HYBRID, INDEXED], ids=["hybrid", "indexed"])
 def test_damaged_and_foreign_objects_come_back_as_they_were(
     invoke: Invoke, tmp_path: Path, quarantine: Path, profile: Profile
@@ -64,6 +65,7 @@ def test_damaged_and_foreign_objects_come_back_as_they_were(
     assert contents(store) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folders", [False, True], ids=["flat", "folders"])
 def test_another_directory_knows_the_trailers_of_what_is_restored_to_it(
     invoke: Invoke, tmp_path: Path, quarantine: Path, folders: bool

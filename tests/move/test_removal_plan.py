@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,6 +96,7 @@ def judged(groups: RemovalBatch, group: int, there: set[int], known: set[int]) -
     return GroupStatus.DONE if known or overtaken else GroupStatus.IN_FLIGHT
 
 
+@pytest.mark.slow
 @given(recorded(), st.data())
 def test_groups_are_judged_as_each_one_is_by_itself(
     groups: RemovalBatch, data: st.DataObject
@@ -111,6 +113,7 @@ def test_groups_are_judged_as_each_one_is_by_itself(
         assert status == judged(groups, group, there, mine)
 
 
+@pytest.mark.slow
 @given(recorded(), st.data())
 def test_some_groups_keep_their_keys_without_objects(
     groups: RemovalBatch, data: st.DataObject

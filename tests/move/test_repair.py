@@ -218,6 +218,7 @@ def test_what_describes_a_run_is_there_before_anything_moves(
     assert seen == [(run.name, 1)] * 2
 
 
+@pytest.mark.slow
 def test_a_run_is_a_store(invoke: Invoke, store: Path) -> None:
     """`ls`, `show`, `verify` and `migrate` read it, however new its pages are; nothing writes."""
     shorten(store / indexer(1))

@@ -362,6 +362,7 @@ def test_objects_of_another_kind_of_store_are_refused(invoke: Invoke, store: Pat
     assert "hf3fs" in message
 
 
+@pytest.mark.slow
 def test_rows_of_ls_name_the_group_to_restore(invoke: Invoke, tmp_path: Path) -> None:
     """Includes orphaned Mamba states of a model with rankless kv, and ambiguous groups."""
     store = tmp_path / "store"

@@ -180,6 +180,7 @@ def test_rows_of_ls_name_their_group_only(invoke: Invoke, two_sizes: Path, tmp_p
     assert contents(two_sizes) == left(before, "_4.bin")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["hashes", "rows of an older release"])
 def test_bare_pages_of_several_deployments_are_refused(
     invoke: Invoke, two_sizes: Path, tmp_path: Path, form: str

@@ -111,6 +111,7 @@ WAYS: dict[str, Callable[[Path], tuple[object, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_page_that_is_being_written_stays(
     invoke: Invoke, store: Path, profile: Path, way: str
@@ -152,6 +153,7 @@ def test_free_takes_other_pages_instead(invoke: Invoke, store: Path) -> None:
     assert "would empty it" in said
 
 
+@pytest.mark.slow
 def test_a_page_of_a_wrong_clock_is_no_longer_in_flight(
     invoke: Invoke, store: Path, profile: Path, tmp_path: Path
 ) -> None:
@@ -311,6 +313,7 @@ def test_a_moved_page_stays_with_what_was_written_meanwhile(
     assert set(contents(store)) == {kv(YOUNG), indexer(YOUNG)}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("timeless")
 def test_a_moved_page_of_a_store_without_times_is_looked_at_twice(
     invoke: Invoke, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -85,6 +85,7 @@ def test_two_mounts_of_a_directory_are_one_place(
     assert files(source) == before
 
 
+@pytest.mark.slow
 def test_nixl_directories_are_probed_one_by_one(invoke: Invoke, tmp_path: Path) -> None:
     """One directory in common is enough, and side files elsewhere make no difference."""
     for name in ("a", "b", "c"):
@@ -122,6 +123,7 @@ def test_overwriting_objects_in_common_is_refused(invoke: Invoke, tmp_path: Path
     assert files(tmp_path / "a") == before
 
 
+@pytest.mark.slow
 def test_each_part_of_a_divided_move_looks_for_itself(
     invoke: Invoke, source: Path, tmp_path: Path
 ) -> None:
@@ -142,6 +144,7 @@ def test_each_part_of_a_divided_move_looks_for_itself(
     assert {**moved, **files(source)} == before
 
 
+@pytest.mark.slow
 def test_pages_are_converted_and_moved_within_one_place(
     invoke: Invoke, source: Path, tmp_path: Path
 ) -> None:
@@ -155,6 +158,7 @@ def test_pages_are_converted_and_moved_within_one_place(
     assert {name[64:].rpartition("_")[2] for name in contents(source)} == {"1.bin"}
 
 
+@pytest.mark.slow
 def test_a_quarantine_in_another_mount_of_the_store_takes_no_healthy_page(
     invoke: Invoke, source: Path, tmp_path: Path
 ) -> None:
@@ -190,6 +194,7 @@ def test_pages_that_left_both_names_are_written_back(
     assert contents(source) == before
 
 
+@pytest.mark.slow
 def test_pages_are_written_back_with_their_trailers(
     invoke: Invoke, tmp_path: Path, other_name: Callable[[Path], str]
 ) -> None:
@@ -247,6 +252,7 @@ def losing(target: Path, count: int) -> Iterator[list[str]]:
         yield lost
 
 
+@pytest.mark.slow
 def test_a_destination_that_loses_two_pages_is_another_place(
     invoke: Invoke, source: Path, tmp_path: Path
 ) -> None:
@@ -282,6 +288,7 @@ def test_an_interrupt_before_the_second_look_writes_the_page_back(
     assert contents(source) == before
 
 
+@pytest.mark.slow
 def test_a_page_that_cannot_be_read_again_waits_for_the_trial_of_another(
     invoke: Invoke, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,7 @@ def work_of(sizes: list[int]) -> PageWork:
     return PageWork(survey_of(sizes), np.arange(len(sizes)), Action.COPY)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 70 * MIB), max_size=200), st.integers(1, 50))
 def test_batches_hold_each_group_once_in_order_and_no_more_than_the_limit(
     sizes: list[int], most_objects: int

@@ -76,6 +76,7 @@ def test_completions_are_those_that_the_command_prints(invoke: Invoke, shell: st
     assert script == invoke("completion", shell).stdout, "run `make man`"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_a_manifest_is_valid(path: Path) -> None:
     manifest = yaml.safe_load(path.read_text())
@@ -176,6 +177,7 @@ def test_prometheus_accepts_the_rules_and_the_queries(tmp_path: Path) -> None:
     subprocess.run([tool, "check", "rules", RULES, recorded], check=True, capture_output=True)
 
 
+@pytest.mark.slow
 def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
     tool = need_tool("promtool", "prometheus")
     day = 24 * 60

@@ -81,6 +81,7 @@ def test_the_tests_write_what_the_profiles_expect(
         assert found["findings"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "expected", "keys"),
     [
@@ -106,6 +107,7 @@ def test_pages_of_the_other_model_are_said_and_not_judged(
     assert all("30 keys" in finding["detail"] for finding in document["findings"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [WIDE, NARROW])
 def test_repair_takes_what_is_damaged_and_nothing_else(
     invoke: Invoke, store: Path, profiles: dict[str, Path], given: str
@@ -134,6 +136,7 @@ def test_rm_by_model_takes_no_page_of_the_other(
     assert "30 page groups with ambiguous keys left alone" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [WIDE, NARROW])
 def test_a_move_takes_one_only(
     invoke: Invoke, store: Path, tmp_path: Path, profiles: dict[str, Path], model: str
@@ -148,6 +151,7 @@ def test_a_move_takes_one_only(
     assert contents(store) == {n: value for n, value in before.items() if n[:64] not in own}
 
 
+@pytest.mark.slow
 def test_a_page_of_both_is_left_alone(
     invoke: Invoke, store: Path, profiles: dict[str, Path]
 ) -> None:
@@ -169,6 +173,7 @@ def test_a_page_of_both_is_left_alone(
     assert left == {page(number) for number in (0, *THEIRS)}
 
 
+@pytest.mark.slow
 def test_sizes_that_do_not_tell_leave_lone_objects_open(invoke: Invoke, tmp_path: Path) -> None:
     directory = tmp_path / "equal"
     put_pages(directory, MINE, *RANKS, nbytes=WIDE_BYTES)
@@ -236,6 +241,7 @@ def test_damage_beside_a_fellow_rank_is_damage(
     assert cut == {page(1), page(2)}
 
 
+@pytest.mark.slow
 def test_a_lone_object_of_no_known_size_stays_open(
     invoke: Invoke, store: Path, profiles: dict[str, Path]
 ) -> None:
@@ -254,6 +260,7 @@ def test_a_lone_object_of_no_known_size_stays_open(
     assert before.keys() - contents(store).keys() == {f"{page(50)}{BARE}.bin"}
 
 
+@pytest.mark.slow
 def test_sidecars_go_with_the_anchor_of_their_page(invoke: Invoke, store: Path) -> None:
     put_pages(store, MINE, *(f".draft{stem}" for stem in RANKS), nbytes=100)
     put_pages(store, THEIRS, f".indexer{BARE}", f".draft{BARE}", nbytes=1056)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -86,6 +87,7 @@ def test_without_kv_objects_no_group_is_an_orphan() -> None:
         assert table.states.tolist() == [PARTIAL]
 
 
+@pytest.mark.slow
 @examples(50)
 @given(objects, some_groups, some_positions)
 def test_slots_and_objects_of_some_specs(
@@ -116,6 +118,7 @@ def test_holders_of_some_specs(found: Objects, positions: set[int]) -> None:
     assert complete.tolist() == [counts[g] == len(positions) for g in groups.tolist()]
 
 
+@pytest.mark.slow
 @examples(50)
 @given(objects, objects)
 def test_a_table_without_the_slots_of_another(found: Objects, others: Objects) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,6 +47,7 @@ def test_ranks_are_the_places_among_the_sorted_distinct_pages(
     assert distinct == len(places)
 
 
+@pytest.mark.slow
 @examples(50)
 @given(st.lists(st.lists(PAGES, max_size=9), max_size=3))
 def test_pages_are_cut_out_of_keys_for_all_rows_and_for_some(chunks: list[list[str]]) -> None:

@@ -162,6 +162,7 @@ def test_counts_must_have_the_first_key_of_each_ambiguous_affix(tmp_path: Path) 
             Tally.from_mapping({**counts, "first_keys": keys}, table, "result")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_rows", [IN_MEMORY, IN_FILES])
 @pytest.mark.parametrize("parts", PARTS)
 def test_rows_about_objects_are_divided_as_the_objects(
@@ -249,6 +250,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return demo_store(tmp_path_factory.mktemp("demo") / "store", pages=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_rows", [IN_MEMORY, IN_FILES])
 @pytest.mark.parametrize(
     "damage",
@@ -277,6 +279,7 @@ def test_the_damaged_demo_store(demo: Path, tmp_path: Path, damage: Any, memory_
             assert_parts_are_the_whole(opened, profile, folder, parts, memory_rows)
 
 
+@pytest.mark.slow
 def test_two_models_that_share_keys(tmp_path: Path) -> None:
     """Their pages are marked after the scan has gone to files."""
     (store := tmp_path / "store").mkdir()
@@ -316,6 +319,7 @@ def stores(draw: st.DrawFn) -> Objects:
     return Objects(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_rows", [IN_MEMORY, IN_FILES])
 @pytest.mark.parametrize("model", [None, WIDE, NARROW])
 @examples(30)
@@ -358,6 +362,7 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Profi
     }
 
 
+@pytest.mark.slow
 def test_each_part_reads_only_its_row_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,6 +398,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, damage: Any) -> None:
             read_share(directory, listed.files, listed.shares[1], schema, "list again")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", PARTS)
 def test_cleared_objects_are_part_0s(tmp_path: Path, parts: int) -> None:
     root = demo_store(tmp_path / "store", pages=4)

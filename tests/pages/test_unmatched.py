@@ -66,6 +66,7 @@ def test_a_directory_of_another_layout_is_not_called_empty(
     assert told.endswith(" and 2 other files, the first named 0a; check the path")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", LOOKING)
 def test_a_store_with_folders_and_no_objects_is_empty(
     invoke: Invoke, tmp_path: Path, command: tuple[str, ...]

@@ -57,6 +57,7 @@ UNDISTURBED = {
 # killed and concurrent processes
 
 
+@pytest.mark.slow
 def test_parts_wait_for_the_listing_of_part_0(toy_run: ToyRun) -> None:  # noqa: F811
     """Processes that start together list once; those that wait say so once within a minute."""
     started = [toy_run.start(part, 3, seconds=0.1, listing=0.02) for part in (2, 1)]
@@ -91,6 +92,7 @@ def test_a_part_waits_no_longer_than_it_is_told_to(
     assert names_in(toy_run.path) == []
 
 
+@pytest.mark.slow
 def test_a_killed_lister_is_followed_by_another(toy_run: ToyRun) -> None:  # noqa: F811
     first = toy_run.start(0, 3, listing=10)
     wait_until(lambda: (toy_run.folder / "listings").exists() and list(toy_run.path.glob("lis*")))
@@ -140,6 +142,7 @@ def test_two_processes_may_finish_a_run(toy_run: ToyRun) -> None:  # noqa: F811
     assert whole(toy_run) == UNDISTURBED | {"parts": 2}
 
 
+@pytest.mark.slow
 def test_a_killed_part_is_run_again(toy_run: ToyRun) -> None:  # noqa: F811
     toy_run.part(0, 3)
     first = toy_run.start(1, 3, seconds=0.1, host="other")

@@ -108,6 +108,7 @@ OPTIONS: dict[str, tuple[object, ...]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_parts_do_what_one_process_does(invoke: Invoke, tmp_path: Path, name: str) -> None:
     """Document, messages, exit status and both stores are equal; repeats do not count."""
@@ -128,6 +129,7 @@ def test_parts_do_what_one_process_does(invoke: Invoke, tmp_path: Path, name: st
         assert not (sites.divided / "target/.hicachectl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pack", "trailers", "folders"])
 def test_packs_trailers_and_folders(invoke: Invoke, tmp_path: Path, kind: str) -> None:
     """A pack as source, new trailers, and folders in the destination give the same files."""
@@ -165,6 +167,7 @@ def sites(invoke: Invoke, tmp_path: Path) -> Sites:
     return made
 
 
+@pytest.mark.slow
 def test_other_commands_are_refused(invoke: Invoke, sites: Sites, tmp_path: Path) -> None:
     """A part of another migration changes nothing; merge names the part that is missing."""
     sites.run.part(0, 2)
@@ -198,6 +201,7 @@ def test_a_pack_is_no_destination_of_parts(invoke: Invoke, sites: Sites) -> None
     assert not sites.run.path.exists()
 
 
+@pytest.mark.slow
 def test_limits_are_divided(sites: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part has its share of --bwlimit, and says so.
 
@@ -226,6 +230,7 @@ def test_limits_are_divided(sites: Sites, monkeypatch: pytest.MonkeyPatch) -> No
     assert shares == [(10_000_000, jobs) for jobs in (None, None, 1, 2)]
 
 
+@pytest.mark.slow
 def test_a_full_destination(sites: Sites, tmp_path: Path) -> None:
     """Parts that find no room say so, and keep whole pages only; another run copies the others."""
     sites.in_one_process()
@@ -247,6 +252,7 @@ def test_a_full_destination(sites: Sites, tmp_path: Path) -> None:
         assert files(target) == files(sites.one / "target")
 
 
+@pytest.mark.slow
 def test_a_full_run_directory(sites: Sites) -> None:
     """A part that cannot record its result says so, and is completed later."""
     sites.in_one_process()

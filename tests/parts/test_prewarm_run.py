@@ -116,6 +116,7 @@ DIVIDED = some(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "parts"),
     [slow(*case) if case[-1] == MANY else case for case in DIVIDED],
@@ -149,6 +150,7 @@ def test_merged_parts_say_what_one_process_says(
     assert (merged["parts"], merged["missing_parts"]) == (parts, [])
 
 
+@pytest.mark.slow
 def test_the_gate_and_the_table_are_those_of_one_process(
     invoke: Invoke, intact: Path, tmp_path: Path
 ) -> None:
@@ -168,6 +170,7 @@ def test_the_gate_and_the_table_are_those_of_one_process(
     assert "hicachectl_prewarm_" in metrics.read_text()
 
 
+@pytest.mark.slow
 def test_the_best_pages_are_the_last_to_be_evicted(
     invoke: Invoke, intact: Path, tmp_path: Path
 ) -> None:
@@ -213,6 +216,7 @@ def test_a_deadline_counts_from_the_plan_and_keeps_what_is_usable(
     assert whole["stopped_by"] == "budget"
 
 
+@pytest.mark.slow
 def test_a_missing_part_and_a_missing_end_are_named(
     invoke: Invoke, intact: Path, tmp_path: Path
 ) -> None:
@@ -234,6 +238,7 @@ def test_a_missing_part_and_a_missing_end_are_named(
     runs.assert_equal(runs.merged().document, runs.whole())
 
 
+@pytest.mark.slow
 def test_a_part_stops_if_the_best_pages_are_evicted(
     invoke: Invoke, intact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +264,7 @@ def test_a_part_stops_if_the_best_pages_are_evicted(
     assert "it holds about" in invoke("merge", runs.path, "--again").stderr
 
 
+@pytest.mark.slow
 def test_a_part_without_room_is_not_complete(
     invoke: Invoke, intact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +296,7 @@ def test_a_part_without_room_is_not_complete(
     assert _bytes(runs.target) == _bytes(runs.whole_target)
 
 
+@pytest.mark.slow
 def test_pages_written_since_the_plan_are_not_copied_again(
     invoke: Invoke, intact: Path, tmp_path: Path
 ) -> None:
@@ -395,6 +402,7 @@ def test_a_pack_is_no_destination_of_parts(invoke: Invoke, intact: Path, tmp_pat
     assert not run.path.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -418,6 +426,7 @@ def test_other_options_are_refused(
     assert runs.merged().document["complete"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pages", "objects", "names", "chains"])
 def test_a_damaged_plan_is_named(invoke: Invoke, intact: Path, tmp_path: Path, name: str) -> None:
     """A truncated file of the plan is named, with the next step."""

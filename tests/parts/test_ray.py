@@ -383,6 +383,7 @@ def test_workers_need_a_cluster_and_moves_one_process(
     assert "--move cannot be combined with --ray" in invoke(*move, exit_code=2).stderr
 
 
+@pytest.mark.slow
 def test_a_port_without_a_cluster(invoke: Invoke, ray_options: list[object]) -> None:
     """One line names the address, at once, with the exit status of a lost store."""
     need_module("ray")

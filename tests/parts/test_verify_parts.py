@@ -59,6 +59,7 @@ def verified(invoke: Invoke, run: Path, store: Path, *options: object) -> Comman
     return CommandRun(invoke, run, "verify", store, *options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("profile", "parts"),
     [(False, 1), (False, PAGES), (True, 1), (True, 3), slow(True, PAGES)],
@@ -79,6 +80,7 @@ def test_merged_parts_say_what_one_process_says(
     assert (merged["parts"], merged["missing_parts"]) == (parts, [])
 
 
+@pytest.mark.slow
 def test_a_missing_part_makes_the_result_incomplete(
     invoke: Invoke, damaged: Path, tmp_path: Path
 ) -> None:
@@ -92,6 +94,7 @@ def test_a_missing_part_makes_the_result_incomplete(
     assert run.merged().document["complete"]
 
 
+@pytest.mark.slow
 def test_why_nothing_was_checked_is_true_of_the_store(
     invoke: Invoke, damaged: Path, tmp_path: Path
 ) -> None:
@@ -109,6 +112,7 @@ def test_why_nothing_was_checked_is_true_of_the_store(
     assert "; this is counted in the largest part only" in merged.stderr
 
 
+@pytest.mark.slow
 def test_merge_writes_metrics(invoke: Invoke, damaged: Path, tmp_path: Path) -> None:
     """The metrics of a merged run have the labels and values of a run in one process."""
     options = ("--profile", profile_file(tmp_path / "p.toml"), "--fail-on", "error")
@@ -122,6 +126,7 @@ def test_merge_writes_metrics(invoke: Invoke, damaged: Path, tmp_path: Path) -> 
     assert f"hicachectl_verify_last_success_timestamp_seconds{{{labels}}} 0.0" in lines
 
 
+@pytest.mark.slow
 def test_the_second_night_is_told_that_the_run_is_finished(
     invoke: Invoke, own: Path, tmp_path: Path
 ) -> None:
@@ -142,6 +147,7 @@ def test_the_second_night_is_told_that_the_run_is_finished(
     assert metrics.read_text() == first
 
 
+@pytest.mark.slow
 def test_the_lister_decides_for_all_parts(
     invoke: Invoke, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +172,7 @@ def test_the_lister_decides_for_all_parts(
     assert comparable(run.merged(exit_code=4).document) == comparable(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -193,6 +200,7 @@ def test_other_options_are_refused(
     assert not (tmp_path / "run/parts/00001.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["kubernetes", "slurm"])
 def test_a_scheduler_names_the_part(
     invoke: Invoke,
@@ -220,6 +228,7 @@ def entries(catalog: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["key"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 5])
 def test_merge_writes_the_catalog_of_one_process(
     invoke: Invoke, own: Path, tmp_path: Path, parts: int
@@ -251,6 +260,7 @@ def test_merge_writes_the_catalog_of_one_process(
     assert entries(after) == entries(whole)
 
 
+@pytest.mark.slow
 def test_merge_writes_no_catalog_of_some_parts(
     invoke: Invoke, damaged: Path, tmp_path: Path
 ) -> None:
@@ -269,6 +279,7 @@ def test_merge_writes_no_catalog_of_some_parts(
     assert not catalog.exists()
 
 
+@pytest.mark.slow
 def test_merge_writes_nothing_into_the_run(invoke: Invoke, damaged: Path, tmp_path: Path) -> None:
     """Each file option that names a place in the run directory is refused; the run stays whole."""
     catalog = ("--catalog", tmp_path / "c.parquet", "--update-catalog", "--fail-on", "never")
@@ -286,6 +297,7 @@ def test_merge_writes_nothing_into_the_run(invoke: Invoke, damaged: Path, tmp_pa
     assert run.merged("--catalog", tmp_path / "c.parquet").document["complete"]
 
 
+@pytest.mark.slow
 def test_a_part_that_the_time_limit_cut_is_not_complete(
     invoke: Invoke, damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,6 +410,7 @@ def test_a_part_that_left_a_page_is_not_complete(
     assert run.merged().document["complete"]
 
 
+@pytest.mark.slow
 def test_a_time_limit_is_divided_among_the_parts(
     invoke: Invoke, damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,6 +433,7 @@ def split(store: Path, pages: int) -> tuple[list[int], list[int]]:
     return sorted(order[: pages // 2]), sorted(order[pages // 2 :])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_a_part_judges_its_own_pages_and_merge_names_it(
     invoke: Invoke, tmp_path: Path, dry_run: bool
@@ -456,6 +470,7 @@ def test_a_part_judges_its_own_pages_and_merge_names_it(
     assert again.merged(exit_code=4).document["repair_refused"] == []
 
 
+@pytest.mark.slow
 def test_a_repair_shows_progress_while_it_reads(
     invoke: Invoke, damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

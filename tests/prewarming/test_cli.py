@@ -83,6 +83,7 @@ def test_the_document_has_all_that_other_programs_read(
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("--all",)])
 def test_the_gate_names_the_deployment_that_it_measured(
     invoke: Invoke, source: Path, target: Path, profile: Path, tmp_path: Path,
@@ -103,6 +104,7 @@ def test_the_gate_names_the_deployment_that_it_measured(
     assert (document["deployment"]["tp_size"], document["copied_pages"]) == (4, 0)
 
 
+@pytest.mark.slow
 def test_a_stamp_of_another_topology_is_said(
     invoke: Invoke, source: Path, target: Path, profile: Path, tmp_path: Path
 ) -> None:
@@ -145,6 +147,7 @@ def test_a_plan_is_executed_page_by_page_in_its_order(
     assert best_last == listed[::-1]
 
 
+@pytest.mark.slow
 def test_a_plan_made_without_stores_is_executed_in_its_order(
     invoke: Invoke, source: Path, target: Path, profile: Path, tmp_path: Path
 ) -> None:
@@ -208,6 +211,7 @@ def test_a_reached_deadline_is_no_error(
     assert document["stderr"].rstrip().endswith("stopped: deadline")
 
 
+@pytest.mark.slow
 def test_too_little_that_is_usable_fails(
     invoke: Invoke, source: Path, target: Path, profile: Path, tmp_path: Path
 ) -> None:
@@ -218,6 +222,7 @@ def test_too_little_that_is_usable_fails(
     warmed(invoke, *stores, "--min-usable", "0.8")
 
 
+@pytest.mark.slow
 def test_metrics_are_text_that_prometheus_reads(
     invoke: Invoke, source: Path, target: Path, profile: Path, tmp_path: Path
 ) -> None:
@@ -246,6 +251,7 @@ def test_metrics_are_text_that_prometheus_reads(
     )
 
 
+@pytest.mark.slow
 def test_a_pack_knows_its_profile(
     invoke: Invoke, source: Path, target: Path, profile: Path, tmp_path: Path
 ) -> None:
@@ -293,6 +299,7 @@ def test_a_state_is_added_to_a_page_that_is_there_without_one(
     assert document["usable_tokens"] == 4 * SIZE
 
 
+@pytest.mark.slow
 def test_pages_of_which_parts_are_there_wait_for_their_prefix(
     invoke: Invoke, source: Path, target: Path, profile: Path, tmp_path: Path
 ) -> None:
@@ -394,6 +401,7 @@ def test_rows_of_ls_name_the_group_to_copy(
     assert f"{listed}: 2 rows of other deployments than the profile's" in refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", ["--all", "--pages", "--token-ids"])
 @pytest.mark.parametrize("more", [-7, 7], ids=["truncated", "oversized"])
 def test_an_object_of_a_wrong_size_is_left_behind_and_named(
@@ -443,6 +451,7 @@ def test_a_destination_with_an_object_of_a_wrong_size_is_not_called_whole(
     assert document["usable_tokens"] == (PAGES - 1) * SIZE
 
 
+@pytest.mark.slow
 def test_a_prefix_below_the_threshold_is_not_served(
     invoke: Invoke, source: Path, target: Path, profile: Path, tmp_path: Path
 ) -> None:
@@ -460,6 +469,7 @@ def test_a_prefix_below_the_threshold_is_not_served(
     assert (document["usable_tokens"], document["served_tokens"]) == (12 * SIZE, 0)
 
 
+@pytest.mark.slow
 def test_the_threshold_is_no_fact_of_a_store(
     invoke: Invoke, source: Path, profile: Path, tmp_path: Path
 ) -> None:

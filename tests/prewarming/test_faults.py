@@ -55,6 +55,7 @@ def reach(invoke: Invoke, store: object, profile: Path, asked: Path) -> list[int
     return [json.loads(line)["usable_pages"] for line in out.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "signals", "code", "why"),
     [
@@ -102,6 +103,7 @@ def touched_best_last(target: Path, held: int) -> bool:
     return newest == sorted(newest, reverse=True)
 
 
+@pytest.mark.slow
 def test_a_file_system_that_is_full_ends_the_run_with_whole_prefixes(
     invoke: Invoke, source: Path, profile: Path, asked: Path, tmp_path: Path
 ) -> None:

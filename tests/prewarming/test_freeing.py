@@ -147,6 +147,7 @@ def forest(random: np.random.Generator, requests: int) -> list[list[int]]:
     return prompts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2), slow(3)])
 def test_tails_leave_before_prefixes_and_the_loss_is_foretold(
     invoke: Invoke, tmp_path: Path, profile: Path, seed: int
@@ -292,6 +293,7 @@ def test_filters_may_leave_out_every_page_of_a_plan(
     assert pages_of(aged) == {page(n) for n in range(1, 6)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", slow("hf3fs"), slow("mooncake"), "nixl"])
 def test_every_store_makes_room_by_a_trace(
     invoke: Invoke,

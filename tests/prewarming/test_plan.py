@@ -41,6 +41,7 @@ def names(plan: RankedBlocks) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @given(
     ids=st.composite(chains)(),
     times=st.none() | st.lists(st.integers(0, 100), min_size=30, max_size=30),

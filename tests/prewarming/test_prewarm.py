@@ -145,6 +145,7 @@ def test_a_page_that_the_source_lacks_ends_what_is_copied(source: Path, target: 
     assert outcome.document["missing_pages"] == 8
 
 
+@pytest.mark.slow
 def test_what_is_there_is_not_copied_again(source: Path, target: Path) -> None:
     warmed(source, target, chains(4))
     outcome = warmed(source, target, chains(8))
@@ -155,6 +156,7 @@ def test_what_is_there_is_not_copied_again(source: Path, target: Path) -> None:
     assert usable_share(again) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "whole"), [(3, 0), (4, 4), (7, 4), (8, 8), (12, 12)])
 def test_a_budget_of_pages_holds_whole_prefixes_only(
     source: Path, target: Path, budget: int, whole: int
@@ -242,6 +244,7 @@ def test_another_topology_is_warmed(source: Path, target: Path) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chained", [True, False])
 def test_pages_in_another_layout_are_not_already_there(
     source: Path, target: Path, chained: bool
@@ -362,6 +365,7 @@ def test_all_pages_are_copied_the_newest_first(
     assert (outcome.document["complete"], outcome.document["stopped_by"]) == (False, "interrupted")
 
 
+@pytest.mark.slow
 def test_pages_that_were_there_are_touched_too(source: Path, target: Path) -> None:
     warmed(source, target, chains(4))
     old = {name: mtime for name, (_, mtime) in contents(target).items()}

@@ -41,6 +41,7 @@ def chain(directory: Path) -> tuple[str, Path]:
     return "--pages", path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", [HYBRID, INDEXED], ids=["hybrid", "indexed"])
 @pytest.mark.parametrize("every", [True, False])
 def test_servers_accept_a_warmed_store(
@@ -69,6 +70,7 @@ def test_servers_of_another_topology_accept_what_was_converted(
     assert served_by(tmp_path / "target", new, PAGES[-1:]) == [True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [True, False])
 def test_objects_of_other_weights_are_missing(invoke: Invoke, tmp_path: Path, every: bool) -> None:
     """Nothing of them is copied, not even with a conversion."""

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,6 +39,7 @@ def played(later: Requests, warmed: Sequence[int], capacity: int) -> int:
     return hit
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 10_000), capacity=st.integers(20, 200))
 def test_gains_equal_those_of_a_cache_played_block_by_block(seed: int, capacity: int) -> None:
     trace = trace_of(conversations(seed, requests=60))

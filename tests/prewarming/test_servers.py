@@ -112,6 +112,7 @@ def deployed(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "remedy", "converted"),
     [
@@ -159,6 +160,7 @@ def test_pages_that_a_live_server_does_not_ask_for_are_not_usable(
             assert server.asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("threshold", "served"), [(128, 128), (129, 0), (None, 0)])
 def test_what_a_live_server_would_not_fetch_is_not_served(
     invoke: Invoke, stores: tuple[object, ...], tmp_path: Path, threshold: int | None, served: int
@@ -176,6 +178,7 @@ def test_what_a_live_server_would_not_fetch_is_not_served(
             assert (more in document["stderr"]) == (served == 0)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_understood_is_said(
     invoke: Invoke, stores: tuple[object, ...], tmp_path: Path
 ) -> None:
@@ -187,6 +190,7 @@ def test_a_server_that_is_not_understood_is_said(
         assert document["deployment"]["tp_size"] == PROFILE.tp
 
 
+@pytest.mark.slow
 def test_a_server_of_the_deployment_itself_can_restore_the_pages(
     invoke: Invoke, stores: tuple[object, ...], tmp_path: Path
 ) -> None:

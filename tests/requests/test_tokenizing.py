@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
     from tests.conftest import Invoke
 
-need_module("tokenizers")
-need_module("transformers")
 # One process loads transformers, which takes seconds.
 pytestmark = pytest.mark.xdist_group("transformers")
 
 USER = {"role": "user", "content": "The cat"}
+
+
+@pytest.fixture(autouse=True)
+def _tokenizers() -> None:
+    need_module("tokenizers")
+    need_module("transformers")
 
 
 def test_special_tokens_are_the_tokenizers_own_or_by_flag(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def test_fingerprints_are_those_of_earlier_releases(model: Path) -> None:
     assert name_of(model) == "2f6077b333cb3026b902f599d1e8e774"
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_each_byte_that_is_read_counts(model: Path, data: st.DataObject) -> None:
     """A flipped byte of a header or sample is seen, whatever the file's size and times say."""

@@ -30,6 +30,7 @@ def _write(directory: ObjectDirectory, key: bytes, value: bytes) -> None:
     os.close(descriptor)
 
 
+@pytest.mark.slow
 def test_importing_the_directory_loads_neither_arrow_nor_click() -> None:
     """Proves that the plug-in can use both modules in a server without these packages."""
     program = (

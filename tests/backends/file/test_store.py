@@ -162,6 +162,7 @@ def test_leftovers_of_unfinished_writes_are_listed(store: FileStore) -> None:
     assert listing(store) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [("nbytes",), ("version",)])
 def test_files_that_vanish_while_listing_are_left_out(
     store: FileStore, monkeypatch: pytest.MonkeyPatch, columns: tuple[str, ...]
@@ -283,6 +284,7 @@ def _as_nobody(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_directory_without_permission_is_unavailable() -> None:
     said = _as_nobody("""
         modes = (0o311, 0o744)
@@ -298,6 +300,7 @@ def test_a_directory_without_permission_is_unavailable() -> None:
         assert f"/{mode}: cannot use the store: Permission denied; run as" in line
 
 
+@pytest.mark.slow
 def test_files_of_others_are_read_where_allowed() -> None:
     said = _as_nobody("""
         os.mkdir("store")

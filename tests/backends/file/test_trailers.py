@@ -173,6 +173,7 @@ FILES = st.lists(
 )
 
 
+@pytest.mark.slow
 @examples(30)
 @given(marks=MARKS, files=FILES)
 @example(marks=[(SUFFIXES[0], 128), (SUFFIXES[1], 256)], files=[(SUFFIXES[0], 384)])
@@ -216,6 +217,7 @@ def test_a_marker_of_the_same_tick_is_read(
         assert set(sizes.current()) == {one, two}
 
 
+@pytest.mark.slow
 @examples(40)
 @given(
     size=st.integers(0, 600),

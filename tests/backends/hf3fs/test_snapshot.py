@@ -119,6 +119,7 @@ def refusal(path: Path, text: str | bytes) -> str:
 # reading
 
 
+@pytest.mark.slow
 @examples(60)
 @given(document=DOCUMENTS, form=FORMS)
 def test_what_is_read_is_what_the_json_module_reads(
@@ -128,6 +129,7 @@ def test_what_is_read_is_what_the_json_module_reads(
     assert as_document(read_snapshot(path)) == with_namespaces(document)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", WRITTEN)
 def test_a_snapshot_cut_anywhere_is_refused(path: Path, form: dict[str, Any]) -> None:
     text = json.dumps(DOCUMENT, **form).encode()
@@ -135,6 +137,7 @@ def test_a_snapshot_cut_anywhere_is_refused(path: Path, form: dict[str, Any]) ->
         assert "the snapshot is cut short" in refusal(path, text[:cut])
 
 
+@pytest.mark.slow
 def test_a_changed_byte_is_refused_or_read_as_the_json_module_reads_it(path: Path) -> None:
     """Changes each byte of a document into bytes that mean something, and into a random one."""
     chance, words = chance_of_run()
@@ -260,6 +263,7 @@ def test_a_missing_or_unreadable_file_is_an_unavailable_store(path: Path) -> Non
             read_snapshot(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start",
     [

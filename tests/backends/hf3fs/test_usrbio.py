@@ -142,6 +142,7 @@ def test_a_daemon_that_does_not_answer_is_unavailable(
         )
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind(daemon: Daemon, arena: Arena, data: bytes, tmp_path: Path) -> None:
     name = arena.name
     assert name is not None

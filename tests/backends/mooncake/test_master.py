@@ -543,6 +543,7 @@ def test_an_endless_line_is_refused_before_it_fills_the_memory() -> None:
         list(admin.key_batches(10))
 
 
+@pytest.mark.slow
 def test_a_million_keys_are_listed_in_bounded_memory() -> None:
     line = b"Qwen-Qwen3-32B_" + b"0123456789abcdef" * 4 + b"_0_k\n"
     block = line * 10_000

@@ -47,6 +47,7 @@ def truncated(directory: Path) -> None:
     os.truncate(directory / "2.bucket", 4000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "name", "words"),
     [
@@ -164,6 +165,7 @@ def test_records_that_a_restart_drops_are_a_finding(tmp_path: Path, invoke: Invo
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "nixl", "pack"])
 def test_pages_are_migrated_into_other_stores(tmp_path: Path, invoke: Invoke, kind: str) -> None:
     """`tests/conformance` migrates into Mooncake."""
@@ -191,6 +193,7 @@ def test_pages_are_migrated_into_other_stores(tmp_path: Path, invoke: Invoke, ki
     assert document["objects_read"] == document["objects"]
 
 
+@pytest.mark.slow
 def test_reading_changes_no_byte_and_no_time(tmp_path: Path, invoke: Invoke) -> None:
     store = tmp_path / "store"
     store.mkdir()

@@ -54,6 +54,7 @@ def demo(tmp_path: Path) -> Demo:
     return Demo(tmp_path, url, profile_file(tmp_path / "profile.toml"), files[0])
 
 
+@pytest.mark.slow
 def test_commands_that_look_leave_no_trace(demo: Demo, invoke: Invoke, tmp_path: Path) -> None:
     profile = ("--profile", demo.profile)
     pages = tmp_path / "pages"
@@ -74,6 +75,7 @@ def test_commands_that_look_leave_no_trace(demo: Demo, invoke: Invoke, tmp_path:
     assert demo.traces() == before
 
 
+@pytest.mark.slow
 def test_quarantine_and_stamp_lie_outside(demo: Demo, invoke: Invoke, tmp_path: Path) -> None:
     """Proves that a server's `clear` removes no object that a repair has put aside."""
     check = ("verify", demo.url, "--profile", demo.profile)
@@ -102,6 +104,7 @@ def test_quarantine_and_stamp_lie_outside(demo: Demo, invoke: Invoke, tmp_path: 
     }
 
 
+@pytest.mark.slow
 def test_side_files_lie_in_the_directory_that_the_url_names(
     demo: Demo, invoke: Invoke, tmp_path: Path
 ) -> None:
@@ -136,6 +139,7 @@ def test_side_files_lie_in_the_directory_that_the_url_names(
     assert now == then
 
 
+@pytest.mark.slow
 def test_readers_of_stamps_find_them_outside_the_store(
     demo: Demo, invoke: Invoke, tmp_path: Path
 ) -> None:
@@ -186,6 +190,7 @@ def test_a_side_directory_inside_the_store_is_refused(
     assert demo.traces() == before
 
 
+@pytest.mark.slow
 def test_a_stamp_is_no_more_readable_than_the_store(
     demo: Demo, invoke: Invoke, tmp_path: Path
 ) -> None:
@@ -199,6 +204,7 @@ def test_a_stamp_is_no_more_readable_than_the_store(
         assert path.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 def test_links_below_a_side_directory_are_not_followed(
     demo: Demo, invoke: Invoke, tmp_path: Path
 ) -> None:
@@ -218,6 +224,7 @@ def test_links_below_a_side_directory_are_not_followed(
     assert len(list((real / "stamps").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_every_command_refuses_a_part_of_the_directories(
     demo: Demo, invoke: Invoke, tmp_path: Path
 ) -> None:
@@ -242,6 +249,7 @@ def test_every_command_refuses_a_part_of_the_directories(
     assert demo.traces() == before
 
 
+@pytest.mark.slow
 def test_pages_of_dropped_directories_move_into_the_remaining_one(
     demo: Demo, invoke: Invoke, tmp_path: Path
 ) -> None:
@@ -268,6 +276,7 @@ def test_pages_of_dropped_directories_move_into_the_remaining_one(
     assert counts.keys() == {"misplaced-object"}  # the files that a had for b
 
 
+@pytest.mark.slow
 def test_directories_in_the_wrong_order_are_named_without_a_listing(
     demo: Demo, invoke: Invoke, tmp_path: Path
 ) -> None:
@@ -288,6 +297,7 @@ def test_directories_in_the_wrong_order_are_named_without_a_listing(
         assert "files outside the folders of their keys" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["pp", "cp"])
 def test_ranks_with_the_same_keys_are_a_finding_and_no_destination(
     demo: Demo, invoke: Invoke, tmp_path: Path, axis: str
@@ -322,6 +332,7 @@ def test_ranks_with_the_same_keys_are_a_finding_and_no_destination(
     assert demo.traces() == before
 
 
+@pytest.mark.slow
 def test_misplaced_objects_are_a_finding_in_one_process_and_in_parts(
     demo: Demo, invoke: Invoke, tmp_path: Path
 ) -> None:

@@ -103,6 +103,7 @@ def put_many(folder: Path, made: str, count: int = 320) -> None:
             path.write_bytes(b"abc")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("made", "given"), [("abc", "a"), ("abc", "c"), ("abcd", "ac")])
 def test_missing_directories_are_refused_where_no_file_seems_misplaced(
     tmp_path: Path, made: str, given: str
@@ -115,6 +116,7 @@ def test_missing_directories_are_refused_where_no_file_seems_misplaced(
     assert f"add directories={len(given)} to the URL" in str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("made", "left"), [("abc", "a"), ("abc", "c"), ("abcd", "ab")])
 def test_a_store_reduced_to_fewer_directories_opens_if_the_url_says_so(
     tmp_path: Path, made: str, left: str
@@ -132,6 +134,7 @@ def test_a_store_reduced_to_fewer_directories_opens_if_the_url_says_so(
         assert file_of(store, lost).read_bytes() == b"abc"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["ba", "abc"])
 def test_an_order_in_which_most_files_lie_elsewhere_is_refused_unless_stated(
     tmp_path: Path, given: str
@@ -181,6 +184,7 @@ def test_leftovers_of_killed_writes_are_listed_from_their_folders(tmp_path: Path
         assert "ignored 1 files that are no objects" in "".join(opened.remarks)
 
 
+@pytest.mark.slow
 def test_descriptors_are_allowed_and_closed_again(tmp_path: Path) -> None:
     """Proves that 256 folders of each directory can be open, and none is left behind."""
     put_many(tmp_path, "abcd", count=400)

@@ -66,6 +66,7 @@ def written_before(records: list[pack_files.Found], size: int) -> dict[bytes, by
 # cut off
 
 
+@pytest.mark.slow
 def test_cut_at_every_percent_the_whole_objects_are_saved(whole: Path, arena: Arena) -> None:
     data = whole.read_bytes()
     records = pack_files.records(whole)
@@ -97,6 +98,7 @@ def test_cut_within_the_last_index_nothing_is_lost(whole: Path, arena: Arena) ->
         assert contents(whole, arena) == MANY
 
 
+@pytest.mark.slow
 def test_a_writer_goes_on_where_another_was_cut_off(whole: Path, arena: Arena) -> None:
     data = whole.read_bytes()
     for percent in range(0, 100, 7):
@@ -186,6 +188,7 @@ def test_objects_behind_a_damaged_one_are_found(whole: Path, arena: Arena) -> No
     assert contents(whole, arena) == {k: v for k, v in MANY.items() if k != lost}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [7, 64])
 def test_a_record_is_found_wherever_the_blocks_of_the_search_end(
     path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch, block: int
@@ -306,6 +309,7 @@ def test_a_pack_that_is_being_written_is_not_repaired(path: Path, arena: Arena) 
 # fuzzed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_a_flipped_file_gives_what_was_written_or_an_error(
     whole: Path, tmp_path: Path, arena: Arena, seed: int

@@ -339,6 +339,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(steps=STEPS)
 @settings(
     max_examples=25,
@@ -548,6 +549,7 @@ def test_an_object_that_is_not_what_the_index_says_is_damaged(
     assert "offset" in result.errors[0]
 
 
+@pytest.mark.slow
 def test_a_frame_of_more_than_was_declared_is_refused_within_the_declared_memory(
     path: Path, arena: Arena
 ) -> None:

@@ -141,6 +141,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folders", [False, True])
 def test_the_least_recently_used_pages_go_first_and_whole(tmp_path: Path, folders: bool) -> None:
     place = Place(tmp_path / "store", folders=folders)
@@ -154,6 +155,7 @@ def test_the_least_recently_used_pages_go_first_and_whole(tmp_path: Path, folder
     place.close()
 
 
+@pytest.mark.slow
 def test_writers_get_no_room_above_the_limit_and_get_it_after_evictions(place: Place) -> None:
     """Files that are being written during a listing may be missed by it, and be above the limit.
 
@@ -177,6 +179,7 @@ def test_writers_get_no_room_above_the_limit_and_get_it_after_evictions(place: P
     writer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["disk", "late", "changed"])
 def test_the_room_of_failed_writes_comes_back(
     place: Place, monkeypatch: pytest.MonkeyPatch, fault: str

@@ -137,6 +137,7 @@ def test_a_missing_page_is_a_miss_for_itself_alone(tmp_path: Path, host: HostPoo
         assert read(store, host) == [True, False, True, True]
 
 
+@pytest.mark.slow
 @given(at=st.integers(0, NBYTES + TRAILER_BYTES - 1), bit=st.integers(0, 7))
 def test_no_flipped_bit_is_read(
     tmp_path_factory: pytest.TempPathFactory, at: int, bit: int

@@ -35,6 +35,7 @@ def split_one(key: bytes) -> tuple[str, tuple[str, str]] | None:
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("likenesses", [0, 1, 32])
 @given(batches=st.lists(st.lists(_KEYS, max_size=20), max_size=3))
 def test_tables_split_like_single_keys(likenesses: int, batches: list[list[bytes]]) -> None:

@@ -40,6 +40,7 @@ def test_a_key_names_a_rectangle_of_layers_and_heads(suffix: str, expected: Coor
     assert codec.affix(expected) == ("", suffix)
 
 
+@pytest.mark.slow
 @given(coordinates)
 def test_readings_undo_affix(coordinate: Coordinate) -> None:
     codec = UnifiedGrammar()

@@ -22,6 +22,7 @@ _HOSTILE: tuple[Any, ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_altered_configs_give_a_profile_or_one_line(data: st.DataObject) -> None:
     model = copy.deepcopy(_KNOWN[data.draw(st.sampled_from(sorted(_KNOWN)))])
