@@ -236,9 +236,16 @@ class CpuServer(Closing):
 
     def close(self) -> None:
         """Kill the server's processes, and remove the shared memory that SGLang leaves."""
-        processes = self._processes()
-        shared = {path for process in processes for path in _shared_memory(process)}
-        for process in processes:
+        self._kill(self._processes())
+        self._folder.cleanup()
+
+    def kill_first(self) -> None:
+        """Kill the process that SGLang has started first; the others must end with it."""
+        self._kill([Path(f"/proc/{self._process.pid}")])
+
+    def _kill(self, killed: list[Path]) -> None:
+        shared = {path for process in self._processes() for path in _shared_memory(process)}
+        for process in killed:
             # Python's tracker of shared memory removes its own and ends by itself.
             with contextlib.suppress(OSError):
                 if b"resource_tracker" not in (process / "cmdline").read_bytes():
@@ -247,7 +254,6 @@ class CpuServer(Closing):
         wait_until(lambda: not self._processes(), "the server's processes do not end")
         for path in shared:
             path.unlink(missing_ok=True)
-        self._folder.cleanup()
 
     def _processes(self) -> list[Path]:
         """Return the server's processes, as their directories in /proc."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import importlib.util
 import io
@@ -40,9 +41,21 @@ else:
 # Modules that the scripts import when they run.
 _IMPORTED_ONCE = (
     "mooncake.store",
+    "hicachectl.backends.sglang.plugin",
+    "blake3",
     "sglang.srt.configs.mamba_utils",
     "sglang.srt.layers.cp.utils",
+    "sglang.srt.mem_cache.deepseek_v4_memory_pool",
     "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller",
+    "sglang.srt.mem_cache.pool_host.dsa",
+    "sglang.srt.mem_cache.pool_host.mamba",
+    "sglang.srt.mem_cache.pool_host.mha",
+    "sglang.srt.mem_cache.pool_host.mla",
+    "attached_rank",
+    "live_store",
+    "plugin_ranks",
+    "read_back",
+    "write_store",
     "sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server",
     "sglang.srt.mem_cache.storage.mooncake_store.mooncake_store",
     "sglang.srt.runtime_context",
@@ -59,6 +72,8 @@ def main() -> None:
     if importlib.util.find_spec("nixl") is not None:
         importlib.import_module("sglang.srt.mem_cache.storage.nixl.hicache_nixl")
     prompt_nodes.hash_pages([0], page_size=1)  # loads SGLang's extension of page hashes
+    gc.collect()
+    gc.freeze()  # forks leave these objects alone: a look at each would copy its page
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:

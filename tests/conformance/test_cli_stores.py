@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,16 +106,16 @@ def test_ranks_that_sglang_never_stores_are_found(
     assert document["counts"] == {"missing-rank": 2 * len(manifest["pages"])}
 
 
-def damage_remove(path: Path) -> None:
+def damage_remove(path: Path, _: int) -> None:
     path.unlink()
 
 
-def damage_truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
+def damage_truncate(path: Path, number: int) -> None:
+    os.truncate(path, path.stat().st_size // 2 - number)
 
 
-def damage_lengthen(path: Path) -> None:
-    os.truncate(path, path.stat().st_size + 1)
+def damage_lengthen(path: Path, number: int) -> None:
+    os.truncate(path, path.stat().st_size + 1 + number)
 
 
 def window_of(pool: str) -> str:
@@ -141,13 +142,23 @@ def removal_findings(manifest: Manifest, entry: dict[str, Any]) -> list[tuple[st
     return [("missing-pool", severity, entry["file"])]
 
 
-def one_of_each_kind(manifest: Manifest) -> list[dict[str, Any]]:
-    """Return one object of each model, pool and rank, from the last page that has it."""
-    chosen: dict[tuple[object, ...], dict[str, Any]] = {}
-    for entry in manifest["objects"]:
-        ranks = (entry["tp_rank"], entry["pp_rank"], entry["cp_rank"], entry["dcp_rank"])
-        chosen[entry["model"], entry["pool"], *ranks] = entry
-    return list(chosen.values())
+def on_pages_of_their_own(entries: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return one object of each pool, part and rank, in lists with at most one object of a page.
+
+    What is found of a page depends on no other page, so one run judges the objects of a list.
+    """
+    kinds: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for entry in entries:
+        before, _, after = (entry.get("key") or entry["file"]).partition(entry["page"])
+        kinds[before, after].append(entry)
+    lists: list[dict[str, dict[str, Any]]] = []
+    for same in kinds.values():
+        free = ((one, entry) for one in lists for entry in same if entry["page"] not in one)
+        one, entry = next(free, ({}, same[-1]))
+        if not one:
+            lists.append(one)
+        one[entry["page"]] = entry
+    return [list(one.values()) for one in lists]
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c != "cp2_without_dp"])
@@ -157,25 +168,33 @@ def test_each_damage_is_found_and_nothing_else(
     store, manifest = sglang_store(case)
     profiles = profile_files(manifest, tmp_path)
     models = {json.loads(p.read_text())["model"].replace("/", "-"): p for p in profiles}
-    for entry in one_of_each_kind(manifest):
-        profile = models[entry["model"]]
+    for model, profile in models.items():
+        entries = [entry for entry in manifest["objects"] if entry["model"] == model]
         for damage, code in (
             (damage_remove, None), (damage_truncate, "truncated"), (damage_lengthen, "oversized"),
         ):  # fmt: skip
-            if damage is damage_truncate and not entry["nbytes"]:
-                continue  # an anchor without bytes
-            copy = tmp_path / "copy"
-            shutil.copytree(store, copy)
-            damage(copy / entry["file"])
-            wanted = (
-                removal_findings(manifest, entry) if code is None
-                else [(code, "error", entry["file"])]
-            )  # fmt: skip
-            document = verified(invoke, copy, "--profile", profile, exit_code=4 if wanted else 0)
-            found = sorted((f["code"], f["severity"], f["key"]) for f in document["findings"])
-            assert found == wanted, (entry["file"], damage.__name__)
-            assert all(f["page"] == entry["page"] for f in document["findings"])
-            shutil.rmtree(copy)
+            for chosen in on_pages_of_their_own(entries):
+                # An anchor without bytes cannot be cut short.
+                hit = [e for e in chosen if e["nbytes"] or damage is not damage_truncate]
+                copy = tmp_path / "copy"
+                shutil.copytree(store, copy)
+                for number, entry in enumerate(hit):  # equal sizes would be another deployment's
+                    damage(copy / entry["file"], number)
+                wanted = sorted(
+                    found
+                    for entry in hit
+                    for found in (
+                        removal_findings(manifest, entry) if code is None
+                        else [(code, "error", entry["file"])]
+                    )
+                )  # fmt: skip
+                status = 4 if wanted else 0
+                document = verified(invoke, copy, "--profile", profile, exit_code=status)
+                found = sorted((f["code"], f["severity"], f["key"]) for f in document["findings"])
+                assert found == wanted, damage.__name__
+                pages = {entry["page"] for entry in hit}
+                assert all(f["page"] in pages for f in document["findings"])
+                shutil.rmtree(copy)
 
 
 def test_one_directory_of_two_models_needs_no_profile(

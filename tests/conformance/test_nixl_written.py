@@ -14,6 +14,7 @@ import pytest
 from hicachectl.formats.keys.nixl import route
 from tests.conformance.object_bytes import expected_bytes
 from tests.conformance.store_cases import NIXL_VARIANTS, is_trailing
+from tests.conformance.test_cli_stores import on_pages_of_their_own
 from tests.conformance.test_hits import ask, chains_of, hits_of, some_objects
 from tests.conformance.test_mooncake_written import (
     Entry,
@@ -25,6 +26,7 @@ from tests.conformance.test_mooncake_written import (
     listed,
     loss_findings,
     one_of_each_kind,
+    thirds,
     verified,
 )
 from tests.stores import OLD
@@ -238,26 +240,28 @@ def test_verify_is_clean_and_each_damage_is_named(written: Written, invoke: Invo
     )
     assert {"names", "groups", "sizes", "values"} <= set(document["checks"])
     entries = list(written.objects.values())
-    kinds = one_of_each_kind(entries)
-    for entry in kinds:
-        wanted = loss_findings(entries, entry)
-        with written.holding(entry, None):
-            document = verified(invoke, written.url, *profile, exit_code=4 if wanted else 0)
-        assert complaints(document) == wanted, entry["key"]
-    for code in ("nan", "truncated", "oversized"):
+    for lost in on_pages_of_their_own(entries):
+        wanted = [one for entry in lost for one in loss_findings(entries, entry)]
         with ExitStack() as damaged:
-            wanted = []
-            for entry in kinds:
+            for entry in lost:
+                damaged.enter_context(written.holding(entry, None))
+            document = verified(invoke, written.url, *profile, exit_code=4 if wanted else 0)
+        assert complaints(document) == sorted(wanted)
+    planted = []
+    with ExitStack() as damaged:
+        for code, pages in zip(
+            ("nan", "truncated", "oversized"), thirds(written.manifest["pages"]), strict=True
+        ):
+            for entry in one_of_each_kind([e for e in entries if e["page"] in pages]):
                 value = written.file(entry).read_bytes()
                 bad = damage(code, value, written.expected[affix_of(entry)])
                 if bad is not None:
                     damaged.enter_context(written.holding(entry, bad))
-                    wanted.append((code, "error", entry["key"]))
-            if not wanted:  # rows of bytes and scales have no NaN
-                assert code == "nan"
-                continue
-            document = verified(invoke, written.url, *profile, exit_code=4)
-        assert complaints(document) == sorted(wanted)
+                    planted.append((code, "error", entry["key"]))
+        document = verified(invoke, written.url, *profile, exit_code=4)
+    # Rows of bytes and scales have no NaN.
+    assert {code for code, _, _ in planted} >= {"truncated", "oversized"}
+    assert complaints(document) == sorted(planted)
 
 
 def test_chains_reach_no_farther_than_sglang_says(

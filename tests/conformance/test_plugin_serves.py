@@ -266,7 +266,7 @@ def _die_while_writing(here: Site, there: Site) -> None:
     with there.server.holding(there.directory, "rename", "link", "replace") as held:
         there.server.generate(unseen)
         wait_until(lambda: held.begun, there.server.log_end())
-        there.server.close()
+        there.server.kill_first()
     assert any(path.name.endswith(".tmp") for path in there.directory.rglob("*"))
     assert not any(path.exists() for path in here.files(unseen))
     here.attach()

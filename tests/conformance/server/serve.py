@@ -1,18 +1,17 @@
 """Start SGLang's HTTP server on a machine without a GPU: `serve.py ARGUMENTS of launch_server`.
 
 Runs inside the SGLang environment, with tests/conformance on PYTHONPATH. SGLang's server is the
-real one, with all its processes; `cpu_engine` lists what is replaced. SGLang starts its scheduler
-and detokenizer with `spawn`, which executes this file again in each: the replacements come there
-from the top of this file, and the environment from the first process.
+real one, with all its processes; `cpu_engine` lists what is replaced. SGLang would start its
+scheduler and detokenizer with `spawn`; here they are forks, which need not import SGLang again.
 """
 
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import runpy
 import signal
-import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,28 +22,30 @@ else:
     import held_calls
     import sglang_env
 
-_PARENT = "HICACHECTL_SERVER_PARENT"
 _PR_SET_PDEATHSIG = 1
 
 
-def follow_parent() -> None:
-    """Let this process end with the one that started it, however that ends.
+def fork_processes() -> None:
+    """Let processes of SGLang be forks that end with the process that forked them."""
+    parent = os.getpid()
 
-    SGLang's processes do so themselves, but only after imports that take many seconds.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.environ.get(_PARENT, str(os.getppid())) != str(os.getppid()):
-        sys.exit("the parent is gone")
-    os.environ[_PARENT] = str(os.getpid())  # for the processes that this one starts
+    def follow() -> None:
+        nonlocal parent
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before
+            os._exit(1)
+        parent = os.getpid()
+
+    os.register_at_fork(after_in_child=follow)
+    multiprocessing.set_start_method("fork")
+    # SGLang asks for `spawn` later.
+    multiprocessing.set_start_method = lambda *_, **__: None
 
 
-follow_parent()
-if __name__ == "__main__":
-    sglang_env.clean_environment()
-    os.environ.update(cpu_engine.ENVIRONMENT)
+fork_processes()
+sglang_env.clean_environment()
+os.environ.update(cpu_engine.ENVIRONMENT)
 held_calls.install()
 sglang_env.replace_missing_packages()
 cpu_engine.install()
-
-if __name__ == "__main__":
-    runpy.run_module("sglang.launch_server", run_name="__main__")
+runpy.run_module("sglang.launch_server", run_name="__main__")
