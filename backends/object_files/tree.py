@@ -18,7 +18,7 @@ from hicachectl.backends.disk.durable import (
     sync_directory,
     sync_file_system,
 )
-from hicachectl.backends.disk.io import Closing
+from hicachectl.backends.disk.io import Closing, entries_of
 from hicachectl.backends.disk.names import OWN_PREFIX
 from hicachectl.backends.disk.permissions import give_file
 from hicachectl.formats.errors import UntrustedError
@@ -156,7 +156,9 @@ class FolderedDirectory(Closing):
 
     def existing_folders(self, left_alone: list[str]) -> Iterator[tuple[bytes, int]]:
         """Yield name and descriptor of each folder. left_alone: see `ObjectTree.places`."""
-        for folder in sorted(FOLDER_NAMES):
+        with entries_of(self.descriptor) as entries:
+            names = {os.fsencode(entry.name) for entry in entries}
+        for folder in sorted(FOLDER_NAMES & names):
             try:
                 yield folder, self.folder(folder, makes=False)
             except FileNotFoundError:
