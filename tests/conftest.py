@@ -66,6 +66,7 @@ _FOREIGN_SETTINGS = (
 )
 
 
+_LONGEST_ID = 200
 _SERVERS = {"mooncake_package", "sglang_python"}
 _SLOW_FOLDERS = {"attack", "conformance", "power"}
 
@@ -97,6 +98,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         fixtures = getattr(item, "fixturenames", ())
         if _SERVERS.intersection(fixtures) or _SLOW_FOLDERS.intersection(item.path.parts):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name a long text by its length: each report has the whole id of its test."""
+    if not isinstance(val, str | bytes) or len(val) <= _LONGEST_ID:
+        return None
+    return f"{argname}-{len(val)}"
 
 
 class Outcome(NamedTuple):

@@ -120,12 +120,10 @@ class TestTrailers(_Form):
         return True
 
 
-class TestTrailersInFolders(TestTrailers):
+class TestTrailersBesideOthersInFolders(TestTrailers):
+    """Another writer writes the objects with even page hashes."""
+
     folders = True
-
-
-class TestTrailersBesideOthers(TestTrailers):
-    """HiCacheFile writes the objects with even page hashes."""
 
     def trailed(self, key: bytes) -> bool:
         return int(key[:64], 16) % 2 == 1

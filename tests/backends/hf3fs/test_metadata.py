@@ -15,13 +15,12 @@ from hicachectl.backends.hf3fs.settings import settings_from
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.errors import StoreUnavailable
 from tests.backends.http_scripts import SOON_S, Call, serving
-from tests.hf3fs_server import MetadataServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from tests.backends.http_scripts import Script
+    from tests.hf3fs_server import MetadataServer
 
     Verb = Callable[[MetadataClient], object]
 
@@ -138,19 +137,20 @@ def test_a_table_that_the_server_has_not_is_named(client: MetadataClient, verb: 
         VERBS[verb](client)
 
 
-def test_a_server_that_comes_back_is_asked_again(sglang_python: Path) -> None:
-    with MetadataServer(sglang_python) as server:
-        server.initialize(0, 4)
-        server.put(0, ["a"])
-        server.save()
-        with closing(MetadataClient(server.url)) as client:
-            assert client.exists(0, "kv", ["a"]).all()
-            server.kill()
+def test_a_server_that_comes_back_is_asked_again(metadata_server: MetadataServer) -> None:
+    metadata_server.initialize(0, 4)
+    metadata_server.put(0, ["a"])
+    metadata_server.save()
+    with closing(MetadataClient(metadata_server.url)) as client:
+        assert client.exists(0, "kv", ["a"]).all()
+        metadata_server.kill()
+        try:
             with pytest.raises(StoreUnavailable, match="connection refused"):
                 client.exists(0, "kv", ["a"])
-            server.start()
-            assert client.exists(0, "kv", ["a"]).all()
-            assert client.reserve(0, "kv", ["b"]) == [(False, 2)]
+        finally:
+            metadata_server.start()
+        assert client.exists(0, "kv", ["a"]).all()
+        assert client.reserve(0, "kv", ["b"]) == [(False, 2)]
 
 
 # services that misbehave

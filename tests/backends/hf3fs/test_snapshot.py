@@ -139,11 +139,11 @@ def test_a_snapshot_cut_anywhere_is_refused(path: Path, form: dict[str, Any]) ->
 
 @pytest.mark.slow
 def test_a_changed_byte_is_refused_or_read_as_the_json_module_reads_it(path: Path) -> None:
-    """Changes each byte of a document into bytes that mean something, and into a random one."""
+    """Changes each byte of a document into some that mean something, and into any."""
     chance, words = chance_of_run()
     written = json.dumps(DOCUMENT, **WRITTEN[3]).encode()
     for at in range(len(written)):
-        for byte in {*b'[]{}",:\\ 019-.e', *chance.randbytes(1)}:
+        for byte in {*chance.sample(b'[]{}",:\\ 019-.e', 8), *chance.randbytes(1)}:
             text = written[:at] + bytes([byte]) + written[at + 1 :]
             path.write_bytes(text)
             with contextlib.suppress(FormatError):
@@ -356,9 +356,9 @@ def test_the_server_s_snapshot_is_read_as_it_is(metadata_server: MetadataServer)
     assert [key for key, _ in document["0:kv"]["key_to_index"]] == ['é"]],[', "a-k"]
 
 
-def test_the_server_starts_with_what_was_written(sglang_python: Path, tmp_path: Path) -> None:
-    from tests.hf3fs_server import MetadataServer
-
+def test_the_server_starts_with_what_was_written(
+    metadata_server: MetadataServer, tmp_path: Path
+) -> None:
     table = PageTable(
         rank=2,
         namespace="mamba",
@@ -369,10 +369,10 @@ def test_the_server_starts_with_what_was_written(sglang_python: Path, tmp_path: 
     )
     repaired = tmp_path / "repaired.json"
     write_repaired([table], repaired)
-    with MetadataServer(sglang_python) as server:
-        server.kill()
-        shutil.copy(repaired, server.snapshot)
-        server.start()
-        assert server.exists(2, ["old", "n\u00e9w", "x"], "mamba") == [True, True, False]
-        assert server.put(2, ["next"], "mamba") == [3]
-        assert server.keys_by_recency(2, "mamba") == ["old", "n\u00e9w", "next"]
+    server = metadata_server
+    server.kill()
+    shutil.copy(repaired, server.snapshot)
+    server.start()
+    assert server.exists(2, ["old", "n\u00e9w", "x"], "mamba") == [True, True, False]
+    assert server.put(2, ["next"], "mamba") == [3]
+    assert server.keys_by_recency(2, "mamba") == ["old", "n\u00e9w", "next"]

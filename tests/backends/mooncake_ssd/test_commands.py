@@ -30,6 +30,22 @@ def lost(document: dict[str, Any]) -> dict[str, str]:
     return {f["key"]: f["detail"] for f in document["findings"] if f["code"] == "lost-objects"}
 
 
+def buckets(folder: Path) -> Path:
+    """Return a store of two buckets."""
+    store = folder / "store"
+    store.mkdir()
+    put_bucket(store, 1, {A: VALUES[A]})
+    put_bucket(store, 2, {B: VALUES[B], C: VALUES[C]})
+    return store
+
+
+def damaged(store: Path, damage: Callable[[Path], None]) -> None:
+    """Damage a store that no client writes to any more."""
+    damage(store)
+    for path in store.iterdir():
+        os.utime(path, (OLD, OLD))
+
+
 def without_meta(directory: Path) -> None:
     (directory / "2.meta").unlink()
 
@@ -61,20 +77,24 @@ def test_lost_objects_of_a_bucket_are_a_finding(
     tmp_path: Path, invoke: Invoke, damage: Callable[[Path], None], name: str, words: str
 ) -> None:
     """Proves exit 4 without a profile, with the file; the other buckets are still listed."""
-    store = tmp_path / "store"
-    store.mkdir()
-    put_bucket(store, 1, {A: VALUES[A]})
-    put_bucket(store, 2, {B: VALUES[B], C: VALUES[C]})
+    store = buckets(tmp_path)
     assert lost(invoke.document("verify", url_of(store))) == {}
-    damage(store)
-    for path in store.iterdir():
-        os.utime(path, (OLD, OLD))
+    damaged(store, damage)
     document = invoke.document("verify", url_of(store), exit_code=4)
     ((place, detail),) = lost(document).items()
     assert (place, words in detail) == (str(store / name), True)
     assert document["counts"]["lost-objects"] == 1
     rows = invoke("ls", url_of(store), "--objects", "--format", "jsonl").rows
     assert A.decode() in {row["key"] for row in rows}
+
+
+def test_a_report_and_parts_name_lost_objects_as_one_process_does(
+    tmp_path: Path, invoke: Invoke
+) -> None:
+    store = buckets(tmp_path)
+    damaged(store, without_meta)
+    document = invoke.document("verify", url_of(store), exit_code=4)
+    ((place, detail),) = lost(document).items()
     invoke("report", url_of(store), "-o", tmp_path / "page.html", exit_code=4)
     text = text_of(tmp_path / "page.html")
     assert f"in no deployment {place} {detail}" in text
