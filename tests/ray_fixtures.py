@@ -25,7 +25,7 @@ def shared_ray_cluster() -> Iterator[RayCluster]:
 
 @pytest.fixture
 def ray_cluster(shared_ray_cluster: RayCluster) -> RayCluster:
-    """Return a cluster of three nodes. A test may remove any node but the head."""
+    """Return a cluster of two nodes. A test may remove any node but the head."""
     shared_ray_cluster.fill()
     return shared_ray_cluster
 
@@ -39,5 +39,5 @@ def shared_ray_driver(shared_ray_cluster: RayCluster) -> Iterator[Connected]:
 
 @pytest.fixture
 def ray_driver(ray_cluster: RayCluster, shared_ray_driver: Connected) -> Connected:
-    """Return a connected driver of three nodes."""
+    """Return a connected driver of two nodes."""
     return shared_ray_driver

@@ -145,19 +145,14 @@ class Cluster(Closing):
     def nodes(self) -> list[Node]:
         """Return the living nodes that have a CPU for tasks."""
         living = [
-            node
+            (node["NodeID"], node["NodeManagerHostname"])
             for node in self._ray.nodes()
             if node["Alive"] and node["Resources"].get("CPU", 0) >= 1
         ]
-        hosts = Counter(node["NodeManagerHostname"] for node in living)
+        hosts = Counter(host for _, host in living)
         return [
-            Node(
-                node["NodeID"],
-                node["NodeManagerHostname"]
-                if hosts[node["NodeManagerHostname"]] == 1
-                else f"{node['NodeManagerHostname']} ({node['NodeID'][:8]})",
-            )
-            for node in living
+            Node(number, host if hosts[host] == 1 else f"{host} ({number[:8]})")
+            for number, host in living
         ]
 
     def refusals(self, nodes: Collection[Node], job: bytes) -> dict[Node, str]:

@@ -142,7 +142,8 @@ class Comparison:
         """Run a command in parts and on the cluster; return exit statuses and documents by name."""
         found = {"parts": self.parts(path, *given("parts"))}
         if self._driver is not None:
-            status, output, said = self._driver.run(*given("ray"), "--format", "json")
+            workers = ("--workers", PARTS, "--format", "json")
+            status, output, said = self._driver.run(*given("ray"), *workers)
             assert status in (0, FINDINGS), said
             assert "is done again" not in said
             found["ray"] = status, json.loads(output)

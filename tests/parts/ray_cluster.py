@@ -20,7 +20,7 @@ from tests.waiting import PATIENCE_S, wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NODES = 3
+NODES = 2
 # Ray gives 127.0.0.1 to no other process: it resolves it to the host's address.
 _ADDRESS = "127.0.0.2"
 _NODE = {"num_cpus": 1, "object_store_memory": 100_000_000, "node_ip_address": _ADDRESS}

@@ -22,7 +22,7 @@ from hicachectl.parts.cluster import LostError, Node
 from hicachectl.parts.driver import Driver
 from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
 from tests.move.migrations import demo_store, profile_file
-from tests.parts.ray_cluster import NODES, ended, is_below, parent_of, wait_for_end
+from tests.parts.ray_cluster import NODES, ended, is_below, wait_for_end
 from tests.parts.runs import NUMBERS, ROOT, ToyRun, names_in, toy_run  # noqa: F401 - a fixture
 from tests.parts.toy import LISTED_NS, ToyJob, opened
 from tests.skips import need_module
@@ -148,7 +148,7 @@ class TestOnCluster:
     ) -> None:
         """The children of a killed driver end soon, and another driver continues the run.
 
-        It loses a child, the process of another task, and last all processes of a node.
+        It loses a child, the process of the other task, and last all processes of a node.
         """
         first = Driven(ray_cluster, toy_run, seconds=0.7, kept=1)
         children = first.children()
@@ -157,7 +157,7 @@ class TestOnCluster:
         assert len(names_in(toy_run.destination)) < NUMBERS
         (toy_run.folder / "processes").unlink()
         driver = Driven(ray_cluster, toy_run, seconds=0.7, kept=1)
-        (child, _), (other_child, other_worker), _ = driver.children()
+        (child, _), (other_child, other_worker) = driver.children()
         os.kill(child, signal.SIGKILL)
         os.kill(other_worker, signal.SIGKILL)
         wait_for_end([other_child])
@@ -177,7 +177,7 @@ class TestOnCluster:
         hidden: str,
         ending: int,
     ) -> None:
-        """End the driver in the middle; the next one loses a child, a Ray worker and a node.
+        """End the driver in the middle; the next one loses a child and a node.
 
         Another node of the second driver has nothing mounted at the source, or at the destination.
         On every run, tests/conformance/test_parts_stores.py compares each command on Ray with one
@@ -220,9 +220,8 @@ class TestOnCluster:
             children = ray_cluster.children()
             removed = ray_cluster.removable
             (of_removed,) = [child for child in children if is_below(child, removed)]
-            of_worker, killed = [child for child in children if child != of_removed]
+            (killed,) = [child for child in children if child != of_removed]
             os.kill(killed, signal.SIGKILL)
-            os.kill(parent_of(of_worker), signal.SIGKILL)
             ray_cluster.remove(removed)
             wait_for_end(children)
             output, _ = driver.communicate(timeout=120)

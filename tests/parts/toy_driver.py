@@ -34,9 +34,7 @@ def _main(address: str, folder: Path, *settings: str) -> None:
     try:
         with ExitStack() as opening:
             job = opening.enter_context(open_job())
-            driver = opening.enter_context(
-                Driver(address, job, open_job, workers=3, path=path, say=_say)
-            )
+            driver = opening.enter_context(Driver(address, job, open_job, path=path, say=_say))
             driver.begin()
             driver.work()
             merged = driver.merged()
