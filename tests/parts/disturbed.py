@@ -24,6 +24,7 @@ _IMPORTED_ONCE = (
     "hicachectl.cli.commands.migrate",
     "hicachectl.cli.commands.verify",
     "hicachectl.parts.migrate",
+    "hicachectl.parts.prewarm",
     "hicachectl.parts.running",
     "hicachectl.parts.verify",
     "hicachectl.profiles.sources",

@@ -19,6 +19,7 @@ import pytest
 from tests.move.migrations import damaged_stores, demo_store, profile_file
 from tests.parts.disturbed import Hosts
 from tests.parts.test_verify_parts import comparable
+from tests.prewarming.test_cli import prompts
 from tests.speed import ROUNDS, chance_of_run, some
 from tests.stores import contents
 from tests.verification.damages import at_once
@@ -146,7 +147,7 @@ def test_verify(invoke: Invoke, tmp_path: Path, killed_run: KilledRun) -> None:
         assert comparable(merged) == comparable(first)
 
 
-@pytest.mark.parametrize("options", some(((), MOVE), MOVE), ids=" ".join)
+@pytest.mark.parametrize("options", some(((), MOVE), ()), ids=" ".join)
 def test_copies_and_moves(
     invoke: Invoke, tmp_path: Path, killed_run: KilledRun, options: tuple[str, ...]
 ) -> None:
@@ -171,3 +172,19 @@ def test_copies_and_moves(
             assert merged[name] <= wanted.document[name], name
         assert contents(own_target) == contents(whole)
         assert contents(own_source) == contents(whole_source)
+
+
+def test_prewarm(invoke: Invoke, tmp_path: Path, killed_run: KilledRun) -> None:
+    """Parts that start together plan once, and finish the run; other tests kill them."""
+    source, targets = demo_store(tmp_path / "source", 12), (tmp_path / "parts", tmp_path / "whole")
+    profile, asked = profile_file(tmp_path / "p.toml"), prompts(tmp_path / "asked.jsonl", 12)
+    given = ("--from", source, "--profile", profile, "--token-ids", asked)
+    killed_run(tmp_path / "run", ["prewarm", targets[0], *given], 0)
+    merged = invoke("merge", tmp_path / "run", "--format", "json").document
+    whole = invoke("prewarm", targets[1], *given).document
+    assert merged["complete"]
+    assert merged["usable_tokens"] == whole["usable_tokens"] > 0
+    parts, alone = (
+        {name: content for name, (content, _) in contents(target).items()} for target in targets
+    )
+    assert parts == alone

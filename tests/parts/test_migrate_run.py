@@ -19,7 +19,7 @@ from tests.parts.runs import CommandRun, names_in
 from tests.places import SOURCE_PAGES, half_pages, whole_pages
 from tests.served_stores import HYBRID, served_store
 from tests.small_file_system import small_file_system
-from tests.speed import chance_of_run
+from tests.speed import chance_of_run, some
 from tests.stores import page
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tests.places import Places
 
 KILLS = 8
+VERIFY, MOVE = ("--verify",), ("--move", "--yes")
 LISTER_STEPS = 15  # at least
 Files = dict[str, tuple[bytes, int]]
 _OF_ONE = {"source", "destination", "seconds", "listed", "parts", "missing_parts"}
@@ -305,7 +306,7 @@ class KilledParts:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [("--verify",), ("--move", "--yes")], ids=" ".join)
+@pytest.mark.parametrize("options", some([VERIFY, MOVE], MOVE), ids=" ".join)
 def test_killed_parts_are_completed(
     invoke: Invoke, places: Places, tmp_path: Path, options: tuple[object, ...]
 ) -> None:

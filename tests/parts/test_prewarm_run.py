@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -355,31 +353,6 @@ def test_a_killed_part_is_done_again(
             own = ("copied_pages", "already_there", "bytes")
             assert merged | {name: whole[name] for name in own} == comparable(whole)
             assert _bytes(runs.target) == _bytes(undisturbed.whole_target)
-
-
-@pytest.mark.slow
-def test_parts_run_at_once(invoke: Invoke, intact: Path, tmp_path: Path) -> None:
-    """Processes that start together, two of them with the same part, list once and copy all."""
-    asked = prompts(tmp_path / "asked.jsonl", 12)
-    runs = Runs(invoke, tmp_path, intact, "--token-ids", asked)
-    command = [sys.executable, "-m", "hicachectl"]
-    started = [
-        subprocess.Popen(
-            [*command, *map(str, runs.arguments(part, 2))],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "HOME": str(tmp_path / f"home{number}")},
-        )
-        for number, part in enumerate((0, 1, 1))
-    ]
-    said = [process.communicate()[1] for process in started]
-    for process, text in zip(started, said, strict=True):
-        assert process.returncode == 0 or "is finished; give a new --run" in text
-    assert len([one for one in runs.path.iterdir() if one.name.startswith("listing-")]) == 1
-    merged = runs.merged().document
-    assert merged["complete"]
-    assert merged["usable_tokens"] == runs.whole()["usable_tokens"]
-    assert _bytes(runs.target) == _bytes(runs.whole_target)
 
 
 def test_a_plan_without_stores_has_no_parts(invoke: Invoke, tmp_path: Path) -> None:

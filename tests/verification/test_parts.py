@@ -20,7 +20,16 @@ from hicachectl.verification.verify import check_part, start_run
 from tests.move.migrations import demo_store
 from tests.speed import slow, some
 from tests.stores import page
-from tests.verification.damages import DAMAGE, PAGES, ambiguous, at_once, emptied, fresh
+from tests.verification.damages import (
+    DAMAGE,
+    PAGES,
+    ambiguous,
+    at_once,
+    cut,
+    emptied,
+    fresh,
+    several_sizes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,10 +100,11 @@ def recorded(directory: Path, request: VerifyRequest) -> Catalog:
 
 MANY = 2 * PAGES  # some of so many parts are empty
 PROFILES = {"inferred": None, "profile": PROFILE}
-# Any damage looks alike in few parts and in many, so all damage at once is divided among many.
+# Parts divide each damage alike with a profile and without, and among few and many.
 DIVIDED = some(
     itertools.product(DAMAGE, PROFILES, (3, MANY)),
-    *itertools.product(DAMAGE, PROFILES, (3,)),
+    *itertools.product(DAMAGE, ("profile",), (3,)),
+    *itertools.product((cut, ambiguous, several_sizes, at_once), ("inferred",), (3,)),
     (at_once, "profile", MANY),
     (emptied, "profile", MANY),
 )
