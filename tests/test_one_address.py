@@ -7,6 +7,7 @@ What differs between stores is an attribute of the grammar, the scheme or the st
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,12 +23,16 @@ if TYPE_CHECKING:
 NAMES = {*SCHEMES, *grammar_names()}
 PLAIN = {"file", "pack"}  # Also English words and a command: refused only where they can be asked.
 ASKED = {"grammar_of", "object_specs", "profile_identities", "StoreUrl", "transfer_plan"}
+# Parsing a module takes long, and few have such a literal at all.
+QUOTED = re.compile(rf"""["'](?:{"|".join(map(re.escape, sorted(NAMES)))})["']""")
 ROOT = Path(hicachectl.__file__).parent
 LINKED = {"backends", "formats"}
 
 
 def literals(text: str) -> Iterator[tuple[int, str]]:
     """Yield the line and name of each literal that asks for a grammar or scheme."""
+    if not QUOTED.search(text):
+        return
     for node in ast.walk(ast.parse(text)):
         refused = NAMES - PLAIN
         parts: list[ast.AST] = [node]

@@ -24,11 +24,15 @@ ROOT = Path(hicachectl.__file__).parent
 _PREPOSITIONS = "of|as|by|from|whose|that|which"
 _ATTRIBUTE = re.compile(rf"(?:^|[\s(])([a-z_][a-z_0-9]*: (?:{_PREPOSITIONS})) ", re.MULTILINE)
 _TRAILING = re.compile(rf"# ?(?:{_PREPOSITIONS})\b")
+# Parsing and cutting a module into tokens takes long, and few modules have such words at all.
+_CANDIDATE = re.compile(rf": (?:{_PREPOSITIONS}) |# ?(?:{_PREPOSITIONS})\b")
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def fragments(source: str) -> Iterator[str]:
     """Yield each refused phrase of a module: its line number and text."""
+    if not _CANDIDATE.search(source):
+        return
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, _DOCUMENTED):
             for match in _ATTRIBUTE.finditer(ast.get_docstring(node) or ""):

@@ -504,13 +504,13 @@ def test_pages_of_another_layout_are_found_unless_the_bytes_are_the_same(
     seed = seed_of_run()
     for stored in layouts:
         generator = KvGenerator(expected[stored], profile, seed)
-        objects = generator.objects(range(2))
+        objects = generator.objects([0])
         for said, checker in checkers.items():
             issues = checker.check(objects)
             if same_order(expected[stored], expected[said]):
                 assert not issues, (stored, said)
             else:
-                assert codes_of(issues) == [(0, "layout-mismatch"), (1, "layout-mismatch")]
+                assert codes_of(issues) == [(0, "layout-mismatch")]
                 assert all(stored in issue.detail.split("not of")[0] for issue in issues)
                 assert all(f"not of {said}:" in issue.detail for issue in issues)
 

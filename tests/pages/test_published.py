@@ -322,7 +322,7 @@ def stores(draw: st.DrawFn) -> Objects:
 @pytest.mark.slow
 @pytest.mark.parametrize("memory_rows", [IN_MEMORY, IN_FILES])
 @pytest.mark.parametrize("model", [None, WIDE, NARROW])
-@examples(30)
+@examples(15)
 @given(store=stores(), parts=st.sampled_from(PARTS))
 def test_any_store(
     profiles: dict[str | None, Profile], model: str | None, memory_rows: int, store: Any, parts: int
