@@ -52,6 +52,7 @@ def asked(
     )
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_manual_run(source: Path, profile: Path, tmp_path: Path) -> None:
     """Each example is a whole program; it runs on a store, warnings being errors."""
     programs = "".join(f"exec({block!r}, {{}})\n" for block in BLOCKS)
@@ -64,6 +65,7 @@ def test_the_examples_of_the_manual_run(source: Path, profile: Path, tmp_path: P
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_verify_returns_what_the_command_writes(
     invoke: Invoke, source: Path, profile: Path
 ) -> None:
@@ -146,6 +148,7 @@ def test_errors_name_the_request_and_the_store(source: Path, tmp_path: Path) -> 
         pass
 
 
+@pytest.mark.slow
 def test_migrate_and_prewarm_arrive_whole(source: Path, profile: Path, tmp_path: Path) -> None:
     """A copy to TP 1 is whole for the new profile; a plan is what prewarm copies."""
     old = hicachectl.read_profile(profile)
@@ -179,6 +182,7 @@ def test_migrate_and_prewarm_arrive_whole(source: Path, profile: Path, tmp_path:
         assert usable == warmed.document["usable_tokens"] == 4 * old.page_size
 
 
+@pytest.mark.slow
 def test_importing_costs_nothing_and_brings_no_click() -> None:
     """The package imports no library; its functions import neither click nor tqdm."""
     script = (

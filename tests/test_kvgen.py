@@ -33,6 +33,7 @@ def entropy_bits(codes: Any) -> float:
     return float(-(shares * np.log2(shares)).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "profile",
     [
@@ -81,6 +82,7 @@ def test_ranks_differ_and_replicas_of_a_head_do_not() -> None:
     assert not np.array_equal(ranks[1], ranks[2])
 
 
+@pytest.mark.slow
 def test_channels_keep_their_magnitude_and_tokens_repeat() -> None:
     profile = profile_of(LLAMA_8B, layout="layer_first", tp=8)
     expected = expected_of(profile)

@@ -699,6 +699,7 @@ def test_other_sources_are_refused(invoke: Invoke, model: Path, tmp_path: Path) 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "said"),
     [
@@ -777,6 +778,7 @@ def test_files_of_flags_are_bounded(
     assert told.count(name) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [

@@ -107,6 +107,7 @@ STAGES = ["_m_2_0", "_m_2_1"]  # of PP 2, without TP ranks
 DCP = [f"_m_tp4_dcp{rank}_2_page64" for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stems",
     [

@@ -86,6 +86,7 @@ def test_the_exit_status_is_that_of_verify(
     invoke("report", whole, "-o", made)
 
 
+@pytest.mark.slow
 def test_what_was_not_checked_is_named_and_never_called_clean(
     invoke: Invoke, tmp_path: Path
 ) -> None:
@@ -102,6 +103,7 @@ def test_what_was_not_checked_is_named_and_never_called_clean(
     assert "--checks values: no given profile describes the bytes" in refused
 
 
+@pytest.mark.slow
 def test_pages_in_flight_are_not_called_clean(invoke: Invoke, tmp_path: Path) -> None:
     store = tmp_path / "store"
     put_pages(store, range(3), "_m_0_1", mtime=time.time())
@@ -149,6 +151,7 @@ def test_values_are_checked_and_shown_if_asked_for(
     assert "no page begins with '00000000000000000000'" in refused
 
 
+@pytest.mark.slow
 def test_a_mix_of_sizes_is_seen(tmp_path: Path, invoke: Invoke) -> None:
     store = tmp_path / "store"
     put_pages(store, range(30), "_m_0_1", nbytes=4096)
@@ -162,6 +165,7 @@ def test_a_mix_of_sizes_is_seen(tmp_path: Path, invoke: Invoke) -> None:
     assert "No errors found; 1 warning: servers may read wrong data" in text
 
 
+@pytest.mark.slow
 def test_parts_of_other_sizes_are_no_mix(tmp_path: Path, invoke: Invoke) -> None:
     """Proves that states and stages of a pool, each with keys and a size of its own, raise none."""
     store = tmp_path / "store"
@@ -241,6 +245,7 @@ def test_a_few_writes_have_an_axis_of_an_hour_and_a_late_one_is_drawn(tmp_path: 
     assert (writes.later, int(writes.series[0][1][-1])) == (0, 1)
 
 
+@pytest.mark.slow
 def test_the_verdict_has_the_share_of_the_requests_and_a_full_store(
     tmp_path: Path, invoke: Invoke
 ) -> None:
@@ -331,6 +336,7 @@ def test_the_prefix_tree_agrees_with_hits(tmp_path: Path, invoke: Invoke) -> Non
     assert (most.at, most.row, most.pages_lost) == (6, 0.5, 6)
 
 
+@pytest.mark.slow
 def test_objects_of_a_span_of_layers_are_told_apart(tmp_path: Path, invoke: Invoke) -> None:
     store = tmp_path / "store"
     stems = [f"_ukv1-0123456789abcdef_L{span}" for span in ("0-16", "16-32")]
@@ -346,6 +352,7 @@ def test_objects_of_a_span_of_layers_are_told_apart(tmp_path: Path, invoke: Invo
     assert all(text.count(f"kv layers {span} 64 ") == 1 for span in ("0-16", "16-32"))
 
 
+@pytest.mark.slow
 def test_pages_that_follow_two_pages_make_no_tree(tmp_path: Path, invoke: Invoke) -> None:
     store = tmp_path / "store"
     put_pages(store, range(6), "_m_0_1")
@@ -356,6 +363,7 @@ def test_pages_that_follow_two_pages_make_no_tree(tmp_path: Path, invoke: Invoke
     assert f"The requests make no prefix tree: {listed}: page" in text_of(made)
 
 
+@pytest.mark.slow
 def test_a_trace_needs_a_profile_and_makes_a_tree(
     invoke: Invoke, dsa: Path, dsa_profile: Path, tmp_path: Path
 ) -> None:
@@ -377,6 +385,7 @@ def test_a_trace_needs_a_profile_and_makes_a_tree(
     assert "Give exactly one of --prompts, --token-ids, --pages and --trace" in several
 
 
+@pytest.mark.slow
 def test_filters_choose_pages_and_without_a_profile_the_deployment_of_requests(
     invoke: Invoke, dsa: Path, dsa_profile: Path, tmp_path: Path
 ) -> None:
@@ -392,6 +401,7 @@ def test_filters_choose_pages_and_without_a_profile_the_deployment_of_requests(
     assert "Servers of other can restore 75 % of the requested pages." in text_of(made)
 
 
+@pytest.mark.slow
 def test_commands_leave_out_flags_that_are_about_the_requests(
     invoke: Invoke, tmp_path: Path
 ) -> None:
@@ -406,6 +416,7 @@ def test_commands_leave_out_flags_that_are_about_the_requests(
     assert repair in text_of(made)
 
 
+@pytest.mark.slow
 def test_marks_are_shown_with_their_text_and_time(invoke: Invoke, tmp_path: Path) -> None:
     store = tmp_path / "store"
     put_pages(store, range(6), "_m_0_1")
@@ -433,6 +444,7 @@ def test_an_empty_store_has_a_true_page(invoke: Invoke, tmp_path: Path) -> None:
     assert "The store has no pages." in text
 
 
+@pytest.mark.slow
 def test_foreign_files_are_no_pages(invoke: Invoke, tmp_path: Path) -> None:
     store = tmp_path / "store"
     put(store, "notes.txt")
@@ -445,6 +457,7 @@ def test_foreign_files_are_no_pages(invoke: Invoke, tmp_path: Path) -> None:
     assert "has no HiCacheFile objects" in text
 
 
+@pytest.mark.slow
 def test_keys_of_any_bytes_are_shown_escaped(invoke: Invoke, tmp_path: Path) -> None:
     keys = [b"nul\0<b>\xff", f"{page(1)}_m\0<script>_0_1.bin".encode()]
     url = f"pack://{tmp_path}/store.hcpack"
@@ -520,6 +533,7 @@ def test_only_a_page_is_replaced(invoke: Invoke, dsa: Path, tmp_path: Path) -> N
     assert "lies in the store" in invoke("report", nixl, "-o", made, exit_code=2).stderr
 
 
+@pytest.mark.slow
 def test_the_page_is_as_private_as_the_store(invoke: Invoke, dsa: Path, tmp_path: Path) -> None:
     dsa.chmod(0o700)
     made = tmp_path / "page.html"
@@ -540,6 +554,7 @@ def test_a_missing_extra_is_one_line(
     )
 
 
+@pytest.mark.slow
 def test_charts_take_any_text() -> None:
     """A text that is no XML would end the process in vl-convert."""
     codes = [*range(0x30), *range(0x7E, 0xA2), *range(0x200A, 0x2010), *range(0x2027, 0x2030),

@@ -313,6 +313,7 @@ def test_options_that_make_no_sense_are_refused(
 # --- against a reference that checks page by page ---
 
 
+@pytest.mark.slow
 def test_random_stores_agree_with_a_twin_that_asks_page_by_page(tmp_path: Path) -> None:
     chance = random.Random(7)
     profile = parse_profile(MIXED)
@@ -472,6 +473,7 @@ def half(tmp_path: Path, dsa: tuple[Path, Path]) -> tuple[object, ...]:
     return store, "--token-ids", asked, "--profile", profile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("threshold", "served", "reasons"),
     [

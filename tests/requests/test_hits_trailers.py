@@ -60,6 +60,7 @@ def restored(store: Path, profile: Profile, **options: Any) -> int:
     return 0
 
 
+@pytest.mark.slow
 @models
 @pytest.mark.parametrize("foreign", [[2], [0], [4], [1, 3]], ids=str)
 def test_objects_of_other_weights_stop_a_chain(
@@ -152,6 +153,7 @@ def test_another_models_trailers_say_nothing_of_plain_files(invoke: Invoke, tmp_
     assert hits(invoke, store, INDEXED)[0]["usable_pages"] == 5
 
 
+@pytest.mark.slow
 @models
 def test_what_a_server_cleared_does_not_count(
     invoke: Invoke, tmp_path: Path, profile: Profile
@@ -172,6 +174,7 @@ def test_what_a_server_cleared_does_not_count(
     assert row["usable_pages"] == 3 == restored(store, profile)
 
 
+@pytest.mark.slow
 def test_weights_that_markers_leave_open_are_asked_for(invoke: Invoke, tmp_path: Path) -> None:
     store, unnamed = tmp_path / "store", replace(HYBRID, weights="")
     served_store(store, HYBRID, range(3))

@@ -215,6 +215,7 @@ def test_a_gate_without_a_page_size_counts_pages(
     assert "is not a share; write 0.9 or 90%" in invoke(*gate, 2, exit_code=2).stderr
 
 
+@pytest.mark.slow
 def test_a_failed_gate_of_prewarm_names_the_deployment_and_both_numbers(
     invoke: Invoke, store: Path, profile: Path, tmp_path: Path
 ) -> None:

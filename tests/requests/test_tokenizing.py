@@ -44,6 +44,7 @@ def test_special_tokens_are_the_tokenizers_own_or_by_flag(tmp_path: Path) -> Non
     assert ids("qwen", add_bos_token=True) == plain
 
 
+@pytest.mark.slow
 def test_texts_and_chats_keep_their_order(tmp_path: Path) -> None:
     tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "deepseek"))
     chat = Chat([USER], {})

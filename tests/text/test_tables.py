@@ -66,6 +66,7 @@ def test_colours_do_not_count() -> None:
     assert coloured != plain
 
 
+@pytest.mark.slow
 @examples(40)
 @given(
     st.lists(st.sampled_from(NAMES), min_size=1, unique=True),

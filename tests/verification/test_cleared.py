@@ -76,6 +76,7 @@ def listed(invoke: Invoke, store: Path, *options: object) -> dict[str, Any]:
     return {row["page"]: row for row in rows}
 
 
+@pytest.mark.slow
 def test_ls_lists_what_servers_find(invoke: Invoke, store: Path, profile: Path) -> None:
     """As the plug-in itself answers, and with a remark on what is left."""
     rows = listed(invoke, store, "--profile", profile)
@@ -105,6 +106,7 @@ def test_a_store_of_cleared_objects_only_is_said_to_be_one(
     assert f"Objects {CLEARED} stop 1 chain" in hits.stderr
 
 
+@pytest.mark.slow
 def test_verify_reports_them_once_and_judges_the_rest(
     invoke: Invoke, store: Path, profile: Path
 ) -> None:
@@ -130,6 +132,7 @@ def test_a_clear_that_servers_are_still_sweeping_is_no_finding(
     assert invoke("verify", store, *options).document["findings"] == []
 
 
+@pytest.mark.slow
 def test_show_names_what_is_left_of_a_page(invoke: Invoke, store: Path, profile: Path) -> None:
     options = ("--profile", profile, *AT_ONCE, "--format", "json")
     shown = invoke("show", store, PAGES[3], *options).document
@@ -140,6 +143,7 @@ def test_show_names_what_is_left_of_a_page(invoke: Invoke, store: Path, profile:
     assert "missing-pool" in codes
 
 
+@pytest.mark.slow
 def test_rm_of_temporaries_removes_them_and_nothing_else(
     invoke: Invoke, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +161,7 @@ def test_rm_of_temporaries_waits_for_the_sweeping_servers(invoke: Invoke, store:
     assert invoke.document("rm", store, "--temporaries", "--yes")["objects"] == 0
 
 
+@pytest.mark.slow
 def test_repair_removes_a_page_beside_whose_kv_only_a_cleared_sidecar_lies(
     invoke: Invoke, store: Path, profile: Path
 ) -> None:
@@ -167,6 +172,7 @@ def test_repair_removes_a_page_beside_whose_kv_only_a_cleared_sidecar_lies(
     assert PAGES[3] not in listed(invoke, store, "--profile", profile)
 
 
+@pytest.mark.slow
 def test_restore_puts_back_no_page_from_before_a_clear(
     invoke: Invoke, tmp_path: Path, profile: Path
 ) -> None:
@@ -284,6 +290,7 @@ def test_what_was_written_again_is_not_removed_as_cleared(tmp_path: Path) -> Non
     assert [path.name for path in directory.glob("*.bin")] == [f"{PAGES[1]}{KV}"]
 
 
+@pytest.mark.slow
 def test_a_catalog_forgets_cleared_objects(invoke: Invoke, profile: Path, tmp_path: Path) -> None:
     """Entries of objects that are misses for ever are left out, in one process and in parts."""
     store = tmp_path / "served"

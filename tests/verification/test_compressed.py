@@ -150,6 +150,7 @@ def test_each_form_of_rows_is_judged_by_its_own_places(row: str) -> None:
         assert (issue.code, "layer 1, row 15, number 0" in issue.detail) == ("bad-scale", True)
 
 
+@pytest.mark.slow
 def test_stages_are_joined_and_divided(invoke: Invoke, tmp_path: Path) -> None:
     """`migrate --to-pp` moves the layers of every pool, compressed rows and states too."""
     source, target, back = (tmp_path / name for name in ("source", "target", "back"))

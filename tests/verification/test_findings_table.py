@@ -95,6 +95,7 @@ def test_two_deployments_of_a_page_stand_apart(invoke: Invoke, tmp_path: Path) -
         assert f"missing-rank  {deployment}" in table
 
 
+@pytest.mark.slow
 def test_the_commands_mend_what_they_stand_under(invoke: Invoke, store: Path) -> None:
     table = invoke("verify", store, *profile(store), "--grace", "1s", exit_code=4).stdout
     said = commands(table)
@@ -110,6 +111,7 @@ def test_the_commands_mend_what_they_stand_under(invoke: Invoke, store: Path) ->
     assert "To mend" not in clean
 
 
+@pytest.mark.slow
 def test_a_warning_of_a_code_of_errors_has_a_command_that_mends_it(
     invoke: Invoke, tmp_path: Path
 ) -> None:
@@ -144,6 +146,7 @@ def test_a_warning_is_mended_by_its_code_and_without_a_profile_one_is_asked_for(
     )
 
 
+@pytest.mark.slow
 def test_limit_bounds_the_groups_and_all_findings_has_each_in_a_line(
     invoke: Invoke, store: Path
 ) -> None:
@@ -162,6 +165,7 @@ def test_rows_for_programs_have_the_members_of_the_contract(invoke: Invoke, stor
         assert [*row] == ["code", "severity", "page", "pool", "part", "key", "detail"]
 
 
+@pytest.mark.slow
 def test_merge_prints_the_same_groups_and_commands(invoke: Invoke, store: Path) -> None:
     run = store.parent / "run"
     for part in range(2):

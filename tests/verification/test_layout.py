@@ -70,6 +70,7 @@ def found(invoke: Invoke, directory: Path, exit_code: int = 0) -> list[dict[str,
     return findings
 
 
+@pytest.mark.slow
 @MODELS
 @pytest.mark.parametrize(
     ("said", "stored"), [("page_first", "layer_first"), ("layer_first", "page_first")]

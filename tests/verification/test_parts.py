@@ -110,6 +110,7 @@ DIVIDED = some(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "profile", "count"),
     [slow(*case) if case[-1] == MANY else case for case in DIVIDED],
@@ -126,6 +127,7 @@ def test_parts_say_what_the_whole_store_says(
     assert compared(store, request, count) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

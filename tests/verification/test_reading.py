@@ -92,6 +92,7 @@ def damage(directory: Path) -> None:
         stream.write(bytes(os.path.getsize(directory / indexer(61))))  # noqa: PTH202
 
 
+@pytest.mark.slow
 def test_processes_find_what_threads_find(tmp_path: Path, forks: Forks) -> None:
     store = FileStore(dsa_store(tmp_path, PAGES))
     inventory = take_inventory(store, DSA)
@@ -116,6 +117,7 @@ def test_processes_find_what_threads_find(tmp_path: Path, forks: Forks) -> None:
     assert sum(told) == sum(inventory.objects.column("nbytes").to_pylist())
 
 
+@pytest.mark.slow
 def test_every_object_gets_its_own_digest(tmp_path: Path, forks: Forks) -> None:
     with FileStore(dsa_store(tmp_path, PAGES)) as store:
         inventory, result = read(store)
@@ -126,6 +128,7 @@ def test_every_object_gets_its_own_digest(tmp_path: Path, forks: Forks) -> None:
         assert result.digests[row].tobytes() == blake3(content).digest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_a_deadline_that_has_passed_reads_nothing(tmp_path: Path, forks: Forks, jobs: int) -> None:
     with FileStore(dsa_store(tmp_path, PAGES)) as store:
@@ -135,6 +138,7 @@ def test_a_deadline_that_has_passed_reads_nothing(tmp_path: Path, forks: Forks, 
     assert result.counts.bytes_read == 0
 
 
+@pytest.mark.slow
 def test_a_deadline_ends_every_process(
     tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +157,7 @@ def test_a_deadline_ends_every_process(
     assert 0 < result.digested.sum() < OBJECTS * 4 // 5
 
 
+@pytest.mark.slow
 def test_a_store_that_is_lost_in_a_process_is_the_callers_error(
     tmp_path: Path, forks: Forks
 ) -> None:
@@ -165,6 +170,7 @@ def test_a_store_that_is_lost_in_a_process_is_the_callers_error(
     assert forks.count == 3
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_is_the_callers_error(tmp_path: Path, forks: Forks) -> None:
     class Fatal(FileStore):
         def read_into(self, *_: Any, **_options: Any) -> Any:
@@ -177,6 +183,7 @@ def test_a_process_that_is_killed_is_the_callers_error(tmp_path: Path, forks: Fo
         read(store)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_processes(tmp_path: Path, forks: Forks) -> None:
     def interrupt(_nbytes: int) -> None:
         raise KeyboardInterrupt
@@ -203,6 +210,7 @@ def test_without_processes_to_be_had_threads_read(
     assert result.digested.sum() == OBJECTS * 4 // 5
 
 
+@pytest.mark.slow
 def test_threads_read_what_processes_have_no_part_in(tmp_path: Path, forks: Forks) -> None:
     class Unforkable(FileStore):
         limits = Limits(batch_objects=256, batch_bytes=1 << 20, parallel_reads=2, parallel_writes=1)

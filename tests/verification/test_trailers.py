@@ -67,6 +67,7 @@ def flip(path: Path, at: int) -> None:
     os.utime(path, (OLD, OLD))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", [HYBRID, INDEXED], ids=["hybrid", "indexed"])
 def test_a_store_of_the_plug_in_is_clean_and_all_of_it_was_compared(
     invoke: Invoke, tmp_path: Path, profile: Profile
@@ -84,6 +85,7 @@ def test_a_store_of_the_plug_in_is_clean_and_all_of_it_was_compared(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 700, -1, -TRAILER_BYTES, -60], ids=str)
 def test_a_flipped_bit_is_a_digest_mismatch_without_a_catalog(
     invoke: Invoke, served: Path, at: int
@@ -99,6 +101,7 @@ def test_a_flipped_bit_is_a_digest_mismatch_without_a_catalog(
     assert brief(plain) == found
 
 
+@pytest.mark.slow
 def test_repair_removes_a_damaged_page_and_restore_puts_its_trailer_back(
     invoke: Invoke, served: Path, tmp_path: Path
 ) -> None:
@@ -117,6 +120,7 @@ def test_repair_removes_a_damaged_page_and_restore_puts_its_trailer_back(
     }
 
 
+@pytest.mark.slow
 def test_objects_of_another_rank_are_foreign(invoke: Invoke, served: Path) -> None:
     """Digest, page, pool and identity are right; with and without a profile."""
     swapped = sorted(("identity-mismatch", "error", key) for key in swap_ranks(served, page(1)))
@@ -129,6 +133,7 @@ def test_objects_of_another_rank_are_foreign(invoke: Invoke, served: Path) -> No
     assert [row for row in brief(plain) if row[0] == "identity-mismatch"] == swapped
 
 
+@pytest.mark.slow
 def test_trailers_that_name_no_rank_are_counted(
     invoke: Invoke, served: Path, tmp_path: Path
 ) -> None:
@@ -144,6 +149,7 @@ def test_trailers_that_name_no_rank_are_counted(
     assert (few["unranked"], few["skipped_checks"]) == (0, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", [HYBRID, INDEXED], ids=["hybrid", "indexed"])
 def test_objects_of_other_weights_are_named_in_words(
     invoke: Invoke, tmp_path: Path, profile: Profile
@@ -187,6 +193,7 @@ def test_an_identity_that_no_marker_describes(invoke: Invoke, served: Path) -> N
     assert all("no marker describes it" in f["detail"] for f in document["findings"])
 
 
+@pytest.mark.slow
 def test_weights_come_from_markers_if_these_agree_on_one(invoke: Invoke, served: Path) -> None:
     """A profile without weights is enough; with two sets of weights, verify asks for --weights."""
     found = verify(invoke, served, UNNAMED)
@@ -225,6 +232,7 @@ def test_objects_without_a_trailer_are_no_findings_but_counted(
     assert bare.exists()
 
 
+@pytest.mark.slow
 def test_trailers_without_digests_are_not_called_checked(invoke: Invoke, tmp_path: Path) -> None:
     """Identities are still compared."""
     store = tmp_path / "store"
@@ -236,6 +244,7 @@ def test_trailers_without_digests_are_not_called_checked(invoke: Invoke, tmp_pat
     assert set(other.document["counts"]) == {"identity-mismatch"}
 
 
+@pytest.mark.slow
 def test_a_catalog_holds_payload_digests_and_meets_trailers(
     invoke: Invoke, served: Path, tmp_path: Path
 ) -> None:
@@ -261,6 +270,7 @@ def test_other_files_beside_trailed_objects_are_not_read(invoke: Invoke, served:
     assert "undigested-objects" in document["skipped_checks"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("digest", ["xxh3", "blake3", "off"])
 def test_show_has_identity_and_digest_of_each_object(
     invoke: Invoke, tmp_path: Path, digest: str

@@ -79,6 +79,7 @@ def test_a_healthy_store_is_read_whole_and_clean(invoke: Invoke, store: Path) ->
     assert document["sampled"] == PAGES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limits", "left"),
     [
@@ -117,6 +118,7 @@ def test_a_time_limit_leaves_a_count_of_what_was_not_read(invoke: Invoke, store:
     assert "unread-objects" in document["skipped_checks"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("written", "claimed"), [("bfloat16", "float16"), ("float8_e4m3fn", "float8_e5m2")]
 )
@@ -161,6 +163,7 @@ def test_ranks_that_share_heads_must_agree(invoke: Invoke, store: Path) -> None:
     assert found == [("replica-mismatch", "warning", other.name)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_all_share_one_head_are_compared_within_each_page(
     invoke: Invoke, tmp_path: Path, ranks: int
@@ -249,6 +252,7 @@ def test_evicted_while_reading_is_gone(store: Path) -> None:
     assert report.document["gone"] == 4
 
 
+@pytest.mark.slow
 def test_repair_takes_the_whole_group_and_restore_gives_it_back(
     invoke: Invoke, store: Path
 ) -> None:
@@ -280,6 +284,7 @@ def test_repair_is_refused_where_it_could_take_too_much(invoke: Invoke, store: P
     assert "--repair" in invoke("verify", store, "--yes", exit_code=2).stderr
 
 
+@pytest.mark.slow
 def test_warnings_are_repaired_only_when_asked_by_code(invoke: Invoke, store: Path) -> None:
     (store / f"{page(4)}_m_3_4.bin").unlink()
     repair = ["--repair", "delete", "--yes"]

@@ -478,6 +478,7 @@ def test_findings_come_in_one_order(invoke: Invoke, hybrid: Path) -> None:
     assert len(keys) == 6
 
 
+@pytest.mark.slow
 def test_many_ranks_are_judged_in_time(invoke: Invoke, tmp_path: Path) -> None:
     put_pages(tmp_path, range(3), *(f"_m_{rank}_512" for rank in range(512)), nbytes=1)
     (tmp_path / f"{page(0)}_m_77_512.bin").unlink()
