@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from hicachectl.move.removal_plan import RepairPlan
     from hicachectl.move.results import GroupReport
     from hicachectl.move.withdrawal import Mode
-    from hicachectl.pages.groups import PageGroups
     from hicachectl.verification.verify import PartCheck
 
     Say = Callable[[str], None]
@@ -47,15 +46,6 @@ class RepairOptions:
     writers_stopped: bool = False
     despite_profile: bool = False
     dry_run: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Repaired:
-    """Counts of a repair: removed groups, and objects put into the quarantine."""
-
-    groups: int = 0
-    quarantined: int = 0
-    failed: bool = False
 
 
 def plan_of(checked: PartCheck, found: pa.Table, options: RepairOptions) -> RepairPlan:
@@ -107,7 +97,7 @@ def left_remarks(plan: RepairPlan, *, stamps: bool) -> Iterator[str]:
 
 def repair(
     store: Store,
-    groups: PageGroups,
+    checked: PartCheck,
     plan: RepairPlan,
     options: RepairOptions,
     *,
@@ -116,17 +106,17 @@ def repair(
     say: Say,
     say_left: Say | None = None,
     on_progress: Callable[[int], None] = lambda groups: None,
-) -> Repaired:
-    """Remove the groups of a plan, and correct the tables of 3FS.
+) -> None:
+    """Remove the groups of a plan, and correct the tables of 3FS; count in the facts of the check.
 
-    groups: the groups that the check has judged; it requested repairs.
+    checked: the check, which requested repairs.
     first: also repair what belongs to no group; False in all other parts of a run.
     say: takes remarks. say_left: takes remarks on groups that were not removed; by default, say
     does. on_progress: takes the number of new groups.
     Raises StoreUnavailable, UsageError.
     """
     say_left = say_left or say
-    done = Repaired()
+    groups, facts = checked.groups, checked.result.facts
     if len(plan.groups):
         if write_repaired_snapshot(
             store,
@@ -136,7 +126,7 @@ def repair(
             dry_run=options.dry_run,
             say=say,
         ):
-            return done
+            return
         repair_tables(store, suspicious_keys(plan.reasons), dry_run=options.dry_run, say=say)
         outcome = remove_groups(
             store,
@@ -154,13 +144,11 @@ def repair(
         say(_removed_text(outcome, options))
         for text in _left_texts(outcome):
             say_left(text)
-        failed = bool(outcome.failures or outcome.remaining)
-        done = Repaired(failed=failed)
+        facts.unrepaired = bool(outcome.failures or outcome.remaining)
         if not options.dry_run:
-            done = Repaired(groups=outcome.groups, quarantined=outcome.moved, failed=failed)
+            facts.repaired, facts.quarantined = outcome.groups, outcome.moved
     if first and options.writers_stopped:
         release_leaked(store, dry_run=options.dry_run, say=say)
-    return done
 
 
 def _removed_text(outcome: GroupReport, options: RepairOptions) -> str:

@@ -363,17 +363,15 @@ class VerifyJob(Job):
             facts.refused = (msgspec.structs.replace(plan.refused, part=given.part),)
             said.append(_refused(plan.refused))
         else:
-            done = repair(
+            repair(
                 store,
-                checked.groups,
+                checked,
                 plan,
                 options,
                 first=given.part == 0,
                 buffer_bytes=request.buffer_bytes,
                 say=said.append,
             )
-            facts.repaired, facts.quarantined = done.groups, done.quarantined
-            facts.unrepaired = done.failed
             facts.seconds += time.monotonic() - began
         facts.remarks += tuple(f"Part {given.part}: {text}" for text in said)
 

@@ -489,11 +489,11 @@ def _repair(
     from hicachectl.pages.census import SEVERAL
     from hicachectl.text.units import counted, human_size
 
-    facts, chosen = checked.result.facts, _options_of_repair(options)
+    chosen = _options_of_repair(options)
     plan = plan_of(checked, checked.findings, chosen)
     remark(ctx, *left_remarks(plan, stamps=options["stamp"]), failure=True)
     if plan.refused is not None:
-        facts.refused = (plan.refused,)
+        checked.result.facts.refused = (plan.refused,)
         return
     newest = newest_taken(checked.groups, plan)
     if newest >= SEVERAL:
@@ -509,9 +509,9 @@ def _repair(
     if len(plan.groups) and not agreed(ctx, question, "repaired"):
         return
     with progress(ctx, "repairing", " pages") as advance:
-        done = repair(
+        repair(
             store,
-            checked.groups,
+            checked,
             plan,
             chosen,
             buffer_bytes=options["buffer_bytes"],
@@ -519,8 +519,6 @@ def _repair(
             say_left=partial(remark, ctx, failure=True),
             on_progress=advance,
         )
-    facts.repaired, facts.quarantined = done.groups, done.quarantined
-    facts.unrepaired = done.failed
 
 
 def _options_of_repair(options: dict[str, Any]) -> RepairOptions:
