@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -257,72 +255,74 @@ def test_a_closed_store_is_a_mistake_of_ours(store: FileStore) -> None:
         store.delete(rows_of([b"a.bin"]))
 
 
-def _as_nobody(code: str) -> str:
-    """Run code as a user other than root, in a directory of root that all may enter."""
+def _as_nobody(run: Callable[[], Iterator[object]]) -> list[str]:
+    """Return what a function yields in a forked process, in a directory that all may enter.
+
+    Its user is root up to the first value, and then another one.
+    """
     if os.getuid() != 0:
         missing("root's rights", "run the tests as root")
     base = tempfile.mkdtemp(prefix="hicachectl-test-")
     Path(base).chmod(0o755)
-    script = f"""
-        import os, sys
-        from hicachectl.backends.arena import Arena
-        from hicachectl.backends.testing import *
-        from hicachectl.backends.file.store import FileStore
-        from hicachectl.formats.errors import StoreUnavailable
-        os.chdir({base!r})
-        def drop():
-            os.setgroups([]); os.setgid(65534); os.setuid(65534)
-    """
-    text = textwrap.dedent(script) + textwrap.dedent(code)
+    said = Path(base) / "said"
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", text], capture_output=True, text=True, check=False
-        )
+        if not (child := os.fork()):
+            with said.open("w") as file, contextlib.suppress(BaseException):
+                os.chdir(base)
+                for number, value in enumerate(run()):
+                    if not number:
+                        os.setgroups([])
+                        os.setgid(65534)
+                        os.setuid(65534)
+                    print(value, file=file, flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+        return said.read_text().splitlines()[1:]
     finally:
         shutil.rmtree(base)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
-@pytest.mark.slow
 def test_a_directory_without_permission_is_unavailable() -> None:
-    said = _as_nobody("""
-        modes = (0o311, 0o744)
-        for mode in modes: os.mkdir(str(mode)); os.chmod(str(mode), mode)
-        drop()
-        for mode in modes:
-            try:
+    def run() -> Iterator[object]:
+        for mode in (0o311, 0o744):
+            Path(str(mode)).mkdir()
+            Path(str(mode)).chmod(mode)
+        yield "made"
+        for mode in (0o311, 0o744):
+            with pytest.raises(StoreUnavailable) as refused:
                 FileStore(str(mode))
-            except StoreUnavailable as error:
-                print(error)
-    """)
-    for mode, line in zip((0o311, 0o744), said.splitlines(), strict=True):
+            yield refused.value
+
+    for mode, line in zip((0o311, 0o744), _as_nobody(run), strict=True):
         assert f"/{mode}: cannot use the store: Permission denied; run as" in line
 
 
-@pytest.mark.slow
 def test_files_of_others_are_read_where_allowed() -> None:
-    said = _as_nobody("""
-        os.mkdir("store")
+    def run() -> Iterator[object]:
+        Path("store").mkdir()
         for name, mode in (("open.bin", 0o644), ("shut.bin", 0o600)):
-            with open("store/" + name, "w") as f: f.write("abc")
-            os.chmod("store/" + name, mode)
-        os.chmod("store", 0o755); drop()
+            path = Path("store", name)
+            path.write_text("abc")
+            path.chmod(mode)
+        Path("store").chmod(0o755)
+        yield "made"
         store = FileStore("store")
         store.attach(Arena(8192))
         result, found = read(store, rows_of([b"open.bin", b"shut.bin"]), [3, 3])
-        print(result.statuses.tolist(), found[0], result.errors, listing(store)[b"shut.bin"])
-        print(store.delete(rows_of([b"open.bin"])).errors)
-        try:
+        yield f"{result.statuses.tolist()} {found[0]!r} {listing(store)[b'shut.bin']}"
+        yield result.errors
+        yield store.delete(rows_of([b"open.bin"])).errors
+        with pytest.raises(StoreUnavailable) as refused:
             write(store, {b"new.bin": b"abc"}, if_absent=True)
-        except StoreUnavailable as error:
-            print(error)
-    """)
-    denied = {1: "Permission denied"}, {0: "Permission denied"}
-    assert said.startswith(f"[0, 5] b'abc' {denied[0]} 3\n{denied[1]}\n")
-    assert said.endswith(
+        yield refused.value
+
+    statuses, read_errors, delete_errors, refused = _as_nobody(run)
+    assert statuses == "[0, 5] b'abc' 3"
+    assert read_errors == "{1: 'Permission denied'}"
+    assert delete_errors == "{0: 'Permission denied'}"
+    assert refused.endswith(
         "/store: cannot write to the store: Permission denied; "
-        "run as the server's user, and check that the file system is writable\n"
+        "run as the server's user, and check that the file system is writable"
     )
 
 

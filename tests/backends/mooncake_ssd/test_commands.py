@@ -63,7 +63,6 @@ def truncated(directory: Path) -> None:
     os.truncate(directory / "2.bucket", 4000)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "name", "words"),
     [
@@ -88,6 +87,7 @@ def test_lost_objects_of_a_bucket_are_a_finding(
     assert A.decode() in {row["key"] for row in rows}
 
 
+@pytest.mark.slow
 def test_a_report_and_parts_name_lost_objects_as_one_process_does(
     tmp_path: Path, invoke: Invoke
 ) -> None:
