@@ -6,10 +6,12 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,11 +21,9 @@ from tests.conformance import tiny_llama
 from tests.conformance.cpu_server import CpuServer
 from tests.hf3fs_fixtures import REMEDY
 from tests.skips import missing
-from tests.waiting import alive
+from tests.waiting import alive, wait_until
 
 if TYPE_CHECKING:
-    from typing import IO
-
     from tests.conformance.store_cases import CASES, DEFAULT_LAYOUT, LEGACY, VARIANTS, store_name
 else:  # these modules also run where nothing of ours is installed: no package holds them
     sys.path.insert(0, str(Path(__file__).parent))
@@ -45,9 +45,7 @@ def sglang_store(
     It returns the store's directory and manifest. Options: layout, pages, seed. Stores are shared:
     a test that changes one copies it first.
     """
-    base = tmp_path_factory.getbasetemp()
-    # Under xdist, each worker has a separate folder inside the session's folder.
-    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sglang-stores"
+    shared = _shared_folder(tmp_path_factory) / "sglang-stores"
     shared.mkdir(exist_ok=True)
 
     def written(folder: Path, case: str, *options: str) -> Manifest:
@@ -81,28 +79,56 @@ def sglang_store(
 
 
 class SglangSession:
-    """A process that has imported SGLang and runs scripts of this folder (session.py)."""
+    """A connection to a process that has imported SGLang and runs scripts of this folder.
 
-    def __init__(self, python: Path, log: Path) -> None:
-        self._log = log
-        with log.open("wb") as stderr:
-            self._process = subprocess.Popen(
-                [python, HERE / "session.py"],
-                env={**_environment(), "PYTHONPATH": str(_nixl_packages(python))},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                bufsize=1,
-            )
+    All workers share the process (session.py), which the first of them starts.
+    """
+
+    def __init__(self, python: Path, folder: Path, *, stays: bool = False) -> None:
+        """Connect; start the process if there is none.
+
+        folder: the folder that names the process, for its log. stays: run scripts one after another
+        in one process, which keeps what they import.
+        """
+        self._log = folder / "session.log"
+        self._stays = {"stays": True} if stays else {}
+        address = blake2b(bytes(folder), digest_size=16).hexdigest()
+        with _locked(folder / "session.lock"):
+            if not self._connects(address):
+                with self._log.open("ab") as stderr:
+                    self._started = process = subprocess.Popen(
+                        [python, HERE / "session.py", address],
+                        env={**_environment(), "PYTHONPATH": str(_nixl_packages(python))},
+                        stdin=subprocess.DEVNULL,
+                        stdout=stderr,
+                        stderr=stderr,
+                        start_new_session=True,  # other workers may need it longer
+                    )
+                wait_until(
+                    lambda: self._connects(address) or process.poll() is not None,
+                    "SGLang is not imported",
+                    TIMEOUT_S,
+                )
+                assert process.poll() is None, self._log_text()[-4000:]
+
+    def _connects(self, address: str) -> bool:
+        connection = socket.socket(socket.AF_UNIX)
+        with suppress(OSError):  # the process is not there, or just ends
+            connection.connect(f"\0{address}")
+            self._lines = connection.makefile("rw")
+            if self._lines.readline():
+                self._connection = connection
+                return True
+        connection.close()
+        return False
 
     def run(self, script: str, *arguments: object) -> Any:
         """Run a script and return the JSON that it prints, if it prints."""
-        return self._output(script=script, arguments=list(map(str, arguments)))
+        return self._output(script=script, arguments=list(map(str, arguments)), **self._stays)
 
     def ask(self, script: str, question: Any = None) -> Any:
         """Return a script's answer to a question; both are JSON values."""
-        return self._output(script=script, question=question)
+        return self._output(script=script, question=question, **self._stays)
 
     def _output(self, script: str, **request: Any) -> Any:
         answer = self._asked(script=script, **request)
@@ -138,8 +164,8 @@ class SglangSession:
         return code
 
     def _asked(self, **request: Any) -> dict[str, Any]:
-        print(json.dumps(request), file=self._stream(self._process.stdin))
-        line = self._stream(self._process.stdout).readline()
+        print(json.dumps(request), file=self._lines, flush=True)
+        line = self._lines.readline()
         assert line, self._log_text()[-4000:]
         answer: dict[str, Any] = json.loads(line)
         return answer
@@ -148,19 +174,9 @@ class SglangSession:
         return self._log.read_text(errors="replace")
 
     def close(self) -> None:
-        """End the process."""
-        self._stream(self._process.stdin).close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._stream(self._process.stdout).close()
-
-    @staticmethod
-    def _stream(stream: IO[str] | None) -> IO[str]:
-        assert stream is not None
-        return stream
+        """End the connection."""
+        self._lines.close()
+        self._connection.close()
 
 
 class Started(NamedTuple):
@@ -188,10 +204,30 @@ class Started(NamedTuple):
 def sglang_session(
     sglang_python: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SglangSession]:
-    """Start one process with SGLang for all tests of a worker."""
-    session = SglangSession(sglang_python, tmp_path_factory.mktemp("sglang") / "session.log")
+    """Return the worker's connection to the process with SGLang."""
+    session = SglangSession(sglang_python, _shared_folder(tmp_path_factory))
     yield session
     session.close()
+
+
+@pytest.fixture(scope="session")
+def modelling_session(
+    sglang_python: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SglangSession]:
+    """Return a connection for scripts that import all models of SGLang, which takes seconds.
+
+    Tests that use it are in the xdist group "probe", so that one worker imports them.
+    """
+    session = SglangSession(sglang_python, _shared_folder(tmp_path_factory), stays=True)
+    yield session
+    session.close()
+
+
+def _shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the session's folder, which all workers share."""
+    base = tmp_path_factory.getbasetemp()
+    # Under xdist, each worker has a separate folder inside the session's folder.
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,8 @@ Runs inside the SGLang environment: `model_pools.py REQUEST`. The request is a J
 by name: config (a config.json; its hf_quant_config is a file beside it), code (a file of this
 folder with the config's class, put beside it), draft (the config.json of a draft with a checkpoint
 of its own), flags (fields of ServerArgs; page_size is 64 unless given),
-env (environment variables) and gpu ("hopper" unless given, or "blackwell").
+env (environment variables), gpu ("hopper" unless given, or "blackwell") and ranks (RANKS unless
+given).
 
 Prints a JSON object of answers. An answer lists the rows of one model, one for each of RANKS and
 pipeline stage, for the first rank of the TP group: tp, pp, stage, page_size,
@@ -135,7 +136,7 @@ def _rows(model: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if "draft" in model:
             _write_config(Path(folder) / "draft", model["draft"])
             flags["speculative_draft_model_path"] = f"{folder}/draft"
-        for tp, pp in RANKS:
+        for tp, pp in model.get("ranks", RANKS):
             staged = pp == 1 or probe.takes_stages(model["config"]["architectures"][0])
             for stage in range(pp if staged else 1):
                 rank = probe.Rank(tp, pp, stage)

@@ -1,15 +1,18 @@
-"""Run scripts of this folder in one process, because importing SGLang takes seconds.
+"""Run scripts of this folder in forks of one process, because importing SGLang takes seconds.
 
-Runs inside the SGLang environment. Each line of stdin is {"script": name without .py, "question"},
-which goes to the script's function `answer`, or {"script", "arguments"} for its `main`. Each answer
-is a line on stdout, {"code", "output", "error"}: the exit code, the answer as JSON or what `main`
-printed, and the traceback of its exception. Every script runs in a separate fork, which also ends
-its Mooncake clients: to close one takes a second. A fork of a process with native threads may crash
-before the script begins; only then is the script started once more.
+Runs inside the SGLang environment: `session.py ADDRESS`, the name of an abstract Unix socket. Each
+connection has a fork of its own, which says "ready". The process ends when all connections have.
+
+Each line of a connection is {"script": name without .py, "question"}, which goes to the script's
+function `answer`, or {"script", "arguments"} for its `main`. Each answer is a line, {"code",
+"output", "error"}: the exit code, the answer as JSON or what `main` printed, and the traceback of
+its exception. Every script runs in a separate fork, which also ends its Mooncake clients: to close
+one takes a second. A fork of a process with native threads may crash before the script begins; only
+then is the script started once more. With "stays", the script runs in the connection's own process,
+where the next such script finds what it has imported.
 
 With "output", a file, the answer comes as soon as the script has begun: {"pid"}. It goes on beside
-the scripts that follow, and ends with this process. {"wait": pid} is answered by its exit code.
-Ends with stdin.
+the scripts that follow, and ends with the connection. {"wait": pid} is answered by its exit code.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import json
 import mmap
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -62,9 +66,11 @@ _IMPORTED_ONCE = (
 )
 
 
+_UNUSED_S = 60.0  # the process that started this one may have been killed
+
+
 def main() -> None:
-    """Answer until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    """Accept connections until none is left."""
     os.dup2(2, 1)  # output of libraries goes to stderr
     sys.path.append(str(Path(__file__).parents[2]))  # SGLang imports the plug-in from there
     for name in _IMPORTED_ONCE:
@@ -74,11 +80,39 @@ def main() -> None:
     prompt_nodes.hash_pages([0], page_size=1)  # loads SGLang's extension of page hashes
     gc.collect()
     gc.freeze()  # forks leave these objects alone: a look at each would copy its page
-    for line in sys.stdin:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0{sys.argv[1]}")
+    listener.listen()
+    listener.settimeout(0.5)
+    forks: set[int] = set()
+    until = time.monotonic() + _UNUSED_S
+    while forks or time.monotonic() < until:
+        with contextlib.suppress(TimeoutError):
+            connection, _ = listener.accept()
+            until = 0.0
+            if child := os.fork():
+                forks.add(child)
+                connection.close()
+            else:
+                listener.close()
+                _serve(connection)
+                os._exit(0)
+        forks = {fork for fork in forks if not os.waitpid(fork, os.WNOHANG)[0]}
+
+
+def _serve(connection: socket.socket) -> None:
+    """Answer a connection's lines until it ends."""
+    connection.settimeout(None)
+    answers = os.fdopen(os.dup(connection.fileno()), "w", buffering=1)
+    print("ready", file=answers)
+    for line in connection.makefile():
         request = json.loads(line)
         if "wait" in request:
             _, status = os.waitpid(request["wait"], 0)
             print(json.dumps({"code": os.waitstatus_to_exitcode(status)}), file=answers)
+            continue
+        if request.pop("stays", False):
+            print(json.dumps(_run(bytearray(1), **request)), file=answers)
             continue
         if "output" in request:
             pid = _started(**request) or _started(**request)
@@ -123,7 +157,10 @@ def _started(script: str, question: Any, output: str) -> int | None:
 
 
 def _run(
-    begun: mmap.mmap, script: str, arguments: list[str] | None = None, question: Any = None
+    begun: mmap.mmap | bytearray,
+    script: str,
+    arguments: list[str] | None = None,
+    question: Any = None,
 ) -> dict[str, Any]:
     module = importlib.import_module(script)
     sys.argv = [script, *(arguments or [])]

@@ -139,15 +139,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def parsed(sglang_session: SglangSession, folder: Path) -> dict[str, Any]:
+def parsed(modelling_session: SglangSession, folder: Path) -> dict[str, Any]:
     """Ask SGLang's parser for all lines, in one process."""
     request = {name: _words(line, folder) for name, line in _PARSED.items()}
-    found: dict[str, Any] = sglang_session.ask("parse_launch", request)
+    found: dict[str, Any] = modelling_session.ask("parse_launch", request)
     return found
 
 
 @pytest.fixture(scope="module")
-def answers(sglang_session: SglangSession, folder: Path) -> dict[str, Any]:
+def answers(modelling_session: SglangSession, folder: Path) -> dict[str, Any]:
     """Ask SGLang's pools for all models, by the printed script, in one process."""
     command = [sys.executable, "-m", "hicachectl", "profile", "--print-probe"]
     subprocess.run([*command, "-o", folder / "probe.py"], check=True)
@@ -160,7 +160,7 @@ def answers(sglang_session: SglangSession, folder: Path) -> dict[str, Any]:
         for name, case in (_RESOLVED | _REFUSED).items()
     }
     question = {"probe": str(folder / "probe.py"), "models": request}
-    found: dict[str, Any] = sglang_session.ask("run_probe", question)
+    found: dict[str, Any] = modelling_session.ask("run_probe", question)
     return found
 
 

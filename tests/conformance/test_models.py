@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from tests.conformance.conftest import SglangSession
 
-pytestmark = pytest.mark.conformance
+pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("probe")]
 
 # Each kind of pool, form of draft and form of quantisation; record_models.py asks about all.
 _KINDS = (
@@ -50,11 +50,19 @@ _FORMS = (
 )
 
 
-def test_records_are_sglangs(sglang_session: SglangSession, tmp_path: Path) -> None:
-    """Rows of all ranks and stages are those recorded."""
+# TP and PP sizes. The others divide heads and layers in the same way.
+_RANKS = some(((1, 1), (2, 1), (4, 1), (1, 2)), (2, 1), (1, 2))
+
+
+def test_records_are_sglangs(modelling_session: SglangSession, tmp_path: Path) -> None:
+    """Rows of all stages, and of ranks of several sizes, are those recorded."""
     request, known = tmp_path / "request.json", {**MODELS, **DRAFTS, **QUANTISED}
-    request.write_text(
-        json.dumps({name: known[name] for name in some((*_KINDS, *_FORMS), *_KINDS)})
-    )
-    found: dict[str, Any] = sglang_session.run("model_pools", request)
-    assert {n: rows for n, rows in found.items() if rows != known[n]["rows"]} == {}
+    names = some((*_KINDS, *_FORMS), *_KINDS)
+    request.write_text(json.dumps({name: {**known[name], "ranks": _RANKS} for name in names}))
+    found: dict[str, Any] = modelling_session.run("model_pools", request)
+    recorded = {
+        name: [row for row in known[name]["rows"] if (row["tp"], row["pp"]) in _RANKS]
+        for name in names
+    }
+    assert all(recorded.values())
+    assert {n: rows for n, rows in found.items() if rows != recorded[n]} == {}

@@ -81,7 +81,7 @@ _UNKNOWN = {
 
 @pytest.fixture(scope="module")
 def answers(
-    sglang_session: SglangSession, tmp_path_factory: pytest.TempPathFactory
+    modelling_session: SglangSession, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """Run the printed script for all cases, in one process."""
     folder = tmp_path_factory.mktemp("probe")
@@ -96,7 +96,7 @@ def answers(
         for name, case in (_KNOWN | _UNKNOWN).items()
     }
     question = {"probe": str(folder / "probe.py"), "models": request}
-    found: dict[str, Any] = sglang_session.ask("run_probe", question)
+    found: dict[str, Any] = modelling_session.ask("run_probe", question)
     return found
 
 
