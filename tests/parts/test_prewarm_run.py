@@ -23,7 +23,7 @@ from tests.speed import ROUNDS, slow, some
 from tests.stores import contents
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 
@@ -316,43 +316,49 @@ def test_pages_written_since_the_plan_are_not_copied_again(
     assert "migrate --if-exists overwrite" in said
 
 
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    """Start the process that forks the killed ones."""
+    with Runner(tmp_path_factory.mktemp("runner")) as started:
+        yield started
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 2], ids=["lister", "finisher"])
 def test_a_killed_part_is_done_again(
-    invoke: Invoke, intact: Path, tmp_path: Path, killed: int
+    invoke: Invoke, intact: Path, tmp_path: Path, runner: Runner, killed: int
 ) -> None:
     """A part killed at any step, and run again, leaves what an undisturbed run leaves."""
     asked = prompts(tmp_path / "asked.jsonl", 4, 8, 12)
     undisturbed = Runs(invoke, tmp_path, intact, "--token-ids", asked)
     whole = undisturbed.whole()
     others, tries = [part for part in range(3) if part != killed], 3 * ROUNDS
-    with Runner(tmp_path) as runner:
 
-        def run_of(number: int, kill: int | None) -> tuple[Runs, int]:
-            folder = tmp_path / f"try{number}"
-            folder.mkdir()
-            runs = Runs(invoke, folder, intact, "--token-ids", asked)
-            if killed:
-                runs.all(3, others)
-            arguments = (*runs.arguments(killed, 3), "--jobs", 1)
-            at = None if kill is None else ("steps", kill)
-            return runs, runner.run(*arguments, home=folder, kill=at).steps  # type: ignore[arg-type]
+    def run_of(number: int, kill: int | None) -> tuple[Runs, int]:
+        folder = tmp_path / f"try{number}"
+        folder.mkdir()
+        runs = Runs(invoke, folder, intact, "--token-ids", asked)
+        if killed:
+            runs.all(3, others)
+        arguments = (*runs.arguments(killed, 3), "--jobs", 1)
+        at = None if kill is None else ("steps", kill)
+        return runs, runner.run(*arguments, home=folder, kill=at).steps  # type: ignore[arg-type]
 
-        _, steps = run_of(0, None)
-        assert steps > 20
-        for number in range(1, tries + 1):
-            runs, _ = run_of(number, number * steps // tries)
-            if not (runs.path / "finish.json").exists():
-                runs.part(killed, 3)
-            if not killed:
-                runs.all(3, others)
-            merged = comparable(runs.merged().document)
-            # A killed attempt does not say what it copied.
-            copied = merged["copied_pages"] + merged["already_there"]
-            assert copied == whole["copied_pages"] + whole["already_there"]
-            own = ("copied_pages", "already_there", "bytes")
-            assert merged | {name: whole[name] for name in own} == comparable(whole)
-            assert _bytes(runs.target) == _bytes(undisturbed.whole_target)
+    _, steps = run_of(0, None)
+    assert steps > 20
+    for number in range(1, tries + 1):
+        runs, _ = run_of(number, number * steps // tries)
+        if not (runs.path / "finish.json").exists():
+            runs.part(killed, 3)
+        if not killed:
+            runs.all(3, others)
+        merged = comparable(runs.merged().document)
+        # A killed attempt does not say what it copied.
+        copied = merged["copied_pages"] + merged["already_there"]
+        assert copied == whole["copied_pages"] + whole["already_there"]
+        own = ("copied_pages", "already_there", "bytes")
+        assert merged | {name: whole[name] for name in own} == comparable(whole)
+        assert _bytes(runs.target) == _bytes(undisturbed.whole_target)
 
 
 def test_a_plan_without_stores_has_no_parts(invoke: Invoke, tmp_path: Path) -> None:
