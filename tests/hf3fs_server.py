@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import socket
@@ -10,7 +11,6 @@ import subprocess
 import tempfile
 import time
 import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,11 +152,14 @@ class MetadataServer(Closing):
 
     def post(self, rank: int | str, verb: str, **body: object) -> Any:
         """Call a verb and return its reply, or None. Raises urllib.error.HTTPError."""
-        request = urllib.request.Request(
-            f"{self.url}/{rank}/{verb}", json.dumps(body).encode(), method="POST"
-        )
-        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as reply:
-            return json.loads(reply.read() or b"null")
+        place = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_TIMEOUT_S)
+        with contextlib.closing(place):
+            place.request("POST", f"/{rank}/{verb}", json.dumps(body))
+            reply = place.getresponse()
+            said = reply.read()
+        if reply.status >= http.client.BAD_REQUEST:
+            raise urllib.error.HTTPError(verb, reply.status, reply.reason, reply.headers, None)
+        return json.loads(said or b"null")
 
     def saved(self) -> dict[str, dict[str, Any]]:
         """Save, and return the parsed snapshot."""

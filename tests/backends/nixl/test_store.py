@@ -97,9 +97,10 @@ def test_directories_are_part_of_the_address(store: Store, tmp_path: Path) -> No
 def put_many(folder: Path, made: str, count: int = 320) -> None:
     """Put small objects into a store's directories."""
     with open_store(url_of(folder, made), create=True) as store:
-        for at in range(count):
-            path = file_of(store, f"{at:064x}_m_0_1".encode())
-            path.parent.mkdir(exist_ok=True)
+        paths = [file_of(store, f"{at:064x}_m_0_1".encode()) for at in range(count)]
+        for parent in {path.parent for path in paths}:
+            parent.mkdir()
+        for path in paths:
             path.write_bytes(b"abc")
 
 
