@@ -51,12 +51,10 @@ Files = dict[str, tuple[bytes, int]]  # bytes and mtime
 
 FILE_STORES = some(
     VARIANTS,
-    ("pp2", "page_first"),
     ("hybrid_mamba", "page_first"),
     ("deepseek_v4", "page_first"),
     ("two_models", "page_first"),
     ("cp2_without_dp", "page_first"),
-    ("mha_layouts", "page_head"),
 )
 MOONCAKE_STORES = some(
     MOONCAKE_VARIANTS,
@@ -67,7 +65,6 @@ MOONCAKE_STORES = some(
 HF3FS_STORES = some(
     HF3FS_VARIANTS,
     ("mla_indexer", "layer_first"),
-    ("gqa_tp2", "page_first"),
     ("hybrid_mamba", "page_first_direct"),
 )
 ON_RAY = ("hybrid_mamba", "mla_indexer")

@@ -27,7 +27,7 @@ else:
 pytestmark = pytest.mark.conformance
 
 KILLS = 10
-LOAD_S = 4
+LOAD_S = 2
 OP_TIMEOUT_S = 1.0
 LATE_S = 0.5  # for the end of a call after its time-out
 LONG_NODE, SLOW_S = 640, 0.004  # pages, and seconds for each

@@ -14,6 +14,7 @@ from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.profile import Profile, profile_from_mapping
 from hicachectl.formats.spec import object_specs
+from tests.speed import some
 
 if TYPE_CHECKING:
     from tests.conformance.conftest import SglangSession
@@ -26,11 +27,24 @@ pytestmark = pytest.mark.conformance
 Row = dict[str, Any]
 _HEADED = ("gqa_tp2", "mha_draft", "packed_draft", "pp2", "swa")
 _LATENT = ("mla_draft", "deepseek_v4")
+# Each case in its own layout and another one, and one case in all layouts.
+_LAYOUTS = some(
+    [
+        *((case, layout) for case in _HEADED for layout in LAYOUTS),
+        *((case, layout) for case in _LATENT for layout in LAYOUTS[:3]),
+    ],
+    *(("gqa_tp2", layout) for layout in LAYOUTS),
+    ("mha_draft", "layer_first"),
+    ("packed_draft", "page_head"),
+    ("pp2", "page_first_direct"),
+    ("swa", "layer_first"),
+    ("mla_draft", "page_first_direct"),
+    ("deepseek_v4", "layer_first"),
+)
 _SPECULATIVE = {"speculative_algorithm": "EAGLE"}
 REQUESTS: list[Row] = [
     *({"case": case} for case in PLUGIN_CASES if case not in PLUGIN_REFUSES),
-    *({"case": case, "profile": {"layout": layout}} for case in _HEADED for layout in LAYOUTS),
-    *({"case": case, "profile": {"layout": layout}} for case in _LATENT for layout in LAYOUTS[:3]),
+    *({"case": case, "profile": {"layout": layout}} for case, layout in _LAYOUTS),
     *(
         {"case": case, "profile": {"layout": "page_first_direct"}}
         for case in ("mla_indexer", "mla_fp8_indexer", "hybrid_mamba", "mla_mamba", "cp2")

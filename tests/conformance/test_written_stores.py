@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from hicachectl.formats.profile import profile_from_mapping
+from tests.conformance.conftest import HERE, TIMEOUT_S, environment, extract_recorded
+from tests.hf3fs_fixtures import REMEDY
+from tests.skips import missing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -99,6 +103,31 @@ def test_older_release_keeps_the_first_mamba_shard_for_all_ranks(sglang_store: W
     assert {entry["tp_rank"] for entry in mamba} == {None}
     assert {entry["file"] for entry in mamba} == {entry["file"] for entry in manifest["ignored"]}
     assert {entry["tp_rank"] for entry in manifest["ignored"]} == {1}
+
+
+@pytest.mark.weekly
+def test_the_recorded_store_is_what_the_older_release_writes(
+    sglang_python: Path, tmp_path: Path
+) -> None:
+    packages = sglang_python.parents[1] / "legacy"
+    if not packages.is_dir():
+        missing(f"SGLang {LEGACY}", REMEDY)
+    written, recorded = tmp_path / "written", tmp_path / "recorded"
+    options = ("--layout=page_first", f"--manifest={written}/manifest.json")
+    written.mkdir()
+    subprocess.run(
+        [sglang_python, HERE / "write_store.py", "legacy_mla_mamba", written / "store", *options],
+        env={**environment(), "PYTHONPATH": str(packages)},
+        timeout=TIMEOUT_S,
+        check=True,
+    )
+    extract_recorded(recorded)
+    assert contents_of(written) == contents_of(recorded)
+
+
+def contents_of(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_options_are_honoured(sglang_store: WriteStore) -> None:
