@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
+from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +19,7 @@ import pytest
 from hicachectl.backends.disk.durable import whole_file
 from hicachectl.formats.errors import UsageError
 from tests.skips import needs_root
-from tests.speed import slow
+from tests.speed import slow, some
 from tests.stores import put_pages
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 FORMATS = ("table", "json", "jsonl", "csv", "parquet", "arrow")
+PLACES = (">/dev/full", ">&-")
 MANY_DIGITS = "9" * 5000
 TIMEOUT_S = 60
 
@@ -129,7 +133,7 @@ def test_a_name_may_be_as_long_as_names_can_be(invoke: Invoke, store: Path, tmp_
 @pytest.mark.parametrize(
     "arguments", ["--help", slow("--version"), slow("ls --help"), slow("completion bash")]
 )
-@pytest.mark.parametrize("place", [">/dev/full", ">&-"])
+@pytest.mark.parametrize("place", PLACES)
 def test_help_that_cannot_be_written_is_one_line(arguments: str, place: str) -> None:
     found = shell(f"hicachectl {arguments} {place}")
     assert (found.returncode, found.stderr.count("\n")) == (2, 1), found.stderr
@@ -138,8 +142,15 @@ def test_help_that_cannot_be_written_is_one_line(arguments: str, place: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("output_format", FORMATS)
-@pytest.mark.parametrize("place", [">/dev/full", ">&-"])
+@pytest.mark.parametrize(
+    ("output_format", "place"),
+    some(
+        product(FORMATS, PLACES),
+        ("table", PLACES[0]),
+        ("table", PLACES[1]),
+        *zip(FORMATS[1:], PLACES * 3, strict=False),
+    ),
+)
 def test_a_result_that_cannot_be_written_is_one_line(
     store: Path, output_format: str, place: str
 ) -> None:
@@ -332,21 +343,24 @@ def test_amounts_beyond_belief_are_bad_usage(
 
 @pytest.mark.slow
 @needs_root
-def test_a_home_that_cannot_be_looked_into_holds_no_config(store: Path, tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    (home / ".config").mkdir(parents=True)
-    home.chmod(0)
-    for parent in (tmp_path, *tmp_path.parents[:3]):
-        parent.chmod(parent.stat().st_mode | 0o055)
+def test_a_home_that_cannot_be_looked_into_holds_no_config(store: Path) -> None:
     code = (
         "import os, sys; from hicachectl.__main__ import run; run(['ls', '/']);"
         "os.setgid(65534); os.setuid(65534); sys.exit(run(sys.argv[1:]))"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code, "ls", str(store), "--format", "jsonl"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "HOME": str(home)},
-    )
+    # Each run of pytest closes the folder of all runs to other users.
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        home = folder / "home"
+        (home / ".config").mkdir(parents=True)
+        home.chmod(0)
+        folder.chmod(0o755)
+        shutil.copytree(store, folder / "store")
+        found = subprocess.run(
+            [sys.executable, "-c", code, "ls", str(folder / "store"), "--format", "jsonl"],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "HOME": str(home)},
+        )
     assert found.returncode == 0, found.stderr
