@@ -163,6 +163,7 @@ class Driver(Closing):
         progress = _Progress(parts, on_progress)
         pool = ThreadPoolExecutor(min(self.workers, parts), thread_name_prefix="part")
         running: set[Future[bool]] = set()
+        errors: list[BaseException] = []
 
         def begin(part: int) -> None:
             future = pool.submit(self._do, part, progress)
@@ -171,7 +172,10 @@ class Driver(Closing):
 
         def end(part: int, future: Future[bool]) -> None:
             running.remove(future)
-            if not future.result():
+            if (error := future.exception()) is not None:
+                errors.append(error)
+                self._stopped.set()
+            elif not future.result():
                 begin(part)
 
         try:
@@ -184,6 +188,8 @@ class Driver(Closing):
             with deferred():
                 pool.shutdown(wait=False, cancel_futures=True)
                 wait(running, _STOP_SECONDS)
+        if errors:
+            raise errors[0]
 
     def _say(self, text: str) -> None:
         self._calls.put(partial(self._say_now, text))
