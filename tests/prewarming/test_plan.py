@@ -197,7 +197,7 @@ def test_the_rate_of_blocks_that_were_left_behind_counts_their_time_since_then()
 @pytest.mark.slow
 def test_a_plan_captures_more_than_counting_does() -> None:
     shares: dict[str, list[float]] = {}
-    for seed in range(3):
+    for seed in range(2):
         trace = trace_of(conversations(seed, requests=3000, think=300_000))
         for name, row in captured(part(trace, 0, 1500), part(trace, 1500, 3000)).items():
             shares.setdefault(name, []).append(float(row[-1]))
