@@ -202,10 +202,6 @@ def test_a_page_without_a_sidecar_is_said_to_be_a_miss_everywhere(
         assert words in " ".join(invoke(*command, exit_code=exit_code).stdout.split())
 
 
-def test_stale_temporaries_are_for_rm(invoke: Invoke, store: Path) -> None:
-    assert "rm STORE --temporaries" in refused(invoke, store, "stale-temporary")
-
-
 @pytest.mark.slow
 def test_an_error_that_is_about_no_page_is_not_left_without_a_word(
     invoke: Invoke, store: Path, tmp_path: Path

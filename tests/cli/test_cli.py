@@ -125,50 +125,6 @@ def test_a_directory_of_foreign_files_is_listed_and_noted(invoke: Invoke, tmp_pa
     assert every.count("foreign-object") == 4  # three findings and the verdict
 
 
-def test_a_missing_directory(invoke: Invoke, tmp_path: Path) -> None:
-    assert str(tmp_path / "no") in one_line(invoke, "ls", tmp_path / "no", exit_code=3)
-
-
-def test_an_unknown_scheme_names_the_known_ones(invoke: Invoke) -> None:
-    assert "file" in one_line(invoke, "ls", "s3://bucket", exit_code=2)
-
-
-def test_a_config_that_is_not_json(invoke: Invoke, tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    config.write_text("{")
-    line = one_line(invoke, "profile", "--model-config", config, exit_code=2)
-    assert "not JSON" in line
-    assert str(config) in line
-
-
-def test_a_config_that_lacks_fields(invoke: Invoke, tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    config.write_text('{"architectures": ["LlamaForCausalLM"], "_name_or_path": "m"}')
-    line = one_line(invoke, "profile", "--model-config", config, "--page-size", 64, exit_code=2)
-    assert "num_hidden_layers" in line
-
-
-def test_a_profile_that_is_no_profile(invoke: Invoke, tmp_path: Path) -> None:
-    profile = tmp_path / "p.toml"
-    profile.write_text("model = 3")
-    assert "model" in one_line(invoke, "verify", tmp_path, "--profile", profile, exit_code=2)
-    profile.write_bytes(b"\xff\xfe")
-    assert "UTF-8" in one_line(invoke, "verify", tmp_path, "--profile", profile, exit_code=2)
-    assert "No such file" in one_line(
-        invoke, "verify", tmp_path, "--profile", tmp_path / "none", exit_code=2
-    )
-
-
-def test_options_that_need_another_say_so(invoke: Invoke, tmp_path: Path) -> None:
-    """Without a model config or a server, --tp is a filter."""
-    layout = ("--layout", "page_first")
-    assert "--model-config" in one_line(invoke, "ls", tmp_path, *layout, exit_code=2)
-    profile = tmp_path / "p.toml"
-    profile.write_text("")
-    line = one_line(invoke, "ls", tmp_path, *layout, "--profile", profile, exit_code=2)
-    assert "--layout" in line
-
-
 def test_a_prefix_of_several_pages_names_some(invoke: Invoke, tmp_path: Path) -> None:
     put_pages(tmp_path, range(64), "_m_0_1")
     same = [page(n) for n in range(64) if page(n).startswith(page(0)[0])]
@@ -176,12 +132,6 @@ def test_a_prefix_of_several_pages_names_some(invoke: Invoke, tmp_path: Path) ->
     line = one_line(invoke, "show", tmp_path, page(0)[0], exit_code=2)
     assert f"{len(same)} pages" in line
     assert min(same) in line
-
-
-def test_a_page_that_is_not_there(invoke: Invoke, tmp_path: Path) -> None:
-    put_pages(tmp_path, range(1), "_m_0_1")
-    assert "no page" in one_line(invoke, "show", tmp_path, "f" * 64, exit_code=2)
-    assert "hexadecimal" in one_line(invoke, "show", tmp_path, "xyz", exit_code=2)
 
 
 @pytest.mark.slow
@@ -272,10 +222,6 @@ def test_a_command_ends_whatever_other_threads_still_do(tmp_path: Path) -> None:
         )
         assert found.returncode == status, found.stderr
         assert bool(found.stdout) == (not status)  # written output arrives, at least its head
-
-
-def test_an_unknown_command_is_bad_usage(invoke: Invoke) -> None:
-    assert "No such command" in invoke("frobnicate", exit_code=2).stderr
 
 
 def test_named_stores_come_from_the_config(invoke: Invoke, tmp_path: Path) -> None:

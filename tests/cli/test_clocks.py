@@ -90,12 +90,6 @@ def test_a_repair_leaves_young_pages(
     assert [path.name for path in store.iterdir() if path.name.endswith(".tmp")] == []
 
 
-def test_rm_before_an_age(invoke: Invoke, tmp_path: Path, skewed: float) -> None:
-    store = aged_store(tmp_path / "store", *ages(skewed, 3600))
-    invoke("rm", store, "--before", "1h", "--yes")
-    assert pages_in(store) == [YOUNG]
-
-
 def test_rm_leaves_young_partial_pages(
     invoke: Invoke, tmp_path: Path, profile: Path, skewed: float
 ) -> None:

@@ -71,23 +71,10 @@ def offered(option: str, *words: str, incomplete: str = "") -> list[str]:
 
 
 @pytest.mark.slow
-def test_commands_and_options_are_completed() -> None:
-    assert asked("ver") == ["plain,verify"]
-    assert "plain,--summary" in asked("ls", "--su")
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("config")
 def test_stores_of_the_config_and_directories_are_offered() -> None:
     assert asked("ls", "pr") == ["dir,pr", "plain,preview:", "plain,prod:"]
     assert asked("migrate", "prod:", "gon") == ["dir,gon", "plain,gone:"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-@pytest.mark.usefixtures("config")
-def test_other_shells_get_the_same(shell: str) -> None:
-    assert "prod:" in "\n".join(asked("ls", "prod", shell=shell))
 
 
 @pytest.mark.slow
@@ -105,13 +92,6 @@ def test_lists_offer_what_they_lack(invoke: Invoke) -> None:
     assert offered("--checks", "verify", "/x", incomplete="names,si") == ["names,sizes"]
     assert offered("--format", "ls", "/x", incomplete="p") == ["parquet"]
     assert offered("--repair-code", "verify", "/x", incomplete="all") == ["all-zero"]
-
-
-@pytest.mark.slow
-def test_explain_offers_the_codes() -> None:
-    assert asked("explain", "missing-") == [
-        "plain,missing-pool", "plain,missing-part", "plain,missing-rank",
-    ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -95,14 +95,6 @@ def test_flags_of_servers_are_refused_by_name(
     invoke("ls", store)
 
 
-def test_options_of_the_program_are_read(
-    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, store: Path
-) -> None:
-    assert "No --profile" in invoke("ls", store).stderr
-    monkeypatch.setenv("HICACHECTL_QUIET", "1")
-    assert invoke("ls", store).stderr == ""
-
-
 @pytest.mark.parametrize(
     ("name", "value", "words", "said"),
     [
@@ -147,11 +139,6 @@ def test_a_later_refusal_names_the_variable(
     stderr = invoke("ls", store, exit_code=2).stderr
     assert stderr.startswith(f"hicachectl: {said}")
     assert stderr.count("\n") == 1
-
-
-def test_the_same_value_on_the_command_line_names_the_option(invoke: Invoke, store: Path) -> None:
-    said = invoke("ls", store, "--format", "xml", exit_code=2).stderr
-    assert said.startswith("hicachectl: --format: 'xml' is not one of")
 
 
 def test_consent_and_removals_are_never_read(

@@ -111,11 +111,6 @@ def test_a_mistyped_command_names_close_ones_in_one_line(
     assert invoke(*words, exit_code=2).stderr == said + "\n"
 
 
-def test_a_mistyped_option_names_close_ones(invoke: Invoke) -> None:
-    stderr = invoke("ls", "/x", "--sort", "size", exit_code=2).stderr
-    assert "--sort-by" in stderr
-
-
 @pytest.mark.parametrize("name", ["json", "jsonl", "csv", "parquet", "table", "arrow"])
 def test_a_format_as_the_output_file_is_refused(invoke: Invoke, name: str) -> None:
     for words in (["ls", "/x"], ["verify", "/x"], ["rm", "/x"], ["prewarm"]):
@@ -123,10 +118,6 @@ def test_a_format_as_the_output_file_is_refused(invoke: Invoke, name: str) -> No
             f"hicachectl: -o {name}: is a format, not a file; use --format {name}, or -o ./{name} "
             "for a file of that name\n"
         )
-
-
-def test_a_profile_is_not_written_to_a_file_named_as_its_format(invoke: Invoke) -> None:
-    assert "use --format toml" in invoke("profile", "-o", "toml", exit_code=2).stderr
 
 
 def test_a_file_can_have_the_name_of_a_format(

@@ -262,13 +262,6 @@ def test_the_columns_to_sort_by_are_those_of_json(
     assert f"; give one of {', '.join(flat)}\n" in said
 
 
-def test_objects_and_summary_exclude_one_another(invoke: Invoke, store: Path) -> None:
-    assert (
-        "--objects cannot be combined with --summary"
-        in invoke("ls", store, "--objects", "--summary", exit_code=2).stderr
-    )
-
-
 def test_tables_are_for_people(invoke: Invoke, store: Path) -> None:
     out = invoke("ls", store).stdout.splitlines()
     assert out[0].split() == ["PAGE", "MODEL", "SIZES", "POOLS", "SIZE", "AGE", "STATE"]
@@ -326,38 +319,3 @@ def test_topologies_of_one_model_are_told_apart(invoke: Invoke, tmp_path: Path) 
     put_pages(tmp_path, range(1), "_m_0_2", "_m_1_2", *(f"_m_{rank}_4" for rank in range(4)))
     assert sorted(row["tp_size"] for row in rows(invoke, tmp_path)) == [2, 4]
     assert "tp 4" in invoke("ls", tmp_path).stdout
-
-
-@pytest.fixture
-def timeless(tmp_path: Path) -> str:
-    """Return the URL of a 3FS snapshot: three pages of one rank, without times."""
-    table = {
-        "num_pages": 4,
-        "free_pages": [3],
-        "key_to_index": [[page(number), number] for number in range(3)],
-    }
-    snapshot = tmp_path / "snapshot.json"
-    snapshot.write_text(json.dumps({"0:kv": table}))
-    (tmp_path / "hicache.0.bin").write_bytes(bytes(4 * 4096))
-    return f"hf3fs://{tmp_path}/hicache?snapshot={snapshot}"
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--before", "1d"], "--before: the store keeps no timestamps; leave out --before"),
-        (["--since", "1d"], "--since: the store keeps no timestamps; leave out --since"),
-        (["--sort-by", "age"], "--sort-by age: the store keeps no timestamps; sort by another"),
-        (
-            ["--summary", "--sort-by", "last_mtime"],
-            "--sort-by last_mtime: the store keeps no timestamps; sort by another column",
-        ),
-    ],
-)
-def test_times_are_refused_where_the_store_keeps_none(
-    invoke: Invoke, timeless: str, options: list[str], said: str
-) -> None:
-    assert len(rows(invoke, timeless, "--sort-by", "page")) == 3
-    outcome = invoke("ls", timeless, *options, exit_code=2)
-    assert outcome.stdout == ""
-    assert said in outcome.stderr

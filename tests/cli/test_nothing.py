@@ -75,22 +75,6 @@ def test_a_file_without_requests_is_refused(
     assert not (tmp_path / "page.html").exists()
 
 
-@pytest.mark.parametrize("command", ["rm", "migrate"])
-def test_a_page_list_that_chooses_nothing_is_no_error(
-    invoke: Invoke, source: Path, tmp_path: Path, command: str
-) -> None:
-    """Proves that a nightly list of bad pages may be empty, and then chooses no page."""
-    nothing = tmp_path / "bad-pages"
-    nothing.write_text("")
-    words = {
-        "rm": ("--pages", nothing, "--yes"),
-        "migrate": (tmp_path / "x", "--pages-from", nothing),
-    }
-    before = sorted(source.iterdir())
-    invoke(command, source, *words[command])
-    assert sorted(source.iterdir()) == before
-
-
 @pytest.mark.slow
 def test_a_request_shorter_than_a_page_counts_as_lost(
     invoke: Invoke, source: Path, profile: Path, tmp_path: Path
@@ -154,15 +138,6 @@ prewarm DST --from STORE --profile PROFILE --token-ids ASKED
 prewarm DST --from STORE --profile PROFILE --token-ids ASKED --dry-run
 prewarm DST --from STORE --profile PROFILE --all --shard 0/2 --run RUN
 """
-# Command lines that look, remove, or go on with a move.
-OTHERS = """
-hits STORE --token-ids ASKED --profile PROFILE
-ls STORE
-ls STORE --objects
-ls STORE --summary
-rm STORE --model nobody/nothing --yes
-migrate STORE DST --move --yes
-"""
 
 
 @pytest.fixture
@@ -195,15 +170,6 @@ def test_a_source_without_pages_is_refused(
     assert said == ("", f"hicachectl: {why}\n")
     assert not list(words["STORE"].rglob("*.json*"))
     invoke(*arguments, "--allow-empty")
-
-
-@pytest.mark.parametrize("line", OTHERS.strip().splitlines())
-def test_a_store_without_pages_is_looked_at(
-    invoke: Invoke, words: dict[str, Path], line: str
-) -> None:
-    words["STORE"].mkdir()
-    said = invoke(*line_of(line, words))
-    assert "hits" in line or f"file://{words['STORE']} is empty" in said.stderr
 
 
 @pytest.mark.slow

@@ -264,23 +264,6 @@ def test_repair_says_what_was_lost_and_exits_with_4(
     assert "1 unfinished object lost" in text
 
 
-@pytest.mark.parametrize("arguments", [("pack", "info"), ("pack", "repair"), ("ls",)])
-def test_what_is_no_pack_is_one_clear_line(
-    invoke: Invoke, tmp_path: Path, arguments: tuple[str, ...]
-) -> None:
-    other = tmp_path / "text"
-    other.write_text("something else, and long enough to be a header of some file")
-    refused = invoke(*arguments, f"pack://{other}", exit_code=2).stderr
-    assert refused == f"hicachectl: {other}: not a pack; check the path\n"
-    missing = invoke(*arguments, f"pack://{tmp_path}/none", exit_code=3).stderr
-    problem = f"{tmp_path}/none: cannot open the pack: No such file or directory; check the path"
-    assert missing == f"hicachectl: {problem}\n"
-
-
-def test_a_pack_command_wants_a_file(invoke: Invoke) -> None:
-    assert "mooncake store" in invoke("pack", "info", "mooncake://h", exit_code=2).stderr
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_no_damage_ends_in_a_traceback(

@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
 REFUSED = """
 migrate STORE NEW --page a --match ab            | --page | 'a' and 'ab' | leave out all but one
 migrate STORE STORE                               | STORE | give another destination
+migrate STORE NEW --move                          | --yes
+migrate STORE NEW --profile PROFILE --to-layout layer_first | layer_first
 migrate STORE NEW --to-tp 3                       | --to-tp | give --profile, --model-config
 migrate STORE NEW --profile PROFILE --to-profile PROFILE --to-tp 2 | --to-tp | --to-profile
 migrate STORE NEW --profile PROFILE --to-tp 3     | mamba | [8, 32, 32] | TP size 3 | `whole`
@@ -55,6 +56,7 @@ profile --model-config CONFIG --tp 0              | --tp | 0 | x>=1
 migrate STORE NEW --model-config CONFIG --page-size 64 --to-pp-partition x | partition | 'x' | 30,31
 profile --model-config LONG                       | LONG | File name too long | check it
 migrate STORE NEW --to-profile NONE               | NONE | No such file | check the path
+profile -o toml                                   | -o toml | use --format toml
 profile --server ftp://x                          | --server | 'ftp://x' | http://host:port
 quarantine list PACK                              | PACK | give the path of a quarantine
 quarantine list LONG                              | LONG | File name too long | check it
@@ -82,9 +84,13 @@ verify STORE --fail-on often                      | --fail-on | 'often' | 'error
 verify TABLES --profile PROFILE --stamp           | TABLES | no directory for a stamp | leave
 verify SHORT --profile PROFILE                    | SHORT | 0:kv | 128 pages | 9000 | file_size=
 verify TABLES --profile PROFILE --repair delete --yes --shard 1/2 --run RUN | TABLES | one process
+verify STORE --repair delete --shard 0/2 --run RUN | cannot ask | --yes or --dry-run
+verify STORE --repair delete --yes --shard 0/2 --run RUN | --repair needs a given profile
 verify STORE --repair-code x                      | --repair-code | 'x' | missing-pool
 rm STORE                                          | --model | --temporaries
-rm STORE --model x                                | --yes or --dry-run
+rm NONE --model x                                 | --yes or --dry-run
+rm STORE --before 1d --token-ids IDS --yes        | --token-ids | no longer an option | age out
+rm STORE --free 1 --trace TRACE --profile PROFILE --yes | TRACE | keys of pages | --keep-plan
 rm STORE --pages TEXT --yes                       | TEXT | line 1 | hicachectl ls --format jsonl
 rm TABLES --before 1d --yes --profile PROFILE     | --before | no timestamps | leave out --before
 -q rm TABLES --free 1 --yes                       | --free | TABLES | timestamps | --keep-plan
@@ -94,6 +100,7 @@ show STORE zz                                     | 'zz' | hexadecimal
 show STORE ab                                     | STORE | 'ab' | hicachectl ls
 explain x                                         | 'x' | missing-pool
 pack info TEXT                                    | TEXT | not a pack | check the path
+pack info mooncake://h                            | mooncake store
 pack repair TEXT                                  | TEXT | not a pack | check the path
 merge NONE                                        | NONE | No such file | check the path
 merge STORE                                       | STORE | run.json | check the path
@@ -101,8 +108,17 @@ completion tcsh                                   | 'tcsh' | 'bash', 'zsh', 'fis
 demo STORE                                        | STORE | not empty | name a new directory
 ls STORE --sort-by x                              | --sort-by | 'x' | mtime
 -q ls TABLES --sort-by mtime                      | --sort-by mtime | sort by another column
+-q ls TABLES --sort-by age                        | --sort-by age | no timestamps | another
+-q ls TABLES --summary --sort-by last_mtime       | --sort-by last_mtime | no timestamps
+ls TABLES --since 1d                              | --since | no timestamps | leave out --since
 ls TABLES --before 1d                             | --before | no timestamps | leave out --before
 -q ls STORE --format arrow -o NONE/x              | NONE/x | No such file | check its directory
+ls STORE --layout page_first                      | --layout | --model-config
+ls STORE --layout page_first --profile PROFILE    | --layout
+ls STORE --profile TEXT                           | TEXT | TOML
+ls STORE --profile BINARY                         | BINARY | UTF-8
+ls STORE --profile NONE                           | NONE | No such file
+ls STORE --format xml                             | --format | 'xml' is not one of
 ls STORE --limit 0                                | --limit | 0 | x>=1
 ls STORE --before 2026-13-01                      | --before | '2026-13-01' | ISO 8601
 ls STORE --state odd                              | --state | 'odd' | whole, partial
@@ -127,6 +143,7 @@ ls SERVED                                         | SERVED | cannot list keys | 
 migrate STORE TABLES --profile PROFILE            | TABLES | metadata server | give server=http
 ls mooncake-ssd:                                  | mooncake-ssd: | name the directory | ssd:///
 ls MANY                                           | nixl:///d0,/d1 | 257 directories | at most 256
+ls s3://bucket                                    | 's3' | file
 ls mooncake://h:1?nope=1                          | 'nope' | known: admin
 ls mooncake://h:1?protocol=tcp&protocol=rdma      | 'protocol' | twice
 hits STORE                                        | --prompts, --token-ids and --pages
@@ -145,6 +162,7 @@ ls LONG3FS                    | nnn: no such directory | check the prefix
 ls UNSAVED                    | NONE | No such file | --persistence-path
 migrate STORE TEXT/x --profile PROFILE | TEXT/x | Not a directory | check the path
 migrate STORE NIXL --profile PROFILE | TEXT/x | Not a directory | check the path
+rm NONE --model b --yes       | NONE | No such file
 demo TEXT/x                   | TEXT/x | Not a directory | name a new directory
 ls nixl:///none/at/all        | /none/at/all | No such file | check the path
 ls mooncake-ssd:///none       | /none | No such file | check the path
@@ -189,6 +207,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """Return a function that puts the paths of a store and of files into a text."""
     tmp_path = tmp_path_factory.mktemp("refused")
     (tmp_path / "text").write_text("x")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
     (tmp_path / "ids").write_text("[1, 2, 3]\n")
     (tmp_path / "list").write_text("[1]")
     (tmp_path / "config").write_text(json.dumps(CONFIG))
@@ -202,6 +221,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
         "PROFILE": profile_file(tmp_path / "profile.toml"),
         "PACK": f"pack://{tmp_path}/a.hcpack",
         "TEXT": tmp_path / "text",
+        "BINARY": tmp_path / "binary",
         "IDS": tmp_path / "ids",
         "LIST": tmp_path / "list",
         "CONFIG": tmp_path / "config",
@@ -240,6 +260,7 @@ def refuse(invoke: Invoke, fill: Callable[[str], str], case: str, exit_code: int
         found = message.find(text, at)
         assert found >= 0, f"{text!r} is not in {message[at:]!r}"
         at = found + len(text)
+    assert not any(map(os.path.lexists, (fill("NEW"), fill("RUN"))))
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -266,16 +287,4 @@ def test_a_binary_format_is_not_written_to_a_terminal(
     assert outcome.stderr == (
         "hicachectl: --format arrow is binary, and stdout is a terminal; add -o FILE or a "
         "redirection\n"
-    )
-
-
-def test_a_result_that_has_no_room_is_refused(
-    invoke: Invoke, filled: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with suppress(OSError), open("/dev/full", "w") as stdout:  # noqa: PTH123 - a device
-        monkeypatch.setattr(sys, "stdout", stdout)
-        outcome = invoke("-q", "ls", filled("STORE"), "--format", "jsonl", exit_code=2)
-    assert outcome.stderr == (
-        "hicachectl: Cannot write to stdout: No space left on device; check the file or pipe that "
-        "it is, or give -o\n"
     )

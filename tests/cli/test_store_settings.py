@@ -171,20 +171,6 @@ def test_restore_takes_profile_and_lock_of_the_store(
     assert invoke(*call).document["complete"] is True
 
 
-def test_a_wrong_member_is_refused_by_name_with_the_file(
-    invoke: Invoke, tmp_path: Path, source: Path
-) -> None:
-    path = tmp_path / "c.toml"
-    path.write_text(f'[stores.prod]\nurl = "{source}"\nprofil = "prod.toml"\n')
-    assert f"{path}: stores.prod: unknown key 'profil'; known: catalog, lock, profile, url" in (
-        invoke("--config", path, "ls", "prod:", exit_code=2).stderr
-    )
-    path.write_text(f'[stores.prod]\nurl = "{source}"\nlock = ["a"]\n')
-    assert f"{path}: stores.prod: lock: ['a'] is not the path of a file" in (
-        invoke("--config", path, "ls", "prod:", exit_code=2).stderr
-    )
-
-
 @pytest.mark.parametrize(
     ("member", "value", "command"),
     [

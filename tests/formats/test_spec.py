@@ -138,23 +138,6 @@ def test_mamba_states_of_real_models(layers: int, tp: int, temporal: int, conv: 
     assert nbytes(model, "file", "mamba") == nbytes(model, "hf3fs", "mamba") == {temporal + conv}
 
 
-def test_mamba_states_of_kimi_linear() -> None:
-    kda = Pool(
-        name="mamba",
-        kind="mamba",
-        layers=20,
-        temporal=StateTensor(shape=(32, 128, 128), dtype="float32"),
-        conv=(
-            StateTensor(
-                shape=(3, 12288), dtype="bfloat16", shard_axis=1, groups=(4096, 4096, 4096)
-            ),
-        ),
-    )
-    model = profile(mla(), kda)
-    assert nbytes(model, "mooncake", "mamba", "temporal") == {41_943_040}
-    assert nbytes(model, "mooncake", "mamba", "conv_0") == {1_474_560}
-
-
 # --- file ---
 
 

@@ -36,7 +36,6 @@ from tests.formats.small_models import (
 from tests.speed import examples
 
 PAGES = 2
-GRAMMARS = ("file", "mooncake", "hf3fs")
 
 
 # --- random deployments ---

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -318,12 +317,6 @@ def test_moved_pages_leave_the_source_once_they_are_verified(
     assert not contents(source)
 
 
-def test_a_move_asks_first(invoke: Invoke, source: Path, target: Path) -> None:
-    output = invoke("migrate", source, target, "--move", exit_code=2)
-    assert "--yes" in output.stderr
-    assert not target.exists()
-
-
 @pytest.mark.slow
 def test_a_move_takes_along_what_was_there_already_only_when_it_is_the_same(
     invoke: Invoke, source: Path, target: Path
@@ -334,32 +327,6 @@ def test_a_move_takes_along_what_was_there_already_only_when_it_is_the_same(
     document = migrated(invoke, source, target, "--move", "--yes", exit_code=4)
     assert document["conflicts"] == 1
     assert {left[:64] for left in contents(source)} == {name[:64]}
-
-
-def test_what_changes_keys_or_bytes_needs_a_profile(
-    invoke: Invoke, source: Path, target: Path
-) -> None:
-    output = invoke("migrate", source, target, "--to-tp", 4, exit_code=2)
-    assert "--to-tp needs a profile" in output.stderr
-    assert not target.exists()
-
-
-def test_what_no_server_could_read_is_refused_before_anything_is_written(
-    invoke: Invoke, source: Path, target: Path, profile: Path
-) -> None:
-    output = invoke(
-        "migrate", source, target, "--profile", profile, "--to-layout", "layer_first", exit_code=2
-    )
-    assert "layer_first" in output.stderr
-    assert not target.exists()
-
-
-def test_the_same_place_is_refused(invoke: Invoke, source: Path, profile: Path) -> None:
-    output = invoke("migrate", source, source, exit_code=2)
-    assert "are the same" in output.stderr
-    options = ("--profile", profile, "--to-layout", "page_first_direct")
-    output = invoke("migrate", source, source, *options, exit_code=2)
-    assert "keys of the objects being read" in output.stderr
 
 
 def test_another_name_of_the_same_place_is_refused(
@@ -494,32 +461,6 @@ def test_a_buffer_that_is_too_small_for_a_page_names_it(
         name[:64] for name in contents(source)
     }
     assert "memory, but --buffer-bytes is 8192; give a larger --buffer-bytes" in document["stderr"]
-
-
-@pytest.mark.slow
-def test_a_lock_that_is_held_ends_the_run_at_once(
-    invoke: Invoke, source: Path, target: Path, tmp_path: Path
-) -> None:
-    lock = tmp_path / "lock"
-    holder = subprocess.Popen(
-        [
-            "python3",
-            "-c",
-            "import fcntl,sys,time; f=open(sys.argv[1],'w');"
-            "fcntl.flock(f,fcntl.LOCK_EX); print(flush=True); time.sleep(60)",
-            str(lock),
-        ],
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert holder.stdout is not None
-        holder.stdout.readline()
-        output = invoke("migrate", source, target, "--lock", lock)
-        assert "another process holds" in output.stderr
-        assert not target.exists()
-    finally:
-        holder.kill()
-        holder.communicate()
 
 
 def test_mla_pages_with_an_indexer_change_their_layout(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -305,16 +302,6 @@ def test_something_must_be_selected(invoke: Invoke, store: Path) -> None:
     assert "clear_hicache_storage_backend" in message
 
 
-def test_without_a_terminal_it_wants_yes(invoke: Invoke, tmp_path: Path) -> None:
-    """The command refuses before it opens the store, which does not exist."""
-    message = invoke("rm", tmp_path / "none", "--model", "b", exit_code=2).stderr
-    assert "--yes" in message
-
-
-def test_a_store_that_is_not_there(invoke: Invoke, tmp_path: Path) -> None:
-    invoke("rm", tmp_path / "none", "--model", "b", "--yes", exit_code=3)
-
-
 def test_bad_lists_are_refused_with_their_line(invoke: Invoke, store: Path, tmp_path: Path) -> None:
     listed = tmp_path / "pages"
     for text in ("abc", "{", '{"page": null}', "/etc/passwd", "\udcff"):
@@ -322,34 +309,6 @@ def test_bad_lists_are_refused_with_their_line(invoke: Invoke, store: Path, tmp_
         message = invoke("rm", store, "--pages", listed, "--yes", exit_code=2).stderr
         assert "line 2" in message
     invoke("rm", store, "--pages", tmp_path / "nothing", "--yes", exit_code=2)
-
-
-def test_a_lock_that_is_held_is_no_error(invoke: Invoke, store: Path, tmp_path: Path) -> None:
-    before = contents(store)
-    lock = tmp_path / "lock"
-    holder = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX);"
-            "print(flush=True); sys.stdin.read()",
-            str(lock),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert holder.stdout is not None
-        holder.stdout.readline()
-        outcome = invoke("rm", store, "--model", "b", "--yes", "--lock", lock)
-        assert "stopped: lock" in outcome.stdout
-        assert outcome.stderr.count("\n") == 1
-        assert contents(store) == before
-    finally:
-        holder.communicate()
-    assert removed(invoke, store, "--model", "b", "--yes", "--lock", lock)["pages"] == 6
-    with lock.open("w") as free:
-        fcntl.lockf(free, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @pytest.mark.parametrize(("answer", "pages"), [("n", 0), ("y", 6)])
@@ -509,14 +468,6 @@ def test_people_get_totals(invoke: Invoke, store: Path) -> None:
     assert lines[0].split() == ["MODEL", "TAG", "PAGES", "OBJECTS", "SIZE", "STATE"]
     assert lines[1].split() == ["b", "-", "6", "6", "60", "B", "removed"]
     assert lines[-1] == "10 pages, 18 objects, 980 B removed"
-
-
-def test_token_ids_are_no_longer_taken(invoke: Invoke, tmp_path: Path, store: Path) -> None:
-    before = contents(store)
-    arguments = ("rm", store, "--before", "1d", "--token-ids", tmp_path / "x", "--yes")
-    said = invoke(*arguments, exit_code=2).stderr
-    assert "--token-ids: no longer an option; pages behind removed ones age out" in said
-    assert contents(store) == before
 
 
 def test_a_damaged_page_can_be_removed_without_a_profile(invoke: Invoke, tmp_path: Path) -> None:

@@ -543,19 +543,3 @@ def test_a_killed_repair_is_completed_by_the_next_attempt(
             quarantine = store / ".hicachectl/quarantine"
             runner.run("restore", quarantine, store, "--yes", home=tmp_path)
             assert remains(store) == before, (at, steps)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ([], "A part cannot ask before a repair; give --yes or --dry-run"),
-        (["--yes"], "--repair needs a given profile"),
-    ],
-)
-def test_repairs_that_parts_cannot_do(
-    invoke: Invoke, own: Path, tmp_path: Path, options: list[str], said: str
-) -> None:
-    run = verified(invoke, tmp_path / "run", own, "--repair", "delete", *options)
-    refused = run.part(0, 2, exit_code=2)
-    assert said in refused.splitlines()[-1]
-    assert not (tmp_path / "run").exists()

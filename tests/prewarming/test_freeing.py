@@ -26,7 +26,7 @@ from tests.prewarming.test_prewarm import HASHES, tokens
 from tests.skips import needs_root
 from tests.small_file_system import small_file_system
 from tests.speed import slow
-from tests.stores import DSA, OLD, contents, page, put, put_pages
+from tests.stores import OLD, contents, page, put, put_pages
 
 if TYPE_CHECKING:
     from tests.conftest import Invoke
@@ -323,16 +323,6 @@ def test_every_store_makes_room_by_a_trace(
         assert "keeps no timestamps, so the oldest pages are unknown; give --trace or" in said
 
 
-def test_a_trace_of_block_ids_is_refused(
-    invoke: Invoke, source: Path, profile: Path, tmp_path: Path
-) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text(json.dumps({"timestamp": 1, "hash_ids": [1], "input_length": 5}))
-    said = invoke("rm", source, "--free", 1, "--trace", trace, "--profile", profile, "--yes",
-                  exit_code=2).stderr  # fmt: skip
-    assert "do not give the keys of pages; record token ids, or give --keep-plan" in said
-
-
 def test_pages_of_unknown_size_stay(
     invoke: Invoke, aged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -437,11 +427,3 @@ def test_a_read_only_store_loses_nothing(invoke: Invoke, tmp_path: Path) -> None
     assert output.stderr.count("\n") == 1
     assert "Read-only file system" in output.stderr
     assert rehearsed["pages"] == 1
-
-
-def test_an_empty_trace_is_named_as_such(invoke: Invoke, aged: Path, tmp_path: Path) -> None:
-    trace, profile = tmp_path / "trace.jsonl", tmp_path / "dsa.toml"
-    trace.write_text("")
-    profile.write_text(DSA)
-    words = ("rm", aged, "--free", "1KiB", "--trace", trace, "--profile", profile, "--dry-run")
-    assert f"{trace}: has no requests; check the path" in invoke(*words, exit_code=2).stderr

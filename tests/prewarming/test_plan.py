@@ -24,8 +24,6 @@ from tests.prewarming.traces import Row, conversations, trace_of
 if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
 
-UNSIZED = replace(PROFILE, pools=(LOGICAL,))
-
 
 def chains(draw: st.DrawFn) -> list[list[int]]:
     """Draw chains of a random forest, in which a block's id determines its parent."""

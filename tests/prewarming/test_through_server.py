@@ -105,13 +105,6 @@ def test_the_key_comes_from_the_environment(play: Play, monkeypatch: pytest.Monk
     assert {call.headers["authorization"] for call in calls} == {"Bearer from-env"}
 
 
-def test_every_dp_rank_is_asked(play: Play) -> None:
-    pulled, calls = play(answer, ranks=dp_ranks({"dp_size": 1, "attn_dp_size": 2}))
-    asked = sorted((r["request"], r["dp_rank"]) for r in pulled)
-    assert asked == list(itertools.product(range(6), range(2)))
-    assert {json.loads(call.body)["routed_dp_rank"] for call in calls} == {0, 1}
-
-
 @pytest.mark.parametrize(
     ("info", "ranks"),
     [

@@ -290,12 +290,8 @@ def test_a_table_is_for_people(invoke: Invoke, tmp_path: Path, dsa: tuple[Path, 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ([], "one of --prompts, --token-ids and --pages"),
         (["--pages", "x", "--token-ids", "y"], "one of --prompts, --token-ids and --pages"),
-        (["--pages", "x", "--tokenizer", "/tmp"], "--tokenizer needs --prompts"),
-        (["--token-ids", "x"], "--page-size"),
         (["--pages", "x", "--kv-cache-dtype", "auto"], "--kv-cache-dtype needs --model-config"),
-        (["--pages", "x", "--model", "m", "--profile", "y"], "--model"),
         (["--pages", "/dev/null/missing"], "/dev/null/missing: cannot read"),
         (
             ["--prompts", "x", "--page-size", "4"],

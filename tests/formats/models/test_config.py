@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.layouts import DTYPE_BYTES
 from hicachectl.formats.models.config import profile_from_config
 from hicachectl.formats.models.flags import DeploymentFlags, normalised_layout
 from hicachectl.formats.profile import Profile, dump_profile, parse_profile
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 PAGE = 64
 TARGETS = sorted(path.stem for path in CONFIGS.glob("*.json") if "eagle" not in path.stem)
-MLA_ROW_BYTES = {"bf16": 1152, "fp8": 576, "fp8_scaled": 656}
 
 
 def config(name: str, **changes: Any) -> dict[str, Any]:
@@ -46,94 +43,6 @@ def pool(profile: Profile, name: str) -> Pool:
     return found
 
 
-def layer_count(of: Pool) -> int:
-    return len(of.layer_numbers) + of.packed_draft_layers
-
-
-def k_bytes(profile: Profile, name: str = "kv") -> int:
-    of = pool(profile, name)
-    heads = max(1, of.kv_heads // profile.tp)
-    return layer_count(of) * profile.page_size * heads * of.head_dim * DTYPE_BYTES[of.dtype]
-
-
-def mla_bytes(profile: Profile) -> int:
-    of = pool(profile, "kv")
-    assert (of.kv_lora_rank, of.qk_rope_head_dim) == (512, 64)
-    return layer_count(of) * profile.page_size * MLA_ROW_BYTES[of.row]
-
-
-def indexer_bytes(profile: Profile) -> int:
-    of = pool(profile, "indexer")
-    return layer_count(of) * profile.page_size * (of.index_head_dim + of.index_head_dim // 128 * 4)
-
-
-def state_bytes(profile: Profile) -> tuple[int, int]:
-    of = pool(profile, "mamba")
-    assert of.temporal is not None
-    (conv,) = of.conv
-    return (
-        layer_count(of) * math.prod(of.temporal.shape) * DTYPE_BYTES[of.temporal.dtype],
-        layer_count(of) * math.prod(conv.shape) * DTYPE_BYTES[conv.dtype],
-    )
-
-
-# Sizes of real models
-
-
-@pytest.mark.parametrize(
-    ("name", "tp", "nbytes"),
-    [
-        ("llama-3.1-8b", 1, 4_194_304),
-        ("llama-3.1-8b", 8, 524_288),
-        ("qwen3-32b", 1, 8_388_608),
-        ("qwen3-32b", 8, 1_048_576),
-        ("qwen3-next-80b-a3b", 1, 786_432),
-        ("qwen3-next-80b-a3b", 2, 393_216),
-        ("qwen3.5-9b", 1, 1_048_576),
-        ("qwen3.5-9b", 4, 262_144),
-    ],
-)
-def test_k_objects_have_the_sizes_of_the_model(name: str, tp: int, nbytes: int) -> None:
-    assert k_bytes(derive(name, tp=tp)) == nbytes
-
-
-@pytest.mark.parametrize(
-    ("flags", "kv", "indexer"),
-    [
-        ({"kv_cache_dtype": "bfloat16"}, 4_497_408, 515_328),
-        ({"kv_cache_dtype": "fp8_e4m3"}, 2_561_024, 515_328),
-        ({"kv_cache_dtype": "fp8_e4m3", "dsa_decode_backend": "trtllm"}, 2_248_704, 515_328),
-        ({"kv_cache_dtype": "bf16", "speculative_algorithm": "EAGLE"}, 4_571_136, 523_776),
-        ({"kv_cache_dtype": "fp8_e4m3", "speculative_algorithm": "NEXTN"}, 2_603_008, 523_776),
-    ],
-)
-def test_deepseek_v32_objects_have_the_sizes_of_the_model(
-    flags: dict[str, Any], kv: int, indexer: int
-) -> None:
-    profile = derive("deepseek-v3.2", page_size=None, **flags)
-    assert profile.page_size == 64
-    assert (mla_bytes(profile), indexer_bytes(profile)) == (kv, indexer)
-
-
-def test_kimi_k2_has_latent_rows_and_no_indexer() -> None:
-    profile = derive("kimi-k2")
-    assert mla_bytes(profile) == 4_497_408
-    assert [p.name for p in profile.pools] == ["kv"]
-    assert profile.rank_replicated
-
-
-@pytest.mark.parametrize(
-    ("name", "temporal", "conv"),
-    [
-        ("qwen3-next-80b-a3b", 75_497_472, 1_769_472),
-        ("qwen3.5-9b", 50_331_648, 1_179_648),
-        ("kimi-linear-48b-a3b", 41_943_040, 1_474_560),
-    ],
-)
-def test_linear_states_have_the_sizes_of_the_model(name: str, temporal: int, conv: int) -> None:
-    assert state_bytes(derive(name)) == (temporal, conv)
-
-
 @pytest.mark.parametrize("name", TARGETS)
 def test_each_config_gives_a_profile_that_survives_a_profile_file(name: str) -> None:
     profile = derive(name, kv_cache_dtype="bfloat16")
@@ -143,38 +52,31 @@ def test_each_config_gives_a_profile_that_survives_a_profile_file(name: str) -> 
 # Layers
 
 
-def test_glm_52_keeps_index_keys_of_every_fourth_layer() -> None:
-    expected = (0, 1, *range(2, 78, 4))
-    kept = {
-        pool(derive("glm-5.2", changes=changes, kv_cache_dtype="bf16"), "indexer").layers
-        for changes in ({}, {"indexer_types": ...})
-    }
-    assert kept == {expected}
-    assert len(expected) == 21
-
-
-def test_without_an_offset_the_schedule_starts_after_layer_0() -> None:
-    changes = {"indexer_types": ..., "index_skip_topk_offset": ...}
-    profile = derive("glm-5.2", changes=changes, kv_cache_dtype="bf16")
-    assert pool(profile, "indexer").layers == (0, *range(1, 78, 4))
-
-
-def test_a_pattern_marks_skipped_layers_by_letter() -> None:
-    changes = {"index_topk_pattern": "FSF", "num_hidden_layers": 5}
-    profile = derive("deepseek-v3.2", changes=changes, kv_cache_dtype="bf16")
-    assert pool(profile, "indexer").layers == (0, 2, 3, 4)
-
-
-def test_old_servers_keep_index_keys_of_all_layers() -> None:
-    profile = derive("glm-5.2", kv_cache_dtype="bf16", sglang="0.5.18")
-    assert pool(profile, "indexer").layers == 78
-
-
-def test_qwen3_next_has_full_attention_on_every_fourth_layer() -> None:
-    profile = derive("qwen3-next-80b-a3b")
-    full = tuple(range(3, 48, 4))
-    assert pool(profile, "kv").layers == full
-    assert pool(profile, "mamba").layers == tuple(i for i in range(48) if i not in full)
+@pytest.mark.parametrize(
+    ("name", "changes", "flags", "layers"),
+    [
+        ("glm-5.2", {"indexer_types": ...}, {}, (0, 1, *range(2, 78, 4))),
+        (
+            "glm-5.2",
+            {"indexer_types": ..., "index_skip_topk_offset": ...},
+            {},
+            (0, *range(1, 78, 4)),
+        ),
+        (
+            "deepseek-v3.2",
+            {"index_topk_pattern": "FSF", "num_hidden_layers": 5},
+            {},
+            (0, 2, 3, 4),
+        ),
+        ("glm-5.2", {}, {"sglang": "0.5.18"}, 78),
+    ],
+    ids=["schedule", "no offset", "pattern", "old server"],
+)
+def test_index_keys_are_of_the_layers_that_choose(
+    name: str, changes: dict[str, Any], flags: dict[str, str], layers: object
+) -> None:
+    profile = derive(name, changes=changes, kv_cache_dtype="bf16", **flags)
+    assert pool(profile, "indexer").layers == layers
 
 
 def test_layer_types_stand_in_for_a_missing_interval() -> None:
@@ -182,12 +84,6 @@ def test_layer_types_stand_in_for_a_missing_interval() -> None:
     del document["text_config"]["full_attention_interval"]
     profile = profile_from_config(document, DeploymentFlags(model="m", page_size=PAGE))
     assert pool(profile, "kv").layers == tuple(range(3, 32, 4))
-
-
-def test_kimi_linear_counts_delta_layers_from_1() -> None:
-    profile = derive("kimi-linear-48b-a3b")
-    assert pool(profile, "kv").layers == (3, 7, 11, 15, 19, 23, 26)
-    assert pool(profile, "kv").kind == "mla"
 
 
 def test_gated_delta_net_convolutions_are_sharded_by_q_k_and_v() -> None:
@@ -208,27 +104,11 @@ def test_gpt_oss_keeps_a_window_of_127_tokens(page_size: int, pages: int) -> Non
     profile = derive("gpt-oss-20b", page_size=page_size)
     swa = pool(profile, "swa")
     assert (swa.hit_policy, swa.trailing_pages) == ("trailing_pages", pages)
-    assert swa.layers == tuple(range(0, 24, 2))
-    assert pool(profile, "kv").layers == tuple(range(1, 24, 2))
 
 
 def test_gpt_oss_without_hybrid_memory_is_one_pool() -> None:
     profile = derive("gpt-oss-20b", disable_hybrid_swa_memory=True)
     assert [(p.name, p.layers) for p in profile.pools] == [("kv", 24)]
-
-
-def test_gemma_3_keeps_window_layers_with_the_others() -> None:
-    profile = derive("gemma-3-27b")
-    assert [(p.name, p.layers, p.kv_heads, p.head_dim) for p in profile.pools] == [
-        ("kv", 62, 16, 128)
-    ]
-
-
-def test_mimo_v2_has_wider_keys_and_other_heads_in_its_window() -> None:
-    profile = derive("mimo-v2-flash")
-    kv, swa = pool(profile, "kv"), pool(profile, "swa")
-    assert (kv.kv_heads, kv.head_dim, kv.v_head_dim, len(kv.layer_numbers)) == (4, 192, 128, 9)
-    assert (swa.kv_heads, swa.head_dim, swa.v_head_dim, swa.trailing_pages) == (8, 192, 128, 2)
 
 
 # Element types
@@ -246,10 +126,6 @@ def test_mimo_v2_has_wider_keys_and_other_heads_in_its_window() -> None:
 )
 def test_auto_is_else_the_type_of_the_model(changes: dict[str, Any], dtype: str) -> None:
     assert pool(derive("llama-3.1-8b", changes=changes), "kv").dtype == dtype
-
-
-def test_gpt_oss_checkpoints_run_in_bfloat16() -> None:
-    assert pool(derive("gpt-oss-20b"), "kv").dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -319,11 +195,6 @@ def test_state_types_come_from_flag_then_config_then_default() -> None:
 )
 def test_tp_is_that_of_attention(flags: dict[str, Any], tp: int) -> None:
     assert derive("kimi-k2", **flags).tp == tp
-
-
-def test_tp_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ProfileError, match="tp: 8 is not a multiple"):
-        derive("llama-3.1-8b", tp=8, dp=3, enable_dp_attention=True)
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "kimi-linear-48b-a3b"])
@@ -430,6 +301,7 @@ def test_the_page_size_is_asked_for_where_sglang_decides_by_gpu() -> None:
 def test_the_page_size_of_dsa_is_fixed_but_a_server_knows_better() -> None:
     with pytest.raises(ProfileError, match=r"page_size: .*SGLang always sets 64"):
         derive("deepseek-v3.2", page_size=1, kv_cache_dtype="bf16")
+    assert derive("deepseek-v3.2", page_size=None, kv_cache_dtype="bf16").page_size == 64
     assert derive("deepseek-v3.2", page_size=1, kv_cache_dtype="bf16", resolved=True).page_size == 1
 
 
@@ -451,8 +323,7 @@ def test_algorithms_without_a_draft_model_change_the_hash_at_most(
 def test_the_nextn_layer_of_glm_47_is_packed() -> None:
     profile = derive("glm-4.7", speculative_algorithm="NEXTN", tp=8)
     assert (profile.speculative_algorithm, profile.hash_unit) == ("EAGLE", "bigram")
-    kv = pool(profile, "kv")
-    assert (kv.layers, kv.packed_draft_layers, kv.kv_heads, kv.head_dim) == (92, 1, 8, 128)
+    assert pool(profile, "kv").packed_draft_layers == 1
 
 
 def test_each_step_of_a_multi_layer_draft_is_packed() -> None:
@@ -463,26 +334,13 @@ def test_each_step_of_a_multi_layer_draft_is_packed() -> None:
         derive("glm-4.7", **flags)
 
 
-def test_the_mtp_layer_of_a_hybrid_shares_the_target_states() -> None:
-    profile = derive("qwen3-next-80b-a3b", speculative_algorithm="EAGLE")
-    assert pool(profile, "kv").packed_draft_layers == 1
-    assert pool(profile, "mamba").packed_draft_layers == 0
-
-
-def test_dsa_packs_the_draft_indexer_too() -> None:
-    profile = derive("glm-5.2", speculative_algorithm="EAGLE", kv_cache_dtype="bf16")
-    assert [p.packed_draft_layers for p in profile.pools] == [1, 1]
-
-
 def test_an_eagle3_draft_is_a_pool_of_its_own() -> None:
     profile = derive(
         "kimi-k2",
         speculative_algorithm="EAGLE3",
         draft_model_config=config("kimi-k2-eagle3"),
     )
-    draft = pool(profile, "draft")
-    assert (draft.kind, draft.layers, draft.kv_heads, draft.head_dim) == ("mha", 1, 8, 128)
-    assert draft.hit_policy == "all_pages"
+    assert pool(profile, "draft").kind == "mha"
     assert (pool(profile, "kv").packed_draft_layers, profile.hash_unit) == (0, "bigram")
 
 
@@ -549,17 +407,9 @@ def test_an_unknown_architecture_is_named_with_the_remedy() -> None:
     assert "SGLang 0.5.23; run hicachectl profile --print-probe > probe.py" in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [None, [], "LlamaForCausalLM", [7]])
-def test_architectures_of_another_form_are_refused(value: Any) -> None:
-    with pytest.raises(ProfileError, match="architectures"):
-        derive("llama-3.1-8b", changes={"architectures": value})
-
-
 @pytest.mark.parametrize(
     ("name", "field", "value"),
     [
-        ("llama-3.1-8b", "num_hidden_layers", ...),
-        ("llama-3.1-8b", "num_hidden_layers", "32"),
         ("llama-3.1-8b", "num_hidden_layers", True),
         ("llama-3.1-8b", "hidden_size", ...),
         ("llama-3.1-8b", "num_key_value_heads", -8),
@@ -649,7 +499,6 @@ def test_mamba2_groups_that_sglang_does_not_divide_are_refused_in_its_words(
     ("name", "field", "value"),
     [
         ("FalconH1ForCausalLM", "mamba_d_ssm", 1000),
-        ("NemotronHForCausalLM", "hybrid_override_pattern", "M*"),
         ("NemotronHForCausalLM", "num_hidden_layers", 19),
         ("BailingMoeV3ForCausalLM", "use_mla_nope", True),
     ],
@@ -726,9 +575,3 @@ def test_the_dtype_of_the_language_model_counts() -> None:
     config["text_config"] = {**config["text_config"], "dtype": "float16"}
     profile = profile_from_config(config, DeploymentFlags(model="m", page_size=64))
     assert profile.pools[0].dtype == "float16"
-
-
-def test_heads_that_tp_does_not_divide_are_refused() -> None:
-    flags = DeploymentFlags(model="m", page_size=64, tp=4, tp_lcm_size=6)
-    with pytest.raises(ProfileError, match="tp_lcm_size: 6 is not a multiple of tp 4"):
-        profile_from_config(MODELS["LlamaForCausalLM"]["config"], flags)

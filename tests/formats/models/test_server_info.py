@@ -69,18 +69,13 @@ def flags(**changes: Any) -> DeploymentFlags:
     return flags_from_server_info(reply(**changes)).flags
 
 
-def test_the_schedulers_view_wins_over_the_arguments() -> None:
-    read = flags()
-    assert (read.page_size, read.kv_cache_dtype) == (64, "fp8_e4m3")
-    assert (read.dsa_prefill_backend, read.resolved) == ("flashmla_kv", True)
-
-
 def test_the_arguments_serve_where_no_scheduler_answers() -> None:
     assert flags(internal_states=[]).page_size == 1
     assert flags(internal_states=None).page_size == 1
 
 
 def test_a_reply_becomes_flags() -> None:
+    """The scheduler's view wins over the arguments."""
     assert flags() == DeploymentFlags(
         model="deepseek-ai/DeepSeek-V3.2",
         page_size=64,
