@@ -18,7 +18,6 @@ from hicachectl.formats.errors import StoreUnavailable
 from tests import stores
 from tests.move.repairs import default_quarantine, dsa_store, indexer, kv, repaired, shorten
 from tests.small_file_system import small_file_system
-from tests.speed import slow
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -169,29 +168,6 @@ def test_commands_that_only_look_write_nothing(
     for command in looks:
         invoke(*command)
     assert store.stat().st_mtime_ns == before
-
-
-@pytest.mark.parametrize(
-    "command", ["ls", "verify", "show", "migrate", "hits", "prewarm", slow("report")]
-)
-def test_times_ahead_of_this_host_are_remarked_on(
-    invoke: Invoke, tmp_path: Path, profile: Path, skewed: float, command: str
-) -> None:
-    store = aged_store(tmp_path / "store", 0, 7200)
-    _date(store / kv(YOUNG), 20)
-    options: dict[str, tuple[object, ...]] = {
-        "verify": _STRUCTURE,
-        "show": (stores.page(OLD), "--profile", profile),
-        "migrate": (tmp_path / "target",),
-        "hits": ("--token-ids", tmp_path / "ids", "--profile", profile),
-        "report": ("--output", tmp_path / "report.html"),
-        "prewarm": ("--from", store, "--all", "--profile", profile),
-    }
-    (tmp_path / "ids").write_text("[1, 2, 3, 4]\n")
-    place = tmp_path / "target" if command == "prewarm" else store
-    said = invoke(command, place, *options.get(command, ())).stderr
-    dated = "2 objects are dated up to 0:0" in said
-    assert dated == (skewed < 0)
 
 
 @pytest.mark.parametrize("command", ["verify", "show", "repair", "rm", "migrate", "move"])

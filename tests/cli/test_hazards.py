@@ -103,6 +103,8 @@ restore QUARANTINE STORE --yes                          | 0 | 1 page, 4 objects 
 quarantine list QUARANTINE                              | 0 | 1 run, 1 page                     | 0
 quarantine purge QUARANTINE --before 1h --yes           | 0 | 0 runs, 0 pages                   | 0
 prewarm NEW --from STORE --profile PROFILE --all        | 0 | 6 pages copied                    | 0
+prewarm NEW --from STORE --profile PROFILE --all        | 0 | ahead of this host's clock        | 0
+migrate STORE NEW --profile PROFILE                     | 0 | ahead of this host's clock        | 0
 migrate STORE NEW --profile PROFILE                     | 0 | Not copied: 1 page not whole      | 0
 migrate STORE NEW --profile PROFILE --move --yes        | 0 | 6 removed from the source         | 6
 migrate STORE NEW --profile PROFILE --since 1h          | 0 | 6 pages copied                    | 0

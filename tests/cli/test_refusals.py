@@ -63,6 +63,7 @@ quarantine list LONG                              | LONG | File name too long | 
 quarantine list NONE                              | NONE | verify --repair
 quarantine purge NONE --before 1d --yes           | NONE | verify --repair
 restore PACK STORE --yes                          | PACK | give the path of a quarantine
+restore NONE NONE                                 | --yes
 restore NONE STORE --yes                          | NONE | verify --repair
 verify STORE --profile PROFILE --repair delete --quarantine Q --yes | --repair delete | --quarantine
 verify STORE --yes                                | --yes | --repair
@@ -90,12 +91,26 @@ verify STORE --repair-code x                      | --repair-code | 'x' | missin
 rm STORE                                          | --model | --temporaries
 rm NONE --model x                                 | --yes or --dry-run
 rm STORE --before 1d --token-ids IDS --yes        | --token-ids | no longer an option | age out
+rm STORE --free 0 --yes                           | --free
+rm STORE --free ten --yes                         | --free
+rm STORE --model m --trace TRACE --yes            | --trace needs --free SIZE
+rm STORE --model m --keep-plan TEXT --yes         | --keep-plan needs --free SIZE
+rm STORE --free 1 --trace TRACE --yes             | --trace needs --profile
+rm STORE --free 1 --trace TRACE --keep-plan TEXT --profile PROFILE --yes | --trace | --keep-plan
+rm STORE --free 1 --temporaries --yes             | leave out --free
 rm STORE --free 1 --trace TRACE --profile PROFILE --yes | TRACE | keys of pages | --keep-plan
 rm STORE --pages TEXT --yes                       | TEXT | line 1 | hicachectl ls --format jsonl
 rm TABLES --before 1d --yes --profile PROFILE     | --before | no timestamps | leave out --before
 -q rm TABLES --free 1 --yes                       | --free | TABLES | timestamps | --keep-plan
 rm STORE --free 1 --token-ids IDS --profile PROFILE --yes | --token-ids | --free | --trace
 rm STORE --temporaries --model x --yes            | --temporaries | leave out --model
+rm STORE --temporaries --tag x --yes              | --temporaries | leave out --tag
+rm STORE --temporaries --no-tag --yes             | --temporaries | leave out --no-tag
+rm STORE --temporaries --state whole --yes        | --temporaries | leave out --state
+rm STORE --temporaries --pages TEXT --yes         | --temporaries | leave out --pages
+rm STORE --temporaries --profile PROFILE --yes    | --temporaries | leave out --profile
+rm STORE --model x --and-unnamed --yes            | --and-unnamed needs --trace or --keep-plan
+rm STORE --free 1 --profile PROFILE --and-unnamed --yes | --and-unnamed needs --trace
 show STORE zz                                     | 'zz' | hexadecimal
 show STORE ab                                     | STORE | 'ab' | hicachectl ls
 explain x                                         | 'x' | missing-pool

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 FORMATS = ("table", "json", "jsonl", "csv", "parquet", "arrow")
 PLACES = (">/dev/full", ">&-")
-MANY_DIGITS = "9" * 5000
 TIMEOUT_S = 60
 
 
@@ -209,59 +207,7 @@ def test_a_whole_file_needs_its_directory(tmp_path: Path) -> None:
         pass
 
 
-# --- escapes on a terminal ---
-
-NASTY = "_a\x1b]0;x\x07\nb\x7f\u009b_0_1"
-
-
-def test_names_in_a_store_do_not_command_the_terminal(
-    invoke: Invoke, store: Path, tmp_path: Path
-) -> None:
-    nasty = tmp_path / "nasty"
-    nasty.mkdir()
-    put_pages(nasty, range(2), NASTY)
-    for arguments in (["ls", nasty], ["ls", nasty, "--objects"], ["ls", nasty, "--summary"]):
-        out = invoke(*arguments).stdout
-        assert "a\\x1b]0;x\\x07\\x0ab\\x7f\\x9b" in out
-        assert out.isprintable() or set(out) - {"\n"} == {c for c in out if c.isprintable()}
-    row = json.loads(invoke("ls", nasty, "--format", "jsonl").stdout.splitlines()[0])
-    assert row["model"] == "a\x1b]0;x\x07\nb\x7f\u009b"
-
-
-def test_errors_do_not_command_the_terminal(invoke: Invoke, store: Path) -> None:
-    assert "\\x1b[2J\\x0a" in one_line(invoke, "ls", "/no/\x1b[2J\n", exit_code=3)
-    assert "\\x1b[2J" in one_line(invoke, "ls", store, "--state", "\x1b[2J")
-
-
 # --- hostile profiles, configs and options ---
-
-
-def profile_with(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "p.toml"
-    path.write_text(text)
-    return path
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[" * 100_000,
-        "a = " + "[" * 100_000,
-        '{"a": ' + "[" * 100_000,
-        f"a = {MANY_DIGITS}",
-        f'{{"a": {MANY_DIGITS}}}',
-    ],
-    ids=["toml", "toml-value", "json", "toml-digits", "json-digits"],
-)
-def test_what_no_parser_takes_is_one_line(invoke: Invoke, tmp_path: Path, text: str) -> None:
-    path = profile_with(tmp_path, text)
-    refused = re.compile("not TOML|not JSON|10000[01] keys, tables and arrays")
-    assert refused.search(one_line(invoke, "profile", "--profile", path))
-    assert refused.search(one_line(invoke, "--config", path, "ls", tmp_path))
-    said = one_line(invoke, "profile", "--model-config", path)
-    assert "not JSON" in said
-    assert said.endswith("; give a model's config.json")
-    assert "sys." not in said  # Python's advice
 
 
 def test_a_byte_order_mark_is_no_part_of_a_file(

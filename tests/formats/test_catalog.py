@@ -79,27 +79,19 @@ def parquet(table: pa.Table, **metadata: str) -> bytes:
     return stream.getvalue()
 
 
-def test_another_parquet_file_is_refused() -> None:
-    with pytest.raises(FormatError, match="not a hicachectl catalog"):
-        read_catalog(parquet(pa.table({"a": [1]})))
-
-
-def test_another_form_is_refused_by_name() -> None:
-    with pytest.raises(FormatError, match="form"):
-        read_catalog(parquet(SCHEMA.empty_table(), catalog="99"))
-
-
-def test_other_columns_are_refused() -> None:
-    with pytest.raises(
-        FormatError, match=r"columns .*; give a file that .* --update-catalog wrote"
-    ):
-        read_catalog(parquet(pa.table({"a": [1]}), catalog="1"))
-
-
-def test_a_key_recorded_twice_is_refused() -> None:
-    twice = written(catalog([ENTRY, ENTRY]))
-    with pytest.raises(FormatError, match="twice"):
-        read_catalog(twice)
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (parquet(pa.table({"a": [1]})), "not a hicachectl catalog"),
+        (parquet(SCHEMA.empty_table(), catalog="99"), "form"),
+        (parquet(pa.table({"a": [1]}), catalog="1"), "columns .*; give a file that .* --update-"),
+        (written(catalog([ENTRY, ENTRY])), "twice"),
+    ],
+    ids=["another file", "another form", "other columns", "a key twice"],
+)
+def test_other_files_are_refused(data: bytes, said: str) -> None:
+    with pytest.raises(FormatError, match=said):
+        read_catalog(data)
 
 
 def test_a_catalog_of_too_large_rows_is_refused_with_its_numbers() -> None:

@@ -50,20 +50,14 @@ def test_the_last_stages_take_the_remainder(
 
 def test_a_partition_overrides_the_even_split() -> None:
     assert pp_ranges(10, 2, (3, 7)) == ((0, 3), (3, 10))
-
-
-def test_a_partition_of_other_layers_is_refused() -> None:
-    with pytest.raises(ProfileError, match="does not split 10 layers"):
-        pp_ranges(10, 2, (3, 6))
-
-
-def test_a_partition_without_stages_is_ignored() -> None:
     assert pp_ranges(10, 1, (9,)) == ((0, 10),)
 
 
-def test_more_stages_than_layers_are_refused() -> None:
+def test_stages_that_do_not_fit_the_layers_are_refused() -> None:
     with pytest.raises(ProfileError, match="cannot fill 3 stages"):
         pp_ranges(2, 3)
+    with pytest.raises(ProfileError, match="does not split 10 layers"):
+        pp_ranges(10, 2, (3, 6))
 
 
 @given(st.integers(1, 200), st.integers(1, 12))

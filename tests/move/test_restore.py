@@ -317,18 +317,6 @@ def test_one_run_can_be_named(invoke: Invoke, store: Path) -> None:
     assert contents(store) == before
 
 
-def test_an_empty_quarantine_restores_nothing(invoke: Invoke, store: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    assert restored(invoke, tmp_path / "empty", store, "--yes")["pages"] == 0
-
-
-def test_what_cannot_be_a_quarantine(invoke: Invoke, store: Path, tmp_path: Path) -> None:
-    assert (
-        "no such directory"
-        in invoke("restore", tmp_path / "none", store, "--yes", exit_code=2).stderr
-    )
-
-
 def test_a_damaged_run_is_bad_input(invoke: Invoke, store: Path) -> None:
     repaired(store)
     (run,) = runs_in(default_quarantine(store))
@@ -341,11 +329,6 @@ def test_a_damaged_run_is_bad_input(invoke: Invoke, store: Path) -> None:
         assert message.count("\n") == 1
         path.write_bytes(whole)
     assert restored(invoke, default_quarantine(store), store, "--yes")["pages"] == 2
-
-
-def test_without_a_terminal_it_wants_yes(invoke: Invoke, tmp_path: Path) -> None:
-    message = invoke("restore", tmp_path / "none", tmp_path / "none", exit_code=2).stderr
-    assert "--yes" in message
 
 
 def test_a_store_that_is_not_there(invoke: Invoke, store: Path, tmp_path: Path) -> None:

@@ -425,20 +425,6 @@ def test_temporaries_that_cannot_be_deleted_are_said(
     assert {f["key"] for f in document["failures"]} >= {files["ours"].name}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [("--model", "b"), ("--tag", "t"), ("--no-tag",), ("--state", "whole"), ("--pages", "f"),
-     ("--profile", "p")],
-)  # fmt: skip
-def test_temporaries_go_with_no_other_filter(
-    invoke: Invoke, store: Path, options: tuple[str, ...]
-) -> None:
-    before = contents(store)
-    said = invoke("rm", store, "--temporaries", *options, "--yes", exit_code=2).stderr
-    assert f"leave out {options[0]}" in said
-    assert contents(store) == before
-
-
 def test_stores_without_temporaries_say_so(invoke: Invoke, store: Path, tmp_path: Path) -> None:
     pack = tmp_path / "x.hcpack"
     invoke("migrate", store, f"pack://{pack}")

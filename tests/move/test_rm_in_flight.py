@@ -153,20 +153,6 @@ def test_free_takes_other_pages_instead(invoke: Invoke, store: Path) -> None:
     assert "would empty it" in said
 
 
-@pytest.mark.slow
-def test_a_page_of_a_wrong_clock_is_no_longer_in_flight(
-    invoke: Invoke, store: Path, profile: Path, tmp_path: Path
-) -> None:
-    """Each command judges a page of next year as settled."""
-    future = time.time() + 365 * 86400
-    os.utime(store / indexer(YOUNG), (future, future))
-    shown = invoke("show", store, page(YOUNG), "--profile", profile, "--format", "json").document
-    assert "orphan-sidecar" in [one["code"] for one in shown["findings"]]
-    copied = invoke("migrate", store, tmp_path / "new", "--profile", profile).stderr
-    assert "1 page not whole" in copied
-    assert removed(invoke, store, "--state", "orphan")["pages"] == 1
-
-
 # stores without times
 
 

@@ -102,25 +102,6 @@ def test_a_store_is_never_emptied(invoke: Invoke, aged: Path) -> None:
     assert contents(aged) == before
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--free", "0"], "--free"),
-        (["--free", "10 %"], "--free"),
-        (["--model", "m", "--trace", "t"], "--trace needs --free SIZE"),
-        (["--model", "m", "--keep-plan", "t"], "--keep-plan needs --free SIZE"),
-        (["--free", "1", "--trace", "t"], "--trace needs --profile"),
-        (["--free", "1", "--trace", "t", "--keep-plan", "p", "--profile", "x"],
-         "--trace cannot be combined with --keep-plan"),
-        (["--free", "1", "--temporaries"], "leave out --free"),
-    ],
-)  # fmt: skip
-def test_contradictions_are_refused(
-    invoke: Invoke, aged: Path, options: list[str], said: str
-) -> None:
-    assert said in invoke("rm", aged, *options, "--yes", exit_code=2).stderr
-
-
 def test_a_dry_run_tells_people_what_is_lost(
     invoke: Invoke, source: Path, profile: Path, tmp_path: Path
 ) -> None:
@@ -209,15 +190,6 @@ def test_deployments_that_no_request_names_can_go_first(
     assert (document["pages"], document["free"]["unnamed"]) == (3, named)
     assert document["free"]["valued_pages_removed"] == 0
     assert set(contents(source)) == own
-
-
-@pytest.mark.parametrize("options", [(), ("--free", 1), ("--free", 1, "--profile", "p")])
-def test_only_requests_of_a_profile_leave_deployments_unnamed(
-    invoke: Invoke, aged: Path, options: tuple[object, ...]
-) -> None:
-    arguments = ("rm", aged, "--model", "m", *options, "--and-unnamed", "--yes")
-    said = invoke(*arguments, exit_code=2).stderr
-    assert "--and-unnamed needs --trace or --keep-plan, and --profile" in said
 
 
 def test_ambiguous_keys_have_no_value(invoke: Invoke, tmp_path: Path) -> None:

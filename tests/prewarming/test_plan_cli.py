@@ -98,20 +98,6 @@ def test_budgets_cut_the_plan(invoke: Invoke, tokens: Path, profile: Path) -> No
     assert planned("--budget", "1TiB") == 3
 
 
-def test_what_cannot_be_planned_is_refused(
-    invoke: Invoke, blocks: Path, tokens: Path, tmp_path: Path
-) -> None:
-    def refused(*arguments: object) -> str:
-        return invoke("prewarm", *arguments, exit_code=2).stderr
-
-    assert "--dry-run" in refused("--trace", blocks)
-    assert "--budget-pages" in refused("--trace", blocks, "--dry-run", "--budget", "1GiB")
-    assert "--profile" in refused("--trace", tokens, "--dry-run")
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"hash_ids": [1]}\n{"hash_ids": 1}\n')
-    assert f"{bad}: line 2: " in refused("--trace", bad, "--dry-run")
-
-
 @pytest.mark.parametrize(
     ("rows", "reason"),
     [

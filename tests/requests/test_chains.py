@@ -224,11 +224,6 @@ def test_values_close_over_prefixes() -> None:
     assert closed.tolist() == [9, 9, 9, 3, 5, 4]
 
 
-def test_a_file_without_requests_is_no_trace(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"trace\.jsonl: has no requests"):
-        read_file(written(tmp_path))
-
-
 @pytest.mark.parametrize(("release", "seeded"), [("0.5.19", False), ("0.5.20", True)])
 def test_namespaces_seed_hashes_where_the_release_does(
     tmp_path: Path, release: str, seeded: bool

@@ -212,7 +212,6 @@ def test_a_gate_without_a_page_size_counts_pages(
     assert "--min-usable 0.6: servers of m tp 1 can restore 50.0% of the requested pages;" in said
     listed.write_text("[]\n")
     assert "no tokens were requested" in invoke(*gate, 1, exit_code=4).stderr
-    assert "is not a share; write 0.9 or 90%" in invoke(*gate, 2, exit_code=2).stderr
 
 
 @pytest.mark.slow

@@ -217,18 +217,6 @@ def test_an_early_close_leaves_no_threads_or_descriptors(
 # opening
 
 
-def test_what_is_no_directory_is_unavailable(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        StoreUnavailable, match="/file: cannot use the store: Not a directory; give"
-    ):
-        FileStore(tmp_path / "file")
-    with pytest.raises(
-        StoreUnavailable, match="/missing: cannot use the store: No such file or directory; check"
-    ):
-        FileStore(tmp_path / "missing")
-
-
 def test_the_store_stays_where_it_was_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,6 @@ import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -231,18 +230,6 @@ def test_tables_of_other_ranks_are_left_out(place: Place) -> None:
     with place.open(ranks=1) as store:
         assert set(listing(store)) == {KEYS[0]}
         assert [table.name for table in store.page_tables()] == ["0:kv"]
-
-
-def test_a_missing_directory_is_unavailable(tmp_path: Path, place: Place) -> None:
-    settings = replace(place.settings(), prefix=str(tmp_path / "unmounted" / "hicache"))
-    with pytest.raises(StoreUnavailable, match="no such directory"):
-        Hf3fsStore(settings)
-
-
-def test_a_missing_snapshot_is_unavailable(tmp_path: Path, place: Place) -> None:
-    settings = replace(place.settings(), snapshot=str(tmp_path / "absent.json"))
-    with Hf3fsStore(settings) as store, pytest.raises(StoreUnavailable, match="persistence-path"):
-        list(store.scan())
 
 
 # the profile

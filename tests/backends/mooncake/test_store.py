@@ -109,16 +109,6 @@ class TestMooncakeStore(StoreSuite):
         self.cluster.client().remove(key.decode(), True)
 
 
-def test_reading_identifies_what_was_read_as_the_listing_did(
-    store: MooncakeStore, cluster: Cluster
-) -> None:
-    cluster.put(KEY.decode(), b"x" * 5000)
-    rows = scanned_rows(store, [KEY])
-    result, _ = read(store, rows, [5000])
-    assert result.versions.tobytes() == rows.column("version").to_pylist()[0]
-    assert result.versions[0, 0] == 5000
-
-
 def test_a_replica_in_memory_is_listed_with_its_place(
     store: MooncakeStore, cluster: Cluster
 ) -> None:
