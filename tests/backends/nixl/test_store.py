@@ -99,7 +99,7 @@ def put_many(folder: Path, made: str, count: int = 320) -> None:
     with open_store(url_of(folder, made), create=True) as store:
         paths = [file_of(store, f"{at:064x}_m_0_1".encode()) for at in range(count)]
         for parent in {path.parent for path in paths}:
-            parent.mkdir()
+            parent.mkdir(exist_ok=True)
         for path in paths:
             path.write_bytes(b"abc")
 
