@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import socket
 import ssl
 import subprocess
@@ -331,21 +330,6 @@ def test_an_ipv6_host_is_reached_and_shown_in_brackets() -> None:
     listener.close()
     with pytest.raises(StoreUnavailable, match=rf"^Example \[::1\]:{port}: connection refused"):
         HttpService("::1", port, who="Example", hint="").get("/")
-
-
-def test_the_standard_library_does_not_notice_a_body_cut_short() -> None:
-    """The reason for the check in `_blocks`; if this fails, the check can go."""
-
-    def script(call: Call) -> None:
-        call.send(reply(b"abcdef")[:-1])
-        call.close()
-
-    with serving(script) as address:
-        connection = http.client.HTTPConnection(address)
-        connection.request("GET", "/")
-        response = connection.getresponse()
-        assert response.read(100) + response.read(100) == b"abcde"
-        connection.close()
 
 
 # --- over TLS ---

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr
@@ -18,7 +17,6 @@ from hicachectl.__main__ import run
 from hicachectl.cli.exit_codes import BAD_INPUT, UNAVAILABLE, exit_code
 from hicachectl.cli.group import COMMANDS, cli
 from hicachectl.formats import errors
-from tests.skips import needs_root
 from tests.stores import page, put_pages
 
 if TYPE_CHECKING:
@@ -147,62 +145,6 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     )
     assert found.stdout.startswith("KEY")
     assert found.stderr == "0\n"
-
-
-@pytest.mark.slow
-@needs_root
-def test_no_permission_is_one_line(tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.mkdir()
-    secret.chmod(0)
-    code = (
-        "import os, sys; sys.argv = ['hicachectl', 'ls', sys.argv[1]];"
-        "import click, tomllib, hicachectl.cli.group, hicachectl.backends.file.store;"
-        "import hicachectl.pages.inventory;"
-        "from hicachectl.__main__ import run; run(['ls', '/']);"
-        "os.setgid(65534); os.setuid(65534); os._exit(run(sys.argv[1:]))"
-    )
-    for parent in (tmp_path, *tmp_path.parents[:3]):
-        parent.chmod(parent.stat().st_mode | 0o055)
-    found = subprocess.run(
-        [sys.executable, "-c", code, str(secret)], capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 3, found.stderr
-    assert "ermission denied" in found.stderr
-    assert "Traceback" not in found.stderr
-
-
-@pytest.mark.slow
-def test_an_interrupt_that_is_ignored_from_the_start_stays_ignored(tmp_path: Path) -> None:
-    """SIGINT is ignored in background jobs of a shell and under nohup."""
-    code = (
-        "import os, signal; from hicachectl.cli import group; from hicachectl.__main__ import run;"
-        "load = group.import_module;"
-        "group.import_module = lambda name: (os.kill(os.getpid(), signal.SIGINT), load(name))[1];"
-        f"os._exit(run(['ls', {str(tmp_path)!r}]))"
-    )
-    found = subprocess.run(
-        ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-c", code],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr
-    assert "nterrupted" not in found.stderr
-
-
-@pytest.mark.slow
-def test_an_interrupt_ends_with_130_and_one_line(tmp_path: Path) -> None:
-    for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-        code = (
-            "import os; from hicachectl.cli import group; from hicachectl.__main__ import run;"
-            f"group.import_module = lambda name: os.kill(os.getpid(), {int(number)});"
-            f"os._exit(run(['ls', {str(tmp_path)!r}]))"
-        )
-        found = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=False
-        )
-        assert found.returncode == status, found.stderr
-        assert len(found.stderr.split("\n")) <= 3
-        assert "Traceback" not in found.stderr
 
 
 @pytest.mark.slow

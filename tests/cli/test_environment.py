@@ -107,6 +107,9 @@ def test_flags_of_servers_are_refused_by_name(
             "HICACHECTL_ALLOW_LEASES: 'maybe' is not a valid boolean",
         ),
         ("QUIET", "perhaps", ["ls"], "HICACHECTL_QUIET: 'perhaps' is not a valid boolean"),
+        ("SERVER", "http://h:bad", ["ls"], "HICACHECTL_SERVER: not a URL; give http://host:port"),
+        ("PROFILE", "/no/p", ["ls"], "HICACHECTL_PROFILE: /no/p: cannot read: No such file"),
+        ("CONFIG", "/no/c", ["ls"], "HICACHECTL_CONFIG: config /no/c: cannot read: No such file"),
     ],
 )
 def test_a_wrong_value_names_the_variable_in_one_line(
@@ -120,23 +123,6 @@ def test_a_wrong_value_names_the_variable_in_one_line(
 ) -> None:
     monkeypatch.setenv(f"HICACHECTL_{name}", value)
     stderr = invoke(*words, store, exit_code=2).stderr
-    assert stderr.startswith(f"hicachectl: {said}")
-    assert stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("SERVER", "http://h:bad", "HICACHECTL_SERVER: not a URL; give http://host:port"),
-        ("PROFILE", "/no/p.toml", "HICACHECTL_PROFILE: /no/p.toml: cannot read: No such file"),
-        ("CONFIG", "/no/c.toml", "HICACHECTL_CONFIG: config /no/c.toml: cannot read: No such file"),
-    ],
-)
-def test_a_later_refusal_names_the_variable(
-    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, store: Path, name: str, value: str, said: str
-) -> None:
-    monkeypatch.setenv(f"HICACHECTL_{name}", value)
-    stderr = invoke("ls", store, exit_code=2).stderr
     assert stderr.startswith(f"hicachectl: {said}")
     assert stderr.count("\n") == 1
 

@@ -95,22 +95,6 @@ def test_help_all_needs_no_argument_and_runs_nothing(invoke: Invoke) -> None:
     assert invoke("rm", "--yes", "--help-all").stdout.startswith("Usage: hicachectl rm ")
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["verfy", "/x"], "hicachectl: No such command 'verfy'; did you mean verify?"),
-        (["migrat"], "hicachectl: No such command 'migrat'; did you mean migrate?"),
-        (["quarantine", "lst"], "hicachectl: No such command 'lst'; did you mean list?"),
-        (["zzz"], "hicachectl: No such command 'zzz'; see hicachectl -h"),
-        (["pack", "zzz"], "hicachectl: No such command 'zzz'; see hicachectl pack -h"),
-    ],
-)
-def test_a_mistyped_command_names_close_ones_in_one_line(
-    invoke: Invoke, words: list[str], said: str
-) -> None:
-    assert invoke(*words, exit_code=2).stderr == said + "\n"
-
-
 @pytest.mark.parametrize("name", ["json", "jsonl", "csv", "parquet", "table", "arrow"])
 def test_a_format_as_the_output_file_is_refused(invoke: Invoke, name: str) -> None:
     for words in (["ls", "/x"], ["verify", "/x"], ["rm", "/x"], ["prewarm"]):

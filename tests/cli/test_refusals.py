@@ -89,6 +89,8 @@ verify STORE --repair delete --shard 0/2 --run RUN | cannot ask | --yes or --dry
 verify STORE --repair delete --yes --shard 0/2 --run RUN | --repair needs a given profile
 verify STORE --repair-code x                      | --repair-code | 'x' | missing-pool
 rm STORE                                          | --model | --temporaries
+rm STORE --yes                                    | --model | clear_hicache_storage_backend
+rm STORE --model x --all-deployments --yes        | --all-deployments | --pages
 rm NONE --model x                                 | --yes or --dry-run
 rm STORE --before 1d --token-ids IDS --yes        | --token-ids | no longer an option | age out
 rm STORE --free 0 --yes                           | --free
@@ -127,6 +129,8 @@ ls STORE --sort-by x                              | --sort-by | 'x' | mtime
 -q ls TABLES --summary --sort-by last_mtime       | --sort-by last_mtime | no timestamps
 ls TABLES --since 1d                              | --since | no timestamps | leave out --since
 ls TABLES --before 1d                             | --before | no timestamps | leave out --before
+-q ls STORE -o TEXT/x                             | TEXT/x | Not a directory
+-q ls STORE -o LONG                               | LONG | name too long
 -q ls STORE --format arrow -o NONE/x              | NONE/x | No such file | check its directory
 ls STORE --layout page_first                      | --layout | --model-config
 ls STORE --layout page_first --profile PROFILE    | --layout
@@ -151,6 +155,9 @@ report STORE -o NONE/x --mark =2d                 | --mark | '=2d' | no text bef
 report STORE -o STORE/page.html                   | page.html | lies in the store | name a file
 report STORE                                      | --output | is missing | see hicachectl report -
 --verbos ls STORE                                 | --verbos | did you mean --verbose?
+verfy STORE                                       | No such command 'verfy'; did you mean verify?
+zzz                                               | No such command 'zzz'; see hicachectl -h
+pack zzz                                          | No such command 'zzz'; see hicachectl pack -h
 quarantine prune                                  | 'prune' | did you mean purge?
 ls STORE --objects --summary                      | --objects | --summary | leave out
 ls hf3fs:///x                                     | hf3fs:///x | server=http | snapshot=FILE
@@ -165,6 +172,11 @@ hits STORE                                        | --prompts, --token-ids and -
 hits STORE --token-ids IDS                        | page size | --page-size
 hits STORE --token-ids IDS --page-size 4 --tokenizer STORE | --tokenizer | needs --prompts
 hits STORE --token-ids TEXT --page-size 64        | TEXT | line 1 | not JSON
+hits STORE --pages TEXT --token-ids IDS           | one of --prompts, --token-ids and --pages
+hits STORE --pages TEXT --kv-cache-dtype auto     | --kv-cache-dtype needs --model-config
+hits STORE --pages NONE                           | NONE | cannot read
+hits STORE --prompts TEXT --page-size 4           | --prompts needs a tokenizer; give --tokenizer
+hits STORE --token-ids IDS --page-size 4 --speculative-algorithm magic | magic
 hits STORE --token-ids IDS --page-size 0          | --page-size | 0 | x>=1
 hits STORE --token-ids IDS --profile PROFILE --model x | --model | leave out --profile
 """.strip().splitlines()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -11,12 +10,11 @@ import threading
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from hicachectl.backends.disk.durable import whole_file
-from hicachectl.formats.errors import UsageError
 from tests.skips import needs_root
 from tests.speed import slow, some
 from tests.stores import put_pages
@@ -110,17 +108,6 @@ def test_a_link_as_output_is_followed(invoke: Invoke, store: Path, tmp_path: Pat
     assert list(elsewhere.iterdir()) == [target]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("none/out", "No such file"), ("file/out", "Not a directory"), ("n" * 256, "name too long")],
-)
-def test_a_file_that_cannot_be_made_is_one_line(
-    invoke: Invoke, store: Path, tmp_path: Path, name: str, message: str
-) -> None:
-    (tmp_path / "file").touch()
-    assert message in one_line(invoke, "-q", "ls", store, "-o", tmp_path / name)
-
-
 def test_a_name_may_be_as_long_as_names_can_be(invoke: Invoke, store: Path, tmp_path: Path) -> None:
     path = tmp_path / ("n" * 255)
     invoke("ls", store, "--format", "jsonl", "-o", path)
@@ -201,12 +188,6 @@ def test_a_file_is_not_touched_by_a_block_that_fails(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_whole_file_needs_its_directory(tmp_path: Path) -> None:
-    out = tmp_path / "none" / "out"
-    with pytest.raises(UsageError, match="cannot write"), whole_file(out):
-        pass
-
-
 # --- hostile profiles, configs and options ---
 
 
@@ -222,27 +203,6 @@ def test_a_byte_order_mark_is_no_part_of_a_file(
     assert invoke("profile", "--profile", path).stdout == text
     path.write_text(f'[stores.prod]\nurl = "{store}"', encoding="utf-8-sig")
     invoke("--config", path, "ls", "prod:")
-
-
-HF = json.loads((CONFIGS / "qwen3-32b.json").read_text())
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"num_hidden_layers": 10**11}, "num_hidden_layers"),
-        ({"head_dim": 10**40}, "head_dim"),
-        ({"head_dim": 10**12, "num_key_value_heads": 10**12}, "head_dim"),
-        ({"num_key_value_heads": 10**4200}, "num_key_value_heads"),
-    ],
-)
-def test_a_config_beyond_belief_is_refused_by_field(
-    invoke: Invoke, tmp_path: Path, changes: dict[str, Any], field: str
-) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({**HF, **changes}))
-    arguments = ["--page-size", 64, "--served-model-name", "m"]
-    assert field in one_line(invoke, "profile", "--model-config", config, *arguments)
 
 
 @pytest.mark.parametrize(

@@ -204,11 +204,6 @@ def test_bare_pages_of_several_deployments_are_refused(
     assert contents(two_sizes) == left(before, page(0), page(3), page(4))
 
 
-def test_all_deployments_is_for_pages(invoke: Invoke, store: Path) -> None:
-    arguments = ["rm", store, "--model", "b", "--all-deployments", "--yes"]
-    assert "--pages" in invoke(*arguments, exit_code=2).stderr
-
-
 def test_sizes_are_filters(invoke: Invoke, two_sizes: Path) -> None:
     stems = [f"_m_{rank}_4_2_{stage}" for rank in range(4) for stage in range(2)]
     put_pages(two_sizes, range(2), *stems, *(f"_n_0_1_cp{rank}_2" for rank in range(2)))
@@ -294,21 +289,6 @@ def test_ambiguous_pages_stay_and_are_said(invoke: Invoke, tmp_path: Path) -> No
     outcome = invoke("rm", directory, "--state", "unknown", "--yes")
     assert "3 page groups with ambiguous keys selected for removal: 3 keys" in outcome.stderr
     assert contents(directory) == {}
-
-
-def test_something_must_be_selected(invoke: Invoke, store: Path) -> None:
-    message = invoke("rm", store, "--yes", exit_code=2).stderr
-    assert "--model" in message
-    assert "clear_hicache_storage_backend" in message
-
-
-def test_bad_lists_are_refused_with_their_line(invoke: Invoke, store: Path, tmp_path: Path) -> None:
-    listed = tmp_path / "pages"
-    for text in ("abc", "{", '{"page": null}', "/etc/passwd", "\udcff"):
-        listed.write_text(f"{page(0)}\n{text}\n", errors="surrogateescape")
-        message = invoke("rm", store, "--pages", listed, "--yes", exit_code=2).stderr
-        assert "line 2" in message
-    invoke("rm", store, "--pages", tmp_path / "nothing", "--yes", exit_code=2)
 
 
 @pytest.mark.parametrize(("answer", "pages"), [("n", 0), ("y", 6)])

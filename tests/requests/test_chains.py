@@ -143,11 +143,6 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
         read_file(path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"none.jsonl: cannot read"):
-        read_file(tmp_path / "none.jsonl")
-
-
 def test_a_trace_too_large_for_its_indices_is_to_be_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

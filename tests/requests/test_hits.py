@@ -287,25 +287,6 @@ def test_a_table_is_for_people(invoke: Invoke, tmp_path: Path, dsa: tuple[Path, 
     assert out[3:] == ["67% of 12 tokens served by x/dsa tp 1"]
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["--pages", "x", "--token-ids", "y"], "one of --prompts, --token-ids and --pages"),
-        (["--pages", "x", "--kv-cache-dtype", "auto"], "--kv-cache-dtype needs --model-config"),
-        (["--pages", "/dev/null/missing"], "/dev/null/missing: cannot read"),
-        (
-            ["--prompts", "x", "--page-size", "4"],
-            "--prompts needs a tokenizer; give --tokenizer",
-        ),
-        (["--token-ids", "x", "--page-size", "4", "--speculative-algorithm", "magic"], "magic"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(
-    invoke: Invoke, dsa: tuple[Path, Path], options: list[str], reason: str
-) -> None:
-    assert reason in invoke("hits", dsa[0], *options, exit_code=2).stderr
-
-
 # --- against a reference that checks page by page ---
 
 

@@ -151,12 +151,6 @@ def test_a_url_that_cannot_be_is_refused_by_name(text: str, named: str) -> None:
         settings_of(text)
 
 
-def test_a_message_shows_no_password() -> None:
-    with pytest.raises(UsageError) as caught:
-        settings_of("hf3fs:///data/hicache?server=http://user:secret@host")
-    assert "secret" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

@@ -77,13 +77,6 @@ def test_drafts_that_read_the_targets_kv_add_no_pool(draft: str) -> None:
         profile_of({**model, "flags": {"speculative_algorithm": "EAGLE3"}}, _ONE)
 
 
-def test_a_draft_with_a_layer_for_each_step_asks_for_the_steps() -> None:
-    model = DRAFTS["MiMoV2FlashForCausalLM MiMoV2MTP"]
-    flags = {"speculative_algorithm": "EAGLE"}
-    with pytest.raises(ProfileError, match="give --speculative-num-steps"):
-        profile_of({**model, "flags": flags}, _ONE)
-
-
 def test_the_number_of_mtp_layers_is_asked_for_where_sglang_has_its_own() -> None:
     """deepseek_v3's config class counts one MTP layer if the config states none."""
     model = DRAFTS["DeepseekV3ForCausalLM DeepseekV3ForCausalLMNextN"]
@@ -92,21 +85,36 @@ def test_the_number_of_mtp_layers_is_asked_for_where_sglang_has_its_own() -> Non
         profile_of({**model, "config": config}, _ONE)
 
 
-def test_fp8_of_a_block_draft_depends_on_its_attention_backend() -> None:
-    model = DRAFTS["Qwen3ForCausalLM DFlashDraftModel"]
-    flags = {**model["flags"], "kv_cache_dtype": "fp8_e4m3"}
-    with pytest.raises(ProfileError, match="kv_cache_dtype: fp8_e4m3 for a DFLASH draft"):
-        profile_of({**model, "flags": flags}, _ONE)
+_MIMO = "MiMoV2FlashForCausalLM MiMoV2MTP"
+_DFLASH = "Qwen3ForCausalLM DFlashDraftModel"
+_DSPARK = "DeepseekV4ForCausalLM DeepseekV4ForCausalLMDSpark"
+_IQUEST = "IQuestQ1ForCausalLM IQuestQ1MTP"
+_LONGCAT = "LongcatFlashForCausalLM LongcatFlashForCausalLMNextN"
 
 
-def test_dspark_of_deepseek_v4_needs_a_checkpoint_with_its_stages() -> None:
-    model = DRAFTS["DeepseekV4ForCausalLM DeepseekV4ForCausalLMDSpark"]
-    plain = MODELS["DeepseekV4ForCausalLM"]["config"]
-    with pytest.raises(ProfileError, match="draft_model_config: missing; DSPARK needs"):
-        profile_of({**model, "config": plain}, _ONE)
-    empty = {**model["config"], "dspark_target_layer_ids": []}
-    with pytest.raises(ProfileError, match="dspark_target_layer_ids: names no layer"):
-        profile_of({**model, "config": empty}, _ONE)
+@pytest.mark.parametrize(
+    ("name", "part", "changes", "words"),
+    [
+        (_MIMO, "flags", {"speculative_num_steps": 0}, "give --speculative-num-steps"),
+        (_DFLASH, "flags", {"kv_cache_dtype": "fp8_e4m3"}, "fp8_e4m3 for a DFLASH draft"),
+        (_DSPARK, "config", MODELS["DeepseekV4ForCausalLM"]["config"], "missing; DSPARK needs"),
+        (_DSPARK, "config", {"dspark_target_layer_ids": []}, "names no layer"),
+        (_IQUEST, "draft", DRAFTS["LlamaForCausalLM LlamaForCausalLMEagle"]["draft"],
+         "SGLang serves this target only with IQuestQ1MTP"),
+        (_IQUEST, "flags", {"speculative_algorithm": "EAGLE3"}, "does not support EAGLE3 for this"),
+        (_IQUEST, "draft", {"num_hidden_layers": 2}, "MTP supports one physical draft layer"),
+        (_LONGCAT, "draft", {"num_nextn_predict_layers": 0}, "expected a whole number"),
+    ],
+)  # fmt: skip
+def test_drafts_that_their_targets_do_not_have_are_refused(
+    name: str, part: str, changes: dict[str, Any], words: str
+) -> None:
+    """A draft of the target's own checkpoint has the target's config."""
+    model = DRAFTS[name]
+    stated = model.get(part, model["config"])
+    changed = changes if "architectures" in changes else {**stated, **changes}
+    with pytest.raises(ProfileError, match=words):
+        profile_of({**model, part: changed}, _ONE)
 
 
 def test_dspark_reads_its_target_layers_where_sglang_does() -> None:
@@ -117,27 +125,6 @@ def test_dspark_reads_its_target_layers_where_sglang_does() -> None:
     assert {
         pool.name: pool.packed_draft_layers for pool in profile.pools if pool.name == "swa"
     } == {"swa": 4}
-
-
-def test_iquest_has_only_its_own_draft() -> None:
-    model = DRAFTS["IQuestQ1ForCausalLM IQuestQ1MTP"]
-    other = DRAFTS["LlamaForCausalLM LlamaForCausalLMEagle"]["draft"]
-    with pytest.raises(ProfileError, match="SGLang serves this target only with IQuestQ1MTP"):
-        profile_of({**model, "draft": other}, _ONE)
-    flags = {**model["flags"], "speculative_algorithm": "EAGLE3"}
-    with pytest.raises(ProfileError, match="SGLang does not support EAGLE3 for this model"):
-        profile_of({**model, "flags": flags}, _ONE)
-    two = {**model["draft"], "num_hidden_layers": 2}
-    with pytest.raises(ProfileError, match="MTP supports one physical draft layer"):
-        profile_of({**model, "draft": two}, _ONE)
-
-
-def test_a_longcat_draft_without_mtp_layers_is_refused() -> None:
-    """SGLang gives its draft the layers that the config counts, even none."""
-    model = DRAFTS["LongcatFlashForCausalLM LongcatFlashForCausalLMNextN"]
-    draft = {**model["config"], "num_nextn_predict_layers": 0}
-    with pytest.raises(ProfileError, match="num_nextn_predict_layers: expected a whole number"):
-        profile_of({**model, "draft": draft}, _ONE)
 
 
 _INKLING = "InklingForConditionalGeneration InklingForConditionalGenerationMTP"
