@@ -95,7 +95,8 @@ def test_rm_leaves_young_partial_pages(
     store = aged_store(tmp_path / "store", *ages(skewed, 60))
     for number in (YOUNG, OLD):
         (store / indexer(number)).unlink()
-    invoke("rm", store, "--state", "partial", "--profile", profile, "--yes", _DESPITE)
+    rm = ("rm", store, "--state", "partial", "--profile", profile, "--yes", _DESPITE)
+    assert (" dated up to 0:0" in invoke(*rm).stderr) == (skewed < 0)
     assert pages_in(store) == [YOUNG]
 
 

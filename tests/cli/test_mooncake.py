@@ -294,6 +294,16 @@ def test_the_library_logs_are_kept_off_the_terminal(cluster: Cluster, profile: P
     assert "client" in told.stderr
 
 
+def test_the_limit_of_bytes_a_second_is_kept(
+    invoke: Invoke, cluster: Cluster, profile: Path
+) -> None:
+    nbytes = verified(invoke, cluster.url, "--profile", profile)["bytes"]
+    limit = nbytes // 2
+    limited = verified(invoke, cluster.url, "--profile", profile, "--bwlimit", limit)
+    assert limited["seconds"] >= 0.8 * (nbytes / limit - 1)
+    assert limited["bytes_read"] == nbytes
+
+
 def test_what_a_cluster_cannot_do_is_refused_before_it_is_read(
     invoke: Invoke, cluster: Cluster, profile: Path, tmp_path: Path
 ) -> None:
