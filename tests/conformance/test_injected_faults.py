@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.conformance
 
-# Some five thousand. A fifth is enough for each kind of fault in each pool.
+# Some ten thousand. A tenth is enough for each kind of fault in each pool.
 PARTS = (
-    ("gqa_tp2", "read", 2000),
-    ("mha_draft", "refuse", 1500),
-    ("swa", "read", 1000),
+    ("gqa_tp2", "read", 4000),
+    ("mha_draft", "refuse", 3000),
+    ("swa", "read", 2000),
     ("zaya", "refuse", 1000),
 )
 KINDS = 15  # of faults
