@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.conftest import Invoke
 
 PAGES = 3
-FLIPS_A_REGION = 12
+FLIPS_A_REGION = 30
 HEAD = 104  # bytes of a record before its key
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.power.recording import Recording
     from tests.power.writers import Writer
 
-RECOVERIES = 16 * ROUNDS  # each runs a command
+RECOVERIES = 40 * ROUNDS  # each runs a command
 
 
 def found_by_looking(
