@@ -109,7 +109,7 @@ class Listing:
         return mtime_ns - self.begun_ns <= time.time_ns() - self._own_begun_ns + _CLOCKS_DIFFER_NS
 
     def sort(self) -> None:
-        """Put what was added in order."""
+        """Sort the added objects into rows."""
         rows = np.frombuffer(self._added, _ROWS)
         # A quarter of its hash tells a page. Pages that share it would be taken for used together.
         quarters = rows["page"][:, 0]

@@ -122,7 +122,7 @@ def profile_from_server(
     except ProfileError as error:
         why = str(error).removesuffix(f"; {RUN_PROBE}")  # _told says it, too
         raise ProfileError(f"{why}; {_told(flags, told_pools(replies.layout))}") from error
-    others = _other_pools(profile, told_pools(replies.layout))
+    others = _contradictions(profile, replies.layout or {})
     return ServerProfile(profile, server, (*server.notes, *others))
 
 
@@ -153,13 +153,40 @@ def told_pools(layout: Mapping[str, Any] | None) -> dict[str, str]:
     }
 
 
-def _other_pools(profile: Profile, told: Mapping[str, str]) -> list[str]:
-    """Return a message for each pool that only the profile has, or only the server."""
-    ours = {pool.name for pool in profile.pools if kind_of(pool).has_bytes}
+def _contradictions(profile: Profile, layout: Mapping[str, Any]) -> list[str]:
+    """Return a message for each fact of a server's key layout that the profile contradicts.
+
+    The layout states what the server does; options can have replaced flags in the profile.
+    """
+    described = layout.get("hicache_object_layout")
+    described = described if isinstance(described, Mapping) else {}
+    compared = {
+        "page_size": (profile.page_size // profile.dcp, layout.get("page_size")),
+        "is_mla_backend": (profile.rank_replicated, described.get("is_mla_backend")),
+        "pp_size": (profile.pp, described.get("pp_size")),
+        "key_prefix": (_key_prefix(profile), described.get("key_prefix")),
+    }
+    ours = {pool.name: pool.hit_policy for pool in profile.pools if kind_of(pool).has_bytes}
+    told = told_pools(layout)
+    for name in ours.keys() & told:
+        compared[f"pools[{name}].hit_policy"] = (ours[name], told[name])
     return [
-        f"pools: only the {'profile' if name in ours else 'server'} has {name}"
-        for name in sorted(ours ^ told.keys() if told else ())
+        *(
+            f"{name}: the server has {shown(theirs)}, the profile {mine!r}"
+            for name, (mine, theirs) in compared.items()
+            if theirs is not None and theirs != mine
+        ),
+        *(
+            f"pools: only the {'profile' if name in ours else 'server'} has {name}"
+            for name in sorted(ours.keys() ^ told if told else ())
+        ),
     ]
+
+
+def _key_prefix(profile: Profile) -> str:
+    """Return Mooncake's key prefix (MooncakeStore.config_prefix)."""
+    dcp = f"tp{profile.tp}_dcp{profile.dcp}_page{profile.page_size}_pp{profile.pp}_cp{profile.cp}"
+    return "_".join(filter(None, [profile.names.text, dcp if profile.dcp > 1 else ""]))
 
 
 def _told(flags: DeploymentFlags, pools: Mapping[str, str]) -> str:

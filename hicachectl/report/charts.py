@@ -86,7 +86,7 @@ def _drawn(name: str, label: str, values: Values) -> str:
 
 @cache
 def _templates() -> jinja2.Environment:
-    """Return the templates of charts, each of which is parsed once."""
+    """Return the templates of charts; parse them once."""
     import jinja2
 
     return jinja2.Environment(

@@ -78,7 +78,7 @@ def html_of(picture: Picture, mending: Mending, marks: Sequence[Mark]) -> str:
 
 @cache
 def _templates() -> jinja2.Environment:
-    """Return the templates of the page, each of which is parsed once."""
+    """Return the templates of the page; parse them once."""
     import jinja2
     from markupsafe import Markup
 

@@ -91,7 +91,10 @@ class Forks(Closing):
     """A process that has imported the program, and forks a child for each command line."""
 
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
-        """Start the process. variables: of its environment, which decides the locale."""
+        """Start the process.
+
+        variables: more environment variables of the process, which decide its locale.
+        """
         self._variables = variables or {}
         self._process = subprocess.Popen(
             following(sys.executable, sys.executable, "-c", _PROGRAM),

@@ -2,6 +2,7 @@
 
 Runs inside the SGLang environment: `session.py ADDRESS`, the name of an abstract Unix socket. Each
 connection has a fork of its own, which says "ready". The process ends when all connections have.
+Without ADDRESS it only imports, so that all modules are compiled.
 
 Each line of a connection is {"script": name without .py, "question"}, which goes to the script's
 function `answer`, or {"script", "arguments"} for its `main`. Each answer is a line, {"code",
@@ -70,7 +71,7 @@ _UNUSED_S = 60.0  # the process that started this one may have been killed
 
 
 def main() -> None:
-    """Accept connections until none is left."""
+    """Import everything, then accept connections until all have ended."""
     os.dup2(2, 1)  # output of libraries goes to stderr
     sys.path.append(str(Path(__file__).parents[2]))  # SGLang imports the plug-in from there
     for name in _IMPORTED_ONCE:
@@ -78,6 +79,8 @@ def main() -> None:
     if importlib.util.find_spec("nixl") is not None:
         importlib.import_module("sglang.srt.mem_cache.storage.nixl.hicache_nixl")
     prompt_nodes.hash_pages([0], page_size=1)  # loads SGLang's extension of page hashes
+    if len(sys.argv) == 1:
+        return
     gc.collect()
     gc.freeze()  # forks leave these objects alone: a look at each would copy its page
     listener = socket.socket(socket.AF_UNIX)

@@ -105,7 +105,6 @@ def test_older_release_keeps_the_first_mamba_shard_for_all_ranks(sglang_store: W
     assert {entry["tp_rank"] for entry in manifest["ignored"]} == {1}
 
 
-@pytest.mark.weekly
 def test_the_recorded_store_is_what_the_older_release_writes(
     sglang_python: Path, tmp_path: Path
 ) -> None:

@@ -353,7 +353,7 @@ def test_a_killed_part_is_done_again(
         if not killed:
             runs.all(3, others)
         merged = comparable(runs.merged().document)
-        # A killed attempt does not say what it copied.
+        # The document lacks the copies of killed attempts.
         copied = merged["copied_pages"] + merged["already_there"]
         assert copied == whole["copied_pages"] + whole["already_there"]
         own = ("copied_pages", "already_there", "bytes")

@@ -259,15 +259,40 @@ def test_options_win_over_the_server(sglang: Sglang) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "inner", "warning"),
+    [
+        ({"page_size": 128}, {}, "page_size: the server has 128, the profile 64"),
+        ({}, {"is_mla_backend": True}, "is_mla_backend: the server has True, the profile False"),
+        ({}, {"pp_size": 2}, "pp_size: the server has 2, the profile 1"),
+        ({}, {"key_prefix": "teamB_m"}, "key_prefix: the server has 'teamB_m', the profile "),
+        (
+            {},
+            {"pools": [{"pool": "kv", "hit_policy": "trailing_pages"}]},
+            "pools[kv].hit_policy: the server has 'trailing_pages', the profile 'all_pages'",
+        ),
+    ],
+)
+def test_a_layout_that_contradicts_the_profile_is_a_warning(
+    sglang: Sglang, changes: dict[str, Any], inner: dict[str, Any], warning: str
+) -> None:
+    described = {**LAYOUT["hicache_object_layout"], **inner}
+    answer = {**LAYOUT, **changes, "hicache_object_layout": described}
+    sglang.answer("/get_hicache_l3_cache_layout", answer)
+    found = profile_from_server(sglang.url, model_config=CONFIGS / "llama-3.1-8b.json")
+    (said,) = found.warnings
+    assert warning in said
+
+
+@pytest.mark.parametrize(
     ("pools", "warnings"),
     [
         (["kv"], ()),
-        (["kv", "kv"], ()),  # of two pipeline stages
+        (["kv", "kv"], ()),
         (["kv", "draft"], ("pools: only the server has draft",)),
         (["mamba"], ("pools: only the profile has kv", "pools: only the server has mamba")),
     ],
 )
-def test_pools_of_one_side_only_are_warnings(
+def test_pools_of_one_side_only_are_warnings_whatever_the_stages(
     sglang: Sglang, pools: list[str], warnings: tuple[str, ...]
 ) -> None:
     inner = {"pools": [{"pool": name, "hit_policy": "all_pages"} for name in pools]}
@@ -280,8 +305,9 @@ def test_an_anchor_without_bytes_is_in_no_layout(sglang: Sglang) -> None:
     """MooncakeStore has no object for it (DeepSeek-V4)."""
     kv, swa = Pool(name="kv", kind="logical"), Pool(name="swa", kind="dsv4", row="v4", layers=1)
     profile = Profile(model="m", pools=(kv, swa))
-    assert server._other_pools(profile, {"swa": "trailing_pages"}) == []
-    assert server._other_pools(profile, {}) == []
+    told = {"pools": [{"pool": "swa", "hit_policy": "trailing_pages"}]}
+    assert server._contradictions(profile, {"hicache_object_layout": told}) == []
+    assert server._contradictions(profile, {}) == []
 
 
 @pytest.mark.parametrize("inner", [None, 3, {}, {"pools": 3}, {"pools": [1, None]}])
