@@ -1,0 +1,1 @@
+"""Simulate caches of many sizes and policies from one reading of requests."""
