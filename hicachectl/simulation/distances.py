@@ -145,7 +145,7 @@ def _ranks_by_sorting(blocks: Blocks, offsets: IntArray, *, leaves_first: bool) 
         touches = starts + ends - 1 - touches
     order = np.empty(len(blocks), np.int64)
     order[touches] = np.arange(len(blocks))
-    previous = _previous(blocks[order])  # by position of touch
+    previous = _previous(blocks[order])
     last = previous[touches]
 
     def ranks(now: IntArray) -> Blocks:

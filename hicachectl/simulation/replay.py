@@ -1,8 +1,8 @@
 """Serve chains of pages from caches of given capacities: how many leading pages each request hits.
 
 A request hits its leading pages that the cache holds, at most its reach. Then it writes the others,
-and all its pages count as used. Capacities are in pages. Arrays are as in `distances`; results are
-[capacities, requests] int32.
+and all its pages count as used. Arrays are as in `distances`; results are [capacities, requests]
+int32.
 """
 
 from __future__ import annotations
@@ -12,55 +12,149 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hicachectl.formats.eviction import Policy
 from hicachectl.formats.restorable import leading_runs
+from hicachectl.simulation.caches import Start, cache_of
 from hicachectl.simulation.compiled import compiled
 from hicachectl.simulation.distances import rank_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     import numpy.typing as npt
 
     from hicachectl.formats.arrays import IntArray
     from hicachectl.requests.chains import Requests
+    from hicachectl.simulation.caches import Cache
     from hicachectl.simulation.distances import Blocks
+    from hicachectl.simulation.sizes import PageSizes
 
     Runs = npt.NDArray[np.int32]
+    Seconds = npt.NDArray[np.float64]
 
 _REFERENCES_AT_ONCE = 1 << 22
 
 
-def replay_lru(requests: Requests, capacities: Sequence[int], *, leaves_first: bool) -> Runs:
+def replay(
+    policy: Policy,
+    requests: Requests,
+    capacities: Sequence[int],
+    sizes: PageSizes,
+    *,
+    ratio: float = 0.9,
+    least: int = 0,
+    start: Start | None = None,
+    seconds: Seconds | None = None,
+) -> Runs:
+    """Return the hits of each request at each capacity.
+
+    capacities: bytes of the whole store; blocks if the sizes are unknown.
+    ratio: eviction_ratio of HiCacheFile.
+    least: least number of leading pages that a server reads; of fewer, it reads none.
+    start: pages that the cache begins with.
+    seconds: [requests] times of the requests, ascending; None if unknown.
+
+    One pass answers all capacities of `lru` and `hicachefile` if each rank writes a page as one
+    object. Other caches are replayed one after another, which takes microseconds a page. The bound
+    `optimal` counts no objects of trailing pools.
+    """
+    if policy is Policy.OPTIMAL:
+        runs = replay_optimal(requests, [*map(sizes.pages, capacities)], start)
+    elif policy is Policy.LRU and not sizes.trailing_bytes:
+        pages = [*map(sizes.pages, capacities)]
+        runs = replay_lru(requests, pages, leaves_first=True, start=start)
+    elif policy is Policy.HICACHEFILE and sizes.uniform:
+        limits = [capacity // sizes.limits for capacity in capacities]
+        nbytes = {room.files[0].nbytes for room in sizes.rooms}
+        runs = replay_files(requests, limits, ratio, nbytes, start)
+    else:
+        parents = requests.forest.parents if policy is Policy.LRU else None
+        runs = np.empty((len(capacities), len(requests)), np.int32)
+        for row, capacity in enumerate(capacities):
+            cache = cache_of(policy, capacity, sizes, parents=parents, ratio=ratio, start=start)
+            runs[row] = replay_cache(requests, cache, least=least, seconds=seconds)
+    return np.where(runs >= least, runs, 0) if least > 1 else runs
+
+
+def replay_cache(
+    requests: Requests, cache: Cache, *, least: int = 0, seconds: Seconds | None = None
+) -> Runs:
+    """Return the hits of one cache: [requests]. See `replay` for `least` and `seconds`."""
+    runs = np.empty(len(requests), np.int32)
+    times = np.zeros(len(requests)) if seconds is None else seconds
+    rows = zip(
+        pairwise(requests.offsets.tolist()), requests.reach.tolist(), times.tolist(), strict=True
+    )
+    for row, ((first, end), reach, time) in enumerate(rows):
+        pages = requests.blocks[first:end].tolist()
+        run = cache.held(pages[:reach])
+        runs[row] = run = run if run >= least else 0
+        if run:
+            cache.read(pages[:run], time)
+        if run < len(pages):
+            cache.write(pages[run:], time)
+    return runs
+
+
+def replay_lru(
+    requests: Requests,
+    capacities: Sequence[int],
+    *,
+    leaves_first: bool,
+    start: Start | None = None,
+) -> Runs:
     """Return the hits of caches that evict the least recently used page, down to their capacity.
 
-    leaves_first: as in `rank_pages`.
+    See `rank_pages` for `leaves_first`.
+    capacities: numbers of pages.
+    start: pages that the cache begins with. With `leaves_first`, the result is exact if each page
+        follows the pages that continue it.
     """
-    ranks = rank_pages(
-        requests.blocks, requests.offsets, len(requests.names), leaves_first=leaves_first
-    )
-    runs = np.empty((len(capacities), len(requests)), np.int32)
-    for first, last in _pieces(requests.offsets):
-        offsets = requests.offsets[first : last + 1]
-        before = ranks.before[offsets[0] : offsets[-1]]
+    blocks, offsets, reach, distinct = _begun(requests, start, leaves_first=leaves_first)
+    before = rank_pages(blocks, offsets, distinct, leaves_first=leaves_first).before
+    runs = np.empty((len(capacities), len(reach)), np.int32)
+    for first, last in _pieces(offsets):
+        some = offsets[first : last + 1]
+        ranks = before[some[0] : some[-1]]
         for row, capacity in enumerate(capacities):
-            runs[row, first:last] = leading_runs(before <= capacity, offsets - offsets[0])
-    return np.minimum(runs, requests.reach)
+            runs[row, first:last] = leading_runs(ranks <= capacity, some - some[0])
+    np.minimum(runs, reach, out=runs, casting="unsafe")
+    return runs[:, len(reach) - len(requests) :]
 
 
-def replay_files(requests: Requests, capacities: Sequence[int], ratio: float) -> Runs:
-    """Return the hits of HiCacheFile, which evicts down to a ratio of its capacity.
+def replay_files(
+    requests: Requests,
+    limits: Sequence[int],
+    ratio: float,
+    nbytes: Collection[int] = (1,),
+    start: Start | None = None,
+) -> Runs:
+    """Return the hits of HiCacheFile, which evicts down to a ratio of its limit.
 
-    ratio: eviction_ratio of HiCacheFile. Source: SGLang mem_cache/storage/file/
-    lru_file_evictor.py :: LRUFileEvictor.
+    limits: max_size, the bytes of one rank.
+    ratio: eviction_ratio.
+    nbytes: sizes of a page on the ranks. All ranks use pages in the same order, and serve the
+        pages that all hold.
+    start: pages that the cache begins with, exactly as HiCacheFile.
+    Source: SGLang mem_cache/storage/file/lru_file_evictor.py :: LRUFileEvictor.
     """
-    before, touched = rank_pages(
-        requests.blocks, requests.offsets, len(requests.names), leaves_first=False
-    )
+    blocks, offsets, reach, distinct = _begun(requests, start, leaves_first=False)
+    before, touched = rank_pages(blocks, offsets, distinct, leaves_first=False)
     assert touched is not None
-    runs = np.empty((len(capacities), len(requests)), np.int32)
-    for row, capacity in enumerate(capacities):
-        kept = int(capacity * ratio)
-        _file_runs(before, touched, requests.offsets, requests.reach, capacity, kept, runs[row])
+    first = len(reach) - len(requests)
+    started = int(offsets[first])
+    offsets, reach = offsets[first:], reach[first:]
+    runs = np.full((len(limits), len(requests)), np.iinfo(np.int32).max, np.int32)
+    rank = np.empty(len(requests), np.int32)
+    for row, limit in enumerate(limits):
+        for size in nbytes:
+            most, kept = limit // size, int(limit * ratio) // size
+            held = started if started <= most else kept
+            if most:
+                _file_runs(before, touched, offsets, reach, most, kept, held, rank)
+            else:
+                rank[:] = 0
+            np.minimum(runs[row], rank, out=runs[row])
     return runs
 
 
@@ -72,6 +166,7 @@ def _file_runs(
     reach: IntArray,
     capacity: int,
     kept: int,
+    held: int,
     runs: Runs,
 ) -> None:
     """Fill the hits of one capacity.
@@ -79,7 +174,6 @@ def _file_runs(
     The cache always holds the `held` most recently used pages. A write above the capacity evicts
     until `kept` pages are left with the written one.
     """
-    held = 0
     for request in range(len(runs)):
         start, end = offsets[request], offsets[request + 1]
         run = 0
@@ -93,35 +187,56 @@ def _file_runs(
                 held += 1
 
 
-def replay_optimal(requests: Requests, capacities: Sequence[int]) -> Runs:
+def replay_optimal(
+    requests: Requests, capacities: Sequence[int], start: Start | None = None
+) -> Runs:
     """Return the hits of a cache that knows all later requests, and evicts leaves only.
 
     It evicts the page whose next use is furthest. A page is used no later than the pages that
     continue it, so of pages with the same next use, the last of the chain goes first.
+
+    capacities: numbers of pages.
+    start: pages that the cache begins with.
     """
-    following = _next_requests(requests)
-    runs = np.zeros((len(capacities), len(requests)), np.int32)
+    if start is not None:
+        # Pages of the same next use stand in the order of their chain.
+        depths = np.zeros(max(len(requests.names), start.pages.max(initial=-1) + 1), np.int32)
+        depths[: len(requests.names)] = requests.forest.depths
+        start = Start(start.pages[np.argsort(depths[start.pages], kind="stable")])
+    blocks, offsets, reach, distinct = _begun(requests, start, leaves_first=False)
+    following = _next_requests(blocks, offsets, distinct)
+    runs = np.zeros((len(capacities), len(reach)), np.int32)
     for row, capacity in enumerate(capacities):
-        _optimal_runs(
-            requests.blocks,
-            requests.offsets,
-            requests.reach,
-            following,
-            len(requests.names),
-            capacity,
-            runs[row],
-        )
-    return runs
+        _optimal_runs(blocks, offsets, reach, following, distinct, capacity, runs[row])
+    return runs[:, len(reach) - len(requests) :]
 
 
-def _next_requests(requests: Requests) -> Blocks:
+def _begun(
+    requests: Requests, start: Start | None, *, leaves_first: bool
+) -> tuple[Blocks, IntArray, IntArray, int]:
+    """Return blocks, offsets, reach and the number of distinct blocks.
+
+    Pages of `start` become a first request that hits nothing.
+    """
+    if start is None:
+        return requests.blocks, requests.offsets, requests.reach, len(requests.names)
+    pages = start.pages[::-1] if leaves_first else start.pages
+    return (
+        np.concatenate([pages.astype(np.int32), requests.blocks]),
+        np.append(0, requests.offsets + len(pages)),
+        np.append(0, requests.reach),
+        max(len(requests.names), int(pages.max(initial=-1)) + 1),
+    )
+
+
+def _next_requests(blocks: Blocks, offsets: IntArray, distinct: int) -> Blocks:
     """Return the next request that uses the page of each reference: [references].
 
     A page without a next use has the number of requests.
     """
-    following = np.empty(len(requests.blocks), np.int32)
-    last = np.full(len(requests.names), len(requests), np.int32)
-    _fill_next(requests.blocks, requests.offsets, last, following)
+    following = np.empty(len(blocks), np.int32)
+    last = np.full(distinct, len(offsets) - 1, np.int32)
+    _fill_next(blocks, offsets, last, following)
     return following
 
 
@@ -209,5 +324,5 @@ def _optimal_runs(
 def _pieces(offsets: IntArray) -> list[tuple[int, int]]:
     """Return ranges of requests of about `_REFERENCES_AT_ONCE` references."""
     steps = np.arange(0, offsets[-1], _REFERENCES_AT_ONCE)
-    bounds = np.unique(np.append(np.searchsorted(offsets, steps), len(offsets) - 1)).tolist()
-    return list(pairwise(bounds))
+    bounds = np.unique(np.append(np.searchsorted(offsets, steps), [0, len(offsets) - 1]))
+    return list(pairwise(bounds.tolist()))

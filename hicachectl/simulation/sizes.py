@@ -1,0 +1,117 @@
+"""The bytes that a page takes in a store, and the limits that bound them.
+
+A store bounds the bytes of one rank (HiCacheFile, the plug-in), of one table (3FS) or of all
+objects together (Mooncake). A capacity is always the whole store's; limits of ranks or tables are
+equal parts of it, since one setting gives them all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from hicachectl.formats.spec import object_specs
+
+if TYPE_CHECKING:
+    from hicachectl.formats.eviction import Policy
+    from hicachectl.formats.profile import Profile
+    from hicachectl.formats.spec import ObjectSpec
+
+
+class PageFile(NamedTuple):
+    """One object of a page.
+
+    pool: name of its pool.
+    nbytes: its bytes.
+    window: number of last pages of a written node that have the object; 0 for all pages.
+    anchor: whether servers find the page by this object.
+    """
+
+    pool: str
+    nbytes: int
+    window: int = 0
+    anchor: bool = True
+
+
+class Room(NamedTuple):
+    """Equal rooms of a store, each with a limit of its own.
+
+    files: objects of a page in one room, in the order in which a server writes them.
+    copies: number of rooms with such objects. They always hold the same pages.
+    """
+
+    files: tuple[PageFile, ...]
+    copies: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PageSizes:
+    """Sizes of the objects of a page, in the rooms of a store.
+
+    rooms: the rooms, equal ones together.
+    known: False if only blocks are counted: a page is then one object of one unit.
+    """
+
+    rooms: tuple[Room, ...] = (Room((PageFile("kv", 1),)),)
+    known: bool = False
+
+    @classmethod
+    def of(cls, profile: Profile | None, policy: Policy) -> PageSizes:
+        """Return the sizes of a deployment's pages; without a profile, of blocks.
+
+        Raises like `object_specs`.
+        """
+        if profile is None:
+            return cls()
+        rooms: dict[object, list[PageFile]] = {}
+        specs = object_specs(profile, policy.grammar)
+        for spec in sorted(specs, key=lambda spec: spec.anchor):  # servers write the anchor last
+            file = PageFile(spec.pool, spec.nbytes, spec.trailing_pages, spec.anchor)
+            rooms.setdefault(_room_of(spec, policy), []).append(file)
+        counts = Counter(map(tuple, rooms.values()))
+        return cls(tuple(Room(files, count) for files, count in counts.items()), known=True)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in the whole store, without objects that only some pages have."""
+        return self._total(trailing=False)
+
+    @property
+    def trailing_bytes(self) -> int:
+        """Bytes that the objects of trailing pools add to a page that has them."""
+        return self._total(trailing=True)
+
+    @property
+    def limits(self) -> int:
+        """Number of rooms, each of which has an equal part of a capacity as its limit."""
+        return sum(room.copies for room in self.rooms)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether a page is one object in each room, so that a room's pages have equal bytes."""
+        return all(len(room.files) == 1 and not room.files[0].window for room in self.rooms)
+
+    def pages(self, capacity: int) -> int:
+        """Return the number of pages that a store of so many bytes holds."""
+        return capacity // max(self.page_bytes, 1)
+
+    def _total(self, *, trailing: bool) -> int:
+        return sum(
+            room.copies * file.nbytes
+            for room in self.rooms
+            for file in room.files
+            if bool(file.window) == trailing
+        )
+
+
+def _room_of(spec: ObjectSpec, policy: Policy) -> object:
+    """Return what identifies the room of an object: its rank, its table, or nothing.
+
+    Of ranks that share an object, the first one writes it.
+    """
+    if policy.limit == "table":
+        return spec.affix[0]
+    shard = spec.coordinate.shard
+    first = shard.tp_rank if shard.tp_rank is not None else shard.dcp_rank
+    return (first or 0, shard.pp_rank, shard.cp_rank) if policy.limit == "rank" else None
