@@ -16,6 +16,7 @@ from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.pages.listing import summarise
 from hicachectl.profiles.identities import markers_of
 from hicachectl.report.completeness import Completeness, completeness_of
+from hicachectl.report.filling import Filling, filling_of
 from hicachectl.report.names import deployment_name
 from hicachectl.report.prefixes import PrefixTree, prefix_tree
 from hicachectl.report.writes import Writes, writes_of
@@ -50,11 +51,13 @@ class PictureRequest:
     verify: the checks to run, on the whole store.
     hits: the requests to measure, if any.
     page: prefix of the hash of the page to show in full; None: choose one.
+    title: title of the page; "": name the store.
     """
 
     verify: VerifyRequest
     hits: HitsRequest | None = None
     page: str | None = None
+    title: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,7 @@ class Picture:
     """
 
     url: str
+    title: str
     made: float
     models: bool
     asked: tuple[str, ...]
@@ -78,6 +82,7 @@ class Picture:
     free_bytes: int | None
     states: tuple[int, ...]
     writes: Writes | None
+    filling: Filling
     completeness: tuple[Completeness, ...]
     tree: PrefixTree | None
     no_tree: str
@@ -131,7 +136,14 @@ def take_picture(
     """
     made = time.time()
     verify = request.verify
-    checked = check_store(store, verify, on_listed=on_listed, on_read=on_read, on_wait=on_wait)
+    checked = check_store(
+        store,
+        verify,
+        columns={"atime_ns"} & store.traits.columns,
+        on_listed=on_listed,
+        on_read=on_read,
+        on_wait=on_wait,
+    )
     groups, inventory = checked.groups, checked.groups.inventory
     verified = report_of([checked.result], describe_store(store, verify), inventory.table, verify)
     tree, no_tree, told = _tree(store, inventory, request)
@@ -139,6 +151,7 @@ def take_picture(
     rows, total = summarise(inventory, markers_of(store))
     return Picture(
         url=store.url,
+        title=request.title,
         made=made,
         models=all(deployment.names.model for deployment in inventory.table.deployments),
         asked=verify.checks,
@@ -149,6 +162,7 @@ def take_picture(
         free_bytes=store.free_bytes(),
         states=tuple(np.bincount(groups.states, minlength=len(STATES)).tolist()),
         writes=writes_of(inventory),
+        filling=filling_of(groups, made, is_part=bool(verify.selection)),
         completeness=tuple(completeness_of(groups, checked.in_flight)),
         tree=tree,
         no_tree=no_tree,

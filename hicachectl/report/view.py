@@ -20,6 +20,7 @@ from hicachectl.report.charts import (
     Bar,
     Cell,
     completeness_chart,
+    share_text,
     size_chart,
     strip_chart,
     tree_chart,
@@ -27,7 +28,7 @@ from hicachectl.report.charts import (
 )
 from hicachectl.report.names import pool_text, rank_text, summary_name
 from hicachectl.text.terminal import escape_controls, message_text, shortened
-from hicachectl.text.units import counted, human_size
+from hicachectl.text.units import counted, human_age, human_size
 from hicachectl.text.vocabulary import STATES
 from hicachectl.verification.report_text import AGE_CLASSES
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     import jinja2
 
     from hicachectl.report.charts import Mark
+    from hicachectl.report.filling import Window
     from hicachectl.report.picture import Picture
     from hicachectl.report.prefixes import PrefixTree
     from hicachectl.verification.inspection import PageReport
@@ -68,6 +70,7 @@ def html_of(picture: Picture, mending: Mending, marks: Sequence[Mark]) -> str:
         ages=_ages(picture.findings),
         sizes=_sizes(picture),
         writes=_writes(picture, marks),
+        filling=_filling(picture),
         completeness=[
             (one, _chart(completeness_chart(one))) for one in picture.completeness[:_DEPLOYMENTS]
         ],
@@ -307,6 +310,72 @@ def _writes(picture: Picture, marks: Sequence[Mark]) -> dict[str, Any] | None:
         "marks": near,
         "far": [mark for mark in marks if mark not in near],
     }
+
+
+# --- growth ---
+
+
+def _filling(picture: Picture) -> dict[str, Any]:
+    filling, free = picture.filling, picture.free_bytes
+    main, uses = filling.main, filling.uses
+    rows = []
+    for window in filling.windows:
+        days = None if free is None or filling.is_part else window.days_until_full(free)
+        rows.append((_span_text(window), window, "" if days is None else _days(days)))
+    groups = sum(use.pages for use in uses)
+    return {
+        "of": filling,
+        "verdict": _fills(picture, main),
+        "windows": rows,
+        "main": "" if main is None else _span_text(main),
+        "owners": [
+            (
+                one,
+                _share(one.nbytes, filling.nbytes),
+                _share(one.recent, main.nbytes if main else 0),
+            )
+            for one in filling.owners
+        ],
+        "uses": [(use, _share(use.pages, groups)) for use in uses],
+        "groups": groups,
+    }
+
+
+def _fills(picture: Picture, main: Window | None) -> str:
+    """Return in how many days a store is full, or why this is unknown."""
+    filling, free = picture.filling, picture.free_bytes
+    if filling.is_part:
+        return "Only pages that match the filters count, so days until full are unknown."
+    if not filling.uses:
+        return "Without write times, growth and days until full are unknown."
+    if main is None:
+        return "The first write was less than an hour ago, which tells no rate of growth."
+    rate = human_size(int(main.per_day))
+    grows = f"In the {_span_text(main)}, the store grew by at most {rate} a day"
+    if free is None:
+        return f"{grows}. It does not tell its free space, so days until full are unknown."
+    days = main.days_until_full(free)
+    if days is None:
+        return f"Nothing in the store was written in the {_span_text(main)}."
+    return f"{grows}; at this rate its free {human_size(free)} last {_days(days)} days or longer."
+
+
+def _span_text(window: Window) -> str:
+    if window.is_all:
+        return f"{human_age(window.seconds)} since the first write"
+    return (
+        "last 24 hours" if window.seconds <= 86400 else f"last {window.seconds // 86400:.0f} days"
+    )
+
+
+def _days(days: float) -> str:
+    """Return a number of days, rounded down; at most 100 years."""
+    days = min(days, 36500)
+    return f"{math.floor(days):d}" if days >= 10 else f"{math.floor(days * 10) / 10:g}"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{share_text(part, whole)} %" if whole else ""
 
 
 # --- requests ---

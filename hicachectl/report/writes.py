@@ -63,15 +63,8 @@ def writes_of(inventory: Inventory) -> Writes | None:
     if not known.any():
         return None
     seconds = times.fill_null(0).to_numpy()[known] // 10**9
-    names = [*map(deployment_name, inventory.table.deployments), AMBIGUOUS, FOREIGN]
-    ambiguous, foreign = len(names) - 2, len(names) - 1
-    of_affix = [
-        (ambiguous if one.readings else foreign) if number == UNRESOLVED else number
-        for number, one in zip(
-            inventory.table.deployment_ids, inventory.table.resolved, strict=True
-        )
-    ]
-    owners = inventory.by_affix(of_affix, foreign)[known]
+    names, owners = owners_of(inventory)
+    owners = owners[known]
     first, last = _span(seconds)
     width = next((w for w in _WIDTHS if (last - first) // w < _BINS), max(_WIDTHS))
     end = last // width + 1
@@ -88,23 +81,34 @@ def writes_of(inventory: Inventory) -> Writes | None:
     )
 
 
+def owners_of(inventory: Inventory) -> tuple[list[str], IntArray]:
+    """Return the names of deployments, and the index of each object's name: [objects].
+
+    Deployments with one name are one.
+    """
+    names = [*map(deployment_name, inventory.table.deployments), AMBIGUOUS, FOREIGN]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    of_affix = [
+        numbers[(AMBIGUOUS if one.readings else FOREIGN) if at == UNRESOLVED else names[at]]
+        for at, one in zip(inventory.table.deployment_ids, inventory.table.resolved, strict=True)
+    ]
+    return list(numbers), inventory.by_affix(of_affix, numbers[FOREIGN])
+
+
 def _series(
     names: list[str], owners: IntArray, at: IntArray, bins: int
 ) -> Iterator[tuple[str, IntArray]]:
     """Yield the numbers of objects in each bin of the names with the most, then of all others.
 
-    names: deployments with one name are one series. owners: index in names. at: bin.
+    owners: index in names. at: bin.
     """
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    of_name = np.array([numbers[name] for name in names], dtype=np.int64)[owners]
-    totals = np.bincount(of_name, minlength=len(numbers))
+    totals = np.bincount(owners, minlength=len(names))
     order = np.argsort(-totals, kind="stable")[: np.count_nonzero(totals)]
-    places = np.full(len(numbers), _SERIES)
+    places = np.full(len(names), _SERIES)
     places[order[:_SERIES]] = np.arange(len(order[:_SERIES]))
-    codes = places[of_name] * bins + at
+    codes = places[owners] * bins + at
     counts = np.bincount(codes, minlength=(_SERIES + 1) * bins).reshape(_SERIES + 1, bins)
-    distinct = list(numbers)
-    yield from zip((distinct[number] for number in order[:_SERIES].tolist()), counts, strict=False)
+    yield from zip((names[number] for number in order[:_SERIES].tolist()), counts, strict=False)
     if others := len(order[_SERIES:]):
         yield f"{others} others", counts[_SERIES]
 

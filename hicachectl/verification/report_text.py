@@ -119,7 +119,7 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
 
 _HOUR, _DAY = 3600, 86400
 # Seconds between the classes of age.
-_BOUNDS = np.array([_HOUR, _DAY, 7 * _DAY, 30 * _DAY])
+AGE_BOUNDS = np.array([_HOUR, _DAY, 7 * _DAY, 30 * _DAY])
 AGE_CLASSES = ("under 1 h", "1 h to 1 d", "1 to 7 d", "7 to 30 d", "over 30 d")
 _UNKNOWN = -1
 _EXAMPLES = 3
@@ -154,7 +154,7 @@ def group_findings(found: pa.Table, now: float) -> list[FindingGroup]:
         return []
     written = found.column("written").fill_null(0).to_numpy()
     ages = np.where(written == 0, _UNKNOWN, np.maximum(0, int(now) - written))
-    classes = np.where(written == 0, _UNKNOWN, np.searchsorted(_BOUNDS, ages, side="right"))
+    classes = np.where(written == 0, _UNKNOWN, np.searchsorted(AGE_BOUNDS, ages, side="right"))
     kinds = classes + 1
     for name in ("severity", "code", "deployment"):
         numbers, distinct = _numbered(found.column(name))

@@ -287,6 +287,7 @@ def check_store(
     store: Store,
     request: VerifyRequest,
     *,
+    columns: Collection[str] = (),
     on_listed: Callable[[int], None] = lambda objects: None,
     on_read: Callable[[int, int], None] = lambda nbytes, total: None,
     on_wait: Callable[[float, int], None] = lambda seconds, pages: None,
@@ -295,6 +296,7 @@ def check_store(
 
     Groups younger than the grace are in flight: no check judges them. If the store keeps no times,
     incomplete groups are looked up again after the grace.
+    columns: columns to list besides those that the checks need.
     on_listed: takes the number of objects listed.
     on_read: takes bytes read and total to read.
     on_wait: takes seconds to wait and the number of incomplete groups.
@@ -305,7 +307,7 @@ def check_store(
     listed = take_inventory(
         store,
         request.profile,
-        columns=request.columns(store),
+        columns=[*request.columns(store), *columns],
         needs_pages=not request.allow_empty,
         on_batch=on_listed,
     )

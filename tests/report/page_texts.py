@@ -1,13 +1,24 @@
-"""Texts of a page of `hicachectl report`."""
+"""Pictures of `hicachectl report`, and texts of its page."""
 
 from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.backends.base import open_store
+from hicachectl.report.picture import Picture, PictureRequest, take_picture
+from hicachectl.verification.request import VerifyRequest
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+def picture_of(store: Path | str, **options: Any) -> Picture:
+    """Return the picture of a store, with the checks that read no object."""
+    with open_store(str(store)) as source:
+        verify = VerifyRequest(checks=("names", "groups", "sizes"))
+        return take_picture(source, PictureRequest(verify=verify, **options))
 
 
 class _Texts(HTMLParser):

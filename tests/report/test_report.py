@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -19,12 +19,10 @@ from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import open_store
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.report import charts
-from hicachectl.report.picture import Picture, PictureRequest, take_picture
 from hicachectl.report.prefixes import KV_ONLY, LOST, USABLE
 from hicachectl.requests.chains import Hashing, requests_of_pages
 from hicachectl.requests.measuring import HitsRequest
-from hicachectl.verification.request import VerifyRequest
-from tests.report.page_texts import text_of
+from tests.report.page_texts import picture_of, text_of
 from tests.small_file_system import small_file_system
 from tests.stores import DSA, OLD, contents, page, put, put_pages
 
@@ -32,14 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conftest import Invoke
-
-CHECKS = ("names", "groups", "sizes")
-
-
-def picture_of(store: Path, **options: Any) -> Picture:
-    with open_store(str(store)) as source:
-        request = PictureRequest(verify=VerifyRequest(checks=CHECKS), **options)
-        return take_picture(source, request)
 
 
 @pytest.fixture

@@ -81,6 +81,13 @@ def _listed_checks() -> tuple[str, ...]:
     "be given several times.",
 )
 @own_option(
+    "--title",
+    metavar="TEXT",
+    default="",
+    repeats=False,
+    help="Title of the page.  [default: STORE]",
+)
+@own_option(
     "--page",
     metavar="PREFIX",
     repeats=False,
@@ -106,8 +113,9 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
     """Show a store in pictures, in one HTML file.
 
     The file needs no network and runs no script: send it or print it. It shows the findings with
-    what mends them, bytes by deployment, pool and object size, writes over time, the completeness
-    of pools and ranks, and one page in full. With requests (--prompts, --token-ids, --pages,
+    what mends them, bytes by deployment, pool and object size, writes over time, growth and days
+    until the store is full, the last use of pages, the completeness of pools and ranks, and one
+    page in full. With requests (--prompts, --token-ids, --pages,
     --trace) it shows how much of them STORE can serve, and which objects stop them.
 
     report reads the listing of STORE and one page, and changes nothing. Only the checks names,
@@ -123,6 +131,7 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
 
     Examples:
       hicachectl report prod: -o store.html
+      hicachectl report prod: --title Week-48 -o store.html
       hicachectl report prod: --profile prod.toml --mark 2026-11-20T14:00Z -o store.html
       hicachectl report prod: --profile prod.toml --checks values --sample 5% -o store.html
       hicachectl report prod: --token-ids requests.jsonl --profile prod.toml -o store.html
@@ -192,4 +201,4 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Pictu
     profile = profile_to_look(stated, store, warn=partial(remark, ctx))
     verify = asked_checks(ctx, store, options, profile, selection=selection)
     hits = asked_hits(options, verify.real_profile, selection) if measures else None
-    return PictureRequest(verify=verify, hits=hits, page=options["page"])
+    return PictureRequest(verify=verify, hits=hits, page=options["page"], title=options["title"])
