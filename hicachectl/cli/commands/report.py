@@ -68,7 +68,7 @@ def _listed_checks() -> tuple[str, ...]:
     type=OutputFile(),
     required=True,
     repeats=False,
-    help="Write the page to FILE, one HTML file; - is stdout.",
+    help="Write the page to FILE; - is stdout.",
 )
 @own_option(
     "--mark",
@@ -77,15 +77,15 @@ def _listed_checks() -> tuple[str, ...]:
     multiple=True,
     repeats=False,
     metavar="[TEXT=]TIME",
-    help="Mark TIME in the chart of writes, such as a deploy (ISO 8601, or an age such as 2h). Can "
-    "be given several times.",
+    help="Mark TIME in the chart of writes. TIME, such as that of a deploy, is ISO 8601 or an age "
+    "such as 2h. Can be given several times.",
 )
 @own_option(
     "--title",
     metavar="TEXT",
     default="",
     repeats=False,
-    help="Title of the page.  [default: STORE]",
+    help="Title of the page.  [default: the URL of STORE]",
 )
 @own_option(
     "--page",
@@ -130,7 +130,6 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
     report needs the extra: pip install 'hicachectl[report]'.
 
     Examples:
-      hicachectl report prod: -o store.html
       hicachectl report prod: --title Week-48 -o store.html
       hicachectl report prod: --profile prod.toml --mark 2026-11-20T14:00Z -o store.html
       hicachectl report prod: --profile prod.toml --checks values --sample 5% -o store.html
