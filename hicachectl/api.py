@@ -33,8 +33,8 @@ from hicachectl.move.store_pair import CopyOptions
 from hicachectl.pages.selection import PageList, Selection
 from hicachectl.prewarming.page_plan import PrewarmRequest
 from hicachectl.requests.chains import Hashing, Requests, requests_of
+from hicachectl.requests.forms import Request
 from hicachectl.requests.measuring import HitsReport, HitsRequest, measure_hits
-from hicachectl.requests.reading import Request
 from hicachectl.verification.request import Sample, VerifyRequest
 
 if TYPE_CHECKING:
@@ -122,9 +122,10 @@ def read_requests(path: str | Path, profile: Profile) -> Requests:
 
     profile: states how tokens are hashed. Raises FormatError naming the line, and UsageError.
     """
-    from hicachectl.requests.reading import read_requests as read
+    from hicachectl.requests.reading import Trace
 
-    requests = requests_of(read(Path(path)), Hashing.of(profile), source=str(path))
+    with Trace([str(path)]) as trace:
+        requests = trace.requests(Hashing.of(profile))
     requests.refuse_block_ids("record token ids")
     return requests
 

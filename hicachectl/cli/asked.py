@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from hicachectl.prewarming.page_plan import PrewarmRequest
     from hicachectl.requests.chains import Hashing, Requests
     from hicachectl.requests.measuring import HitsRequest
-    from hicachectl.requests.reading import PromptTokenizer
+    from hicachectl.requests.reading import Trace
     from hicachectl.verification.report_text import Mending
     from hicachectl.verification.request import VerifyRequest
 
@@ -101,41 +102,58 @@ def asked_hashing(profile: Profile | None, options: Mapping[str, Any]) -> Hashin
 
 
 def asked_requests(
-    options: Mapping[str, Any], hashing: Hashing | None, *, remedy: str = "record token ids"
+    ctx: click.Context,
+    options: Mapping[str, Any],
+    hashing: Hashing | None,
+    *,
+    remedy: str = "record token ids",
+    trace: Trace | None = None,
 ) -> Requests:
-    """Read the requests of --pages, --token-ids, --prompts or --trace.
+    """Read the requests of --pages, --token-ids, --prompts or --trace; say what they lack.
 
-    remedy: what to give instead of block ids. Raises UsageError if the hashing is unknown, and as
-    the readers of files do.
+    remedy: what to give instead of block ids.
+    trace: the trace that the options name, if it is open.
+    Raises UsageError if the hashing is unknown, and as the readers of files do.
     """
-    from hicachectl.requests.chains import requests_of, requests_of_pages
-    from hicachectl.requests.reading import read_page_chains, read_requests
+    from hicachectl.requests.chains import requests_of_pages
+    from hicachectl.requests.reading import read_page_chains
 
     if options["pages"]:
         path = options["pages"]
         return requests_of_pages(read_page_chains(path), hashing, source=str(path))
     if hashing is None:
         raise UsageError(f"Hashing token ids needs a page size; {GIVE_PROFILE}, or --page-size")
-    path, tokenizer = asked_file(options)
-    requests = requests_of(read_requests(path, tokenizer), hashing, source=str(path))
+    with asked_trace(options) if trace is None else nullcontext(trace) as opened:
+        requests = opened.requests(hashing)
+        remark(ctx, *opened.remarks)
     requests.refuse_block_ids(remedy)
     return requests
 
 
-def asked_file(options: Mapping[str, Any]) -> tuple[Path, PromptTokenizer | None]:
-    """Return the file of --token-ids, --prompts or --trace; with a tokenizer for --prompts."""
+def asked_trace(options: Mapping[str, Any], *, keeps: bool = False) -> Trace:
+    """Return the requests of --token-ids, --prompts or --trace. keeps: see `Trace`."""
+    from hicachectl.requests.reading import Trace
     from hicachectl.requests.tokenizing import find_tokenizer
 
     if not options["prompts"]:
-        return options["token_ids"] or options["trace"], None
+        return Trace([str(options["token_ids"] or options["trace"])], keeps=keeps)
     places = (options["model_config"], options["profile_file"])
-    return options["prompts"], find_tokenizer(options["tokenizer"], places)
+    tokenizer = find_tokenizer(options["tokenizer"], places)
+    return Trace([str(options["prompts"])], form="prompts", tokenizer=lambda: tokenizer)
 
 
-def asked_in(request: PrewarmRequest, grammar: str, options: Mapping[str, Any]) -> PrewarmRequest:
+def asked_in(
+    ctx: click.Context,
+    request: PrewarmRequest,
+    grammar: str,
+    options: Mapping[str, Any],
+    trace: Trace | None,
+) -> PrewarmRequest:
     """Return the request for the requests or pages that the options name.
 
-    grammar: grammar of the source's keys. Raises UsageError and FormatError.
+    grammar: grammar of the source's keys.
+    trace: the open trace that the options name, if any.
+    Raises UsageError and FormatError.
     """
     if options["all_"]:
         return request
@@ -145,7 +163,8 @@ def asked_in(request: PrewarmRequest, grammar: str, options: Mapping[str, Any]) 
         return _planned_pages(request, options["plan"])
     hashing = asked_hashing(request.profile, options)
     remedy = "record token ids, or give --dry-run without DST and --from"
-    return replace(request, requests=asked_requests(options, hashing, remedy=remedy))
+    asked = asked_requests(ctx, options, hashing, remedy=remedy, trace=trace)
+    return replace(request, requests=asked)
 
 
 def _listed_pages(
@@ -189,13 +208,13 @@ def _planned_pages(request: PrewarmRequest, path: Path) -> PrewarmRequest:
 
 
 def asked_hits(
-    options: Mapping[str, Any], profile: Profile | None, choice: Selection
+    ctx: click.Context, options: Mapping[str, Any], profile: Profile | None, choice: Selection
 ) -> HitsRequest:
     """Return the requests of the options, to measure how much of them a store can serve."""
     from hicachectl.requests.measuring import HitsRequest
 
     return HitsRequest(
-        requests=asked_requests(options, asked_hashing(profile, options)),
+        requests=asked_requests(ctx, options, asked_hashing(profile, options)),
         profile=profile,
         choice=choice,
         threshold=options["prefetch_threshold"],

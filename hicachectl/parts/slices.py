@@ -179,7 +179,7 @@ def read_chains(folder: Directory, files: Sequence[TableFile]) -> tuple[Requests
     offsets = np.append(starts, len(chain)).astype(np.int64)
     lengths = np.diff(offsets)
     unknown = np.full(len(lengths), -1, dtype=np.int64)
-    requests = Requests(raw, blocks, offsets, unknown, lengths, unknown)
+    requests = Requests(raw, blocks, offsets, unknown, lengths, unknown, lengths)
     return requests, hex_pages(raw[names.column("restorable").to_numpy()])
 
 

@@ -22,9 +22,7 @@ from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import UNKNOWN_BYTES
 from hicachectl.prewarming.ranking import places_among, rank_by_value, read_plan
 from hicachectl.profiles.identities import acceptance_of
-from hicachectl.requests.chains import Hashing, requests_of
 from hicachectl.requests.hits import find_hits
-from hicachectl.requests.reading import read_requests
 from hicachectl.text.units import counted, first_of, human_age, human_size
 
 if TYPE_CHECKING:
@@ -69,9 +67,8 @@ class Freeing:
         return max(0, int(self.facts["asked_bytes"]) - int(self.facts["bytes"]) + stayed)
 
 
-def worth_of_trace(path: Path, profile: Profile) -> Worth:
-    """Rank the pages of a trace as `prewarm` does. Raises UsageError and FormatError."""
-    requests = requests_of(read_requests(path), Hashing.of(profile), source=str(path))
+def worth_of_trace(requests: Requests) -> Worth:
+    """Rank the pages of a trace as `prewarm` does. Raises UsageError for block ids."""
     requests.refuse_block_ids("record token ids, or give --keep-plan")
     best_first = np.argsort(rank_by_value(requests))
     return Worth("trace", requests.page_names.take(pa.array(best_first)), requests)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from hicachectl.move.survey import Survey
     from hicachectl.prewarming.page_plan import PagePlan, PrewarmRequest
     from hicachectl.prewarming.through_server import Prefix
-    from hicachectl.requests.reading import Request
+    from hicachectl.requests.forms import Request
 
 
 WATCHED = 256  # first written objects: the most valuable, and the first to be evicted

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.http import Reply
     from hicachectl.requests.chains import Hashing
-    from hicachectl.requests.reading import Request
+    from hicachectl.requests.forms import Request
 
 REQUEST_TIMEOUT_S = 120.0
 BUSY_PATIENCE_S = 300.0  # longest time with only "busy" answers

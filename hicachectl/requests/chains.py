@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,16 +23,23 @@ from hicachectl.formats.releases import release_of
 from hicachectl.formats.wording import needs_profile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.profile import Profile
-    from hicachectl.requests.reading import Request
+    from hicachectl.requests.forms import Request
 
     Blocks = npt.NDArray[np.int32]
     Names = npt.NDArray[np.uint8] | npt.NDArray[np.int64]
 
 MAX_REFERENCES = 2**31 - 1
+LABELS = {  # kinds of labels, and the members of a request that have them
+    "model": "model",
+    "salt": "cache_salt",
+    "adapter": "adapter",
+    "session": "session",
+    "server": "server",
+}
 _REFERENCES_AT_ONCE = 1 << 20
 _SAMPLE_REQUESTS = 8
 _SAMPLE_TOKENS = 1026  # enough for a page of 1024 tokens, the next token, and a bigram
@@ -107,6 +114,17 @@ class Forest:
         return closed
 
 
+class Labels(NamedTuple):
+    """Texts of requests.
+
+    names: distinct texts; None for requests that have none.
+    ids: [requests] int32, index into `names`.
+    """
+
+    names: tuple[str | None, ...]
+    ids: npt.NDArray[np.int32]
+
+
 @dataclass(frozen=True, eq=False)
 class Requests:
     """Chains of blocks, one for each request. A block is a page, or the block of a trace.
@@ -120,9 +138,15 @@ class Requests:
     reach: [requests] int64, blocks that a server can take from a store: not the page of the last
         token, which it always computes; all blocks if tokens are unknown.
     output_tokens: [requests] int64, generated tokens; -1 if unknown.
+    prompt_blocks: [requests] int64, leading blocks of the prompt; the chain may go on with blocks
+        of generated tokens.
     block_tokens: tokens of a full block; 0 if unknown.
     times: [requests] float64 in the unit of the input; None if unknown.
-    starts: [requests] int64, byte offset of each line in a file; None without a file.
+    seconds_per_unit: seconds of the unit of `times`; None if unknown.
+    starts: [requests] int64, place of each request for `Trace.again`; None without a file.
+    cached: [requests, 3] int64, prompt tokens that device, host and storage served, -1 if unknown;
+        None if unknown for all.
+    labels: texts of requests by their kind, one of `LABELS`; only kinds that some request has.
     sample: first tokens of the first requests; empty if only hashes are known.
     hashing: how tokens become these pages; None if unknown, and of block ids.
     """
@@ -133,9 +157,13 @@ class Requests:
     tokens: IntArray
     reach: IntArray
     output_tokens: IntArray
+    prompt_blocks: IntArray
     block_tokens: int = 0
     times: npt.NDArray[np.float64] | None = None
+    seconds_per_unit: float | None = None
     starts: IntArray | None = None
+    cached: IntArray | None = None
+    labels: Mapping[str, Labels] = field(default_factory=dict)
     sample: tuple[Request, ...] = ()
     hashing: Hashing | None = None
     source: str = ""
@@ -246,15 +274,20 @@ class Requests:
         if np.array_equal(lengths, np.diff(self.offsets)):
             return self
         offsets, places = _ranges(self.offsets[:-1], lengths)
-        reach = np.minimum(self.reach, lengths)
-        return self._made_of(places, fewer=True, offsets=offsets, reach=reach)
+        shorter = {
+            name: np.minimum(getattr(self, name), lengths) for name in ("reach", "prompt_blocks")
+        }
+        return self._made_of(places, fewer=True, offsets=offsets, **shorter)
 
     def take(self, order: IntArray) -> Requests:
         """Return some of the requests, each once, in this order."""
         offsets, places = _ranges(self.offsets[:-1][order], np.diff(self.offsets)[order])
-        names = ("tokens", "reach", "output_tokens", "times", "starts")
+        names = ("tokens", "reach", "output_tokens", "prompt_blocks", "times", "starts", "cached")
         columns: dict[str, Any] = {name: getattr(self, name) for name in names}
         columns = {n: None if column is None else column[order] for n, column in columns.items()}
+        columns["labels"] = {
+            name: Labels(found.names, found.ids[order]) for name, found in self.labels.items()
+        }
         return self._made_of(places, fewer=len(order) < len(self), offsets=offsets, **columns)
 
     def in_time_order(self) -> Requests:
@@ -284,7 +317,7 @@ def requests_of(
     hashing: hashing of token ids, if any. Raises FormatError naming the line; UsageError for token
     ids without hashing, and without requests.
     """
-    columns = _Columns(hashing)
+    columns = Columns(hashing)
     for request in requests:
         columns.add(request)
     if not columns.lengths:
@@ -296,29 +329,34 @@ def requests_of_pages(
     chains: Iterable[list[str]], hashing: Hashing | None, *, source: str = "pages"
 ) -> Requests:
     """Return requests of which only page hashes are known. hashing: None if unknown."""
-    columns, page_size = _Columns(hashing), None if hashing is None else hashing.page_size
+    columns = Columns(hashing)
     for chain in chains:
-        hashes = np.frombuffer(bytes.fromhex("".join(chain)), np.uint8).reshape(-1, HASH_BYTES)
-        columns.add_pages(hashes, -1 if page_size is None else len(hashes) * page_size, len(hashes))
+        columns.add_pages(chain)
     return columns.finished(source)
 
 
-class _Columns:
+class Columns:
     """Columns of requests so far."""
 
-    def __init__(self, hashing: Hashing | None) -> None:
+    def __init__(self, hashing: Hashing | None, *, outputs: bool = False) -> None:
+        """Begin without requests. outputs: whether chains go on with generated tokens."""
         self._hashing = hashing
+        self._outputs = outputs
         self._hashes: list[npt.NDArray[np.uint8]] = []
         self._ids = array("q")
         self._hashed: bool | None = None
         self._timed: bool | None = None
+        self._block_tokens = 0
         self._sample: list[Request] = []
         self._times = array("d")
         self.lengths = array("q")
         self._tokens = array("q")
+        self._prompts = array("q")
         self._reach = array("q")
-        self._outputs = array("q")
+        self._output_tokens = array("q")
         self._starts = array("q")
+        self._cached = array("q")
+        self._labels = {name: _LabelColumn() for name in LABELS}
 
     def add(self, request: Request) -> None:
         """Add a request. Raises FormatError naming the line."""
@@ -326,41 +364,85 @@ class _Columns:
         _refuse_other(request, self._hashed, hashed, '"token_ids"', '"hash_ids"')
         _refuse_other(request, self._timed, timed, "a timestamp", "no timestamp")
         self._hashed, self._timed = hashed, timed
+        number = len(self.lengths)
         if request.time is not None:
             self._times.append(request.time)
-        self._outputs.append(request.output_tokens)
-        self._starts.append(request.start)
+        if request.cached is not None:
+            self._cached.extend((-1,) * (3 * number - len(self._cached)))
+            self._cached.extend(request.cached)
+        for name, column in self._labels.items():
+            if (text := getattr(request, LABELS[name])) is not None:
+                column.set(number, text)
         if request.block_ids is not None:
-            self._ids.extend(request.block_ids)
-            count = len(request.block_ids)
-            self._add_lengths(count, request.input_tokens, count)
-            return
-        if self._hashing is None:
-            raise UsageError(needs_profile("Hashing of token ids"))
-        count = len(request.token_ids)
-        self._add_hashes(self._hashing.hashes(request), count, self._hashing.reach(count))
-        if len(self._sample) < _SAMPLE_REQUESTS:
-            beginning = list(request.token_ids[:_SAMPLE_TOKENS])
-            self._sample.append(replace(request, token_ids=beginning))
+            self._add_blocks(request, request.block_ids)
+        elif request.page_hashes is not None:
+            self.add_pages(
+                request.page_hashes, request.input_tokens, request.output_tokens, request.start
+            )
+        else:
+            self._add_tokens(request)
 
-    def add_pages(self, hashes: npt.NDArray[np.uint8], tokens: int, reach: int) -> None:
-        """Add a request of known pages."""
+    def add_pages(
+        self, pages: list[str], tokens: int = -1, output_tokens: int = -1, start: int = -1
+    ) -> None:
+        """Add a request of known pages. tokens: tokens of the prompt; -1 if unknown."""
         self._hashed = True
-        self._outputs.append(-1)
-        self._starts.append(-1)
-        self._add_hashes(hashes, tokens, reach)
-
-    def _add_hashes(self, hashes: npt.NDArray[np.uint8], tokens: int, reach: int) -> None:
+        hashes = np.frombuffer(bytes.fromhex("".join(pages)), np.uint8).reshape(-1, HASH_BYTES)
         self._hashes.append(hashes)
-        self._add_lengths(len(hashes), tokens, reach)
+        count = reach = len(hashes)
+        if self._hashing is not None:
+            if tokens >= 0:
+                reach = min(count, self._hashing.reach(tokens))
+            else:
+                tokens = count * self._hashing.page_size
+        self._add_row(count, count, tokens, reach, output_tokens, start)
 
-    def _add_lengths(self, count: int, tokens: int, reach: int) -> None:
+    def _add_blocks(self, request: Request, ids: list[int]) -> None:
+        self._ids.extend(ids)
+        size, count = request.block_tokens, len(ids)
+        if size and size != self._block_tokens:
+            if self._block_tokens:
+                raise FormatError(
+                    f"{request.where}: has blocks of {size} tokens, but earlier lines have blocks "
+                    f"of {self._block_tokens}; write all lines alike"
+                )
+            self._block_tokens = size
+        tokens = request.input_tokens
+        self._add_row(count, count, tokens, count, request.output_tokens, request.start)
+
+    def _add_tokens(self, request: Request) -> None:
+        hashing, tokens = self._hashing, request.token_ids
+        if hashing is None:
+            raise UsageError(needs_profile("Hashing of token ids"))
+        count = len(tokens)
+        # SGLang never stores the last generated token: no later token has read it.
+        generated = list(request.output_ids[:-1]) if self._outputs else []
+        hashes = hashing.hashes(replace(request, token_ids=tokens + generated))
+        self._hashes.append(hashes)
+        prompt = hashing.reach(count + 1) if generated else len(hashes)
+        reach, outputs = hashing.reach(count), request.output_tokens
+        self._add_row(len(hashes), prompt, count, reach, outputs, request.start)
+        if len(self._sample) < _SAMPLE_REQUESTS:
+            self._sample.append(replace(request, token_ids=list(tokens[:_SAMPLE_TOKENS])))
+
+    def _add_row(
+        self, count: int, prompt: int, tokens: int, reach: int, output_tokens: int, start: int
+    ) -> None:
         self.lengths.append(count)
+        self._prompts.append(prompt)
         self._tokens.append(tokens)
         self._reach.append(reach)
+        self._output_tokens.append(output_tokens)
+        self._starts.append(start)
 
-    def finished(self, source: str) -> Requests:
-        """Return the requests. Raises FormatError for too many references."""
+    def finished(
+        self, source: str, *, unit: float | None = None, block_tokens: int | None = None
+    ) -> Requests:
+        """Return the requests. Raises FormatError for too many references.
+
+        unit: seconds of the unit of relative times; None if unknown. block_tokens: tokens of a
+        block, where no request states them.
+        """
         lengths = _numpy(self.lengths)
         offsets = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
@@ -372,16 +454,30 @@ class _Columns:
         tokens, starts = _numpy(self._tokens), _numpy(self._starts)
         hashing = None if self._hashed is False else self._hashing
         names, blocks = _distinct_ids(self._ids) if self._hashed is False else self._distinct()
+        if hashing is not None:
+            block_tokens = hashing.page_size
+        else:
+            block_tokens = self._block_tokens or block_tokens or _block_tokens(tokens, lengths)
+        times = np.array(self._times, np.float64) if self._timed else None
+        labels = {name: column.finished(len(lengths)) for name, column in self._labels.items()}
+        cached = None
+        if self._cached:
+            self._cached.extend((-1,) * (3 * len(lengths) - len(self._cached)))
+            cached = _numpy(self._cached).reshape(-1, 3)
         return Requests(
             names=names,
             blocks=blocks,
             offsets=offsets,
             tokens=tokens,
             reach=_numpy(self._reach),
-            output_tokens=_numpy(self._outputs),
-            block_tokens=(_block_tokens(tokens, lengths) if hashing is None else hashing.page_size),
-            times=np.array(self._times, np.float64) if self._timed else None,
+            output_tokens=_numpy(self._output_tokens),
+            prompt_blocks=_numpy(self._prompts),
+            block_tokens=block_tokens,
+            times=times,
+            seconds_per_unit=None if times is None else _seconds_per_unit(times, unit),
             starts=None if (starts < 0).any() else starts,
+            cached=cached,
+            labels={name: found for name, found in labels.items() if found is not None},
             sample=tuple(self._sample),
             hashing=hashing,
             source=source,
@@ -407,6 +503,38 @@ class _Columns:
         names = np.frombuffer(coded.dictionary.buffers()[1], np.uint8)
         names = names[: len(coded.dictionary) * HASH_BYTES].reshape(-1, HASH_BYTES)
         return names, coded.indices.to_numpy()
+
+
+class _LabelColumn:
+    """Texts of requests, of which many are equal."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str | None, int] = {}
+        self._ids = array("i")
+
+    def set(self, request: int, text: str) -> None:
+        """Set the text of a request; the numbers of requests grow."""
+        self._fill(request)
+        self._ids.append(self._numbers.setdefault(text, len(self._numbers)))
+
+    def _fill(self, count: int) -> None:
+        if (missing := count - len(self._ids)) > 0:
+            self._ids.extend((self._numbers.setdefault(None, len(self._numbers)),) * missing)
+
+    def finished(self, count: int) -> Labels | None:
+        """Return the texts of `count` requests; None if no request has one."""
+        if not self._numbers:
+            return None
+        self._fill(count)
+        return Labels(tuple(self._numbers), np.frombuffer(self._ids, np.int32))
+
+
+def _seconds_per_unit(times: npt.NDArray[np.float64], unit: float | None) -> float | None:
+    """Return the seconds of the unit of times. Large times are Unix seconds or milliseconds."""
+    first = float(times.min(initial=np.inf))
+    if 1e9 <= first < 1e11:
+        return 1.0
+    return 0.001 if 1e12 <= first < 1e14 else unit
 
 
 def _ranges(starts: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:

@@ -1,18 +1,17 @@
-"""Read requests from files of JSON lines: token ids, block ids, text, chats, or page hashes.
+"""Read requests of files, in any form that people have, and lists of pages.
 
-Members of a line that change the pages of a request are read, or refused by name; others are
-ignored, so that a line can be a whole request body. Reading raises UsageError if the file cannot be
-read or has no requests, FormatError naming the line.
+`FORMS` has the forms. Members of a record that change the pages of its request are read, or refused
+by name; others are ignored, so that a line can be a whole request body. Reading raises UsageError
+if an input cannot be read or has no requests, FormatError naming the line.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import datetime
-from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 
@@ -20,76 +19,52 @@ from hicachectl.backends.disk.bounded import MAX_LINE_BYTES, read_lines
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.forms import decode
-from hicachectl.formats.wording import failed
 from hicachectl.pages.selection import PageList
+from hicachectl.requests.chains import Columns
+from hicachectl.requests.forms import (
+    Chat,
+    Context,
+    Form,
+    Prompted,
+    Request,
+    members,
+    seeding_key,
+    time_of,
+    token_count,
+)
+from hicachectl.requests.inputs import Inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
-    from typing import BinaryIO
+
+    from hicachectl.requests.chains import Hashing, Requests
+    from hicachectl.requests.forms import Prompt, PromptTokenizer
+    from hicachectl.requests.inputs import Line
 
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-_MOST_TOKENS = 2**31 - 1
 _PROMPTS_AT_ONCE = 64  # a tokenizer encodes several in parallel
 _HASH = re.compile(r"[0-9a-f]{64}")
+_LIST = re.compile(rb"\s*\[\s*[]\d]")
+_TEXT = re.compile(rb'\s*("|\[\s*\{\s*"(role|content)")')
+_TOKEN_MEMBERS = ("token_ids", "input_ids", "hash_ids", "pages")
+_PROMPT_MEMBERS = ("text", "prompt", "messages")
 _UNHASHABLE = "but only text can be hashed; give --token-ids with the ids that were served"
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request: what determines its pages, and what else a trace tells.
+class _Cached(msgspec.Struct):
+    """Prompt tokens that each tier served."""
 
-    where: "FILE: line N", for messages.
-    token_ids: tokens of the prompt; empty with block_ids.
-    extra_key: SGLang's member of this name; an empty one is None (managers/io_struct.py).
-    cache_salt: SGLang's member of this name; an empty one is None.
-    block_ids: ids of blocks of tokens; equal ids have equal prefixes. None with token_ids.
-    time: time of the request, in any unit.
-    input_tokens: number of prompt tokens, with block_ids; -1 if unknown.
-    output_tokens: number of generated tokens; -1 if unknown.
-    start: byte offset of the line; -1 without a file.
-    """
-
-    where: str
-    token_ids: list[int]
-    extra_key: str | None = None
-    cache_salt: str | None = None
-    block_ids: list[int] | None = None
-    time: float | None = None
-    input_tokens: int = -1
-    output_tokens: int = -1
-    start: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """Messages and the other input of the chat template.
-
-    tool_choice: "auto", "required", "none", or one of the tools, as in a request.
-    """
-
-    messages: list[dict[str, Any]]
-    template_arguments: dict[str, Any]
-    tools: Sequence[dict[str, Any]] = ()
-    tool_choice: str | dict[str, Any] = "auto"
-
-
-Prompt = str | Chat
-
-
-class PromptTokenizer(Protocol):
-    """Tokenizer that gives the same token ids as a server."""
-
-    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Return the token ids of each prompt. A FormatError does not name the prompt."""
+    device: int = 0
+    host: int = 0
+    storage: int = 0
 
 
 class _Line(msgspec.Struct):
     """Members of every line.
 
     refused: members that make other pages than the text or tokens alone. Source: SGLang
-    srt/managers/io_struct.py :: GenerateReqInput; schedule_batch.py :: Req.__init__ (extra_key +
-    lora_id).
+    srt/managers/io_struct.py :: GenerateReqInput.
     """
 
     refused: ClassVar[tuple[str, ...]] = (
@@ -104,6 +79,9 @@ class _Line(msgspec.Struct):
     output_length: int | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
+    session_id: str | None = None
+    hit_tokens: int | _Cached | None = None
+    model: str | None = None
     lora_path: Any = None
     lora_id: Any = None
     image_data: Any = None
@@ -115,31 +93,44 @@ class _Line(msgspec.Struct):
     def refuse(self) -> None:
         """Raise FormatError for a member that makes other pages than tokens alone."""
         for name in ("lora_path", "lora_id"):
-            if (value := getattr(self, name)) is not None:
-                raise FormatError(
-                    f"{name} {shown(value)}: pages of LoRA adapters are not found by such a "
-                    'line; give extra_key followed by lora_id as "extra_key", and leave out '
-                    "lora_path and lora_id"
-                )
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise FormatError(f"{name}: {shown(value)} is no text; give one adapter")
+        if self.lora_path and not self.lora_id:
+            raise FormatError(
+                f"lora_path {shown(self.lora_path)}: the pages of an adapter are named by its "
+                "lora_id; give lora_id as well, as SGLang's request log has it"
+            )
         for name in self.refused:
             if getattr(self, name):
                 raise FormatError(
                     f"{name}: changes the pages of the request, {_UNHASHABLE}, without {name}"
                 )
 
-    def request(self, where: str, start: int, token_ids: list[int] | None, **ids: Any) -> Request:
-        """Return the request of a line with these tokens. Raises FormatError."""
-        inputs = _count(self.input_length, "input_length")
+    def request(self, line: Line, token_ids: list[int] | None = None, **more: Any) -> Request:
+        """Return the request of a line. Raises FormatError."""
+        hits, cached = self.hit_tokens, None
+        if isinstance(hits, _Cached):
+            cached = (hits.device, hits.host, hits.storage)
+        elif hits is not None:
+            cached = (hits, -1, -1)
+        for tokens in cached or ():
+            token_count(max(tokens, 0), "hit_tokens")
+        inputs = token_count(self.input_length, "input_length")
         return Request(
-            where,
+            line.where,
             token_ids or [],
-            self.extra_key or None,
+            seeding_key(self.extra_key, self.lora_id),
             self.cache_salt or None,
-            time=_time(self.timestamp),
+            time=time_of(self.timestamp),
             input_tokens=inputs if token_ids is None else len(token_ids),
-            output_tokens=_count(self.output_length, "output_length"),
-            start=start,
-            **ids,
+            output_tokens=token_count(self.output_length, "output_length"),
+            start=line.place,
+            cached=cached,
+            model=self.model,
+            adapter=self.lora_path or self.lora_id or None,
+            session=self.session_id,
+            **more,
         )
 
 
@@ -147,6 +138,9 @@ class _TokenLine(_Line):
     token_ids: list[int] | None = None
     input_ids: list[int] | None = None
     hash_ids: list[_Int64] | None = None
+    pages: list[str] | None = None
+    block_size: int | None = None
+    output_ids: list[int] | None = None
 
 
 class _PromptLine(_Line):
@@ -184,71 +178,231 @@ _PROMPT_LINE = msgspec.json.Decoder(str | list[dict[str, Any]] | _PromptLine)
 _PAGE_LINE = msgspec.json.Decoder(list[str] | _PageLine)
 
 
-def read_requests(path: Path, tokenizer: PromptTokenizer | None = None) -> Iterator[Request]:
-    """Yield the requests of a file: token ids or block ids; with a tokenizer, text or chats.
+class Trace:
+    """Requests of files, directories, patterns and stdin, in any form; a context manager.
 
-    A line of token ids is a JSON list, or an object with "token_ids" or "input_ids". One of block
-    ids is an object with "hash_ids", as in Mooncake's public traces (FAST25-release). A line of
-    text or chats is a JSON string, a list of messages, or an object with "text", "prompt" or
-    "messages"; with messages it may have "chat_template_kwargs", "tools" and "tool_choice". Objects
-    may have "extra_key", "cache_salt", "timestamp" (a number in any unit, or ISO 8601),
-    "input_length" and "output_length" (in tokens).
+    remarks: after reading, each thing that the input cannot tell, with a count and the remedy.
     """
-    lines = ((f"{path}: line {number}", start, line) for number, start, line in request_lines(path))
-    return _requests(lines, tokenizer)
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        form: str = "",
+        tokenizer: Callable[[], PromptTokenizer] | None = None,
+        block_size: int | None = None,
+        keeps: bool = False,
+    ) -> None:
+        """Find the files.
+
+        form: name of the form; default: the form is recognised. tokenizer: returns the tokenizer
+        for requests that are text; it is called for such a request only. block_size: tokens of
+        a block of `hash_ids`, where the input states none. keeps: whether requests are read again.
+        Raises UsageError for a name without a file, and an unknown form.
+        """
+        self._inputs = Inputs(names, keeps=keeps)
+        self._form = None if not form else form_named(form)
+        self._tokenizer = tokenizer
+        self._block_size = block_size
+        self._encoder: PromptTokenizer | None = None
+        self.remarks: tuple[str, ...] = ()
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._inputs.close()
+
+    def requests(self, hashing: Hashing | None, *, outputs: bool = False) -> Requests:
+        """Read all requests, in the order of the input, without their tokens.
+
+        hashing: hashing of tokens, if any. outputs: whether chains go on with the full pages of
+        generated tokens. Raises UsageError for an input without requests, and one that cannot be
+        used; FormatError naming the line.
+        """
+        context = Context(self._block_size)
+        columns = Columns(hashing, outputs=outputs)
+        for request in self.each(context):
+            columns.add(request)
+        self.remarks = context.remarks
+        form, source = self._form, self._inputs.source
+        if form is None or not columns.lengths:
+            raise UsageError(
+                f"{source}: has no requests; {'; '.join((*self.remarks, 'check the path'))}"
+            )
+        return columns.finished(source, unit=form.unit, block_tokens=self._block_size)
+
+    def again(self, places: Iterable[int]) -> Iterator[Request]:
+        """Yield the requests at some places (`Requests.starts`), in that order.
+
+        Tokens are not kept, since there may be billions. Raises UsageError if the input cannot be
+        read again, FormatError if it has changed.
+        """
+        form, context = self._form, Context(self._block_size)
+        assert form is not None
+        try:
+            if form.gives_several or form.is_document:
+                wanted = list(places)
+                found = {one.start: one for one in self.each(context) if one.start in {*wanted}}
+                yield from (found[place] for place in wanted)
+            else:
+                reader = form.reader(context)
+                lines = (line for place in places for line in self._line_at(place))
+                yield from self._encoded(one for line in lines for one in _read_line(reader, line))
+        except (FormatError, KeyError) as error:
+            source = self._inputs.source
+            raise FormatError(f"{source}: changed since it was read; run again") from error
+
+    def _line_at(self, place: int) -> Iterator[Line]:
+        return itertools.islice(self._inputs.lines_from(place), 1)
+
+    def each(self, context: Context | None = None) -> Iterator[Request]:
+        """Yield every request with its tokens. context: gets the notes. Raises as `requests`."""
+        lines = self._lines()
+        if (form := self._form) is None:
+            return
+        reader = form.reader(context or Context(self._block_size))
+        yield from self._encoded(one for line in lines for one in _read_line(reader, line))
+
+    def _lines(self) -> Iterator[Line]:
+        """Return the lines of the input, the first one of which decides its form."""
+        if self._form is None:
+            head = self._inputs.head()
+            self._form = next((f for f in FORMS if f.is_document and f.recognises(head)), None)
+        if self._form is not None and self._form.is_document:
+            return self._inputs.documents()
+        lines = self._inputs.lines()
+        if self._form is not None:
+            return lines
+        for line in lines:
+            self._form = next((f for f in FORMS if f.recognises(line.data)), None)
+            if self._form is None:
+                forms = ", ".join(form.title for form in FORMS)
+                raise FormatError(
+                    f"{line.where}: {line.data[:60]!r} is no request in a known form; give one of "
+                    f"{forms}, or name the form by --trace-format"
+                )
+            return itertools.chain([line], lines)
+        return lines
+
+    def _encoded(self, found: Iterable[Request | Prompted]) -> Iterator[Request]:
+        """Yield requests with the tokens of those that are text."""
+        waiting: list[Request | Prompted] = []
+        for one in found:
+            if not waiting and isinstance(one, Request):
+                yield one
+                continue
+            waiting.append(one)
+            if len(waiting) == _PROMPTS_AT_ONCE:
+                yield from self._tokenized(waiting)
+                waiting = []
+        yield from self._tokenized(waiting)
+
+    def _tokenized(self, batch: list[Request | Prompted]) -> Iterator[Request]:
+        prompted = [one for one in batch if isinstance(one, Prompted)]
+        encoded = iter(self._tokens(prompted))
+        for one in batch:
+            if isinstance(one, Prompted):
+                ids = next(encoded)
+                yield replace(one.request, token_ids=ids, input_tokens=len(ids))
+            else:
+                yield one
+
+    def _tokens(self, batch: list[Prompted]) -> list[list[int]]:
+        if not batch:
+            return []
+        if self._tokenizer is None:
+            raise UsageError(f"{batch[0].request.where}: is text; give --tokenizer DIR")
+        if self._encoder is None:
+            self._encoder = self._tokenizer()
+        try:
+            return self._encoder.encode([one.prompt for one in batch])
+        except FormatError as error:
+            if len(batch) > 1:  # find the bad prompt
+                return [ids for one in batch for ids in self._tokens([one])]
+            raise FormatError(f"{batch[0].request.where}: {error}") from error
 
 
-def read_again(
-    path: Path, starts: Iterable[int], tokenizer: PromptTokenizer | None = None
-) -> Iterator[Request]:
-    """Yield the requests whose lines begin at bytes `starts`, in that order.
-
-    Tokens are not kept, since there may be billions. Raises UsageError if the file cannot be read,
-    FormatError if it has changed.
-    """
+def _read_line(
+    reader: Callable[[Line], Iterable[Request | Prompted]], line: Line
+) -> Iterator[Request | Prompted]:
+    """Yield the requests of a line, which a FormatError names."""
     try:
-        with path.open("rb") as file:
-            yield from _requests(_lines_at(path, file, starts), tokenizer)
+        yield from reader(line)
     except FormatError as error:
-        raise FormatError(f"{path}: changed since it was read; run again") from error
-    except OSError as error:
-        raise UsageError(
-            failed(path, "read the requests again", error, "check the file")
-        ) from error
+        raise FormatError(f"{line.where}: {error}") from error
 
 
-def _lines_at(
-    path: Path, file: BinaryIO, starts: Iterable[int]
-) -> Iterator[tuple[str, int, bytes]]:
-    for start in starts:
-        file.seek(start)
-        yield f"{path}: byte {start}", start, file.readline(MAX_LINE_BYTES)
+def _own_reader(_: Context) -> Callable[[Line], Iterable[Request]]:
+    def read(line: Line) -> Iterable[Request]:
+        found: list[int] | _TokenLine = decode(_TOKEN_LINE, line.data)
+        if isinstance(found, list):
+            found = _TokenLine(token_ids=found)
+        found.refuse()
+        given = [found.token_ids, found.input_ids, found.hash_ids, found.pages]
+        if sum(value is not None for value in given) != 1:
+            raise FormatError(
+                'needs exactly one of "token_ids" and "input_ids", or of "hash_ids", or of "pages"'
+            )
+        for page in found.pages or ():
+            _check_page(page)
+        tokens = found.token_ids if found.input_ids is None else found.input_ids
+        return (
+            found.request(
+                line,
+                tokens,
+                block_ids=found.hash_ids,
+                page_hashes=found.pages,
+                block_tokens=max(token_count(found.block_size, "block_size"), 0),
+                output_ids=found.output_ids or (),
+            ),
+        )
+
+    return read
 
 
-def _requests(
-    lines: Iterable[tuple[str, int, bytes]], tokenizer: PromptTokenizer | None
-) -> Iterator[Request]:
-    """Yield the requests of lines. lines: where each is, for messages; its offset; its bytes."""
-    if tokenizer is None:
-        for where, start, line in lines:
-            with _at(where):
-                request = _token_request(where, start, line)
-            yield request
-        return
-    rest = iter(lines)
-    while batch := list(islice(rest, _PROMPTS_AT_ONCE)):
-        yield from _tokenized([_prompt_line(*line) for line in batch], tokenizer)
+def _prompt_reader(_: Context) -> Callable[[Line], Iterable[Prompted]]:
+    def read(line: Line) -> Iterable[Prompted]:
+        found: str | list[dict[str, Any]] | _PromptLine = decode(_PROMPT_LINE, line.data)
+        if isinstance(found, str):
+            found = _PromptLine(text=found)
+        elif isinstance(found, list):
+            found = _PromptLine(messages=found)
+        found.refuse()
+        return (Prompted(_prompt(found), found.request(line)),)
+
+    return read
 
 
-def _token_request(where: str, start: int, line: bytes) -> Request:
-    found: list[int] | _TokenLine = decode(_TOKEN_LINE, line)
-    if isinstance(found, list):
-        return Request(where, found, input_tokens=len(found), start=start)
-    found.refuse()
-    ids = [value for value in (found.token_ids, found.input_ids) if value is not None]
-    if len(ids) + (found.hash_ids is not None) != 1:
-        raise FormatError('needs exactly one of "token_ids" and "input_ids", or of "hash_ids"')
-    return found.request(where, start, ids[0] if ids else None, block_ids=found.hash_ids)
+FORMS = (
+    Form(
+        "hicachectl",
+        "JSON lines with token_ids, hash_ids or pages",
+        lambda line: not members(line).isdisjoint(_TOKEN_MEMBERS),
+        _own_reader,
+    ),
+    Form(
+        "token-ids",
+        "JSON lists of token ids",
+        lambda line: _LIST.match(line) is not None,
+        _own_reader,
+    ),
+    Form(
+        "prompts",
+        "texts or chats as JSON lines",
+        lambda line: _TEXT.match(line) is not None or not members(line).isdisjoint(_PROMPT_MEMBERS),
+        _prompt_reader,
+    ),
+)
+
+
+def form_named(name: str) -> Form:
+    """Return the form of this name. Raises UsageError."""
+    for form in FORMS:
+        if form.name == name:
+            return form
+    names = ", ".join(form.name for form in FORMS)
+    raise UsageError(f"--trace-format {name}: no such form; give one of {names}")
 
 
 def read_page_chains(path: Path) -> Iterator[list[str]]:
@@ -305,13 +459,18 @@ def _page_lines(path: Path, *, required: bool) -> Iterator[tuple[list[str], str 
                 chain, group = [found.page], found.group
             else:
                 chain = found
-        for page in chain:
-            if not _HASH.fullmatch(page):
-                raise FormatError(
-                    f"{where}: {page!r:.80} is neither a page hash (64 hexadecimal digits) nor a "
-                    "row of hicachectl ls --format jsonl"
-                )
+        with _at(where):
+            for page in chain:
+                _check_page(page)
         yield chain, group
+
+
+def _check_page(page: str) -> None:
+    if not _HASH.fullmatch(page):
+        raise FormatError(
+            f"{page!r:.80} is neither a page hash (64 hexadecimal digits) nor a row of hicachectl "
+            "ls --format jsonl"
+        )
 
 
 def _lines(path: Path, *, required: bool = True) -> Iterator[tuple[str, bytes]]:
@@ -326,36 +485,6 @@ def _at(where: str) -> Iterator[None]:
         yield
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from error
-
-
-def _time(stamp: float | str | None) -> float | None:
-    if isinstance(stamp, str):
-        try:
-            return datetime.fromisoformat(stamp).timestamp()
-        except (ValueError, OverflowError) as error:
-            raise FormatError(f"timestamp: {stamp!a:.60} is not ISO 8601") from error
-    if stamp is not None and not abs(stamp) < 1e18:
-        raise FormatError(f"timestamp: {stamp} is not in -1e18..1e18")
-    return stamp
-
-
-def _count(value: int | None, name: str) -> int:
-    if value is None:
-        return -1
-    if not 0 <= value <= _MOST_TOKENS:
-        raise FormatError(f"{name}: {value} is not in 0..2^31-1")
-    return value
-
-
-def _prompt_line(where: str, start: int, line: bytes) -> tuple[str, int, Prompt, _PromptLine]:
-    with _at(where):
-        found: str | list[dict[str, Any]] | _PromptLine = decode(_PROMPT_LINE, line)
-        if isinstance(found, str):
-            found = _PromptLine(text=found)
-        elif isinstance(found, list):
-            found = _PromptLine(messages=found)
-        found.refuse()
-        return where, start, _prompt(found), found
 
 
 def _prompt(line: _PromptLine) -> Prompt:
@@ -387,20 +516,3 @@ def _check_content(content: object, where: str) -> None:
         if not isinstance(text, str) or part.get("type") not in ("text", "input_text"):
             kind = part.get("type") if isinstance(part, dict) else part
             raise FormatError(f"{where}.content: has a part of type {kind!r:.40}, {_UNHASHABLE}")
-
-
-def _tokenized(
-    batch: list[tuple[str, int, Prompt, _PromptLine]], tokenizer: PromptTokenizer
-) -> Iterator[Request]:
-    try:
-        encoded = tokenizer.encode([prompt for _, _, prompt, _ in batch])
-    except FormatError as error:
-        if len(batch) > 1:  # find the bad prompt
-            for each in batch:
-                yield from _tokenized([each], tokenizer)
-            return
-        raise FormatError(f"{batch[0][0]}: {error}") from error
-    for (where, start, _, line), token_ids in zip(batch, encoded, strict=True):
-        with _at(where):
-            request = line.request(where, start, token_ids)
-        yield request

@@ -16,13 +16,13 @@ from hicachectl.backends.disk.bounded import read_bounded
 from hicachectl.formats.documents import parse_json, parse_json_object
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.wording import failed, reason_of
-from hicachectl.requests.reading import Chat
+from hicachectl.requests.forms import Chat
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from hicachectl.requests.reading import Prompt
+    from hicachectl.requests.forms import Prompt
 
 
 _TOKENIZER_FILE = "tokenizer.json"

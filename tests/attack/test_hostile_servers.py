@@ -11,7 +11,7 @@ import pytest
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.prewarming.through_server import Prefix, ThroughServer
 from hicachectl.profiles.server import fetch_server
-from hicachectl.requests.reading import Request
+from hicachectl.requests.forms import Request
 from tests.attack.children import Ended, attacked
 from tests.backends.http_scripts import PATIENCE_S, SOON_S, Call, reply, serving
 from tests.stores import DSA

@@ -25,9 +25,10 @@ from hicachectl.formats.profile import parse_profile
 from hicachectl.pages.scanning import take_inventory
 from hicachectl.requests.chains import Hashing, Requests, hex_pages, requests_of
 from hicachectl.requests.elsewhere import find_elsewhere, suspect_hashing
+from hicachectl.requests.forms import Request
 from hicachectl.requests.hits import find_hits
 from hicachectl.requests.measuring import hit_rows
-from hicachectl.requests.reading import Request, read_requests
+from hicachectl.requests.reading import Trace
 from tests.bench import runner
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def main() -> None:
         print(f"{options.chains} requests of {options.pages} pages, {options.objects} objects")
         chains, hashing = timed(
             "read and hash the requests",
-            lambda: requests_of(read_requests(path), Hashing.of(profile)),
+            lambda: Trace([str(path)]).requests(Hashing.of(profile)),
         )
     inventory, listed = timed("list the store", lambda: take_inventory(store, profile))
     hits, found = timed("find hits", lambda: find_hits(inventory, 0, chains))

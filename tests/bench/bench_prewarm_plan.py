@@ -18,8 +18,7 @@ import numpy as np
 
 from hicachectl.prewarming.ranking import rank_blocks
 from hicachectl.prewarming.value.traits import walk_uses
-from hicachectl.requests.chains import requests_of
-from hicachectl.requests.reading import read_requests
+from hicachectl.requests.reading import Trace
 from tests.bench.runner import HICACHECTL, Command, options_of, scratch, timed
 from tests.bench.warm_replay import clairvoyant, first_uses, part, warmed_tokens
 
@@ -49,7 +48,7 @@ def main() -> None:
     if arguments.part != "speed":
         if arguments.trace is None:
             raise SystemExit("quality needs --trace")
-        measure_quality(requests_of(read_requests(arguments.trace), None))
+        measure_quality(Trace([str(arguments.trace)]).requests(None))
     if arguments.part != "quality":
         measure_speed()
 

@@ -16,7 +16,7 @@ import pytest
 
 from hicachectl.formats.profile import profile_from_mapping
 from hicachectl.requests.chains import Hashing, requests_of
-from hicachectl.requests.reading import Request
+from hicachectl.requests.forms import Request
 from tests.conformance.store_cases import DEFAULT_LAYOUT
 from tests.conformance.test_hits import ask, compare
 from tests.mooncake_cluster import Cluster

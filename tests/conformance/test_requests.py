@@ -8,7 +8,7 @@ import pytest
 
 from hicachectl.prewarming.through_server import generate_body, prefix_of
 from hicachectl.requests.chains import Hashing
-from hicachectl.requests.reading import Chat, Request
+from hicachectl.requests.forms import Chat, Request
 from tests.skips import need_module
 from tests.tiny_tokenizers import KINDS, make_tokenizer
 

@@ -28,8 +28,8 @@ from hicachectl.prewarming import prewarm as prewarming
 from hicachectl.prewarming.page_plan import PrewarmRequest
 from hicachectl.prewarming.prewarm import prewarm
 from hicachectl.requests.chains import Hashing, Requests, requests_of
+from hicachectl.requests.forms import Request as Prompt
 from hicachectl.requests.hits import find_hits
-from hicachectl.requests.reading import Request as Prompt
 from tests.move.migrations import MODEL, demo_store
 from tests.stores import contents
 

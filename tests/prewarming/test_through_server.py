@@ -22,7 +22,7 @@ from hicachectl.prewarming.through_server import (
     prefix_of,
 )
 from hicachectl.requests.chains import Hashing
-from hicachectl.requests.reading import Request
+from hicachectl.requests.forms import Request
 from tests.backends.http_scripts import Call, serving
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hicachectl.requests.chains import Hashing, requests_of
-from hicachectl.requests.reading import read_requests
+from hicachectl.requests.chains import Hashing
+from hicachectl.requests.reading import Trace
 
 if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
@@ -32,7 +32,8 @@ def trace_of(rows: list[Row], profile: Profile | None = None) -> Requests:
 def read_file(path: Path, profile: Profile | None = None) -> Requests:
     """Return the requests of a file of token ids or block ids."""
     hashing = None if profile is None else Hashing.of(profile)
-    return requests_of(read_requests(path), hashing, source=str(path))
+    with Trace([str(path)]) as trace:
+        return trace.requests(hashing)
 
 
 def conversations(

@@ -1,4 +1,4 @@
-"""Requests for LoRA adapters: each command that reads requests refuses them by their line."""
+"""Requests for LoRA adapters without an id: each command that reads requests refuses them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def test_a_request_for_an_adapter_is_refused(invoke: Invoke, tmp_path: Path, nam
     before = contents(store)
     profile.write_text(DSA)
     line = {"token_ids": [1, 2, 3, 4], "lora_path": None, "lora_id": None}
-    requests.write_text(f"{json.dumps(line)}\n{json.dumps({**line, 'lora_id': '00ff'})}\n")
+    requests.write_text(f"{json.dumps(line)}\n{json.dumps({**line, 'lora_path': 'law'})}\n")
     places = {"STORE": store, "NEW": tmp_path / "new", "FILE": requests}
     words = [places.get(word, word) for word in COMMANDS[name]]
     said = invoke(*words, "--profile", profile, exit_code=2).stderr
-    assert f"{requests}: line 2: lora_id '00ff': pages of LoRA adapters" in said
+    assert f"{requests}: line 2: lora_path 'law': the pages of an adapter" in said
     assert contents(store) == before

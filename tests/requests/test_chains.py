@@ -13,8 +13,8 @@ from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.hashing import namespace_seed, page_hashes
 from hicachectl.formats.profile import parse_profile
 from hicachectl.requests import chains
-from hicachectl.requests.chains import requests_of_pages
-from hicachectl.requests.reading import read_again
+from hicachectl.requests.chains import Hashing, requests_of_pages
+from hicachectl.requests.reading import Trace
 from tests import stores
 from tests.prewarming.traces import read_file, trace_of
 
@@ -110,8 +110,8 @@ def test_a_trace_of_token_ids_needs_a_profile(tmp_path: Path) -> None:
         ("[1, 2]", 'has "token_ids", but earlier lines have "hash_ids"'),
         ({"timestamp": 1}, 'exactly one of "token_ids" and "input_ids", or of "hash_ids"'),
         ({"timestamp": 1, "hash_ids": [1], "token_ids": [1]}, "exactly one"),
-        ({"timestamp": 1, "hash_ids": [1], "lora_id": "00ff"}, "lora_id '00ff': pages of LoRA"),
-        ({"timestamp": 1, "hash_ids": [1], "lora_path": ["x"]}, "and leave out lora_path and"),
+        ({"timestamp": 1, "hash_ids": [1], "lora_path": "x"}, "lora_path 'x': the pages of an"),
+        ({"timestamp": 1, "hash_ids": [1], "lora_id": ["x"]}, "lora_id: ['x'] is no text"),
         ({"timestamp": 1, "hash_ids": [1.5]}, "hash_ids"),
         ({"timestamp": 1, "hash_ids": [3, 2**63]}, "$.hash_ids[1]"),
         ({"timestamp": 1, "hash_ids": "x"}, "hash_ids"),
@@ -239,10 +239,11 @@ def test_requests_are_read_again_from_where_they_stand(tmp_path: Path) -> None:
         {"timestamp": 5, "token_ids": []},
     ]
     path.write_text("\n".join(["", *map(json.dumps, rows)]))
-    trace = read_file(path, PROFILE).in_time_order()
+    read = Trace([str(path)])
+    trace = read.requests(Hashing.of(PROFILE)).in_time_order()
     assert trace.starts is not None
     starts = trace.starts.tolist()
-    found = list(read_again(path, starts))
+    found = list(read.again(starts))
     assert [(r.token_ids, r.extra_key, r.cache_salt) for r in found] == [
         ([2] * 80, "lora", None),
         ([], None, None),
@@ -250,7 +251,7 @@ def test_requests_are_read_again_from_where_they_stand(tmp_path: Path) -> None:
     ]
     path.write_text("other lines")
     with pytest.raises(FormatError, match="changed since it was read"):
-        next(read_again(path, starts))
+        next(read.again(starts))
     path.unlink()
     with pytest.raises(UsageError, match=r"trace\.jsonl: cannot read the requests again"):
-        next(read_again(path, starts))
+        next(read.again(starts))

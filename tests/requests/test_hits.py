@@ -16,8 +16,8 @@ from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.formats.spec import ObjectSpec, object_specs
 from hicachectl.pages.scanning import take_inventory
 from hicachectl.requests.chains import Hashing, requests_of, requests_of_pages
+from hicachectl.requests.forms import Request
 from hicachectl.requests.hits import find_hits
-from hicachectl.requests.reading import Request
 from tests.stores import DSA, page, put
 
 if TYPE_CHECKING:

@@ -11,15 +11,10 @@ from hypothesis import strategies as st
 
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.hashing import page_hashes, page_hashes_hex
-from hicachectl.requests import reading as requests
+from hicachectl.requests import inputs
 from hicachectl.requests.chains import hex_pages
-from hicachectl.requests.reading import (
-    Chat,
-    Prompt,
-    read_page_chains,
-    read_page_list,
-    read_requests,
-)
+from hicachectl.requests.forms import Chat, Prompt, Request
+from hicachectl.requests.reading import Trace, read_page_chains, read_page_list
 from tests.stores import page
 
 if TYPE_CHECKING:
@@ -38,6 +33,14 @@ class Lengths:
             raise FormatError("not this one")
         self.given += prompts
         return [[len(self.given)] for _ in prompts]
+
+
+def read_requests(path: Path, tokenizer: Lengths | None = None) -> list[Request]:
+    form = "token-ids" if tokenizer is None else "prompts"
+    with Trace(
+        [str(path)], form=form, tokenizer=None if tokenizer is None else lambda: tokenizer
+    ) as trace:
+        return list(trace.each())
 
 
 def file_of(folder: Path, *lines: object) -> Path:
@@ -131,8 +134,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
             "can be hashed; give --token-ids with the ids",
         ),
         ({"messages": [], "tools": [1]}, "Expected `object`"),
-        ({"text": "a", "lora_path": "x"}, "line 2: lora_path 'x': pages of LoRA adapters"),
-        ({"text": "a", "lora_id": "00ff"}, 'give extra_key followed by lora_id as "extra_key"'),
+        ({"text": "a", "lora_path": "x"}, "line 2: lora_path 'x': the pages of an adapter"),
+        ({"text": "a", "lora_id": 5}, "lora_id: 5 is no text; give one adapter"),
         ({"messages": CHAT, "reasoning_effort": "low"}, "reasoning_effort: changes the pages"),
         ({"text": "a", "audio_data": ["x"]}, "the ids that were served, without audio_data"),
         ({"text": "a", "tools": [{}]}, "need messages"),
@@ -198,12 +201,12 @@ def test_what_is_no_page_hash_is_refused_with_its_line(tmp_path: Path, line: str
 
 def test_a_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     for read in (read_requests, read_page_chains):
-        with pytest.raises(UsageError, match="cannot read"):
+        with pytest.raises(UsageError, match=r"cannot read|has no file"):
             list(read(tmp_path))
 
 
 def test_a_line_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(inputs, "MAX_LINE_BYTES", 100)
     path = file_of(tmp_path, list(range(20)), list(range(100)))
     with pytest.raises(FormatError, match="line 2: longer than 100 bytes"):
         list(read_requests(path))

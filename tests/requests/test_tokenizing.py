@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.formats.errors import FormatError, UsageError
-from hicachectl.requests.reading import Chat
+from hicachectl.requests.forms import Chat
 from hicachectl.requests.tokenizing import DirectoryTokenizer, find_tokenizer
 from tests.skips import need_module
 from tests.stores import DSA

@@ -83,7 +83,7 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
         refuse_choice(choice, options)
         # Without a profile in the options, a pack's own is used.
         profile = profile_from_options(of_profile(options), source, warn=partial(remark, ctx))
-        request = asked_hits(options, profile, choice)
+        request = asked_hits(ctx, options, profile, choice)
         report = measure_hits(source, request, on_listed=advance)
     remark(ctx, *report.remarks)
 

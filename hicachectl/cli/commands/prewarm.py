@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.asked import asked_file, asked_in, refuse_other_sources
+from hicachectl.cli.asked import asked_in, asked_trace, refuse_other_sources
 from hicachectl.cli.command import Command
 from hicachectl.cli.commands.parts import check_division, is_divided, reopened_stores, run_divided
 from hicachectl.cli.metrics import metrics_if_empty
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from hicachectl.prewarming.page_plan import PrewarmRequest
     from hicachectl.prewarming.prewarm import LiveServer
     from hicachectl.prewarming.through_server import ThroughServer
+    from hicachectl.requests.reading import Trace
     from hicachectl.results import Result
 
 _TOKEN_SOURCES = ("prompts", "token_ids", "trace")
@@ -217,8 +218,8 @@ def _plan_trace(ctx: click.Context, options: dict[str, Any]) -> None:
     from hicachectl.cli.output import write_json_lines
     from hicachectl.prewarming.ranking import pages_within, plan_rows, rank_blocks
     from hicachectl.profiles.sources import profile_from_options
-    from hicachectl.requests.chains import Hashing, requests_of
-    from hicachectl.requests.reading import read_requests
+    from hicachectl.requests.chains import Hashing
+    from hicachectl.requests.reading import Trace
     from hicachectl.text.units import counted
 
     check_division(ctx, options)  # refuses --shard and --run
@@ -231,8 +232,9 @@ def _plan_trace(ctx: click.Context, options: dict[str, Any]) -> None:
         )
     profile = profile_from_options(options, None, warn=partial(remark, ctx))
     hashing = None if profile is None else Hashing.of(profile)
-    trace = options["trace"]
-    requests = requests_of(read_requests(trace), hashing, source=str(trace))
+    with Trace([str(options["trace"])]) as trace:
+        requests = trace.requests(hashing)
+        remark(ctx, *trace.remarks)
     most = options["budget_pages"]
     if options["budget"] is not None:
         fitting = pages_within(options["budget"], profile, hashed=requests.hashed)
@@ -258,14 +260,17 @@ def _at_once(
     started = time.monotonic()
     servers = {} if options["dry_run"] else live_servers(options["servers"])
     store = target if source is None else source
-    request = _wanted(ctx, _request(ctx, store, options), store, options)
+    trace = None
+    if any(options[name] for name in _TOKEN_SOURCES):
+        trace = ctx.with_resource(asked_trace(options, keeps=bool(servers)))
+    request = _wanted(ctx, _request(ctx, store, options), store, options, trace)
     request = _served(ctx, request, servers)
     if source is None:
         outcome = usable_from(target, request)
     else:
         with stages(ctx, "copying") as (on_listed, on_copied):
             outcome = prewarm(source, target, request, on_listed=on_listed, on_copied=on_copied)
-    _pull(ctx, servers, request, outcome, options, started)
+    _pull(ctx, servers, request, outcome, options, started, trace)
     return outcome.result(min_usable=options["min_usable"], dry_run=options["dry_run"])
 
 
@@ -298,12 +303,16 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Prewa
 
 
 def _wanted(
-    ctx: click.Context, request: PrewarmRequest, store: Store, options: dict[str, Any]
+    ctx: click.Context,
+    request: PrewarmRequest,
+    store: Store,
+    options: dict[str, Any],
+    trace: Trace | None = None,
 ) -> PrewarmRequest:
     """Return the request for what the options name, with a remark about what it leaves out."""
     from hicachectl.text.units import counted
 
-    wanted = asked_in(request, store.grammar, options)
+    wanted = asked_in(ctx, request, store.grammar, options, trace)
     if wanted.in_others is not None and len(wanted.in_others):
         remark(
             ctx,
@@ -362,24 +371,23 @@ def _pull(
     outcome: PrewarmOutcome,
     options: dict[str, Any],
     started: float,
+    trace: Trace | None,
 ) -> None:
     """Make servers pull the prefixes that DST has; add the pulls to the outcome."""
     from hicachectl.prewarming.prewarm import pull
-    from hicachectl.requests.reading import read_again
 
-    if not servers or outcome.interruption is not None:
+    if not servers or outcome.interruption is not None or trace is None:
         return
     remark(ctx, *outcome.messages)
     limit = options["deadline"]
     pulling: list[ThroughServer] = []
-    path, tokenizer = asked_file(options)
     try:
         with progress(ctx, "pulling", " requests") as advance:
             pull(
                 servers,
                 request,
                 outcome.usable_pages,
-                lambda starts: read_again(path, starts, tokenizer),
+                trace.again,
                 deadline=None if limit is None else started + limit,
                 pulling=pulling,
                 on_done=advance,

@@ -199,5 +199,5 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Pictu
     stated = of_profile(options) if measures else options
     profile = profile_to_look(stated, store, warn=partial(remark, ctx))
     verify = asked_checks(ctx, store, options, profile, selection=selection)
-    hits = asked_hits(options, verify.real_profile, selection) if measures else None
+    hits = asked_hits(ctx, options, verify.real_profile, selection) if measures else None
     return PictureRequest(verify=verify, hits=hits, page=options["page"], title=options["title"])

@@ -312,7 +312,7 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
 
     selection = selection_of(ctx, store, options, changes=not options["dry_run"])
     profile = profile_from_options({"profile_file": options["profile_file"]}, store)
-    worth = _worth(options, profile)
+    worth = _worth(ctx, options, profile)
     wanted = {"version"} if options["free"] is None else {"version", "atime_ns"}
     # What the profile decides: the hashes of requests, by its page size, and the states of pages.
     decides = options["trace"] or options["state"]
@@ -463,13 +463,18 @@ def _remark_choice(
         remark(ctx, explain_selection(store, groups.inventory, selection))
 
 
-def _worth(options: dict[str, Any], profile: Profile | None) -> Worth | None:
+def _worth(ctx: click.Context, options: dict[str, Any], profile: Profile | None) -> Worth | None:
     """Read the value of pages that --trace or --keep-plan gives."""
     from hicachectl.prewarming.freeing import worth_of_plan, worth_of_trace
+    from hicachectl.requests.chains import Hashing
+    from hicachectl.requests.reading import Trace
 
     if options["trace"]:
         assert profile is not None  # checked with the options
-        return worth_of_trace(options["trace"], profile)
+        with Trace([str(options["trace"])]) as trace:
+            requests = trace.requests(Hashing.of(profile))
+            remark(ctx, *trace.remarks)
+        return worth_of_trace(requests)
     return worth_of_plan(options["keep_plan"]) if options["keep_plan"] else None
 
 

@@ -1,0 +1,207 @@
+"""Read lines of request files as people have them: rotated logs, compressed files, pipes.
+
+Inputs are files, directories and patterns; `-` is stdin. The files of a directory or pattern are
+read in the order of their last change, then of their names, as log rotation leaves them. gzip and
+zstd are recognised by their first bytes, and a byte order mark is left out.
+"""
+
+from __future__ import annotations
+
+import bisect
+import glob
+import io
+import os
+import tempfile
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
+
+import pyarrow as pa
+
+from hicachectl.backends.disk.bounded import MAX_LINE_BYTES
+from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.wording import failed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+STDIN = "-"
+_KINDS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_UTF8 = b"\xef\xbb\xbf"
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_MAX_DOCUMENT_BYTES = 4 << 30
+_BUFFER_BYTES = 1 << 20
+_HEAD_BYTES = 1 << 16
+_CHECK = "check the path"
+
+
+class Line(NamedTuple):
+    """A line that is not blank, or a whole file.
+
+    where: file and line, for messages.
+    place: number by which the line is found again.
+    data: bytes of the line, with its end.
+    file: path of the file.
+    """
+
+    where: str
+    place: int
+    data: bytes
+    file: str
+
+
+class Inputs:
+    """Files that are read as one sequence of lines; a context manager.
+
+    Compressed files and pipes are copied to a file without a name if `keeps`, since their lines
+    could not be found again.
+    """
+
+    def __init__(self, names: Sequence[str], *, keeps: bool = False) -> None:
+        """Find the files. Raises UsageError for a name without any."""
+        self.source = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        self._paths = [path for name in names for path in _files_of(name)]
+        self._keeps = keeps
+        self._ends: list[int] = []  # the place after the last line of each file
+        self._kept: dict[int, BinaryIO] = {}
+        self._begun: dict[int, tuple[io.BufferedReader, bool]] = {}
+        self._files = ExitStack()
+
+    def __enter__(self) -> Inputs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; copies are lost."""
+        self._files.close()
+        for file, _ in self._begun.values():
+            file.close()
+
+    def head(self) -> bytes:
+        """Return first bytes of the first file that is not empty, without reading them.
+
+        Raises UsageError if a file cannot be read.
+        """
+        for number in range(len(self._paths)):
+            with self._reading(number):
+                file, is_plain = self._opened(number)
+                self._begun[number] = file, is_plain
+                if begin := file.peek(_HEAD_BYTES)[:_HEAD_BYTES]:
+                    return begin.removeprefix(_UTF8)
+        return b""
+
+    def lines(self) -> Iterator[Line]:
+        """Yield every line. Raises UsageError for unreadable files, FormatError for long lines."""
+        self._ends = []
+        for number, path in enumerate(self._paths):
+            begin = place = self._ends[-1] if self._ends else 0
+            for count, data in enumerate(self._data_of(number, MAX_LINE_BYTES), 1):
+                at, place = place, place + len(data)
+                text = data.removeprefix(_UTF8) if at == begin else data
+                if not text.isspace():
+                    yield Line(f"{path}: line {count}", at, text, str(path))
+            self._ends.append(place)
+
+    def documents(self) -> Iterator[Line]:
+        """Yield every file as one line. Raises as `lines` does."""
+        self._ends = []
+        for number, path in enumerate(self._paths):
+            parts, size = [], 0
+            for data in self._data_of(number, _MAX_DOCUMENT_BYTES):
+                parts.append(data)
+                size += len(data)
+                if size > _MAX_DOCUMENT_BYTES:
+                    raise FormatError(f"{path}: larger than {_MAX_DOCUMENT_BYTES} bytes; split it")
+            begin = self._ends[-1] if self._ends else 0
+            if text := b"".join(parts).removeprefix(_UTF8):
+                yield Line(str(path), begin, text, str(path))
+            self._ends.append(begin + size)
+
+    def lines_from(self, place: int) -> Iterator[Line]:
+        """Yield the line at a place and those after it in its file.
+
+        `lines` has come to its end before. Raises UsageError if the file cannot be read.
+        """
+        number = bisect.bisect_right(self._ends, place)
+        begin, path = self._ends[number - 1] if number else 0, self._paths[number]
+        copy = self._kept.get(number)
+        try:
+            with path.open("rb") if copy is None else nullcontext(copy) as file:
+                file.seek(place - begin)
+                while data := file.readline(MAX_LINE_BYTES):
+                    text = data.removeprefix(_UTF8) if place == begin else data
+                    yield Line(f"{path}: byte {place - begin}", place, text, str(path))
+                    place += len(data)
+        except OSError as error:
+            raise UsageError(
+                failed(path, "read the requests again", error, "check the file")
+            ) from error
+
+    def _data_of(self, number: int, limit: int) -> Iterator[bytes]:
+        """Yield the bytes of each line of a file, out of its copy if it has been read before."""
+        path = self._paths[number]
+        if (copy := self._kept.get(number)) is not None:
+            copy.seek(0)
+            yield from copy
+            return
+        with self._reading(number):
+            begun = self._begun.pop(number) if number in self._begun else self._opened(number)
+            file, is_plain = begun
+            if self._keeps and not is_plain:
+                copy = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+                self._kept[number] = copy
+            with closing(file):
+                count = 0
+                while data := file.readline(limit + 1):
+                    count += 1
+                    if len(data) > limit:
+                        raise FormatError(
+                            f"{path}: line {count}: longer than {limit} bytes; write one JSON "
+                            "value per line"
+                        )
+                    if copy is not None:
+                        copy.write(data)
+                    yield data
+
+    def _opened(self, number: int) -> tuple[io.BufferedReader, bool]:
+        """Return a stream of a file's lines, and whether the file can be opened again for them."""
+        path = self._paths[number]
+        is_stdin = str(path) == STDIN
+        raw = io.FileIO(0, closefd=False) if is_stdin else io.FileIO(path)
+        stream = cast("io.BufferedReader", io.BufferedReader(raw, _BUFFER_BYTES))
+        begin = stream.peek(4)
+        if begin.startswith(_UTF16):
+            raise FormatError(
+                f"{path}: has a byte order mark of UTF-16; write it in UTF-8, such as by iconv -f "
+                "UTF-16 -t UTF-8"
+            )
+        for magic, kind in _KINDS.items():
+            if begin.startswith(magic):
+                unpacked: Any = pa.CompressedInputStream(pa.PythonFile(stream, "r"), kind)
+                return io.BufferedReader(unpacked, _BUFFER_BYTES), False
+        return stream, stream.seekable() and not is_stdin
+
+    @contextmanager
+    def _reading(self, number: int) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+            raise UsageError(failed(self._paths[number], "read", error, _CHECK)) from error
+
+
+def _files_of(name: str) -> list[Path]:
+    """Return the files of an input; the one that changed last is at the end."""
+    path = Path(name)
+    if name == STDIN:
+        return [path]
+    if path.is_dir():
+        found = [one for one in path.iterdir() if one.is_file() and not one.name.startswith(".")]
+    elif glob.has_magic(name) and not path.exists():
+        found = [Path(one) for one in glob.glob(name) if os.path.isfile(one)]  # noqa: PTH113,PTH207
+    else:
+        return [path]
+    if not found:
+        raise UsageError(f"{name}: has no file; {_CHECK}")
+    return sorted(found, key=lambda one: (one.stat().st_mtime_ns, one.name))
