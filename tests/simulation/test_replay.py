@@ -42,6 +42,7 @@ class Trace:
             tokens=lengths,
             reach=np.array(self.reach, np.int64),
             output_tokens=np.full(len(lengths), -1, np.int64),
+            prompt_blocks=lengths,
         )
 
     def hits(self, row: int, held: Any) -> int:
