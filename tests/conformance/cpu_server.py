@@ -91,12 +91,19 @@ class HeldCalls(NamedTuple):
 class CpuServer(Closing):
     """A server on a free port; a context manager that ends all its processes.
 
-    arguments: more of launch_server's options. variables: more environment variables. Raises
+    arguments: more of launch_server's options. tokenizes: whether the model directory has a
+    tokenizer, for texts and chats. variables: more environment variables. Raises
     RuntimeError with the end of the log if it does not start, AssertionError if a request fails.
     """
 
     def __init__(
-        self, python: Path, model: Path, log: Path, *arguments: str, **variables: str
+        self,
+        python: Path,
+        model: Path,
+        log: Path,
+        *arguments: str,
+        tokenizes: bool = False,
+        **variables: str,
     ) -> None:
         self._log = log
         self._folder = tempfile.TemporaryDirectory(prefix="sglang-")  # of its sockets
@@ -107,7 +114,7 @@ class CpuServer(Closing):
             *("--host", "127.0.0.1", "--port", str(self._port), "--admin-api-key", _ADMIN),
             *("--device", "cpu", "--attention-backend", "torch_native"),
             *("--sampling-backend", "pytorch", "--disable-overlap-schedule"),
-            *("--skip-server-warmup", "--skip-tokenizer-init"),
+            *("--skip-server-warmup", *(() if tokenizes else ("--skip-tokenizer-init",))),
             *("--max-total-tokens", str(DEVICE_TOKENS), "--max-running-requests", "4"),
             *("--page-size", str(PAGE_SIZE), "--enable-hierarchical-cache", "--hicache-ratio", "4"),
             *("--hicache-storage-prefetch-policy", "wait_complete"),
@@ -153,8 +160,7 @@ class CpuServer(Closing):
     def generate(self, tokens: Sequence[int], count: int = 6) -> Answer:
         """Answer a prompt with `count` tokens, greedily."""
         sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
-        document = self._json(
-            "POST",
+        document = self.post(
             "/generate",
             {"input_ids": list(tokens), "return_logprob": True, "sampling_params": sampling},
         )
@@ -165,6 +171,10 @@ class CpuServer(Closing):
             [logprob for logprob, *_ in meta["output_token_logprobs"]],
             *(found.get(place) or 0 for place in ("device", "host", "storage")),
         )
+
+    def post(self, path: str, document: object) -> Any:
+        """Return the JSON answer to a JSON document."""
+        return json.loads(self._expect("POST", path, document))
 
     def flush(self) -> None:
         """Empty the device and host pools, once the server is idle."""
@@ -196,6 +206,15 @@ class CpuServer(Closing):
         """Detach the storage backend, if one is attached, once the server is idle."""
         self.flush()
         self._expect("DELETE", "/hicache/storage-backend")
+
+    def configure_logging(self, level: int) -> None:
+        """Let the request log tell as much as a level of --log-requests-level."""
+        document = {
+            "log_requests": True,
+            "log_requests_level": level,
+            "log_requests_format": "json",
+        }
+        self._expect("POST", "/configure_logging", document)
 
     def clear(self) -> None:
         """Clear the attached storage backend."""
@@ -269,9 +288,6 @@ class CpuServer(Closing):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the server does not start\n{self.log_end()}")
             time.sleep(0.1)
-
-    def _json(self, method: str, path: str, document: object = None) -> Any:
-        return json.loads(self._expect(method, path, document))
 
     def _expect(self, method: str, path: str, document: object = None) -> str:
         try:

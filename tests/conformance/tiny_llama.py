@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     import numpy.typing as npt
@@ -45,6 +45,18 @@ _CONFIG: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+_RANK = 8
+_ADAPTER: dict[str, Any] = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "r": _RANK,
+    "lora_alpha": 8 * _RANK,
+    "target_modules": ["q_proj", "k_proj", "v_proj"],
+    "base_model_name_or_path": "tiny",
+    "bias": "none",
+    "lora_dropout": 0.0,
+}
+
 
 def write_model(directory: Path, seed: int) -> None:
     """Write config.json and model.safetensors (bfloat16); equal seeds give equal bytes."""
@@ -55,17 +67,41 @@ def write_model(directory: Path, seed: int) -> None:
 
 def write_weights(directory: Path, seed: int) -> None:
     """Write model.safetensors, or replace it in one step."""
+    unfinished = directory / "model.unfinished"
+    _write_tensors(unfinished, _weights(np.random.default_rng(seed)))
+    unfinished.replace(directory / "model.safetensors")
+
+
+def write_adapter(directory: Path, seed: int) -> None:
+    """Write a LoRA adapter of the model, as a directory for a server."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps(_ADAPTER))
+    weights = _adapter_weights(np.random.default_rng(seed))
+    _write_tensors(directory / "adapter_model.safetensors", weights)
+
+
+def _write_tensors(path: Path, tensors: Iterable[tuple[str, npt.NDArray[np.float32]]]) -> None:
+    """Write a safetensors file with bfloat16 tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = bytearray()
-    for name, weights in _weights(np.random.default_rng(seed)):
+    for name, weights in tensors:
         start = len(data)
         data += _bfloat16(weights)
         shape = list(weights.shape)
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, len(data)]}
     text = json.dumps(header).encode()
-    unfinished = directory / "model.unfinished"
-    unfinished.write_bytes(struct.pack("<Q", len(text)) + text + data)
-    unfinished.replace(directory / "model.safetensors")
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def _adapter_weights(
+    random: np.random.Generator,
+) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+    for layer in range(LAYERS):
+        for name, rows in (("q_proj", HEADS), ("k_proj", KV_HEADS), ("v_proj", KV_HEADS)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            for half, shape in (("A", (_RANK, HIDDEN)), ("B", (rows * HEAD_DIM, _RANK))):
+                values = random.standard_normal(shape, np.float32) / np.float32(4)
+                yield f"{prefix}.lora_{half}.weight", values
 
 
 def _weights(random: np.random.Generator) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:

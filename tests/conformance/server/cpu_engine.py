@@ -8,6 +8,7 @@ used:
                                          takes them from sgl_kernel.kvcacheio on CUDA only
     pool_host/base.py :: HostKVCache     pin_memory is False: no device needs pinned memory
     torch.cpu.Event                      accepts `enable_timing` and has `elapsed_time`
+    torch.empty, torch.tensor, …         ignore pin_memory, which adapters ask for
 
 The copies are synchronous, so a race between a copy and a forward pass cannot show.
 """
@@ -36,6 +37,9 @@ ENVIRONMENT = {
 }
 
 
+_PINNING = ("empty", "zeros", "ones", "tensor", "arange", "full", "empty_like", "zeros_like")
+
+
 class NotCallable(mock.NonCallableMagicMock):
     """A value whose attributes exist; a call of it or of them raises TypeError."""
 
@@ -51,6 +55,9 @@ def install() -> None:
     stand_in.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
     sys.modules["sgl_kernel"] = stand_in
     torch.cpu.Event = _timed(torch.cpu.Event)  # type: ignore[misc]
+    for name in _PINNING:
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
     base = importlib.import_module("sglang.srt.mem_cache.pool_host.base")
     base.HostKVCache.__init__ = _without_pinning(base.HostKVCache.__init__)
     mha = importlib.import_module("sglang.srt.mem_cache.pool_host.mha")
@@ -61,6 +68,14 @@ def install() -> None:
         transfer_kv_per_layer_direct_pf_lf,
     ):
         setattr(mha, copy.__name__, copy)
+
+
+def _unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def made(*arguments: Any, pin_memory: bool = False, **options: Any) -> Any:
+        return make(*arguments, **options)
+
+    return made
 
 
 def _timed(event: type[Any]) -> type[Any]:
