@@ -19,6 +19,7 @@ from hicachectl.report.completeness import Completeness, completeness_of
 from hicachectl.report.filling import Filling, filling_of
 from hicachectl.report.names import deployment_name
 from hicachectl.report.prefixes import PrefixTree, prefix_tree
+from hicachectl.report.tenants import Tenancy, tenancies_of
 from hicachectl.report.writes import Writes, writes_of
 from hicachectl.requests.measuring import measure_listed
 from hicachectl.text.vocabulary import NEVER, STATES
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.inventory import Inventory
     from hicachectl.pages.listing import Totals
     from hicachectl.requests.measuring import HitsRequest
     from hicachectl.verification.request import VerifyRequest
@@ -66,7 +66,8 @@ class Picture:
 
     made: Unix seconds. models: whether keys name models. asked: groups of checks. rows, total: see
     `ls --summary`. states: number of page groups by state, in the order of `vocabulary.STATES`.
-    writes: None if the store keeps no times. tree: None without requests; no_tree: why not. page:
+    writes: None if the store keeps no times. tree: None without requests; no_tree: why not.
+    tenancies: pages by salt and by adapter, where requests name these. page:
     the page in full; page_choice: why this one, or why none. remarks: to be read before the rest.
     """
 
@@ -86,6 +87,7 @@ class Picture:
     completeness: tuple[Completeness, ...]
     tree: PrefixTree | None
     no_tree: str
+    tenancies: tuple[Tenancy, ...]
     page: PageReport | None
     page_choice: str
     remarks: tuple[str, ...]
@@ -146,7 +148,7 @@ def take_picture(
     )
     groups, inventory = checked.groups, checked.groups.inventory
     verified = report_of([checked.result], describe_store(store, verify), inventory.table, verify)
-    tree, no_tree, told = _tree(store, inventory, request)
+    tree, no_tree, tenancies, told = _requested(store, groups, request)
     page, why = _page(store, request, verified, checked)
     rows, total = summarise(inventory, markers_of(store))
     return Picture(
@@ -166,25 +168,31 @@ def take_picture(
         completeness=tuple(completeness_of(groups, checked.in_flight)),
         tree=tree,
         no_tree=no_tree,
+        tenancies=tuple(tenancies),
         page=page,
         page_choice=why,
         remarks=(*verified.remarks, *told),
     )
 
 
-def _tree(
-    store: Store, inventory: Inventory, request: PictureRequest
-) -> tuple[PrefixTree | None, str, tuple[str, ...]]:
-    """Return the tree of the requests, or why there is none, and remarks on it."""
+def _requested(
+    store: Store, groups: PageGroups, request: PictureRequest
+) -> tuple[PrefixTree | None, str, list[Tenancy], tuple[str, ...]]:
+    """Return the tree of the requests, or why there is none; pages by tenant; and remarks."""
     if request.hits is None:
-        return None, "", ()
+        return None, "", [], ()
+    inventory, deployments = groups.inventory, list(groups.deployments)
     hits, measured = measure_listed(store, inventory, request.hits)
     told = tuple(f"Requests: {text}" for text in measured.remarks if text not in store.remarks)
-    name = "" if hits.deployment is None else deployment_name(hits.deployment)
+    name, tenancies = "", []
+    if hits.deployment is not None:
+        name = deployment_name(hits.deployment)
+        number = deployments.index(hits.deployment)
+        tenancies = tenancies_of(groups, number, request.hits.requests)
     try:
-        return prefix_tree(hits, measured, name), "", told
+        return prefix_tree(hits, measured, name), "", tenancies, told
     except FormatError as error:
-        return None, str(error), told
+        return None, str(error), tenancies, told
 
 
 def _page(

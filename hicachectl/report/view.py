@@ -63,6 +63,7 @@ def html_of(picture: Picture, mending: Mending, marks: Sequence[Mark]) -> str:
         style=Markup(style),
         style_digest=digest,
         picture=picture,
+        share=_share,
         states=list(zip(STATES, picture.states, strict=True)),
         verdict=_verdict(picture),
         checks=_checks(picture),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,13 +15,18 @@ import pytest
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import open_store
 from hicachectl.backends.file.store import FileStore
+from hicachectl.pages.selection import Selection
 from hicachectl.report.filling import Owner, Use, Window
+from hicachectl.report.tenants import Tenant
+from hicachectl.requests.chains import Hashing, Labels, requests_of_pages
+from hicachectl.requests.measuring import HitsRequest
 from tests.report.page_texts import picture_of, text_of
 from tests.stores import OLD, page, put, put_pages
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from hicachectl.requests.chains import Requests
     from tests.conftest import Invoke
 
 HOUR, DAY = 3600, 86400
@@ -37,9 +44,8 @@ def store(tmp_path: Path) -> Path:
 
 
 def test_growth_is_the_bytes_of_each_window_and_what_is_left_is_divided_by_it(
-    store: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+    store: Path,
 ) -> None:
-    monkeypatch.setattr(FileStore, "free_bytes", lambda self: 241 * KIB)
     read = store / f"{page(0)}_b_0_1.bin"
     os.utime(read, (time.time() - 2 * DAY, read.stat().st_mtime))
     picture = picture_of(store)
@@ -62,6 +68,13 @@ def test_growth_is_the_bytes_of_each_window_and_what_is_left_is_divided_by_it(
         Use("over 30 d", 0, 0),
     )
     assert filling.read_pages == 1
+
+
+@pytest.mark.slow
+def test_the_page_says_growth_with_its_denominators(
+    store: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileStore, "free_bytes", lambda self: 241 * KIB)
     made = tmp_path / "page.html"
     invoke("report", store, "--title", "Prod <&>", "-o", made)
     text = text_of(made)
@@ -73,13 +86,14 @@ def test_growth_is_the_bytes_of_each_window_and_what_is_left_is_divided_by_it(
     assert "share of 36.0 KiB in the last 7 days share of 24.0 KiB" in text
     assert "a tp 1 32.0 KiB 88.8 % 24.0 KiB 100 % b tp 1 4.0 KiB 11.1 % 0 B 0 %" in text
     assert "share of 8 bytes under 1 h 0 0 % 0 B 1 h to 1 d 2 25 % 16.0 KiB" in text
-    assert "1 of 8 groups show a read after their last write." in text
+    assert "0 of 8 groups show a read after their last write." in text
     invoke("report", store, "--model", "a", "-o", made)
     text = text_of(made)
     assert "Only pages that match the filters count, so days until full are unknown." in text
     assert "last 7 days 24.0 KiB 3.4 KiB \u2013" in text
 
 
+@pytest.mark.slow
 def test_what_times_do_not_tell_is_said(tmp_path: Path, invoke: Invoke) -> None:
     store, made = tmp_path / "store", tmp_path / "page.html"
     put_pages(store, range(3), "_m_0_1", mtime=OLD)
@@ -113,3 +127,54 @@ def test_a_store_without_times_or_sizes_has_no_numbers_of_them(
     assert "Without write times, growth and days until full are unknown." in text
     assert "m tp 1 64 B 100 %" in text
     assert "The store keeps no times, so the last use of its pages is unknown." in text
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Path:
+    """Return a store of ten pages of a model, and three of another."""
+    store = tmp_path / "store"
+    put_pages(store, range(10), "_m_0_1", nbytes=KIB)
+    put_pages(store, range(3), "_other_0_1", nbytes=KIB)
+    return store
+
+
+def requests_of_tenants() -> Requests:
+    """Return requests that reach seven of the ten pages."""
+    chains = [range(4), [0, 1, 4, 5], [0, 1, 4, 77], [8]]
+    labels = {
+        "salt": Labels(("acme", "<b>", None), np.array([0, 1, 1, 2], np.int32)),
+        "adapter": Labels((None, "de"), np.array([0, 0, 1, 1], np.int32)),
+    }
+    names = [[page(n) for n in chain] for chain in chains]
+    return replace(requests_of_pages(names, Hashing(16)), labels=labels)
+
+
+def test_pages_count_once_by_the_tenants_that_reach_them(tenants: Path) -> None:
+    hits = HitsRequest(requests=requests_of_tenants(), choice=Selection(model="m"))
+    salts, adapters = picture_of(tenants, hits=hits).tenancies
+    assert (salts.kind, salts.pages, salts.nbytes) == ("salt", 10, 10 * KIB)
+    assert salts.tenants == (
+        Tenant("acme", 1, 2, 2 * KIB, 4),
+        Tenant("<b>", 2, 2, 2 * KIB, 4),
+        Tenant(None, 1, 1, KIB, 1),
+    )
+    assert (salts.shared, salts.shared_bytes, salts.unreached_bytes) == (2, 2 * KIB, 3 * KIB)
+    assert (adapters.shared, adapters.unreached) == (3, 3)
+    assert [one.pages for one in adapters.tenants] == [3, 1]
+
+
+@pytest.mark.slow
+def test_the_page_has_the_shares_of_tenants(
+    tenants: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, made = tmp_path / "asked.jsonl", tmp_path / "page.html"
+    asked.write_text(json.dumps([page(0)]))
+    arguments = ("report", tenants, "--pages", asked, "--model", "m", "-o", made)
+    invoke(*arguments)
+    assert "The requests name no salts and no adapters." in text_of(made)
+    monkeypatch.setattr("hicachectl.cli.asked.asked_requests", lambda *_: requests_of_tenants())
+    invoke(*arguments)
+    text = text_of(made)
+    head = "Bytes by salt of the requests salt requests pages in the store only of this salt"
+    assert f"{head} bytes of these share of 10.0 KiB acme 1 4 2 2.0 KiB 20 % <b> 2 4 2" in text
+    assert "several of them 2 2.0 KiB 20 % no request 3 3.0 KiB 30 %" in text

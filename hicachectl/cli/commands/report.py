@@ -115,8 +115,9 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
     The file needs no network and runs no script: send it or print it. It shows the findings with
     what mends them, bytes by deployment, pool and object size, writes over time, growth and days
     until the store is full, the last use of pages, the completeness of pools and ranks, and one
-    page in full. With requests (--prompts, --token-ids, --pages,
-    --trace) it shows how much of them STORE can serve, and which objects stop them.
+    page in full. With requests (--prompts, --token-ids, --pages, --trace) it shows how much of them
+    STORE can serve, which objects stop them, and the bytes that each salt and adapter reaches, by
+    name.
 
     report reads the listing of STORE and one page, and changes nothing. Only the checks names,
     groups and sizes run, unless --checks says otherwise; the file names the checks that did not

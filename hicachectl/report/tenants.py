@@ -1,0 +1,110 @@
+"""Bytes of a deployment by the salt or the adapter of the requests that reach its pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.pages.census import byte_sums
+from hicachectl.prewarming.ranking import places_among
+
+if TYPE_CHECKING:
+    from hicachectl.formats.arrays import IntArray
+    from hicachectl.pages.groups import PageGroups
+    from hicachectl.requests.chains import Labels, Requests
+
+_KINDS = ("salt", "adapter")
+_SHARED, _UNREACHED = 0, 1  # before the numbers of tenants
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Pages in the store that only the requests of a tenant reach.
+
+    name: salt or adapter of the requests; None for requests without one.
+    nbytes: bytes of these pages; None if a size of the deployment is unknown.
+    reached: number of pages that its requests reach, also those that other tenants reach.
+    """
+
+    name: str | None
+    requests: int
+    pages: int
+    nbytes: int | None
+    reached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tenancy:
+    """Pages of a deployment by tenant; every page counts once.
+
+    kind: "salt" or "adapter".
+    pages: number of all pages of the deployment.
+    nbytes: their bytes; None if a size is unknown.
+    tenants: with the most pages first.
+    shared, shared_bytes: pages that several tenants reach.
+    unreached, unreached_bytes: pages that no request reaches.
+    """
+
+    kind: str
+    pages: int
+    nbytes: int | None
+    tenants: tuple[Tenant, ...]
+    shared: int
+    shared_bytes: int | None
+    unreached: int
+    unreached_bytes: int | None
+
+
+def tenancies_of(groups: PageGroups, deployment_id: int, requests: Requests) -> list[Tenancy]:
+    """Return the pages of a deployment by salt and by adapter, where requests name these."""
+    labels = {kind: requests.labels[kind] for kind in _KINDS if kind in requests.labels}
+    if not labels:
+        return []
+    span = groups.span(deployment_id)
+    places = places_among(groups.pages_at(span), requests.page_names)
+    return [_tenancy(groups, span, places, requests, kind, label) for kind, label in labels.items()]
+
+
+def _tenancy(
+    groups: PageGroups,
+    span: slice,
+    places: IntArray,
+    requests: Requests,
+    kind: str,
+    label: Labels,
+) -> Tenancy:
+    """Return the pages by tenant. places: index of each page among those of the requests, or -1."""
+    distinct, count = len(requests.names), len(label.names)
+    owners = np.repeat(label.ids, np.diff(requests.offsets)).astype(np.int64)
+    reached = pc.unique(pa.array(owners * distinct + requests.blocks)).to_numpy()
+    tenants, blocks = np.divmod(reached, distinct)
+    owner_of = np.full(distinct + 1, _UNREACHED)  # the last one is for pages without a place
+    owner_of[blocks] = tenants + 2
+    owner_of[:-1][np.bincount(blocks, minlength=distinct) > 1] = _SHARED
+    owner = owner_of[places]
+    pages = np.bincount(owner, minlength=count + 2).tolist()
+    total = groups.total_bytes(np.arange(span.start, span.stop))
+    sums: list[int | None] = [None] * (count + 2)
+    if total is not None:
+        sums = [*byte_sums(groups.nbytes[span], owner, count + 2).tolist()]
+    is_held = np.zeros(distinct, dtype=np.bool_)
+    is_held[places[places >= 0]] = True
+    held = np.bincount(tenants[is_held[blocks]], minlength=count).tolist()
+    number = np.bincount(label.ids, minlength=count).tolist()
+    every = [
+        Tenant(*one) for one in zip(label.names, number, pages[2:], sums[2:], held, strict=True)
+    ]
+    return Tenancy(
+        kind=kind,
+        pages=len(places),
+        nbytes=total,
+        tenants=tuple(sorted(every, key=lambda one: (-one.pages, -one.reached))),
+        shared=pages[_SHARED],
+        shared_bytes=sums[_SHARED],
+        unreached=pages[_UNREACHED],
+        unreached_bytes=sums[_UNREACHED],
+    )
