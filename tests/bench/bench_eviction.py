@@ -3,8 +3,7 @@
     python -m tests.bench.bench_eviction --traces conversation_trace.jsonl,synthetic_trace.jsonl
 
 Orders: the share of the prompt tokens that a cache serves, at capacities that are shares of the
-distinct blocks. `--stretch 24` makes each second of the trace 24 seconds, for the plug-in, which
-knows the last use of a page to an hour.
+distinct blocks.
 
 Freeing: a full HiCacheFile, used by the first half of the trace, loses half of its pages, as by
 `rm --free` (oldest first) or `rm --free --trace` (least value first, by the first half). Then it
@@ -45,34 +44,30 @@ RATIO = 0.9  # HiCacheFile's default
 
 
 def main() -> None:
-    arguments = options_of(__doc__, traces=str, stretch=1.0)
+    arguments = options_of(__doc__, traces=str)
     if arguments.traces is None:
         raise SystemExit("needs --traces")
     for name in arguments.traces.split(","):
         trace = Trace([name]).requests(None).in_time_order()
         print(f"{Path(name).name}: {len(trace):,} requests, {len(trace.names):,} blocks")
-        measure_orders(trace, arguments.stretch)
+        measure_orders(trace)
         measure_freeing(trace)
 
 
-def measure_orders(trace: Requests, stretch: float) -> None:
+def measure_orders(trace: Requests) -> None:
     """Print the share of tokens that each order serves."""
     capacities = [int(share * len(trace.names)) for share in SHARES]
-    assert trace.times is not None
-    seconds = (trace.times - trace.times[0]) / 1000 * stretch
     print_row("order", [f"{capacity:,}" for capacity in capacities])
-    for name, runs in {
+    found: dict[str, Runs] = {
         "leaves first": replay_lru(trace, capacities, leaves_first=True),
         "heads first": replay_lru(trace, capacities, leaves_first=False),
         "HiCacheFile": replay_files(trace, capacities, RATIO),
         "heads first, 0.95": replay_lru(
             trace, [int(0.95 * size) for size in capacities], leaves_first=False
         ),
-        **{
-            policy: replay(policy, trace, capacities, PageSizes(), seconds=seconds)
-            for policy in (Policy.OPTIMAL,)
-        },
-    }.items():
+        "clairvoyant": replay(Policy.OPTIMAL, trace, capacities, PageSizes()),
+    }
+    for name, runs in found.items():
         print_row(name, shares(trace, runs))
 
 

@@ -172,13 +172,13 @@ def ours(trace: Path, asked: int | Sequence[int], *replays: str) -> Found:
     requests = Trace([str(trace)]).requests(None)
     stages.done("read")
     distinct = len(requests.names)
+    capacities = [] if isinstance(asked, int) else list(asked)
     if isinstance(asked, int):
-        longest = int(np.diff(requests.offsets).max())
-        least = max(distinct / 10_000, longest)
-        asked = np.geomspace(least, distinct / 4, asked).astype(int).tolist()
+        least = max(distinct / 10_000, int(np.diff(requests.offsets).max()))
+        capacities = np.geomspace(least, distinct / 4, asked).astype(int).tolist()
     served, later = {}, {}
     for name in replays:
-        runs = REPLAYS[name](requests, asked)
+        runs = REPLAYS[name](requests, capacities)
         stages.done(name)
         hits = [hit_tokens(requests, run) for run in runs]
         served[name] = [int(hit.sum()) for hit in hits]
@@ -186,7 +186,7 @@ def ours(trace: Path, asked: int | Sequence[int], *replays: str) -> Found:
     print(f"{len(requests.blocks):,} references, {distinct:,} distinct")
     tokens = int(requests.tokens.sum())
     counts = {"served": served, "later": later, "tokens": tokens}
-    return {"stages": stages.seconds, "capacities": asked, **counts}
+    return {"stages": stages.seconds, "capacities": capacities, **counts}
 
 
 def kvcache(trace: Path, capacities: Sequence[int]) -> Found:
