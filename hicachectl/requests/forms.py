@@ -90,10 +90,15 @@ Prompt = str | Chat
 
 @dataclass(frozen=True, slots=True)
 class Prompted:
-    """A request whose prompt a tokenizer must encode; `request` has no tokens yet."""
+    """A request whose prompt a tokenizer must encode.
+
+    request: the rest of the request, without tokens.
+    tokens: number of tokens that the server counted; -1 if unknown.
+    """
 
     prompt: Prompt
     request: Request
+    tokens: int = -1
 
 
 class PromptTokenizer(Protocol):
@@ -109,18 +114,33 @@ class Context:
 
     block_size: tokens of a block, as the user states them; None if the user does not.
     notes: how often the input lacks a thing; the keys are what `note` gets.
+    unfinished: number of lines about requests that the server has only received.
     """
 
     block_size: int | None = None
     notes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    unfinished: int = 0
 
     def note(self, what: str, remedy: str, count: int = 1) -> None:
         """Count something that the input cannot tell: it is said once, after reading.
 
-        what: words before the count of requests, such as "Without tokens, since …". remedy: what
-        the user can do.
+        what: words before the count of requests, such as "Without tokens, since …".
+        remedy: what the user can do, or what becomes of the requests.
         """
         self.notes[what, remedy] += count
+
+    def note_adapter(self, lora_id: str | None) -> None:
+        """Count a request of an adapter that has been loaded at run time, by its uuid4.
+
+        An adapter of --lora-paths has a uuid5 of its name and path, which stays the same. Source:
+        SGLang srt/lora/lora_registry.py :: LoRARef.
+        """
+        if lora_id is not None and len(lora_id) == 32 and lora_id[12] == "4":
+            self.note(
+                "Of adapters loaded at run time",
+                "each load names other pages, so they cannot be found again; give such adapters "
+                "to --lora-paths",
+            )
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -143,7 +163,8 @@ class Form:
         numbers of chained ids. It raises FormatError without the place of the line, which the
         caller adds, and UsageError for a form that cannot be used at all.
     unit: seconds of the unit of relative times.
-    in_log: whether lines of other programs may stand between the records, which are then counted.
+    in_log: whether a server logs the records: other lines may stand between them, and requests
+        whose pages a record does not tell are left out and counted.
     is_document: whether a whole file is one record: the reader gets one line for each file.
     gives_several: whether a record has several requests; the i-th of a line has the place of the
         line plus i as its `start`.

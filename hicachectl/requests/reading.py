@@ -20,6 +20,7 @@ from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.forms import decode
 from hicachectl.pages.selection import PageList
+from hicachectl.requests import server_logs
 from hicachectl.requests.chains import Columns
 from hicachectl.requests.forms import (
     Chat,
@@ -33,6 +34,8 @@ from hicachectl.requests.forms import (
     token_count,
 )
 from hicachectl.requests.inputs import Inputs
+from hicachectl.requests.server_logs import unwrapped
+from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,10 +48,15 @@ if TYPE_CHECKING:
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _PROMPTS_AT_ONCE = 64  # a tokenizer encodes several in parallel
 _HASH = re.compile(r"[0-9a-f]{64}")
-_LIST = re.compile(rb"\s*\[\s*[]\d]")
+_LIST = re.compile(rb"\s*\[\s*(\]|-?\d+\s*[],])")
 _TEXT = re.compile(rb'\s*("|\[\s*\{\s*"(role|content)")')
 _TOKEN_MEMBERS = ("token_ids", "input_ids", "hash_ids", "pages")
 _PROMPT_MEMBERS = ("text", "prompt", "messages")
+_NO_TOKENIZER = "Sent as text", "give --tokenizer DIR, which encodes them as the server did"
+_OTHER_TOKENIZER = (
+    "Encoded to another number of tokens than the server counted",
+    "they are left out; give the tokenizer of the server",
+)
 _UNHASHABLE = "but only text can be hashed; give --token-ids with the ids that were served"
 
 
@@ -225,12 +233,22 @@ class Trace:
         for request in self.each(context):
             columns.add(request)
         self.remarks = context.remarks
-        form, source = self._form, self._inputs.source
-        if form is None or not columns.lengths:
-            raise UsageError(
-                f"{source}: has no requests; {'; '.join((*self.remarks, 'check the path'))}"
+        if self._form is None or not columns.lengths:
+            raise UsageError(f"{self._inputs.source}: has no requests; {self._why_none(context)}")
+        return columns.finished(
+            self._inputs.source, unit=self._form.unit, block_tokens=self._block_size
+        )
+
+    def _why_none(self, context: Context) -> str:
+        """Return why an input has no requests, and what to do."""
+        if self._form is not None and (lacks := self.remarks):
+            return "; ".join(lacks)
+        if context.unfinished:
+            return (
+                f"it has {counted(context.unfinished, 'line')} about requests received, but none "
+                "about a request finished; give the log to its end"
             )
-        return columns.finished(source, unit=form.unit, block_tokens=self._block_size)
+        return "check the path"
 
     def again(self, places: Iterable[int]) -> Iterator[Request]:
         """Yield the requests at some places (`Requests.starts`), in that order.
@@ -243,29 +261,47 @@ class Trace:
         try:
             if form.gives_several or form.is_document:
                 wanted = list(places)
-                found = {one.start: one for one in self.each(context) if one.start in {*wanted}}
-                yield from (found[place] for place in wanted)
+                every = {one.start: one for one in self.each(context) if one.start in {*wanted}}
+                yield from (every[place] for place in wanted)
             else:
                 reader = form.reader(context)
                 lines = (line for place in places for line in self._line_at(place))
-                yield from self._encoded(one for line in lines for one in _read_line(reader, line))
+                found = (one for line in lines for one in reader(line))
+                yield from self._encoded(found, context)
         except (FormatError, KeyError) as error:
             source = self._inputs.source
             raise FormatError(f"{source}: changed since it was read; run again") from error
 
     def _line_at(self, place: int) -> Iterator[Line]:
-        return itertools.islice(self._inputs.lines_from(place), 1)
+        lines = unwrapped(self._inputs.lines_from(place))
+        return itertools.islice((line for line in lines if line.place == place), 1)
 
     def each(self, context: Context | None = None) -> Iterator[Request]:
         """Yield every request with its tokens. context: gets the notes. Raises as `requests`."""
+        context = context or Context(self._block_size)
         lines = self._lines()
-        if (form := self._form) is None:
-            return
-        reader = form.reader(context or Context(self._block_size))
-        yield from self._encoded(one for line in lines for one in _read_line(reader, line))
+        if (form := self._form) is not None:
+            reader = form.reader(context)
+            found = (one for line in lines for one in self._read_line(reader, line))
+            yield from self._encoded(found, context)
+
+    def _read_line(
+        self, reader: Callable[[Line], Iterable[Request | Prompted]], line: Line
+    ) -> Iterator[Request | Prompted]:
+        """Yield the requests of a line, which a FormatError names."""
+        try:
+            yield from reader(line)
+        except FormatError as error:
+            other = _form_of(line.data)
+            if other is None or self._form is None or other.title == self._form.title:
+                raise FormatError(f"{line.where}: {error}") from error
+            raise FormatError(
+                f"{line.where}: is of {other.title}, but earlier lines are of {self._form.title}; "
+                "read one kind at a time"
+            ) from error
 
     def _lines(self) -> Iterator[Line]:
-        """Return the lines of the input, the first one of which decides its form."""
+        """Return the lines of the input, the first known one of which decides its form."""
         if self._form is None:
             head = self._inputs.head()
             self._form = next((f for f in FORMS if f.is_document and f.recognises(head)), None)
@@ -273,40 +309,47 @@ class Trace:
             return self._inputs.documents()
         lines = self._inputs.lines()
         if self._form is not None:
-            return lines
+            return unwrapped(lines) if self._form.in_log else lines
+        lines, first = unwrapped(lines), None
         for line in lines:
-            self._form = next((f for f in FORMS if f.recognises(line.data)), None)
-            if self._form is None:
-                forms = ", ".join(form.title for form in FORMS)
-                raise FormatError(
-                    f"{line.where}: {line.data[:60]!r} is no request in a known form; give one of "
-                    f"{forms}, or name the form by --trace-format"
-                )
-            return itertools.chain([line], lines)
-        return lines
+            first = first or line
+            if (form := _form_of(line.data)) is not None and (line is first or form.in_log):
+                self._form = form
+                return itertools.chain([line], lines)
+        if first is None:
+            return lines
+        forms = ", ".join(form.title for form in FORMS)
+        raise UsageError(
+            f"{first.where}: {first.data[:60]!r} is no request in a known form; give one of "
+            f"{forms}, or name the form by --trace-format"
+        )
 
-    def _encoded(self, found: Iterable[Request | Prompted]) -> Iterator[Request]:
+    def _encoded(self, found: Iterable[Request | Prompted], context: Context) -> Iterator[Request]:
         """Yield requests with the tokens of those that are text."""
         waiting: list[Request | Prompted] = []
         for one in found:
-            if not waiting and isinstance(one, Request):
+            if isinstance(one, Request) and not waiting:
                 yield one
                 continue
             waiting.append(one)
             if len(waiting) == _PROMPTS_AT_ONCE:
-                yield from self._tokenized(waiting)
+                yield from self._tokenized(waiting, context)
                 waiting = []
-        yield from self._tokenized(waiting)
+        yield from self._tokenized(waiting, context)
 
-    def _tokenized(self, batch: list[Request | Prompted]) -> Iterator[Request]:
+    def _tokenized(self, batch: list[Request | Prompted], context: Context) -> Iterator[Request]:
         prompted = [one for one in batch if isinstance(one, Prompted)]
+        if prompted and self._tokenizer is None and self._form is not None and self._form.in_log:
+            context.note(*_NO_TOKENIZER, count=len(prompted))
+            batch, prompted = [one for one in batch if isinstance(one, Request)], []
         encoded = iter(self._tokens(prompted))
         for one in batch:
-            if isinstance(one, Prompted):
-                ids = next(encoded)
+            if isinstance(one, Request):
+                yield one
+            elif len(ids := next(encoded)) == one.tokens or one.tokens < 0:
                 yield replace(one.request, token_ids=ids, input_tokens=len(ids))
             else:
-                yield one
+                context.note(*_OTHER_TOKENIZER)
 
     def _tokens(self, batch: list[Prompted]) -> list[list[int]]:
         if not batch:
@@ -323,22 +366,13 @@ class Trace:
             raise FormatError(f"{batch[0].request.where}: {error}") from error
 
 
-def _read_line(
-    reader: Callable[[Line], Iterable[Request | Prompted]], line: Line
-) -> Iterator[Request | Prompted]:
-    """Yield the requests of a line, which a FormatError names."""
-    try:
-        yield from reader(line)
-    except FormatError as error:
-        raise FormatError(f"{line.where}: {error}") from error
-
-
-def _own_reader(_: Context) -> Callable[[Line], Iterable[Request]]:
+def _own_reader(context: Context) -> Callable[[Line], Iterable[Request]]:
     def read(line: Line) -> Iterable[Request]:
         found: list[int] | _TokenLine = decode(_TOKEN_LINE, line.data)
         if isinstance(found, list):
             found = _TokenLine(token_ids=found)
         found.refuse()
+        context.note_adapter(found.lora_id)
         given = [found.token_ids, found.input_ids, found.hash_ids, found.pages]
         if sum(value is not None for value in given) != 1:
             raise FormatError(
@@ -375,6 +409,7 @@ def _prompt_reader(_: Context) -> Callable[[Line], Iterable[Prompted]]:
 
 
 FORMS = (
+    *server_logs.FORMS,
     Form(
         "hicachectl",
         "JSON lines with token_ids, hash_ids or pages",
@@ -394,6 +429,10 @@ FORMS = (
         _prompt_reader,
     ),
 )
+
+
+def _form_of(line: bytes) -> Form | None:
+    return next((f for f in FORMS if not f.is_document and f.recognises(line)), None)
 
 
 def form_named(name: str) -> Form:
