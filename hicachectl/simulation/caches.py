@@ -6,15 +6,18 @@ writes others. Pages of a call are consecutive pages of one chain.
 
 from __future__ import annotations
 
+import itertools
+import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.eviction import Policy
+from hicachectl.formats.trailer import TRAILER_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -23,7 +26,9 @@ if TYPE_CHECKING:
     from hicachectl.simulation.distances import Blocks
     from hicachectl.simulation.sizes import PageFile, PageSizes
 
-_BATCH = 128  # pages of a call; source: SGLang managers/cache_controller.py
+_BATCH = 128  # STORAGE_BATCH_SIZE of SGLang mem_cache/hicache_storage.py, in pages
+# Defaults of Mooncake's master. Older releases have a watermark of 0.95.
+WATERMARK, LEASE_S, _EVICTED = 0.9, 10.0, 0.05
 
 
 class Cache(Protocol):
@@ -132,11 +137,8 @@ class RoomPages(ABC):
         self.files = files
         order = range(len(files))
         # A server reads the anchor first, and objects of trailing pools last.
-        self._read_first = sorted(
-            (n for n in order if not files[n].window), key=lambda n: not files[n].anchor
-        )
         self._anchors = [n for n in order if files[n].anchor]
-        self._beside = [n for n in order if not files[n].anchor]
+        self._beside = [n for n in order if not files[n].anchor and not files[n].window]
         self._trailing = [n for n in order if files[n].window]
 
     @abstractmethod
@@ -154,6 +156,10 @@ class RoomPages(ABC):
     @abstractmethod
     def write(self, pages: Sequence[int], time: float) -> None:
         """See `Cache`."""
+
+    def _begun(self, trailing: bool) -> list[int]:
+        """Return the files of a page that a cache begins with."""
+        return [n for n, file in enumerate(self.files) if trailing or not file.window]
 
     def _tail(self, pages: Sequence[int], number: int) -> Sequence[int]:
         """Return the pages of a node that have a file."""
@@ -215,10 +221,9 @@ class EvictedFiles(RoomPages):
     def begin(self, start: Start) -> None:
         """See `RoomPages`. HiCacheFile lists files by their mtime, and evicts once."""
         for page, trailing, _ in start.rows():
-            for number, file in enumerate(self.files):
-                if trailing or not file.window:
-                    self._held[page * len(self.files) + number] = file.nbytes
-                    self._total += file.nbytes
+            for number in self._begun(trailing):
+                self._held[page * len(self.files) + number] = self.files[number].nbytes
+                self._total += self.files[number].nbytes
         if self._total > self._limit:
             self._evict(self._kept)
 
@@ -229,7 +234,7 @@ class EvictedFiles(RoomPages):
     def read(self, pages: Sequence[int], time: float) -> None:
         """Touch files batch by batch."""
         for start in range(0, len(pages), _BATCH):
-            for number in self._read_first:
+            for number in (*self._anchors, *self._beside):
                 for page in pages[start : start + _BATCH]:
                     self._held.move_to_end(page * len(self.files) + number)
         for number in self._trailing:
@@ -259,6 +264,214 @@ class EvictedFiles(RoomPages):
             self._total -= self._held.popitem(last=False)[1]
 
 
+class TablePages(RoomPages):
+    """The keys of one table of SGLang's 3FS metadata server.
+
+    The server takes the keys of a batch out of their order of use one after another, and then the
+    oldest keys for those that are new. If too few keys are left, the batch fails, and the pages
+    that it took are lost.
+
+    Source: SGLang mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: RankMetadata.
+    """
+
+    def __init__(self, files: Sequence[PageFile], limit: int) -> None:
+        """limit: file_size, the bytes of the table's file."""
+        super().__init__(files)
+        self._free = limit // max(files[0].nbytes, 1)
+        self._held: OrderedDict[int, None] = OrderedDict()
+
+    def begin(self, start: Start) -> None:
+        """See `RoomPages`."""
+        for page, trailing, _ in start.rows():
+            self._put([key for n in self._begun(trailing) for key in self._keys([page], [n])])
+
+    def has(self, page: int, number: int) -> bool:
+        """See `RoomPages`."""
+        return page * len(self.files) + number in self._held
+
+    def read(self, pages: Sequence[int], time: float) -> None:
+        """See `Cache`."""
+        for start in range(0, len(pages), _BATCH):
+            batch = pages[start : start + _BATCH]
+            self._touch(self._keys(batch, self._anchors))
+            for number in self._beside:
+                self._touch(self._keys(batch, [number]))
+        for number in self._trailing:
+            self._touch(self._keys(self._tail(pages, number), [number]))
+
+    def write(self, pages: Sequence[int], time: float) -> None:
+        """See `Cache`. A server gives the keys of objects beside the anchor in one batch."""
+        for number in (*self._beside, *self._trailing):
+            self._put(self._keys(self._tail(pages, number), [number]))
+        for start in range(0, len(pages), _BATCH):
+            if not self._put(self._keys(pages[start : start + _BATCH], self._anchors)):
+                return
+
+    def _keys(self, pages: Sequence[int], numbers: Sequence[int]) -> list[int]:
+        return [page * len(self.files) + number for page in pages for number in numbers]
+
+    def _touch(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            self._held.move_to_end(key)
+
+    def _put(self, keys: Sequence[int]) -> bool:
+        held = self._held
+        fresh = [key for key in keys if key not in held]
+        self._touch(key for key in keys if key in held)
+        for _ in fresh:
+            if self._free:
+                self._free -= 1
+            elif held:
+                held.popitem(last=False)
+            else:
+                return False
+        held.update(dict.fromkeys(fresh))
+        return True
+
+
+class PluginPages(RoomPages):
+    """The files of one rank of the plug-in, whose objects of a page are evicted together.
+
+    Pages are evicted when more than 98 % of the limit is taken, until 96 % are. A write marks pages
+    that it finds, a read those that were not used for an hour; besides, the mount notes the first
+    read after each write or mark (relatime). Removals are taken to be as fast as writes.
+
+    Source: hicachectl.backends.sglang, capacity.py, ledger.py, file_pages.py :: PageFiles.
+    """
+
+    _HIGH, _LOW, _SHARES, _MOST_SHARES, _TOUCHED_EVERY_S = 0.98, 0.96, 1024, 4, 3600.0
+
+    def __init__(self, files: Sequence[PageFile], limit: int, trailer: int) -> None:
+        """limit: bytes, its max_size. trailer: bytes that follow the bytes of each object."""
+        super().__init__(files)
+        self._limit = limit
+        self._share = limit // self._SHARES
+        self._nbytes = [file.nbytes + trailer for file in files]
+        # For each page the files, the time of the last use, and whether the mount notes a read.
+        self._held: OrderedDict[int, tuple[int, float, bool]] = OrderedDict()
+        self._taken = self._unused = 0  # bytes taken from the ledger, those not yet written
+
+    def begin(self, start: Start) -> None:
+        """See `RoomPages`."""
+        for page, trailing, seconds in start.rows():
+            numbers = self._begun(trailing)
+            self._held[page] = (sum(1 << n for n in numbers), seconds, False)
+            self._taken += sum(self._nbytes[n] for n in numbers)
+        self._evict()
+
+    def has(self, page: int, number: int) -> bool:
+        """See `RoomPages`."""
+        return page in self._held and bool(self._held[page][0] >> number & 1)
+
+    def read(self, pages: Sequence[int], time: float) -> None:
+        """See `Cache`."""
+        for page in pages:
+            files, used, noted = self._held[page]
+            if noted or used < time - self._TOUCHED_EVERY_S:
+                self._held[page] = (files, time, not noted)
+                self._held.move_to_end(page)
+
+    def write(self, pages: Sequence[int], time: float) -> None:
+        """See `Cache`."""
+        for number in range(len(self.files)):
+            for page in self._tail(pages, number):
+                files = self._held[page][0] if page in self._held else 0
+                if files >> number & 1 or self._take(self._nbytes[number]):
+                    files = self._held[page][0] if page in self._held else 0
+                    self._held[page] = (files | 1 << number, time, True)
+                    self._held.move_to_end(page)
+
+    def _take(self, nbytes: int) -> bool:
+        if nbytes > self._unused:
+            least = nbytes - self._unused
+            taken = min(least + self._share, self._limit - self._taken)
+            if taken >= least:
+                self._taken += taken
+                self._unused += taken
+        is_room = nbytes <= self._unused
+        if is_room:
+            self._unused -= nbytes
+        self._evict()
+        return is_room
+
+    def _evict(self) -> None:
+        most = self._taken - self._LOW * self._limit
+        if self._taken <= self._HIGH * self._limit:
+            return
+        freed = 0
+        while self._held and freed < int(most):
+            files = self._held.popitem(last=False)[1][0]
+            freed += sum(size for n, size in enumerate(self._nbytes) if files >> n & 1)
+        self._unused += freed
+        if self._unused > self._MOST_SHARES * self._share:
+            self._taken -= self._unused - self._share
+            self._unused = self._share
+
+
+class LeasedObjects(RoomPages):
+    """The objects in the memory of a Mooncake cluster, as its master evicts them.
+
+    A read or a write of an object that is held leases it; an object with a lease stays. Above the
+    watermark, the master takes a share of all objects, those of the earliest end of lease first.
+    It looks every 10 ms, here after each page. The gaps between objects count as room.
+
+    Source: Mooncake mooncake-store/src/master_service.cpp :: MasterService::BatchEvict.
+    """
+
+    def __init__(
+        self, files: Sequence[PageFile], limit: int, watermark: float, ratio: float, lease: float
+    ) -> None:
+        """limit: bytes of all segments. lease: seconds."""
+        super().__init__(files)
+        self._limit, self._watermark, self._ratio, self._lease = limit, watermark, ratio, lease
+        self._ends: dict[int, tuple[float, int]] = {}
+        self._uses = itertools.count()
+        self._total = 0
+
+    def begin(self, start: Start) -> None:
+        """See `RoomPages`."""
+        for page, trailing, seconds in start.rows():
+            for number in self._begun(trailing):
+                self._put(page, number, seconds)
+        self._evict(math.inf)
+
+    def has(self, page: int, number: int) -> bool:
+        """See `RoomPages`."""
+        return page * len(self.files) + number in self._ends
+
+    def read(self, pages: Sequence[int], time: float) -> None:
+        """See `Cache`."""
+        for number, window in enumerate(file.window for file in self.files):
+            for page in pages[-window:] if window else pages:
+                self._ends[page * len(self.files) + number] = (time + self._lease, next(self._uses))
+
+    def write(self, pages: Sequence[int], time: float) -> None:
+        """See `Cache`."""
+        for number in range(len(self.files)):
+            for page in self._tail(pages, number):
+                key = page * len(self.files) + number
+                if key in self._ends:
+                    self._ends[key] = (time + self._lease, next(self._uses))
+                    continue
+                if self._total + self.files[number].nbytes <= self._limit:
+                    self._put(page, number, time)
+                self._evict(time)
+
+    def _put(self, page: int, number: int, time: float) -> None:
+        self._ends[page * len(self.files) + number] = (time, next(self._uses))
+        self._total += self.files[number].nbytes
+
+    def _evict(self, now: float) -> None:
+        above = self._total / max(self._limit, 1) - self._watermark
+        if above <= 0:
+            return
+        share = max(self._ratio, above + self._ratio)
+        ended = sorted((end, key) for key, end in self._ends.items() if end[0] <= now)
+        for _, key in ended[: math.ceil(share * len(self._ends))]:
+            del self._ends[key]
+            self._total -= self.files[key % len(self.files)].nbytes
+
+
 def cache_of(
     policy: Policy,
     capacity: int,
@@ -266,6 +479,8 @@ def cache_of(
     *,
     parents: Blocks | None = None,
     ratio: float = 0.9,
+    watermark: float = WATERMARK,
+    lease: float = LEASE_S,
     start: Start | None = None,
 ) -> Cache:
     """Return a cache.
@@ -273,12 +488,17 @@ def cache_of(
     capacity: bytes of the whole store; blocks if the sizes are unknown.
     parents: the page before each page; only `lru` needs them.
     ratio: eviction_ratio of HiCacheFile.
+    watermark: eviction_high_watermark_ratio of Mooncake's master.
+    lease: seconds for which Mooncake's master leases an object; 0 without times of requests.
     start: pages that it begins with.
     Raises UsageError for a policy that must know later requests.
     """
     limit = capacity // max(sizes.limits, 1)
     rooms: dict[Policy, Callable[[Sequence[PageFile]], RoomPages]] = {
         Policy.HICACHEFILE: lambda files: EvictedFiles(files, limit, ratio),
+        Policy.HF3FS: lambda files: TablePages(files, limit),
+        Policy.PLUGIN: lambda files: PluginPages(files, limit, TRAILER_BYTES * sizes.known),
+        Policy.MOONCAKE: lambda files: LeasedObjects(files, limit, watermark, _EVICTED, lease),
     }
     if policy in rooms:
         every = [rooms[policy](room.files) for room in sizes.rooms]

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.formats.eviction import Policy
-from hicachectl.formats.restorable import leading_runs
-from hicachectl.simulation.caches import Start, cache_of
+from hicachectl.simulation.caches import LEASE_S, WATERMARK, Start, cache_of
 from hicachectl.simulation.compiled import compiled
 from hicachectl.simulation.distances import rank_pages
 
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     Runs = npt.NDArray[np.int32]
     Seconds = npt.NDArray[np.float64]
 
-_REFERENCES_AT_ONCE = 1 << 22
-
 
 def replay(
     policy: Policy,
@@ -42,6 +39,7 @@ def replay(
     sizes: PageSizes,
     *,
     ratio: float = 0.9,
+    watermark: float = WATERMARK,
     least: int = 0,
     start: Start | None = None,
     seconds: Seconds | None = None,
@@ -50,6 +48,7 @@ def replay(
 
     capacities: bytes of the whole store; blocks if the sizes are unknown.
     ratio: eviction_ratio of HiCacheFile.
+    watermark: eviction_high_watermark_ratio of Mooncake's master.
     least: least number of leading pages that a server reads; of fewer, it reads none.
     start: pages that the cache begins with.
     seconds: [requests] times of the requests, ascending; None if unknown.
@@ -71,7 +70,16 @@ def replay(
         parents = requests.forest.parents if policy is Policy.LRU else None
         runs = np.empty((len(capacities), len(requests)), np.int32)
         for row, capacity in enumerate(capacities):
-            cache = cache_of(policy, capacity, sizes, parents=parents, ratio=ratio, start=start)
+            cache = cache_of(
+                policy,
+                capacity,
+                sizes,
+                parents=parents,
+                ratio=ratio,
+                watermark=watermark,
+                lease=0.0 if seconds is None else LEASE_S,
+                start=start,
+            )
             runs[row] = replay_cache(requests, cache, least=least, seconds=seconds)
     return np.where(runs >= least, runs, 0) if least > 1 else runs
 
@@ -113,13 +121,31 @@ def replay_lru(
     blocks, offsets, reach, distinct = _begun(requests, start, leaves_first=leaves_first)
     before = rank_pages(blocks, offsets, distinct, leaves_first=leaves_first).before
     runs = np.empty((len(capacities), len(reach)), np.int32)
-    for first, last in _pieces(offsets):
-        some = offsets[first : last + 1]
-        ranks = before[some[0] : some[-1]]
-        for row, capacity in enumerate(capacities):
-            runs[row, first:last] = leading_runs(ranks <= capacity, some - some[0])
-    np.minimum(runs, reach, out=runs, casting="unsafe")
+    order = np.argsort(capacities, kind="stable")
+    _lru_runs(before, offsets, reach, np.array(capacities, np.int64)[order], order, runs)
     return runs[:, len(reach) - len(requests) :]
+
+
+@compiled
+def _lru_runs(
+    before: Blocks,
+    offsets: IntArray,
+    reach: IntArray,
+    capacities: IntArray,
+    rows: IntArray,
+    runs: Runs,
+) -> None:
+    """Fill the hits of ascending capacities: a page is held where its rank is not above one."""
+    for request in range(len(reach)):
+        start, row = offsets[request], 0
+        for place in range(reach[request]):
+            while row < len(capacities) and before[start + place] > capacities[row]:
+                runs[rows[row], request] = place
+                row += 1
+            if row == len(capacities):
+                break
+        for larger in range(row, len(capacities)):
+            runs[rows[larger], request] = reach[request]
 
 
 def replay_files(
@@ -319,10 +345,3 @@ def _optimal_runs(
                 ready[parent] = ready[child]
                 parent = child
             ready[parent] = moved
-
-
-def _pieces(offsets: IntArray) -> list[tuple[int, int]]:
-    """Return ranges of requests of about `_REFERENCES_AT_ONCE` references."""
-    steps = np.arange(0, offsets[-1], _REFERENCES_AT_ONCE)
-    bounds = np.unique(np.append(np.searchsorted(offsets, steps), [0, len(offsets) - 1]))
-    return list(pairwise(bounds.tolist()))

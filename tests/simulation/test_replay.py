@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -11,44 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl.formats.eviction import Policy
-from hicachectl.requests.chains import Requests
 from hicachectl.simulation import distances, replay
 from hicachectl.simulation.caches import Start, cache_of
 from hicachectl.simulation.sizes import PageFile, PageSizes, Room
+from tests.simulation.traces import Trace, conversations
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-Chains = list[list[int]]
-
-
-class Trace:
-    """Requests of random prefixes: each chain is a path of one tree."""
-
-    def __init__(self, prefixes: Sequence[Sequence[int]], reaches: Sequence[int] = ()) -> None:
-        numbers: dict[tuple[int, ...], int] = {}
-        self.chains: Chains = []
-        for prefix in prefixes:
-            paths = [tuple(prefix[: end + 1]) for end in range(len(prefix))]
-            self.chains.append([numbers.setdefault(path, len(numbers)) for path in paths])
-        self.parents = [numbers.get(path[:-1], -1) for path in numbers]
-        reaches = reaches or [99] * len(prefixes)
-        self.reach = [min(reach, len(c)) for reach, c in zip(reaches, self.chains, strict=True)]
-        lengths = np.array([len(chain) for chain in self.chains], np.int64)
-        self.requests = Requests(
-            names=np.arange(len(numbers)),
-            blocks=np.array([page for chain in self.chains for page in chain], np.int32),
-            offsets=np.concatenate([[0], np.cumsum(lengths)]),
-            tokens=lengths,
-            reach=np.array(self.reach, np.int64),
-            output_tokens=np.full(len(lengths), -1, np.int64),
-            prompt_blocks=lengths,
-        )
-
-    def hits(self, row: int, held: Any) -> int:
-        """Count the leading pages of a request that are held."""
-        chain = self.chains[row]
-        return next((n for n in range(self.reach[row]) if chain[n] not in held), self.reach[row])
 
 
 @st.composite
@@ -64,10 +33,11 @@ def loops(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.param == "numpy":
             patch.setattr(distances, "is_compiled", lambda: False)
             for module, name in [(distances, "_ranks")] + [
-                (replay, name) for name in ("_file_runs", "_fill_next", "_optimal_runs")
+                (replay, name)
+                for name in ("_lru_runs", "_file_runs", "_fill_next", "_optimal_runs")
             ]:
                 loop = getattr(module, name)
-                patch.setattr(module, name, loop.py_func)
+                patch.setattr(module, name, getattr(loop, "py_func", loop))
         yield
 
 
@@ -187,8 +157,8 @@ def test_ranks_are_taken_before_a_request_touches_a_page() -> None:
     first, `a` would have a rank of three.
     """
     trace = Trace([[0], [1], [0, 0]])
-    runs = replay.replay_lru(trace.requests, [1, 2], leaves_first=True)
-    assert runs.tolist() == [[0, 0, 0], [0, 0, 1]]
+    runs = replay.replay_lru(trace.requests, [2, 1, 3], leaves_first=True)
+    assert runs.tolist() == [[0, 0, 1], [0, 0, 0], [0, 0, 1]]
     assert plain_lru(trace, 2, [], leaves=True) == [0, 0, 1]
 
 
@@ -197,22 +167,6 @@ def test_ranks_with_several_sizes_of_pages_serve_what_all_hold() -> None:
     both = replay.replay_files(trace.requests, [12], 0.9, [2, 3])
     each = [plain_files(trace, 12, 0.9, nbytes, []) for nbytes in (2, 3)]
     assert both.tolist() == [[*map(min, *each)]]
-
-
-def conversations(seed: int, requests: int) -> Trace:
-    """A trace in the shape of Mooncake's conversations: turns of growing length, interleaved."""
-    random = np.random.default_rng(seed)
-    prefixes: list[list[int]] = []
-    talks: list[list[int]] = []
-    for number in range(requests):
-        if talks and random.random() < 0.4:
-            prefix = talks[int(len(talks) * random.beta(5, 1))]
-        else:
-            prefix = [0] * int(random.integers(1, 4))
-            talks.append(prefix)
-        prefix += (1000 + number * 64 + np.arange(random.geometric(0.08))).tolist()
-        prefixes.append([*prefix])
-    return Trace(prefixes)
 
 
 def test_a_trace_of_conversations_at_twenty_capacities() -> None:
