@@ -21,6 +21,7 @@ import pyarrow as pa
 from hicachectl.backends.disk.io import Closing
 from hicachectl.backends.urls import parse_url, target_of
 from hicachectl.formats.errors import UnsupportedByBackend
+from hicachectl.formats.eviction import Policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator
@@ -304,6 +305,10 @@ class Store(Closing, ABC):
     def free_bytes(self) -> int | None:
         """Return the free space in bytes; None if the store does not report it."""
         return None
+
+    def eviction(self) -> Policy:
+        """Return the policy by which the servers that write the store evict."""
+        return Policy.LRU
 
     def close(self) -> None:
         """Release all resources; the store cannot be used again."""

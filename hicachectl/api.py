@@ -35,6 +35,7 @@ from hicachectl.prewarming.page_plan import PrewarmRequest
 from hicachectl.requests.chains import Hashing, Requests, requests_of
 from hicachectl.requests.forms import Request
 from hicachectl.requests.measuring import HitsReport, HitsRequest, measure_hits
+from hicachectl.simulation.simulate import SimulateRequest
 from hicachectl.verification.request import Sample, VerifyRequest
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ __all__ = [
     "Requests",
     "Sample",
     "Selection",
+    "SimulateRequest",
     "StoreUnavailable",
     "UnsupportedByBackend",
     "UntrustedError",
@@ -81,6 +83,7 @@ __all__ = [
     "read_requests",
     "recorded_profile",
     "retargeted",
+    "simulate",
     "verify",
 ]
 
@@ -247,3 +250,22 @@ def plan(
     """
     request = replace(request, dry_run=True)
     return prewarm(source, destination, request, on_listed=on_listed).rows
+
+
+def simulate(
+    request: SimulateRequest,
+    store: Store | None = None,
+    *,
+    on_listed: Callable[[int], None] = lambda objects: None,
+) -> Result:
+    """Return the share of the prompt tokens that caches of each capacity and policy serve.
+
+    store: where the caches begin; the result then also tells where its hits are lost. Errors: see
+    `simulation.simulate.simulate`.
+    """
+    from hicachectl.profiles.sources import agree_on_profile
+    from hicachectl.simulation.simulate import simulate as simulated
+
+    if store is not None:
+        request = replace(request, profile=agree_on_profile(store, request.profile))
+    return simulated(request, store, on_listed=on_listed)

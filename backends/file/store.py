@@ -30,6 +30,7 @@ from hicachectl.backends.object_files.trailers import NewTrailers
 from hicachectl.backends.object_files.tree import SIDE_DIRECTORY
 from hicachectl.backends.urls import FileParams, StoreUrl, params_of
 from hicachectl.formats.errors import StoreUnavailable, UntrustedError, UsageError
+from hicachectl.formats.eviction import Policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -165,6 +166,10 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
     def write_trailers(self, identities: Mapping[Affix, Identity], digest: str) -> None:
         """See `Trailed`. Raises UsageError for an unknown digest."""
         self._writer.trailers = NewTrailers(identities, digest)
+
+    def eviction(self) -> Policy:
+        """Return the policy of the plug-in if it has written to the store, else HiCacheFile's."""
+        return Policy.PLUGIN if self.markers() else Policy.HICACHEFILE
 
     def add_markers(self, markers: Iterable[Marker]) -> None:
         """See `Trailed`."""

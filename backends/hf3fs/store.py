@@ -48,6 +48,7 @@ from hicachectl.backends.hf3fs.usrbio import UsrbioReader, find_usrbio
 from hicachectl.backends.hf3fs.writing import PageWrites, write_pages
 from hicachectl.backends.page_tables import DataFile, PageTables, TableState
 from hicachectl.formats.errors import ProfileError, StoreUnavailable, UnsupportedByBackend
+from hicachectl.formats.eviction import Policy
 from hicachectl.formats.wording import needs_profile
 
 if TYPE_CHECKING:
@@ -289,6 +290,10 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Touc
         for share in rows_by_table(rows):
             found[share.at] = self._tables.there(share)
         return found
+
+    def eviction(self) -> Policy:
+        """See `Store`."""
+        return Policy.HF3FS
 
     def free_bytes(self) -> int | None:
         """Return the bytes of free pages in the snapshot, and of tables not yet created.

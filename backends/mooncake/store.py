@@ -40,6 +40,7 @@ from hicachectl.backends.mooncake.client import (
 )
 from hicachectl.backends.mooncake.master import VERSION_BYTES, MasterAdmin, key_texts
 from hicachectl.backends.mooncake.settings import MooncakeSettings, settings_from
+from hicachectl.formats.eviction import Policy
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Hashable, Sequence
@@ -177,6 +178,10 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         if unaskable.any():
             there |= unaskable & _is_in(keys, self._listed(keys.filter(pa.array(unaskable))))
         return there, _codes(answer) == Code.REPLICA_IS_NOT_READY
+
+    def eviction(self) -> Policy:
+        """See `Store`."""
+        return Policy.MOONCAKE
 
     def free_bytes(self) -> int | None:
         """Return the free bytes of the cluster's segments."""

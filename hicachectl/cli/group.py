@@ -22,6 +22,7 @@ COMMANDS = {
     "report": "Show a store in pictures, in one HTML file.",
     "explain": "Explain what a finding means, and how to mend it.",
     "hits": "Show how much of each request a store can serve.",
+    "simulate": "Show which share of the tokens caches of each size serve.",
     "restore": "Put quarantined pages back into a store.",
     "quarantine": "List the runs in a quarantine; delete old ones.",
     "prewarm": "Copy the most valuable pages into a store.",

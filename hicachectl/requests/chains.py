@@ -279,6 +279,21 @@ class Requests:
         }
         return self._made_of(places, fewer=True, offsets=offsets, **shorter)
 
+    def merged(self, count: int) -> Requests:
+        """Return the requests with `count` blocks in each block; a rest is left out.
+
+        The last of these names the new block, since it stands for the whole prefix. It is not the
+        hash of such a page, so the hashing is unknown.
+        """
+        if count == 1:
+            return self
+        lengths = np.diff(self.offsets) // count
+        offsets, numbers = _ranges(np.zeros(len(self), np.int64), lengths)
+        places = np.repeat(self.offsets[:-1], lengths) + numbers * count + count - 1
+        merged = self._made_of(places, fewer=True, offsets=offsets, reach=self.reach // count)
+        size = self.block_tokens * count
+        return replace(merged, block_tokens=size, hashing=None, _origin=None)
+
     def take(self, order: IntArray) -> Requests:
         """Return some of the requests, each once, in this order."""
         offsets, places = _ranges(self.offsets[:-1][order], np.diff(self.offsets)[order])

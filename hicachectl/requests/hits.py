@@ -101,6 +101,23 @@ class Hits:
         lacking[self.page_of[positions_of(self.chains.offsets) >= usable]] = True
         return lacking
 
+    @property
+    def begun(self) -> BoolArray:
+        """Whether the store has an object of a page, usable or not: [page_names]."""
+        begun = np.zeros(len(self.page_names), dtype=np.bool_)
+        for block in self.needs:
+            begun[block.groups] = True
+        return begun
+
+    @property
+    def whole(self) -> BoolArray:
+        """Whether servers can use all objects that every page needs: [page_names]."""
+        whole = np.full(len(self.page_names), self.deployment is not None)
+        for block in self.needs:
+            if not block.spec.trailing:
+                whole &= _held(block, len(whole))
+        return whole
+
     def needed(self, prefix_pages: IntArray | None = None) -> BoolArray:
         """Return whether restoring prefixes needs each object set of a page: [page_names, needs].
 

@@ -145,7 +145,7 @@ def _ranks_by_sorting(blocks: Blocks, offsets: IntArray, *, leaves_first: bool) 
         touches = starts + ends - 1 - touches
     order = np.empty(len(blocks), np.int64)
     order[touches] = np.arange(len(blocks))
-    previous = _previous(blocks[order])
+    previous = previous_uses(blocks[order])
     last = previous[touches]
 
     def ranks(now: IntArray) -> Blocks:
@@ -155,7 +155,7 @@ def _ranks_by_sorting(blocks: Blocks, offsets: IntArray, *, leaves_first: bool) 
     return Ranks(ranks(starts), None if leaves_first else ranks(touches))
 
 
-def _previous(blocks: Blocks) -> IntArray:
+def previous_uses(blocks: Blocks) -> IntArray:
     """Return the position of the same block's previous occurrence; -1 for the first."""
     order = np.argsort(blocks, kind="stable")
     again = np.flatnonzero(blocks[order[1:]] == blocks[order[:-1]])

@@ -8,7 +8,7 @@ equal parts of it, since one setting gives them all.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from hicachectl.formats.spec import object_specs
@@ -72,6 +72,16 @@ class PageSizes:
         counts = Counter(map(tuple, rooms.values()))
         return cls(tuple(Room(files, count) for files, count in counts.items()), known=True)
 
+    def in_blocks(self, count: int) -> PageSizes:
+        """Return the sizes of blocks of several pages each."""
+        if count == 1:
+            return self
+        rooms = [
+            Room(tuple(_of_block(file, count) for file in room.files), room.copies)
+            for room in self.rooms
+        ]
+        return replace(self, rooms=tuple(rooms))
+
     @property
     def page_bytes(self) -> int:
         """Bytes of a page in the whole store, without objects that only some pages have."""
@@ -103,6 +113,12 @@ class PageSizes:
             for file in room.files
             if bool(file.window) == trailing
         )
+
+
+def _of_block(file: PageFile, count: int) -> PageFile:
+    """Return the objects of the pages of a block as one; a trailing pool has its last pages."""
+    pages = min(count, file.window or count)
+    return file._replace(nbytes=file.nbytes * pages, window=-(-file.window // count))
 
 
 def _room_of(spec: ObjectSpec, policy: Policy) -> object:

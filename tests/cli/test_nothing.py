@@ -45,6 +45,8 @@ prewarm --trace EMPTY --dry-run
 report SRC --token-ids EMPTY --profile PROFILE -o PAGE
 report SRC --pages EMPTY --profile PROFILE -o PAGE
 report SRC --trace EMPTY --profile PROFILE -o PAGE
+simulate --trace EMPTY --profile PROFILE
+simulate SRC --trace EMPTY --profile PROFILE --plan EMPTY
 rm SRC --free 1KiB --trace EMPTY --profile PROFILE --yes
 rm SRC --free 1KiB --keep-plan EMPTY --profile PROFILE --yes
 """

@@ -196,6 +196,18 @@ def hits(stores: Stores) -> Documents:
     yield stores.run("hits", stores.whole, "--pages", pages)
 
 
+def simulate(stores: Stores) -> Documents:
+    requests = prompts(stores.folder / "requests.jsonl", 8, 3)
+    trace = stores.folder / "trace.jsonl"
+    lines = [json.loads(line) for line in requests.read_text().splitlines()] * 2
+    rows = [{"timestamp": at, "token_ids": ids, "session_id": "s"} for at, ids in enumerate(lines)]
+    trace.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    asked = ("simulate", "--trace", trace, "--policy", "lru,hicachefile")
+    yield stores.run(*asked, *stores.profile, stores.damaged)
+    yield stores.run(*asked, *stores.profile, "--by", "session-age")
+    yield stores.run(*asked, "--page-size", PROFILE.page_size)
+
+
 def migrate(stores: Stores) -> Documents:
     command = ("migrate", stores.damaged, stores.target, *stores.profile)
     yield stores.run(*command, "--dry-run", exit_code=4)
@@ -291,6 +303,7 @@ SCENES: dict[str, Callable[[Stores], Documents]] = {
     "show": show,
     "verify": verify,
     "hits": hits,
+    "simulate": simulate,
     "migrate": migrate,
     "prewarm": prewarm,
     "rm": rm,

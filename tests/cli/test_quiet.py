@@ -120,7 +120,8 @@ def test_a_dry_run_is_shown(quietly: Callable[..., Outcome], name: str) -> None:
 @pytest.mark.parametrize(
     "line",
     ["ls STORE", "ls STORE --summary", "quarantine list QUARANTINE",
-     "hits STORE --token-ids TOKENS --profile PROFILE", "profile --profile PROFILE"],
+     "hits STORE --token-ids TOKENS --profile PROFILE", "profile --profile PROFILE",
+     "simulate --trace TOKENS --profile PROFILE"],
 )  # fmt: skip
 def test_what_only_looks_shows_what_it_found(quietly: Callable[..., Outcome], line: str) -> None:
     assert quietly(line).stdout

@@ -32,6 +32,7 @@ from hicachectl.pages.listing import ObjectsDocument, PagesDocument, SummaryDocu
 from hicachectl.parts.results import RunDocument
 from hicachectl.prewarming.outcome import PrewarmDocument
 from hicachectl.requests.measuring import HitsDocument
+from hicachectl.simulation.simulate import SimulateDocument
 from hicachectl.verification.inspection import ShowDocument
 from hicachectl.verification.report import VerifyDocument
 
@@ -93,6 +94,7 @@ DOCUMENTS = (
     Document("show", ShowDocument, "objects"),
     Document("verify", VerifyDocument, "findings", divided=True),
     Document("hits", HitsDocument, "chains"),
+    Document("simulate", SimulateDocument, "capacities"),
     Document("migrate", MigrationDocument, "problems", divided=True),
     Document("prewarm", PrewarmDocument, divided=True),
     Document("rm", RemovalDocument, "groups"),

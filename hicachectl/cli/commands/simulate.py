@@ -1,0 +1,159 @@
+"""`hicachectl simulate`: which share of the prompt tokens caches of each capacity serve."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hicachectl.cli.command import Command
+from hicachectl.cli.options import (
+    allow_empty_option,
+    allow_leases_option,
+    output_options,
+    prefetch_threshold_option,
+    profile_options,
+    store_names,
+)
+from hicachectl.cli.parameters import CommaList, argument, own_option
+from hicachectl.cli.session import opened, progress, remark
+from hicachectl.cli.values import FILE, SHARE, NameList
+from hicachectl.formats.sizes import parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.backends.base import Store
+    from hicachectl.results import Result
+    from hicachectl.text.tables import Screen
+
+
+def _policies() -> tuple[str, ...]:
+    from hicachectl.simulation.simulate import POLICIES
+
+    return tuple(POLICIES)
+
+
+def _groupings() -> tuple[str, ...]:
+    from hicachectl.simulation.shares import GROUPINGS
+
+    return GROUPINGS
+
+
+def _capacities(text: str) -> tuple[int, ...]:
+    return tuple(parse_size(one, least=1) for one in text.split(","))
+
+
+@click.command("simulate", cls=Command)
+@argument("store", metavar="[STORE]", required=False, shell_complete=store_names)
+@own_option("--trace", type=FILE, required=True, help="Requests; see hicachectl-prewarm(1).")
+@own_option(
+    "--capacity",
+    type=CommaList(_capacities),
+    metavar="SIZE,…",
+    help="Capacities of the whole store, such as 1TiB,2TiB; without a profile, numbers of pages.  "
+    "[default: powers of two]",
+)
+@own_option(
+    "--policy",
+    type=NameList(_policies),
+    help="Policies by which the caches evict.  [default: lru,optimal]",
+)
+@own_option(
+    "--eviction-ratio",
+    type=SHARE,
+    default="0.9",
+    show_default=True,
+    metavar="SHARE",
+    help="hicachefile: eviction_ratio of the servers' storage backend.",
+)
+@own_option(
+    "--by",
+    type=NameList(_groupings),
+    help="Show the same by group of requests.",
+)
+@own_option(
+    "--warm-up",
+    type=SHARE,
+    default="0",
+    show_default=True,
+    metavar="SHARE",
+    help="Do not count this first share of the requests.",
+)
+@own_option("--plan", type=FILE, help="Begin with the pages of a plan of prewarm.")
+@own_option("--cold", is_flag=True, help="Begin with empty caches, although STORE has pages.")
+@prefetch_threshold_option
+@allow_empty_option
+@allow_leases_option
+@output_options
+@profile_options
+@click.pass_context
+def command(ctx: click.Context, /, store: str | None, **options: Any) -> None:
+    """Show which share of the prompt tokens caches of each capacity serve.
+
+    Give the requests with --trace. A request hits its leading pages that the cache holds; fewer
+    than the servers' prefetch threshold do not count.
+
+    With a profile, capacities are bytes of the whole store, all ranks together; without one, they
+    are pages, or blocks of the trace. The policies are lru (the last pages of a prefix first, as
+    SGLang's trees), hicachefile (the limit of SGLang's file backend) and optimal, which knows all
+    later requests: no policy serves more.
+
+    With STORE, the caches begin with the pages that it holds today, and a second table says why
+    the other tokens are lost: at first use, evicted, damaged, of another deployment. STORE is only
+    read.
+
+    The last line compares the capacity of today with its half and its double.
+
+    hicachectl-simulate(1) describes policies, causes, and what the numbers refer to.
+
+    Examples:
+      hicachectl simulate --trace day.jsonl --profile prod.toml
+      hicachectl simulate --trace day.jsonl --profile prod.toml prod:
+      hicachectl simulate --trace day.jsonl --profile prod.toml --capacity 1TiB,2TiB,4TiB
+      hicachectl simulate --trace day.jsonl --policy lru,hicachefile --warm-up 10% --format csv
+    """
+    from hicachectl.cli.output import write_report
+    from hicachectl.results import Shown
+
+    if store is None:
+        result = _simulated(ctx, options, None)
+    else:
+        with opened(ctx, store) as source:
+            result = _simulated(ctx, options, source)
+    remark(ctx, *result.remarks)
+
+    def lines(screen: Screen) -> Iterator[str]:
+        return result.lines(result.document, screen, Shown())
+
+    write_report(ctx, result.document, result.rows, result.rows_name, lines)
+
+
+def _simulated(ctx: click.Context, options: dict[str, Any], store: Store | None) -> Result:
+    from hicachectl.cli.asked import asked_hashing, of_profile
+    from hicachectl.prewarming.ranking import read_plan
+    from hicachectl.profiles.sources import profile_from_options
+    from hicachectl.requests.reading import Trace
+    from hicachectl.simulation.simulate import SimulateRequest, simulate
+
+    profile = profile_from_options(of_profile(options), store, warn=partial(remark, ctx))
+    plan = None if options["plan"] is None else read_plan(options["plan"])
+    with Trace([str(options["trace"])]) as trace:
+        requests = trace.requests(asked_hashing(profile, options), outputs=True)
+        remark(ctx, *trace.remarks)
+    request = SimulateRequest(
+        requests=requests,
+        profile=profile,
+        capacities=options["capacity"] or (),
+        policies=options["policy"] or (),
+        eviction_ratio=options["eviction_ratio"],
+        warm_up=options["warm_up"],
+        by=options["by"] or (),
+        threshold=options["prefetch_threshold"],
+        plan=plan,
+        cold=options["cold"],
+        allow_empty=options["allow_empty"],
+    )
+    with progress(ctx, "listing", " objects") as advance:
+        return simulate(request, store, on_listed=advance)

@@ -1,0 +1,309 @@
+"""What caches serve of requests, in rows: a row for each capacity, policy and group of requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.formats.errors import UsageError
+from hicachectl.formats.wording import not_one_of
+from hicachectl.text.jsontext import schema_of
+from hicachectl.text.units import counted, human_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from hicachectl.formats.arrays import BoolArray, IntArray
+    from hicachectl.requests.chains import Requests
+
+GROUPINGS = ("model", "salt", "adapter", "session-age", "server")
+_LABELS = {name: name for name in GROUPINGS} | {"session-age": "session"}
+_AGES = ((60, "< 1 min"), (600, "< 10 min"), (3600, "< 1 h"))
+_FIRST, _OLDER = "first turn", "1 h and more"
+_TIB = 1 << 40
+_BAR = 24
+_ENOUGH = 0.9  # a curve that reaches this share of the best possible hits is flat from there
+
+
+class CapacityRow(TypedDict):
+    """Row of `simulate`."""
+
+    what_if: str | None
+    by: str | None
+    group: str | None
+    capacity_bytes: int | None
+    capacity_pages: int
+    policy: str
+    start: str
+    requests: int
+    tokens: int
+    hit_tokens: int
+    hit_share: float | None
+    tokens_saved_per_hour: float | None
+    gain_per_tib: float | None
+    limit_bytes: int | None
+
+
+_SCHEMA = schema_of(CapacityRow)
+
+
+class LossRow(TypedDict):
+    """Row of a cause of lost hits."""
+
+    cause: str
+    tokens: int
+    share: float
+
+
+class Capacity(NamedTuple):
+    """A capacity of a store under a policy.
+
+    pages: pages that it holds.
+    nbytes: bytes of the whole store; None if the bytes of a page are unknown.
+    limit: bytes of one rank or table, if the store's settings limit these; else None.
+    """
+
+    pages: int
+    nbytes: int | None = None
+    limit: int | None = None
+
+
+class Served(NamedTuple):
+    """Tokens that caches of one policy serve.
+
+    capacities: the capacities, ascending.
+    tokens: [capacities, requests].
+    """
+
+    policy: str
+    capacities: Sequence[Capacity]
+    tokens: IntArray
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Grouping:
+    """Requests in groups.
+
+    by: a word of `GROUPINGS`; None for the group of all requests.
+    names: name of each group; None where a request does not tell.
+    ids: [requests], group of each request.
+    """
+
+    by: str | None
+    names: Sequence[str | None]
+    ids: IntArray
+
+
+def grouping_of(requests: Requests, by: str) -> Grouping:
+    """Return the groups of requests. Raises UsageError if the input does not tell them."""
+    if by not in GROUPINGS:
+        raise UsageError(not_one_of("by", by, GROUPINGS))
+    found = requests.labels.get(_LABELS[by])
+    if found is None:
+        raise UsageError(
+            f"--by {by}: {requests.source} does not tell the {_LABELS[by]} of a request; leave out "
+            f"{by}, or record it"
+        )
+    if by != "session-age":
+        return Grouping(by, found.names, found.ids.astype(np.int64))
+    if requests.times is None or requests.seconds_per_unit is None:
+        raise UsageError(
+            f"--by {by}: {requests.source} has no times in a known unit; leave out {by}, or record "
+            "times"
+        )
+    seconds = requests.times * requests.seconds_per_unit
+    first = np.full(len(found.names), np.inf)
+    np.minimum.at(first, found.ids, seconds)
+    ages = seconds - first[found.ids]
+    starts = np.unique(found.ids, return_index=True)[1]
+    ids = 1 + np.searchsorted([limit for limit, _ in _AGES], ages, side="right")
+    ids[starts] = 0
+    unknown = [name is None for name in found.names]
+    ids[np.array(unknown)[found.ids]] = len(_AGES) + 2
+    return Grouping(by, (_FIRST, *(text for _, text in _AGES), _OLDER, None), ids)
+
+
+def prompt_tokens(requests: Requests) -> IntArray:
+    """Return the tokens of each prompt, those of its blocks if the input does not tell them."""
+    blocks = np.diff(requests.offsets) * requests.block_tokens
+    return np.where(requests.tokens < 0, blocks, requests.tokens)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Counting:
+    """Requests that count, and the tokens of their prompts.
+
+    counted: [requests], False for those that only warm the caches.
+    tokens: [requests], all tokens of each prompt.
+    hours: time between the first and the last counted request; None if unknown.
+    """
+
+    counted: BoolArray
+    tokens: IntArray
+    hours: float | None
+
+    @classmethod
+    def of(cls, requests: Requests, warm_up: float) -> Counting:
+        """Leave a first share of the requests out of the counts."""
+        counted = np.arange(len(requests)) >= int(len(requests) * warm_up)
+        times, unit = requests.times, requests.seconds_per_unit
+        hours = None
+        if times is not None and unit is not None and counted.any():
+            hours = float(np.ptp(times[counted])) * unit / 3600 or None
+        return cls(counted, prompt_tokens(requests), hours)
+
+    @property
+    def requests(self) -> int:
+        """Number of requests that count."""
+        return int(np.count_nonzero(self.counted))
+
+    @property
+    def total(self) -> int:
+        """Tokens of the prompts that count."""
+        return int(self.tokens[self.counted].sum())
+
+    def share(self, hits: IntArray) -> float | None:
+        """Return the share of some tokens of each request; None if no token counts."""
+        return int(hits[self.counted].sum()) / self.total if self.total else None
+
+    def rows(
+        self,
+        served: Sequence[Served],
+        grouping: Grouping,
+        *,
+        start: str,
+        what_if: str | None = None,
+    ) -> Iterator[CapacityRow]:
+        """Yield the rows of all groups, policies and capacities."""
+        ids, count = grouping.ids[self.counted], len(grouping.names)
+        requests = np.bincount(ids, minlength=count)
+        tokens = _sums(ids, self.tokens[self.counted], count)
+        hits = [
+            np.stack([_sums(ids, row[self.counted], count) for row in one.tokens]) for one in served
+        ]
+        for number in np.flatnonzero(requests).tolist():
+            for one, found in zip(served, hits, strict=True):
+                before: tuple[float, int] | None = None
+                for capacity, hit in zip(one.capacities, found[:, number].tolist(), strict=True):
+                    share = hit / tokens[number] if tokens[number] else None
+                    gain = None
+                    if share is not None and capacity.nbytes is not None:
+                        if before is not None and capacity.nbytes > before[1]:
+                            gain = (share - before[0]) / (capacity.nbytes - before[1]) * _TIB
+                        before = share, capacity.nbytes
+                    yield {
+                        "what_if": what_if,
+                        "by": grouping.by,
+                        "group": grouping.names[number],
+                        "capacity_bytes": capacity.nbytes,
+                        "capacity_pages": capacity.pages,
+                        "policy": one.policy,
+                        "start": start,
+                        "requests": int(requests[number]),
+                        "tokens": int(tokens[number]),
+                        "hit_tokens": hit,
+                        "hit_share": share,
+                        "tokens_saved_per_hour": hit / self.hours if self.hours else None,
+                        "gain_per_tib": gain,
+                        "limit_bytes": capacity.limit,
+                    }
+
+
+def _sums(ids: IntArray, values: IntArray, count: int) -> IntArray:
+    return np.bincount(ids, weights=values, minlength=count).astype(np.int64)
+
+
+def everyone(requests: Requests) -> Grouping:
+    """Return the one group of all requests."""
+    return Grouping(None, (None,), np.zeros(len(requests), np.int64))
+
+
+def rows_table(rows: Sequence[CapacityRow]) -> pa.Table:
+    """Return the rows of a document."""
+    return pa.Table.from_pylist(list(rows), schema=_SCHEMA)
+
+
+def curve_for_people(rows: Sequence[CapacityRow]) -> pa.Table:
+    """Return the text columns of `simulate`, with a bar for each share."""
+    columns: dict[str, list[str | None]] = {
+        "what if": [row["what_if"] for row in rows],
+        "by": [row["by"] for row in rows],
+        "group": [row["group"] for row in rows],
+        "policy": [row["policy"] for row in rows],
+        ">capacity": [_capacity_text(row) for row in rows],
+        ">pages": [str(row["capacity_pages"]) for row in rows],
+        ">tokens": [str(row["tokens"]) for row in rows],
+        ">hits": [None if row["hit_share"] is None else f"{row['hit_share']:.1%}" for row in rows],
+        "curve": ["█" * round((row["hit_share"] or 0) * _BAR) for row in rows],
+        ">gain/TiB": [
+            None if row["gain_per_tib"] is None else f"{row['gain_per_tib'] * 100:+.2f}"
+            for row in rows
+        ],
+    }
+    always = {"policy", ">capacity", ">hits", "curve"}
+    if any(row["by"] for row in rows):
+        always |= {"by", "group", ">tokens"}
+    if all(row["capacity_bytes"] is None for row in rows):
+        always -= {">capacity"}
+        always |= {">pages"}
+    return pa.table(
+        {
+            name: pa.array(cells, pa.string())
+            for name, cells in columns.items()
+            if name in always or (name in ("what if", ">gain/TiB") and any(cells))
+        }
+    )
+
+
+def losses_for_people(rows: Sequence[LossRow]) -> pa.Table:
+    """Return the text columns of lost hits."""
+    return pa.table(
+        {
+            "lost by": pa.array([row["cause"] for row in rows], pa.string()),
+            ">tokens": pa.array([str(row["tokens"]) for row in rows], pa.string()),
+            ">share": pa.array([f"{row['share']:.1%}" for row in rows], pa.string()),
+        }
+    )
+
+
+def denominators(rows: Sequence[CapacityRow], document: Mapping[str, Any]) -> str:
+    """Return what the shares of rows refer to. document: the document of `simulate`."""
+    whole, warm = rows[0], document["warm_up_requests"]
+    left = f"; the first {counted(warm, 'request')} only warm the caches" if warm else ""
+    return (
+        f"Shares are of {counted(whole['tokens'], 'prompt token')} of "
+        f"{counted(whole['requests'], 'request')}, also those of the last page; hits of fewer than "
+        f"{document['threshold']} tokens do not count{left}"
+    )
+
+
+def answer(rows: Sequence[CapacityRow], document: Mapping[str, Any]) -> str:
+    """Return what the curve of the first policy says, in one line.
+
+    document: the document of `simulate`. Its capacity of today is in the rows, with half and twice
+    as much.
+    """
+    policy, most, today = rows[0]["policy"], document["most_share"] or 0.0, document["today_bytes"]
+    ceiling = f"no cache of any size serves more than {most:.1%}"
+    curve = [row for row in rows if row["by"] is None and row["policy"] == policy]
+    shares = {row["capacity_bytes"]: row["hit_share"] or 0.0 for row in curve}
+    if today:
+        now, less, more = shares[today], shares[today // 2], shares[today * 2]
+        return (
+            f"{policy}: {human_size(today)} serve {now:.1%}; {human_size(today * 2)} would serve "
+            f"{more:.1%} ({(more - now) * 100:+.1f}), {human_size(today // 2)} {less:.1%} "
+            f"({(less - now) * 100:+.1f}); {ceiling}"
+        )
+    enough = [row for row in curve if (row["hit_share"] or 0.0) >= _ENOUGH * most]
+    row = (enough or curve[-1:])[0]
+    return f"{policy}: {_capacity_text(row)} serve {row['hit_share'] or 0.0:.1%}; {ceiling}"
+
+
+def _capacity_text(row: CapacityRow) -> str:
+    """Return the capacity of a row, in bytes if they are known."""
+    if row["capacity_bytes"] is None:
+        return counted(row["capacity_pages"], "page")
+    return human_size(row["capacity_bytes"])

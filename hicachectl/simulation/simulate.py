@@ -1,0 +1,338 @@
+"""Simulate caches of several capacities and policies on requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, UnsetType
+
+from hicachectl.formats.errors import UsageError
+from hicachectl.formats.eviction import Policy
+from hicachectl.formats.profile import PREFETCH_THRESHOLD
+from hicachectl.formats.restorable import leading_runs
+from hicachectl.formats.wording import not_one_of
+from hicachectl.results import Result
+from hicachectl.simulation.losses import Today, look_at
+from hicachectl.simulation.replay import replay
+from hicachectl.simulation.shares import (
+    Capacity,
+    CapacityRow,
+    Counting,
+    LossRow,
+    Served,
+    answer,
+    curve_for_people,
+    denominators,
+    everyone,
+    grouping_of,
+    losses_for_people,
+    prompt_tokens,
+    rows_table,
+)
+from hicachectl.simulation.sizes import PageSizes
+from hicachectl.simulation.starts import start_from_plan
+from hicachectl.text.tables import table_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import IntArray
+    from hicachectl.formats.profile import Profile
+    from hicachectl.prewarming.ranking import PlannedPages
+    from hicachectl.requests.chains import Requests
+    from hicachectl.simulation.caches import Start
+    from hicachectl.simulation.replay import Runs
+    from hicachectl.text.tables import Screen
+
+EVICTION_RATIO = 0.9
+"""Default of HiCacheFile's eviction_ratio."""
+
+_DEFAULT_CAPACITIES = 12
+_MOST_CAPACITIES = 1000
+_ROWS = "capacities"
+COLD, STORE, PLAN = "cold", "store", "plan"
+
+POLICIES = tuple(map(str, Policy))
+
+
+class SimulateDocument(msgspec.Struct, kw_only=True):
+    """Document of `simulate`."""
+
+    store: str | None
+    profile: str | None
+    page_bytes: int | None
+    page_tokens: int
+    distinct_pages: int
+    threshold: int
+    eviction_ratio: float
+    warm_up_requests: int
+    hours: float | None
+    most_share: float | None
+    today_bytes: int | None
+    served_tokens: int | None
+    losses: list[LossRow] | None
+    capacities: list[CapacityRow] | UnsetType = UNSET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateRequest:
+    """Requests to simulate, and the caches.
+
+    profile: deployment of the servers; None: capacities count pages.
+    capacities: bytes of the whole store, or pages without a profile; empty: powers of two, and with
+        a store also the bytes that it holds, half and twice as many.
+    policies: names of `POLICIES`; empty: optimal, and the policy of the store or else lru.
+    eviction_ratio: eviction_ratio of HiCacheFile.
+    warm_up: share of the requests, from the first on, that are not counted.
+    by: words of `GROUPINGS`, each for further rows by group.
+    threshold: the servers' prefetch threshold in tokens; None: what the profile states, else
+        SGLang's default.
+    plan: pages that the caches hold at first; None: those of the store, if one is given.
+    cold: begin with empty caches.
+    allow_empty: accept a store without any page.
+    """
+
+    requests: Requests
+    profile: Profile | None = None
+    capacities: tuple[int, ...] = ()
+    policies: tuple[str, ...] = ()
+    eviction_ratio: float = EVICTION_RATIO
+    warm_up: float = 0.0
+    by: tuple[str, ...] = ()
+    threshold: int | None = None
+    plan: PlannedPages | None = None
+    cold: bool = False
+    allow_empty: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for a value out of its range."""
+        for name in self.policies:
+            if name not in POLICIES:
+                raise UsageError(not_one_of("policies", name, POLICIES))
+        if any(capacity < 1 for capacity in self.capacities):
+            raise UsageError("capacities: a capacity is less than 1; give positive numbers")
+        if len(self.capacities) > _MOST_CAPACITIES:
+            raise UsageError(f"capacities: give at most {_MOST_CAPACITIES}")
+        if not 0 < self.eviction_ratio <= 1:
+            raise UsageError(f"eviction_ratio: {self.eviction_ratio:g} is not in 0..1; give 0.9")
+        if not 0 <= self.warm_up < 1:
+            raise UsageError(f"warm_up: {self.warm_up:g} leaves no request; give less than 1")
+
+    @property
+    def prefetch_threshold(self) -> int:
+        """The servers' prefetch threshold in tokens."""
+        if self.threshold is not None:
+            return self.threshold
+        return PREFETCH_THRESHOLD if self.profile is None else self.profile.prefetch_threshold
+
+
+def simulate(
+    request: SimulateRequest,
+    store: Store | None = None,
+    *,
+    today: Today | None = None,
+    on_listed: Callable[[int], None] = lambda objects: None,
+) -> Result:
+    """Return the share of the prompt tokens that caches of each capacity and policy serve.
+
+    A request hits its leading pages that the cache holds, unless these have fewer tokens than the
+    prefetch threshold.
+
+    store: a store of the profile's deployment, in which the caches begin; the result also tells
+        where its hits are lost.
+    today: what the store holds and serves; None: list the store.
+    on_listed: takes the number of objects of each batch of the listing.
+    Raises UsageError if the requests do not tell the tokens of a page or the groups, or have other
+    pages than the profile; ProfileError, EmptyStore and StoreUnavailable.
+    """
+    requests, pages_of_block = in_pages(request.requests.in_time_order(), request.profile)
+    counting = Counting.of(requests, request.warm_up)
+    groupings = [everyone(requests), *(grouping_of(requests, by) for by in request.by)]
+    if store is not None and today is None:
+        today = _today(request, store, requests, counting, on_listed)
+    start = _start(request, requests, today)
+    sizes = PageSizes.of(request.profile, Policy.LRU).in_blocks(pages_of_block)
+    capacities = _capacities(request, len(requests.names), sizes, today)
+    own = Policy.LRU if store is None else store.eviction()
+    served = [
+        _served(Policy(name), request, requests, pages_of_block, capacities, start)
+        for name in request.policies or (own, Policy.OPTIMAL)
+    ]
+    name = COLD if start is None else STORE if request.plan is None else PLAN
+    rows = [row for grouping in groupings for row in counting.rows(served, grouping, start=name)]
+    most = _hit_tokens(_most_pages(requests, start, request), requests)
+    document: dict[str, Any] = msgspec.to_builtins(
+        SimulateDocument(
+            store=None if store is None else store.url,
+            profile=None if request.profile is None else request.profile.model,
+            page_bytes=sizes.page_bytes if sizes.known else None,
+            page_tokens=requests.block_tokens,
+            distinct_pages=len(requests.names),
+            threshold=request.prefetch_threshold,
+            eviction_ratio=request.eviction_ratio,
+            warm_up_requests=len(requests) - counting.requests,
+            hours=counting.hours,
+            most_share=counting.share(most),
+            today_bytes=None if today is None else today.nbytes,
+            served_tokens=None if today is None else today.losses.served_tokens,
+            losses=None if today is None else today.losses.rows,
+        )
+    )
+    return Result(
+        document={**document, _ROWS: None},
+        rows=rows_table(rows),
+        rows_name=_ROWS,
+        lines=lambda _, screen, shown: _lines(rows, document, screen),
+        remarks=[denominators(rows, document), *(() if today is None else today.remarks)],
+    )
+
+
+def _today(
+    request: SimulateRequest,
+    store: Store,
+    requests: Requests,
+    counting: Counting,
+    on_listed: Callable[[int], None],
+) -> Today:
+    """Return what a store holds today, and where hits are lost. Raises UsageError."""
+    requests.refuse_block_ids("give token ids, or leave out STORE")
+    if request.profile is None or request.profile.inferred:
+        raise UsageError(f"{store.url}: the pages of a store need a profile; give one")
+    return look_at(
+        store,
+        request.profile,
+        requests,
+        request.prefetch_threshold,
+        counted=counting.counted,
+        allow_empty=request.allow_empty,
+        on_listed=on_listed,
+    )
+
+
+def _start(request: SimulateRequest, requests: Requests, today: Today | None) -> Start | None:
+    if request.cold:
+        return None
+    if request.plan is not None:
+        requests.refuse_block_ids("give token ids, or leave out the plan")
+        return start_from_plan(request.plan, requests)
+    return None if today is None else today.start
+
+
+def _served(
+    policy: Policy,
+    request: SimulateRequest,
+    requests: Requests,
+    pages_of_block: int,
+    capacities: Sequence[int],
+    start: Start | None,
+) -> Served:
+    """Return what caches of a policy serve. Raises UsageError and as `object_specs` does."""
+    sizes = PageSizes.of(request.profile, policy).in_blocks(pages_of_block)
+    unit, limited = requests.seconds_per_unit, policy.limit != "store" and sizes.known
+    runs = replay(
+        policy,
+        requests,
+        capacities,
+        sizes,
+        ratio=request.eviction_ratio,
+        least=_least_pages(requests, request),
+        start=start,
+        seconds=None if requests.times is None or unit is None else requests.times * unit,
+    )
+    found = [
+        Capacity(
+            sizes.pages(size),
+            size if sizes.known else None,
+            size // sizes.limits if limited else None,
+        )
+        for size in capacities
+    ]
+    return Served(policy, found, _hit_tokens(runs, requests))
+
+
+def _least_pages(requests: Requests, request: SimulateRequest) -> int:
+    """Return the least number of leading pages that servers read."""
+    return -(-request.prefetch_threshold // requests.block_tokens)
+
+
+def _hit_tokens(runs: Runs, requests: Requests) -> IntArray:
+    """Return the tokens of leading pages: [..., requests]."""
+    return np.minimum(runs.astype(np.int64) * requests.block_tokens, prompt_tokens(requests))
+
+
+def _most_pages(requests: Requests, start: Start | None, request: SimulateRequest) -> Runs:
+    """Return the leading pages of each request that were used before, or that the caches begin
+    with: no cache serves more.
+    """
+    known = np.ones(len(requests.blocks), np.bool_)
+    known[np.unique(requests.blocks, return_index=True)[1]] = False
+    if start is not None:
+        known |= np.isin(requests.blocks, start.pages)
+    runs = np.minimum(leading_runs(known, requests.offsets), requests.reach)
+    return np.where(runs >= _least_pages(requests, request), runs, 0).astype(np.int32)
+
+
+def in_pages(requests: Requests, profile: Profile | None) -> tuple[Requests, int]:
+    """Return the requests in pages of a profile, and the pages of a block.
+
+    Blocks are merged to pages, or stay if a block is several pages. Without a profile, blocks stay.
+    Raises UsageError if the tokens of a block are unknown or do not fit.
+    """
+    block, size = requests.block_tokens, 0 if profile is None else profile.page_size
+    if not block:
+        raise UsageError(
+            f"{requests.source}: does not tell the tokens of a block; give --block-size"
+        )
+    if not size:
+        return requests, 1
+    requests = _full_blocks(requests)
+    if size % block == 0:
+        return requests.merged(size // block), 1
+    if not requests.hashed and block % size == 0:
+        return requests, block // size
+    what = "pages" if requests.hashed else "blocks"
+    raise UsageError(
+        f"{requests.source}: has {what} of {block} tokens, of which no number makes a page of "
+        f"{size}; give token ids"
+    )
+
+
+def _full_blocks(requests: Requests) -> Requests:
+    """Return the requests without a last block of the prompt that is not full, which is no page.
+
+    The page of a prompt's last token is out of reach, since servers always compute that token.
+    """
+    if requests.hashed:
+        return requests
+    size, tokens, lengths = requests.block_tokens, requests.tokens, np.diff(requests.offsets)
+    cut = (tokens >= 0) & (requests.prompt_blocks == lengths)
+    requests = requests.cut(np.where(cut, np.minimum(tokens // size, lengths), lengths))
+    last = np.where(tokens > 0, (tokens - 1) // size, requests.reach)
+    return replace(requests, reach=np.minimum(requests.reach, last))
+
+
+def _capacities(
+    request: SimulateRequest, distinct: int, sizes: PageSizes, today: Today | None
+) -> list[int]:
+    """Return the capacities, ascending: bytes, or blocks if their bytes are unknown."""
+    found = set(request.capacities)
+    if not found:
+        page = sizes.page_bytes
+        last = max(distinct * page - 1, 1).bit_length()
+        first = max(last - _DEFAULT_CAPACITIES + 1, (page - 1).bit_length())
+        found = {1 << power for power in range(min(first, last), last + 1)}
+    if today is not None and today.nbytes:
+        found |= {today.nbytes // 2, today.nbytes, today.nbytes * 2}
+    return sorted(found)
+
+
+def _lines(rows: list[CapacityRow], document: Mapping[str, Any], screen: Screen) -> Iterator[str]:
+    yield from table_lines(curve_for_people(rows), screen)
+    if document["losses"] is not None:
+        yield ""
+        yield from table_lines(losses_for_people(document["losses"]), screen)
+    yield answer(rows, document)
