@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MILLISECONDS = 0.001
 SECONDS = 1.0
 _MOST_TOKENS = 2**31 - 1
+UNHASHABLE = "but only text can be hashed; give --token-ids with the ids that were served"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +167,6 @@ class Form:
     in_log: whether a server logs the records: other lines may stand between them, and requests
         whose pages a record does not tell are left out and counted.
     is_document: whether a whole file is one record: the reader gets one line for each file.
-    gives_several: whether a record has several requests; the i-th of a line has the place of the
-        line plus i as its `start`.
     """
 
     name: str
@@ -177,7 +176,6 @@ class Form:
     unit: float = MILLISECONDS
     in_log: bool = False
     is_document: bool = False
-    gives_several: bool = False
 
 
 def token_count(value: int | None, name: str) -> int:
@@ -207,6 +205,88 @@ def seeding_key(extra_key: str | None, lora_id: str | None) -> str | None:
     Source: SGLang srt/managers/schedule_batch.py :: Req.__init__ (extra_key + lora_id).
     """
     return ((extra_key or "") + (lora_id or "")) or None
+
+
+class _Cached(msgspec.Struct):
+    """Prompt tokens that each tier served."""
+
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+
+
+class Record(msgspec.Struct):
+    """Members of every record of a request.
+
+    refused: members that make other pages than the text or tokens alone. Source: SGLang
+    srt/managers/io_struct.py :: GenerateReqInput.
+    """
+
+    refused: ClassVar[tuple[str, ...]] = (
+        "image_data",
+        "video_data",
+        "audio_data",
+        "input_embeds",
+        "session_params",
+    )
+    timestamp: float | str | None = None
+    input_length: int | None = None
+    output_length: int | None = None
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    hit_tokens: int | _Cached | None = None
+    model: str | None = None
+    lora_path: Any = None
+    lora_id: Any = None
+    image_data: Any = None
+    video_data: Any = None
+    audio_data: Any = None
+    input_embeds: Any = None
+    session_params: Any = None
+
+    def refuse(self) -> None:
+        """Raise FormatError for a member that makes other pages than tokens alone."""
+        for name in ("lora_path", "lora_id"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise FormatError(f"{name}: {shown(value)} is no text; give one adapter")
+        if self.lora_path and not self.lora_id:
+            raise FormatError(
+                f"lora_path {shown(self.lora_path)}: the pages of an adapter are named by its "
+                "lora_id; give lora_id as well, as SGLang's request log has it"
+            )
+        for name in self.refused:
+            if getattr(self, name):
+                raise FormatError(
+                    f"{name}: changes the pages of the request, {UNHASHABLE}, without {name}"
+                )
+
+    def request(self, line: Line, token_ids: list[int] | None = None, **more: Any) -> Request:
+        """Return the request of a line. Raises FormatError."""
+        hits, cached = self.hit_tokens, None
+        if isinstance(hits, _Cached):
+            cached = (hits.device, hits.host, hits.storage)
+        elif hits is not None:
+            cached = (hits, -1, -1)
+        for tokens in cached or ():
+            token_count(max(tokens, 0), "hit_tokens")
+        inputs = token_count(self.input_length, "input_length")
+        return Request(
+            line.where,
+            token_ids or [],
+            seeding_key(self.extra_key, self.lora_id),
+            self.cache_salt or None,
+            time=time_of(self.timestamp),
+            input_tokens=inputs if token_ids is None else len(token_ids),
+            output_tokens=token_count(self.output_length, "output_length"),
+            start=line.place,
+            cached=cached,
+            model=self.model,
+            adapter=self.lora_path or self.lora_id or None,
+            session=self.session_id,
+            **more,
+        )
 
 
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])

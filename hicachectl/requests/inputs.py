@@ -120,7 +120,7 @@ class Inputs:
             self._ends.append(begin + size)
 
     def lines_from(self, place: int) -> Iterator[Line]:
-        """Yield the line at a place and those after it in its file.
+        """Yield the line that has a place, which may be within it, and those after it.
 
         `lines` has come to its end before. Raises UsageError if the file cannot be read.
         """
@@ -129,7 +129,8 @@ class Inputs:
         copy = self._kept.get(number)
         try:
             with path.open("rb") if copy is None else nullcontext(copy) as file:
-                file.seek(place - begin)
+                file.seek(_line_begin(file, place - begin))
+                place = begin + file.tell()
                 while data := file.readline(MAX_LINE_BYTES):
                     text = data.removeprefix(_UTF8) if place == begin else data
                     yield Line(f"{path}: byte {place - begin}", place, text, str(path))
@@ -189,6 +190,17 @@ class Inputs:
             yield
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
             raise UsageError(failed(self._paths[number], "read", error, _CHECK)) from error
+
+
+def _line_begin(file: BinaryIO, place: int) -> int:
+    """Return where the line that has a byte of a file begins."""
+    while place:
+        begin = max(place - _HEAD_BYTES, 0)
+        file.seek(begin)
+        if (found := file.read(place - begin).rfind(b"\n")) >= 0:
+            return begin + found + 1
+        place = begin
+    return 0
 
 
 def _files_of(name: str) -> list[Path]:

@@ -11,26 +11,23 @@ import itertools
 import re
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from hicachectl.backends.disk.bounded import MAX_LINE_BYTES, read_lines
-from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.forms import decode
 from hicachectl.pages.selection import PageList
-from hicachectl.requests import server_logs
+from hicachectl.requests import public_traces, server_logs, texts
 from hicachectl.requests.chains import Columns
 from hicachectl.requests.forms import (
-    Chat,
     Context,
     Form,
     Prompted,
+    Record,
     Request,
     members,
-    seeding_key,
-    time_of,
     token_count,
 )
 from hicachectl.requests.inputs import Inputs
@@ -42,107 +39,24 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.requests.chains import Hashing, Requests
-    from hicachectl.requests.forms import Prompt, PromptTokenizer
+    from hicachectl.requests.forms import PromptTokenizer
     from hicachectl.requests.inputs import Line
+
+    Read = Callable[[Line], Iterable[Request | Prompted]]
 
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _PROMPTS_AT_ONCE = 64  # a tokenizer encodes several in parallel
 _HASH = re.compile(r"[0-9a-f]{64}")
 _LIST = re.compile(rb"\s*\[\s*(\]|-?\d+\s*[],])")
-_TEXT = re.compile(rb'\s*("|\[\s*\{\s*"(role|content)")')
 _TOKEN_MEMBERS = ("token_ids", "input_ids", "hash_ids", "pages")
-_PROMPT_MEMBERS = ("text", "prompt", "messages")
 _NO_TOKENIZER = "Sent as text", "give --tokenizer DIR, which encodes them as the server did"
 _OTHER_TOKENIZER = (
     "Encoded to another number of tokens than the server counted",
     "they are left out; give the tokenizer of the server",
 )
-_UNHASHABLE = "but only text can be hashed; give --token-ids with the ids that were served"
 
 
-class _Cached(msgspec.Struct):
-    """Prompt tokens that each tier served."""
-
-    device: int = 0
-    host: int = 0
-    storage: int = 0
-
-
-class _Line(msgspec.Struct):
-    """Members of every line.
-
-    refused: members that make other pages than the text or tokens alone. Source: SGLang
-    srt/managers/io_struct.py :: GenerateReqInput.
-    """
-
-    refused: ClassVar[tuple[str, ...]] = (
-        "image_data",
-        "video_data",
-        "audio_data",
-        "input_embeds",
-        "session_params",
-    )
-    timestamp: float | str | None = None
-    input_length: int | None = None
-    output_length: int | None = None
-    extra_key: str | None = None
-    cache_salt: str | None = None
-    session_id: str | None = None
-    hit_tokens: int | _Cached | None = None
-    model: str | None = None
-    lora_path: Any = None
-    lora_id: Any = None
-    image_data: Any = None
-    video_data: Any = None
-    audio_data: Any = None
-    input_embeds: Any = None
-    session_params: Any = None
-
-    def refuse(self) -> None:
-        """Raise FormatError for a member that makes other pages than tokens alone."""
-        for name in ("lora_path", "lora_id"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                raise FormatError(f"{name}: {shown(value)} is no text; give one adapter")
-        if self.lora_path and not self.lora_id:
-            raise FormatError(
-                f"lora_path {shown(self.lora_path)}: the pages of an adapter are named by its "
-                "lora_id; give lora_id as well, as SGLang's request log has it"
-            )
-        for name in self.refused:
-            if getattr(self, name):
-                raise FormatError(
-                    f"{name}: changes the pages of the request, {_UNHASHABLE}, without {name}"
-                )
-
-    def request(self, line: Line, token_ids: list[int] | None = None, **more: Any) -> Request:
-        """Return the request of a line. Raises FormatError."""
-        hits, cached = self.hit_tokens, None
-        if isinstance(hits, _Cached):
-            cached = (hits.device, hits.host, hits.storage)
-        elif hits is not None:
-            cached = (hits, -1, -1)
-        for tokens in cached or ():
-            token_count(max(tokens, 0), "hit_tokens")
-        inputs = token_count(self.input_length, "input_length")
-        return Request(
-            line.where,
-            token_ids or [],
-            seeding_key(self.extra_key, self.lora_id),
-            self.cache_salt or None,
-            time=time_of(self.timestamp),
-            input_tokens=inputs if token_ids is None else len(token_ids),
-            output_tokens=token_count(self.output_length, "output_length"),
-            start=line.place,
-            cached=cached,
-            model=self.model,
-            adapter=self.lora_path or self.lora_id or None,
-            session=self.session_id,
-            **more,
-        )
-
-
-class _TokenLine(_Line):
+class _TokenLine(Record):
     token_ids: list[int] | None = None
     input_ids: list[int] | None = None
     hash_ids: list[_Int64] | None = None
@@ -151,38 +65,12 @@ class _TokenLine(_Line):
     output_ids: list[int] | None = None
 
 
-class _PromptLine(_Line):
-    """Members of a line with text or messages.
-
-    Source: SGLang srt/entrypoints/openai/protocol.py :: ChatCompletionRequest.
-    """
-
-    refused: ClassVar[tuple[str, ...]] = (
-        *_Line.refused,
-        "reasoning_effort",
-        "thinking",
-        "task",
-        "continue_final_message",
-    )
-    reasoning_effort: Any = None
-    thinking: Any = None
-    task: Any = None
-    continue_final_message: Any = None
-    text: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-
-
 class _PageLine(msgspec.Struct):
     page: str
     group: str | None = None
 
 
 _TOKEN_LINE = msgspec.json.Decoder(list[int] | _TokenLine)
-_PROMPT_LINE = msgspec.json.Decoder(str | list[dict[str, Any]] | _PromptLine)
 _PAGE_LINE = msgspec.json.Decoder(list[str] | _PageLine)
 
 
@@ -259,41 +147,50 @@ class Trace:
         form, context = self._form, Context(self._block_size)
         assert form is not None
         try:
-            if form.gives_several or form.is_document:
+            if form.is_document:
                 wanted = list(places)
-                every = {one.start: one for one in self.each(context) if one.start in {*wanted}}
+                every = {one.start: one for one in self.each(context, only=frozenset(wanted))}
                 yield from (every[place] for place in wanted)
             else:
                 reader = form.reader(context)
-                lines = (line for place in places for line in self._line_at(place))
-                found = (one for line in lines for one in reader(line))
+                found = (self._request_at(reader, place) for place in places)
                 yield from self._encoded(found, context)
         except (FormatError, KeyError) as error:
             source = self._inputs.source
             raise FormatError(f"{source}: changed since it was read; run again") from error
 
-    def _line_at(self, place: int) -> Iterator[Line]:
-        lines = unwrapped(self._inputs.lines_from(place))
-        return itertools.islice((line for line in lines if line.place == place), 1)
+    def _request_at(self, reader: Read, place: int) -> Request | Prompted:
+        """Return the request that starts at a place. Raises KeyError without one."""
+        for line in unwrapped(self._inputs.lines_from(place)):
+            if line.place <= place:
+                for one in _numbered(reader, line):
+                    if _start(one) == place:
+                        return one
+                break
+        raise KeyError(place)
 
-    def each(self, context: Context | None = None) -> Iterator[Request]:
-        """Yield every request with its tokens. context: gets the notes. Raises as `requests`."""
+    def each(
+        self, context: Context | None = None, only: frozenset[int] | None = None
+    ) -> Iterator[Request]:
+        """Yield every request with its tokens. Raises as `requests`.
+
+        context: gets the notes. only: starts of the requests that are wanted; default: all.
+        """
         context = context or Context(self._block_size)
         lines = self._lines()
         if (form := self._form) is not None:
             reader = form.reader(context)
             found = (one for line in lines for one in self._read_line(reader, line))
-            yield from self._encoded(found, context)
+            chosen = (one for one in found if only is None or _start(one) in only)
+            yield from self._encoded(chosen, context)
 
-    def _read_line(
-        self, reader: Callable[[Line], Iterable[Request | Prompted]], line: Line
-    ) -> Iterator[Request | Prompted]:
+    def _read_line(self, reader: Read, line: Line) -> Iterator[Request | Prompted]:
         """Yield the requests of a line, which a FormatError names."""
         try:
-            yield from reader(line)
+            yield from _numbered(reader, line)
         except FormatError as error:
             other = _form_of(line.data)
-            if other is None or self._form is None or other.title == self._form.title:
+            if other is None or self._form is None or other.reader is self._form.reader:
                 raise FormatError(f"{line.where}: {error}") from error
             raise FormatError(
                 f"{line.where}: is of {other.title}, but earlier lines are of {self._form.title}; "
@@ -366,7 +263,22 @@ class Trace:
             raise FormatError(f"{batch[0].request.where}: {error}") from error
 
 
-def _own_reader(context: Context) -> Callable[[Line], Iterable[Request]]:
+def _numbered(reader: Read, line: Line) -> Iterator[Request | Prompted]:
+    """Yield the requests of a line; the i-th starts at the place of the line plus i."""
+    for number, one in enumerate(reader(line)):
+        if number == 0:
+            yield one
+        elif isinstance(one, Request):
+            yield replace(one, start=line.place + number)
+        else:
+            yield replace(one, request=replace(one.request, start=line.place + number))
+
+
+def _start(one: Request | Prompted) -> int:
+    return one.start if isinstance(one, Request) else one.request.start
+
+
+def _own_reader(context: Context) -> Read:
     def read(line: Line) -> Iterable[Request]:
         found: list[int] | _TokenLine = decode(_TOKEN_LINE, line.data)
         if isinstance(found, list):
@@ -395,21 +307,9 @@ def _own_reader(context: Context) -> Callable[[Line], Iterable[Request]]:
     return read
 
 
-def _prompt_reader(_: Context) -> Callable[[Line], Iterable[Prompted]]:
-    def read(line: Line) -> Iterable[Prompted]:
-        found: str | list[dict[str, Any]] | _PromptLine = decode(_PROMPT_LINE, line.data)
-        if isinstance(found, str):
-            found = _PromptLine(text=found)
-        elif isinstance(found, list):
-            found = _PromptLine(messages=found)
-        found.refuse()
-        return (Prompted(_prompt(found), found.request(line)),)
-
-    return read
-
-
 FORMS = (
     *server_logs.FORMS,
+    *public_traces.FORMS,
     Form(
         "hicachectl",
         "JSON lines with token_ids, hash_ids or pages",
@@ -422,12 +322,8 @@ FORMS = (
         lambda line: _LIST.match(line) is not None,
         _own_reader,
     ),
-    Form(
-        "prompts",
-        "texts or chats as JSON lines",
-        lambda line: _TEXT.match(line) is not None or not members(line).isdisjoint(_PROMPT_MEMBERS),
-        _prompt_reader,
-    ),
+    *texts.FORMS,
+    public_traces.LENGTHS,
 )
 
 
@@ -524,34 +420,3 @@ def _at(where: str) -> Iterator[None]:
         yield
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from error
-
-
-def _prompt(line: _PromptLine) -> Prompt:
-    given = [value for value in (line.text, line.prompt, line.messages) if value is not None]
-    if len(given) != 1:
-        raise FormatError('needs exactly one of "text", "prompt" and "messages"')
-    if isinstance(given[0], str):
-        if line.chat_template_kwargs or line.tools:
-            raise FormatError("chat_template_kwargs and tools need messages")
-        return given[0]
-    for number, message in enumerate(given[0]):
-        if not isinstance(message.get("role"), str):
-            raise FormatError(f"messages[{number}]: has no role; give one")
-        _check_content(message.get("content"), f"messages[{number}]")
-    choice = line.tool_choice or "auto"
-    return Chat(given[0], line.chat_template_kwargs or {}, line.tools or (), choice)
-
-
-def _check_content(content: object, where: str) -> None:
-    """Refuse parts that SGLang hashes by bytes, not as text (schedule_batch.py, pad values)."""
-    if content is None or isinstance(content, str):
-        return
-    if not isinstance(content, list):
-        raise FormatError(
-            f"{where}.content: {shown(content)} is no text or list of parts; give one"
-        )
-    for part in content:
-        text = part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str) or part.get("type") not in ("text", "input_text"):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise FormatError(f"{where}.content: has a part of type {kind!r:.40}, {_UNHASHABLE}")
