@@ -10,9 +10,10 @@ from __future__ import annotations
 import bisect
 import glob
 import io
-import os
+import itertools
+import stat
 import tempfile
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
@@ -23,6 +24,7 @@ from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator, Sequence
 
 STDIN = "-"
@@ -33,6 +35,8 @@ _MAX_DOCUMENT_BYTES = 4 << 30
 _BUFFER_BYTES = 1 << 20
 _HEAD_BYTES = 1 << 16
 _CHECK = "check the path"
+
+Identity = tuple[int, int]  # device and inode
 
 
 class Line(NamedTuple):
@@ -60,7 +64,9 @@ class Inputs:
     def __init__(self, names: Sequence[str], *, keeps: bool = False) -> None:
         """Find the files. Raises UsageError for a name without any."""
         self.source = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        self._paths = [path for name in names for path in _files_of(name)]
+        found = [one for name in names for one in _files_of(name)]
+        self._paths = [path for path, _ in found]
+        self._identities = [identity for _, identity in found]
         self._keeps = keeps
         self._ends: list[int] = []  # the place after the last line of each file
         self._kept: dict[int, BinaryIO] = {}
@@ -170,7 +176,11 @@ class Inputs:
         """Return a stream of a file's lines, and whether the file can be opened again for them."""
         path = self._paths[number]
         is_stdin = str(path) == STDIN
-        raw = io.FileIO(0, closefd=False) if is_stdin else io.FileIO(path)
+        if is_stdin:
+            raw = io.FileIO(0, closefd=False)
+        else:
+            identity = self._identities[number]
+            raw = io.FileIO(path if identity is None else _now_at(path, identity))
         stream = cast("io.BufferedReader", io.BufferedReader(raw, _BUFFER_BYTES))
         begin = stream.peek(4)
         if begin.startswith(_UTF16):
@@ -189,7 +199,9 @@ class Inputs:
         try:
             yield
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-            raise UsageError(failed(self._paths[number], "read", error, _CHECK)) from error
+            is_damaged = getattr(error, "errno", 0) is None  # the library that unpacks states none
+            remedy = "it is damaged or not complete; copy it again" if is_damaged else _CHECK
+            raise UsageError(failed(self._paths[number], "read", error, remedy)) from error
 
 
 def _line_begin(file: BinaryIO, place: int) -> int:
@@ -203,17 +215,45 @@ def _line_begin(file: BinaryIO, place: int) -> int:
     return 0
 
 
-def _files_of(name: str) -> list[Path]:
-    """Return the files of an input; the one that changed last is at the end."""
+def _files_of(name: str) -> list[tuple[Path, Identity | None]]:
+    """Return the files of an input; the one that changed last is at the end.
+
+    Files of a directory or pattern have their identity; links to one of them are left out. Raises
+    UsageError.
+    """
+    if not name:
+        raise UsageError("the name of a request file is empty; give a file")
     path = Path(name)
-    if name == STDIN:
-        return [path]
-    if path.is_dir():
-        found = [one for one in path.iterdir() if one.is_file() and not one.name.startswith(".")]
-    elif glob.has_magic(name) and not path.exists():
-        found = [Path(one) for one in glob.glob(name) if os.path.isfile(one)]  # noqa: PTH113,PTH207
-    else:
-        return [path]
+    try:
+        if name != STDIN and path.is_dir():
+            names = [one for one in path.iterdir() if not one.name.startswith(".")]
+        elif glob.has_magic(name) and not path.exists():
+            names = [Path(one) for one in glob.glob(name)]  # noqa: PTH207
+        else:
+            return [(path, None)]
+        found = []
+        for one in names:
+            with suppress(FileNotFoundError):  # a link to nothing, or a file that was rotated
+                if stat.S_ISREG((status := one.stat()).st_mode):
+                    found.append((status.st_mtime_ns, one.is_symlink(), one.name, one, status))
+    except OSError as error:
+        raise UsageError(failed(name, "read", error, _CHECK)) from error
     if not found:
         raise UsageError(f"{name}: has no file; {_CHECK}")
-    return sorted(found, key=lambda one: (one.stat().st_mtime_ns, one.name))
+    distinct: dict[Identity, Path] = {}
+    for *_, one, status in sorted(found, key=lambda entry: entry[:3]):
+        distinct.setdefault(_identity_of(status), one)
+    return [(one, identity) for identity, one in distinct.items()]
+
+
+def _identity_of(status: os.stat_result) -> Identity:
+    return status.st_dev, status.st_ino
+
+
+def _now_at(path: Path, identity: Identity) -> Path:
+    """Return where a file is now: its server may have rotated it."""
+    for one in itertools.chain([path], path.parent.iterdir()):
+        with suppress(FileNotFoundError):
+            if _identity_of(one.stat()) == identity:
+                return one
+    raise UsageError(f"{path}: was rotated while the others were read; run again")
