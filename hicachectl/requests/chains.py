@@ -294,6 +294,17 @@ class Requests:
         size = self.block_tokens * count
         return replace(merged, block_tokens=size, hashing=None, _origin=None)
 
+    def after(self, lengths: IntArray, reach: IntArray) -> Requests:
+        """Return the requests without their first blocks: lengths [requests].
+
+        reach: blocks after them that a server asks a store for.
+        """
+        offsets, places = _ranges(self.offsets[:-1] + lengths, np.diff(self.offsets) - lengths)
+        prompts = np.maximum(self.prompt_blocks - lengths, 0)
+        return self._made_of(
+            places, fewer=False, offsets=offsets, reach=reach, prompt_blocks=prompts
+        )
+
     def take(self, order: IntArray) -> Requests:
         """Return some of the requests, each once, in this order."""
         offsets, places = _ranges(self.offsets[:-1][order], np.diff(self.offsets)[order])

@@ -1,0 +1,552 @@
+"""SGLang's device and host pools in front of a store: what they serve, and what the store is asked.
+
+Each server has one tree for both pools. Its nodes are runs of pages that no request divides. A node
+is copied and evicted as a whole, and only a leaf of its pool is evicted: the one used least
+recently. Requests are served one after another, and every copy is complete before the next.
+
+Source: SGLang 0.5.23, mem_cache/unified_cache/unified_tree_core.py and components/full.py,
+mem_cache/unified_radix_cache.py, managers/schedule_policy.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from hicachectl.formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hicachectl.formats.arrays import IntArray
+    from hicachectl.requests.chains import Requests
+    from hicachectl.simulation.caches import Cache
+    from hicachectl.simulation.replay import Seconds
+
+WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
+_LOAD_BACK_TOKENS = 10  # load_back_threshold: the server computes fewer tokens again
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """The pools of the servers.
+
+    l1_tokens: tokens of the device pool of one server.
+    l2_tokens: tokens of the host pool of one server.
+    write_policy: --hicache-write-policy.
+    servers: number of servers on the store. Requests go to them by their label "server", else in
+        turn.
+    threshold: least tokens that a server asks the store for, and takes from it.
+    chunk: --chunked-prefill-size.
+    """
+
+    l1_tokens: int
+    l2_tokens: int
+    write_policy: str = "write_through"
+    servers: int = 1
+    threshold: int = 256
+    chunk: int = 8192
+
+    @property
+    def filters(self) -> bool:
+        """Whether the pools keep the same pages after a hit of the store as after a miss.
+
+        Then one stream of requests serves stores of all sizes.
+        """
+        return self.write_policy == "write_through" and self.l2_tokens > self.l1_tokens
+
+
+class Filtered(NamedTuple):
+    """What the pools leave to the store.
+
+    requests: chains without the pages that the pools served. The store is asked for the pages
+        within reach, and all are written to it.
+    device: tokens that the device pools served, [requests].
+    host: tokens that the host pools served, [requests].
+    refused: number of requests that exceed the device pool. No server takes them.
+    """
+
+    requests: Requests
+    device: IntArray
+    host: IntArray
+    refused: int
+
+
+class Served(NamedTuple):
+    """Prompt tokens that each tier served, [requests] each.
+
+    refused: number of requests that exceed the device pool.
+    """
+
+    device: IntArray
+    host: IntArray
+    storage: IntArray
+    refused: int
+
+
+def filtered(requests: Requests, tiers: Tiers) -> Filtered:
+    """Return what the pools serve, and the requests as a store behind them sees them."""
+    assert tiers.filters
+    outcome = _serve(requests, tiers, None, None)
+    return Filtered(
+        requests.after(outcome.matched, outcome.asked),
+        outcome.device * requests.block_tokens,
+        outcome.host * requests.block_tokens,
+        outcome.refused,
+    )
+
+
+def replay_behind(
+    requests: Requests, tiers: Tiers, cache: Cache, *, seconds: Seconds | None = None
+) -> Served:
+    """Return what the pools and a cache behind them serve.
+
+    seconds: [requests] times of the requests, ascending; None if unknown.
+    """
+    outcome = _serve(requests, tiers, cache, seconds)
+    return Served(
+        outcome.device * requests.block_tokens,
+        outcome.host * requests.block_tokens,
+        outcome.storage * requests.block_tokens,
+        outcome.refused,
+    )
+
+
+class _Outcome(NamedTuple):
+    """Pages of each request.
+
+    matched: pages that the pools held; all pages of a refused request.
+    asked: further pages that the store was asked for.
+    device: pages that the device served.
+    host: pages that the host served.
+    storage: pages that the store served.
+    refused: number of requests that were refused.
+    """
+
+    matched: IntArray
+    asked: IntArray
+    device: IntArray
+    host: IntArray
+    storage: IntArray
+    refused: int
+
+
+def _serve(
+    requests: Requests, tiers: Tiers, cache: Cache | None, seconds: Seconds | None
+) -> _Outcome:
+    unit = requests.block_tokens
+    if not unit:
+        raise UsageError(
+            f"{requests.source}: does not tell the tokens of a block, which the sizes of L1 and L2 "
+            "count; give --block-size"
+        )
+    servers = _servers_of(requests, tiers.servers)
+    trees = [Tree(requests, tiers, cache) for _ in range(int(servers.max(initial=0)) + 1)]
+    times = np.zeros(len(requests)) if seconds is None else seconds
+    pages = np.zeros((5, len(requests)), np.int64)
+    refused = 0
+    for number, (server, time) in enumerate(zip(servers.tolist(), times.tolist(), strict=True)):
+        served = trees[server].serve(number, time)
+        if served is None:
+            refused += 1
+            pages[0, number] = requests.offsets[number + 1] - requests.offsets[number]
+        else:
+            pages[:, number] = served
+    matched, asked, device, host, storage = pages
+    return _Outcome(matched, asked, device, host, storage, refused)
+
+
+def _servers_of(requests: Requests, servers: int) -> IntArray:
+    labels = requests.labels.get("server")
+    if labels is not None and servers > 1:
+        return labels.ids.astype(np.int64) % servers
+    return np.arange(len(requests)) % servers
+
+
+class Node:
+    """Pages that follow one another, and that no request has divided.
+
+    at: place of the first page among the blocks of all requests.
+    length: number of pages.
+    parent: node that this one continues; the root is its own.
+    children: number of nodes that continue this one.
+    device_children: number of them on the device.
+    hits: insertions that passed the node.
+    used: time of the last access.
+    holder: request that is being served and holds the node.
+    """
+
+    __slots__ = (
+        "at",
+        "children",
+        "device_children",
+        "hits",
+        "holder",
+        "length",
+        "on_device",
+        "on_host",
+        "parent",
+        "used",
+    )
+
+    def __init__(self, at: int, length: int, parent: Node | None) -> None:
+        self.at = at
+        self.length = length
+        self.parent = self if parent is None else parent
+        self.children = self.device_children = self.hits = self.used = 0
+        self.on_device = self.on_host = False
+        self.holder = -1
+
+    @property
+    def is_device_leaf(self) -> bool:
+        """Whether the device pool can evict the node."""
+        return self.on_device and not self.device_children
+
+    @property
+    def is_host_leaf(self) -> bool:
+        """Whether the host pool can evict the node."""
+        return self.on_host and not self.on_device and not self.children
+
+
+class _Leaves:
+    """The leaves of one pool, in the order of their last access.
+
+    An entry may be out of date: its node was used since, or is no leaf any more.
+    """
+
+    def __init__(self, is_leaf: Callable[[Node], bool]) -> None:
+        self._is_leaf = is_leaf
+        self._entries: list[tuple[int, int, Node]] = []
+        self._entered: set[Node] = set()
+        self._numbers = count()
+
+    def add(self, node: Node) -> None:
+        """Enter a node, if it is a leaf."""
+        if node not in self._entered and self._is_leaf(node):
+            self._entered.add(node)
+            heappush(self._entries, (node.used, next(self._numbers), node))
+
+    def take_oldest(self, holder: int) -> Node | None:
+        """Return the leaf used least recently that the request does not hold, and remove it."""
+        held, oldest = [], None
+        while self._entries and oldest is None:
+            used, _, node = heappop(self._entries)
+            self._entered.discard(node)
+            if node.used != used:
+                self.add(node)
+            elif node.holder == holder:
+                held.append(node)
+            elif self._is_leaf(node):
+                oldest = node
+        for node in held:
+            self.add(node)
+        return oldest
+
+
+class Tree:
+    """The tree of one server. Sizes are in pages."""
+
+    def __init__(self, requests: Requests, tiers: Tiers, cache: Cache | None) -> None:
+        unit = requests.block_tokens
+        self._requests = requests
+        self._blocks = requests.blocks
+        self._unit = unit
+        self._cache = cache
+        self._pages = self.free = tiers.l1_tokens // unit
+        self.free_host = tiers.l2_tokens // unit
+        self._least = -(-tiers.threshold // unit)
+        self._chunk = max(tiers.chunk // unit, 1)
+        self._writes_back = tiers.write_policy == "write_back"
+        self._hits = 2 if tiers.write_policy == "write_through_selective" else 1
+        self._root = Node(0, 0, None)
+        self.nodes: dict[int, Node] = {}  # keys are the first blocks of the nodes
+        self._leaves = _Leaves(lambda node: node.is_device_leaf)
+        self._host_leaves = _Leaves(lambda node: node.is_host_leaf)
+        self._on_both: dict[Node, None] = {}  # only write_back, which frees such copies first
+        self._now = 0
+        self._number = -1
+        self._time = 0.0
+
+    def serve(self, number: int, time: float) -> tuple[int, int, int, int, int] | None:
+        """Serve a request; return its pages in the order of `_Outcome`, None if it is refused."""
+        requests = self._requests
+        start, end = requests.offsets[number : number + 2].tolist()
+        reach = int(requests.reach[number])
+        prompt = min(int(requests.prompt_blocks[number]), end - start)
+        tokens = int(requests.tokens[number])
+        tokens = prompt * self._unit if tokens < 0 else tokens
+        if self._pages_of(tokens) >= self._pages:
+            return None
+        self._number, self._time = number, time
+        path = self._match(start, start + reach)
+        device = sum(node.length for node in path if node.on_device)
+        matched = sum(node.length for node in path)
+        asked = reach - matched
+        if asked < self._least or (path and not path[-1].on_host):
+            asked = 0
+        storage = self._prefetch(start + matched, asked, path) if asked else 0
+        self._use(path)
+        host = matched - device
+        if host + storage and not self._load_back(path, host + storage):
+            host = storage = 0
+        self._compute(start, device + host + storage, prompt, tokens)
+        self._generate(start, prompt, end, tokens, int(requests.output_tokens[number]))
+        self._number = -1
+        return matched, asked, device, host, storage
+
+    def _pages_of(self, tokens: int) -> int:
+        return -(-tokens // self._unit)
+
+    def _match(self, start: int, stop: int) -> list[Node]:
+        """Return the nodes of the longest prefix in the pools; divide a node where it ends."""
+        path: list[Node] = []
+        while start < stop and (node := self.nodes.get(int(self._blocks[start]))) is not None:
+            length = self._common(node, start, stop)
+            path.append(node if length == node.length else self._divide(node, length))
+            if length < node.length:
+                break
+            start += length
+        self._use(path)
+        return path
+
+    def _common(self, node: Node, start: int, stop: int) -> int:
+        """Return how many pages of a node a chain has, at least one.
+
+        A block's name stands for its whole prefix, so equal blocks have equal blocks before them.
+        """
+        blocks, at = self._blocks, node.at
+        low, high = 1, min(node.length, stop - start) + 1
+        if blocks[at + high - 2] == blocks[start + high - 2]:
+            return high - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if blocks[at + middle - 1] == blocks[start + middle - 1]:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _use(self, path: list[Node]) -> None:
+        self._now += 1
+        for node in path:
+            node.used = self._now
+            node.holder = self._number
+
+    def _divide(self, node: Node, length: int) -> Node:
+        """Divide a node; return the front, a new node. The rest counts as used, too."""
+        front = Node(node.at, length, node.parent)
+        front.children = 1
+        front.device_children = int(node.on_device)
+        front.on_device, front.on_host = node.on_device, node.on_host
+        front.hits, front.holder = node.hits, node.holder
+        self._now += 1
+        front.used = node.used = self._now
+        node.at += length
+        node.length -= length
+        node.parent = front
+        self.nodes[int(self._blocks[front.at])] = front
+        self.nodes[int(self._blocks[node.at])] = node
+        self._note_both(front)
+        return front
+
+    def _prefetch(self, start: int, asked: int, path: list[Node]) -> int:
+        """Copy the leading pages that the store has into the host pool; return their number."""
+        if self._cache is None:
+            return 0
+        pages = self._blocks[start : start + asked].tolist()
+        found = self._cache.held(pages)
+        if found < self._least:
+            return 0
+        if found > self.free_host:
+            self._evict_host(found)
+        found = min(found, self.free_host)
+        if found < self._least:
+            return 0
+        self._cache.read(pages[:found], self._time)
+        node = self._add(start, found, path[-1] if path else self._root)
+        node.on_host = True
+        self.free_host -= found
+        path.append(node)
+        return found
+
+    def _add(self, at: int, length: int, parent: Node) -> Node:
+        node = Node(at, length, parent)
+        parent.children += 1
+        self._now += 1
+        node.used = self._now
+        node.holder = self._number
+        self.nodes[int(self._blocks[at])] = node
+        return node
+
+    def _load_back(self, path: list[Node], pages: int) -> bool:
+        """Copy the nodes of a path that only the host has to the device; return whether."""
+        if pages * self._unit < _LOAD_BACK_TOKENS or not self._make_room(pages):
+            return False
+        for node in path:
+            if not node.on_device:
+                self._put_on_device(node)
+                self._note_both(node)
+        return True
+
+    def _compute(self, start: int, done: int, prompt: int, tokens: int) -> None:
+        """Compute a prompt after its first `done` pages, and insert it after each chunk."""
+        counted, last = 0, self._pages_of(tokens)
+        while True:
+            stop = min(done + self._chunk, last)
+            self._make_room(stop - done + 1)
+            stop = min(stop, prompt)
+            self._insert(start, start + stop, counted)
+            counted = stop
+            done += self._chunk
+            if done >= last:
+                break
+
+    def _generate(self, start: int, prompt: int, end: int, tokens: int, outputs: int) -> None:
+        """Generate tokens after a prompt, and insert them."""
+        if outputs > 1:
+            self._make_room(self._pages_of(tokens + outputs - 2) - prompt + 1)
+        if start + prompt < end:
+            self._insert(start, end, prompt)
+            self._insert(start, start + prompt, prompt)
+
+    def _insert(self, start: int, stop: int, counted: int) -> None:
+        """Insert a chain that is on the device.
+
+        counted: leading pages that this request has inserted before.
+        """
+        at, parent = start, self._root
+        while at < stop and (node := self.nodes.get(int(self._blocks[at]))) is not None:
+            self._now += 1
+            node.used = self._now
+            length = self._common(node, at, stop)
+            if length < node.length:
+                node = self._divide(node, length)
+            node.holder = self._number
+            if not node.on_device:
+                self._put_on_device(node)
+                self._note_both(node)
+            at += length
+            if at - start > counted:
+                self._count_hit(node)
+            parent = node
+        if at < stop:
+            node = self._add(at, stop - at, parent)
+            self._put_on_device(node)
+            self._count_hit(node)
+
+    def _put_on_device(self, node: Node) -> None:
+        node.on_device = True
+        node.parent.device_children += 1
+        self.free -= node.length
+        self._leaves.add(node)
+
+    def _count_hit(self, node: Node) -> None:
+        """Count an insertion; copy the node to the host and the store if the policy says so.
+
+        Nodes before it that are not on the host are copied first.
+        """
+        if self._writes_back:
+            return
+        node.hits += 1
+        if node.on_host or node.hits < self._hits:
+            return
+        chain = [node]
+        while (parent := chain[-1].parent) is not self._root and not parent.on_host:
+            chain.append(parent)
+        for unwritten in reversed(chain):
+            if not self._back_up(unwritten):
+                return
+
+    def _back_up(self, node: Node) -> bool:
+        """Copy a node to the host and then to the store; return whether the host had room."""
+        lacking = node.length - self.free_host
+        if lacking > 0 and self._evict_host(lacking) < lacking:
+            return False
+        node.on_host = True
+        self.free_host -= node.length
+        if self._cache is not None:
+            pages = self._blocks[node.at : node.at + node.length].tolist()
+            self._cache.write(pages, self._time)
+        return True
+
+    def _make_room(self, pages: int) -> bool:
+        """Evict nodes from the device until so many pages are free; return whether they are."""
+        while self.free < pages:
+            node = self._leaves.take_oldest(self._number)
+            if node is None:
+                return False
+            if self._writes_back and not node.on_host and not self._back_up(node):
+                self._drop(node)
+            elif node.on_host:
+                self._leave_device(node)
+                self._host_leaves.add(node)
+            else:
+                self._remove(node)
+        return True
+
+    def _leave_device(self, node: Node) -> None:
+        node.on_device = False
+        node.parent.device_children -= 1
+        self.free += node.length
+        self._on_both.pop(node, None)
+        self._leaves.add(node.parent)
+
+    def _evict_host(self, pages: int) -> int:
+        """Free pages of the host pool, if it can; return how many."""
+        before = self.free_host
+        if self._writes_back:
+            self._free_both(pages)
+        while self.free_host - before < pages:
+            node = self._host_leaves.take_oldest(self._number)
+            if node is None:
+                break
+            self._remove(node)
+        return self.free_host - before
+
+    def _note_both(self, node: Node) -> None:
+        if self._writes_back and node.on_device and node.on_host:
+            self._on_both.setdefault(node)
+
+    def _free_both(self, pages: int) -> None:
+        """Free host copies of nodes that are on the device; of its leaves only if needed."""
+        for takes_leaves in (False, True):
+            for node in list(self._on_both):
+                if pages <= 0:
+                    return
+                if takes_leaves or not node.is_device_leaf or node.holder == self._number:
+                    del self._on_both[node]
+                    node.on_host = False
+                    self.free_host += node.length
+                    pages -= node.length
+
+    def _drop(self, node: Node) -> None:
+        """Remove a node of the device with the nodes that continue it, which only the host has."""
+        while node.children:
+            for other in list(self.nodes.values()):
+                ancestor = other.parent
+                while ancestor is not node and ancestor is not self._root:
+                    ancestor = ancestor.parent
+                if ancestor is node and not other.children:
+                    self._remove(other)
+        self._remove(node)
+
+    def _remove(self, node: Node) -> None:
+        """Remove a node without children, and nodes before it that no pool has."""
+        while True:
+            parent = node.parent
+            if node.on_device:
+                self._leave_device(node)
+            if node.on_host:
+                node.on_host = False
+                self.free_host += node.length
+            del self.nodes[int(self._blocks[node.at])]
+            parent.children -= 1
+            if parent is self._root or parent.children or parent.on_device or parent.on_host:
+                break
+            node = parent
+        self._leaves.add(parent)
+        self._host_leaves.add(parent)
