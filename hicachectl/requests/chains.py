@@ -479,7 +479,9 @@ class Columns:
             )
         tokens, starts = _numpy(self._tokens), _numpy(self._starts)
         hashing = None if self._hashed is False else self._hashing
-        names, blocks = _distinct_ids(self._ids) if self._hashed is False else self._distinct()
+        names, blocks = (
+            _distinct_ids(_numpy(self._ids)) if self._hashed is False else self._distinct()
+        )
         if hashing is not None:
             block_tokens = hashing.page_size
         else:
@@ -570,9 +572,28 @@ def _ranges(starts: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:
     return offsets, np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
 
 
-def _distinct_ids(ids: array[int]) -> tuple[Names, Blocks]:
-    coded = pa.array(_numpy(ids)).dictionary_encode()
-    return coded.dictionary.to_numpy(), coded.indices.to_numpy()
+def _distinct_ids(ids: IntArray) -> tuple[Names, Blocks]:
+    """Return the distinct ids in the order of their first use, and the index of each id in them.
+
+    Most traces number their blocks. A table by number takes a tenth of the time of a hash table,
+    and a quarter of its memory.
+    """
+    least, most = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+    if most - least > 2 * len(ids):
+        coded = pa.array(ids).dictionary_encode()
+        return coded.dictionary.to_numpy(), coded.indices.to_numpy()
+    table = np.full(most - least + 1, -1, np.int32)
+    pieces = range(0, len(ids), _REFERENCES_AT_ONCE)
+    for start in reversed(pieces):  # the first use is written last
+        piece = ids[start : start + _REFERENCES_AT_ONCE]
+        table[piece[::-1] - least] = np.arange(start, start + len(piece), dtype=np.int32)[::-1]
+    names = ids[np.sort(table[table >= 0])]
+    table[names - least] = np.arange(len(names), dtype=np.int32)
+    blocks = np.empty(len(ids), np.int32)
+    for start in pieces:
+        piece = ids[start : start + _REFERENCES_AT_ONCE]
+        blocks[start : start + len(piece)] = table[piece - least]
+    return names, blocks
 
 
 def _numpy(values: array[int]) -> IntArray:

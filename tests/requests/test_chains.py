@@ -7,16 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.hashing import namespace_seed, page_hashes
 from hicachectl.formats.profile import parse_profile
 from hicachectl.requests import chains
-from hicachectl.requests.chains import Hashing, requests_of_pages
+from hicachectl.requests.chains import Columns, Hashing, requests_of_pages
+from hicachectl.requests.forms import Request
 from hicachectl.requests.reading import Trace
 from tests import stores
 from tests.prewarming.traces import read_file, trace_of
+from tests.speed import examples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,6 +55,26 @@ def test_ids_need_not_be_small_or_positive() -> None:
     trace = trace_of([{"hash_ids": [2**62, -5]}, {"hash_ids": [2**62, 11]}])
     assert trace.names.tolist() == [2**62, -5, 11]
     assert trace.forest.parents.tolist() == [-1, 0, 0]
+
+
+@examples(40)
+@given(
+    chains=st.lists(st.lists(st.integers(0, 40), unique=True), min_size=1),
+    least=st.sampled_from([-(2**63), -20, 0, 2**40]),
+    step=st.sampled_from([1, 2**50]),
+)
+def test_blocks_are_numbered_by_their_first_use(
+    chains: list[list[int]], least: int, step: int
+) -> None:
+    ids = [[least + step * number for number in chain] for chain in chains]
+    columns = Columns(None)
+    for chain in ids:
+        columns.add(Request("", [], block_ids=chain))
+    requests = columns.finished("")
+    every = [block for chain in ids for block in chain]
+    first = list(dict.fromkeys(every))
+    assert requests.names.tolist() == first
+    assert requests.blocks.tolist() == [first.index(block) for block in every]
 
 
 def test_requests_are_put_in_order_of_time() -> None:
