@@ -290,8 +290,10 @@ class Requests:
         lengths = np.diff(self.offsets) // count
         offsets, numbers = _ranges(np.zeros(len(self), np.int64), lengths)
         places = np.repeat(self.offsets[:-1], lengths) + numbers * count + count - 1
-        merged = self._made_of(places, fewer=True, offsets=offsets, reach=self.reach // count)
-        size = self.block_tokens * count
+        prompts, size = self.prompt_blocks // count, self.block_tokens * count
+        merged = self._made_of(
+            places, fewer=True, offsets=offsets, reach=self.reach // count, prompt_blocks=prompts
+        )
         return replace(merged, block_tokens=size, hashing=None, _origin=None)
 
     def after(self, lengths: IntArray, reach: IntArray) -> Requests:

@@ -41,6 +41,8 @@ class CapacityRow(TypedDict):
     requests: int
     tokens: int
     hit_tokens: int
+    device_tokens: int | None
+    host_tokens: int | None
     hit_share: float | None
     tokens_saved_per_hour: float | None
     gain_per_tib: float | None
@@ -76,11 +78,15 @@ class Served(NamedTuple):
 
     capacities: the capacities, ascending.
     tokens: [capacities, requests].
+    device: [capacities or 1, requests], tokens that the devices serve; None without their memory.
+    host: the same of the hosts.
     """
 
     policy: str
     capacities: Sequence[Capacity]
     tokens: IntArray
+    device: IntArray | None = None
+    host: IntArray | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -180,40 +186,73 @@ class Counting:
         """Yield the rows of all groups, policies and capacities."""
         ids, count = grouping.ids[self.counted], len(grouping.names)
         requests = np.bincount(ids, minlength=count)
-        tokens = _sums(ids, self.tokens[self.counted], count)
-        hits = [
-            np.stack([_sums(ids, row[self.counted], count) for row in one.tokens]) for one in served
+        tokens = self._sums(self.tokens[None], ids, count)[0]
+        sums = [
+            [
+                None if values is None else self._sums(values, ids, count)
+                for values in (one.tokens, one.device, one.host)
+            ]
+            for one in served
         ]
         for number in np.flatnonzero(requests).tolist():
-            for one, found in zip(served, hits, strict=True):
-                before: tuple[float, int] | None = None
-                for capacity, hit in zip(one.capacities, found[:, number].tolist(), strict=True):
-                    share = hit / tokens[number] if tokens[number] else None
-                    gain = None
-                    if share is not None and capacity.nbytes is not None:
-                        if before is not None and capacity.nbytes > before[1]:
-                            gain = (share - before[0]) / (capacity.nbytes - before[1]) * _TIB
-                        before = share, capacity.nbytes
-                    yield {
-                        "what_if": what_if,
-                        "by": grouping.by,
-                        "group": grouping.names[number],
-                        "capacity_bytes": capacity.nbytes,
-                        "capacity_pages": capacity.pages,
-                        "policy": one.policy,
-                        "start": start,
-                        "requests": int(requests[number]),
-                        "tokens": int(tokens[number]),
-                        "hit_tokens": hit,
-                        "hit_share": share,
-                        "tokens_saved_per_hour": hit / self.hours if self.hours else None,
-                        "gain_per_tib": gain,
-                        "limit_bytes": capacity.limit,
-                    }
+            head = {
+                "what_if": what_if,
+                "by": grouping.by,
+                "group": grouping.names[number],
+                "start": start,
+                "requests": int(requests[number]),
+                "tokens": int(tokens[number]),
+            }
+            for one, found in zip(served, sums, strict=True):
+                before: CapacityRow | None = None
+                for place, capacity in enumerate(one.capacities):
+                    hits, device, host = (
+                        None if values is None else int(values[place % len(values), number])
+                        for values in found
+                    )
+                    before = self._row(
+                        head, one.policy, capacity, (hits or 0, device, host), before
+                    )
+                    yield before
 
+    def _row(
+        self,
+        head: Mapping[str, Any],
+        policy: str,
+        capacity: Capacity,
+        served: tuple[int, int | None, int | None],
+        before: CapacityRow | None,
+    ) -> CapacityRow:
+        """Return a row. before: the row of the next smaller capacity."""
+        hits, device, host = served
+        share = hits / head["tokens"] if head["tokens"] else None
+        gain = None
+        if before is not None and share is not None and capacity.nbytes is not None:
+            more = capacity.nbytes - (before["capacity_bytes"] or 0)
+            gain = (share - (before["hit_share"] or 0.0)) / more * _TIB
+        row: Any = {
+            **head,
+            "capacity_bytes": capacity.nbytes,
+            "capacity_pages": capacity.pages,
+            "policy": policy,
+            "hit_tokens": hits,
+            "device_tokens": device,
+            "host_tokens": host,
+            "hit_share": share,
+            "tokens_saved_per_hour": hits / self.hours if self.hours else None,
+            "gain_per_tib": gain,
+            "limit_bytes": capacity.limit,
+        }
+        return {name: row[name] for name in _SCHEMA.names}  # type: ignore[return-value]
 
-def _sums(ids: IntArray, values: IntArray, count: int) -> IntArray:
-    return np.bincount(ids, weights=values, minlength=count).astype(np.int64)
+    def _sums(self, values: IntArray, ids: IntArray, count: int) -> IntArray:
+        """Return the sums of the counted requests of each group: [rows, groups]."""
+        return np.stack(
+            [
+                np.bincount(ids, weights=row[self.counted], minlength=count).astype(np.int64)
+                for row in values
+            ]
+        )
 
 
 def everyone(requests: Requests) -> Grouping:
@@ -236,6 +275,12 @@ def curve_for_people(rows: Sequence[CapacityRow]) -> pa.Table:
         ">capacity": [_capacity_text(row) for row in rows],
         ">pages": [str(row["capacity_pages"]) for row in rows],
         ">tokens": [str(row["tokens"]) for row in rows],
+        ">l1+l2": [
+            f"{((row['device_tokens'] or 0) + (row['host_tokens'] or 0)) / row['tokens']:.1%}"
+            if row["device_tokens"] is not None and row["tokens"]
+            else None
+            for row in rows
+        ],
         ">hits": [None if row["hit_share"] is None else f"{row['hit_share']:.1%}" for row in rows],
         "curve": ["█" * round((row["hit_share"] or 0) * _BAR) for row in rows],
         ">gain/TiB": [
@@ -253,7 +298,7 @@ def curve_for_people(rows: Sequence[CapacityRow]) -> pa.Table:
         {
             name: pa.array(cells, pa.string())
             for name, cells in columns.items()
-            if name in always or (name in ("what if", ">gain/TiB") and any(cells))
+            if name in always or (name in ("what if", ">l1+l2", ">gain/TiB") and any(cells))
         }
     )
 
@@ -287,19 +332,26 @@ def answer(rows: Sequence[CapacityRow], document: Mapping[str, Any]) -> str:
     as much.
     """
     policy, most, today = rows[0]["policy"], document["most_share"] or 0.0, document["today_bytes"]
-    ceiling = f"no cache of any size serves more than {most:.1%}"
-    curve = [row for row in rows if row["by"] is None and row["policy"] == policy]
+    whole = [row for row in rows if row["by"] is None and row["policy"] == policy]
+    curve = [row for row in whole if row["what_if"] is None]
     shares = {row["capacity_bytes"]: row["hit_share"] or 0.0 for row in curve}
-    if today:
-        now, less, more = shares[today], shares[today // 2], shares[today * 2]
-        return (
-            f"{policy}: {human_size(today)} serve {now:.1%}; {human_size(today * 2)} would serve "
-            f"{more:.1%} ({(more - now) * 100:+.1f}), {human_size(today // 2)} {less:.1%} "
-            f"({(less - now) * 100:+.1f}); {ceiling}"
-        )
     enough = [row for row in curve if (row["hit_share"] or 0.0) >= _ENOUGH * most]
-    row = (enough or curve[-1:])[0]
-    return f"{policy}: {_capacity_text(row)} serve {row['hit_share'] or 0.0:.1%}; {ceiling}"
+    chosen = (enough or curve[-1:])[0]
+    if today:
+        chosen = next(row for row in curve if row["capacity_bytes"] == today)
+    now = chosen["hit_share"] or 0.0
+    said = [f"{policy}: {_capacity_text(chosen)} serve {now:.1%}"]
+    if today:
+        less, more = shares[today // 2], shares[today * 2]
+        said.append(
+            f"{human_size(today * 2)} would serve {more:.1%} ({(more - now) * 100:+.1f}), "
+            f"{human_size(today // 2)} {less:.1%} ({(less - now) * 100:+.1f})"
+        )
+    for row in whole:
+        if row["what_if"] and row["capacity_bytes"] == chosen["capacity_bytes"]:
+            share = row["hit_share"] or 0.0
+            said.append(f"with {row['what_if']} {share:.1%} ({(share - now) * 100:+.1f})")
+    return "; ".join([*said, f"no cache of any size serves more than {most:.1%}"])
 
 
 def _capacity_text(row: CapacityRow) -> str:

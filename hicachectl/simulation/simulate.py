@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,7 +15,10 @@ from hicachectl.formats.eviction import Policy
 from hicachectl.formats.profile import PREFETCH_THRESHOLD
 from hicachectl.formats.restorable import leading_runs
 from hicachectl.formats.wording import not_one_of
+from hicachectl.requests.chains import Hashing
 from hicachectl.results import Result
+from hicachectl.simulation.caches import cache_of
+from hicachectl.simulation.changes import changed, changes_text
 from hicachectl.simulation.losses import Today, look_at
 from hicachectl.simulation.replay import replay
 from hicachectl.simulation.shares import (
@@ -34,6 +38,7 @@ from hicachectl.simulation.shares import (
 )
 from hicachectl.simulation.sizes import PageSizes
 from hicachectl.simulation.starts import start_from_plan
+from hicachectl.simulation.tiers import WRITE_POLICIES, Tiers, filtered, replay_behind
 from hicachectl.text.tables import table_lines
 
 if TYPE_CHECKING:
@@ -45,7 +50,8 @@ if TYPE_CHECKING:
     from hicachectl.prewarming.ranking import PlannedPages
     from hicachectl.requests.chains import Requests
     from hicachectl.simulation.caches import Start
-    from hicachectl.simulation.replay import Runs
+    from hicachectl.simulation.replay import Runs, Seconds
+    from hicachectl.simulation.tiers import Filtered
     from hicachectl.text.tables import Screen
 
 EVICTION_RATIO = 0.9
@@ -92,6 +98,15 @@ class SimulateRequest:
     threshold: the servers' prefetch threshold in tokens; None: what the profile states, else
         SGLang's default.
     plan: pages that the caches hold at first; None: those of the store, if one is given.
+    what_ifs: settings of other deployments, by name: page_size, tp, kv_cache_dtype and layout. Each
+        is simulated, too, with caches that are empty at first.
+    reread: function that reads the requests with another hashing; a what-if needs it for a page
+        size that is no multiple.
+    l1: device memory for pages of one server, all its ranks together, in the unit of capacities;
+        None: every hit is one of the store.
+    l2: host memory, likewise.
+    write_policy: --hicache-write-policy of the servers.
+    servers: number of servers on the store.
     cold: begin with empty caches.
     allow_empty: accept a store without any page.
     """
@@ -105,6 +120,12 @@ class SimulateRequest:
     by: tuple[str, ...] = ()
     threshold: int | None = None
     plan: PlannedPages | None = None
+    what_ifs: tuple[Mapping[str, str], ...] = ()
+    reread: Callable[[Hashing], Requests] | None = None
+    l1: int | None = None
+    l2: int | None = None
+    write_policy: str = WRITE_POLICIES[0]
+    servers: int = 1
     cold: bool = False
     allow_empty: bool = False
 
@@ -119,6 +140,10 @@ class SimulateRequest:
             raise UsageError(f"capacities: give at most {_MOST_CAPACITIES}")
         if not 0 < self.eviction_ratio <= 1:
             raise UsageError(f"eviction_ratio: {self.eviction_ratio:g} is not in 0..1; give 0.9")
+        if (self.l1 is None) != (self.l2 is None):
+            raise UsageError("l1, l2: only one of them is given; give both")
+        if self.write_policy not in WRITE_POLICIES:
+            raise UsageError(not_one_of("write_policy", self.write_policy, WRITE_POLICIES))
         if not 0 <= self.warm_up < 1:
             raise UsageError(f"warm_up: {self.warm_up:g} leaves no request; give less than 1")
 
@@ -149,22 +174,24 @@ def simulate(
     Raises UsageError if the requests do not tell the tokens of a page or the groups, or have other
     pages than the profile; ProfileError, EmptyStore and StoreUnavailable.
     """
-    requests, pages_of_block = in_pages(request.requests.in_time_order(), request.profile)
-    counting = Counting.of(requests, request.warm_up)
-    groupings = [everyone(requests), *(grouping_of(requests, by) for by in request.by)]
+    case = _Case.of(request)
+    requests, counting = case.requests, Counting.of(case.requests, request.warm_up)
     if store is not None and today is None:
         today = _today(request, store, requests, counting, on_listed)
-    start = _start(request, requests, today)
-    sizes = PageSizes.of(request.profile, Policy.LRU).in_blocks(pages_of_block)
+    case = replace(case, start=_start(request, requests, today))
+    sizes = case.sizes(Policy.LRU)
     capacities = _capacities(request, len(requests.names), sizes, today)
-    own = Policy.LRU if store is None else store.eviction()
-    served = [
-        _served(Policy(name), request, requests, pages_of_block, capacities, start)
-        for name in request.policies or (own, Policy.OPTIMAL)
+    policies = [Policy(name) for name in request.policies]
+    if not policies:
+        replayed = case.tiers is None or case.tiers.filters
+        own = Policy.LRU if store is None else store.eviction()
+        policies = [own, *([Policy.OPTIMAL] if replayed else [])]
+    rows = [
+        row
+        for one in (case, *(case.what_if(changes) for changes in request.what_ifs))
+        for row in one.rows(policies, capacities)
     ]
-    name = COLD if start is None else STORE if request.plan is None else PLAN
-    rows = [row for grouping in groupings for row in counting.rows(served, grouping, start=name)]
-    most = _hit_tokens(_most_pages(requests, start, request), requests)
+    most = case.hit_tokens(case.most_pages())
     document: dict[str, Any] = msgspec.to_builtins(
         SimulateDocument(
             store=None if store is None else store.url,
@@ -222,58 +249,158 @@ def _start(request: SimulateRequest, requests: Requests, today: Today | None) ->
     return None if today is None else today.start
 
 
-def _served(
-    policy: Policy,
-    request: SimulateRequest,
-    requests: Requests,
-    pages_of_block: int,
-    capacities: Sequence[int],
-    start: Start | None,
-) -> Served:
-    """Return what caches of a policy serve. Raises UsageError and as `object_specs` does."""
-    sizes = PageSizes.of(request.profile, policy).in_blocks(pages_of_block)
-    unit, limited = requests.seconds_per_unit, policy.limit != "store" and sizes.known
-    runs = replay(
-        policy,
-        requests,
-        capacities,
-        sizes,
-        ratio=request.eviction_ratio,
-        least=_least_pages(requests, request),
-        start=start,
-        seconds=None if requests.times is None or unit is None else requests.times * unit,
-    )
-    found = [
-        Capacity(
-            sizes.pages(size),
-            size if sizes.known else None,
-            size // sizes.limits if limited else None,
-        )
-        for size in capacities
-    ]
-    return Served(policy, found, _hit_tokens(runs, requests))
+@dataclass(frozen=True, eq=False)
+class _Case:
+    """Requests in the pages of one deployment.
 
-
-def _least_pages(requests: Requests, request: SimulateRequest) -> int:
-    """Return the least number of leading pages that servers read."""
-    return -(-request.prefetch_threshold // requests.block_tokens)
-
-
-def _hit_tokens(runs: Runs, requests: Requests) -> IntArray:
-    """Return the tokens of leading pages: [..., requests]."""
-    return np.minimum(runs.astype(np.int64) * requests.block_tokens, prompt_tokens(requests))
-
-
-def _most_pages(requests: Requests, start: Start | None, request: SimulateRequest) -> Runs:
-    """Return the leading pages of each request that were used before, or that the caches begin
-    with: no cache serves more.
+    pages_of_block: pages of the deployment in a block of the requests.
+    start: pages that the caches hold at first.
+    changes: settings that are not those of the request's profile.
     """
-    known = np.ones(len(requests.blocks), np.bool_)
-    known[np.unique(requests.blocks, return_index=True)[1]] = False
-    if start is not None:
-        known |= np.isin(requests.blocks, start.pages)
-    runs = np.minimum(leading_runs(known, requests.offsets), requests.reach)
-    return np.where(runs >= _least_pages(requests, request), runs, 0).astype(np.int32)
+
+    request: SimulateRequest
+    profile: Profile | None
+    requests: Requests
+    pages_of_block: int
+    start: Start | None = None
+    changes: Mapping[str, str] | None = None
+
+    @classmethod
+    def of(cls, request: SimulateRequest) -> _Case:
+        """Return the case of the request's own deployment."""
+        requests = request.requests.in_time_order()
+        return cls(request, request.profile, *in_pages(requests, request.profile))
+
+    def what_if(self, changes: Mapping[str, str]) -> _Case:
+        """Return the same with other settings, and caches that are empty at first.
+
+        Raises UsageError, and ProfileError for a deployment that does not exist.
+        """
+        if self.profile is None:
+            raise UsageError("what_if: other settings need a profile; give one")
+        profile, request = changed(self.profile, changes), self.request
+        size, requests = profile.page_size, request.requests
+        if requests.hashed and size % requests.block_tokens and request.reread is not None:
+            requests = request.reread(Hashing.of(profile))
+        return _Case(request, profile, *in_pages(requests.in_time_order(), profile), None, changes)
+
+    def sizes(self, policy: Policy) -> PageSizes:
+        """Return the bytes of a block in a store with a policy. Raises as `object_specs` does."""
+        return PageSizes.of(self.profile, policy).in_blocks(self.pages_of_block)
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """The memory of the servers, in tokens; None if it is not simulated."""
+        request = self.request
+        if request.l1 is None or request.l2 is None:
+            return None
+        tokens, pages = self.requests.block_tokens, self.sizes(Policy.LRU).pages
+        return Tiers(
+            pages(request.l1) * tokens,
+            pages(request.l2) * tokens,
+            request.write_policy,
+            request.servers,
+            request.prefetch_threshold,
+        )
+
+    def rows(self, policies: Sequence[Policy], capacities: Sequence[int]) -> Iterator[CapacityRow]:
+        """Yield the rows of all requests, then those of their groups."""
+        start = COLD if self.start is None else STORE if self.request.plan is None else PLAN
+        counting = Counting.of(self.requests, self.request.warm_up)
+        served = [self._served(policy, capacities) for policy in policies]
+        by = (grouping_of(self.requests, by) for by in self.request.by)
+        text = None if self.changes is None else changes_text(self.changes)
+        for grouping in (everyone(self.requests), *by):
+            yield from counting.rows(served, grouping, start=start, what_if=text)
+
+    def _served(self, policy: Policy, capacities: Sequence[int]) -> Served:
+        """Return what caches of a policy serve."""
+        sizes, tiers = self.sizes(policy), self.tiers
+        limited = policy.limit != "store" and sizes.known
+        found = [
+            Capacity(
+                sizes.pages(size),
+                size if sizes.known else None,
+                size // sizes.limits if limited else None,
+            )
+            for size in capacities
+        ]
+        if tiers is None:
+            runs = self._replay(policy, self.requests, capacities, sizes)
+            return Served(policy, found, self.hit_tokens(runs))
+        if tiers.filters:
+            front = self._filtered
+            runs = self._replay(policy, front.requests, capacities, sizes)
+            tokens = runs.astype(np.int64) * self.requests.block_tokens
+            return Served(policy, found, tokens, front.device[None], front.host[None])
+        behind = [
+            replay_behind(
+                self.requests,
+                tiers,
+                cache_of(
+                    policy,
+                    size,
+                    sizes,
+                    parents=self.requests.forest.parents,
+                    ratio=self.request.eviction_ratio,
+                    start=self.start,
+                ),
+                seconds=self._seconds,
+            )
+            for size in capacities
+        ]
+        tokens, device, host = (
+            np.stack([getattr(one, name) for one in behind])
+            for name in ("storage", "device", "host")
+        )
+        return Served(policy, found, tokens, device, host)
+
+    def _replay(
+        self, policy: Policy, requests: Requests, capacities: Sequence[int], sizes: PageSizes
+    ) -> Runs:
+        return replay(
+            policy,
+            requests,
+            capacities,
+            sizes,
+            ratio=self.request.eviction_ratio,
+            least=self._least_pages,
+            start=self.start,
+            seconds=self._seconds,
+        )
+
+    @cached_property
+    def _filtered(self) -> Filtered:
+        assert self.tiers is not None
+        return filtered(self.requests, self.tiers)
+
+    @property
+    def _seconds(self) -> Seconds | None:
+        times, unit = self.requests.times, self.requests.seconds_per_unit
+        return None if times is None or unit is None else times * unit
+
+    @property
+    def _least_pages(self) -> int:
+        """Least number of leading pages that servers read."""
+        return -(-self.request.prefetch_threshold // self.requests.block_tokens)
+
+    def hit_tokens(self, runs: IntArray | Runs) -> IntArray:
+        """Return the tokens of leading pages: [..., requests]."""
+        size = self.requests.block_tokens
+        return np.minimum(runs.astype(np.int64) * size, prompt_tokens(self.requests))
+
+    def most_pages(self) -> IntArray:
+        """Return the leading pages of each request that were used before, or held at first.
+
+        No cache serves more.
+        """
+        requests = self.requests
+        known = np.ones(len(requests.blocks), np.bool_)
+        known[np.unique(requests.blocks, return_index=True)[1]] = False
+        if self.start is not None:
+            known |= np.isin(requests.blocks, self.start.pages)
+        runs = np.minimum(leading_runs(known, requests.offsets), requests.reach)
+        return np.where(runs >= self._least_pages, runs, 0)
 
 
 def in_pages(requests: Requests, profile: Profile | None) -> tuple[Requests, int]:

@@ -205,6 +205,7 @@ def simulate(stores: Stores) -> Documents:
     asked = ("simulate", "--trace", trace, "--policy", "lru,hicachefile")
     yield stores.run(*asked, *stores.profile, stores.damaged)
     yield stores.run(*asked, *stores.profile, "--by", "session-age")
+    yield stores.run(*asked, *stores.profile, "--l1", "1MiB", "--l2", "2MiB", "--what-if", "tp=1")
     yield stores.run(*asked, "--page-size", PROFILE.page_size)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,12 +12,13 @@ import pytest
 
 import hicachectl
 from hicachectl.backends.base import open_store
-from hicachectl.formats.errors import EmptyStore, UsageError
+from hicachectl.formats.errors import EmptyStore, FormatError, UsageError
 from hicachectl.formats.hashing import page_hashes_hex
 from hicachectl.formats.profile import parse_profile
 from hicachectl.prewarming.ranking import PlannedPages
 from hicachectl.requests.chains import Hashing, requests_of
 from hicachectl.requests.forms import Request
+from hicachectl.simulation.changes import parse_changes
 from hicachectl.simulation.simulate import SimulateRequest, simulate
 from tests.prewarming.traces import trace_of
 from tests.stores import DSA, OLD, put
@@ -103,6 +105,8 @@ def test_the_rows_are_those_counted_by_hand() -> None:
         "requests": 3,
         "tokens": 2512,
         "hit_tokens": 512,
+        "device_tokens": None,
+        "host_tokens": None,
         "hit_share": 512 / 2512,
         "tokens_saved_per_hour": 512,
         "gain_per_tib": None,
@@ -246,6 +250,91 @@ def test_a_wrong_request_is_refused(fields: dict[str, Any], said: str) -> None:
     requests = trace_of(ROWS)
     with pytest.raises(UsageError, match=said):
         simulate(SimulateRequest(requests=requests, **fields))
+
+
+def test_other_settings_give_other_bytes_a_page() -> None:
+    """With rows of fp8 a page has 5664 bytes; a page of 8 tokens has twice 10272."""
+    lines = [(float(at), chain(1, 4)) for at in range(2)]
+    changes = ({"kv_cache_dtype": "fp8_e4m3"}, {"page_size": "8", "tp": "2"}, {"page_size": "3"})
+
+    def reread(hashing: Hashing) -> Requests:
+        assert hashing.page_size == 3
+        return requests_of([Request("line", tokens, time=time) for time, tokens in lines], hashing)
+
+    request = SimulateRequest(
+        requests=asked(lines), profile=PROFILE, capacities=(2 * PAGE_BYTES,), policies=("lru",),
+        what_ifs=changes, reread=reread, threshold=1,
+    )  # fmt: skip
+    rows = simulate(request).rows.to_pylist()
+    found = {row["what_if"]: (row["capacity_pages"], row["hit_tokens"]) for row in rows}
+    assert found == {
+        None: (2, 8),
+        "kv_cache_dtype=fp8_e4m3": (3, 12),
+        "page_size=8,tp=2": (1, 8),
+        "page_size=3": (2, 6),
+    }
+    with pytest.raises(UsageError, match=r"has pages of 4 tokens.*a page of 3; give token ids"):
+        simulate(replace(request, reread=None))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype=int4: the bytes of a page .* --profile"),
+        ({"layout": "rows"}, "layout=rows: .*layer_first"),
+        ({"tp": "100000000"}, "tp=100000000: tp: must be at most"),
+    ],
+)
+def test_settings_that_do_not_exist_are_refused(changes: dict[str, str], said: str) -> None:
+    request = SimulateRequest(
+        requests=asked([(0, chain(1, 1))]), profile=PROFILE, what_ifs=(changes,)
+    )
+    with pytest.raises((FormatError, UsageError), match=said):
+        simulate(request)
+    with pytest.raises(UsageError, match="what_if: other settings need a profile"):
+        simulate(replace(request, profile=None))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("pages=3", "'pages' is not one of page_size"),
+        ("tp", "'tp' has no value"),
+        ("tp=0", "'tp=0' is no positive number"),
+        ("tp=2,tp=4", "tp is given twice"),
+    ],
+)
+def test_settings_are_numbers_and_words(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse_changes(text)
+    assert parse_changes("page_size=64,layout=page_first") == {
+        "page_size": "64",
+        "layout": "page_first",
+    }
+
+
+def test_what_the_memory_of_servers_serves_is_no_hit_of_the_store() -> None:
+    """Two servers in turn: each has its own chain on the device, and one that it must fetch."""
+    one, two = chain(1, 2), chain(2, 2)
+    lines = [(float(at), tokens) for at, tokens in enumerate((one, two, one, two, two, one))]
+    fields: dict[str, Any] = {
+        "requests": asked(lines, model=["m"] * 5 + [None]), "profile": PROFILE, "by": ("model",),
+        "capacities": (PAGE_BYTES * 8,), "l1": 64 * PAGE_BYTES, "l2": 128 * PAGE_BYTES,
+        "servers": 2, "threshold": 4,
+    }  # fmt: skip
+    for policy, names in (("write_through", {"lru", "optimal"}), ("write_back", {"lru"})):
+        result = simulate(SimulateRequest(write_policy=policy, **fields))
+        rows = [row for row in result.rows.to_pylist() if row["by"] is None]
+        assert {row["policy"] for row in rows} == names
+        for row in rows:
+            assert (row["device_tokens"], row["host_tokens"]) == (16, 0)
+            assert row["hit_tokens"] == (16 if policy == "write_through" else 0)
+    groups = [row for row in result.rows.to_pylist() if row["by"]]
+    assert sum(row["device_tokens"] for row in groups) == 16
+    with pytest.raises(UsageError, match="l1, l2: only one"):
+        SimulateRequest(**{**fields, "l2": None})
+    with pytest.raises(UsageError, match="optimal: cannot be replayed"):
+        simulate(SimulateRequest(write_policy="write_back", policies=("optimal",), **fields))
 
 
 # A store.

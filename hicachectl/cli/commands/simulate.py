@@ -16,15 +16,16 @@ from hicachectl.cli.options import (
     profile_options,
     store_names,
 )
-from hicachectl.cli.parameters import CommaList, argument, own_option
+from hicachectl.cli.parameters import MEMORY, START, CommaList, Parsed, argument, own_option
 from hicachectl.cli.session import opened, progress, remark
-from hicachectl.cli.values import FILE, SHARE, NameList
+from hicachectl.cli.values import FILE, POSITIVE_SIZE, SHARE, NameList
 from hicachectl.formats.sizes import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hicachectl.backends.base import Store
+    from hicachectl.requests.chains import Hashing, Requests
     from hicachectl.results import Result
     from hicachectl.text.tables import Screen
 
@@ -39,6 +40,12 @@ def _groupings() -> tuple[str, ...]:
     from hicachectl.simulation.shares import GROUPINGS
 
     return GROUPINGS
+
+
+def _changes(text: str) -> dict[str, str]:
+    from hicachectl.simulation.changes import parse_changes
+
+    return parse_changes(text)
 
 
 def _capacities(text: str) -> tuple[int, ...]:
@@ -58,7 +65,7 @@ def _capacities(text: str) -> tuple[int, ...]:
 @own_option(
     "--policy",
     type=NameList(_policies),
-    help="Policies by which the caches evict.  [default: lru,optimal]",
+    help="Policies by which the caches evict.  [default: that of STORE, else lru; and optimal]",
 )
 @own_option(
     "--eviction-ratio",
@@ -81,8 +88,42 @@ def _capacities(text: str) -> tuple[int, ...]:
     metavar="SHARE",
     help="Do not count this first share of the requests.",
 )
-@own_option("--plan", type=FILE, help="Begin with the pages of a plan of prewarm.")
-@own_option("--cold", is_flag=True, help="Begin with empty caches, although STORE has pages.")
+@START.option("--plan", type=FILE, help="Begin with the pages of a plan of prewarm.")
+@own_option(
+    "--what-if",
+    "what_ifs",
+    type=Parsed("settings", _changes),
+    multiple=True,
+    metavar="NAME=VALUE,…",
+    help="Show the same with another page_size, tp, kv_cache_dtype or layout, such as "
+    "page_size=128,tp=4. Can be given several times.",
+)
+@MEMORY.option(
+    "--l1",
+    type=POSITIVE_SIZE,
+    needs="--l2 SIZE",
+    help="Device memory for pages of one server, in front of the store.",
+)
+@MEMORY.option(
+    "--l2",
+    type=POSITIVE_SIZE,
+    needs="--l1 SIZE",
+    help="Host memory for pages of one server.",
+)
+@MEMORY.option(
+    "--write-policy",
+    needs="--l1 SIZE",
+    type=click.Choice(["write_through", "write_through_selective", "write_back"]),
+    help="The servers' --hicache-write-policy.  [default: write_through]",
+)
+@MEMORY.option(
+    "--servers",
+    needs="--l1 SIZE",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Servers on the store, by the server of each request or in turn.  [default: 1]",
+)
+@START.option("--cold", is_flag=True, help="Begin with empty caches, although STORE has pages.")
 @prefetch_threshold_option
 @allow_empty_option
 @allow_leases_option
@@ -97,8 +138,8 @@ def command(ctx: click.Context, /, store: str | None, **options: Any) -> None:
 
     With a profile, capacities are bytes of the whole store, all ranks together; without one, they
     are pages, or blocks of the trace. The policies are lru (the last pages of a prefix first, as
-    SGLang's trees), hicachefile (the limit of SGLang's file backend) and optimal, which knows all
-    later requests: no policy serves more.
+    SGLang's trees), hicachefile (the limit of SGLang's file backend), 3fs, plugin (hicachectl's
+    storage backend), mooncake, and optimal, which knows all later requests: no policy serves more.
 
     With STORE, the caches begin with the pages that it holds today, and a second table says why
     the other tokens are lost: at first use, evicted, damaged, of another deployment. STORE is only
@@ -106,12 +147,15 @@ def command(ctx: click.Context, /, store: str | None, **options: Any) -> None:
 
     The last line compares the capacity of today with its half and its double.
 
+    With --l1 and --l2, the memory of the servers serves first. --what-if compares other settings.
+
     hicachectl-simulate(1) describes policies, causes, and what the numbers refer to.
 
     Examples:
       hicachectl simulate --trace day.jsonl --profile prod.toml
       hicachectl simulate --trace day.jsonl --profile prod.toml prod:
-      hicachectl simulate --trace day.jsonl --profile prod.toml --capacity 1TiB,2TiB,4TiB
+      hicachectl simulate --trace day.jsonl --profile prod.toml --capacity 1TiB --what-if tp=4
+      hicachectl simulate --trace day.jsonl --profile prod.toml --l1 40GiB --l2 200GiB --servers 8
       hicachectl simulate --trace day.jsonl --policy lru,hicachefile --warm-up 10% --format csv
     """
     from hicachectl.cli.output import write_report
@@ -139,11 +183,15 @@ def _simulated(ctx: click.Context, options: dict[str, Any], store: Store | None)
 
     profile = profile_from_options(of_profile(options), store, warn=partial(remark, ctx))
     plan = None if options["plan"] is None else read_plan(options["plan"])
-    with Trace([str(options["trace"])]) as trace:
-        requests = trace.requests(asked_hashing(profile, options), outputs=True)
-        remark(ctx, *trace.remarks)
+
+    def read(hashing: Hashing | None) -> Requests:
+        with Trace([str(options["trace"])]) as trace:
+            requests = trace.requests(hashing, outputs=True)
+            remark(ctx, *trace.remarks)
+        return requests
+
     request = SimulateRequest(
-        requests=requests,
+        requests=read(asked_hashing(profile, options)),
         profile=profile,
         capacities=options["capacity"] or (),
         policies=options["policy"] or (),
@@ -152,6 +200,12 @@ def _simulated(ctx: click.Context, options: dict[str, Any], store: Store | None)
         by=options["by"] or (),
         threshold=options["prefetch_threshold"],
         plan=plan,
+        what_ifs=options["what_ifs"],
+        reread=read,
+        l1=options["l1"],
+        l2=options["l2"],
+        write_policy=options["write_policy"] or "write_through",
+        servers=options["servers"] or 1,
         cold=options["cold"],
         allow_empty=options["allow_empty"],
     )

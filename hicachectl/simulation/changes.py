@@ -1,0 +1,69 @@
+"""Deployments that could serve the same requests: other settings, and so other bytes a page."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from hicachectl.formats.errors import ProfileError, UsageError
+from hicachectl.formats.kinds import kind_of
+from hicachectl.formats.models.dtypes import stated_kv_dtype
+from hicachectl.formats.profile import validate_profile
+from hicachectl.formats.transfer import retargeted
+from hicachectl.formats.wording import not_one_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hicachectl.formats.profile import Profile
+
+_NUMBERS = ("page_size", "tp")
+SETTINGS = (*_NUMBERS, "kv_cache_dtype", "layout")
+
+
+def parse_changes(text: str) -> dict[str, str]:
+    """Return the settings of `page_size=128,tp=4`. Raises UsageError."""
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if name not in SETTINGS:
+            raise UsageError(not_one_of("what_if", name, SETTINGS))
+        if not equals or not value:
+            raise UsageError(f"what_if: {part!r} has no value; write {name}=VALUE")
+        if name in found:
+            raise UsageError(f"what_if: {name} is given twice; leave one out")
+        if name in _NUMBERS and not (value.isascii() and value.isdecimal() and int(value)):
+            raise UsageError(f"what_if: {part!r} is no positive number; write {name}=64")
+        found[name] = value
+    return found
+
+
+def changes_text(changes: Mapping[str, str]) -> str:
+    """Return settings as `page_size=128,tp=4`."""
+    return ",".join(f"{name}={value}" for name, value in changes.items())
+
+
+def changed(profile: Profile, changes: Mapping[str, str]) -> Profile:
+    """Return the profile with other settings. Raises UsageError for a setting that it cannot have.
+
+    changes: values by a name of `SETTINGS`.
+    """
+    said = changes_text(changes)
+    tp = changes.get("tp")
+    new = retargeted(profile, tp=None if tp is None else int(tp), layout=changes.get("layout"))
+    if "page_size" in changes:
+        new = replace(new, page_size=int(changes["page_size"]))
+    if (name := changes.get("kv_cache_dtype")) is not None:
+        anchor, dtype = new.pools[0], stated_kv_dtype(name)
+        of_dtype = partial(kind_of(anchor).with_cache_dtype, anchor)
+        if dtype is None or of_dtype("bfloat16") == of_dtype("float8_e4m3fn"):
+            raise UsageError(
+                f"what_if: {said}: the bytes of a page with {name} do not follow from the profile; "
+                "give the profile of such servers with --profile"
+            )
+        new = replace(new, pools=(of_dtype(dtype), *new.pools[1:]))
+    if problems := validate_profile(new):
+        raise ProfileError(f"what_if: {said}: {'; '.join(problems)}")
+    return new
