@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.formats.errors import FormatError, UsageError
-from hicachectl.requests.forms import Chat, Prompt, Request
+from hicachectl.requests.forms import Chat, Context, Prompt, Request
 from hicachectl.requests.reading import Trace
 from tests.requests.test_public_traces import BATCH, CHAT, SHAREGPT
 
@@ -120,10 +120,13 @@ def test_bad_bodies_are_refused_with_their_line(
 
 def test_a_model_that_may_name_an_adapter_is_remarked(tmp_path: Path) -> None:
     path = written(tmp_path, {"prompt": [1, 2], "model": "base:lora"}, {"prompt": [3]})
-    with Trace([path], tokenizer=Recorder) as trace:
-        list(trace.each())
+    context = Context()
     with Trace([path]) as trace:
-        assert [r.token_ids for r in trace.each()] == [[1, 2], [3]]
+        assert [r.token_ids for r in trace.each(context)] == [[1, 2], [3]]
+    assert context.remarks == (
+        "With a model whose name has a colon, after which SGLang reads a LoRA adapter: 1 request; "
+        "where adapters are served, give SGLang's request log, which has the lora_id",
+    )
 
 
 def test_texts_need_a_tokenizer(tmp_path: Path) -> None:
