@@ -215,6 +215,22 @@ def test_a_new_cluster(machine: Machine, before: tuple[Path, Manifest]) -> None:
     machine.follow("WARM A NEW CLUSTER FROM CRON")
 
 
+def test_the_worth_of_the_cache(machine: Machine, before: tuple[Path, Manifest]) -> None:
+    directory, manifest = before
+    machine.write(manifest, directory, 3600)
+    here: list[int] = manifest["tokens"]
+    crm, mail = ([token + more for token in here] for more in (1000, 2000))
+    day = [(crm, "crm"), (crm, "crm"), (mail, "mail"), (here, ""), (here, ""), (crm, "crm"),
+           (here, ""), (here[:50] + mail[:30], "")]  # fmt: skip
+    lines = [
+        {"timestamp": time.time() + 3600 * (hour - 8), "token_ids": [*tokens, 1], "cache_salt": s}
+        for hour, (tokens, s) in enumerate(day)
+    ]
+    (machine.folder / "day.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (machine.folder / "serve.sh").write_text(f"{LAUNCH}2")
+    machine.follow("IS THE CACHE WORTH ITS DISKS?")
+
+
 def test_the_line_for_cron_is_the_command_that_was_tried() -> None:
     (line,) = [text for block in manual_blocks(PAGE.name) for text in block.splitlines()
                if "* * " in text]  # fmt: skip
