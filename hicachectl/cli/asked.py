@@ -15,7 +15,6 @@ from hicachectl.cli.parameters import FILTERS, Option, on_command_line, options_
 from hicachectl.cli.session import moment_of, remark, store_name
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.objects import AXES
-from hicachectl.formats.wording import GIVE_PROFILE
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -106,12 +105,14 @@ def asked_requests(
     options: Mapping[str, Any],
     hashing: Hashing | None,
     *,
-    remedy: str = "record token ids",
+    remedy: str | None = "record token ids",
+    outputs: bool = False,
     trace: Trace | None = None,
 ) -> Requests:
     """Read the requests of --pages, --token-ids, --prompts or --trace; say what they lack.
 
-    remedy: what to give instead of block ids.
+    remedy: what to give instead of block ids; None accepts them.
+    outputs: whether chains go on with generated tokens.
     trace: the trace that the options name, if it is open.
     Raises UsageError if the hashing is unknown, and as the readers of files do.
     """
@@ -121,12 +122,11 @@ def asked_requests(
     if options["pages"]:
         path = options["pages"]
         return requests_of_pages(read_page_chains(path), hashing, source=str(path))
-    if hashing is None:
-        raise UsageError(f"Hashing token ids needs a page size; {GIVE_PROFILE}, or --page-size")
     with asked_trace(options) if trace is None else nullcontext(trace) as opened:
-        requests = opened.requests(hashing)
+        requests = opened.requests(hashing, outputs=outputs)
         remark(ctx, *opened.remarks)
-    requests.refuse_block_ids(remedy)
+    if remedy is not None:
+        requests.refuse_block_ids(remedy)
     return requests
 
 
@@ -208,13 +208,20 @@ def _planned_pages(request: PrewarmRequest, path: Path) -> PrewarmRequest:
 
 
 def asked_hits(
-    ctx: click.Context, options: Mapping[str, Any], profile: Profile | None, choice: Selection
+    ctx: click.Context,
+    options: Mapping[str, Any],
+    profile: Profile | None,
+    choice: Selection,
+    **reading: Any,
 ) -> HitsRequest:
-    """Return the requests of the options, to measure how much of them a store can serve."""
+    """Return the requests of the options, to measure how much of them a store can serve.
+
+    reading: arguments of `asked_requests`.
+    """
     from hicachectl.requests.measuring import HitsRequest
 
     return HitsRequest(
-        requests=asked_requests(ctx, options, asked_hashing(profile, options)),
+        requests=asked_requests(ctx, options, asked_hashing(profile, options), **reading),
         profile=profile,
         choice=choice,
         threshold=options["prefetch_threshold"],

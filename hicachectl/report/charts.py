@@ -8,6 +8,7 @@ dark theme, and print.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from html import escape
@@ -320,6 +321,68 @@ def tree_chart(tree: PrefixTree) -> str:
     }
     label = "Prefix tree of the requests, coloured by what the store can serve"
     return _drawn("tree", label, lambda width: values)
+
+
+# --- caches ---
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Share of the prompt tokens that a cache serves. size: bytes, or pages."""
+
+    policy: str
+    size: int
+    share: float
+
+
+def curve_chart(points: Sequence[Point], today: int | None, *, counts_bytes: bool) -> str:
+    """Return the chart of the share that caches serve by their size.
+
+    today: size of the store; None if it is unknown.
+    counts_bytes: whether sizes are bytes; else pages.
+    """
+    low, high = (function(point.size for point in points) for function in (min, max))
+    powers = range(low.bit_length() - 1, high.bit_length())
+    policies = list(dict.fromkeys(point.policy for point in points))
+    curves = {
+        "rows": [
+            {"policy": one.policy, "at": math.log2(one.size), "share": 100 * one.share}
+            for one in points
+        ],
+        "today": None if today is None else math.log2(today),
+        "is_left": today is not None and today < math.sqrt(low * high),
+        "text_today": "" if today is None else f"today: {human_size(today)}",
+        "ends": [powers[0], max(math.log2(high), powers[0] + 1)],
+        "unit": "bytes of the whole store" if counts_bytes else "pages",
+        "policies": _scale(dict(zip(policies, (SERIES[0], REST), strict=False))),
+    }
+
+    def values(width: int) -> dict[str, Any]:
+        ticks = list(powers[:: -(-len(powers) // (12 if width == WIDE else 4))])
+        texts = (
+            human_size(1 << n).replace(".0", "") if counts_bytes else f"{1 << n:,}" for n in ticks
+        )
+        return {**curves, "ticks": ticks, "labels": dict(zip(map(str, ticks), texts, strict=True))}
+
+    return _drawn("curve", "Lines: share of the prompt tokens that caches serve, by size", values)
+
+
+def loss_chart(parts: Mapping[str, int]) -> str:
+    """Return the bar of prompt tokens: those that the store serves, and the others by cause."""
+    colours = dict(zip(parts, (STATES[0], *SERIES[1:], REST, STATES[2], STATES[1]), strict=False))
+    ends = np.cumsum([0, *parts.values()]).tolist()
+
+    def values(width: int) -> dict[str, Any]:
+        return {
+            "rows": [
+                {"part": part, "low": low, "high": high}
+                for part, low, high in zip(parts, ends, ends[1:], strict=False)
+            ],
+            "total": ends[-1],
+            "parts": _scale(colours),
+        }
+
+    return _drawn("losses", "Bar: prompt tokens that the store serves, and loses by cause", values)
 
 
 # --- one page ---

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from hicachectl.report.filling import Filling, filling_of
 from hicachectl.report.names import deployment_name
 from hicachectl.report.prefixes import PrefixTree, prefix_tree
 from hicachectl.report.tenants import Tenancy, tenancies_of
+from hicachectl.report.worth import Worth, worth_of
 from hicachectl.report.writes import Writes, writes_of
 from hicachectl.requests.measuring import measure_listed
 from hicachectl.text.vocabulary import NEVER, STATES
@@ -64,11 +65,19 @@ class PictureRequest:
 class Picture:
     """What the report shows of a store.
 
-    made: Unix seconds. models: whether keys name models. asked: groups of checks. rows, total: see
-    `ls --summary`. states: number of page groups by state, in the order of `vocabulary.STATES`.
-    writes: None if the store keeps no times. tree: None without requests; no_tree: why not.
-    tenancies: pages by salt and by adapter, where requests name these. page:
-    the page in full; page_choice: why this one, or why none. remarks: to be read before the rest.
+    made: Unix seconds.
+    models: whether keys name models.
+    asked: groups of checks.
+    rows, total: see `ls --summary`.
+    states: number of page groups by state, in the order of `vocabulary.STATES`.
+    writes: None if the store keeps no times.
+    tree: None without requests.
+    no_tree: why requests have no tree.
+    tenancies: pages by salt and by adapter, where requests name these.
+    worth: hits of caches, or why they are unknown; None without requests.
+    page: the page in full.
+    page_choice: why this page is shown, or why none is.
+    remarks: messages to be read before the rest.
     """
 
     url: str
@@ -88,6 +97,7 @@ class Picture:
     tree: PrefixTree | None
     no_tree: str
     tenancies: tuple[Tenancy, ...]
+    worth: Worth | str | None
     page: PageReport | None
     page_choice: str
     remarks: tuple[str, ...]
@@ -148,7 +158,7 @@ def take_picture(
     )
     groups, inventory = checked.groups, checked.groups.inventory
     verified = report_of([checked.result], describe_store(store, verify), inventory.table, verify)
-    tree, no_tree, tenancies, told = _requested(store, groups, request)
+    requested = _requested(store, groups, request)
     page, why = _page(store, request, verified, checked)
     rows, total = summarise(inventory, markers_of(store))
     return Picture(
@@ -166,33 +176,49 @@ def take_picture(
         writes=writes_of(inventory),
         filling=filling_of(groups, made, is_part=bool(verify.selection)),
         completeness=tuple(completeness_of(groups, checked.in_flight)),
-        tree=tree,
-        no_tree=no_tree,
-        tenancies=tuple(tenancies),
+        tree=requested.tree,
+        no_tree=requested.no_tree,
+        tenancies=requested.tenancies,
+        worth=requested.worth,
         page=page,
         page_choice=why,
-        remarks=(*verified.remarks, *told),
+        remarks=(*verified.remarks, *requested.remarks),
     )
 
 
-def _requested(
-    store: Store, groups: PageGroups, request: PictureRequest
-) -> tuple[PrefixTree | None, str, list[Tenancy], tuple[str, ...]]:
-    """Return the tree of the requests, or why there is none; pages by tenant; and remarks."""
+class _Requested(NamedTuple):
+    """What the requests show; see `Picture`."""
+
+    tree: PrefixTree | None
+    no_tree: str
+    tenancies: tuple[Tenancy, ...]
+    worth: Worth | str | None
+    remarks: tuple[str, ...]
+
+
+def _requested(store: Store, groups: PageGroups, request: PictureRequest) -> _Requested:
     if request.hits is None:
-        return None, "", [], ()
-    inventory, deployments = groups.inventory, list(groups.deployments)
-    hits, measured = measure_listed(store, inventory, request.hits)
+        return _Requested(None, "", (), None, ())
+    asked = replace(request.hits, requests=request.hits.requests.in_time_order())
+    if not asked.requests.hashed:
+        why = "its block ids do not give the keys of pages"
+        worth = worth_of(asked, store.eviction(), None)
+        return _Requested(None, f"{asked.requests.source}: {why}", (), worth, ())
+    hits, measured = measure_listed(store, groups.inventory, asked)
+    is_all = asked.profile is not None and not request.verify.selection
+    worth = worth_of(asked, store.eviction(), (groups, hits) if is_all else None)
     told = tuple(f"Requests: {text}" for text in measured.remarks if text not in store.remarks)
-    name, tenancies = "", []
+    name, tenancies = "", list[Tenancy]()
     if hits.deployment is not None:
         name = deployment_name(hits.deployment)
-        number = deployments.index(hits.deployment)
-        tenancies = tenancies_of(groups, number, request.hits.requests)
+        number = list(groups.deployments).index(hits.deployment)
+        tenancies = tenancies_of(groups, number, asked.requests)
+    tree, no_tree = None, ""
     try:
-        return prefix_tree(hits, measured, name), "", tenancies, told
+        tree = prefix_tree(hits, measured, name)
     except FormatError as error:
-        return None, str(error), tenancies, told
+        no_tree = str(error)
+    return _Requested(tree, no_tree, tuple(tenancies), worth, told)
 
 
 def _page(

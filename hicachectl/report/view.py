@@ -19,7 +19,10 @@ from hicachectl.report.charts import (
     MAGNITUDES,
     Bar,
     Cell,
+    Point,
     completeness_chart,
+    curve_chart,
+    loss_chart,
     share_text,
     size_chart,
     strip_chart,
@@ -27,6 +30,7 @@ from hicachectl.report.charts import (
     write_chart,
 )
 from hicachectl.report.names import pool_text, rank_text, summary_name
+from hicachectl.report.worth import Worth
 from hicachectl.text.terminal import escape_controls, message_text, shortened
 from hicachectl.text.units import counted, human_age, human_size
 from hicachectl.text.vocabulary import STATES
@@ -48,6 +52,7 @@ _DEPLOYMENTS = 6  # with charts of their own; the tables have more
 _TEXT = 4000  # characters; names in a store may be longer
 _EXAMPLES = 3
 _STRIPS = 40
+_SERVED = "served from the store"
 _FEW_LEVELS = 1.05  # ratio of values that are shown as one level
 
 
@@ -76,6 +81,7 @@ def html_of(picture: Picture, mending: Mending, marks: Sequence[Mark]) -> str:
             (one, _chart(completeness_chart(one))) for one in picture.completeness[:_DEPLOYMENTS]
         ],
         tree=None if picture.tree is None else _tree(picture.tree),
+        worth=_worth(picture.worth) if isinstance(picture.worth, Worth) else None,
         page=None if picture.page is None else _page(picture.page),
     )
 
@@ -397,6 +403,35 @@ def _tree(tree: PrefixTree) -> dict[str, Any]:
         "usable": f"{math.floor(1000 * (tree.usable_share or 0)) / 10:g} %",
         "kv_only": share(tree.kv_only),
         "lost": tree.pages - tree.usable - tree.kv_only,
+    }
+
+
+# --- caches ---
+
+
+def _worth(worth: Worth) -> dict[str, Any]:
+    document, rows = worth.document, worth.rows
+    sized = document["page_bytes"] is not None
+    size = "capacity_bytes" if sized else "capacity_pages"
+    points = [Point(row["policy"], row[size], row["hit_share"] or 0.0) for row in rows if row[size]]
+    losses = document["losses"]
+    parts = {}
+    if losses is not None:
+        parts = {_SERVED: document["served_tokens"]} | {
+            one["cause"]: one["tokens"] for one in losses
+        }
+    table: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        of_size = table.setdefault(row[size], {"row": row, "shares": []})
+        of_size["shares"].append(row["hit_share"])
+    return {
+        "of": worth,
+        "svg": _chart(curve_chart(points, document["today_bytes"] or None, counts_bytes=sized)),
+        "parts": [(part, tokens, _share(tokens, worth.tokens)) for part, tokens in parts.items()],
+        "losses": _chart(loss_chart(parts)) if any(parts.values()) else "",
+        "policies": list(dict.fromkeys(row["policy"] for row in rows)),
+        "table": list(table.values()),
+        "sized": sized,
     }
 
 

@@ -20,7 +20,7 @@ from hicachectl.formats.hashing import (
 )
 from hicachectl.formats.objects import PAGE_DIGITS
 from hicachectl.formats.releases import release_of
-from hicachectl.formats.wording import needs_profile
+from hicachectl.formats.wording import GIVE_PROFILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -441,7 +441,7 @@ class Columns:
     def _add_tokens(self, request: Request) -> None:
         hashing, tokens = self._hashing, request.token_ids
         if hashing is None:
-            raise UsageError(needs_profile("Hashing of token ids"))
+            raise UsageError(f"Hashing token ids needs a page size; {GIVE_PROFILE}, or --page-size")
         count = len(tokens)
         # SGLang never stores the last generated token: no later token has read it.
         generated = list(request.output_ids[:-1]) if self._outputs else []

@@ -13,11 +13,13 @@ from hicachectl.verification.request import VerifyRequest
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from hicachectl.formats.profile import Profile
 
-def picture_of(store: Path | str, **options: Any) -> Picture:
+
+def picture_of(store: Path | str, profile: Profile | None = None, **options: Any) -> Picture:
     """Return the picture of a store, with the checks that read no object."""
     with open_store(str(store)) as source:
-        verify = VerifyRequest(checks=("names", "groups", "sizes"))
+        verify = VerifyRequest(checks=("names", "groups", "sizes"), profile=profile)
         return take_picture(source, PictureRequest(verify=verify, **options))
 
 

@@ -172,7 +172,9 @@ def test_the_page_has_the_shares_of_tenants(
     arguments = ("report", tenants, "--pages", asked, "--model", "m", "-o", made)
     invoke(*arguments)
     assert "The requests name no salts and no adapters." in text_of(made)
-    monkeypatch.setattr("hicachectl.cli.asked.asked_requests", lambda *_: requests_of_tenants())
+    monkeypatch.setattr(
+        "hicachectl.cli.asked.asked_requests", lambda *_, **__: requests_of_tenants()
+    )
     invoke(*arguments)
     text = text_of(made)
     head = "Bytes by salt of the requests salt requests pages in the store only of this salt"

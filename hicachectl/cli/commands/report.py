@@ -116,8 +116,8 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
     what mends them, bytes by deployment, pool and object size, writes over time, growth and days
     until the store is full, the last use of pages, the completeness of pools and ranks, and one
     page in full. With requests (--prompts, --token-ids, --pages, --trace) it shows how much of them
-    STORE can serve, which objects stop them, and the bytes that each salt and adapter reaches, by
-    name.
+    STORE can serve, which objects stop them, what a smaller or larger store would serve, and the
+    bytes that each salt and adapter reaches, by name.
 
     report reads the listing of STORE and one page, and changes nothing. Only the checks names,
     groups and sizes run, unless --checks says otherwise; the file names the checks that did not
@@ -200,5 +200,8 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Pictu
     stated = of_profile(options) if measures else options
     profile = profile_to_look(stated, store, warn=partial(remark, ctx))
     verify = asked_checks(ctx, store, options, profile, selection=selection)
-    hits = asked_hits(ctx, options, verify.real_profile, selection) if measures else None
+    hits = None
+    if measures:  # a simulation needs the generated tokens, and block ids are enough for it
+        reading: dict[str, Any] = {"outputs": True, "remedy": None}
+        hits = asked_hits(ctx, options, verify.real_profile, selection, **reading)
     return PictureRequest(verify=verify, hits=hits, page=options["page"], title=options["title"])
