@@ -135,11 +135,21 @@ def asked_trace(options: Mapping[str, Any], *, keeps: bool = False) -> Trace:
     from hicachectl.requests.reading import Trace
     from hicachectl.requests.tokenizing import find_tokenizer
 
-    if not options["prompts"]:
-        return Trace([str(options["token_ids"] or options["trace"])], keeps=keeps)
-    places = (options["model_config"], options["profile_file"])
+    form, names = options["trace_format"] or "", options["trace"]
+    for parameter in ("prompts", "token_ids"):
+        if options.get(parameter):
+            form, names = parameter.replace("_", "-"), (options[parameter],)
+    places = (options.get("model_config"), options["profile_file"])
     tokenizer = find_tokenizer(options["tokenizer"], places)
-    return Trace([str(options["prompts"])], form="prompts", tokenizer=lambda: tokenizer)
+    if form == "prompts" and tokenizer is None:
+        raise UsageError("--prompts needs a tokenizer; give --tokenizer DIR")
+    return Trace(
+        names,
+        form=form,
+        tokenizer=tokenizer,
+        block_size=options["block_size"],
+        keeps=keeps,
+    )
 
 
 def asked_in(

@@ -39,6 +39,7 @@ from hicachectl.cli.values import (
     DURATION,
     FILE,
     FORMATS,
+    INPUT,
     POSITIVE_SIZE,
     SHARE,
     TIME,
@@ -330,17 +331,69 @@ def changing_options(done: str, doing: str) -> Callable[[F], F]:
     )
 
 
+def trace_options(
+    text: str, *, needs: str = "", also: str = "", required: bool = False
+) -> Callable[[F], F]:
+    """Return the options of requests in any form.
+
+    text: what the command does with --trace.
+    needs: the option that --trace needs, with its value.
+    also: another option whose requests need a tokenizer.
+    """
+    return stack(
+        equal_option(
+            "--trace",
+            type=INPUT,
+            multiple=True,
+            needs=needs,
+            required=required,
+            repeats=False,
+            metavar="FILE",
+            help=f"{text} FILE is a request log of SGLang, a trace or a data set, also compressed; "
+            "or a directory, a pattern such as 'logs/*', or - for stdin. Can be given several "
+            "times. See TRACES in hicachectl-prewarm(1).",
+        ),
+        equal_option(
+            "--trace-format",
+            needs="--trace",
+            repeats=False,
+            metavar="NAME",
+            help="Form of the trace.  [default: recognised by its content]",
+        ),
+        equal_option(
+            "--block-size",
+            needs="--trace",
+            type=click.IntRange(1),
+            repeats=False,
+            metavar="TOKENS",
+            help="Tokens of a block in hash_ids.  [default: as the trace tells]",
+        ),
+        own_option(
+            "--tokenizer",
+            type=click.Path(file_okay=False, path_type=Path),
+            needs=f"{also} or --trace" if also else "--trace",
+            repeats=False,
+            divided=OWN_VALUE,
+            metavar="DIR",
+            help="Directory with tokenizer.json, for requests that are text.  [default: the "
+            "directory of --model-config or --profile]",
+        ),
+    )
+
+
 request_options = stack(
     equal_option(
         "--prompts",
-        type=FILE,
+        type=INPUT,
         repeats=False,
+        metavar="FILE",
         help="Requests as text or chat messages, one JSON value per line; needs a tokenizer.",
     ),
     equal_option(
         "--token-ids",
-        type=FILE,
+        type=INPUT,
         repeats=False,
+        metavar="FILE",
         help="Requests as token ids, one JSON list per line.",
     ),
     equal_option(
@@ -350,16 +403,7 @@ request_options = stack(
         help="Pages; a line is a hash, a JSON list of hashes (a chain) or a row of "
         "ls --format jsonl.",
     ),
-    own_option(
-        "--tokenizer",
-        type=click.Path(file_okay=False, path_type=Path),
-        needs="--prompts",
-        repeats=False,
-        divided=OWN_VALUE,
-        metavar="DIR",
-        help="Directory with tokenizer.json.  [default: the directory of --model-config or "
-        "--profile]",
-    ),
+    trace_options("Requests in any form.", also="--prompts"),
 )
 
 model_option = PROFILE.option(

@@ -197,7 +197,8 @@ class Option(_Given, click.Option):
     """An option of a section of the help; click's own options belong to the section `OWN`.
 
     absence: the option that says in a word what an empty value could mean.
-    needs: the option without which this one is refused, with its value; empty for none.
+    needs: the options without all of which this one is refused, with their values, such as
+        "--free SIZE" or "--prompts or --trace"; empty for none.
     entry: where the config file states the value; None for an option that it cannot state.
     writes: whether the command writes to its store only with this option or another such one.
 
@@ -291,8 +292,8 @@ def refuse_lonely(ctx: click.Context) -> None:
         if ctx.params.get(str(option.name)) not in (None, False, ())
     }
     for option in options:
-        needed = option.needs.partition(" ")[0]
-        if needed and long_name(option) in given and needed not in given:
+        needed = {word for word in option.needs.split() if word.startswith("--")}
+        if needed and long_name(option) in given and needed.isdisjoint(given):
             raise click.UsageError(f"{long_name(option)} needs {option.needs}")
 
 

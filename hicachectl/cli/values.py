@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 FILE = click.Path(dir_okay=False, path_type=Path)
+INPUT = click.Path(allow_dash=True)  # a text: Path would change patterns
 FORMATS = ("table", "json", "jsonl", "csv", "parquet", "arrow")
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}

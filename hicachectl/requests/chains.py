@@ -41,6 +41,8 @@ LABELS = {  # kinds of labels, and the members of a request that have them
     "server": "server",
 }
 _REFERENCES_AT_ONCE = 1 << 20
+_IDS_AT_ONCE = 1 << 22
+_LARGEST_SHARE = 4  # an id is small if the table of numbers has at most so many per reference
 _SAMPLE_REQUESTS = 8
 _SAMPLE_TOKENS = 1026  # enough for a page of 1024 tokens, the next token, and a bigram
 
@@ -371,7 +373,7 @@ class Columns:
         self._hashing = hashing
         self._outputs = outputs
         self._hashes: list[npt.NDArray[np.uint8]] = []
-        self._ids = array("q")
+        self._ids = _DistinctIds()
         self._hashed: bool | None = None
         self._timed: bool | None = None
         self._block_tokens = 0
@@ -426,7 +428,7 @@ class Columns:
         self._add_row(count, count, tokens, reach, output_tokens, start)
 
     def _add_blocks(self, request: Request, ids: list[int]) -> None:
-        self._ids.extend(ids)
+        self._ids.add(ids)
         size, count = request.block_tokens, len(ids)
         if size and size != self._block_tokens:
             if self._block_tokens:
@@ -481,9 +483,7 @@ class Columns:
             )
         tokens, starts = _numpy(self._tokens), _numpy(self._starts)
         hashing = None if self._hashed is False else self._hashing
-        names, blocks = (
-            _distinct_ids(_numpy(self._ids)) if self._hashed is False else self._distinct()
-        )
+        names, blocks = self._ids.finished() if self._hashed is False else self._distinct()
         if hashing is not None:
             block_tokens = hashing.page_size
         else:
@@ -535,6 +535,77 @@ class Columns:
         return names, coded.indices.to_numpy()
 
 
+class _DistinctIds:
+    """Distinct block ids in the order of their first use, and the number of each reference's.
+
+    References are numbered some millions at a time, so that their ids need not stay in memory.
+    Small ids are looked up in a table, others in a sorted array.
+    """
+
+    def __init__(self) -> None:
+        self._waiting = array("q")
+        self._blocks = array("i")
+        self._names = array("q")
+        self._table = np.full(_REFERENCES_AT_ONCE, -1, np.int32)  # the number of each small id
+        self._known: tuple[IntArray, Blocks] | None = None  # sorted ids, and their numbers
+
+    def add(self, ids: list[int]) -> None:
+        """Add the ids of a request."""
+        self._waiting.fromlist(ids)
+        if len(self._waiting) >= _IDS_AT_ONCE:
+            self._number()
+
+    def finished(self) -> tuple[Names, Blocks]:
+        """Return the distinct ids, and the index of each reference's id among them."""
+        self._number()
+        return _numpy(self._names), np.frombuffer(self._blocks, np.int32)
+
+    def _number(self) -> None:
+        ids = _numpy(self._waiting)
+        self._waiting = array("q")
+        if self._known is None and len(ids):
+            most = int(ids.max())
+            if ids.min() < 0 or most >= _LARGEST_SHARE * (len(self._blocks) + _REFERENCES_AT_ONCE):
+                small = np.flatnonzero(self._table >= 0)
+                self._known = small, self._table[small]
+                self._table = self._table[:0]
+            elif most >= len(self._table):
+                grown = np.full(max(most + 1, len(self._table) * 3 // 2), -1, np.int32)
+                grown[: len(self._table)] = self._table
+                self._table = grown
+        numbers = self._numbers_of_small(ids) if self._known is None else self._numbers_of(ids)
+        self._blocks.frombytes(numbers.tobytes())
+
+    def _numbers_of_small(self, ids: IntArray) -> Blocks:
+        table = self._table
+        new = ids[table[ids] < 0]
+        places = np.arange(len(new), dtype=np.int32)
+        table[new[::-1]] = places[::-1]  # the place of each id's first reference
+        first = new[table[new] == places]
+        table[first] = np.arange(len(self._names), len(self._names) + len(first))
+        self._names.frombytes(first.tobytes())
+        return table[ids]
+
+    def _numbers_of(self, ids: IntArray) -> Blocks:
+        assert self._known is not None
+        known, numbers = self._known
+        found, places, which = np.unique(ids, return_index=True, return_inverse=True)
+        at = np.searchsorted(known, found)
+        is_new = np.ones(len(found), bool)
+        inside = at < len(known)
+        is_new[inside] = known[at[inside]] != found[inside]
+        own = np.empty(len(found), np.int32)
+        own[~is_new] = numbers[at[~is_new]]
+        order = np.argsort(places[is_new])
+        new = found[is_new]
+        of_new = np.empty(len(new), np.int32)
+        of_new[order] = np.arange(len(self._names), len(self._names) + len(new))
+        own[is_new] = of_new
+        self._names.frombytes(new[order].tobytes())
+        self._known = np.insert(known, at[is_new], new), np.insert(numbers, at[is_new], of_new)
+        return own[which]
+
+
 class _LabelColumn:
     """Texts of requests, of which many are equal."""
 
@@ -572,30 +643,6 @@ def _ranges(starts: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets, np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
-
-
-def _distinct_ids(ids: IntArray) -> tuple[Names, Blocks]:
-    """Return the distinct ids in the order of their first use, and the index of each id in them.
-
-    Most traces number their blocks. A table by number takes a tenth of the time of a hash table,
-    and a quarter of its memory.
-    """
-    least, most = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
-    if most - least > 2 * len(ids):
-        coded = pa.array(ids).dictionary_encode()
-        return coded.dictionary.to_numpy(), coded.indices.to_numpy()
-    table = np.full(most - least + 1, -1, np.int32)
-    pieces = range(0, len(ids), _REFERENCES_AT_ONCE)
-    for start in reversed(pieces):  # the first use is written last
-        piece = ids[start : start + _REFERENCES_AT_ONCE]
-        table[piece[::-1] - least] = np.arange(start, start + len(piece), dtype=np.int32)[::-1]
-    names = ids[np.sort(table[table >= 0])]
-    table[names - least] = np.arange(len(names), dtype=np.int32)
-    blocks = np.empty(len(ids), np.int32)
-    for start in pieces:
-        piece = ids[start : start + _REFERENCES_AT_ONCE]
-        blocks[start : start + len(piece)] = table[piece - least]
-    return names, blocks
 
 
 def _numpy(values: array[int]) -> IntArray:

@@ -98,6 +98,7 @@ class Trace:
         """
         self._inputs = Inputs(names, keeps=keeps)
         self._form = None if not form else form_named(form)
+        self._is_given = bool(form)
         self._tokenizer = tokenizer
         self._block_size = block_size
         self._encoder: PromptTokenizer | None = None
@@ -189,7 +190,7 @@ class Trace:
         try:
             yield from _numbered(reader, line)
         except FormatError as error:
-            other = _form_of(line.data)
+            other = None if self._is_given else _form_of(line.data)
             if other is None or self._form is None or other.reader is self._form.reader:
                 raise FormatError(f"{line.where}: {error}") from error
             raise FormatError(
@@ -252,7 +253,8 @@ class Trace:
         if not batch:
             return []
         if self._tokenizer is None:
-            raise UsageError(f"{batch[0].request.where}: is text; give --tokenizer DIR")
+            where = batch[0].request.where
+            raise UsageError(f"{where}: is text, which needs a tokenizer; give --tokenizer DIR")
         if self._encoder is None:
             self._encoder = self._tokenizer()
         try:

@@ -312,6 +312,8 @@ def _server(file: str, rank: int | None) -> str:
     name = path.name.partition(".log")[0]
     if name.startswith("sglang-request-metrics-"):  # one file an hour
         name = path.parent.name or name
+    elif name.isdigit():  # /var/log/pods/NAMESPACE_POD_UID/CONTAINER/0.log
+        name = path.parent.parent.name or name
     return name if rank is None else f"{name}/dp{rank}"
 
 

@@ -9,7 +9,7 @@ tokenizer.py :: get_tokenizer; srt/entrypoints/openai/serving_chat.py :: _apply_
 from __future__ import annotations
 
 import os
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.disk.bounded import read_bounded
@@ -19,7 +19,7 @@ from hicachectl.formats.wording import failed, reason_of
 from hicachectl.requests.forms import Chat
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from hicachectl.requests.forms import Prompt
@@ -47,19 +47,21 @@ _BOS_BY_FLAG = frozenset(
 _OWN_RENDERERS = ("DeepseekV4", "KimiK3", "InklingForConditionalGeneration")
 
 
-def find_tokenizer(given: Path | None, places: Iterable[Path | None] = ()) -> DirectoryTokenizer:
-    """Open the tokenizer of the given directory, else of the first place that has one.
+def find_tokenizer(
+    given: Path | None, places: Iterable[Path | None] = ()
+) -> Callable[[], DirectoryTokenizer] | None:
+    """Return what opens the tokenizer of the given directory, else of the first place with one.
 
-    places: directories, or files in them. Raises UsageError if none has a tokenizer.
+    places: directories, or files in them.
     """
     if given is not None:
-        return DirectoryTokenizer(given)
+        return partial(DirectoryTokenizer, given)
     for place in places:
         if place is not None:
             directory = place if place.is_dir() else place.parent
             if (directory / _TOKENIZER_FILE).is_file():
-                return DirectoryTokenizer(directory)
-    raise UsageError("--prompts needs a tokenizer; give --tokenizer DIR")
+                return partial(DirectoryTokenizer, directory)
+    return None
 
 
 class DirectoryTokenizer:

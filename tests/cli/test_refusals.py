@@ -168,11 +168,11 @@ ls MANY                                           | nixl:///d0,/d1 | 257 directo
 ls s3://bucket                                    | 's3' | file
 ls mooncake://h:1?nope=1                          | 'nope' | known: admin
 ls mooncake://h:1?protocol=tcp&protocol=rdma      | 'protocol' | twice
-hits STORE                                        | --prompts, --token-ids and --pages
+hits STORE                                        | --prompts, --token-ids, --pages and --trace
 hits STORE --token-ids IDS                        | page size | --page-size
 hits STORE --token-ids IDS --page-size 4 --tokenizer STORE | --tokenizer | needs --prompts
 hits STORE --token-ids TEXT --page-size 64        | TEXT | line 1 | not JSON
-hits STORE --pages TEXT --token-ids IDS           | one of --prompts, --token-ids and --pages
+hits STORE --pages TEXT --token-ids IDS           | one of --prompts, --token-ids, --pages and
 hits STORE --pages TEXT --kv-cache-dtype auto     | --kv-cache-dtype needs --model-config
 hits STORE --pages NONE                           | NONE | cannot read
 hits STORE --prompts TEXT --page-size 4           | --prompts needs a tokenizer; give --tokenizer

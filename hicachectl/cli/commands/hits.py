@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from hicachectl.text.tables import Screen
 
-_SOURCES = ("prompts", "token_ids", "pages")
+_SOURCES = ("prompts", "token_ids", "pages", "trace")
 
 
 @click.command("hits", cls=Command)
@@ -50,7 +50,7 @@ _SOURCES = ("prompts", "token_ids", "pages")
 def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     """Show how much of each request a store can serve, and which object stops it.
 
-    Give the requests with --prompts, --token-ids or --pages. STORE is only read.
+    Give the requests with --prompts, --token-ids, --pages or --trace. STORE is only read.
 
     A page counts if all its objects of all ranks are present. Trailing pools (Mamba states,
     sliding windows) are needed only at the end of a prefix. Servers fetch nothing if fewer tokens

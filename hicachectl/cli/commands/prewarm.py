@@ -65,12 +65,6 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
 )
 @request_options
 @equal_option(
-    "--trace",
-    type=FILE,
-    help="Requests with their times, one JSON object per line, with token_ids or (for --dry-run) "
-    "hash_ids.",
-)
-@equal_option(
     "--plan", type=FILE, help="Copy the pages of a plan that --dry-run wrote, in its order."
 )
 @equal_option(
@@ -219,7 +213,6 @@ def _plan_trace(ctx: click.Context, options: dict[str, Any]) -> None:
     from hicachectl.prewarming.ranking import pages_within, plan_rows, rank_blocks
     from hicachectl.profiles.sources import profile_from_options
     from hicachectl.requests.chains import Hashing
-    from hicachectl.requests.reading import Trace
     from hicachectl.text.units import counted
 
     check_division(ctx, options)  # refuses --shard and --run
@@ -232,7 +225,7 @@ def _plan_trace(ctx: click.Context, options: dict[str, Any]) -> None:
         )
     profile = profile_from_options(options, None, warn=partial(remark, ctx))
     hashing = None if profile is None else Hashing.of(profile)
-    with Trace([str(options["trace"])]) as trace:
+    with asked_trace(options) as trace:
         requests = trace.requests(hashing)
         remark(ctx, *trace.remarks)
     most = options["budget_pages"]
@@ -339,14 +332,21 @@ def _in_parts(
         PrewarmJob,
         request=request,
         inputs={
-            f"--{name.strip('_').replace('_', '-')}": str(options[name] or "") or None
-            for name in _SOURCES
+            f"--{name.strip('_').replace('_', '-')}": _identity(options[name])
+            for name in (*_SOURCES, "trace_format", "block_size")
         },
         min_usable=options["min_usable"],
     )
     job = make(*stores, asked=lambda: _wanted(ctx, request, stores[0], options))
     reopened = reopened_stores(ctx, *names, request.profile)
     return run_divided(ctx, options, job, partial(make, asked=None), reopened)
+
+
+def _identity(value: Any) -> str | None:
+    """Return the value of an option as all parts must have it; None if it is not given."""
+    if isinstance(value, tuple):
+        return " ".join(value) or None
+    return str(value or "") or None
 
 
 def _served(

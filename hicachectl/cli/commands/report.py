@@ -33,7 +33,7 @@ from hicachectl.cli.options import (
 )
 from hicachectl.cli.parameters import CHECKS, Parsed, own_option
 from hicachectl.cli.session import config_of, opened, remark, remark_wait, stages
-from hicachectl.cli.values import FILE, NameList, OutputFile, head_of, moment
+from hicachectl.cli.values import NameList, OutputFile, head_of, moment
 from hicachectl.formats.errors import UsageError
 from hicachectl.text.terminal import message_text
 
@@ -92,9 +92,6 @@ def _listed_checks() -> tuple[str, ...]:
     metavar="PREFIX",
     repeats=False,
     help="Show this page in full.  [default: a page with a finding, or the newest]",
-)
-@own_option(
-    "--trace", type=FILE, repeats=False, help="Requests as a trace; see hicachectl-prewarm(1)."
 )
 @request_options
 @prefetch_threshold_option

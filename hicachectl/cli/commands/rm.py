@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from msgspec import to_builtins
 
-from hicachectl.cli.asked import given_filters, say_unjudged, selection_of
+from hicachectl.cli.asked import asked_trace, given_filters, say_unjudged, selection_of
 from hicachectl.cli.command import Command
 from hicachectl.cli.options import (
     changing_options,
@@ -19,6 +19,7 @@ from hicachectl.cli.options import (
     output_options,
     profile_option,
     store_argument,
+    trace_options,
 )
 from hicachectl.cli.parameters import on_command_line, own_option, removed_option
 from hicachectl.cli.session import (
@@ -87,12 +88,10 @@ _OF_PAGES = (
     help="Remove only the least useful of these pages, until SIZE (such as 200GiB) is freed. "
     "Without --trace or --keep-plan: the longest unused.",
 )
-@own_option(
-    "--trace",
+@trace_options(
+    "With --free: keep what requests use. First other pages are removed, then those of least "
+    "value. Needs --profile.",
     needs="--free SIZE",
-    type=FILE,
-    help="With --free: keep what the requests of FILE use. First other pages are removed, then "
-    "those of least value. Needs --profile. hicachectl-prewarm(1) describes traces.",
 )
 @own_option(
     "--keep-plan",
@@ -467,11 +466,10 @@ def _worth(ctx: click.Context, options: dict[str, Any], profile: Profile | None)
     """Read the value of pages that --trace or --keep-plan gives."""
     from hicachectl.prewarming.freeing import worth_of_plan, worth_of_trace
     from hicachectl.requests.chains import Hashing
-    from hicachectl.requests.reading import Trace
 
     if options["trace"]:
         assert profile is not None  # checked with the options
-        with Trace([str(options["trace"])]) as trace:
+        with asked_trace(options) as trace:
             requests = trace.requests(Hashing.of(profile))
             remark(ctx, *trace.remarks)
         return worth_of_trace(requests)
