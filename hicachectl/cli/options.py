@@ -20,6 +20,7 @@ from hicachectl.cli.parameters import (
     PARTS,
     PROFILE,
     RECORDS,
+    REQUESTS,
     RESOURCES,
     SERVERS,
     SHARED,
@@ -349,30 +350,27 @@ def trace_options(
             required=required,
             repeats=False,
             metavar="FILE",
-            help=f"{text} FILE is a request log of SGLang, a trace or a data set, also compressed; "
-            "or a directory, a pattern such as 'logs/*', or - for stdin. Can be given several "
-            "times. See TRACES in hicachectl-prewarm(1).",
+            help=f"{text} FILE is SGLang's request log, a trace or a data set (also compressed), a "
+            "directory or pattern of these, or -. Can be given several times; see TRACES in "
+            "hicachectl-prewarm(1).",
         ),
-        equal_option(
+        REQUESTS.option(
             "--trace-format",
             needs="--trace",
-            repeats=False,
             metavar="NAME",
             help="Form of the trace.  [default: recognised by its content]",
         ),
-        equal_option(
+        REQUESTS.option(
             "--block-size",
             needs="--trace",
             type=click.IntRange(1),
-            repeats=False,
             metavar="TOKENS",
             help="Tokens of a block in hash_ids.  [default: as the trace tells]",
         ),
-        own_option(
+        REQUESTS.option(
             "--tokenizer",
             type=click.Path(file_okay=False, path_type=Path),
             needs=f"{also} or --trace" if also else "--trace",
-            repeats=False,
             divided=OWN_VALUE,
             metavar="DIR",
             help="Directory with tokenizer.json, for requests that are text.  [default: the "

@@ -90,6 +90,7 @@ class Section:
 OWN = Section("Options")
 FILTERS = Section("Filters", repeats=True, divided=SAME)
 CHECKS = Section("Checks", repeats=False)
+REQUESTS = Section("Requests", repeats=False, divided=SAME)
 REPAIR = Section("Repair", repeats=False, divided=SAME)
 RECORDS = Section("Catalogs and stamps", divided=SAME)
 START = Section("Start of the caches")

@@ -31,6 +31,7 @@ SIZE = PROFILE.page_size
 READERS = """
 hits SRC --token-ids EMPTY --profile PROFILE
 hits SRC --pages EMPTY --profile PROFILE
+hits SRC --trace EMPTY --profile PROFILE
 hits SRC --prompts EMPTY --tokenizer TOKENIZER --profile PROFILE
 hits SRC --pages EMPTY --page-size 16
 prewarm DST --from SRC --token-ids EMPTY --profile PROFILE

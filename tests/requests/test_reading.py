@@ -122,7 +122,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
         ("plain text", "not JSON"),
         ({"text": "a", "prompt": "b"}, 'one of "text", "prompt" and "messages"'),
         ({}, 'one of "text", "prompt" and "messages"'),
-        ([1, 2], "is of JSON lists of token ids, but earlier lines are of texts"),
+        ([1, 2], "Expected `object`"),
         ([{"content": "a"}], "messages[0]: has no role; give one"),
         (
             [{"role": "user", "content": [IMAGE]}],

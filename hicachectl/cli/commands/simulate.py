@@ -15,6 +15,7 @@ from hicachectl.cli.options import (
     prefetch_threshold_option,
     profile_options,
     store_names,
+    trace_options,
 )
 from hicachectl.cli.parameters import MEMORY, START, CommaList, Parsed, argument, own_option
 from hicachectl.cli.session import opened, progress, remark
@@ -54,7 +55,7 @@ def _capacities(text: str) -> tuple[int, ...]:
 
 @click.command("simulate", cls=Command)
 @argument("store", metavar="[STORE]", required=False, shell_complete=store_names)
-@own_option("--trace", type=FILE, required=True, help="Requests; see hicachectl-prewarm(1).")
+@trace_options("Requests in any form.", required=True)
 @own_option(
     "--capacity",
     type=CommaList(_capacities),
@@ -175,19 +176,18 @@ def command(ctx: click.Context, /, store: str | None, **options: Any) -> None:
 
 
 def _simulated(ctx: click.Context, options: dict[str, Any], store: Store | None) -> Result:
-    from hicachectl.cli.asked import asked_hashing, of_profile
+    from hicachectl.cli.asked import asked_hashing, asked_trace, of_profile
     from hicachectl.prewarming.ranking import read_plan
     from hicachectl.profiles.sources import profile_from_options
-    from hicachectl.requests.reading import Trace
     from hicachectl.simulation.simulate import SimulateRequest, simulate
 
     profile = profile_from_options(of_profile(options), store, warn=partial(remark, ctx))
     plan = None if options["plan"] is None else read_plan(options["plan"])
+    trace = ctx.with_resource(asked_trace(options, keeps=bool(options["what_ifs"])))
 
     def read(hashing: Hashing | None) -> Requests:
-        with Trace([str(options["trace"])]) as trace:
-            requests = trace.requests(hashing, outputs=True)
-            remark(ctx, *trace.remarks)
+        requests = trace.requests(hashing, outputs=True)
+        remark(ctx, *trace.remarks)
         return requests
 
     request = SimulateRequest(
