@@ -3,7 +3,8 @@
     python -m tests.bench.bench_eviction --traces conversation_trace.jsonl,synthetic_trace.jsonl
 
 Orders: the share of the prompt tokens that a cache serves, at capacities that are shares of the
-distinct blocks.
+distinct blocks. The plug-in notes the first use of a page after its write, and then one an hour; in
+"24 times slower", each second of the trace takes 24.
 
 Freeing: a full HiCacheFile, used by the first half of the trace, loses half of its pages, as by
 `rm --free` (oldest first) or `rm --free --trace` (least value first, by the first half). Then it
@@ -67,6 +68,13 @@ def measure_orders(trace: Requests) -> None:
         ),
         "clairvoyant": replay(Policy.OPTIMAL, trace, capacities, PageSizes()),
     }
+    assert trace.times is not None
+    assert trace.seconds_per_unit is not None
+    seconds = (trace.times - trace.times[0]) * trace.seconds_per_unit
+    for name, slower in (("plug-in", 1), ("24 times slower", 24)):
+        found[name] = replay(
+            Policy.PLUGIN, trace, capacities, PageSizes(), seconds=seconds * slower
+        )
     for name, runs in found.items():
         print_row(name, shares(trace, runs))
 

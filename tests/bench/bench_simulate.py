@@ -8,10 +8,11 @@
 dependency. `--trace FILE` keeps the trace, and reads it again if it exists.
 
 The trace has requests of sessions whose prompts grow by turns, after system prompts of Zipf's law,
-and of single prompts. Every process reads the trace itself, and all its seconds count, imports
-and numba's compilations included. Others replay the first `--cut` references: kvcache-simulator's
-C++ core LRU that evicts leaves first, LMCache's simulator LRU that evicts heads first. Their hit
-tokens must equal ours. Ratios compare processor time a reference and capacity.
+and of single prompts. All seconds of a process count: start, reading, numba's compilations.
+
+Others replay the first `--cut` references at the same capacities: kvcache-simulator's C++ core LRU
+that evicts leaves first, as `lru`; LMCache's simulator LRU that evicts heads first, as
+`hicachefile` with an eviction ratio of 1. Their hit tokens must equal ours.
 """
 
 from __future__ import annotations
@@ -20,61 +21,56 @@ import heapq
 import json
 import os
 import random
-import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicachectl.requests.reading import Trace
-from hicachectl.simulation.replay import replay_files, replay_lru, replay_optimal
-from tests.bench.runner import options_of, scratch
-from tests.simulation.peers import hit_tokens
+from tests.bench.runner import HICACHECTL, Command, options_of, scratch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from hicachectl.requests.chains import Requests
-    from hicachectl.simulation.replay import Runs
-
-    Found = dict[str, Any]
+    Peer = Callable[[Path, Sequence[int]], list[int]]
 
 BLOCK_TOKENS = 512
 PROMPTS = 2000  # system prompts
 STARTS_A_SECOND = 25  # sessions that begin
-FILE_RATIO = 0.9  # HiCacheFile's default
+LONGEST = 424  # blocks of a request
 
 
 def main() -> None:
-    # `way`, `points` and `capacities` are for the processes that this one starts.
+    # `peer`, `capacities` and `output` are for the processes that this one starts.
     arguments = options_of(
         __doc__,
         references=100_000_000,
         cut=3_000_000,
         trace=Path,
         lmcache=Path,
-        way="",
-        points=0,
+        peer="",
         capacities="",
+        output=Path,
     )
-    if arguments.way:
-        asked = arguments.points or [int(size) for size in arguments.capacities.split(",")]
-        if arguments.way in OTHERS:
-            found = OTHERS[arguments.way](arguments.trace, asked)
-        else:
-            found = ours(arguments.trace, asked, *arguments.way.split(","))
-        print(json.dumps(found))
+    if arguments.peer:
+        capacities = [int(capacity) for capacity in arguments.capacities.split(",")]
+        hits = PEERS[arguments.peer](arguments.trace, capacities)
+        arguments.output.write_text(json.dumps(hits))
         return
     with scratch() as folder:
         trace = arguments.trace or folder / "trace.jsonl"
         if not trace.exists():
             write_trace(trace, arguments.references)
-        for way, points in (("lru,hicachefile", 20), ("optimal", 5)):
-            print_shares(in_process(way, trace, points, None))
-        measure_others(trace, folder, arguments.cut, arguments.lmcache)
+        simulated(trace, capacities_of(arguments.references, 20), "lru,hicachefile")
+        simulated(trace, capacities_of(arguments.references, 5), "optimal")
+        measure_peers(trace, folder, arguments.cut, arguments.lmcache)
+
+
+def capacities_of(references: int, count: int) -> list[int]:
+    """Return capacities that hold the longest request, up to a sixteenth of the references."""
+    capacities: list[int] = np.geomspace(LONGEST, references / 16, count).astype(int).tolist()
+    return capacities
 
 
 def write_trace(path: Path, references: int) -> None:
@@ -149,142 +145,88 @@ def cut_trace(trace: Path, cut: Path, lookups: Path, references: int) -> None:
                 break
 
 
-class Stages:
-    """Seconds of the stages of a process, by the clock and of processor time."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, tuple[float, float]] = {}
-        self._begun = time.perf_counter(), 0.0  # processor time includes the imports
-
-    def done(self, stage: str) -> None:
-        """End a stage, and begin the next."""
-        times = os.times()
-        # Processes that this one has started and awaited count as well.
-        now = time.perf_counter(), sum(times[:4])
-        wall, cpu = (after - before for after, before in zip(now, self._begun, strict=True))
-        self.seconds[stage] = wall, cpu
-        self._begun = now
-
-
-def ours(trace: Path, asked: int | Sequence[int], *replays: str) -> Found:
-    """Read a trace, and replay it at some capacities, or so many."""
-    stages = Stages()
-    requests = Trace([str(trace)]).requests(None)
-    stages.done("read")
-    distinct = len(requests.names)
-    capacities = [] if isinstance(asked, int) else list(asked)
-    if isinstance(asked, int):
-        least = max(distinct / 10_000, int(np.diff(requests.offsets).max()))
-        capacities = np.geomspace(least, distinct / 4, asked).astype(int).tolist()
-    served, later = {}, {}
-    for name in replays:
-        runs = REPLAYS[name](requests, capacities)
-        stages.done(name)
-        hits = [hit_tokens(requests, run) for run in runs]
-        served[name] = [int(hit.sum()) for hit in hits]
-        later[name] = [int(hit[len(requests) // 2 :].sum()) for hit in hits]
-    print(f"{len(requests.blocks):,} references, {distinct:,} distinct")
-    tokens = int(requests.tokens.sum())
-    counts = {"served": served, "later": later, "tokens": tokens}
-    return {"stages": stages.seconds, "capacities": capacities, **counts}
-
-
-def kvcache(trace: Path, capacities: Sequence[int]) -> Found:
-    """Replay LRU by kvcache-simulator's C++ core, which counts the later half of the requests."""
-    from kvcache_sim.cpp_backend import ensure_cpp_simulator, run_cpp_sweep
+def kvcache_simulator(trace: Path, capacities: Sequence[int]) -> list[int]:
+    """Return the hit tokens of kvcache-simulator's C++ core, in the later half of the requests."""
+    from kvcache_sim.cpp_backend import run_cpp_sweep
     from kvcache_sim.trace import parse_trace_file
 
-    ensure_cpp_simulator()  # its first run compiles; these seconds do not count
-    stages = Stages()
     requests = parse_trace_file(trace, block_size=BLOCK_TOKENS)
-    stages.done("read")
     found = run_cpp_sweep(
         requests,
         capacities=list(capacities),
         policies=["lru"],
         warmup_requests=requests.request_count // 2,
     )
-    stages.done("lru")
-    later = [found.results["lru", capacity].hitTokens for capacity in capacities]
-    return {"stages": stages.seconds, "later": {"lru": later}}
+    return [found.results["lru", capacity].hitTokens for capacity in capacities]
 
 
-def lmcache(trace: Path, capacities: Sequence[int]) -> Found:
-    """Replay a lookup log by LMCache's simulator."""
+def lmcache(trace: Path, capacities: Sequence[int]) -> list[int]:
+    """Return the hit tokens of LMCache's simulator."""
     from lmcache.tools.cache_simulator.simulator import load_lookup_events, simulate
 
-    stages = Stages()
     events = load_lookup_events([trace])
-    stages.done("read")
-    served = [simulate(events, size, 1, fast=True)["total_hit_tokens"] for size in capacities]
-    stages.done("heads first")
-    return {"stages": stages.seconds, "served": {"heads first": served}}
+    return [simulate(events, size, 1, fast=True)["total_hit_tokens"] for size in capacities]
 
 
-REPLAYS: dict[str, Callable[[Requests, Sequence[int]], Runs]] = {
-    "lru": partial(replay_lru, leaves_first=True),
-    "heads first": partial(replay_lru, leaves_first=False),
-    "hicachefile": partial(replay_files, ratio=FILE_RATIO),
-    "optimal": replay_optimal,
-}
-OTHERS: dict[str, Callable[[Path, Sequence[int]], Found]] = {
-    "kvcache-simulator": kvcache,
-    "LMCache": lmcache,
-}
+PEERS: dict[str, Peer] = {"kvcache-simulator": kvcache_simulator, "LMCache": lmcache}
 
 
-def in_process(way: str, trace: Path, asked: int | Sequence[int], packages: Path | None) -> Found:
-    """Run replays of ours or another's simulator in a process; print its seconds and memory.
+def measure_peers(trace: Path, folder: Path, references: int, packages: Path | None) -> None:
+    """Replay the beginning of a trace by others and by ours, and compare their processor time.
 
-    packages: folder of further packages to import.
+    packages: folder of LMCache; None to leave it out.
     """
-    words = [sys.executable, "-m", "tests.bench.bench_simulate", "--way", way]
-    words += ["--trace", str(trace)]
-    if isinstance(asked, int):
-        words += ["--points", str(asked)]
-    else:
-        words += ["--capacities", ",".join(map(str, asked))]
-    paths = [os.environ.get("PYTHONPATH", ""), "" if packages is None else str(packages)]
-    env = {**os.environ, "PYTHONPATH": ":".join(filter(None, paths))}
-    begun = time.perf_counter()
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env)
-    assert process.stdout is not None
-    *remarks, last = process.stdout.read().splitlines()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0, words
-    found: Found = json.loads(last)
-    found["cpu"] = sum(stage[1] for stage in found["stages"].values())
-    stages = [f"{name} {wall:.1f} ({cpu:.1f})" for name, (wall, cpu) in found["stages"].items()]
-    print(
-        *remarks,
-        f"{way}: {time.perf_counter() - begun:.1f} s ({found['cpu']:.1f} of processor time), "
-        f"{usage.ru_maxrss / (1 << 20):.2f} GiB: {', '.join(stages)}",
-        sep="\n",
-        flush=True,
-    )
-    return found
+    from kvcache_sim.cpp_backend import ensure_cpp_simulator
 
-
-def print_shares(found: Found) -> None:
-    """Print the share of the tokens that each capacity serves."""
-    for name, served in found["served"].items():
-        shares = [f"{hit / found['tokens']:.3f}" for hit in served]
-        print(f"{name:>12}", *shares)
-
-
-def measure_others(trace: Path, folder: Path, references: int, packages: Path | None) -> None:
-    """Replay the beginning of a trace by others and by ours, and compare their processor time."""
+    ensure_cpp_simulator()  # it compiles at its first use; these seconds do not count
     cut, lookups = folder / "cut.jsonl", folder / "lookup_hashes_cut.jsonl"
     cut_trace(trace, cut, lookups, references)
-    ways = [("kvcache-simulator", "lru", cut, "later")]
+    capacities = capacities_of(references, 20)
+    ways = [("kvcache-simulator", cut, ("lru", "--warm-up", "0.5"))]
     if packages is not None:
-        ways.append(("LMCache", "heads first", lookups, "served"))
-    for other, replay, path, counted in ways:
-        ours = in_process(replay, cut, 20, None)
-        theirs = in_process(other, path, ours["capacities"], packages)
-        assert theirs[counted][replay] == ours[counted][replay], other
-        print(f"{other}: {theirs['cpu'] / ours['cpu']:.1f} times our processor time, equal hits")
+        ways.append(("LMCache", lookups, ("hicachefile", "--eviction-ratio", "1")))
+    for peer, path, policy in ways:
+        ours, our_seconds = simulated(cut, capacities, *policy)
+        output = folder / "hits.json"
+        words = ["--peer", peer, "--trace", path, "--output", output]
+        words += ["--capacities", ",".join(map(str, capacities))]
+        paths = [os.environ.get("PYTHONPATH", ""), str(packages or "")]
+        command = Command(
+            sys.executable,
+            *("-m", "tests.bench.bench_simulate"),
+            *words,
+            env={**os.environ, "PYTHONPATH": ":".join(filter(None, paths))},
+        )
+        seconds = printed(f"{peer}, {len(capacities)} capacities", command)
+        assert json.loads(output.read_text()) == ours, peer
+        print(f"{peer}: {seconds / our_seconds:.1f} times our processor time, equal hits")
+
+
+def simulated(
+    trace: Path, capacities: Sequence[int], policies: str, *options: str
+) -> tuple[list[int], float]:
+    """Run `simulate`; return the hit tokens of each row, and the seconds of processor time."""
+    with scratch() as folder:
+        output = folder / "rows.json"
+        asked = ",".join(map(str, capacities))
+        words = ["--policy", policies, "--capacity", asked, *options, "--format", "json"]
+        command = Command(*HICACHECTL, "simulate", "--trace", trace, *words, "-o", output)
+        seconds = printed(f"{policies}, {len(capacities)} capacities", command)
+        rows = json.loads(output.read_text())["capacities"]
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        print(f"{policy:>12}", *(f"{r['hit_share']:.3f}" for r in rows if r["policy"] == policy))
+    return [row["hit_tokens"] for row in rows], seconds
+
+
+def printed(name: str, command: Command) -> float:
+    """Run a command, and print its seconds and its most memory; return those of the processor."""
+    wall = command()
+    print(
+        f"{name}: {wall:.1f} s, {command.processor_s:.1f} s of processor time, "
+        f"{command.peak_mb / 1024:.2f} GiB",
+        flush=True,
+    )
+    return command.processor_s
 
 
 if __name__ == "__main__":

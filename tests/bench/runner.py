@@ -95,10 +95,14 @@ def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_cou
 
 
 class Command:
-    """A way that runs a process, and discards its output."""
+    """A way that runs a process, and discards its output.
+
+    peak_mb: most memory of all runs, in MiB.
+    processor_s: processor time of the last run, with the processes that it started.
+    """
 
     def __init__(self, *words: object, env: Mapping[str, str] | None = None) -> None:
-        self.peak_mb = 0.0
+        self.peak_mb = self.processor_s = 0.0
         self._words, self._env = list(map(str, words)), env
 
     def __call__(self) -> float:
@@ -109,4 +113,5 @@ class Command:
         process.returncode = os.waitstatus_to_exitcode(status)
         assert process.returncode == 0, self._words
         self.peak_mb = max(self.peak_mb, usage.ru_maxrss / 1024)
+        self.processor_s = usage.ru_utime + usage.ru_stime
         return time.perf_counter() - begun
