@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+import numpy as np
 
 from hicachectl.backends.disk.bounded import MAX_LINE_BYTES, read_lines
 from hicachectl.formats.errors import FormatError, UsageError
@@ -50,6 +51,10 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 _LIST = re.compile(rb"\s*\[\s*(\]|-?\d+\s*[],])")
 _TOKEN_MEMBERS = ("token_ids", "input_ids", "hash_ids", "pages")
 _NO_TOKENIZER = "Sent as text", "give --tokenizer DIR, which encodes them as the server did"
+_BEYOND_BLOCKS = (
+    "With more tokens than their blocks have",
+    "the others count as never repeated; check --block-size",
+)
 _OTHER_TOKENIZER = (
     "Encoded to another number of tokens than the server counted",
     "they are left out; give the tokenizer of the server",
@@ -124,9 +129,12 @@ class Trace:
         self.remarks = context.remarks
         if self._form is None or not columns.lengths:
             raise UsageError(f"{self._inputs.source}: has no requests; {self._why_none(context)}")
-        return columns.finished(
+        requests = columns.finished(
             self._inputs.source, unit=self._form.unit, block_tokens=self._block_size
         )
+        _check_blocks(requests, context)
+        self.remarks = context.remarks
+        return requests
 
     def _why_none(self, context: Context) -> str:
         """Return why an input has no requests, and what to do."""
@@ -263,6 +271,23 @@ class Trace:
             if len(batch) > 1:  # find the bad prompt
                 return [ids for one in batch for ids in self._tokens([one])]
             raise FormatError(f"{batch[0].request.where}: {error}") from error
+
+
+def _check_blocks(requests: Requests, context: Context) -> None:
+    """Refuse more blocks than their size makes of the tokens, and note tokens without a block."""
+    size, tokens, blocks = requests.block_tokens, requests.tokens, np.diff(requests.offsets)
+    if requests.hashed or not size:
+        return
+    for number in np.flatnonzero((tokens >= 0) & ((blocks - 1) * size >= tokens) & (blocks > 0))[
+        :1
+    ]:
+        raise FormatError(
+            f"{requests.source}: request {number + 1} has {tokens[number]} tokens, which are fewer "
+            f"than its {counted(int(blocks[number]), 'block')} of {size} tokens have; give "
+            "--block-size"
+        )
+    if few := int((tokens // size > blocks).sum()):
+        context.note(*_BEYOND_BLOCKS, count=few)
 
 
 def _numbered(reader: Read, line: Line) -> Iterator[Request | Prompted]:

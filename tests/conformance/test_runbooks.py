@@ -228,7 +228,7 @@ def test_the_worth_of_the_cache(machine: Machine, before: tuple[Path, Manifest])
     ]
     (machine.folder / "day.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (machine.folder / "serve.sh").write_text(f"{LAUNCH}2")
-    machine.follow("IS THE CACHE WORTH ITS DISKS?")
+    machine.follow(r"IS THE CACHE WORTH ITS DISKS?\&")
 
 
 def test_the_line_for_cron_is_the_command_that_was_tried() -> None:

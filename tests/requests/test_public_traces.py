@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicachectl.cli import manpages
 from hicachectl.formats.errors import FormatError, HicacheError, UsageError
 from hicachectl.requests.public_traces import PrefixIds
 from hicachectl.requests.reading import FORMS, Trace
 from tests.skips import need_module
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from hicachectl.requests.chains import Requests
     from hicachectl.requests.forms import Request
+
+TEXTS = Path(manpages.__file__).parent / "texts"
 
 # Records as the tools write or document them.
 MOONCAKE = {"timestamp": 27482, "input_length": 1300, "output_length": 52, "hash_ids": [46, 47, 9]}
@@ -140,6 +143,15 @@ def test_other_formats_are_not_known(tmp_path: Path, data: bytes) -> None:
     )
 
 
+def test_the_manual_has_each_form() -> None:
+    text = (TEXTS / "hicachectl-prewarm.txt").read_text()
+    text = text.split("# TRACES\n")[1].split("\n# ")[0]
+    names = [
+        name for line in re.findall(r"^- (.*)$", text, re.MULTILINE) for name in line.split(", ")
+    ]
+    assert sorted([*names, "lengths"]) == sorted(form.name for form in FORMS)
+
+
 def test_chains_of_kvcache_simulator(tmp_path: Path) -> None:
     found = columns(
         written(
@@ -171,6 +183,18 @@ def test_bad_records_for_kvcache_simulator(
 ) -> None:
     with pytest.raises(FormatError, match=f"line 2: .*{message}"):
         columns(written(tmp_path, SIMULATOR, {**SIMULATOR, **change}))
+
+
+def test_blocks_that_do_not_fit_the_tokens_are_refused_or_said(tmp_path: Path) -> None:
+    path = written(tmp_path, MOONCAKE, {**MOONCAKE, "hash_ids": [46]})
+    with pytest.raises(FormatError, match="request 1 has 1300 tokens, which are fewer than its 3"):
+        columns(path, block_size=1024)
+    with Trace([path], block_size=512) as trace:
+        assert trace.requests(None).block_tokens == 512
+        assert trace.remarks == (
+            "With more tokens than their blocks have: 1 request; the others count as never "
+            "repeated; check --block-size",
+        )
 
 
 def test_ids_of_bailian_count_together_with_their_parents(tmp_path: Path) -> None:
