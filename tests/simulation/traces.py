@@ -41,8 +41,11 @@ class Trace:
         return next((n for n in range(self.reach[row]) if chain[n] not in held), self.reach[row])
 
 
-def conversations(seed: int, requests: int) -> Trace:
-    """A trace in the shape of Mooncake's conversations: turns of growing length, interleaved."""
+def conversations(seed: int, requests: int, turn: int = 12) -> Trace:
+    """A trace in the shape of Mooncake's conversations: talks of growing length, interleaved.
+
+    turn: mean number of pages that a request adds.
+    """
     random = np.random.default_rng(seed)
     prefixes: list[list[int]] = []
     talks: list[list[int]] = []
@@ -52,6 +55,6 @@ def conversations(seed: int, requests: int) -> Trace:
         else:
             prefix = [0] * int(random.integers(1, 4))
             talks.append(prefix)
-        prefix += (1000 + number * 64 + np.arange(random.geometric(0.08))).tolist()
+        prefix += (1000 + number * 64 + np.arange(random.geometric(1 / turn))).tolist()
         prefixes.append([*prefix])
     return Trace(prefixes)
