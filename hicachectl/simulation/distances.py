@@ -47,7 +47,7 @@ def rank_pages(blocks: Blocks, offsets: IntArray, distinct: int, *, leaves_first
         takes the last page of a chain first, as SGLang's trees do. Otherwise, the first page of a
         request is touched first, as HiCacheFile and 3FS do.
     """
-    if is_compiled():
+    if is_compiled(len(blocks)):
         before = np.empty(len(blocks), np.int32)
         touched = np.empty(0 if leaves_first else len(blocks), np.int32)
         _ranks(blocks, offsets, distinct, leaves_first, before, touched)

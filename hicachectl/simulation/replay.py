@@ -171,16 +171,11 @@ def replay_files(
     started = int(offsets[first])
     offsets, reach = offsets[first:], reach[first:]
     runs = np.full((len(limits), len(requests)), np.iinfo(np.int32).max, np.int32)
-    rank = np.empty(len(requests), np.int32)
-    for row, limit in enumerate(limits):
-        for size in nbytes:
-            most, kept = limit // size, int(limit * ratio) // size
-            held = started if started <= most else kept
-            if most:
-                _file_runs(before, touched, offsets, reach, most, kept, held, rank)
-            else:
-                rank[:] = 0
-            np.minimum(runs[row], rank, out=runs[row])
+    for size in nbytes:
+        most = np.array(limits, np.int64) // size
+        kept = np.array([int(limit * ratio) // size for limit in limits], np.int64)
+        held = np.where(started <= most, started, kept)
+        _file_runs(before, touched, offsets, reach, most, kept, held, runs)
     return runs
 
 
@@ -190,27 +185,30 @@ def _file_runs(
     touched: Blocks,
     offsets: IntArray,
     reach: IntArray,
-    capacity: int,
-    kept: int,
-    held: int,
+    capacities: IntArray,
+    kept: IntArray,
+    held: IntArray,
     runs: Runs,
 ) -> None:
-    """Fill the hits of one capacity.
+    """Lower the hits of each capacity to those of one rank.
 
-    The cache always holds the `held` most recently used pages. A write above the capacity evicts
+    A cache always holds the `held` most recently used pages. A write above the capacity evicts
     until `kept` pages are left with the written one.
     """
-    for request in range(len(runs)):
+    for request in range(len(reach)):
         start, end = offsets[request], offsets[request + 1]
-        run = 0
-        while run < reach[request] and before[start + run] <= held:
-            run += 1
-        runs[request] = run
-        for at in range(start, end):
-            if touched[at] > held:
-                if held + 1 > capacity:
-                    held = min(held, max(kept - 1, 0))
-                held += 1
+        for row in range(len(capacities)):
+            most, holds = capacities[row], held[row]
+            run = 0
+            while run < reach[request] and before[start + run] <= holds:
+                run += 1
+            runs[row, request] = min(runs[row, request], run)
+            for at in range(start, end):
+                if touched[at] > holds and most:
+                    if holds + 1 > most:
+                        holds = min(holds, max(kept[row] - 1, 0))
+                    holds += 1
+            held[row] = holds
 
 
 def replay_optimal(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl.formats.eviction import Policy
-from hicachectl.simulation import distances, replay
+from hicachectl.simulation import compiled, replay
 from hicachectl.simulation.caches import Start, cache_of
 from hicachectl.simulation.sizes import PageFile, PageSizes, Room
 from tests.simulation.traces import Trace, conversations
@@ -26,19 +28,24 @@ def traces(draw: st.DrawFn) -> Trace:
     return Trace(prefixes, [draw(st.integers(0, len(prefix))) for prefix in prefixes])
 
 
-@pytest.fixture(params=["numba", "numpy"], scope="module", autouse=True)
+@pytest.fixture(
+    params=["numpy", pytest.param("numba", marks=pytest.mark.slow)], scope="module", autouse=True
+)
 def loops(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run each test with compiled loops, and as without numba."""
+    """Run each test with all loops compiled, and as without numba."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "numpy":
-            patch.setattr(distances, "is_compiled", lambda: False)
-            for module, name in [(distances, "_ranks")] + [
-                (replay, name)
-                for name in ("_lru_runs", "_file_runs", "_fill_next", "_optimal_runs")
-            ]:
-                loop = getattr(module, name)
-                patch.setattr(module, name, getattr(loop, "py_func", loop))
+        patch.setattr(compiled, "LEAST", 0 if request.param == "numba" else 1 << 40)
         yield
+
+
+def test_short_loops_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+    loop = compiled.compiled(lambda numbers: lengths.append(len(numbers)))
+    monkeypatch.setitem(sys.modules, "numba", SimpleNamespace(njit=lambda **_: lambda _: len))
+    monkeypatch.setattr(compiled, "is_installed", lambda: True)
+    monkeypatch.setattr(compiled, "LEAST", 3)
+    assert [loop([1] * count) for count in (2, 3)] == [None, 3]
+    assert lengths == [2]
 
 
 def plain_lru(trace: Trace, capacity: int, start: Sequence[int], *, leaves: bool) -> list[int]:
