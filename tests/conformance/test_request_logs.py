@@ -7,6 +7,8 @@ tells which tokens the store has served.
 
 from __future__ import annotations
 
+import gzip
+import io
 import itertools
 import json
 import os
@@ -18,9 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from hicachectl.requests.chains import Hashing, requests_of
-from hicachectl.requests.forms import Request
-from hicachectl.requests.tokenizing import DirectoryTokenizer
 from tests.conformance import tiny_llama
 from tests.conformance.cpu_server import DEVICE_TOKENS, MODEL, PAGE_SIZE, CpuServer, prompt
 from tests.skips import need_module
@@ -29,6 +28,8 @@ from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.conftest import Invoke
 
 pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-server")]
 
@@ -63,7 +64,10 @@ REQUESTS = [
     _openai("completions", prompt=TEXT, extra_key="completion"),
     _openai("completions", prompt=prompt(5, 2)),
 ]
-TEXTS = 2
+TEXTS = 2  # of REQUESTS
+LEVELS = 2  # levels of the log without tokens: 0 and 1
+ROWS = ("--format", "jsonl")
+CUT = 16 << 10  # bytes of a line after which containers begin another
 # One request is several in the log.
 SEVERAL = [
     _generate(input_ids=[prompt(6, 2), prompt(7, 2)], lora_path=[ADAPTER, None], cache_salt="many"),
@@ -127,7 +131,9 @@ def served(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Ser
         ends.append(newest.stat().st_size)
     data = newest.read_bytes()
     spans = itertools.pairwise(ends)
-    parts = (data[start:end].decode().splitlines(keepends=True) for start, end in spans)
+    parts = (
+        io.StringIO(data[start:end].decode(), newline="\n").readlines() for start, end in spans
+    )
     return Served(model, stored, log, metrics, stdout, *parts)
 
 
@@ -153,7 +159,7 @@ def _make_odd_requests(server: CpuServer) -> None:
     too_long = _generate(input_ids=prompt(11, DEVICE_TOKENS // PAGE_SIZE + 1))
     with pytest.raises(AssertionError, match="exceeds the maximum allowed length"):
         server.post(*too_long)
-    for level in (1, 0):
+    for level in range(LEVELS):
         server.configure_logging(level)
         server.post(*REQUESTS[3])
 
@@ -199,16 +205,113 @@ def test_the_log_tells_what_its_reader_relies_on(served: Served) -> None:
         assert record["out"]["meta_info"]["cached_tokens"] > 0
 
 
-def test_pages_named_by_the_log_are_those_of_the_store(served: Served) -> None:
-    tokenizer = DirectoryTokenizer(served.model)
-    requests = []
-    for record in _finished(served.cold):
-        told = record["obj"]
-        if (tokens := told["input_ids"]) is None:
-            (tokens,) = tokenizer.encode([told["text"]])
-        if not record["out"]["output_ids"]:  # the first of n > 1
-            continue
-        key = (told["extra_key"] or "") + (told["lora_id"] or "")
-        requests.append(Request("", tokens, key or None, told["cache_salt"]))
-    named = requests_of(requests, Hashing(PAGE_SIZE)).page_names.to_pylist()
-    assert set(named) == _pages_in(served.store)
+def test_prewarm_of_another_store_copies_the_pages_that_the_server_wrote(
+    served: Served, invoke: Invoke, tmp_path: Path
+) -> None:
+    """The log is rotated, and the rotated file compressed."""
+    (rotated,) = (path for path in served.log.iterdir() if not path.name.endswith(".log"))
+    log = tmp_path / "log"
+    log.mkdir()
+    half = len(served.cold) // 2
+    with gzip.open(log / f"{rotated.name}.gz", "wt", encoding="utf-8") as file:
+        file.writelines(served.cold[:half])
+    (log / f"{rotated.name.partition('.log')[0]}.log").write_text("".join(served.cold[half:]))
+    options = ("--from", served.store, "--trace", log, *_deployment(served))
+    document = invoke.document("prewarm", tmp_path / "store", *options)
+    assert document["missing_pages"] == 0
+    copied, stored = _pages_in(tmp_path / "store"), _pages_in(served.store)
+    assert copied < stored
+    # No request reads the last page of a prompt without a rest.
+    lengths = [record["out"]["meta_info"]["prompt_tokens"] for record in _finished(served.cold)]
+    assert len(stored - copied) == sum(length % PAGE_SIZE == 0 for length in lengths)
+
+
+def test_served_tokens_of_hits_are_those_that_the_server_got_from_the_store(
+    served: Served, invoke: Invoke, tmp_path: Path
+) -> None:
+    log = tmp_path / "server.log"
+    log.write_text("".join(served.warm))
+    rows = invoke("hits", served.store, "--trace", log, *_deployment(served), *ROWS).rows
+    answers = [record["out"]["meta_info"] for record in _finished(served.warm)]
+    told = [answer["cached_tokens_details"]["storage"] for answer in answers]
+    assert [row["served_tokens"] for row in rows] == told
+    assert [row["tokens"] for row in rows] == [answer["prompt_tokens"] for answer in answers]
+
+
+def test_a_log_is_the_same_in_the_lines_of_containers_and_in_metrics_files(
+    served: Served, invoke: Invoke, tmp_path: Path
+) -> None:
+    stdout = served.stdout.read_bytes()
+    forms = {"stdout": stdout, "cri": _cri(stdout), "docker": _docker(stdout)}
+    for name, data in forms.items():
+        (tmp_path / name).write_bytes(data)
+    places = [served.log, *(tmp_path / name for name in forms), served.metrics]
+    found = [
+        invoke("hits", served.store, "--trace", place, *_deployment(served), *ROWS).rows
+        for place in places
+    ]
+    logged, *others, measured = ([{**row, "chain": ""} for row in rows] for rows in found)
+    assert len(logged) > 2 * len(REQUESTS)
+    assert others == [logged] * len(forms)
+    # The last requests are logged without tokens; the level of metrics files stays.
+    assert measured[:-LEVELS] == logged
+
+
+def test_a_cache_of_any_size_serves_what_the_server_got(
+    served: Served, invoke: Invoke, tmp_path: Path
+) -> None:
+    log = tmp_path / "server.log"
+    log.write_text("".join([*served.cold, *served.warm]))
+    options = ("--trace", log, *_deployment(served), "--capacity", "1GiB", "--policy", "lru")
+    (row,) = invoke("simulate", *options, *ROWS).rows
+    answers = [record["out"]["meta_info"] for record in _finished(served.warm)]
+    # Of the two samples of one request, one repeats the other.
+    repeated = _finished(served.cold)[-1]["out"]["meta_info"]["cached_tokens_details"]["device"]
+    hits = [answer["cached_tokens_details"]["storage"] for answer in answers]
+    assert row["hit_tokens"] == sum(hits) + repeated
+
+
+def test_what_a_log_cannot_tell_is_said_with_the_remedy(
+    served: Served, invoke: Invoke, tmp_path: Path
+) -> None:
+    log = tmp_path / "server.log"
+    log.write_text("".join(served.odd))
+    outcome = invoke("hits", served.store, "--trace", log, *_deployment(served), *ROWS)
+    assert len(outcome.rows) == 1  # the first of the session
+    assert "--log-requests-level 3" in outcome.stderr
+    assert "2 requests" in outcome.stderr
+    assert "session_params" in outcome.stderr
+    levels = [line for line in served.odd if '"input_ids": ' not in line]
+    log.write_text("".join(levels))
+    outcome = invoke("hits", served.store, "--trace", log, *_deployment(served), exit_code=2)
+    assert "--log-requests-level 3" in outcome.stderr
+
+
+def _deployment(served: Served) -> tuple[object, ...]:
+    """Return the options that describe the server."""
+    return (
+        *("--model-config", served.model, "--served-model-name", MODEL),
+        *("--page-size", PAGE_SIZE, "--prefetch-threshold", PAGE_SIZE),
+    )
+
+
+def _cri(lines: bytes) -> bytes:
+    """Return lines as containerd logs them."""
+    logged = []
+    for line in lines.removesuffix(b"\n").split(b"\n"):
+        parts = [line[at : at + CUT] for at in range(0, len(line) or 1, CUT)]
+        for number, part in enumerate(parts, 1):
+            tag = b"F" if number == len(parts) else b"P"
+            logged.append(b"2026-11-28T16:26:18.655661123Z stdout %s %s\n" % (tag, part))
+    return b"".join(logged)
+
+
+def _docker(lines: bytes) -> bytes:
+    """Return lines as Docker's json-file driver logs them."""
+    logged = []
+    for line in io.BytesIO(lines):
+        for at in range(0, len(line), CUT):
+            text = line[at : at + CUT].decode(errors="replace")
+            record = {"log": text, "stream": "stdout", "time": "2026-11-28T16:26:18.655661123Z"}
+            logged.append(json.dumps(record, ensure_ascii=False, separators=(",", ":")))
+    return "".join(f"{record}\n" for record in logged).encode()
