@@ -61,6 +61,23 @@ class PictureRequest:
     title: str = ""
 
 
+class Requested(NamedTuple):
+    """What requests show of a store.
+
+    tree: None without requests.
+    no_tree: why requests have no tree.
+    tenancies: pages by salt and by adapter, where requests name these.
+    worth: hits of caches, or why they are unknown; None without requests.
+    remarks: messages on the requests.
+    """
+
+    tree: PrefixTree | None = None
+    no_tree: str = ""
+    tenancies: tuple[Tenancy, ...] = ()
+    worth: Worth | str | None = None
+    remarks: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
     """What the report shows of a store.
@@ -71,10 +88,6 @@ class Picture:
     rows, total: see `ls --summary`.
     states: number of page groups by state, in the order of `vocabulary.STATES`.
     writes: None if the store keeps no times.
-    tree: None without requests.
-    no_tree: why requests have no tree.
-    tenancies: pages by salt and by adapter, where requests name these.
-    worth: hits of caches, or why they are unknown; None without requests.
     page: the page in full.
     page_choice: why this page is shown, or why none is.
     remarks: messages to be read before the rest.
@@ -94,10 +107,7 @@ class Picture:
     writes: Writes | None
     filling: Filling
     completeness: tuple[Completeness, ...]
-    tree: PrefixTree | None
-    no_tree: str
-    tenancies: tuple[Tenancy, ...]
-    worth: Worth | str | None
+    requested: Requested
     page: PageReport | None
     page_choice: str
     remarks: tuple[str, ...]
@@ -176,34 +186,20 @@ def take_picture(
         writes=writes_of(inventory),
         filling=filling_of(groups, made, is_part=bool(verify.selection)),
         completeness=tuple(completeness_of(groups, checked.in_flight)),
-        tree=requested.tree,
-        no_tree=requested.no_tree,
-        tenancies=requested.tenancies,
-        worth=requested.worth,
+        requested=requested,
         page=page,
         page_choice=why,
         remarks=(*verified.remarks, *requested.remarks),
     )
 
 
-class _Requested(NamedTuple):
-    """What the requests show; see `Picture`."""
-
-    tree: PrefixTree | None
-    no_tree: str
-    tenancies: tuple[Tenancy, ...]
-    worth: Worth | str | None
-    remarks: tuple[str, ...]
-
-
-def _requested(store: Store, groups: PageGroups, request: PictureRequest) -> _Requested:
+def _requested(store: Store, groups: PageGroups, request: PictureRequest) -> Requested:
     if request.hits is None:
-        return _Requested(None, "", (), None, ())
+        return Requested()
     asked = replace(request.hits, requests=request.hits.requests.in_time_order())
     if not asked.requests.hashed:
-        why = "its block ids do not give the keys of pages"
-        worth = worth_of(asked, store.eviction(), None)
-        return _Requested(None, f"{asked.requests.source}: {why}", (), worth, ())
+        why = f"{asked.requests.source}: its block ids do not give the keys of pages"
+        return Requested(no_tree=why, worth=worth_of(asked, store.eviction(), None))
     hits, measured = measure_listed(store, groups.inventory, asked)
     is_all = asked.profile is not None and not request.verify.selection
     worth = worth_of(asked, store.eviction(), (groups, hits) if is_all else None)
@@ -218,7 +214,7 @@ def _requested(store: Store, groups: PageGroups, request: PictureRequest) -> _Re
         tree = prefix_tree(hits, measured, name)
     except FormatError as error:
         no_tree = str(error)
-    return _Requested(tree, no_tree, tuple(tenancies), worth, told)
+    return Requested(tree, no_tree, tuple(tenancies), worth, told)
 
 
 def _page(

@@ -45,18 +45,16 @@ class Tenancy:
     pages: number of all pages of the deployment.
     nbytes: their bytes; None if a size is unknown.
     tenants: with the most pages first.
-    shared, shared_bytes: pages that several tenants reach.
-    unreached, unreached_bytes: pages that no request reaches.
+    shared: number and bytes of the pages that several tenants reach.
+    unreached: number and bytes of the pages that no request reaches.
     """
 
     kind: str
     pages: int
     nbytes: int | None
     tenants: tuple[Tenant, ...]
-    shared: int
-    shared_bytes: int | None
-    unreached: int
-    unreached_bytes: int | None
+    shared: tuple[int, int | None]
+    unreached: tuple[int, int | None]
 
 
 def tenancies_of(groups: PageGroups, deployment_id: int, requests: Requests) -> list[Tenancy]:
@@ -91,9 +89,7 @@ def _tenancy(
     sums: list[int | None] = [None] * (count + 2)
     if total is not None:
         sums = [*byte_sums(groups.nbytes[span], owner, count + 2).tolist()]
-    is_held = np.zeros(distinct, dtype=np.bool_)
-    is_held[places[places >= 0]] = True
-    held = np.bincount(tenants[is_held[blocks]], minlength=count).tolist()
+    held = np.bincount(tenants[np.isin(blocks, places)], minlength=count).tolist()
     number = np.bincount(label.ids, minlength=count).tolist()
     every = [
         Tenant(*one) for one in zip(label.names, number, pages[2:], sums[2:], held, strict=True)
@@ -103,8 +99,6 @@ def _tenancy(
         pages=len(places),
         nbytes=total,
         tenants=tuple(sorted(every, key=lambda one: (-one.pages, -one.reached))),
-        shared=pages[_SHARED],
-        shared_bytes=sums[_SHARED],
-        unreached=pages[_UNREACHED],
-        unreached_bytes=sums[_UNREACHED],
+        shared=(pages[_SHARED], sums[_SHARED]),
+        unreached=(pages[_UNREACHED], sums[_UNREACHED]),
     )

@@ -60,7 +60,7 @@ def html_of(picture: Picture, mending: Mending, marks: Sequence[Mark]) -> str:
     """Return the page. Texts of the store are escaped, for HTML and as for a terminal."""
     from markupsafe import Markup
 
-    environment = _templates()
+    environment, asked = _templates(), picture.requested
     style = environment.get_template("report.css").render()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return environment.get_template("report.html").render(
@@ -80,8 +80,8 @@ def html_of(picture: Picture, mending: Mending, marks: Sequence[Mark]) -> str:
         completeness=[
             (one, _chart(completeness_chart(one))) for one in picture.completeness[:_DEPLOYMENTS]
         ],
-        tree=None if picture.tree is None else _tree(picture.tree),
-        worth=_worth(picture.worth) if isinstance(picture.worth, Worth) else None,
+        tree=None if asked.tree is None else _tree(asked.tree),
+        worth=_worth(asked.worth) if isinstance(asked.worth, Worth) else None,
         page=None if picture.page is None else _page(picture.page),
     )
 
@@ -163,7 +163,12 @@ def _verdict(picture: Picture) -> dict[str, str]:
     if picture.free_bytes == 0:
         kind = kind if kind == "error" else "warning"
         text = f"The store is full. {text}"
-    return {"kind": kind, "text": text, "line": picture.line, "requests": _served(picture.tree)}
+    return {
+        "kind": kind,
+        "text": text,
+        "line": picture.line,
+        "requests": _served(picture.requested.tree),
+    }
 
 
 def _served(tree: PrefixTree | None) -> str:
@@ -324,27 +329,16 @@ def _writes(picture: Picture, marks: Sequence[Mark]) -> dict[str, Any] | None:
 
 def _filling(picture: Picture) -> dict[str, Any]:
     filling, free = picture.filling, picture.free_bytes
-    main, uses = filling.main, filling.uses
     rows = []
     for window in filling.windows:
         days = None if free is None or filling.is_part else window.days_until_full(free)
         rows.append((_span_text(window), window, "" if days is None else _days(days)))
-    groups = sum(use.pages for use in uses)
     return {
         "of": filling,
-        "verdict": _fills(picture, main),
+        "verdict": _fills(picture, filling.main),
         "windows": rows,
-        "main": "" if main is None else _span_text(main),
-        "owners": [
-            (
-                one,
-                _share(one.nbytes, filling.nbytes),
-                _share(one.recent, main.nbytes if main else 0),
-            )
-            for one in filling.owners
-        ],
-        "uses": [(use, _share(use.pages, groups)) for use in uses],
-        "groups": groups,
+        "main": "" if filling.main is None else _span_text(filling.main),
+        "groups": sum(use.pages for use in filling.uses),
     }
 
 
@@ -413,25 +407,19 @@ def _worth(worth: Worth) -> dict[str, Any]:
     document, rows = worth.document, worth.rows
     sized = document["page_bytes"] is not None
     size = "capacity_bytes" if sized else "capacity_pages"
-    points = [Point(row["policy"], row[size], row["hit_share"] or 0.0) for row in rows if row[size]]
-    losses = document["losses"]
+    points = [Point(row["policy"], row[size], row["hit_share"] or 0.0) for row in rows]
     parts = {}
-    if losses is not None:
-        parts = {_SERVED: document["served_tokens"]} | {
-            one["cause"]: one["tokens"] for one in losses
-        }
-    table: dict[int, dict[str, Any]] = {}
-    for row in rows:
-        of_size = table.setdefault(row[size], {"row": row, "shares": []})
-        of_size["shares"].append(row["hit_share"])
+    if document["losses"] is not None:
+        parts[_SERVED] = document["served_tokens"]
+        parts |= {one["cause"]: one["tokens"] for one in document["losses"]}
     return {
         "of": worth,
         "svg": _chart(curve_chart(points, document["today_bytes"] or None, counts_bytes=sized)),
-        "parts": [(part, tokens, _share(tokens, worth.tokens)) for part, tokens in parts.items()],
+        "parts": parts,
         "losses": _chart(loss_chart(parts)) if any(parts.values()) else "",
         "policies": list(dict.fromkeys(row["policy"] for row in rows)),
-        "table": list(table.values()),
         "sized": sized,
+        "size": size,
     }
 
 

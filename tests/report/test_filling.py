@@ -151,15 +151,15 @@ def requests_of_tenants() -> Requests:
 
 def test_pages_count_once_by_the_tenants_that_reach_them(tenants: Path) -> None:
     hits = HitsRequest(requests=requests_of_tenants(), choice=Selection(model="m"))
-    salts, adapters = picture_of(tenants, hits=hits).tenancies
+    salts, adapters = picture_of(tenants, hits=hits).requested.tenancies
     assert (salts.kind, salts.pages, salts.nbytes) == ("salt", 10, 10 * KIB)
     assert salts.tenants == (
         Tenant("acme", 1, 2, 2 * KIB, 4),
         Tenant("<b>", 2, 2, 2 * KIB, 4),
         Tenant(None, 1, 1, KIB, 1),
     )
-    assert (salts.shared, salts.shared_bytes, salts.unreached_bytes) == (2, 2 * KIB, 3 * KIB)
-    assert (adapters.shared, adapters.unreached) == (3, 3)
+    assert (salts.shared, salts.unreached) == ((2, 2 * KIB), (3, 3 * KIB))
+    assert (adapters.shared, adapters.unreached) == ((3, 3 * KIB), (3, 3 * KIB))
     assert [one.pages for one in adapters.tenants] == [3, 1]
 
 

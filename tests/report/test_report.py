@@ -303,7 +303,7 @@ def test_the_prefix_tree_agrees_with_hits(tmp_path: Path, invoke: Invoke) -> Non
         [page(n) for n in range(60, 62)],  # nothing
     ]
     picture = picture_of(store, hits=HitsRequest(requests=requests_of_pages(chains, Hashing(16))))
-    tree = picture.tree
+    tree = picture.requested.tree
     assert tree is not None
     listed = tmp_path / "chains.jsonl"
     listed.write_text("".join(json.dumps(chain) + "\n" for chain in chains))
@@ -333,7 +333,7 @@ def test_objects_of_a_span_of_layers_are_told_apart(tmp_path: Path, invoke: Invo
     put_pages(store, range(4), stems[0])
     put_pages(store, range(2), stems[1])
     asked = HitsRequest(requests=requests_of_pages([[page(n) for n in range(4)]], None))
-    tree = picture_of(store, hits=asked).tree
+    tree = picture_of(store, hits=asked).requested.tree
     assert tree is not None
     assert [stop.rank for stop in tree.stops] == ["layers 16-32"]
     made = tmp_path / "page.html"

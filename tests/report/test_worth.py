@@ -67,7 +67,7 @@ def test_the_numbers_are_those_of_simulate_on_the_store(store: Path) -> None:
     picture = picture_of(store, profile, hits=HitsRequest(requests=requests(), profile=profile))
     with open_store(str(store)) as source:
         result = simulate(SimulateRequest(requests=requests(), profile=profile), source)
-    worth = picture.worth
+    worth = picture.requested.worth
     assert isinstance(worth, Worth)
     assert worth.rows == result.rows.to_pylist()
     assert worth.document == {**result.document, "store": None}
