@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from datetime import datetime
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # `2026-11-28T13:00:00.123456789Z stdout F …`; the next line continues one with P.
 _CRI = re.compile(rb"[0-9T:.+Z-]{20,40} (stdout|stderr) ([PF])(?: |$)")
 _MOST_PARTS = 1 << 14
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _RECORD = re.compile(rb'\{"timestamp": "[^"]*", "event": "request\.(\w+)')
 _AS_TEXT = re.compile(rb"(?:^|\] )(?:Finish|Receive): obj=\w+ReqInput\(")
 _MEASURED = re.compile(rb'\{"request_parameters": "')
@@ -40,6 +41,7 @@ _NO_TOKENS = "Without tokens, since the log has level 0 or 1", _SHOW_ALL
 _SHORTENED = "With a prompt that the log has cut at level 2", _SHOW_ALL
 _NOT_JSON = "Logged as text", "set --log-requests-format json"
 _DAMAGED = "On damaged lines", "log to a directory (--log-requests-target DIR), not to stdout"
+_CUT_OFF = "On damaged lines", "they are left out; the server may have ended while it wrote them"
 _OTHER_BYTES = (
     "With images, video, audio or embeddings, whose bytes name the pages",
     "they are left out, since no log has these bytes",
@@ -103,9 +105,9 @@ def _joined(parts: list[Line]) -> Line:
 
 
 class _Details(msgspec.Struct):
-    device: int = 0
-    host: int = 0
-    storage: int = 0
+    device: _Count = 0
+    host: _Count = 0
+    storage: _Count = 0
 
 
 class _Reason(msgspec.Struct):
@@ -116,9 +118,9 @@ class _Reason(msgspec.Struct):
 class _Meta(msgspec.Struct):
     """Members of `meta_info` in an answer. Times are Unix seconds, durations seconds."""
 
-    prompt_tokens: int | None = None
-    completion_tokens: int = -1
-    cached_tokens: int | None = None
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count = -1
+    cached_tokens: _Count | None = None
     cached_tokens_details: _Details | None = None
     finish_reason: _Reason | None = None
     dp_rank: int | None = None
@@ -201,6 +203,8 @@ def _log_reader(context: Context) -> Callable[[Line], Iterable[Request | Prompte
     def read(line: Line) -> Iterable[Request | Prompted]:
         match = _RECORD.search(line.data)
         if match is None:
+            if _MEASURED.match(line.data):
+                raise FormatError("is no line of a request log")
             if (text := _AS_TEXT.search(line.data)) and b"Finish" in text[0]:
                 context.note(*_NOT_JSON)
             return ()
@@ -218,13 +222,23 @@ def _log_reader(context: Context) -> Callable[[Line], Iterable[Request | Prompte
 
 
 def _metrics_reader(context: Context) -> Callable[[Line], Iterable[Request | Prompted]]:
+    latest: float | None = None
+
     def read(line: Line) -> Iterable[Request | Prompted]:
+        nonlocal latest
         try:
             record = _METRICS_RECORD.decode(line.data)
             obj = _PARAMETERS.decode(record.request_parameters)
+            # The samples of a streamed request (n) can lack times; the record before them has one.
+            if (time := _arrival(record, None, context, streamed=obj.stream)) is None:
+                record.request_received_ts = latest
+            else:
+                latest = time
             return _requests(line, obj, _Out(record), None, context)
-        except _FAULTS:
-            context.note(*_DAMAGED)
+        except _FAULTS as error:
+            if _is_logged(line.data):
+                raise FormatError("is no line of a metrics file") from error
+            context.note(*_CUT_OFF)
             return ()
 
     return read
