@@ -13,8 +13,10 @@ import json
 import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
+
+from msgspec.structs import replace
 
 from hicachectl.backends.http import fit
 from hicachectl.formats.documents import parse_json_object, shown

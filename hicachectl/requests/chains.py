@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from msgspec.structs import replace as changed
 
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.hashing import (
@@ -33,13 +34,8 @@ if TYPE_CHECKING:
     Names = npt.NDArray[np.uint8] | npt.NDArray[np.int64]
 
 MAX_REFERENCES = 2**31 - 1
-LABELS = {  # kinds of labels, and the members of a request that have them
-    "model": "model",
-    "salt": "cache_salt",
-    "adapter": "adapter",
-    "session": "session",
-    "server": "server",
-}
+LABELS = ("model", "salt", "adapter", "session", "server")
+_ROW = ("lengths", "prompt_blocks", "tokens", "reach", "output_tokens", "starts")
 _REFERENCES_AT_ONCE = 1 << 20
 _IDS_AT_ONCE = 1 << 22
 _LARGEST_SHARE = 4  # an id is small if the table of numbers has at most so many per reference
@@ -350,7 +346,7 @@ def requests_of(
     columns = Columns(hashing)
     for request in requests:
         columns.add(request)
-    if not columns.lengths:
+    if not len(columns):
         raise UsageError(f"{source}: has no requests; give one at least")
     return columns.finished(source)
 
@@ -379,14 +375,12 @@ class Columns:
         self._block_tokens = 0
         self._sample: list[Request] = []
         self._times = array("d")
-        self.lengths = array("q")
-        self._tokens = array("q")
-        self._prompts = array("q")
-        self._reach = array("q")
-        self._output_tokens = array("q")
-        self._starts = array("q")
+        self._rows = array("q")  # each row is a `_ROW`
         self._cached = array("q")
         self._labels = {name: _LabelColumn() for name in LABELS}
+
+    def __len__(self) -> int:
+        return len(self._rows) // len(_ROW)
 
     def add(self, request: Request) -> None:
         """Add a request. Raises FormatError naming the line."""
@@ -394,15 +388,19 @@ class Columns:
         _refuse_other(request, self._hashed, hashed, '"token_ids"', '"hash_ids"')
         _refuse_other(request, self._timed, timed, "a timestamp", "no timestamp")
         self._hashed, self._timed = hashed, timed
-        number = len(self.lengths)
+        number = len(self)
         if request.time is not None:
             self._times.append(request.time)
         if request.cached is not None:
             self._cached.extend((-1,) * (3 * number - len(self._cached)))
             self._cached.extend(request.cached)
-        for name, column in self._labels.items():
-            if (text := getattr(request, LABELS[name])) is not None:
-                column.set(number, text)
+        texts = (
+            request.model, request.cache_salt, request.adapter, request.session, request.server,
+        )  # fmt: skip
+        if texts.count(None) != len(texts):
+            for name, text in zip(LABELS, texts, strict=True):
+                if text is not None:
+                    self._labels[name].set(number, text)
         if request.block_ids is not None:
             self._add_blocks(request, request.block_ids)
         elif request.page_hashes is not None:
@@ -425,7 +423,7 @@ class Columns:
                 reach = min(count, self._hashing.reach(tokens))
             else:
                 tokens = count * self._hashing.page_size
-        self._add_row(count, count, tokens, reach, output_tokens, start)
+        self._rows.extend((count, count, tokens, reach, output_tokens, start))
 
     def _add_blocks(self, request: Request, ids: list[int]) -> None:
         self._ids.add(ids)
@@ -438,7 +436,7 @@ class Columns:
                 )
             self._block_tokens = size
         tokens = request.input_tokens
-        self._add_row(count, count, tokens, count, request.output_tokens, request.start)
+        self._rows.extend((count, count, tokens, count, request.output_tokens, request.start))
 
     def _add_tokens(self, request: Request) -> None:
         hashing, tokens = self._hashing, request.token_ids
@@ -447,23 +445,14 @@ class Columns:
         count = len(tokens)
         # SGLang never stores the last generated token: no later token has read it.
         generated = list(request.output_ids[:-1]) if self._outputs else []
-        hashes = hashing.hashes(replace(request, token_ids=tokens + generated))
+        whole = changed(request, token_ids=tokens + generated) if generated else request
+        hashes = hashing.hashes(whole)
         self._hashes.append(hashes)
         prompt = hashing.reach(count + 1) if generated else len(hashes)
         reach, outputs = hashing.reach(count), request.output_tokens
-        self._add_row(len(hashes), prompt, count, reach, outputs, request.start)
+        self._rows.extend((len(hashes), prompt, count, reach, outputs, request.start))
         if len(self._sample) < _SAMPLE_REQUESTS:
-            self._sample.append(replace(request, token_ids=list(tokens[:_SAMPLE_TOKENS])))
-
-    def _add_row(
-        self, count: int, prompt: int, tokens: int, reach: int, output_tokens: int, start: int
-    ) -> None:
-        self.lengths.append(count)
-        self._prompts.append(prompt)
-        self._tokens.append(tokens)
-        self._reach.append(reach)
-        self._output_tokens.append(output_tokens)
-        self._starts.append(start)
+            self._sample.append(changed(request, token_ids=list(tokens[:_SAMPLE_TOKENS])))
 
     def finished(
         self, source: str, *, unit: float | None = None, block_tokens: int | None = None
@@ -473,7 +462,9 @@ class Columns:
         unit: seconds of the unit of relative times; None if unknown. block_tokens: tokens of a
         block, where no request states them.
         """
-        lengths = _numpy(self.lengths)
+        rows = _numpy(self._rows).reshape(-1, len(_ROW))
+        columns = dict(zip(_ROW, np.ascontiguousarray(rows.T), strict=True))
+        lengths, tokens, starts = (columns.pop(name) for name in ("lengths", "tokens", "starts"))
         offsets = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         if offsets[-1] > MAX_REFERENCES:
@@ -481,7 +472,6 @@ class Columns:
                 f"{source}: has {offsets[-1]} block references, but at most 2^31-1 are allowed; "
                 "split the file"
             )
-        tokens, starts = _numpy(self._tokens), _numpy(self._starts)
         hashing = None if self._hashed is False else self._hashing
         names, blocks = self._ids.finished() if self._hashed is False else self._distinct()
         if hashing is not None:
@@ -499,9 +489,7 @@ class Columns:
             blocks=blocks,
             offsets=offsets,
             tokens=tokens,
-            reach=_numpy(self._reach),
-            output_tokens=_numpy(self._output_tokens),
-            prompt_blocks=_numpy(self._prompts),
+            **columns,
             block_tokens=block_tokens,
             times=times,
             seconds_per_unit=None if times is None else _seconds_per_unit(times, unit),

@@ -29,8 +29,7 @@ _MOST_TOKENS = 2**31 - 1
 UNHASHABLE = "but only text can be hashed; give --token-ids with the ids that were served"
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """A request: what determines its pages, and what else a trace tells.
 
     where: "FILE: line N", for messages.
@@ -247,8 +246,7 @@ class Record(msgspec.Struct):
 
     def refuse(self) -> None:
         """Raise FormatError for a member that makes other pages than tokens alone."""
-        for name in ("lora_path", "lora_id"):
-            value = getattr(self, name)
+        for name, value in (("lora_path", self.lora_path), ("lora_id", self.lora_id)):
             if value is not None and not isinstance(value, str):
                 raise FormatError(f"{name}: {shown(value)} is no text; give one adapter")
         if self.lora_path and not self.lora_id:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import re
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from hicachectl.backends.disk.bounded import MAX_LINE_BYTES, read_lines
 from hicachectl.formats.errors import FormatError, UsageError
@@ -127,7 +127,7 @@ class Trace:
         for request in self.each(context):
             columns.add(request)
         self.remarks = context.remarks
-        if self._form is None or not columns.lengths:
+        if self._form is None or not len(columns):
             raise UsageError(f"{self._inputs.source}: has no requests; {self._why_none(context)}")
         requests = columns.finished(
             self._inputs.source, unit=self._form.unit, block_tokens=self._block_size
@@ -189,22 +189,41 @@ class Trace:
         lines = self._lines()
         if (form := self._form) is not None:
             reader = form.reader(context)
+            if form.in_log and not self._is_given:
+                lines = self._of_one_kind(lines)
             found = (one for line in lines for one in self._read_line(reader, line))
-            chosen = (one for one in found if only is None or _start(one) in only)
-            yield from self._encoded(chosen, context)
+            if only is not None:
+                found = (one for one in found if _start(one) in only)
+            yield from self._encoded(found, context)
 
-    def _read_line(self, reader: Read, line: Line) -> Iterator[Request | Prompted]:
-        """Yield the requests of a line, which a FormatError names."""
+    def _read_line(self, reader: Read, line: Line) -> Iterable[Request | Prompted]:
+        """Return the requests of a line, which a FormatError names."""
         try:
-            yield from _numbered(reader, line)
+            return _numbered(reader, line)
         except FormatError as error:
-            other = None if self._is_given else _form_of(line.data)
-            if other is None or self._form is None or other.reader is self._form.reader:
-                raise FormatError(f"{line.where}: {error}") from error
+            if not self._is_given:
+                self._refuse_other_kind(line)
+            raise FormatError(f"{line.where}: {error}") from error
+
+    def _of_one_kind(self, lines: Iterable[Line]) -> Iterator[Line]:
+        """Yield the lines of logs, in which lines of unknown kinds are left out.
+
+        Raises FormatError for a file that begins with a record of another form.
+        """
+        file = ""
+        for line in lines:
+            if line.file != file:
+                file = line.file
+                self._refuse_other_kind(line)
+            yield line
+
+    def _refuse_other_kind(self, line: Line) -> None:
+        other = _form_of(line.data)
+        if other is not None and self._form is not None and other.reader is not self._form.reader:
             raise FormatError(
                 f"{line.where}: is of {other.title}, but earlier lines are of {self._form.title}; "
                 "read one kind at a time"
-            ) from error
+            )
 
     def _lines(self) -> Iterator[Line]:
         """Return the lines of the input, the first known one of which decides its form."""
@@ -290,15 +309,16 @@ def _check_blocks(requests: Requests, context: Context) -> None:
         context.note(*_BEYOND_BLOCKS, count=few)
 
 
-def _numbered(reader: Read, line: Line) -> Iterator[Request | Prompted]:
-    """Yield the requests of a line; the i-th starts at the place of the line plus i."""
-    for number, one in enumerate(reader(line)):
-        if number == 0:
-            yield one
-        elif isinstance(one, Request):
-            yield replace(one, start=line.place + number)
-        else:
-            yield replace(one, request=replace(one.request, start=line.place + number))
+def _numbered(reader: Read, line: Line) -> Sequence[Request | Prompted]:
+    """Return the requests of a line; the i-th starts at the place of the line plus i."""
+    found = tuple(reader(line))
+    return found if len(found) < 2 else [_moved(one, line.place + i) for i, one in enumerate(found)]
+
+
+def _moved(one: Request | Prompted, start: int) -> Request | Prompted:
+    if isinstance(one, Request):
+        return replace(one, start=start)
+    return Prompted(one.prompt, replace(one.request, start=start), one.tokens)
 
 
 def _start(one: Request | Prompted) -> int:
@@ -311,9 +331,10 @@ def _own_reader(context: Context) -> Read:
         if isinstance(found, list):
             found = _TokenLine(token_ids=found)
         found.refuse()
-        context.note_adapter(found.lora_id)
-        given = [found.token_ids, found.input_ids, found.hash_ids, found.pages]
-        if sum(value is not None for value in given) != 1:
+        if found.lora_id is not None:
+            context.note_adapter(found.lora_id)
+        given = (found.token_ids, found.input_ids, found.hash_ids, found.pages)
+        if given.count(None) != len(given) - 1:
             raise FormatError(
                 'needs exactly one of "token_ids" and "input_ids", or of "hash_ids", or of "pages"'
             )

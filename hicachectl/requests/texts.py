@@ -8,10 +8,10 @@ SGLang benchmark/datasets/sharegpt.py.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
+from msgspec.structs import replace
 
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import FormatError

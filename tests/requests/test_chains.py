@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -279,3 +280,21 @@ def test_requests_are_read_again_from_where_they_stand(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(UsageError, match=r"trace\.jsonl: cannot read the requests again"):
         next(read.again(starts))
+
+
+@pytest.mark.parametrize("spread", [1, 7, 2**40, -(2**40)])
+def test_block_ids_are_numbered_in_the_order_of_their_first_use(
+    spread: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small ids are looked up in a table, others in a sorted array; some are first small."""
+    for name, value in (("_IDS_AT_ONCE", 16), ("_REFERENCES_AT_ONCE", 8)):
+        monkeypatch.setattr(chains, name, value)
+    rng = random.Random(spread)
+    ids = [rng.randrange(40) for _ in range(60)]
+    ids += [rng.randrange(400) * spread for _ in range(400)]
+    given = [
+        Request(str(start), [], block_ids=ids[start : start + 9]) for start in range(0, 460, 9)
+    ]
+    found = chains.requests_of(given, None)
+    assert found.names.tolist() == list(dict.fromkeys(ids))
+    assert found.names[found.blocks].tolist() == ids

@@ -1,4 +1,4 @@
-"""SGLang's request log and metrics files: what they tell, what they lack, and how they are wrapped."""
+"""SGLang's request log and metrics files: what they tell, lack, and are wrapped in."""
 
 from __future__ import annotations
 
@@ -99,6 +99,7 @@ def test_a_record_of_the_log_tells_all_of_a_request(tmp_path: Path) -> None:
     assert remarks == ()
     with Trace([str(path)]) as trace:
         columns = trace.requests(HASHING, outputs=True)
+        assert columns.starts is not None
         assert list(trace.again([*columns.starts[::-1].tolist()])) == [
             _at(second, path, columns.starts[1]), _at(first, path, columns.starts[0]),
         ]  # fmt: skip
@@ -230,11 +231,19 @@ def test_a_file_names_its_server(tmp_path: Path, name: str, server: str) -> None
     assert read(path)[0][0].server == server
 
 
-def test_kinds_are_not_mixed(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text('{"token_ids": [1]}\n')
-    (tmp_path / "b").write_text(logged(record([1])))
-    with pytest.raises(FormatError, match="b: line 1: is of SGLang's request log, but earlier"):
-        read(tmp_path)
+@pytest.mark.parametrize("turned", [False, True])
+def test_kinds_are_not_mixed(tmp_path: Path, *, turned: bool) -> None:
+    kinds = [
+        ("JSON lines with", '{"token_ids": [1]}'),
+        ("SGLang's request log", logged(record([1]))),
+        ("SGLang's metrics files", measured(record([1]))),
+    ]
+    first, *others = reversed(kinds) if turned else kinds
+    (tmp_path / "a").write_text(first[1])
+    for title, text in others:
+        (tmp_path / "b").write_text(text)
+        with pytest.raises(FormatError, match=f"b: line 1: is of {title}.*, but earlier"):
+            read(tmp_path)
 
 
 def _docker(line: str, cut: int) -> list[str]:
