@@ -266,50 +266,65 @@ def rows_table(rows: Sequence[CapacityRow]) -> pa.Table:
 
 
 def curve_for_people(rows: Sequence[CapacityRow]) -> pa.Table:
-    """Return the text columns of `simulate`, with a bar for each share."""
+    """Return the text columns of the rows of all requests, with a bar for each share."""
     columns: dict[str, list[str | None]] = {
         "what if": [row["what_if"] for row in rows],
-        "by": [row["by"] for row in rows],
-        "group": [row["group"] for row in rows],
         "policy": [row["policy"] for row in rows],
         ">capacity": [_capacity_text(row) for row in rows],
-        ">pages": [str(row["capacity_pages"]) for row in rows],
-        ">tokens": [str(row["tokens"]) for row in rows],
         ">l1+l2": [
-            f"{((row['device_tokens'] or 0) + (row['host_tokens'] or 0)) / row['tokens']:.1%}"
+            f"{(row['device_tokens'] + (row['host_tokens'] or 0)) / row['tokens']:.1%}"
             if row["device_tokens"] is not None and row["tokens"]
             else None
             for row in rows
         ],
-        ">hits": [None if row["hit_share"] is None else f"{row['hit_share']:.1%}" for row in rows],
-        "curve": ["█" * round((row["hit_share"] or 0) * _BAR) for row in rows],
+        **_shares(rows),
         ">gain/TiB": [
             None if row["gain_per_tib"] is None else f"{row['gain_per_tib'] * 100:+.2f}"
             for row in rows
         ],
     }
-    always = {"policy", ">capacity", ">hits", "curve"}
-    if any(row["by"] for row in rows):
-        always |= {"by", "group", ">tokens"}
-    if all(row["capacity_bytes"] is None for row in rows):
-        always -= {">capacity"}
-        always |= {">pages"}
-    return pa.table(
+    return _texts({name: cells for name, cells in columns.items() if any(cells)})
+
+
+def groups_for_people(rows: Sequence[CapacityRow], by: str, chosen: CapacityRow) -> pa.Table:
+    """Return the text columns of the groups of one word of --by, the largest group first.
+
+    chosen: the row whose capacity and policy are shown.
+    """
+    found = [
+        row
+        for row in rows
+        if row["by"] == by and _are_alike(row, chosen, "capacity_pages", "policy", "what_if")
+    ]
+    found.sort(key=lambda row: -row["tokens"])
+    return _texts(
         {
-            name: pa.array(cells, pa.string())
-            for name, cells in columns.items()
-            if name in always or (name in ("what if", ">l1+l2", ">gain/TiB") and any(cells))
+            by: [row["group"] for row in found],
+            ">requests": [str(row["requests"]) for row in found],
+            ">tokens": [str(row["tokens"]) for row in found],
+            **_shares(found),
         }
     )
 
 
+def _shares(rows: Sequence[CapacityRow]) -> dict[str, list[str | None]]:
+    return {
+        ">hits": [None if row["hit_share"] is None else f"{row['hit_share']:.1%}" for row in rows],
+        "curve": ["█" * round((row["hit_share"] or 0) * _BAR) for row in rows],
+    }
+
+
+def _texts(columns: Mapping[str, Sequence[str | None]]) -> pa.Table:
+    return pa.table({name: pa.array(cells, pa.string()) for name, cells in columns.items()})
+
+
 def losses_for_people(rows: Sequence[LossRow]) -> pa.Table:
     """Return the text columns of lost hits."""
-    return pa.table(
+    return _texts(
         {
-            "lost by": pa.array([row["cause"] for row in rows], pa.string()),
-            ">tokens": pa.array([str(row["tokens"]) for row in rows], pa.string()),
-            ">share": pa.array([f"{row['share']:.1%}" for row in rows], pa.string()),
+            "lost by": [row["cause"] for row in rows],
+            ">tokens": [str(row["tokens"]) for row in rows],
+            ">share": [f"{row['share']:.1%}" for row in rows],
         }
     )
 
@@ -317,12 +332,33 @@ def losses_for_people(rows: Sequence[LossRow]) -> pa.Table:
 def denominators(rows: Sequence[CapacityRow], document: Mapping[str, Any]) -> str:
     """Return what the shares of rows refer to. document: the document of `simulate`."""
     whole, warm = rows[0], document["warm_up_requests"]
+    least = document["threshold"]
+    below = f"; hits of fewer than {least} tokens do not count" if least > 1 else ""
     left = f"; the first {counted(warm, 'request')} only warm the caches" if warm else ""
     return (
         f"Shares are of {counted(whole['tokens'], 'prompt token')} of "
-        f"{counted(whole['requests'], 'request')}, also those of the last page; hits of fewer than "
-        f"{document['threshold']} tokens do not count{left}"
+        f"{counted(whole['requests'], 'request')}, also those of the last page{below}{left}"
     )
+
+
+def chosen_row(rows: Sequence[CapacityRow], document: Mapping[str, Any]) -> CapacityRow:
+    """Return the row of the first policy that answers what the cache is worth.
+
+    It has the capacity of today. Without that, it is the first from which the curve is flat.
+
+    document: the document of `simulate`.
+    """
+    curve = [row for row in rows if _are_alike(row, rows[0])]
+    enough = _ENOUGH * (document["most_share"] or 0.0)
+    found = [row for row in curve if (row["hit_share"] or 0.0) >= enough]
+    if today := document["today_bytes"]:
+        found = [row for row in curve if row["capacity_bytes"] == today]
+    return (found or curve[-1:])[0]
+
+
+def _are_alike(row: Mapping[str, Any], other: Mapping[str, Any], *names: str) -> bool:
+    """Return whether two rows are of one curve, or alike in some members."""
+    return all(row[name] == other[name] for name in names or ("policy", "by", "what_if"))
 
 
 def answer(rows: Sequence[CapacityRow], document: Mapping[str, Any]) -> str:
@@ -331,26 +367,30 @@ def answer(rows: Sequence[CapacityRow], document: Mapping[str, Any]) -> str:
     document: the document of `simulate`. Its capacity of today is in the rows, with half and twice
     as much.
     """
-    policy, most, today = rows[0]["policy"], document["most_share"] or 0.0, document["today_bytes"]
-    whole = [row for row in rows if row["by"] is None and row["policy"] == policy]
-    curve = [row for row in whole if row["what_if"] is None]
-    shares = {row["capacity_bytes"]: row["hit_share"] or 0.0 for row in curve}
-    enough = [row for row in curve if (row["hit_share"] or 0.0) >= _ENOUGH * most]
-    chosen = (enough or curve[-1:])[0]
-    if today:
-        chosen = next(row for row in curve if row["capacity_bytes"] == today)
+    chosen, today = chosen_row(rows, document), document["today_bytes"]
     now = chosen["hit_share"] or 0.0
-    said = [f"{policy}: {_capacity_text(chosen)} serve {now:.1%}"]
+    said = [f"{chosen['policy']}: {_capacity_text(chosen)} serve {now:.1%}"]
+
+    def beside(row: CapacityRow) -> str:
+        share = row["hit_share"] or 0.0
+        return f"{share:.1%} ({(share - now) * 100:+.1f})"
+
     if today:
-        less, more = shares[today // 2], shares[today * 2]
+        curve = {row["capacity_bytes"]: row for row in rows if _are_alike(row, chosen)}
+        less, more = today // 2, today * 2
         said.append(
-            f"{human_size(today * 2)} would serve {more:.1%} ({(more - now) * 100:+.1f}), "
-            f"{human_size(today // 2)} {less:.1%} ({(less - now) * 100:+.1f})"
+            f"{human_size(more)} would serve {beside(curve[more])}, {human_size(less)} "
+            f"{beside(curve[less])}"
         )
-    for row in whole:
-        if row["what_if"] and row["capacity_bytes"] == chosen["capacity_bytes"]:
-            share = row["hit_share"] or 0.0
-            said.append(f"with {row['what_if']} {share:.1%} ({(share - now) * 100:+.1f})")
+    said += [
+        f"with {row['what_if']} {beside(row)}"
+        for row in rows
+        if row["what_if"]
+        and row["by"] is None
+        and row["policy"] == chosen["policy"]
+        and row["capacity_bytes"] == chosen["capacity_bytes"]
+    ]
+    most = document["most_share"] or 0.0
     return "; ".join([*said, f"no cache of any size serves more than {most:.1%}"])
 
 

@@ -17,7 +17,7 @@ from hicachectl.formats.restorable import leading_runs
 from hicachectl.formats.wording import not_one_of
 from hicachectl.requests.chains import Hashing
 from hicachectl.results import Result
-from hicachectl.simulation.caches import cache_of
+from hicachectl.simulation.caches import LEASE_S, cache_of
 from hicachectl.simulation.changes import changed, changes_text
 from hicachectl.simulation.losses import Today, look_at
 from hicachectl.simulation.replay import replay
@@ -28,10 +28,12 @@ from hicachectl.simulation.shares import (
     LossRow,
     Served,
     answer,
+    chosen_row,
     curve_for_people,
     denominators,
     everyone,
     grouping_of,
+    groups_for_people,
     losses_for_people,
     prompt_tokens,
     rows_table,
@@ -40,6 +42,7 @@ from hicachectl.simulation.sizes import PageSizes
 from hicachectl.simulation.starts import start_from_plan
 from hicachectl.simulation.tiers import WRITE_POLICIES, Tiers, filtered, replay_behind
 from hicachectl.text.tables import table_lines
+from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -176,6 +179,8 @@ def simulate(
     """
     case = _Case.of(request)
     requests, counting = case.requests, Counting.of(case.requests, request.warm_up)
+    for by in request.by:
+        grouping_of(requests, by)  # refuses what the input does not tell, before the work
     if store is not None and today is None:
         today = _today(request, store, requests, counting, on_listed)
     case = replace(case, start=_start(request, requests, today))
@@ -214,7 +219,11 @@ def simulate(
         rows=rows_table(rows),
         rows_name=_ROWS,
         lines=lambda _, screen, shown: _lines(rows, document, screen),
-        remarks=[denominators(rows, document), *(() if today is None else today.remarks)],
+        remarks=[
+            denominators(rows, document),
+            *case.remarks,
+            *(() if today is None else today.remarks),
+        ],
     )
 
 
@@ -325,54 +334,51 @@ class _Case:
             )
             for size in capacities
         ]
-        if tiers is None:
-            runs = self._replay(policy, self.requests, capacities, sizes)
-            return Served(policy, found, self.hit_tokens(runs))
-        if tiers.filters:
-            front = self._filtered
-            runs = self._replay(policy, front.requests, capacities, sizes)
-            tokens = runs.astype(np.int64) * self.requests.block_tokens
-            return Served(policy, found, tokens, front.device[None], front.host[None])
-        behind = [
-            replay_behind(
-                self.requests,
-                tiers,
-                cache_of(
-                    policy,
-                    size,
-                    sizes,
-                    parents=self.requests.forest.parents,
-                    ratio=self.request.eviction_ratio,
-                    start=self.start,
-                ),
+        if tiers is None or tiers.filters:
+            front = None if tiers is None else self._filtered
+            runs = replay(
+                policy,
+                self.requests if front is None else front.requests,
+                capacities,
+                sizes,
+                ratio=self.request.eviction_ratio,
+                least=self._least_pages,
+                start=self.start,
                 seconds=self._seconds,
             )
-            for size in capacities
-        ]
-        tokens, device, host = (
-            np.stack([getattr(one, name) for one in behind])
-            for name in ("storage", "device", "host")
+            if front is None:
+                return Served(policy, found, self.hit_tokens(runs))
+            rest = prompt_tokens(self.requests) - front.device - front.host
+            tokens = np.minimum(self.hit_tokens(runs), rest)
+            return Served(policy, found, tokens, front.device[None], front.host[None])
+        behind = []
+        for size in capacities:
+            cache = cache_of(
+                policy,
+                size,
+                sizes,
+                parents=self.requests.forest.parents if policy is Policy.LRU else None,
+                ratio=self.request.eviction_ratio,
+                lease=0.0 if self._seconds is None else LEASE_S,
+                start=self.start,
+            )
+            behind.append(replay_behind(self.requests, tiers, cache, seconds=self._seconds))
+        by_tier = (
+            np.stack(tokens)
+            for tokens in zip(*((b.storage, b.device, b.host) for b in behind), strict=True)
         )
-        return Served(policy, found, tokens, device, host)
-
-    def _replay(
-        self, policy: Policy, requests: Requests, capacities: Sequence[int], sizes: PageSizes
-    ) -> Runs:
-        return replay(
-            policy,
-            requests,
-            capacities,
-            sizes,
-            ratio=self.request.eviction_ratio,
-            least=self._least_pages,
-            start=self.start,
-            seconds=self._seconds,
-        )
+        return Served(policy, found, *by_tier)
 
     @cached_property
     def _filtered(self) -> Filtered:
         assert self.tiers is not None
         return filtered(self.requests, self.tiers)
+
+    @property
+    def remarks(self) -> Iterator[str]:
+        """Messages about requests that no server takes."""
+        if self.tiers is not None and self.tiers.filters and (count := self._filtered.refused):
+            yield f"{counted(count, 'request')}: longer than L1, so no server takes them"
 
     @property
     def _seconds(self) -> Seconds | None:
@@ -395,8 +401,10 @@ class _Case:
         No cache serves more.
         """
         requests = self.requests
-        known = np.ones(len(requests.blocks), np.bool_)
-        known[np.unique(requests.blocks, return_index=True)[1]] = False
+        numbers = np.arange(len(requests.blocks), dtype=np.int32)
+        first = np.zeros(len(requests.names), np.int32)
+        first[requests.blocks[::-1]] = numbers[::-1]
+        known = first[requests.blocks] != numbers
         if self.start is not None:
             known |= np.isin(requests.blocks, self.start.pages)
         runs = np.minimum(leading_runs(known, requests.offsets), requests.reach)
@@ -458,8 +466,14 @@ def _capacities(
 
 
 def _lines(rows: list[CapacityRow], document: Mapping[str, Any], screen: Screen) -> Iterator[str]:
-    yield from table_lines(curve_for_people(rows), screen)
+    whole = [row for row in rows if row["by"] is None]
+    tables = [curve_for_people(whole)]
+    chosen = chosen_row(rows, document)
+    for by in dict.fromkeys(row["by"] for row in rows if row["by"]):
+        tables.append(groups_for_people(rows, by, chosen))
     if document["losses"] is not None:
+        tables.append(losses_for_people(document["losses"]))
+    for table in tables:
+        yield from table_lines(table, screen)
         yield ""
-        yield from table_lines(losses_for_people(document["losses"]), screen)
     yield answer(rows, document)

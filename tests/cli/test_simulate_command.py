@@ -41,15 +41,16 @@ def test_a_table_compares_today_with_half_and_double(
 ) -> None:
     before = contents(source)
     words = ("--trace", trace, "--profile", profile, "--prefetch-threshold", 1)
-    said = invoke("simulate", *words, "--policy", "lru", source)
+    said = invoke("simulate", *words, "--policy", "lru", "--by", "session-age", source)
     assert contents(source) == before
-    curve, losses = said.stdout.split("\n\n")
+    curve, groups, losses, last = said.stdout.split("\n\n")
     assert curve.split("\n")[0].split() == ["POLICY", "CAPACITY", "HITS", "CURVE", "GAIN/TIB"]
     assert losses.split("\n")[0].split() == ["LOST", "BY", "TOKENS", "SHARE"]
-    last = said.stdout.strip().split("\n")[-1]
+    assert groups.split("\n")[0].split() == ["SESSION-AGE", "REQUESTS", "TOKENS", "HITS", "CURVE"]
+    assert [line.split()[:2] for line in groups.split("\n")[1:]] == [["first", "turn"], ["1", "h"]]
     assert last.startswith("lru: ")
     assert " would serve " in last
-    assert last.endswith("no cache of any size serves more than 79.5%")
+    assert last.strip().endswith("no cache of any size serves more than 79.5%")
     assert "prompt tokens of 4 requests" in said.stderr
 
 

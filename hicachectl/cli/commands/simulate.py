@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from hicachectl.results import Result
     from hicachectl.text.tables import Screen
 
+_MANY = 5_000_000  # references that take about a minute without compiled loops
+
 
 def _policies() -> tuple[str, ...]:
     from hicachectl.simulation.simulate import POLICIES
@@ -179,6 +181,7 @@ def _simulated(ctx: click.Context, options: dict[str, Any], store: Store | None)
     from hicachectl.cli.asked import asked_hashing, asked_trace, of_profile
     from hicachectl.prewarming.ranking import read_plan
     from hicachectl.profiles.sources import profile_from_options
+    from hicachectl.simulation.compiled import is_installed
     from hicachectl.simulation.simulate import SimulateRequest, simulate
 
     profile = profile_from_options(of_profile(options), store, warn=partial(remark, ctx))
@@ -188,6 +191,10 @@ def _simulated(ctx: click.Context, options: dict[str, Any], store: Store | None)
     def read(hashing: Hashing | None) -> Requests:
         requests = trace.requests(hashing, outputs=True)
         remark(ctx, *trace.remarks)
+        if len(requests.blocks) > _MANY and not is_installed():
+            remark(
+                ctx, "The loops are not compiled; pip install 'hicachectl[simulate]' saves minutes"
+            )
         return requests
 
     request = SimulateRequest(
