@@ -114,16 +114,14 @@ class Inputs:
         """Yield every file as one line. Raises as `lines` does."""
         self._ends = []
         for number, path in enumerate(self._paths):
-            parts, size = [], 0
+            begin, text = self._ends[-1] if self._ends else 0, io.BytesIO()
             for data in self._data_of(number, _MAX_DOCUMENT_BYTES):
-                parts.append(data)
-                size += len(data)
-                if size > _MAX_DOCUMENT_BYTES:
+                text.write(data)
+                if text.tell() > _MAX_DOCUMENT_BYTES:
                     raise FormatError(f"{path}: larger than {_MAX_DOCUMENT_BYTES} bytes; split it")
-            begin = self._ends[-1] if self._ends else 0
-            if text := b"".join(parts).removeprefix(_UTF8):
-                yield Line(str(path), begin, text, str(path))
-            self._ends.append(begin + size)
+            if text.tell():
+                yield Line(str(path), begin, text.getvalue().removeprefix(_UTF8), str(path))
+            self._ends.append(begin + text.tell())
 
     def lines_from(self, place: int) -> Iterator[Line]:
         """Yield the line that has a place, which may be within it, and those after it.

@@ -243,7 +243,7 @@ class Trace:
                 return itertools.chain([line], lines)
         if first is None:
             return lines
-        forms = ", ".join(form.title for form in FORMS)
+        forms = ", ".join(form.title for form in FORMS if form is not public_traces.LENGTHS)
         raise UsageError(
             f"{first.where}: {first.data[:60]!r} is no request in a known form; give one of "
             f"{forms}, or name the form by --trace-format"
@@ -302,7 +302,7 @@ def _check_blocks(requests: Requests, context: Context) -> None:
     ]:
         raise FormatError(
             f"{requests.source}: request {number + 1} has {tokens[number]} tokens, which are fewer "
-            f"than its {counted(int(blocks[number]), 'block')} of {size} tokens have; give "
+            f"than its {counted(int(blocks[number]), 'block')} of {size} tokens have; check "
             "--block-size"
         )
     if few := int((tokens // size > blocks).sum()):
