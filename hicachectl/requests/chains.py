@@ -143,7 +143,7 @@ class Requests:
     seconds_per_unit: seconds of the unit of `times`; None if unknown.
     starts: [requests] int64, place of each request for `Trace.again`; None without a file.
     cached: [requests, 3] int64, prompt tokens that device, host and storage served, -1 if unknown;
-        None if unknown for all.
+        a sum alone stands first. None if unknown for all.
     labels: texts of requests by their kind, one of `LABELS`; only kinds that some request has.
     sample: first tokens of the first requests; empty if only hashes are known.
     hashing: how tokens become these pages; None if unknown, and of block ids.

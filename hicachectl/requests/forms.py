@@ -45,8 +45,8 @@ class Request(msgspec.Struct, frozen=True):
     page_hashes: hashes of the prompt's full pages, in hex, where the input names pages.
     block_tokens: tokens of a full block, where the input states them; 0 if it does not.
     output_ids: generated tokens, where the input has them.
-    cached: prompt tokens that device, host and storage served; None if unknown. A number is -1 if
-        the input does not tell it.
+    cached: prompt tokens that device, host and storage served; None if unknown. If only their sum
+        is known, it stands first, and the others are -1.
     model: name of the model.
     adapter: LoRA adapter: its name or path, else its id.
     session: text that all requests of one session or conversation have.
@@ -264,11 +264,13 @@ class Record(msgspec.Struct):
         """Return the request of a line. Raises FormatError."""
         hits, cached = self.hit_tokens, None
         if isinstance(hits, _Cached):
-            cached = (hits.device, hits.host, hits.storage)
+            device, host, storage = (
+                token_count(tokens, "hit_tokens")
+                for tokens in (hits.device, hits.host, hits.storage)
+            )
+            cached = device, host, storage
         elif hits is not None:
-            cached = (hits, -1, -1)
-        for tokens in cached or ():
-            token_count(max(tokens, 0), "hit_tokens")
+            cached = token_count(hits, "hit_tokens"), -1, -1
         inputs = token_count(self.input_length, "input_length")
         return Request(
             line.where,

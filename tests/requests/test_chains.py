@@ -137,6 +137,8 @@ def test_a_trace_of_token_ids_needs_a_profile(tmp_path: Path) -> None:
         ({"timestamp": 1, "hash_ids": [1], "token_ids": [1]}, "exactly one"),
         ({"timestamp": 1, "hash_ids": [1], "lora_path": "x"}, "lora_path 'x': the pages of an"),
         ({"timestamp": 1, "hash_ids": [1], "lora_id": ["x"]}, "lora_id: ['x'] is no text"),
+        ({"timestamp": 1, "hash_ids": [1], "hit_tokens": -1}, "hit_tokens: -1 is not in 0"),
+        ({"timestamp": 1, "hash_ids": [1], "hit_tokens": {"host": -(2**70)}}, "hit_tokens: -118"),
         ({"timestamp": 1, "hash_ids": [1.5]}, "hash_ids"),
         ({"timestamp": 1, "hash_ids": [3, 2**63]}, "$.hash_ids[1]"),
         ({"timestamp": 1, "hash_ids": "x"}, "hash_ids"),
@@ -298,3 +300,24 @@ def test_block_ids_are_numbered_in_the_order_of_their_first_use(
     found = chains.requests_of(given, None)
     assert found.names.tolist() == list(dict.fromkeys(ids))
     assert found.names[found.blocks].tolist() == ids
+
+
+def test_own_lines_tell_pages_hits_and_names(tmp_path: Path) -> None:
+    page, other = (f"{number:064x}" for number in (1, 2))
+    path = written(
+        tmp_path,
+        {"pages": [page, other], "hit_tokens": 70, "model": "m", "session_id": "a"},
+        {"pages": [page], "hit_tokens": {"host": 64}, "lora_id": "00", "input_length": PAGE},
+        {"token_ids": [1] * PAGE, "cache_salt": "s"},
+    )
+    found = read_file(path, PROFILE)
+    assert found.tokens.tolist() == [2 * PAGE, PAGE, PAGE]
+    assert found.reach.tolist() == [2, 0, 0]  # the last token of a prompt is always computed
+    assert found.page_names.to_pylist()[:2] == [page, other]
+    assert found.cached is not None
+    assert found.cached.tolist() == [[70, -1, -1], [0, 64, 0], [-1, -1, -1]]
+    texts = {kind: [names[n] for n in ids] for kind, (names, ids) in found.labels.items()}
+    assert texts == {
+        "model": ["m", None, None], "session": ["a", None, None], "adapter": [None, "00", None],
+        "salt": [None, None, "s"],
+    }  # fmt: skip
