@@ -120,16 +120,21 @@ def model_profile(config: str | Path, **flags: Any) -> Profile:
     return profile_from_config(read_model_config(path), DeploymentFlags(**flags), source=str(path))
 
 
-def read_requests(path: str | Path, profile: Profile) -> Requests:
-    """Read a file of token ids, or a trace.
+def read_requests(path: str | Path, profile: Profile | None, *, outputs: bool = False) -> Requests:
+    """Read a trace: a file or a directory in any form that the commands read.
 
-    profile: states how tokens are hashed. Raises FormatError naming the line, and UsageError.
+    profile: states how tokens are hashed; None for a trace of block ids, which only `simulate`
+        takes.
+    outputs: whether chains go on with generated tokens, for `simulate`.
+    Raises FormatError naming the line, and UsageError.
     """
     from hicachectl.requests.reading import Trace
 
     with Trace([str(path)]) as trace:
-        requests = trace.requests(Hashing.of(profile))
-    requests.refuse_block_ids("record token ids")
+        hashing = None if profile is None else Hashing.of(profile)
+        requests = trace.requests(hashing, outputs=outputs)
+    if profile is not None:
+        requests.refuse_block_ids("record token ids")
     return requests
 
 

@@ -117,6 +117,35 @@ def test_hits_returns_the_rows_of_the_command(
     assert found.rows.column("usable_tokens").to_pylist()[0] > 0
 
 
+def test_simulate_returns_what_the_command_writes(
+    invoke: Invoke, source: Path, profile: Path, tmp_path: Path
+) -> None:
+    """A trace that is read by its path, with the generated tokens, and one of block ids."""
+    trace, blocks = tmp_path / "trace.jsonl", tmp_path / "blocks.jsonl"
+    rows: list[dict[str, Any]] = [
+        {"timestamp": at, "token_ids": demo_tokens()[:100], "output_ids": demo_tokens()[100:]}
+        for at in range(2)
+    ]
+    trace.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    blocks.write_text('{"hash_ids": [1, 2], "input_length": 900}\n' * 2)
+    read = hicachectl.read_profile(profile)
+    requests = hicachectl.read_requests(trace, read, outputs=True)
+    with hicachectl.open_store(str(source)) as store:
+        found = hicachectl.simulate(
+            hicachectl.SimulateRequest(requests=requests, profile=read), store
+        )
+    written = invoke.document("simulate", source, "--trace", trace, "--profile", profile)
+    assert found.rows.to_pylist() == written["capacities"]
+    assert found.document["losses"] == written["losses"]
+    requests = hicachectl.read_requests(blocks, None)
+    found = hicachectl.simulate(hicachectl.SimulateRequest(requests=requests))
+    assert found.rows["hit_share"].to_pylist()[-1] == 0.5
+    with pytest.raises(hicachectl.UsageError, match="needs a page size"):
+        hicachectl.read_requests(trace, None)
+    with pytest.raises(hicachectl.UsageError, match="record token ids"):
+        hicachectl.read_requests(blocks, read)
+
+
 def test_a_salted_request_hits_nothing(source: Path, profile: Path) -> None:
     """A request with a cache salt has other page hashes, as in SGLang."""
     salted = hicachectl.Request("mine", demo_tokens(), cache_salt="tenant")

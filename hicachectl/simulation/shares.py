@@ -134,7 +134,7 @@ def grouping_of(requests: Requests, by: str) -> Grouping:
 
 def prompt_tokens(requests: Requests) -> IntArray:
     """Return the tokens of each prompt, those of its blocks if the input does not tell them."""
-    blocks = np.diff(requests.offsets) * requests.block_tokens
+    blocks = requests.prompt_blocks * requests.block_tokens
     return np.where(requests.tokens < 0, blocks, requests.tokens)
 
 
