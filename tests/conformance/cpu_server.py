@@ -31,6 +31,7 @@ ROOT = HERE.parents[1]
 MODEL = "tiny"  # its served name
 PAGE_SIZE = 64
 DEVICE_TOKENS = 2048  # what fits into the device pool
+HOST_TOKENS = 4 * DEVICE_TOKENS + PAGE_SIZE  # SGLang adds a page
 _ADMIN = "tests"
 _START_S = 600  # twenty on an idle machine
 _REQUEST_S = 120
