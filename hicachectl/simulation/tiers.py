@@ -20,7 +20,7 @@ import numpy as np
 from hicachectl.formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from hicachectl.formats.arrays import IntArray
     from hicachectl.requests.chains import Requests
@@ -92,12 +92,9 @@ def filtered(requests: Requests, tiers: Tiers) -> Filtered:
     """Return what the pools serve, and the requests as a store behind them sees them."""
     assert tiers.filters
     outcome = _serve(requests, tiers, None, None)
-    return Filtered(
-        requests.after(outcome.matched, outcome.asked),
-        outcome.device * requests.block_tokens,
-        outcome.host * requests.block_tokens,
-        outcome.refused,
-    )
+    device, host = _tokens(requests, outcome.device, outcome.host)
+    behind = requests.after(outcome.matched, outcome.asked)
+    return Filtered(behind, device, host, outcome.refused)
 
 
 def replay_behind(
@@ -108,12 +105,17 @@ def replay_behind(
     seconds: [requests] times of the requests, ascending; None if unknown.
     """
     outcome = _serve(requests, tiers, cache, seconds)
-    return Served(
-        outcome.device * requests.block_tokens,
-        outcome.host * requests.block_tokens,
-        outcome.storage * requests.block_tokens,
-        outcome.refused,
-    )
+    device, host, storage = _tokens(requests, outcome.device, outcome.host, outcome.storage)
+    return Served(device, host, storage, outcome.refused)
+
+
+def _tokens(requests: Requests, *tiers: IntArray) -> Iterator[IntArray]:
+    """Yield the prompt tokens in the pages of each tier: the last block may be no full one."""
+    rest = np.where(requests.tokens < 0, np.iinfo(np.int64).max, requests.tokens)
+    for pages in tiers:
+        tokens = np.minimum(pages * requests.block_tokens, rest)
+        rest = rest - tokens
+        yield tokens
 
 
 class _Outcome(NamedTuple):

@@ -187,6 +187,12 @@ def test_a_request_larger_than_the_device_is_refused() -> None:
     assert np.diff(outcome.requests.offsets).tolist() == [0, 2, 0]
 
 
+def test_tokens_of_a_last_block_that_is_not_full_count_once() -> None:
+    """Traces of block ids name such a block, too."""
+    requests = replace(requests_of("abcd", "abcd"), tokens=np.array([60, 60]))
+    assert filtered(requests, pools(8, 9)).device.tolist() == [0, 60]
+
+
 def test_sizes_need_the_tokens_of_a_block() -> None:
     with pytest.raises(UsageError, match="give --block-size"):
         filtered(replace(requests_of("ab"), block_tokens=0), pools(8, 9))
