@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -182,7 +182,18 @@ def simulate(
     for by in request.by:
         grouping_of(requests, by)  # refuses what the input does not tell, before the work
     if store is not None and today is None:
-        today = _today(request, store, requests, counting, on_listed)
+        requests.refuse_block_ids("give token ids, or leave out STORE")
+        if request.profile is None or request.profile.inferred:
+            raise UsageError(f"{store.url}: the pages of a store need a profile; give one")
+        today = look_at(
+            store,
+            request.profile,
+            requests,
+            request.prefetch_threshold,
+            counted=counting.counted,
+            allow_empty=request.allow_empty,
+            on_listed=on_listed,
+        )
     case = replace(case, start=_start(request, requests, today))
     sizes = case.sizes(Policy.LRU)
     capacities = _capacities(request, len(requests.names), sizes, today)
@@ -227,28 +238,6 @@ def simulate(
     )
 
 
-def _today(
-    request: SimulateRequest,
-    store: Store,
-    requests: Requests,
-    counting: Counting,
-    on_listed: Callable[[int], None],
-) -> Today:
-    """Return what a store holds today, and where hits are lost. Raises UsageError."""
-    requests.refuse_block_ids("give token ids, or leave out STORE")
-    if request.profile is None or request.profile.inferred:
-        raise UsageError(f"{store.url}: the pages of a store need a profile; give one")
-    return look_at(
-        store,
-        request.profile,
-        requests,
-        request.prefetch_threshold,
-        counted=counting.counted,
-        allow_empty=request.allow_empty,
-        on_listed=on_listed,
-    )
-
-
 def _start(request: SimulateRequest, requests: Requests, today: Today | None) -> Start | None:
     if request.cold:
         return None
@@ -265,6 +254,7 @@ class _Case:
     pages_of_block: pages of the deployment in a block of the requests.
     start: pages that the caches hold at first.
     changes: settings that are not those of the request's profile.
+    refused: numbers of requests that no server took, of each replay behind the memory of servers.
     """
 
     request: SimulateRequest
@@ -273,6 +263,7 @@ class _Case:
     pages_of_block: int
     start: Start | None = None
     changes: Mapping[str, str] | None = None
+    refused: set[int] = field(default_factory=set)
 
     @classmethod
     def of(cls, request: SimulateRequest) -> _Case:
@@ -289,7 +280,8 @@ class _Case:
             raise UsageError("what_if: other settings need a profile; give one")
         profile, request = changed(self.profile, changes), self.request
         size, requests = profile.page_size, request.requests
-        if requests.hashed and size % requests.block_tokens and request.reread is not None:
+        # Requests without a sample name their pages, and their tokens are unknown.
+        if requests.sample and size % requests.block_tokens and request.reread is not None:
             requests = request.reread(Hashing.of(profile))
         return _Case(request, profile, *in_pages(requests.in_time_order(), profile), None, changes)
 
@@ -348,6 +340,7 @@ class _Case:
             )
             if front is None:
                 return Served(policy, found, self.hit_tokens(runs))
+            self.refused.add(front.refused)
             rest = prompt_tokens(self.requests) - front.device - front.host
             tokens = np.minimum(self.hit_tokens(runs), rest)
             return Served(policy, found, tokens, front.device[None], front.host[None])
@@ -363,6 +356,7 @@ class _Case:
                 start=self.start,
             )
             behind.append(replay_behind(self.requests, tiers, cache, seconds=self._seconds))
+            self.refused.add(behind[-1].refused)
         by_tier = (
             np.stack(tokens)
             for tokens in zip(*((b.storage, b.device, b.host) for b in behind), strict=True)
@@ -377,7 +371,7 @@ class _Case:
     @property
     def remarks(self) -> Iterator[str]:
         """Messages about requests that no server takes."""
-        if self.tiers is not None and self.tiers.filters and (count := self._filtered.refused):
+        if count := max(self.refused, default=0):
             yield f"{counted(count, 'request')}: longer than L1, so no server takes them"
 
     @property

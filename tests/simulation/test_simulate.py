@@ -16,7 +16,7 @@ from hicachectl.formats.errors import EmptyStore, FormatError, UsageError
 from hicachectl.formats.hashing import page_hashes_hex
 from hicachectl.formats.profile import parse_profile
 from hicachectl.prewarming.ranking import PlannedPages
-from hicachectl.requests.chains import Hashing, requests_of
+from hicachectl.requests.chains import Hashing, requests_of, requests_of_pages
 from hicachectl.requests.forms import Request
 from hicachectl.simulation.changes import parse_changes
 from hicachectl.simulation.simulate import SimulateRequest, simulate
@@ -255,7 +255,7 @@ def test_a_wrong_request_is_refused(fields: dict[str, Any], said: str) -> None:
 def test_other_settings_give_other_bytes_a_page() -> None:
     """With rows of fp8 a page has 5664 bytes; a page of 8 tokens has twice 10272."""
     lines = [(float(at), chain(1, 4)) for at in range(2)]
-    changes = ({"kv_cache_dtype": "fp8_e4m3"}, {"page_size": "8", "tp": "2"}, {"page_size": "3"})
+    what_ifs = ({"kv_cache_dtype": "fp8_e4m3"}, {"page_size": "8", "tp": "2"}, {"page_size": "3"})
 
     def reread(hashing: Hashing) -> Requests:
         assert hashing.page_size == 3
@@ -263,7 +263,7 @@ def test_other_settings_give_other_bytes_a_page() -> None:
 
     request = SimulateRequest(
         requests=asked(lines), profile=PROFILE, capacities=(2 * PAGE_BYTES,), policies=("lru",),
-        what_ifs=changes, reread=reread, threshold=1,
+        what_ifs=what_ifs, reread=reread, threshold=1,
     )  # fmt: skip
     rows = simulate(request).rows.to_pylist()
     found = {row["what_if"]: (row["capacity_pages"], row["hit_tokens"]) for row in rows}
@@ -273,8 +273,11 @@ def test_other_settings_give_other_bytes_a_page() -> None:
         "page_size=8,tp=2": (1, 8),
         "page_size=3": (2, 6),
     }
-    with pytest.raises(UsageError, match=r"has pages of 4 tokens.*a page of 3; give token ids"):
-        simulate(replace(request, reread=None))
+    pages = requests_of_pages([page_hashes_hex(chain(1, 4), SIZE)] * 2, Hashing.of(PROFILE))
+    without: tuple[dict[str, Any], ...] = ({"reread": None}, {"requests": pages})
+    for changes in without:
+        with pytest.raises(UsageError, match=r"has pages of 4 tokens.*a page of 3; give token ids"):
+            simulate(replace(request, **changes))
 
 
 @pytest.mark.parametrize(
@@ -331,6 +334,9 @@ def test_what_the_memory_of_servers_serves_is_no_hit_of_the_store() -> None:
             assert row["hit_tokens"] == (16 if policy == "write_through" else 0)
     groups = [row for row in result.rows.to_pylist() if row["by"]]
     assert sum(row["device_tokens"] for row in groups) == 16
+    for policy in ("write_through", "write_back"):
+        small = {**fields, "l1": PAGE_BYTES, "write_policy": policy}
+        assert "6 requests: longer than L1" in simulate(SimulateRequest(**small)).remarks[1]
     with pytest.raises(UsageError, match="l1, l2: only one"):
         SimulateRequest(**{**fields, "l2": None})
     with pytest.raises(UsageError, match="optimal: cannot be replayed"):
