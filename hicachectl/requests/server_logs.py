@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from hicachectl.backends.disk.bounded import MAX_LINE_BYTES
 from hicachectl.formats.errors import FormatError
 from hicachectl.requests.forms import SECONDS, Form, Prompted, Request, seeding_key
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 # `2026-11-28T13:00:00.123456789Z stdout F …`; the next line continues one with P.
 _CRI = re.compile(rb"[0-9T:.+Z-]{20,40} (stdout|stderr) ([PF])(?: |$)")
-_MOST_PARTS = 1 << 14
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _RECORD = re.compile(rb'\{"timestamp": "[^"]*", "event": "request\.(\w+)')
 _AS_TEXT = re.compile(rb"(?:^|\] )(?:Finish|Receive): obj=\w+ReqInput\(")
@@ -75,7 +75,7 @@ def unwrapped(lines: Iterable[Line]) -> Iterator[Line]:
 
     The parts of a line that a container has cut are put together; the place is the first one's.
     """
-    begun: dict[str, list[Line]] = {}
+    begun: dict[tuple[str, str], tuple[Line, bytearray]] = {}
     for line in lines:
         data = line.data
         if data.startswith(b'{"log":'):
@@ -92,16 +92,17 @@ def unwrapped(lines: Iterable[Line]) -> Iterator[Line]:
         else:
             yield line
             continue
-        parts = begun.setdefault(stream, [])
-        parts.append(line._replace(data=data))
-        if not goes_on or len(parts) == _MOST_PARTS:
-            yield _joined(begun.pop(stream))
-    for parts in begun.values():
-        yield _joined(parts)
-
-
-def _joined(parts: list[Line]) -> Line:
-    return parts[0]._replace(data=b"".join(part.data for part in parts))
+        place = line.file.partition(".log")[0], stream  # a rotated file goes on in the next
+        if not goes_on and place not in begun:
+            yield line._replace(data=data)
+            continue
+        first, written = begun.setdefault(place, (line, bytearray()))
+        written += data
+        if not goes_on or len(written) > MAX_LINE_BYTES:
+            del begun[place]
+            yield first._replace(data=bytes(written))
+    for first, written in begun.values():
+        yield first._replace(data=bytes(written))
 
 
 class _Details(msgspec.Struct):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import re
 from pathlib import Path
@@ -64,6 +65,20 @@ def test_the_log_and_the_metrics_of_a_server_are_not_read_as_one(tmp_path: Path)
     for data in (log + measured, measured + log):
         with pytest.raises(FormatError, match=r"line 2: is of SGLang's.*read one kind at a time"):
             _read(tmp_path, data)
+
+
+def test_a_line_that_a_container_cut_goes_on_in_its_next_file_only(tmp_path: Path) -> None:
+    finished = [line.rstrip(b"\n") for line in _lines() if b"request.finished" in line]
+    cut, whole = finished[1:3]
+    time = b"2026-11-28T16:26:18.655661123Z stdout "
+    (tmp_path / "one.log.1").write_bytes(time + b"P " + cut[:2000] + b"\n")
+    (tmp_path / "other.log").write_bytes(time + b"F " + whole + b"\n")
+    (tmp_path / "one.log").write_bytes(time + b"F " + cut[2000:] + b"\n")
+    for age, name in enumerate(("one.log", "other.log", "one.log.1")):
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    with Trace([str(tmp_path)]) as trace:
+        assert len(trace.requests(HASHING)) == 2
+        assert trace.remarks == ()
 
 
 @pytest.mark.slow
