@@ -23,7 +23,7 @@ GROUPINGS = ("model", "salt", "adapter", "session-age", "server")
 _LABELS = {name: name for name in GROUPINGS} | {"session-age": "session"}
 _AGES = ((60, "< 1 min"), (600, "< 10 min"), (3600, "< 1 h"))
 _FIRST, _OLDER = "first turn", "1 h and more"
-_TIB = 1 << 40
+_GIB, _TIB = 1 << 30, 1 << 40
 _BAR = 24
 _ENOUGH = 0.9  # a curve that reaches this share of the best possible hits is flat from there
 
@@ -279,7 +279,9 @@ def curve_for_people(rows: Sequence[CapacityRow]) -> pa.Table:
         ],
         **_shares(rows),
         ">gain/TiB": [
-            None if row["gain_per_tib"] is None else f"{row['gain_per_tib'] * 100:+.2f}"
+            f"{row['gain_per_tib'] * 100:+.2f}"
+            if row["gain_per_tib"] is not None and (row["capacity_bytes"] or 0) >= _GIB
+            else None
             for row in rows
         ],
     }
