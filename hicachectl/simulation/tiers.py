@@ -10,17 +10,17 @@ mem_cache/unified_radix_cache.py, managers/schedule_policy.py.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
 from hicachectl.formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from hicachectl.formats.arrays import IntArray
     from hicachectl.requests.chains import Requests
@@ -91,10 +91,9 @@ class Served(NamedTuple):
 def filtered(requests: Requests, tiers: Tiers) -> Filtered:
     """Return what the pools serve, and the requests as a store behind them sees them."""
     assert tiers.filters
-    outcome = _serve(requests, tiers, None, None)
-    device, host = _tokens(requests, outcome.device, outcome.host)
-    behind = requests.after(outcome.matched, outcome.asked)
-    return Filtered(behind, device, host, outcome.refused)
+    (matched, asked, *pages), refused = _serve(requests, tiers, None, None)
+    device, host, _ = _tokens(requests, pages)
+    return Filtered(requests.after(matched, asked), device, host, refused)
 
 
 def replay_behind(
@@ -104,12 +103,12 @@ def replay_behind(
 
     seconds: [requests] times of the requests, ascending; None if unknown.
     """
-    outcome = _serve(requests, tiers, cache, seconds)
-    device, host, storage = _tokens(requests, outcome.device, outcome.host, outcome.storage)
-    return Served(device, host, storage, outcome.refused)
+    (_, _, *pages), refused = _serve(requests, tiers, cache, seconds)
+    device, host, storage = _tokens(requests, pages)
+    return Served(device, host, storage, refused)
 
 
-def _tokens(requests: Requests, *tiers: IntArray) -> Iterator[IntArray]:
+def _tokens(requests: Requests, tiers: Sequence[IntArray]) -> Iterator[IntArray]:
     """Yield the prompt tokens in the pages of each tier: the last block may be no full one."""
     rest = np.where(requests.tokens < 0, np.iinfo(np.int64).max, requests.tokens)
     for pages in tiers:
@@ -118,63 +117,44 @@ def _tokens(requests: Requests, *tiers: IntArray) -> Iterator[IntArray]:
         yield tokens
 
 
-class _Outcome(NamedTuple):
-    """Pages of each request.
-
-    matched: pages that the pools held; all pages of a refused request.
-    asked: further pages that the store was asked for.
-    device: pages that the device served.
-    host: pages that the host served.
-    storage: pages that the store served.
-    refused: number of requests that were refused.
-    """
-
-    matched: IntArray
-    asked: IntArray
-    device: IntArray
-    host: IntArray
-    storage: IntArray
-    refused: int
-
-
 def _serve(
     requests: Requests, tiers: Tiers, cache: Cache | None, seconds: Seconds | None
-) -> _Outcome:
+) -> tuple[IntArray, int]:
+    """Return pages of each request, [5, requests], and the number of refused requests.
+
+    The pages are those that the pools held, further ones that the store was asked for, and those
+    that device, host and storage served. The pools count as holding all pages of a refused request.
+    """
     unit = requests.block_tokens
     if not unit:
         raise UsageError(
             f"{requests.source}: does not tell the tokens of a block, which the sizes of L1 and L2 "
             "count; give --block-size"
         )
-    servers = _servers_of(requests, tiers.servers)
-    trees = [Tree(requests, tiers, cache) for _ in range(int(servers.max(initial=0)) + 1)]
+    labels = requests.labels.get("server")
+    turns = np.arange(len(requests)) if labels is None else labels.ids
+    servers = (turns % tiers.servers).tolist()
+    trees = [Tree(requests, tiers, cache) for _ in range(tiers.servers)]
     times = np.zeros(len(requests)) if seconds is None else seconds
     pages = np.zeros((5, len(requests)), np.int64)
     refused = 0
-    for number, (server, time) in enumerate(zip(servers.tolist(), times.tolist(), strict=True)):
+    for number, (server, time) in enumerate(zip(servers, times.tolist(), strict=True)):
         served = trees[server].serve(number, time)
         if served is None:
             refused += 1
             pages[0, number] = requests.offsets[number + 1] - requests.offsets[number]
         else:
             pages[:, number] = served
-    matched, asked, device, host, storage = pages
-    return _Outcome(matched, asked, device, host, storage, refused)
+    return pages, refused
 
 
-def _servers_of(requests: Requests, servers: int) -> IntArray:
-    labels = requests.labels.get("server")
-    if labels is not None and servers > 1:
-        return labels.ids.astype(np.int64) % servers
-    return np.arange(len(requests)) % servers
-
-
+@dataclass(slots=True, eq=False)
 class Node:
     """Pages that follow one another, and that no request has divided.
 
     at: place of the first page among the blocks of all requests.
     length: number of pages.
-    parent: node that this one continues; the root is its own.
+    parent: node that this one continues; the root has none.
     children: number of nodes that continue this one.
     device_children: number of them on the device.
     hits: insertions that passed the node.
@@ -182,26 +162,16 @@ class Node:
     holder: request that is being served and holds the node.
     """
 
-    __slots__ = (
-        "at",
-        "children",
-        "device_children",
-        "hits",
-        "holder",
-        "length",
-        "on_device",
-        "on_host",
-        "parent",
-        "used",
-    )
-
-    def __init__(self, at: int, length: int, parent: Node | None) -> None:
-        self.at = at
-        self.length = length
-        self.parent = self if parent is None else parent
-        self.children = self.device_children = self.hits = self.used = 0
-        self.on_device = self.on_host = False
-        self.holder = -1
+    at: int
+    length: int
+    parent: Node
+    children: int = 0
+    device_children: int = 0
+    hits: int = 0
+    used: int = 0
+    holder: int = -1
+    on_device: bool = False
+    on_host: bool = False
 
     @property
     def is_device_leaf(self) -> bool:
@@ -224,29 +194,26 @@ class _Leaves:
         self._is_leaf = is_leaf
         self._entries: list[tuple[int, int, Node]] = []
         self._entered: set[Node] = set()
-        self._numbers = count()
 
     def add(self, node: Node) -> None:
         """Enter a node, if it is a leaf."""
         if node not in self._entered and self._is_leaf(node):
             self._entered.add(node)
-            heappush(self._entries, (node.used, next(self._numbers), node))
+            heappush(self._entries, (node.used, node.at, node))
 
     def take_oldest(self, holder: int) -> Node | None:
         """Return the leaf used least recently that the request does not hold, and remove it."""
-        held, oldest = [], None
-        while self._entries and oldest is None:
+        while self._entries:
             used, _, node = heappop(self._entries)
             self._entered.discard(node)
             if node.used != used:
                 self.add(node)
-            elif node.holder == holder:
-                held.append(node)
+            elif node.holder == holder:  # all others are younger, and of this request, too
+                self.add(node)
+                return None
             elif self._is_leaf(node):
-                oldest = node
-        for node in held:
-            self.add(node)
-        return oldest
+                return node
+        return None
 
 
 class Tree:
@@ -264,7 +231,7 @@ class Tree:
         self._chunk = max(tiers.chunk // unit, 1)
         self._writes_back = tiers.write_policy == "write_back"
         self._hits = 2 if tiers.write_policy == "write_through_selective" else 1
-        self._root = Node(0, 0, None)
+        self._root = Node(0, 0, cast("Node", None))
         self.nodes: dict[int, Node] = {}  # keys are the first blocks of the nodes
         self._leaves = _Leaves(lambda node: node.is_device_leaf)
         self._host_leaves = _Leaves(lambda node: node.is_host_leaf)
@@ -274,7 +241,7 @@ class Tree:
         self._time = 0.0
 
     def serve(self, number: int, time: float) -> tuple[int, int, int, int, int] | None:
-        """Serve a request; return its pages in the order of `_Outcome`, None if it is refused."""
+        """Serve a request; return its pages in the order of `_serve`; None if it is refused."""
         requests = self._requests
         start, end = requests.offsets[number : number + 2].tolist()
         reach = int(requests.reach[number])
@@ -321,16 +288,11 @@ class Tree:
         A block's name stands for its whole prefix, so equal blocks have equal blocks before them.
         """
         blocks, at = self._blocks, node.at
-        low, high = 1, min(node.length, stop - start) + 1
-        if blocks[at + high - 2] == blocks[start + high - 2]:
-            return high - 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            if blocks[at + middle - 1] == blocks[start + middle - 1]:
-                low = middle
-            else:
-                high = middle
-        return low
+        most = min(node.length, stop - start)
+        if blocks[at + most - 1] == blocks[start + most - 1]:
+            return most
+        places = range(most)
+        return bisect_left(places, True, key=lambda n: blocks[at + n] != blocks[start + n])
 
     def _use(self, path: list[Node]) -> None:
         self._now += 1
@@ -396,16 +358,13 @@ class Tree:
 
     def _compute(self, start: int, done: int, prompt: int, tokens: int) -> None:
         """Compute a prompt after its first `done` pages, and insert it after each chunk."""
-        counted, last = 0, self._pages_of(tokens)
-        while True:
-            stop = min(done + self._chunk, last)
-            self._make_room(stop - done + 1)
+        counted, last = 0, max(self._pages_of(tokens), done + 1)
+        for first in range(done, last, self._chunk):
+            stop = min(first + self._chunk, last)
+            self._make_room(stop - first + 1)
             stop = min(stop, prompt)
             self._insert(start, start + stop, counted)
             counted = stop
-            done += self._chunk
-            if done >= last:
-                break
 
     def _generate(self, start: int, prompt: int, end: int, tokens: int, outputs: int) -> None:
         """Generate tokens after a prompt, and insert them."""
@@ -515,15 +474,15 @@ class Tree:
 
     def _free_both(self, pages: int) -> None:
         """Free host copies of nodes that are on the device; of its leaves only if needed."""
-        for takes_leaves in (False, True):
-            for node in list(self._on_both):
-                if pages <= 0:
-                    return
-                if takes_leaves or not node.is_device_leaf or node.holder == self._number:
-                    del self._on_both[node]
-                    node.on_host = False
-                    self.free_host += node.length
-                    pages -= node.length
+        for node in sorted(
+            self._on_both, key=lambda node: node.is_device_leaf and node.holder != self._number
+        ):
+            if pages <= 0:
+                break
+            del self._on_both[node]
+            node.on_host = False
+            self.free_host += node.length
+            pages -= node.length
 
     def _drop(self, node: Node) -> None:
         """Remove a node of the device with the nodes that continue it, which only the host has."""
