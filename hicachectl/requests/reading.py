@@ -244,8 +244,9 @@ class Trace:
         if first is None:
             return lines
         forms = ", ".join(form.title for form in FORMS if form is not public_traces.LENGTHS)
+        seen = first.data.strip()[:60].decode(errors="backslashreplace")
         raise UsageError(
-            f"{first.where}: {first.data[:60]!r} is no request in a known form; give one of "
+            f"{first.where}: {seen!r} is no request in a known form; give one of "
             f"{forms}, or name the form by --trace-format"
         )
 
