@@ -175,10 +175,10 @@ class Inputs:
         path = self._paths[number]
         is_stdin = str(path) == STDIN
         if is_stdin:
-            raw = io.FileIO(0, closefd=False)
+            raw = _Filling(0, closefd=False)
         else:
             identity = self._identities[number]
-            raw = io.FileIO(path if identity is None else _now_at(path, identity))
+            raw = _Filling(path if identity is None else _now_at(path, identity))
         stream = cast("io.BufferedReader", io.BufferedReader(raw, _BUFFER_BYTES))
         begin = stream.peek(4)
         if begin.startswith(_UTF16):
@@ -200,6 +200,17 @@ class Inputs:
             is_damaged = getattr(error, "errno", 0) is None  # the library that unpacks states none
             remedy = "it is damaged or not complete; copy it again" if is_damaged else _CHECK
             raise UsageError(failed(self._paths[number], "read", error, remedy)) from error
+
+
+class _Filling(io.FileIO):
+    """A file each read of which fills its buffer: a pipe may give its first bytes singly."""
+
+    def readinto(self, buffer: Any) -> int:
+        """Read until the buffer is full or the file ends; return the number of bytes."""
+        view, count = memoryview(buffer).cast("B"), 0
+        while count < len(view) and (read := super().readinto(view[count:])):
+            count += read
+        return count
 
 
 def _line_begin(file: BinaryIO, place: int) -> int:

@@ -6,6 +6,7 @@ import gzip
 import os
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -67,6 +68,8 @@ def test_a_pipe_is_read_however_its_bytes_come(
         with pipe.open("wb", buffering=0) as file:
             for at in range(0, len(sent), step):
                 file.write(sent[at : at + step])
+                if at < 4:  # the bytes that tell the kind of file come one by one
+                    time.sleep(0.02)
 
     writer = threading.Thread(target=write)
     writer.start()
