@@ -413,7 +413,8 @@ class LeasedObjects(RoomPages):
 
     A read or a write of an object that is held leases it; an object with a lease stays. Above the
     watermark, the master takes a share of all objects, those of the earliest end of lease first.
-    It looks every 10 ms, here after each page. The gaps between objects count as room.
+    It looks every 10 ms, here after each page. The gaps between objects count as room. A look-up
+    leases no page here; SGLang's leases also pages behind the first missing one.
 
     Source: Mooncake mooncake-store/src/master_service.cpp :: MasterService::BatchEvict.
     """

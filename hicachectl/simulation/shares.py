@@ -12,6 +12,7 @@ from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import not_one_of
 from hicachectl.text.jsontext import schema_of
 from hicachectl.text.units import counted, human_size
+from hicachectl.text.vocabulary import GROUPINGS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.requests.chains import Requests
 
-GROUPINGS = ("model", "salt", "adapter", "session-age", "server")
 _LABELS = {name: name for name in GROUPINGS} | {"session-age": "session"}
 _AGES = ((60, "< 1 min"), (600, "< 10 min"), (3600, "< 1 h"))
 _FIRST, _OLDER = "first turn", "1 h and more"

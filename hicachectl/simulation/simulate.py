@@ -40,9 +40,10 @@ from hicachectl.simulation.shares import (
 )
 from hicachectl.simulation.sizes import PageSizes
 from hicachectl.simulation.starts import start_from_plan
-from hicachectl.simulation.tiers import WRITE_POLICIES, Tiers, filtered, replay_behind
+from hicachectl.simulation.tiers import Tiers, filtered, replay_behind
 from hicachectl.text.tables import table_lines
 from hicachectl.text.units import counted
+from hicachectl.text.vocabulary import WRITE_POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,8 +65,6 @@ _DEFAULT_CAPACITIES = 12
 _MOST_CAPACITIES = 1000
 _ROWS = "capacities"
 COLD, STORE, PLAN = "cold", "store", "plan"
-
-POLICIES = tuple(map(str, Policy))
 
 
 class SimulateDocument(msgspec.Struct, kw_only=True):
@@ -94,7 +93,7 @@ class SimulateRequest:
     profile: deployment of the servers; None: capacities count pages.
     capacities: bytes of the whole store, or pages without a profile; empty: powers of two, and with
         a store also the bytes that it holds, half and twice as many.
-    policies: names of `POLICIES`; empty: optimal, and the policy of the store or else lru.
+    policies: names of `Policy`; empty: optimal, and the policy of the store or else lru.
     eviction_ratio: eviction_ratio of HiCacheFile.
     warm_up: share of the requests, from the first on, that are not counted.
     by: words of `GROUPINGS`, each for further rows by group.
@@ -135,8 +134,8 @@ class SimulateRequest:
     def __post_init__(self) -> None:
         """Raise UsageError for a value out of its range."""
         for name in self.policies:
-            if name not in POLICIES:
-                raise UsageError(not_one_of("policies", name, POLICIES))
+            if name not in tuple(Policy):
+                raise UsageError(not_one_of("policies", name, tuple(Policy)))
         if any(capacity < 1 for capacity in self.capacities):
             raise UsageError("capacities: a capacity is less than 1; give positive numbers")
         if len(self.capacities) > _MOST_CAPACITIES:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from hicachectl.simulation.caches import Cache
     from hicachectl.simulation.replay import Seconds
 
-WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 _LOAD_BACK_TOKENS = 10  # load_back_threshold: the server computes fewer tokens again
 
 

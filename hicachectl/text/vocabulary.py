@@ -7,4 +7,8 @@ DEFAULT_GRACE_SECONDS = 60.0  # younger objects may belong to a running write
 DEADLINE = "deadline"  # `stopped_by` of a run that its time limit ended
 FULL = "destination full"  # `stopped_by` of a copy for which the destination lacked room
 BUDGET = "budget"  # `stopped_by` of a prewarm that copied all that its budget allows
+# Groups of requests, for `--by`.
+GROUPINGS = ("model", "salt", "adapter", "session-age", "server")
+# When SGLang writes pages to the host and the store (--hicache-write-policy).
+WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 NEVER = "never"  # `--fail-on`: no finding fails the run

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from hicachectl.formats.errors import UsageError
 from hicachectl.requests.chains import Labels, Requests
-from hicachectl.simulation.tiers import WRITE_POLICIES, Tiers, Tree, filtered, replay_behind
+from hicachectl.simulation.tiers import Tiers, Tree, filtered, replay_behind
+from hicachectl.text.vocabulary import WRITE_POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

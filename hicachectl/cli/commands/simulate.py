@@ -17,10 +17,12 @@ from hicachectl.cli.options import (
     store_names,
     trace_options,
 )
-from hicachectl.cli.parameters import MEMORY, START, CommaList, Parsed, argument, own_option
+from hicachectl.cli.parameters import MEMORY, START, CommaList, argument, own_option
 from hicachectl.cli.session import opened, progress, remark
 from hicachectl.cli.values import FILE, POSITIVE_SIZE, SHARE, NameList
+from hicachectl.formats.eviction import Policy
 from hicachectl.formats.sizes import parse_size
+from hicachectl.text.vocabulary import GROUPINGS, WRITE_POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,18 +33,6 @@ if TYPE_CHECKING:
     from hicachectl.text.tables import Screen
 
 _MANY = 5_000_000  # references that take about a minute without compiled loops
-
-
-def _policies() -> tuple[str, ...]:
-    from hicachectl.simulation.simulate import POLICIES
-
-    return tuple(POLICIES)
-
-
-def _groupings() -> tuple[str, ...]:
-    from hicachectl.simulation.shares import GROUPINGS
-
-    return GROUPINGS
 
 
 def _changes(text: str) -> dict[str, str]:
@@ -67,7 +57,7 @@ def _capacities(text: str) -> tuple[int, ...]:
 )
 @own_option(
     "--policy",
-    type=NameList(_policies),
+    type=NameList(tuple(Policy)),
     help="Policies by which the caches evict.  [default: that of STORE, else lru; and optimal]",
 )
 @own_option(
@@ -80,7 +70,7 @@ def _capacities(text: str) -> tuple[int, ...]:
 )
 @own_option(
     "--by",
-    type=NameList(_groupings),
+    type=NameList(GROUPINGS),
     help="Show the same by group of requests.",
 )
 @own_option(
@@ -95,7 +85,7 @@ def _capacities(text: str) -> tuple[int, ...]:
 @own_option(
     "--what-if",
     "what_ifs",
-    type=Parsed("settings", _changes),
+    type=CommaList(_changes),
     multiple=True,
     metavar="NAME=VALUE,…",
     help="Show the same with another page_size, tp, kv_cache_dtype or layout, such as "
@@ -116,7 +106,7 @@ def _capacities(text: str) -> tuple[int, ...]:
 @MEMORY.option(
     "--write-policy",
     needs="--l1 SIZE",
-    type=click.Choice(["write_through", "write_through_selective", "write_back"]),
+    type=click.Choice(WRITE_POLICIES),
     help="The servers' --hicache-write-policy.  [default: write_through]",
 )
 @MEMORY.option(
