@@ -109,7 +109,7 @@ def asked_requests(
     outputs: bool = False,
     trace: Trace | None = None,
 ) -> Requests:
-    """Read the requests of --pages, --token-ids, --prompts or --trace; say what they lack.
+    """Read the requests of the options. Write a remark on each thing that they lack.
 
     remedy: what to give instead of block ids; None accepts them.
     outputs: whether chains go on with generated tokens.

@@ -365,7 +365,7 @@ def trace_options(
             needs="--trace",
             type=click.IntRange(1),
             metavar="TOKENS",
-            help="Tokens of a block in hash_ids.  [default: as the trace tells]",
+            help="Tokens of a block in hash_ids.  [default: the size in the trace]",
         ),
         REQUESTS.option(
             "--tokenizer",

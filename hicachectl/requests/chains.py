@@ -595,7 +595,7 @@ class _DistinctIds:
 
 
 class _LabelColumn:
-    """Texts of requests, of which many are equal."""
+    """Texts of requests. Many requests have equal texts."""
 
     def __init__(self) -> None:
         self._numbers: dict[str | None, int] = {}

@@ -203,7 +203,7 @@ class Inputs:
 
 
 class _Filling(io.FileIO):
-    """A file each read of which fills its buffer: a pipe may give its first bytes singly."""
+    """A file whose reads fill the buffer. One read of a pipe may return a single byte."""
 
     def readinto(self, buffer: Any) -> int:
         """Read until the buffer is full or the file ends; return the number of bytes."""

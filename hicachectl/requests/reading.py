@@ -226,7 +226,7 @@ class Trace:
             )
 
     def _lines(self) -> Iterator[Line]:
-        """Return the lines of the input, the first known one of which decides its form."""
+        """Return the lines of the input. The first line of a known form decides the form."""
         if self._form is None:
             head = self._inputs.head()
             self._form = next((f for f in FORMS if f.is_document and f.recognises(head)), None)

@@ -234,7 +234,8 @@ def _chats(conversation: _Conversation) -> list[Chat]:
     for turn in conversation.conversations:
         if (role := _ROLES.get(turn.speaker)) is None:
             raise FormatError(
-                f"from: {turn.speaker!r:.40} is nobody of a chat; known are {', '.join(_ROLES)}"
+                f"from: {turn.speaker!r:.40} is no speaker of a chat; give one of "
+                f"{', '.join(_ROLES)}"
             )
         messages.append({"role": role, "content": turn.value})
         if role == "user":

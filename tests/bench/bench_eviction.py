@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
     Index = npt.NDArray[np.int64]
 
-SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7)  # of the distinct blocks
+# Capacities, in shares of the distinct blocks.
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
 RATIO = 0.9  # HiCacheFile's default
 
 

@@ -151,7 +151,7 @@ def _await_quiet(store: Path) -> None:
 
 
 def _make_odd_requests(server: CpuServer) -> None:
-    """Make requests of which the log does not tell the tokens, or that are not served."""
+    """Make requests that the server does not serve, or whose tokens are not in the log."""
     session = server.post("/open_session", {"capacity_of_str_len": 10000})
     first = server.post(*_generate(input_ids=prompt(9, 1), session_params={"id": session}))
     before = {"id": session, "rid": first["meta_info"]["id"]}

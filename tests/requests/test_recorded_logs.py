@@ -105,7 +105,7 @@ def test_damaged_lines_never_end_a_run_unless_with_a_reason(tmp_path: Path) -> N
 
 
 def _damaged(line: bytes, chance: random.Random) -> bytes:
-    """Return a line of which a byte, a part or the value of a member is another."""
+    """Return a line with another byte, part or value of a member."""
     at, until = sorted(chance.randrange(len(line)) for _ in range(2))
     members = list(re.finditer(rb'": (null|-?[\d.]+|"[^"\\]*"|\[[^][]*\]|\{)', line))
     if not members or chance.random() < 0.4:

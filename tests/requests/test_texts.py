@@ -169,7 +169,7 @@ def test_each_turn_of_a_user_is_a_request_with_all_turns_before(tmp_path: Path, 
     [
         (json.dumps([SHAREGPT])[:-1], "trace: not JSON"),
         (json.dumps([SHAREGPT, {"conversations": [{"from": "tool", "value": ""}]}]),
-         "conversation 2: from: 'tool' is nobody of a chat; known are human, user, gpt"),
+         "conversation 2: from: 'tool' is no speaker of a chat; give one of human, user, gpt"),
         (json.dumps([SHAREGPT, {"conversations": [{"from": "gpt"}]}]), "conversation 2: .*value"),
         (json.dumps([SHAREGPT, 5]), "conversation 2: Expected `object`"),
         (json.dumps([SHAREGPT])[:-1] + "," + "[" * 100_000, "trace: not JSON"),

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hicachectl.results import Result
     from hicachectl.text.tables import Screen
 
-_MANY = 5_000_000  # references that take about a minute without compiled loops
+_MANY = 5_000_000  # references that take a minute or more without compiled loops
 
 
 def _changes(text: str) -> dict[str, str]:
@@ -135,8 +135,8 @@ def command(ctx: click.Context, /, store: str | None, **options: Any) -> None:
     storage backend), mooncake, and optimal, which knows all later requests: no policy serves more.
 
     With STORE, the caches begin with the pages that it holds today, and a second table says why
-    the other tokens are lost: at first use, evicted, damaged, of another deployment. STORE is only
-    read.
+    the store does not serve the other tokens: their first use, an eviction, damage, or another
+    deployment. STORE is only read.
 
     The last line compares the capacity of today with its half and its double.
 
