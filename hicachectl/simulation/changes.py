@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,6 @@ from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.models.dtypes import stated_kv_dtype
 from hicachectl.formats.profile import validate_profile
 from hicachectl.formats.transfer import retargeted
-from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
 
 _NUMBERS = ("page_size", "tp")
+_NUMBER = re.compile("[1-9][0-9]{0,8}")
 SETTINGS = (*_NUMBERS, "kv_cache_dtype", "layout")
 
 
@@ -29,13 +30,13 @@ def parse_changes(text: str) -> dict[str, str]:
     for part in text.split(","):
         name, equals, value = part.partition("=")
         if name not in SETTINGS:
-            raise UsageError(not_one_of("what_if", name, SETTINGS))
+            raise UsageError(f"{name!r} is not one of {', '.join(SETTINGS)}")
         if not equals or not value:
-            raise UsageError(f"what_if: {part!r} has no value; write {name}=VALUE")
+            raise UsageError(f"{part!r} has no value; write {name}=VALUE")
         if name in found:
-            raise UsageError(f"what_if: {name} is given twice; leave one out")
-        if name in _NUMBERS and not (value.isascii() and value.isdecimal() and int(value)):
-            raise UsageError(f"what_if: {part!r} is no positive number; write {name}=64")
+            raise UsageError(f"{name} is given twice; leave one out")
+        if name in _NUMBERS and not _NUMBER.fullmatch(value):
+            raise UsageError(f"{part!r:.40} is no number in 1..999999999; write {name}=64")
         found[name] = value
     return found
 

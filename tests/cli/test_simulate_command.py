@@ -117,6 +117,7 @@ def test_caches_begin_with_a_plan_of_prewarm(
         ("--warm-up 100%", "leaves no request"),
         ("--eviction-ratio 0", "eviction_ratio: 0 "),
         ("--what-if pages=3", "'pages' is not one of page_size"),
+        ("--what-if tp=0", "--what-if: 'tp=0' is no number in 1..999999999; write tp=64"),
         ("--what-if tp=3", "linear TP size 3"),
         ("--l1 1GiB", "--l1 needs --l2 SIZE"),
         ("--servers 2", "--servers needs --l1 SIZE"),

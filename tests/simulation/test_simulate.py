@@ -303,7 +303,7 @@ def test_settings_that_do_not_exist_are_refused(changes: dict[str, str], said: s
     [
         ("pages=3", "'pages' is not one of page_size"),
         ("tp", "'tp' has no value"),
-        ("tp=0", "'tp=0' is no positive number"),
+        ("tp=0", "'tp=0' is no number in 1"),
         ("tp=2,tp=4", "tp is given twice"),
     ],
 )
