@@ -1,0 +1,1 @@
+"""An incident in one command: why servers get no hits from a store, or wrong ones."""

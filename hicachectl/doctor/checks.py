@@ -1,0 +1,62 @@
+"""Checks of `doctor`: their statuses, their order, and the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+OK, UNKNOWN, WARN, FAIL = STATUSES = ("ok", "unknown", "warn", "fail")  # from the best on
+SERVER, SAME_STORE, STORE, LIVE, REQUESTS = GROUPS = (
+    "server",
+    "same-store",
+    "store",
+    "live",
+    "requests",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One question about a server or its store, answered.
+
+    name: fixed name in the group, such as `page-size`.
+    group: one of GROUPS.
+    status: one of STATUSES; `unknown` if nothing was found that answers the question.
+    detail: the answer, in one sentence that names the thing.
+    evidence: what was seen, such as `page_size 64 in internal_states[0]`; empty if `detail` has it.
+    next: the next command or flag; empty if nothing is to be done.
+    server: URL of the server that the check is about; empty if it is about the store alone.
+    """
+
+    name: str
+    group: str
+    status: str
+    detail: str
+    evidence: str = ""
+    next: str = ""
+    server: str = ""
+
+
+class CheckRow(TypedDict):
+    """Row of `doctor`."""
+
+    name: str
+    group: str
+    server: str | None
+    status: str
+    detail: str
+    evidence: str | None
+    next: str | None
+
+
+def ordered(checks: Iterable[Check]) -> list[Check]:
+    """Return checks with the worst first; those alike keep their order, which is that of causes."""
+    return sorted(checks, key=lambda check: -STATUSES.index(check.status))
+
+
+def verdict_of(checks: Iterable[Check]) -> str:
+    """Return the worst status of some checks; `unknown` without any."""
+    return max((check.status for check in checks), key=STATUSES.index, default=UNKNOWN)
