@@ -158,6 +158,7 @@ def hits_for_people(rows: pa.Table) -> pa.Table:
         {
             ">chain": _text(rows, "chain"),
             **{f">{name.replace('_', ' ')}": _text(rows, name) for name in counts},
+            ">unreachable": _text(rows, "unreachable_pages"),
             "stopped by": pc.if_else(stops.is_valid(), stopped, None),
         }
     )

@@ -94,12 +94,40 @@ class Hits:
         return any(len(block.groups) for block in self.needs)
 
     @property
+    def trailing(self) -> bool:
+        """Whether servers need a pool only at the end of a prefix."""
+        return any(block.spec.trailing for block in self.needs)
+
+    @property
+    def beyond(self) -> BoolArray:
+        """Whether a page is beyond the usable prefix of its chain: [pages of `chains`]."""
+        usable = np.repeat(self.usable_pages, np.diff(self.chains.offsets))
+        return positions_of(self.chains.offsets) >= usable
+
+    @property
     def lacking(self) -> BoolArray:
         """Whether a page is beyond the usable prefix of a chain: [page_names]."""
-        usable = np.repeat(self.usable_pages, np.diff(self.chains.offsets))
         lacking = np.zeros(len(self.page_names), dtype=np.bool_)
-        lacking[self.page_of[positions_of(self.chains.offsets) >= usable]] = True
+        lacking[self.page_of[self.beyond]] = True
         return lacking
+
+    @property
+    def unreachable_pages(self) -> IntArray:
+        """Number of pages of each chain that are whole, but that no server reaches: [chains].
+
+        They are beyond the usable prefix, so a server would use them only if the pages before them
+        were restorable.
+        """
+        unreachable = np.flatnonzero(self.beyond & self.whole[self.page_of])
+        found: IntArray = np.diff(np.searchsorted(unreachable, self.chains.offsets))
+        return found
+
+    @property
+    def unreachable(self) -> BoolArray:
+        """Whether a page is whole, but in the usable prefix of no chain: [page_names]."""
+        unreachable = self.whole
+        unreachable[self.page_of[~self.beyond]] = False
+        return unreachable
 
     @property
     def begun(self) -> BoolArray:

@@ -91,6 +91,7 @@ class ChainRow(TypedDict):
     usable_pages: int
     usable_tokens: int | None
     served_tokens: int | None
+    unreachable_pages: int
     stopped_by: StopRow | None
 
 
@@ -103,6 +104,8 @@ class HitsDocument(msgspec.Struct, kw_only=True):
     usable_tokens: int | None
     served_tokens: int | None
     usable_share: float | None
+    unreachable_pages: int
+    distinct_unreachable_pages: int
     elsewhere: list[ElsewhereRow]
 
 
@@ -220,6 +223,8 @@ def _document(
             usable_tokens=None if page_size is None else usable,
             served_tokens=None if page_size is None else pc.sum(rows["served_tokens"]).as_py() or 0,
             usable_share=usable / requested if requested else None,
+            unreachable_pages=pc.sum(rows["unreachable_pages"]).as_py() or 0,
+            distinct_unreachable_pages=int(hits.unreachable.sum()),
             elsewhere=[one.row for one in elsewhere],
         )
     )
@@ -262,6 +267,7 @@ def hit_rows(
             "usable_pages": pa.array(hits.usable_pages),
             "usable_tokens": pa.array(usable, mask=unknown),
             "served_tokens": pa.array(served, mask=unknown),
+            "unreachable_pages": pa.array(hits.unreachable_pages),
             "stopped_by": _stopped_by(hits, served < usable, elsewhere),
         }
     )
@@ -366,6 +372,18 @@ def served_text(document: Mapping[str, Any], *, now: bool = False) -> str:
     verb = "usable" if document["served_tokens"] is None else "served"
     by = document["deployment"] and f" by {deployment_text(document['deployment'])}"
     return f"{_percent(document)}% of {of} {verb}{' now' if now else ''}{by or ''}"
+
+
+def unreachable_text(document: Mapping[str, Any]) -> str:
+    """Return how many pages no server reaches; "" without any. document: the result of `hits`."""
+    pages, distinct = document["unreachable_pages"], document["distinct_unreachable_pages"]
+    if not pages:
+        return ""
+    some = f" ({distinct} distinct)" if distinct != pages else ""
+    verb = "is" if pages == 1 else "are"
+    return (
+        f"{counted(pages, 'whole page')}{some} {verb} out of reach behind what stops the requests"
+    )
 
 
 def _counted(document: Mapping[str, Any]) -> int:

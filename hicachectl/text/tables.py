@@ -24,7 +24,8 @@ _SENTENCES = ("DETAIL", "MEANING", "STOPPED BY", "POOLS")
 # What a narrow terminal goes without, the first one first.
 _LEAST_USEFUL = (
     "TRAILER DIGEST", "IDENTITY", "DIGEST", "LAYOUT", "TAG", "OLDEST", "REMOVED", "RANKS", "PART",
-    "OBJECTS", "NEWEST", "FOUND", "SIZES", "AGE", "POOLS", "DETAIL", "STORE",
+    "OBJECTS", "NEWEST", "FOUND", "SIZES", "AGE", "POOLS", "DETAIL", "STORE", "KV PAGES",
+    "USABLE TOKENS", "USABLE PAGES",
 )  # fmt: skip
 
 _STYLES = {"error": "31", "warning": "33", "orphan": "33", "partial": "33", "whole": "32"}

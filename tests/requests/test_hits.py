@@ -7,6 +7,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from hicachectl.backends.base import open_store
@@ -107,6 +108,7 @@ def test_a_row_says_how_far_a_request_reaches_and_what_stops_it(
         "usable_pages": 3,
         "usable_tokens": 12,
         "served_tokens": 12,
+        "unreachable_pages": 1,
         "stopped_by": {
             "page": pages[3],
             "pool": "indexer",
@@ -124,6 +126,7 @@ def test_a_row_says_how_far_a_request_reaches_and_what_stops_it(
         "usable_pages": 2,
         "usable_tokens": 8,
         "served_tokens": 8,
+        "unreachable_pages": 0,
         "stopped_by": None,
     }
 
@@ -277,14 +280,20 @@ def test_few_pages_are_asked_for_and_many_listed_to_the_same_end(
 
 def test_a_table_is_for_people(invoke: Invoke, tmp_path: Path, dsa: tuple[Path, Path]) -> None:
     store, profile = dsa
-    put_dsa(store, [page(0)])
-    listed = lines(tmp_path / "pages", [page(0), page(1)], [page(0)])
+    put_dsa(store, [page(0), page(2)])
+    chain = [page(0), page(1), page(2)]
+    listed = lines(tmp_path / "pages", chain, chain, [page(0)])
     out = invoke("hits", store, "--pages", listed, "--profile", profile).stdout.splitlines()
-    wanted = "CHAIN  TOKENS  KV PAGES  USABLE PAGES  USABLE TOKENS  SERVED TOKENS  STOPPED BY"
-    assert out[0] == wanted
-    assert out[1].split() == ["0", "8", "1", "1", "4", "4", "kv", "page", page(1)[:16]]
-    assert out[2].split() == ["1", "4", "1", "1", "4", "4", "-"]
-    assert out[3:] == ["67% of 12 tokens served by x/dsa tp 1"]
+    assert out[0] == (
+        "CHAIN  TOKENS  KV PAGES  USABLE PAGES  USABLE TOKENS  SERVED TOKENS  UNREACHABLE  "
+        "STOPPED BY"
+    )
+    assert out[1].split() == ["0", "12", "1", "1", "4", "4", "1", "kv", "page", page(1)[:16]]
+    assert out[3].split() == ["2", "4", "1", "1", "4", "4", "0", "-"]
+    assert out[4:] == [
+        "2 whole pages (1 distinct) are out of reach behind what stops the requests",
+        "43% of 28 tokens served by x/dsa tp 1",
+    ]
 
 
 # --- against a reference that checks page by page ---
@@ -296,7 +305,7 @@ def test_random_stores_agree_with_a_twin_that_asks_page_by_page(tmp_path: Path) 
     profile = parse_profile(MIXED)
     expected = object_specs(profile, "file")
     names = [page(number) for number in range(8)]
-    seen = set()
+    seen, counts = set(), set()
     for trial in range(30):
         store = tmp_path / str(trial)
         store.mkdir()
@@ -305,6 +314,8 @@ def test_random_stores_agree_with_a_twin_that_asks_page_by_page(tmp_path: Path) 
         with open_store(str(store)) as opened:
             inventory = take_inventory(opened, profile)
         hits = find_hits(inventory, 0, requests_of_pages(chains, None))
+        out_of_reach: set[str] = set()
+        reached: set[str] = set()
         for number, chain in enumerate(chains):
             usable = max(p for p in range(len(chain) + 1) if _fits(chain, p, expected, held))
             assert hits.usable_pages[number] == usable
@@ -312,7 +323,15 @@ def test_random_stores_agree_with_a_twin_that_asks_page_by_page(tmp_path: Path) 
             assert hits.kv_pages[number] == _run(chain, kv, held)
             stop, member = hits.stop_pages[number], hits.stop_specs[number]
             assert (stop, member) == _stop(chain, usable, expected, held)
+            behind = _behind(chain, usable, expected, held)
+            assert hits.unreachable_pages[number] == len(behind)
             seen.add((usable > 0, member))
+            out_of_reach |= set(behind)
+            reached |= set(chain[:usable])
+        unreachable = hits.page_names.filter(pa.array(hits.unreachable)).to_pylist()
+        assert set(unreachable) == out_of_reach - reached
+        counts.add(len(unreachable))
+    assert len(counts) > 3
     assert {(True, -1), (False, 0)} < seen
     assert len({member for _, member in seen}) == len(expected) + 1  # each object stops a chain
 
@@ -353,6 +372,13 @@ def _run(chain: list[str], pool: list[ObjectSpec], held: Held) -> int:
     numbers = range(len(pool))  # kv objects come first in `expected`
     whole = [all((name, number) in held for number in numbers) for name in chain]
     return whole.index(False) if False in whole else len(chain)
+
+
+def _behind(
+    chain: list[str], usable: int, expected: tuple[ObjectSpec, ...], held: Held
+) -> list[str]:
+    always = [number for number, one in enumerate(expected) if not one.trailing]
+    return [name for name in chain[usable:] if all((name, n) in held for n in always)]
 
 
 def _stop(

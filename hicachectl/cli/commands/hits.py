@@ -75,7 +75,13 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     from hicachectl.cli.output import write_report
     from hicachectl.cli.text_tables import hits_for_people
     from hicachectl.profiles.sources import profile_from_options
-    from hicachectl.requests.measuring import failed_text, measure_hits, passes, served_text
+    from hicachectl.requests.measuring import (
+        failed_text,
+        measure_hits,
+        passes,
+        served_text,
+        unreachable_text,
+    )
     from hicachectl.text.tables import table_lines
 
     with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
@@ -89,6 +95,8 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
 
     def lines(screen: Screen) -> Iterator[str]:
         yield from table_lines(hits_for_people(report.rows), screen)
+        if unreachable := unreachable_text(report.document):
+            yield unreachable
         yield served_text(report.document)
 
     document = {"chains": report.rows, **report.document}
