@@ -16,6 +16,7 @@ from hicachectl.text.terminal import MessageHandler
 
 # The modules of commands, each with its line in `--help`, which imports none of them.
 COMMANDS = {
+    "doctor": "Show why servers get no hits from a store, or wrong ones.",
     "ls": "List the pages of a store, or its objects.",
     "show": "Show the objects of one page, and the findings about them.",
     "verify": "Check a store for missing or damaged objects; repair it.",

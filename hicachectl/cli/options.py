@@ -176,40 +176,60 @@ profile_option = PROFILE.option(
     entry=Entry("profile", ("store", "source", "destination")),
     help="Read the deployment's profile from FILE (TOML or JSON); see hicachectl-profile(1).",
 )
-profile_options = stack(
-    profile_option,
-    PROFILE.option(
-        "--model-config",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="Build the profile from a Hugging Face config.json (or its directory) and the "
-        "options below.",
-    ),
+
+
+def _profile_options(server: Callable[[F], F]) -> Callable[[F], F]:
+    """Return the options that describe servers. server: the option --server."""
+    return stack(
+        profile_option,
+        PROFILE.option(
+            "--model-config",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="Build the profile from a Hugging Face config.json (or its directory) and the "
+            "options below.",
+        ),
+        server,
+        PROFILE.option(
+            "--weights",
+            describes=False,
+            metavar="DIR|TEXT",
+            help="Name the model's weights in the profile: read them from DIR, or TEXT as printed "
+            "by hicachectl profile.  [default: those of --server, if its model path is on this "
+            "machine]",
+        ),
+        PROFILE.option(
+            "--draft-weights",
+            describes=False,
+            metavar="DIR|TEXT",
+            help="Name the weights of a separate draft model.",
+        ),
+        *map(_server_flag, OPTIONS),
+        SERVERS.option(
+            "--draft-model-config",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="config.json of the draft model, or its directory.",
+        ),
+    )
+
+
+profile_options = _profile_options(
     PROFILE.option(
         "--server",
         metavar="URL",
         help="Build the profile from the answers of a live SGLang server.",
-    ),
+    )
+)
+live_profile_options = _profile_options(
     PROFILE.option(
-        "--weights",
-        describes=False,
-        metavar="DIR|TEXT",
-        help="Name the model's weights in the profile: read them from DIR, or TEXT as printed by "
-        "hicachectl profile.  [default: those of --server, if its model path is on this machine]",
-    ),
-    PROFILE.option(
-        "--draft-weights",
-        describes=False,
-        metavar="DIR|TEXT",
-        help="Name the weights of a separate draft model.",
-    ),
-    *map(_server_flag, OPTIONS),
-    SERVERS.option(
-        "--draft-model-config",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="config.json of the draft model, or its directory.",
-    ),
+        "--server",
+        "servers",
+        multiple=True,
+        metavar="URL",
+        help="Ask a live SGLang server, and build the profile from its answers. Can be given "
+        "several times.",
+    )
 )
 
 _to = TRANSFORM.option

@@ -1,4 +1,4 @@
-"""Checks of `doctor` about requests: what the store can serve of them, and what servers restored."""
+"""Checks of `doctor` about requests: what the store can serve, and what servers restored."""
 
 from __future__ import annotations
 

@@ -98,21 +98,27 @@ def server_service(
     return service, quote(parts.path, safe="/%:@!$&'()*+,;=~")
 
 
-def profile_from_server(
-    url: str,
+def profile_from_server(url: str, *, timeout_s: float = 10.0, **given: Any) -> ServerProfile:
+    """Return the profile of a live server.
+
+    given: arguments of `profile_of_replies`. Raises its errors and those of `fetch_server`.
+    """
+    return profile_of_replies(fetch_server(url, timeout_s=timeout_s), **given)
+
+
+def profile_of_replies(
+    replies: ServerReplies,
     *,
     model_config: Path | None = None,
     draft_model_config: Path | None = None,
     overrides: Mapping[str, Any] | None = None,
-    timeout_s: float = 10.0,
 ) -> ServerProfile:
-    """Return the profile of a live server.
+    """Return the profile of a server by its replies.
 
     model_config: the model's config.json or its directory; default: the server's `model_path`, if a
     local directory. overrides: fields of DeploymentFlags that replace the server's. Raises
-    ProfileError if sizes are unknown, and the errors of `fetch_server`.
+    ProfileError if sizes are unknown.
     """
-    replies = fetch_server(url, timeout_s=timeout_s)
     server = flags_from_server_info(replies.info)
     paths = local_models(server, (model_config, draft_model_config), _absolute)
     flags = replace(server.flags, **(overrides or {}))

@@ -175,7 +175,7 @@ def _from_deployment(options: Mapping[str, Any], warn: Callable[[str], None]) ->
     found = read(
         model_config=options.get("model_config"),
         draft_model_config=options.get("draft_model_config"),
-        overrides=_flags(options),
+        overrides=given_flags(options),
     )
 
     def remark(text: str) -> None:
@@ -203,7 +203,7 @@ def _from_config(options: Mapping[str, Any], store: Store | None) -> Profile:
     from hicachectl.profiles.server import read_models
 
     paths = options["model_config"], options.get("draft_model_config")
-    given = _flags(options)
+    given = given_flags(options)
     if store is not None:
         given["storage_backend"] = store.grammar
     config, flags = read_models(paths, DeploymentFlags(**given), {})
@@ -213,7 +213,8 @@ def _from_config(options: Mapping[str, Any], store: Store | None) -> Profile:
     return profile_from_config(config, flags, source=str(paths[0]))
 
 
-def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
+def given_flags(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags of servers that options state, as fields of DeploymentFlags."""
     flags = {
         field: options[option] for option, field in _FLAG_OPTIONS.items() if options.get(option)
     }

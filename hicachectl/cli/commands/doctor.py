@@ -1,0 +1,112 @@
+"""`hicachectl doctor`: why servers get no hits from a store, or wrong ones."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hicachectl.cli.command import Command
+from hicachectl.cli.options import (
+    allow_leases_option,
+    live_profile_options,
+    output_options,
+    prefetch_threshold_option,
+    request_options,
+    store_argument,
+)
+from hicachectl.cli.parameters import own_option
+from hicachectl.cli.session import opened, remark, store_name
+from hicachectl.cli.values import DURATION
+from hicachectl.formats.errors import HicacheError, UsageError
+
+if TYPE_CHECKING:
+    from hicachectl.doctor.examine import DoctorRequest
+    from hicachectl.requests.chains import Hashing, Requests
+
+_SOURCES = ("prompts", "token_ids", "pages", "trace")
+
+
+@click.command("doctor", cls=Command)
+@store_argument
+@request_options
+@own_option(
+    "--watch",
+    "watch_seconds",
+    type=DURATION,
+    default="10s",
+    show_default=True,
+    help="With --server: time between two looks at the server's counters.",
+)
+@own_option(
+    "--sample",
+    "sample_pages",
+    type=click.IntRange(0),
+    default=256,
+    show_default=True,
+    metavar="PAGES",
+    help="Read and check so many pages.",
+)
+@prefetch_threshold_option
+@allow_leases_option
+@output_options
+@live_profile_options
+@click.pass_context
+def command(ctx: click.Context, /, store: str, **options: Any) -> None:
+    """Show why servers get no hits from a store, or wrong ones.
+
+    Give the servers with --server.
+
+    Examples:
+      hicachectl doctor prod: --server http://localhost:30000
+      hicachectl doctor prod: --server http://localhost:30000 --trace requests.log
+      hicachectl doctor prod:
+    """
+    from hicachectl.cli.output import write_result
+    from hicachectl.doctor.examine import examine
+
+    request = _request(ctx, options)
+    with ExitStack() as held:
+        try:
+            source = held.enter_context(opened(ctx, store))
+        except UsageError:
+            raise
+        except HicacheError as error:
+            result = examine(request, None, url=store_name(ctx, store), problem=str(error))
+        else:
+            result = examine(request, source)
+    write_result(ctx, result)
+
+
+def _request(ctx: click.Context, options: dict[str, Any]) -> DoctorRequest:
+    from hicachectl.cli.asked import asked_hashing, asked_requests, of_profile, refuse_other_sources
+    from hicachectl.doctor.examine import DoctorRequest
+    from hicachectl.doctor.live_server import Given
+    from hicachectl.profiles.sources import given_flags, profile_from_options, read_profile
+
+    def read(hashing: Hashing | None) -> Requests:
+        return asked_requests(ctx, options, hashing or asked_hashing(None, options))
+
+    if asks := any(options[name] for name in _SOURCES):
+        refuse_other_sources(options, _SOURCES)
+    if options["servers"]:
+        file = options["profile_file"]
+        given = Given(
+            profile=None if file is None else read_profile(file),
+            model_config=options["model_config"],
+            draft_model_config=options["draft_model_config"],
+            overrides=given_flags(options),
+            weights=options,
+        )
+    else:
+        given = Given(profile=profile_from_options(of_profile(options), warn=partial(remark, ctx)))
+    return DoctorRequest(
+        servers=options["servers"],
+        given=given,
+        read=read if asks else None,
+        threshold=options["prefetch_threshold"],
+        watch_seconds=options["watch_seconds"],
+        sample_pages=options["sample_pages"],
+    )

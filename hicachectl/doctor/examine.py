@@ -1,0 +1,192 @@
+"""Examine servers and their store: every check of `doctor`, in the order of causes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import pyarrow as pa
+
+from hicachectl.doctor.asked import Asked, request_checks
+from hicachectl.doctor.checks import FAIL, REQUESTS, UNKNOWN, Check, CheckRow, ordered, verdict_of
+from hicachectl.doctor.deployments import deployment_checks
+from hicachectl.doctor.live_server import Given, LiveServer, ask_server
+from hicachectl.doctor.settings import setting_checks
+from hicachectl.doctor.stores import SAMPLE_PAGES, StoreSeen, see_store, store_checks
+from hicachectl.doctor.text import check_lines
+from hicachectl.formats.errors import HicacheError, UsageError
+from hicachectl.formats.models.flags import canonical_algorithm, hash_unit
+from hicachectl.formats.releases import release_of
+from hicachectl.profiles.sources import agree_to_look
+from hicachectl.requests.chains import Hashing
+from hicachectl.requests.measuring import HitsRequest
+from hicachectl.results import Result
+from hicachectl.text.jsontext import schema_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from hicachectl.backends.base import Store
+    from hicachectl.formats.profile import Profile
+    from hicachectl.requests.chains import Requests
+    from hicachectl.results import Shown
+    from hicachectl.text.tables import Screen
+
+WATCH_SECONDS = 10.0
+_ROWS = "checks"
+
+
+class DoctorDocument(TypedDict):
+    """Document of `doctor`."""
+
+    checks: list[CheckRow]
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorRequest:
+    """Servers to ask, and what to look at.
+
+    servers: URLs of the servers that use the store; empty: only the store is checked.
+    given: what is known of the servers beside their replies. Without a server, its profile is that
+        of the store's servers.
+    read: function that reads requests, whose tokens are hashed as its argument states; None: no
+        requests are looked at. The argument is None if that is unknown; then it raises UsageError.
+    threshold: the servers' prefetch threshold in tokens; None: as they state it.
+    watch_seconds: time between two looks at the servers' counters.
+    sample_pages: number of pages to read; 0 reads none.
+    """
+
+    servers: tuple[str, ...] = ()
+    given: Given = field(default_factory=Given)
+    read: Callable[[Hashing | None], Requests] | None = None
+    threshold: int | None = None
+    watch_seconds: float = WATCH_SECONDS
+    sample_pages: int = SAMPLE_PAGES
+
+
+def examine(
+    request: DoctorRequest,
+    store: Store | None,
+    *,
+    url: str = "",
+    problem: str = "",
+    on_wait: Callable[[float], None] = lambda seconds: None,
+) -> Result:
+    """Check servers and their store, and change nothing.
+
+    store: the open store; None if it cannot be opened.
+    url: URL of a store that cannot be opened, without secrets.
+    problem: why it cannot be opened, and the next step.
+    on_wait: takes the seconds before a wait for the second look.
+    An unreachable server or store is a failing check. Raises UsageError for a malformed URL and for
+    requests that cannot be read.
+    """
+    servers = [ask_server(one, request.given) for one in request.servers]
+    profile = _profile(servers, request.given)
+    asked = None if request.read is None else _requests(request, profile, servers)
+    seen = _seen(store, profile, request, url, problem)
+    checks: list[Check] = []
+    for server in servers:
+        checks += setting_checks(server)
+        checks += deployment_checks(server, seen)
+    checks += store_checks(seen)
+    if isinstance(asked, Check):
+        checks.append(asked)
+    elif asked is not None:
+        checks += request_checks(seen, asked)
+    return result_of(checks)
+
+
+def result_of(checks: Sequence[Check]) -> Result:
+    """Return checks as the result of `doctor`."""
+    found = ordered(checks)
+    rows: list[CheckRow] = [
+        {
+            "name": check.name,
+            "group": check.group,
+            "server": check.server or None,
+            "status": check.status,
+            "detail": check.detail,
+            "evidence": check.evidence or None,
+            "next": check.next or None,
+        }
+        for check in found
+    ]
+    verdict = verdict_of(found)
+
+    def lines(document: dict[str, Any], screen: Screen, shown: Shown) -> Iterator[str]:
+        return check_lines(found, screen)
+
+    return Result(
+        document={_ROWS: rows, "verdict": verdict},
+        rows=pa.Table.from_pylist(rows, schema_of(CheckRow)),
+        rows_name=_ROWS,
+        lines=lines,
+        failed=verdict == FAIL,
+    )
+
+
+def _profile(servers: Sequence[LiveServer], given: Given) -> Profile | None:
+    """Return the profile of the first server that has one, else the given one."""
+    return next((server.profile for server in servers if server.profile), given.profile)
+
+
+def _seen(
+    store: Store | None,
+    profile: Profile | None,
+    request: DoctorRequest,
+    url: str,
+    problem: str,
+) -> StoreSeen:
+    if store is None:
+        return StoreSeen(url=url, problem=problem, profile=profile)
+    contradiction = ""
+    try:
+        profile, contradiction = agree_to_look(store, profile)
+    except UsageError:
+        raise
+    except HicacheError as error:
+        contradiction = str(error)
+    seen = see_store(store, profile, sample_pages=request.sample_pages)
+    return replace(seen, contradiction=contradiction or seen.contradiction)
+
+
+def _requests(
+    request: DoctorRequest, profile: Profile | None, servers: Sequence[LiveServer]
+) -> Asked | Check:
+    """Read the requests; return a check if their tokens cannot be hashed."""
+    assert request.read is not None
+    hashing = _hashing(profile, servers)
+    try:
+        requests = request.read(hashing)
+    except UsageError:
+        if hashing is not None:
+            raise
+        return Check(
+            name="hashing",
+            group=REQUESTS,
+            status=UNKNOWN,
+            detail="Requests are not judged: no server and no profile states the page size",
+            next="give --page-size, or --profile",
+        )
+    first = next((server.url for server in servers if not server.problem), "")
+    return Asked(
+        request=HitsRequest(requests=requests, profile=profile, threshold=request.threshold),
+        server=first,
+    )
+
+
+def _hashing(profile: Profile | None, servers: Sequence[LiveServer]) -> Hashing | None:
+    """Return how tokens are hashed: by the profile, else by the flags of the first server."""
+    if profile is not None:
+        return Hashing.of(profile)
+    for server in servers:
+        if server.deployment is not None:
+            flags = server.deployment.flags
+            return Hashing(
+                (flags.page_size or 1) * flags.dcp,
+                bigram=hash_unit(canonical_algorithm(flags.speculative_algorithm)) == "bigram",
+                seeds=release_of(flags.sglang).seeds,
+            )
+    return None

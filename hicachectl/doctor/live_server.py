@@ -1,0 +1,130 @@
+"""A live server as `doctor` sees it: its own words, asked for once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace as replaced
+
+from hicachectl.formats.errors import HicacheError, ProfileError, StoreUnavailable
+from hicachectl.formats.models.server_info import flags_from_server_info, served_profile
+from hicachectl.profiles.server import checked_url, fetch_server, profile_of_replies
+from hicachectl.profiles.sources import with_weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hicachectl.formats.models.server_info import ServerDeployment
+    from hicachectl.formats.profile import Profile
+    from hicachectl.profiles.server import ServerReplies
+
+_MOST_STATES = 4096  # data-parallel ranks that are compared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveServer:
+    """A server, as its replies describe it. Replies hold secrets: only named fields are shown.
+
+    url: URL without secrets, in the normal form of `checked_url`.
+    info: parsed `/server_info`; empty if the server cannot be reached.
+    layout: parsed `/get_hicache_l3_cache_layout`; empty if the server has none.
+    states: `internal_states`, one for each data-parallel rank; empty if the reply has none.
+    settings: arguments as they hold now: `info`, overridden by the first state.
+    deployment: flags and model paths; None if the reply does not tell them.
+    profile: profile, with the weights where they can be read; None if unknown.
+    why_no_profile: why `profile` is None, with the next step, else "".
+    problem: why the server cannot be reached, with the next step, else "".
+    started: start of the server's process in Unix seconds; None if unknown. Replies have only
+        durations (`startup_time`).
+    """
+
+    url: str
+    info: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    layout: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    states: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    deployment: ServerDeployment | None = None
+    profile: Profile | None = None
+    why_no_profile: str = ""
+    problem: str = ""
+    started: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What options state about servers beside their own replies.
+
+    profile: profile of the servers' model, for servers whose own cannot be made.
+    model_config: config.json of the model, or its directory; None: the server's `model_path`.
+    draft_model_config: the same of a separate draft model.
+    overrides: fields of DeploymentFlags that replace the servers'.
+    weights: the options --weights and --draft-weights, by parameter.
+    """
+
+    profile: Profile | None = None
+    model_config: Path | None = None
+    draft_model_config: Path | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    weights: Mapping[str, Any] = field(default_factory=dict)
+
+
+def ask_server(url: str, given: Given) -> LiveServer:
+    """Ask a server once for its deployment. An unreachable server has a `problem`.
+
+    Raises UsageError for a malformed URL.
+    """
+    url = checked_url(url)
+    try:
+        replies = fetch_server(url)
+    except StoreUnavailable as error:
+        return LiveServer(url=url, problem=str(error))
+    return _described(url, replies, given)
+
+
+def _described(url: str, replies: ServerReplies, given: Given) -> LiveServer:
+    info = replies.info
+    listed = info.get("internal_states")
+    states = tuple(
+        state
+        for state in (listed if isinstance(listed, list) else [])[:_MOST_STATES]
+        if isinstance(state, Mapping)
+    )
+    settings = {**info, **(states[0] if states else {})}
+    server = LiveServer(
+        url=url,
+        info=info,
+        layout=replies.layout or {},
+        states=states,
+        settings=settings,
+    )
+    try:
+        deployment = flags_from_server_info(info)
+    except HicacheError as error:
+        return replace(server, why_no_profile=str(error))
+    server = replace(server, deployment=deployment)
+    try:
+        return replace(server, profile=_profile(replies, deployment, given))
+    except HicacheError as error:
+        return replace(server, why_no_profile=str(error))
+
+
+def _profile(replies: ServerReplies, deployment: ServerDeployment, given: Given) -> Profile:
+    """Return the profile of a server. Raises ProfileError, UsageError and FormatError."""
+    try:
+        profile = profile_of_replies(
+            replies,
+            model_config=given.model_config,
+            draft_model_config=given.draft_model_config,
+            overrides=given.overrides,
+        ).profile
+    except ProfileError:
+        if given.profile is None:
+            raise
+        return served_profile(given.profile, replies.info)
+    profile = with_weights(profile, given.weights, deployment)
+    if not profile.weights and given.profile is not None:
+        stated = given.profile
+        profile = replaced(profile, weights=stated.weights, draft_weights=stated.draft_weights)
+    return profile
