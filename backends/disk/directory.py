@@ -320,17 +320,21 @@ class Directory(Closing):
         self.sync()
         return made
 
-    def write(self, name: str, content: bytes, *, shared: bool = False) -> None:
-        """Write a file atomically and durably, with permissions limited as in `make_directory`.
+    def write(
+        self, name: str, content: bytes, *, shared: bool = False, durable: bool = True
+    ) -> None:
+        """Write a file atomically, with permissions limited as in `make_directory`.
 
-        shared: several processes may write the name at once.
+        shared: several processes may write the name at once. durable: sync the file and its name.
         """
         temporary = "" if shared else f".{name}.tmp"
         if temporary:  # left by a killed process
             with suppress(FileNotFoundError):
                 self.remove(temporary)
         mode = self._readable & 0o666 | 0o600
-        with new_file(name, mode, partial=temporary, directory=self.descriptor) as descriptor:
+        with new_file(
+            name, mode, partial=temporary, directory=self.descriptor, durable=durable
+        ) as descriptor:
             self._give_away(descriptor)
             write_bytes(memoryview(content), descriptor)
 
