@@ -32,7 +32,7 @@ MODEL = "tiny"  # its served name
 PAGE_SIZE = 64
 DEVICE_TOKENS = 2048  # what fits into the device pool
 HOST_TOKENS = 4 * DEVICE_TOKENS + PAGE_SIZE  # SGLang adds a page
-_ADMIN = "tests"
+KEY = "key-of-the-tests"  # its API key and admin key
 _START_S = 600  # twenty on an idle machine
 _REQUEST_S = 120
 _LOG_CHARACTERS = 6000
@@ -93,7 +93,8 @@ class CpuServer(Closing):
     """A server on a free port; a context manager that ends all its processes.
 
     arguments: more of launch_server's options. tokenizes: whether the model directory has a
-    tokenizer, for texts and chats. variables: more environment variables. Raises
+    tokenizer, for texts and chats. metrics: whether the server exports metrics. variables: more
+    environment variables. Raises
     RuntimeError with the end of the log if it does not start, AssertionError if a request fails.
     """
 
@@ -104,6 +105,7 @@ class CpuServer(Closing):
         log: Path,
         *arguments: str,
         tokenizes: bool = False,
+        metrics: bool = True,
         **variables: str,
     ) -> None:
         self._log = log
@@ -112,14 +114,15 @@ class CpuServer(Closing):
         self._port = _free_port()
         command = [
             *(str(HERE / "server" / "serve.py"), "--model-path", str(model)),
-            *("--host", "127.0.0.1", "--port", str(self._port), "--admin-api-key", _ADMIN),
+            *("--host", "127.0.0.1", "--port", str(self._port), "--admin-api-key", KEY),
             *("--device", "cpu", "--attention-backend", "torch_native"),
             *("--sampling-backend", "pytorch", "--disable-overlap-schedule"),
             *("--skip-server-warmup", *(() if tokenizes else ("--skip-tokenizer-init",))),
             *("--max-total-tokens", str(DEVICE_TOKENS), "--max-running-requests", "4"),
             *("--page-size", str(PAGE_SIZE), "--enable-hierarchical-cache", "--hicache-ratio", "4"),
             *("--hicache-storage-prefetch-policy", "wait_complete"),
-            *("--enable-metrics", "--enable-cache-report", "--sleep-on-idle"),
+            *(("--enable-metrics",) if metrics else ()),
+            *("--enable-cache-report", "--sleep-on-idle"),
             *("--served-model-name", MODEL),
             *arguments,
         ]
@@ -130,6 +133,7 @@ class CpuServer(Closing):
             "PYTHONUNBUFFERED": "1",
             "TMPDIR": self._folder.name,
             "HICACHECTL_HELD_CALLS": str(self._switch),
+            "HICACHECTL_GIVEN": " ".join(variables),
         }
         with log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -302,7 +306,7 @@ class CpuServer(Closing):
         request = urllib.request.Request(
             f"{self.url}{path}",
             json.dumps(document).encode() if document is not None else None,
-            {"Content-Type": "application/json", "Authorization": f"Bearer {_ADMIN}"},
+            {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
             method=method,
         )
         try:

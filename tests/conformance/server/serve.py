@@ -43,8 +43,9 @@ def fork_processes() -> None:
 
 
 fork_processes()
+given = {name: os.environ[name] for name in os.environ.get("HICACHECTL_GIVEN", "").split()}
 sglang_env.clean_environment()
-os.environ.update(cpu_engine.ENVIRONMENT)
+os.environ.update(cpu_engine.ENVIRONMENT, **given)
 held_calls.install()
 sglang_env.replace_missing_packages()
 cpu_engine.install()
