@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, TypedDict
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-OK, UNKNOWN, WARN, FAIL = STATUSES = ("ok", "unknown", "warn", "fail")  # from the best on
+# The best first.
+OK, UNKNOWN, WARN, FAIL = STATUSES = ("ok", "unknown", "warn", "fail")
 SERVER, SAME_STORE, STORE, LIVE, REQUESTS = GROUPS = (
     "server",
     "same-store",

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
+import logging
+import math
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from hicachectl.formats.documents import shown
+from hicachectl.formats.errors import StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -11,6 +18,45 @@ if TYPE_CHECKING:
     from hicachectl.backends.http import HttpService
 
     Sample = tuple[str, frozenset[tuple[str, str]]]  # name and labels
+
+ENABLE_METRICS = "start the server with --enable-metrics"
+CHECK_URL = "check that this is the URL of an SGLang server"
+UNCACHED = "sglang:uncached_prompt_tokens_histogram"
+OURS = "hicachectl_"  # metrics of this package's storage plug-in begin so
+
+_SGLANG = b"sglang:"
+_COUNTERS = (
+    "sglang:backuped_tokens_total",
+    "sglang:cached_tokens_total",
+    "sglang:hicache_backup_dropped_tokens_total",
+    "sglang:hicache_backup_tokens_total",
+    "sglang:hicache_dropped_tokens_total",
+    "sglang:hicache_prefetch_aux_alloc_failed_tokens_total",
+    "sglang:num_requests_total",
+    "sglang:prefetched_tokens_total",
+    "sglang:prompt_tokens_total",
+    "sglang:storage_prefetch_deferred_tokens_total",
+    "sglang:storage_prefetch_hit_tokens_total",
+    "sglang:storage_prefetch_unfulfilled_tokens_total",
+)
+_KEPT = tuple(
+    name.encode()
+    for name in (
+        *(f"{counter}{end}" for counter in _COUNTERS for end in "{ "),
+        *(f"{UNCACHED}_{end}" for end in ("bucket", "count", "sum")),
+        OURS,
+    )
+)
+# Every rank counts the same tokens, because the ranks agree on what is found and restored. Ranks of
+# data parallelism have requests of their own.
+_RANKS = frozenset({"tp_rank", "pp_rank", "attn_cp_rank", "moe_ep_rank", "dcp_rank", "rank"})
+# A real server has 4 KB of such lines for each rank, of 200 bytes. The parser reads a megabyte in a
+# second, and takes quadratic time for a long line.
+_MAX_KEPT_BYTES = 4 << 20
+_MAX_LINE_BYTES = 1 << 13
+_MOST = 2.0**53  # counters beyond it are no longer exact
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +73,27 @@ class Look:
     problem: str = ""
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the sum of the samples of a name that have these labels; 0 without any."""
-        wanted = labels.items()
-        return sum(
-            value
-            for (sample, found), value in (self.samples or {}).items()
-            if sample == name and wanted <= found
-        )
+        """Return the total of a name over the samples that have these labels; 0 without any.
+
+        Samples that differ only in the rank count once, with the largest value.
+        """
+        return sum(self._split(name, "", labels).values())
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """Return the totals of a name, counted like `value`, for each value of a label."""
+        return self._split(name, label, {})
+
+    def _split(self, name: str, label: str, wanted: Mapping[str, str]) -> dict[str, float]:
+        largest: dict[frozenset[tuple[str, str]], float] = {}
+        for (sample, pairs), value in (self.samples or {}).items():
+            if sample == name and wanted.items() <= pairs:
+                apart = frozenset(pair for pair in pairs if pair[0] not in _RANKS)
+                largest[apart] = max(value, largest.get(apart, 0.0))
+        totals: dict[str, float] = {}
+        for pairs, value in largest.items():
+            text = dict(pairs).get(label, "")
+            totals[text] = totals.get(text, 0.0) + value
+        return totals
 
 
 def look_at(service: HttpService, base: str) -> Look:
@@ -42,7 +102,43 @@ def look_at(service: HttpService, base: str) -> Look:
     service, base: the client and path of `profiles.server.server_service`. Metrics that are off, or
     cannot be read, are a look with a `problem`. Raises nothing.
     """
-    raise NotImplementedError
+    path = f"{base}/metrics"
+    _log.debug("GET %s", path)
+    try:
+        reply = service.get(path)
+        if reply.status == http.client.NOT_FOUND:
+            return Look(time.monotonic(), None, f"The server has no /metrics; {ENABLE_METRICS}")
+        if reply.status != http.client.OK:
+            raise service.refused(path, reply)
+    except StoreUnavailable as error:
+        return Look(time.monotonic(), None, str(error))
+    return read_look(reply.body, time.monotonic())
+
+
+def read_look(text: bytes, at: float) -> Look:
+    """Return the counters of a metrics page in Prometheus' text format.
+
+    A page without metrics of SGLang, or with a line that is not valid, is a look with a `problem`.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    lines = text.split(b"\n")
+    if not any(line.startswith(_SGLANG) for line in lines):
+        return Look(at, None, f"/metrics has no metrics of SGLang; {ENABLE_METRICS}")
+    kept = [line for line in lines if line.startswith(_KEPT)]
+    if sum(map(len, kept)) > _MAX_KEPT_BYTES or max(map(len, kept), default=0) > _MAX_LINE_BYTES:
+        return Look(at, None, f"/metrics is larger than that of any server; {CHECK_URL}")
+    samples = {}
+    try:
+        for family in text_string_to_metric_families(b"\n".join(kept).decode()):
+            for name, labels, value, *_ in family.samples:
+                if not 0 <= value <= _MOST:  # also NaN
+                    raise ValueError(f"{name} is {shown(value)}, which is no count")
+                samples[name, frozenset(labels.items())] = float(value)
+    except (ValueError, IndexError, KeyError) as error:
+        said = shown(str(error))
+        return Look(at, None, f"/metrics is not valid Prometheus text: {said}; {CHECK_URL}")
+    return Look(at, samples)
 
 
 def growth(first: Look, second: Look) -> Look | None:
@@ -50,4 +146,42 @@ def growth(first: Look, second: Look) -> Look | None:
 
     A counter that falls or vanishes tells a restart. A look without metrics has no growth.
     """
-    raise NotImplementedError
+    if first.samples is None or second.samples is None:
+        return Look(second.at, None, second.problem or first.problem)
+    if not first.samples.keys() <= second.samples.keys():
+        return None
+    grown = {
+        sample: value - first.samples.get(sample, 0.0) for sample, value in second.samples.items()
+    }
+    return None if min(grown.values(), default=0.0) < 0 else Look(second.at, grown)
+
+
+def at_least(look: Look, tokens: int) -> tuple[int, int]:
+    """Return how many requests computed so many prompt tokens or more: the fewest, and the most.
+
+    Source: the histogram of uncached prompt tokens. Its buckets are wide, so that the sum over all
+    requests narrows the bounds.
+    """
+    bounds = look.by_label(f"{UNCACHED}_bucket", "le").items()
+    buckets = sorted((_bound(text), up_to) for text, up_to in bounds)
+    lower, before, fewest, undecided = 0.0, 0.0, 0.0, (0.0, 0.0)
+    spare = look.value(f"{UNCACHED}_sum")  # tokens beyond the least that the buckets allow
+    for upper, up_to in buckets:
+        count = max(up_to - before, 0.0)
+        spare -= lower * count
+        if lower >= tokens:
+            fewest += count
+        elif upper >= tokens:
+            undecided = (count, tokens - lower)
+        lower, before = upper, up_to
+    count, missing = undecided
+    return int(fewest), int(fewest + min(count, max(spare, 0.0) // missing if missing else 0.0))
+
+
+def _bound(text: str) -> float:
+    """Return the upper bound of a bucket; infinity if it is not a number."""
+    try:
+        bound = float(text)
+    except ValueError:
+        return math.inf
+    return math.inf if math.isnan(bound) else bound
