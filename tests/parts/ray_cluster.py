@@ -126,10 +126,6 @@ class RayCluster(Closing):
         """A node that is not the head."""
         return self._others[0]
 
-    def remove_any(self) -> None:
-        """Kill the processes of a node that is not the head."""
-        self.remove(self.removable)
-
     def close(self) -> None:
         """End every process of the cluster."""
         self._cluster.shutdown()

@@ -93,11 +93,14 @@ class Driven:
         _, self.remarks = self._process.communicate(timeout=120)
         return self._process.returncode
 
-    def children(self) -> list[list[int]]:
-        """Wait until each node works; return the pids of each child and of its parent."""
+    def children(self, begun: int = NODES) -> list[list[int]]:
+        """Wait for children; return the pids of each and of its parent, the earliest first.
+
+        begun: number of children since the file of their pids was removed.
+        """
         file = self._run.folder / "processes"
         wait_until(
-            lambda: file.exists() and len(file.read_text().splitlines()) >= NODES, "no part works"
+            lambda: file.exists() and len(file.read_text().splitlines()) >= begun, "no part works"
         )
         wait_until(lambda: len(names_in(self._run.destination)) >= NODES, "nothing is copied")
         return [[int(pid) for pid in line.split()] for line in file.read_text().splitlines()]
@@ -148,23 +151,29 @@ class TestOnCluster:
     ) -> None:
         """The children of a killed driver end soon, and another driver continues the run.
 
-        It loses a child, the process of the other task, and last all processes of a node.
+        It loses a child and the process of the other task. When both parts are begun again, it
+        loses all processes of a node. Parts copy one number and wait until all that is over, so
+        that each loss is in the middle of a part.
         """
-        first = Driven(ray_cluster, toy_run, seconds=0.7, kept=1)
+        first = Driven(ray_cluster, toy_run, held=1, kept=1)
         children = first.children()
         assert first.end(signal.SIGKILL)
         wait_for_end([child for child, _ in children])
-        assert len(names_in(toy_run.destination)) < NUMBERS
+        assert len(names_in(toy_run.destination)) == NODES
         (toy_run.folder / "processes").unlink()
-        driver = Driven(ray_cluster, toy_run, seconds=0.7, kept=1)
-        (child, _), (other_child, other_worker) = driver.children()
+        driver = Driven(ray_cluster, toy_run, held=1, kept=1)
+        (child, _), (_, other_worker) = driver.children()
         os.kill(child, signal.SIGKILL)
         os.kill(other_worker, signal.SIGKILL)
-        wait_for_end([other_child])
-        ray_cluster.remove_any()
+        begun_again = driver.children(begun=2 * NODES)[NODES:]
+        removed = ray_cluster.removable
+        (of_removed,) = [pid for pid, _ in begun_again if is_below(pid, removed)]
+        ray_cluster.remove(removed)
+        wait_for_end([of_removed])
+        (toy_run.folder / "released").touch()
         assert driver.document() == UNDISTURBED
-        assert "was killed by signal 9 (Killed)" in driver.remarks
-        assert driver.remarks.count("is done again: ") >= 2
+        assert driver.remarks.count("was killed by signal 9 (Killed)") == 1
+        assert driver.remarks.count("is done again: ") == NODES + 1
         assert toy_run.listings == 1
 
     @pytest.mark.parametrize(("command", "hidden", "ending"), some(COMMANDS, *COMMANDS[:1]))

@@ -23,6 +23,7 @@ from hicachectl.parts.job import Kind, PartInput, Record, RecordForm, StageResul
 from hicachectl.parts.manifest import Manifest, Published
 from hicachectl.results import Result
 from tests.parts.disturbed import settle
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -67,6 +68,7 @@ class ToyJob:
     seconds: duration of the work for each number.
     full: the number from which the destination seems full.
     aborts: the part whose process ends like a crash.
+    held: if true, parts copy a second number when the file `released` exists beside the store.
     meanwhile: is called before the end of each listing and of each part, with its name.
     Each process notes its id and its parent's.
     """
@@ -82,6 +84,7 @@ class ToyJob:
         listing_seconds: float = 0.0,
         full: int | None = None,
         aborts: int | None = None,
+        held: float = 0,
         factor: int = 1,
         meanwhile: Callable[[str], object] = lambda name: None,
         permissions: Permissions | None = None,
@@ -92,6 +95,7 @@ class ToyJob:
         self._listing_seconds = listing_seconds
         self._full = full
         self._aborts = aborts
+        self._held = held
         self._meanwhile = meanwhile
         self.identity: dict[str, Any] = {
             "store": str(store),
@@ -137,6 +141,8 @@ class ToyJob:
             if self._full is not None and number >= self._full:
                 continue
             (self._destination / str(number)).write_text(given.owner)
+            if self._held:
+                wait_until((self._store.parent / "released").exists, "no part is released")
             time.sleep(self._seconds)
             on_progress(1, len(numbers))
             done.append(number)
