@@ -2,14 +2,429 @@
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
+from hicachectl.doctor.checks import FAIL, OK, SERVER, UNKNOWN, WARN, Check
+from hicachectl.formats.errors import HicacheError, ProfileError
+from hicachectl.formats.layouts import DTYPE_BYTES
+from hicachectl.formats.models.flags import attention_tp, normalised_layout
+from hicachectl.formats.objects import NAME_COLUMNS, Names
+from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.pages.census import SEVERAL, Census
+from hicachectl.pages.naming import deployment_document, deployment_text, place_text
+from hicachectl.profiles.identities import markers_of
+from hicachectl.profiles.stamps import read_stamp
+from hicachectl.text.units import counted, human_size
+
 if TYPE_CHECKING:
-    from hicachectl.doctor.checks import Check
+    from collections.abc import Iterable, Iterator, Mapping
+
     from hicachectl.doctor.live_server import LiveServer
     from hicachectl.doctor.stores import StoreSeen
+    from hicachectl.pages.deployments import AffixTable, Deployment
+    from hicachectl.pages.inventory import Inventory
+
+# What keys may state, from the most to the least likely to be a mistake; and the options of migrate
+# and of a profile that name it.
+_FLAGS = {
+    "model": "--served-model-name",
+    "tag": "--tag",
+    "tp": "--tp",
+    "pp": "--pp",
+    "cp": "--cp",
+    "dcp": "--dcp",
+}
+_CONVERTED = ("model", "tag", "tp", "pp")  # migrate has --to-model and so on
+_SHARE = 10  # one of so many objects is no exception
 
 
-def deployment_checks(server: LiveServer, seen: StoreSeen) -> list[Check]:
-    """Return how a server's deployment differs from those that the store has pages of."""
-    return []
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Names and sizes under which a server looks for pages.
+
+    sizes: ranks along each axis.
+    """
+
+    names: Names
+    sizes: Mapping[str, int]
+
+    def differences(self, other: Deployment) -> dict[str, tuple[str, str]]:
+        """Return what the keys of a deployment state otherwise: theirs and ours, by name."""
+        found: dict[str, tuple[str, str]] = {}
+        if other.names.columns["model"] is not None and other.names.text != self.names.text:
+            pairs = zip(NAME_COLUMNS, other.names, self.names, strict=True)
+            found |= {name: (theirs, ours) for name, theirs, ours in pairs if theirs != ours}
+        for axis, rank, size in other.shard.axes:
+            stated = size
+            if size is None and rank is None and axis != "tp":
+                stated = 1  # keys state an axis if it has several ranks
+            if stated is not None and stated != self.sizes[axis]:
+                found[axis] = str(stated), str(self.sizes[axis])
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A deployment of the store with its pages.
+
+    pages: number of objects of the anchor that has most.
+    sizes: sizes of its anchors in bytes.
+    oldest_ns: first write of its anchors, Unix ns; None if unknown.
+    newest_ns: last write of its anchors, Unix ns; None if unknown.
+    differences: result of `_Asked.differences`; empty for the server's deployment.
+    """
+
+    number: int
+    deployment: Deployment
+    pages: int
+    sizes: frozenset[int]
+    oldest_ns: int | None
+    newest_ns: int | None
+    differences: Mapping[str, tuple[str, str]]
+
+    @property
+    def text(self) -> str:
+        return deployment_text(deployment_document(self.deployment))
+
+
+def own_anchors(server: LiveServer, seen: StoreSeen, table: AffixTable) -> set[int]:
+    """Return the affix ids of the anchors that a server looks for.
+
+    table: affixes of the store of `seen`, read with its profile.
+    """
+    try:
+        asked = _asked(server)
+    except ProfileError:
+        return set()
+    profiled = _is_profile_of(server, seen)
+    own = {
+        number
+        for number in range(len(table.deployments))
+        if not _differences(table, number, asked, profiled=profiled)
+    }
+    return {
+        affix
+        for affix, (number, spec) in enumerate(zip(table.deployment_ids, table.specs, strict=True))
+        if number in own and spec is not None and spec.anchor
+    }
+
+
+def deployment_checks(server: LiveServer, seen: StoreSeen, store: str = "") -> list[Check]:
+    """Return how a server's deployment differs from those that the store has pages of.
+
+    store: the store in suggested commands; default: its URL.
+    Without any page, or if the server does not tell its deployment, there is nothing to compare.
+    """
+    if seen.inventory is None or server.deployment is None:
+        return []
+    try:
+        asked = _asked(server)
+    except ProfileError as error:
+        what, _, remedy = str(error).partition("; ")
+        return [_check(server, "deployment", UNKNOWN, f"Not compared: {what}", remedy=remedy)]
+    census = Census.of(seen.inventory.objects, seen.inventory.affix_ids)
+    profiled = _is_profile_of(server, seen)
+    stored = list(_stored(seen.inventory, census, asked, profiled=profiled))
+    if not stored:
+        return []
+    words = store or seen.url
+    own = [one for one in stored if not one.differences]
+    others = [one for one in stored if one.differences]
+    if not own:
+        return [_missing(server, others, words)]
+    return [
+        *_present(server, own, others, words),
+        *_sizes(server, seen, census, own),
+        *_layout(server, seen),
+    ]
+
+
+def _asked(server: LiveServer) -> _Asked:
+    """Return what a server looks for. Raises ProfileError for flags that contradict each other."""
+    if (profile := server.profile) is not None:
+        sizes = {axis: getattr(profile, axis) for axis in ("tp", "pp", "cp", "dcp")}
+        return _Asked(profile.names, sizes)
+    if server.deployment is None:
+        raise ProfileError(server.why_no_profile)
+    flags = server.deployment.flags
+    name = (flags.model or server.deployment.model_path).replace("/", "-")
+    sizes = {"tp": attention_tp(flags), "pp": flags.pp, "cp": flags.cp, "dcp": flags.dcp}
+    return _Asked(Names(name, flags.tag), sizes)
+
+
+def _is_profile_of(server: LiveServer, seen: StoreSeen) -> bool:
+    """Return whether the store was listed with this server's profile, whatever its weights."""
+    if server.profile is None or seen.profile is None:
+        return False
+    listed = replace(
+        seen.profile,
+        weights=server.profile.weights,
+        draft_weights=server.profile.draft_weights,
+    )
+    return listed == server.profile
+
+
+def _differences(
+    table: AffixTable, number: int, asked: _Asked, *, profiled: bool
+) -> Mapping[str, tuple[str, str]]:
+    """Return `_Asked.differences` of a deployment of a table; none for the server's own.
+
+    profiled: the first deployment is the server's, and no other.
+    """
+    deployment = table.deployments[number]
+    if not profiled:
+        return asked.differences(deployment)
+    if not number:
+        return {}
+    place = place_text(deployment, table.deployments[0])
+    return asked.differences(deployment) or {"keys": (place, "")}
+
+
+def _stored(
+    inventory: Inventory, census: Census, asked: _Asked, *, profiled: bool
+) -> Iterator[_Stored]:
+    """Yield the deployments of a store that have an anchor. profiled: see `_differences`."""
+    table = inventory.table
+    rows = list(zip(*census.counts.to_pydict().values(), strict=True))
+    for number, deployment in enumerate(table.deployments):
+        anchors = {
+            affix
+            for affix, spec in enumerate(table.specs)
+            if table.deployment_ids[affix] == number and spec is not None and spec.anchor
+        }
+        counted_rows = [row for row in rows if row[0] in anchors]
+        if not counted_rows:
+            continue
+        objects: dict[int, int] = {}
+        for affix, _, count, _, _ in counted_rows:
+            objects[affix] = objects.get(affix, 0) + count
+        differences = _differences(table, number, asked, profiled=profiled)
+        yield _Stored(
+            number,
+            deployment,
+            max(objects.values()),
+            frozenset(row[1] for row in counted_rows),
+            min((row[3] for row in counted_rows if row[3] is not None), default=None),
+            max((row[4] for row in counted_rows if row[4] is not None), default=None),
+            differences,
+        )
+
+
+def _missing(server: LiveServer, others: list[_Stored], store: str) -> Check:
+    """Return the check of a store that has only pages of other deployments."""
+    nearest = min(others, key=lambda one: (len(one.differences), -one.pages))
+    return _check(
+        server,
+        next(iter(nearest.differences)),
+        FAIL,
+        f"The store has {_theirs(nearest)}, this server asks for {_ours(nearest)}",
+        evidence=f"{counted(nearest.pages, 'page')} of {nearest.text}, none of the server's"
+        + _more(others, nearest),
+        remedy=_conversion(server, nearest, store),
+    )
+
+
+def _present(
+    server: LiveServer, own: list[_Stored], others: list[_Stored], store: str
+) -> Iterator[Check]:
+    """Yield the checks of a store that has pages of the server's deployment, too."""
+    pages = sum(one.pages for one in own)
+    yield _check(
+        server,
+        "deployment",
+        OK,
+        f"The store has {counted(pages, 'page')} of {own[0].text}",
+        evidence=_more(others, None),
+    )
+    for one in others:
+        if _is_forsaken(one, own):
+            yield _check(
+                server,
+                next(iter(one.differences)),
+                WARN,
+                f"The store also has {_theirs(one)}, which this server does not find: it asks for "
+                f"{_ours(one)}",
+                evidence=f"{counted(one.pages, 'page')} of {one.text}, "
+                f"{counted(pages, 'page')} of the server's",
+                remedy=_conversion(server, one, store),
+            )
+
+
+def _is_forsaken(one: _Stored, own: list[_Stored]) -> bool:
+    """Return whether another deployment seems to be the server's own of an earlier time.
+
+    Nothing was written to it since the server's first page. Without times: it has one difference,
+    not in the model, and more pages. Another model has objects of other sizes.
+    """
+    if "model" in one.differences and not any(one.sizes & each.sizes for each in own):
+        return False
+    began = [each.oldest_ns for each in own if each.oldest_ns is not None]
+    if one.newest_ns is not None and began:
+        return one.newest_ns <= min(began)
+    pages = sum(each.pages for each in own)
+    return len(one.differences) == 1 and "model" not in one.differences and one.pages > pages
+
+
+def _theirs(one: _Stored) -> str:
+    return ", ".join(_named(name, theirs) for name, (theirs, _) in one.differences.items())
+
+
+def _ours(one: _Stored) -> str:
+    return ", ".join(_named(name, ours) for name, (_, ours) in one.differences.items())
+
+
+def _named(name: str, value: str) -> str:
+    if name == "keys":
+        return f"keys with {value}" if value else "other keys"
+    return f"{name} {value}" if value else f"no {name}"
+
+
+def _more(others: Iterable[_Stored], besides: _Stored | None) -> str:
+    """Return the other deployments of a store, most pages first."""
+    rest = sorted((one for one in others if one is not besides), key=lambda one: -one.pages)
+    if not rest:
+        return ""
+    named = [f"{counted(one.pages, 'page')} of {one.text}" for one in rest[:2]]
+    if len(rest) > 2:
+        named.append(f"{len(rest) - 2} more deployments")
+    return ("; also " if besides is not None else "also ") + ", ".join(named)
+
+
+def _conversion(server: LiveServer, one: _Stored, store: str) -> str:
+    """Return the command that makes pages of another deployment usable, if there is one."""
+    names = list(one.differences)
+    if not set(names) <= set(_CONVERTED):
+        return (
+            "start the server with the sizes of the store, or let it write its own pages: migrate "
+            "does not change cp and dcp"
+        )
+    words = ["hicachectl", "migrate", store, store, "--server", server.url]
+    for name in names:
+        theirs, ours = one.differences[name]
+        if theirs:
+            words += [_FLAGS[name], theirs]
+        if ours:
+            words += [f"--to-{name}", ours]
+        else:
+            words.append("--to-no-tag")
+    command = shlex.join(words)
+    if names == ["model"]:
+        return f"{command}; or start the server with --served-model-name"
+    return command
+
+
+def _sizes(
+    server: LiveServer, seen: StoreSeen, census: Census, own: list[_Stored]
+) -> Iterator[Check]:
+    """Compare the objects' sizes with those of the server: keys show neither page nor dtype."""
+    assert seen.inventory is not None
+    profile, table = server.profile, seen.inventory.table
+    if profile is None or not _is_profile_of(server, seen):
+        return
+    numbers = {one.number for one in own}
+    fitting, unfit = 0, dict[tuple[int, int], int]()
+    rows = census.counts.select(["affix", "size", "objects"]).to_pydict()
+    for affix, size, objects in zip(*rows.values(), strict=True):
+        spec = table.specs[affix] if affix >= 0 else None
+        if spec is None or not spec.anchor or table.deployment_ids[affix] not in numbers:
+            continue
+        if spec.nbytes <= 0 or size == UNKNOWN_SIZE:
+            continue
+        if size == spec.nbytes:
+            fitting += objects
+        else:
+            unfit[size, spec.nbytes] = unfit.get((size, spec.nbytes), 0) + objects
+    told = f"page size {profile.page_size} and {profile.pools[0].dtype}"
+    (size, wanted), objects = max(unfit.items(), key=lambda one: one[1], default=((0, 0), 0))
+    if objects < SEVERAL or objects * _SHARE < fitting + objects:
+        if fitting:
+            text = f"The sizes of {counted(fitting, 'object')} fit {told}"
+            yield _check(server, "page-size", OK, text)
+        return
+    readings = _readings(server, seen, size, wanted)
+    what = " or ".join(readings) or "another model or topology"
+    yield _check(
+        server,
+        "dtype" if readings and readings[0].startswith("dtype") else "page-size",
+        WARN if fitting else FAIL,
+        f"{counted(objects, 'object')} of the store have the size of {what}, this server asks for "
+        f"{told}",
+        evidence=f"kv objects of {human_size(size)}, expected {human_size(wanted)}"
+        + (f", which {counted(fitting, 'object')} have" if fitting else ""),
+        remedy="start the server with the page size and dtype of the store, or remove the old "
+        "pages with hicachectl rm; migrate does not convert them",
+    )
+
+
+def _readings(server: LiveServer, seen: StoreSeen, size: int, wanted: int) -> list[str]:
+    """Return which settings give objects of a size: the recorded page size, else all that fit."""
+    profile = server.profile
+    assert profile is not None
+    tokens, rest = divmod(profile.page_size * size, wanted)
+    fits = [f"page size {tokens}"] if tokens and not rest else []
+    recorded = _recorded(seen, profile.key_model)
+    if set(fits) & recorded:
+        return fits
+    if recorded:
+        fits = []
+    width = DTYPE_BYTES.get(profile.pools[0].dtype, 0) * size / wanted
+    dtypes = sorted(name for name, nbytes in DTYPE_BYTES.items() if nbytes == width)
+    return [*fits, *([f"dtype {dtypes[0]}"] if dtypes else [])]
+
+
+def _recorded(seen: StoreSeen, key_model: str) -> set[str]:
+    """Return the page sizes that the stamp and the markers of a model state."""
+    assert seen.store is not None
+    try:
+        markers, stamp = markers_of(seen.store), read_stamp(seen.store, key_model)
+    except HicacheError:
+        return set()  # store_checks tell it
+    sizes = {one.identity.page_size for one in markers if one.identity.model == key_model}
+    if stamp is not None:
+        sizes.add(stamp.profile.page_size)
+    return {f"page size {size}" for size in sizes}
+
+
+def _layout(server: LiveServer, seen: StoreSeen) -> Iterator[Check]:
+    """Compare the layout with the recorded one: neither keys nor sizes show it."""
+    assert seen.store is not None
+    assert server.deployment is not None
+    profile = server.profile
+    try:
+        layout = profile.layout if profile else normalised_layout(server.deployment.flags)
+        key_model = profile.key_model if profile else _asked(server).names.model
+        stamp = read_stamp(seen.store, key_model)
+    except HicacheError:
+        return  # store_checks tell it
+    if stamp is None or not layout:
+        return
+    if stamp.profile.layout == layout:
+        yield _check(server, "layout", OK, f"The layout is that of the stamp: {layout}")
+        return
+    yield _check(
+        server,
+        "layout",
+        FAIL,
+        f"The stamp of the store has layout {stamp.profile.layout}, this server uses {layout}: it "
+        "would read permuted values",
+        remedy=f"hicachectl migrate SRC DST --to-layout {layout}, or start the server with "
+        f"--hicache-mem-layout {stamp.profile.layout}",
+    )
+
+
+def _check(
+    server: LiveServer, name: str, status: str, detail: str, *, evidence: str = "", remedy: str = ""
+) -> Check:
+    return Check(
+        name=name,
+        group=SERVER,
+        status=status,
+        detail=detail,
+        evidence=evidence,
+        next=remedy,
+        server=server.url,
+    )

@@ -1,25 +1,354 @@
-"""Checks of `doctor` about a server's settings, by its own replies."""
+"""Checks of `doctor` about a server's settings, by its own replies.
+
+Sources: SGLang srt/managers/scheduler_components/internal_state.py (what each data-parallel rank
+tells), srt/mem_cache/unified_cache/storage_attachment.py (what attaching changes),
+srt/mem_cache/pool_host/base.py :: HostKVCache (the host pool beside the device pool).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from hicachectl.doctor.checks import FAIL, OK, SERVER, Check
+from hicachectl.doctor.checks import FAIL, OK, SERVER, UNKNOWN, WARN, Check
+from hicachectl.formats.documents import shown
+from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.releases import NEWEST_SGLANG, unknown_release
+from hicachectl.text.units import counted, human_size
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from hicachectl.doctor.live_server import LiveServer
+
+_BACKEND = "hicache_storage_backend"
+_EXTRA = "hicache_storage_backend_extra_config"
+# Settings that attaching changes, or that decide about keys and bytes; none of them is a secret.
+_COMPARED = (
+    _BACKEND, "hicache_write_policy", "hicache_storage_prefetch_policy", "page_size",
+    "kv_cache_dtype", "hicache_mem_layout", "served_model_name", "model_path", "weight_version",
+)  # fmt: skip
+_ATTACH = (
+    "attach it: PUT {url}/hicache/storage-backend with the admin key, or start the server with "
+    "--hicache-storage-backend"
+)
 
 
 def setting_checks(server: LiveServer) -> list[Check]:
-    """Return what a server's settings say, in the order of causes."""
-    if server.problem:
-        what, _, remedy = server.problem.partition("; ")
-        return [_check(server, "reachable", FAIL, what, next=remedy)]
-    return [_check(server, "reachable", OK, "The server answers")]
+    """Return what a server's settings say, in the order of causes.
+
+    A setting that only matters with an attached store has no check without one.
+    """
+    judged: list[Callable[[LiveServer], Iterable[Check]]] = [_reachable]
+    if not server.problem:
+        judged.append(_hicache)
+        if server.settings.get("enable_hierarchical_cache") is not False:
+            judged.append(_attached)
+            if _backends(server) != {None}:
+                judged += [_agreement, _write_policy, _prefetch_policy, _threshold, _host_pool]
+        judged += [_weights, _release, _described]
+    return [check for judge in judged for check in judge(server)]
+
+
+def _reachable(server: LiveServer) -> Iterable[Check]:
+    if not server.problem:
+        yield _check(server, "reachable", OK, "The server answers")
+        return
+    what, _, remedy = server.problem.partition("; ")
+    yield _check(server, "reachable", FAIL, what, remedy=remedy)
+
+
+def _hicache(server: LiveServer) -> Iterable[Check]:
+    enabled = server.settings.get("enable_hierarchical_cache")
+    if enabled is True:
+        yield _check(server, "hicache", OK, "HiCache is on")
+        return
+    if enabled is None:
+        yield _check(
+            server,
+            "hicache",
+            UNKNOWN,
+            "The server does not say whether HiCache is on: its reply lacks "
+            "enable_hierarchical_cache",
+            remedy="check the server's command line for --enable-hierarchical-cache",
+        )
+        return
+    remedy = "start the server with --enable-hierarchical-cache"
+    if server.settings.get("disable_radix_cache") is True:
+        remedy += " and without --disable-radix-cache"
+    yield _check(
+        server,
+        "hicache",
+        FAIL,
+        "HiCache is off, so the server neither reads nor writes a store",
+        evidence=_evidence(server, "enable_hierarchical_cache", "disable_radix_cache"),
+        remedy=remedy,
+    )
+
+
+def _backends(server: LiveServer) -> set[Any]:
+    """Return the storage backend of each rank; None for a rank without one."""
+    states = server.states or (server.settings,)
+    return {state.get(_BACKEND, server.settings.get(_BACKEND)) or None for state in states}
+
+
+def _attached(server: LiveServer) -> Iterable[Check]:
+    backends = _backends(server)
+    remedy = _ATTACH.format(url=server.url)
+    evidence = _evidence(server, _BACKEND)
+    if backends == {None}:
+        detail = "No storage backend is attached, so the server neither reads nor writes a store"
+        if server.info.get(_BACKEND):
+            detail += "; the one that it started with was detached"
+        yield _check(server, "attached", FAIL, detail, evidence=evidence, remedy=remedy)
+    elif None in backends:
+        lacking = sum(not state.get(_BACKEND) for state in server.states)
+        yield _check(
+            server,
+            "attached",
+            FAIL,
+            f"{lacking} of {len(server.states)} data-parallel ranks have no storage backend",
+            evidence=evidence,
+            remedy=remedy,
+        )
+    else:
+        named = " and ".join(sorted(shown(backend) for backend in backends))
+        yield _check(
+            server, "attached", OK, f"A storage backend is attached: {named}", evidence=evidence
+        )
+
+
+def _agreement(server: LiveServer) -> Iterable[Check]:
+    """Compare the data-parallel ranks; one alone agrees with itself."""
+    if len(server.states) < 2:
+        return
+    differing = [
+        name
+        for name in (*_COMPARED, _EXTRA)
+        if len({repr(state.get(name)) for state in server.states}) > 1
+    ]
+    if not differing:
+        yield _check(
+            server, "ranks", OK, f"{len(server.states)} data-parallel ranks have equal settings"
+        )
+        return
+    yield _check(
+        server,
+        "ranks",
+        WARN,
+        f"The data-parallel ranks differ in {', '.join(differing)}",
+        evidence="; ".join(
+            f"{name}: {_values(server.states, name)}" for name in differing if name != _EXTRA
+        ),
+        remedy=f"DELETE {server.url}/hicache/storage-backend, then PUT it again for all ranks",
+    )
+
+
+def _write_policy(server: LiveServer) -> Iterable[Check]:
+    policy = server.settings.get("hicache_write_policy")
+    told = {
+        "write_through": (OK, "Pages are written after their first use", ""),
+        "write_through_selective": (
+            WARN,
+            "The write policy is write_through_selective: a page is written at its second use, so "
+            "prompts that occur twice get no hit",
+            "start or attach with --hicache-write-policy write_through",
+        ),
+        "write_back": (
+            WARN,
+            "The write policy is write_back: a page is written when host memory runs out, so a "
+            "restart, or another server, finds only evicted pages",
+            "start or attach with --hicache-write-policy write_through",
+        ),
+    }
+    unknown = (UNKNOWN, "The server does not tell a write policy that is known", "")
+    status, detail, remedy = told.get(policy, unknown) if isinstance(policy, str) else unknown
+    yield _check(
+        server,
+        "write-policy",
+        status,
+        detail,
+        evidence=_evidence(server, "hicache_write_policy"),
+        remedy=remedy,
+    )
+
+
+def _prefetch_policy(server: LiveServer) -> Iterable[Check]:
+    policy = server.settings.get("hicache_storage_prefetch_policy")
+    told = {
+        "wait_complete": (OK, "Requests wait until their pages are read", ""),
+        "timeout": (OK, "Requests wait for their pages, but not longer than the timeout", ""),
+        "best_effort": (
+            WARN,
+            "The prefetch policy is best_effort: a request that is scheduled at once computes what "
+            "is not read yet",
+            "start or attach with --hicache-storage-prefetch-policy timeout",
+        ),
+    }
+    unknown = (UNKNOWN, "The server does not tell a prefetch policy that is known", "")
+    status, detail, remedy = told.get(policy, unknown) if isinstance(policy, str) else unknown
+    yield _check(
+        server,
+        "prefetch-policy",
+        status,
+        detail,
+        evidence=_evidence(server, "hicache_storage_prefetch_policy"),
+        remedy=remedy,
+    )
+
+
+def _threshold(server: LiveServer) -> Iterable[Check]:
+    """Tell the prefetch threshold, which SGLang raises to the page size."""
+    stated = server.settings.get(_EXTRA)
+    if isinstance(stated, str) and stated.startswith("@"):
+        yield _check(
+            server,
+            "threshold",
+            UNKNOWN,
+            "The prefetch threshold is unknown: the server reads the options of its store from a "
+            "file",
+            remedy="look for prefetch_threshold in that file, and give --prefetch-threshold",
+        )
+    elif server.deployment is not None:
+        flags = server.deployment.flags
+        least = max(flags.prefetch_threshold, (flags.page_size or 1) * flags.dcp)
+        yield _check(
+            server,
+            "threshold",
+            OK,
+            f"Fewer than {least} tokens of a request are never asked of the store",
+            evidence=f"prefetch_threshold {flags.prefetch_threshold}, "
+            f"page_size {flags.page_size or 1}",
+        )
+
+
+def _host_pool(server: LiveServer) -> Iterable[Check]:
+    """Compare the host pool with the device pool, as SGLang does when it allocates it."""
+    settings = server.settings
+    size, ratio = _number(settings.get("hicache_size")), _number(settings.get("hicache_ratio"))
+    usage = settings.get("memory_usage")
+    device = _number(usage.get("kvcache")) if isinstance(usage, Mapping) else None
+    small, evidence = None, ""
+    if size and device:
+        on_device = int(device * (1 << 30))
+        small = size * 1e9 < on_device
+        evidence = f"hicache_size {size:g} GB a rank, device pool {human_size(on_device)} a rank"
+    elif not size and ratio and settings.get("hicache_host_memory_fraction") is None:
+        small, evidence = ratio <= 1, f"hicache_ratio {ratio:g}"
+    if small:
+        yield _check(
+            server,
+            "host-pool",
+            WARN,
+            "The host pool is no larger than the device pool: pages from the store soon lack room",
+            evidence=evidence,
+            remedy="start the server with a larger --hicache-ratio or --hicache-size",
+        )
+    elif small is not None:
+        yield _check(
+            server,
+            "host-pool",
+            OK,
+            "The host pool is larger than the device pool",
+            evidence=evidence,
+        )
+
+
+def _weights(server: LiveServer) -> Iterable[Check]:
+    """Notice an update of the weights since the start, by what the ranks tell."""
+    updated = [
+        name
+        for name in ("model_path", "weight_version")
+        if {shown(server.info.get(name)), *(shown(state.get(name)) for state in server.states)}
+        - {shown(None), shown(server.info.get(name))}
+    ]
+    version = server.settings.get("weight_version")
+    if updated:
+        yield _check(
+            server,
+            "weights",
+            WARN,
+            "The weights were updated since the start, and pages of the old weights have the same "
+            "keys",
+            evidence="; ".join(
+                f"{name}: {shown(server.info.get(name))} at the start, now "
+                f"{_values(server.states, name)}"
+                for name in updated
+            ),
+            remedy="remove the old pages with hicachectl rm, or use hicachectl's storage backend, "
+            "which tells weights apart (hicachectl-plugin(7))",
+        )
+    elif isinstance(version, str):
+        yield _check(
+            server,
+            "weights",
+            OK,
+            "No update of the weights since the start is known",
+            evidence=f"weight_version {shown(version)}",
+        )
+
+
+def _release(server: LiveServer) -> Iterable[Check]:
+    version = server.info.get("version")
+    try:
+        told = unknown_release(version) if isinstance(version, str) else "version: missing"
+    except ProfileError as error:
+        told = str(error)
+    if told is None:
+        yield _check(server, "release", OK, f"SGLang {version} is known")
+    else:
+        yield _check(
+            server,
+            "release",
+            UNKNOWN,
+            f"The server's release is not known: {told}",
+            remedy=f"compare its keys and settings with those of {NEWEST_SGLANG}",
+        )
+
+
+def _described(server: LiveServer) -> Iterable[Check]:
+    if server.why_no_profile:
+        what, _, remedy = server.why_no_profile.partition("; ")
+        yield _check(
+            server,
+            "profile",
+            UNKNOWN,
+            f"Sizes and values are not judged: {what}",
+            remedy=remedy or "give --model-config or --profile",
+        )
+
+
+def _number(value: object) -> float | None:
+    """Return a positive number of a reply; None for anything else."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e15:
+        return float(value)
+    return None
+
+
+def _values(states: Iterable[Mapping[str, Any]], name: str) -> str:
+    """Return the values of a setting with their number of ranks."""
+    counts: dict[str, int] = {}
+    for state in states:
+        value = shown(state.get(name))
+        counts[value] = counts.get(value, 0) + 1
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{value} ({counted(number, 'rank')})" for value, number in counts.items())
+
+
+def _evidence(server: LiveServer, *names: str) -> str:
+    """Return settings and where they stand: those of the ranks are live."""
+    found = []
+    for name in names:
+        if any(name in state for state in server.states):
+            found.append(f"{name} {_values(server.states, name)} in internal_states")
+        elif name in server.info:
+            found.append(f"{name} {shown(server.info[name])} in server_info")
+    return ", ".join(found)
 
 
 def _check(
-    server: LiveServer, name: str, status: str, detail: str, *, evidence: str = "", next: str = ""
+    server: LiveServer, name: str, status: str, detail: str, *, evidence: str = "", remedy: str = ""
 ) -> Check:
     return Check(
         name=name,
@@ -27,6 +356,6 @@ def _check(
         status=status,
         detail=detail,
         evidence=evidence,
-        next=next,
+        next=remedy,
         server=server.url,
     )
