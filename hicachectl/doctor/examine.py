@@ -14,6 +14,7 @@ from hicachectl.doctor.live_server import Given, LiveServer, ask_server
 from hicachectl.doctor.settings import setting_checks
 from hicachectl.doctor.stores import SAMPLE_PAGES, StoreSeen, see_store, store_checks
 from hicachectl.doctor.text import check_lines
+from hicachectl.doctor.watching import first_looks, watched
 from hicachectl.formats.errors import HicacheError, UsageError
 from hicachectl.formats.models.flags import canonical_algorithm, hash_unit
 from hicachectl.formats.releases import release_of
@@ -55,6 +56,7 @@ class DoctorRequest:
     threshold: the servers' prefetch threshold in tokens; None: as they state it.
     watch_seconds: time between two looks at the servers' counters.
     sample_pages: number of pages to read; 0 reads none.
+    store_words: the store in suggested commands; default: its URL.
     """
 
     servers: tuple[str, ...] = ()
@@ -63,6 +65,7 @@ class DoctorRequest:
     threshold: int | None = None
     watch_seconds: float = WATCH_SECONDS
     sample_pages: int = SAMPLE_PAGES
+    store_words: str = ""
 
 
 def examine(
@@ -85,11 +88,13 @@ def examine(
     servers = [ask_server(one, request.given) for one in request.servers]
     profile = _profile(servers, request.given)
     asked = None if request.read is None else _requests(request, profile, servers)
+    first = first_looks(servers)
     seen = _seen(store, profile, request, url, problem)
+    looks = watched(servers, first, seen, request.watch_seconds, on_wait)
     checks: list[Check] = []
-    for server in servers:
+    for server, _ in zip(servers, looks, strict=True):
         checks += setting_checks(server)
-        checks += deployment_checks(server, seen)
+        checks += deployment_checks(server, seen, request.store_words)
     checks += store_checks(seen)
     if isinstance(asked, Check):
         checks.append(asked)

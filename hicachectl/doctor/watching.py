@@ -12,7 +12,7 @@ from hicachectl.doctor.deployments import own_anchors
 from hicachectl.doctor.exposition import Look, look_at
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.keys import grammar_of
-from hicachectl.formats.keys.table import KeySplitter, page_starts, page_words
+from hicachectl.formats.keys.table import FOREIGN, KeySplitter, page_starts, page_words
 from hicachectl.pages.deployments import assign_affixes
 from hicachectl.profiles.server import server_service
 
@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from hicachectl.backends.base import Store
     from hicachectl.doctor.live_server import LiveServer
     from hicachectl.doctor.stores import StoreSeen
+    from hicachectl.formats.keys.base import Affix
 
+    Ids = npt.NDArray[np.int32]
     Words = npt.NDArray[np.uint64]
 
 _TIMEOUT_S = 10.0
@@ -89,30 +92,34 @@ def _new_pages(servers: Sequence[LiveServer], seen: StoreSeen) -> list[int | Non
     store, inventory = seen.store, seen.inventory
     if store is None or inventory is None or not store.traits.live:
         return [None for _ in servers]
-    splitter = KeySplitter()
     try:
-        listed = [(keys, splitter.identify(keys)) for keys in _keys(seen)]
+        affixes, ids, words = _listed(store)
     except StoreUnavailable:
         return [None for _ in servers]
-    table = assign_affixes(splitter.affixes, grammar_of(store.grammar), seen.profile)
-    starts = page_starts(splitter.affixes)
+    table = assign_affixes(affixes, grammar_of(store.grammar), seen.profile)
     found: list[int | None] = []
     for server in servers:
-        before = own_anchors(server, seen, inventory.table)
-        known = inventory.page_words(_of(inventory.affix_ids, before), 0)
-        anchors = own_anchors(server, seen, table)
-        words: list[Words] = [np.zeros(0, dtype=np.uint64)]
-        for keys, ids in listed:
-            rows = np.flatnonzero(_of(ids, anchors))
-            words.append(page_words(keys, rows, starts[ids[rows]], 0))
-        found.append(len(np.setdiff1d(np.concatenate(words), known)))
+        known = _of(inventory.affix_ids, own_anchors(server, seen, inventory.table))
+        now = words[_of(ids, own_anchors(server, seen, table))]
+        found.append(len(np.setdiff1d(now, inventory.page_words(known, 0))))
     return found
 
 
-def _of(ids: npt.NDArray[np.int32], chosen: set[int]) -> npt.NDArray[np.bool_]:
+def _listed(store: Store) -> tuple[list[Affix], Ids, Words]:
+    """List the keys of a store: affixes, each key's affix id, and 64 bits of its page hash.
+
+    Raises StoreUnavailable.
+    """
+    splitter = KeySplitter()
+    ids, words = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.uint64)]
+    for batch in store.scan(("key",)):
+        keys = batch.column("key")
+        of_keys = splitter.identify(keys)
+        paged = np.flatnonzero(of_keys != FOREIGN)
+        ids.append(of_keys[paged])
+        words.append(page_words(keys, paged, page_starts(splitter.affixes)[ids[-1]], 0))
+    return splitter.affixes, np.concatenate(ids), np.concatenate(words)
+
+
+def _of(ids: Ids, chosen: set[int]) -> npt.NDArray[np.bool_]:
     return np.isin(ids, np.array(sorted(chosen), dtype=np.int32))
-
-
-def _keys(seen: StoreSeen) -> list[object]:
-    assert seen.store is not None
-    return [batch.column("key") for batch in seen.store.scan(("key",))]

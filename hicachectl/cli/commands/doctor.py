@@ -67,20 +67,25 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     from hicachectl.cli.output import write_result
     from hicachectl.doctor.examine import examine
 
-    request = _request(ctx, options)
+    def on_wait(seconds: float) -> None:
+        remark(ctx, f"Watching the servers' counters for {seconds:.0f} s (--watch)")
+
+    request = _request(ctx, store, options)
     with ExitStack() as held:
         try:
             source = held.enter_context(opened(ctx, store))
         except UsageError:
             raise
         except HicacheError as error:
-            result = examine(request, None, url=store_name(ctx, store), problem=str(error))
+            result = examine(
+                request, None, on_wait=on_wait, url=store_name(ctx, store), problem=str(error)
+            )
         else:
-            result = examine(request, source)
+            result = examine(request, source, on_wait=on_wait)
     write_result(ctx, result)
 
 
-def _request(ctx: click.Context, options: dict[str, Any]) -> DoctorRequest:
+def _request(ctx: click.Context, store: str, options: dict[str, Any]) -> DoctorRequest:
     from hicachectl.cli.asked import asked_hashing, asked_requests, of_profile, refuse_other_sources
     from hicachectl.doctor.examine import DoctorRequest
     from hicachectl.doctor.live_server import Given
@@ -109,4 +114,6 @@ def _request(ctx: click.Context, options: dict[str, Any]) -> DoctorRequest:
         threshold=options["prefetch_threshold"],
         watch_seconds=options["watch_seconds"],
         sample_pages=options["sample_pages"],
+        # A URL can have a password; a directory and NAME: of the config file have none.
+        store_words=store if "://" not in store else store_name(ctx, store),
     )
