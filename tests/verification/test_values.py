@@ -20,6 +20,7 @@ from tests.verification.in_process import verify_store
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from hicachectl.formats.profile import Profile
     from tests.conftest import Invoke
 
 # Four ranks share two KV heads: ranks 0 and 1 have the same head, and so have 2 and 3.
@@ -118,20 +119,50 @@ def test_a_time_limit_leaves_a_count_of_what_was_not_read(invoke: Invoke, store:
     assert "unread-objects" in document["skipped_checks"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("written", "claimed"), [("bfloat16", "float16"), ("float8_e4m3fn", "float8_e5m2")]
-)
-def test_dtypes_of_one_width_are_said_to_be_unchecked(
+def write_pages(directory: Path, profile: Profile, count: int = 3) -> Path:
+    """Write a store with pages of a profile of one rank."""
+    store = directory / "store"
+    store.mkdir()
+    objects = KvGenerator(expected_of(profile), profile, seed=1).objects(range(count))
+    for number, content in enumerate(objects):
+        write(store / f"{page(number)}_m_0_1.bin", content)
+    return store
+
+
+@pytest.mark.parametrize(("written", "claimed"), [("bfloat16", "float16"), ("float16", "bfloat16")])
+def test_16_bit_numbers_show_their_dtype(
     invoke: Invoke, tmp_path: Path, written: str, claimed: str
 ) -> None:
-    """Finite values do not show the dtype that wrote them."""
-    profiles = {dtype: tiny(dtype)[0] for dtype in (written, claimed)}
-    generator = KvGenerator(expected_of(profiles[written]), profiles[written], seed=1)
-    directory = tmp_path / "store"
-    directory.mkdir()
-    for number, content in enumerate(generator.objects(range(3))):
-        write(directory / f"{page(number)}_m_0_1.bin", content)
+    """Pages of the other dtype are found; a repair doubts the profile, and removes none."""
+    store = write_pages(tmp_path, tiny(written)[0], 8)
+    file = tmp_path / "p.toml"
+    file.write_text(dump_profile(tiny(written)[0]))
+    document = verify(invoke, store)
+    assert (document["findings"], document["skipped_checks"]) == ([], ["digests"])
+
+    file.write_text(dump_profile(tiny(claimed)[0]))
+    found = verify(invoke, store, exit_code=4)["findings"]
+    assert {row["code"] for row in found} == {"dtype-mismatch"}
+    assert {row["page"] for row in found} == {page(number) for number in range(8)}
+    assert found[0]["detail"].startswith(f"numbers are {written}, not {claimed}: of ")
+    said = invoke(
+        "verify", store, "--profile", file, "--repair", "delete", "--yes", exit_code=2
+    ).stderr
+    assert "have dtype-mismatch" in said
+    assert len(list(store.glob("*.bin"))) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("written", "claimed", "page_size"),
+    [("bfloat16", "float16", 1), ("float8_e4m3fn", "float8_e5m2", 4)],
+)
+def test_dtypes_of_one_width_are_said_to_be_unchecked(
+    invoke: Invoke, tmp_path: Path, written: str, claimed: str, page_size: int
+) -> None:
+    """Finite values of fp8, and few 16-bit values, do not show the dtype that wrote them."""
+    profiles = {dtype: tiny(dtype, page_size=page_size)[0] for dtype in (written, claimed)}
+    directory = write_pages(tmp_path, profiles[written])
     for dtype, known in profiles.items():
         profile = tmp_path / "dtype.toml"
         profile.write_text(dump_profile(known))

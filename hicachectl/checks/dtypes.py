@@ -1,0 +1,168 @@
+"""Check whether an object's numbers are float16 under a bfloat16 profile, or the reverse.
+
+Keys and sizes are equal for both. Only the exponents differ: five bits of float16, eight of
+bfloat16. Neighbours in a row of keys, values or states have about the same magnitude. The share of
+such pairs whose exponents differ by k or more halves with each k, since values near zero are dense.
+Read as bfloat16, float16 multiplies these differences by eight, as three bits of its mantissa
+become bits of the exponent. Read as float16, bfloat16 divides them by eight.
+
+A finding needs both: the differences are wrong in the profile's format, and right in the other one.
+Random bytes, constants and other bytes that no model writes are right in neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicachectl.checks.registry import ValueIssue
+from hicachectl.checks.tables import sections_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.checks.tables import Section
+    from hicachectl.formats.arrays import BoolArray, IntArray
+    from hicachectl.formats.profile import Profile
+    from hicachectl.formats.spec import ObjectSpec
+    from hicachectl.kernels.values import Bytes
+
+# Mantissa bits and exponent bits.
+_FORMS = {"bfloat16": (7, 8), "float16": (10, 5)}
+_PAIR_BYTES = 4
+_PAIRS = 2048  # the most pairs of an object that are compared
+# A first look at a few pieces of consecutive pairs spares most objects the full one.
+_LOOK_PIECES, _LOOK_PIECE = 4, 8
+# With fewer pairs, or fewer without a zero, an object is not judged.
+_LEAST_PAIRS, _LEAST_LOOK_PAIRS = 256, 16
+
+# Shares of pairs whose exponents differ by a number or more. In their own format, numbers of models
+# have 0.23 to 0.44 at 3, 0.11 to 0.29 at 4, about 0.01 at 8. float16 read as bfloat16 has 0.52 to
+# 0.75 at 8; bfloat16 read as float16 has 0.005 at 2.
+_FAR, _NEAR = 8, 2
+_WRONG_FAR = 0.4  # least share at 8 of float16 read as bfloat16
+_WRONG_NEAR = 0.02  # largest share at 2 of bfloat16 read as float16
+# Least and largest shares of a right reading, by the difference. float16 has no exponents for far
+# pairs of small values. bfloat16 always has some, unlike float16 values that are all about equal.
+_RIGHT = {
+    "float16": {1: (0.3, 1.0), 8: (0.0, 0.1)},
+    "bfloat16": {3: (0.1, 0.5), 4: (0.0, 0.3), 8: (0.001, 0.1)},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeCheck:
+    """Check of one spec.
+
+    dtype, other: format of the profile, and the one that it is compared with.
+    look: starts of the pieces of the object's 32-bit words, each a pair, that the first look reads.
+    places: index of each word that the full look reads.
+    """
+
+    dtype: str
+    other: str
+    look: tuple[int, ...]
+    places: IntArray
+
+    def __call__(self, objects: Bytes) -> Iterator[ValueIssue]:
+        """Yield an issue for each object of [n, nbytes] whose numbers are of the other format."""
+        words = objects.view("<i4")
+        pieces = [words[:, start : start + _LOOK_PIECE] for start in self.look]
+        look = _Differences(np.concatenate(pieces, axis=1), self.dtype)
+        hinted = look.pairs >= _LEAST_LOOK_PAIRS
+        # Half of the limit, or twice: by chance, a share of few pairs is that far off.
+        if self.dtype == "bfloat16":
+            hinted &= look.share(_FAR) >= _WRONG_FAR / 2
+        else:
+            hinted &= look.share(_NEAR) <= _WRONG_NEAR * 2
+        for index in np.flatnonzero(hinted).tolist():
+            pairs = words[index : index + 1, self.places]
+            own, other = (_Differences(pairs, name) for name in (self.dtype, self.other))
+            if own.pairs[0] >= _LEAST_PAIRS and self._is_wrong(own) and self._is_right(other):
+                yield ValueIssue(index, "dtype-mismatch", self._describe(own, other))
+
+    def _is_wrong(self, own: _Differences) -> bool:
+        if self.dtype == "bfloat16":
+            return bool(own.share(_FAR)[0] >= _WRONG_FAR)
+        return bool(own.share(_NEAR)[0] <= _WRONG_NEAR)
+
+    def _is_right(self, other: _Differences) -> bool:
+        limits = _RIGHT[self.other].items()
+        return all(low <= other.share(least)[0] <= high for least, (low, high) in limits)
+
+    def _describe(self, own: _Differences, other: _Differences) -> str:
+        least = _FAR if self.dtype == "bfloat16" else _NEAR
+        return (
+            f"numbers are {self.other}, not {self.dtype}: of {own.pairs[0]} pairs of neighbours, "
+            f"{own.share(least)[0]:.0%} differ by a factor of about {2**least} or more when read "
+            f"as {self.dtype}, and {other.share(least)[0]:.0%} when read as {self.other}"
+        )
+
+
+class _Differences:
+    """Differences of exponents in pairs of numbers, read in one format.
+
+    pairs: [n] number of pairs without a zero or a subnormal number.
+    """
+
+    def __init__(self, words: IntArray, dtype: str) -> None:
+        """Take pairs as signed 32-bit words: [n, pairs]."""
+        mantissa, bits = _FORMS[dtype]
+        mask = (1 << bits) - 1
+        first, second = (words >> mantissa) & mask, (words >> (16 + mantissa)) & mask
+        is_pair: BoolArray = np.minimum(first, second) > 0
+        self._differences = np.where(is_pair, np.abs(first - second), -1)
+        self.pairs = is_pair.sum(axis=1)
+
+    def share(self, least: int) -> IntArray:
+        """Return the share of pairs whose exponents differ by `least` or more: [n] float64."""
+        return (self._differences >= least).sum(axis=1) / np.maximum(self.pairs, 1)
+
+
+def dtype_check(expected: ObjectSpec, profile: Profile) -> DtypeCheck | None:
+    """Return the check for one spec; None if its tensors are not of one such format, or small."""
+    if expected.nbytes % _PAIR_BYTES:
+        return None
+    plain = [section for section in sections_of(expected, profile) if _is_plain(section)]
+    dtypes = {section.dtype for section in plain}
+    if len(dtypes) != 1:
+        return None
+    places = np.concatenate([_pairs(section) for section in plain])
+    if len(places) < _LEAST_PAIRS:
+        return None
+    (dtype,) = dtypes
+    (other,) = _FORMS.keys() - dtypes
+    draw = np.random.default_rng(0)
+    chosen = draw.permutation(places)[:_PAIRS]
+    # Inside a row that is as long; where rows are shorter, a piece may go on in the next row.
+    starts = chosen[:_LOOK_PIECES] // _LOOK_PIECE * _LOOK_PIECE
+    starts = np.minimum(starts, expected.nbytes // _PAIR_BYTES - _LOOK_PIECE)
+    return DtypeCheck(dtype, other, tuple(starts.tolist()), np.sort(chosen))
+
+
+def _is_plain(section: Section) -> bool:
+    """Return whether a tensor's rows are numbers of one of the formats, in whole pairs."""
+    table = section.table
+    return (
+        section.dtype in _FORMS
+        and len(table.columns) == 1
+        and not table.pitch % _PAIR_BYTES
+        and not table.offset % _PAIR_BYTES
+    )
+
+
+def _pairs(section: Section) -> IntArray:
+    """Return the places of some pairs of a tensor, without those of padding layers."""
+    table = section.table
+    rows = np.concatenate([np.arange(*run) for run in table.runs] or [np.zeros(0, np.int64)])
+    width = table.pitch // _PAIR_BYTES
+    if not len(rows):
+        return rows
+    draw = np.random.default_rng(0)
+    numbers = draw.choice(len(rows) * width, min(len(rows) * width, _PAIRS), replace=False)
+    places: IntArray = (
+        table.offset // _PAIR_BYTES + rows[numbers // width] * width + numbers % width
+    )
+    return places
