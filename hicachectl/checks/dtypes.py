@@ -23,6 +23,8 @@ from hicachectl.checks.tables import sections_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import numpy.typing as npt
+
     from hicachectl.checks.tables import Section
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.profile import Profile
@@ -116,9 +118,11 @@ class _Differences:
         self._differences = np.where(is_pair, np.abs(first - second), -1)
         self.pairs = is_pair.sum(axis=1)
 
-    def share(self, least: int) -> IntArray:
+    def share(self, least: int) -> npt.NDArray[np.float64]:
         """Return the share of pairs whose exponents differ by `least` or more: [n] float64."""
-        return (self._differences >= least).sum(axis=1) / np.maximum(self.pairs, 1)
+        count = (self._differences >= least).sum(axis=1)
+        shares: npt.NDArray[np.float64] = count / np.maximum(self.pairs, 1)
+        return shares
 
 
 def dtype_check(expected: ObjectSpec, profile: Profile) -> DtypeCheck | None:
@@ -161,7 +165,7 @@ def _pairs(section: Section) -> IntArray:
     if not len(rows):
         return rows
     draw = np.random.default_rng(0)
-    numbers = draw.choice(len(rows) * width, min(len(rows) * width, _PAIRS), replace=False)
+    numbers: IntArray = draw.choice(len(rows) * width, min(len(rows) * width, _PAIRS), False)
     places: IntArray = (
         table.offset // _PAIR_BYTES + rows[numbers // width] * width + numbers % width
     )
