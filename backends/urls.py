@@ -315,6 +315,38 @@ def default_file_directory(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR") or "/tmp/hicache"
 
 
+def written_store(
+    backend: str, extra: Mapping[str, Any], environ: Mapping[str, str]
+) -> StoreUrl | None:
+    """Return the store that a server writes; None if these settings do not name it.
+
+    backend: value of --hicache-storage-backend.
+    extra: its extra config; that of `dynamic` must load this package's plug-in.
+    environ: the server's environment.
+    The path of a `file` URL is relative if the server's is. Raises UsageError for a malformed URL.
+    Sources: hicache_storage.py :: HiCacheFile.__init__, hicache_nixl.py :: HiCacheNixl.__init__,
+    mooncake_store.py :: MooncakeBaseStore._load_config.
+    """
+    store = extra.get("store")
+    first = store[0] if isinstance(store, list) and store else store
+    master = extra.get("master_server_address")
+    if master is None and "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH" not in environ:
+        master = environ.get("MOONCAKE_MASTER")
+    match backend:
+        case "file":
+            stated = environ.get("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR")
+            stated = stated or extra.get("file_storage_path") or default_file_directory({})
+            return StoreUrl("file", stated) if isinstance(stated, str) else None
+        case "nixl":
+            stated = environ.get("SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR")
+            return StoreUrl("nixl", stated or "/tmp/hicache_storage")
+        case "mooncake" if isinstance(master, str):
+            return StoreUrl("mooncake", host=master)
+        case "dynamic" if isinstance(first, str):
+            return parse_url(first)
+    return None
+
+
 def register_scheme(name: str, scheme: Scheme) -> None:
     """Make URLs NAME://... open a store class. Raises ValueError for an invalid or used name."""
     if not _SCHEME_NAME.fullmatch(name):

@@ -179,7 +179,7 @@ def _flags(
     # and enable_dp_attention is redundant.
     attn_dp = arguments.count("attn_dp_size", 0)
     dp = attn_dp or arguments.count("dp_size", 1)
-    extra = _extra_config(arguments)
+    extra = extra_config(arguments.values, arguments.source)
     environment = _environment(arguments)
     partition = "SGLANG_PP_LAYER_PARTITION"
     lcm = extra.get("tp_lcm_size")
@@ -225,22 +225,29 @@ def _stated(flag: Flag, arguments: _Arguments, environment: _Arguments) -> Any:
     return source.text(flag.argument) or usual
 
 
-def _extra_config(arguments: _Arguments) -> Mapping[str, Any]:
-    """Return the parsed --hicache-storage-backend-extra-config; {} if it names a file."""
-    stated = arguments.values.get("hicache_storage_backend_extra_config")
+def extra_config(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """Return the parsed --hicache-storage-backend-extra-config; {} if it names a file.
+
+    values: a server's arguments. source: names them in messages. Raises ProfileError.
+    """
+    stated = values.get("hicache_storage_backend_extra_config")
     if isinstance(stated, str) and not stated.startswith("@"):
-        where = f"{arguments.source}: hicache_storage_backend_extra_config"
+        where = f"{source}: hicache_storage_backend_extra_config"
         stated = parse_json(stated or "{}", where, refusal=ProfileError)
     return stated if isinstance(stated, Mapping) else {}
 
 
 def _is_tagged(arguments: _Arguments) -> bool:
     """Return whether our plug-in writes to Mooncake: the first of its stores."""
-    extra = _extra_config(arguments)
+    extra = extra_config(arguments.values, arguments.source)
     store = extra.get("store")
     first = store[0] if isinstance(store, list) and store else store
-    ours = extra.get("module_path") == "hicachectl.backends.sglang"
-    return ours and isinstance(first, str) and first.startswith("mooncake:")
+    return is_plugin(extra) and isinstance(first, str) and first.startswith("mooncake:")
+
+
+def is_plugin(extra: Mapping[str, Any]) -> bool:
+    """Return whether an extra config of the backend `dynamic` loads this package's plug-in."""
+    return extra.get("module_path") == "hicachectl.backends.sglang"
 
 
 def _environment(arguments: _Arguments) -> _Arguments:

@@ -16,29 +16,32 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hicachectl.backends.http import HttpService
+    from hicachectl.formats.models.flags import DeploymentFlags
 
     Sample = tuple[str, frozenset[tuple[str, str]]]  # name and labels
 
 ENABLE_METRICS = "start the server with --enable-metrics"
 CHECK_URL = "check that this is the URL of an SGLang server"
+BACKUPED = "sglang:backuped_tokens_total"
+CACHED = "sglang:cached_tokens_total"
+DEFERRED = "sglang:storage_prefetch_deferred_tokens_total"
+DROPPED = "sglang:hicache_dropped_tokens_total"
+DROPPED_BACKUPS = "sglang:hicache_backup_dropped_tokens_total"
+FOUND = "sglang:storage_prefetch_hit_tokens_total"
+HOST_BACKUPS = "sglang:hicache_backup_tokens_total"
+LOST = "sglang:storage_prefetch_unfulfilled_tokens_total"
+NO_AUXILIARY = "sglang:hicache_prefetch_aux_alloc_failed_tokens_total"
+PROMPT_TOKENS = "sglang:prompt_tokens_total"
+REQUESTS = "sglang:num_requests_total"
+RESTORED = "sglang:prefetched_tokens_total"
 UNCACHED = "sglang:uncached_prompt_tokens_histogram"
 OURS = "hicachectl_"  # metrics of this package's storage plug-in begin so
 
 _SGLANG = b"sglang:"
 _COUNTERS = (
-    "sglang:backuped_tokens_total",
-    "sglang:cached_tokens_total",
-    "sglang:hicache_backup_dropped_tokens_total",
-    "sglang:hicache_backup_tokens_total",
-    "sglang:hicache_dropped_tokens_total",
-    "sglang:hicache_prefetch_aux_alloc_failed_tokens_total",
-    "sglang:num_requests_total",
-    "sglang:prefetched_tokens_total",
-    "sglang:prompt_tokens_total",
-    "sglang:storage_prefetch_deferred_tokens_total",
-    "sglang:storage_prefetch_hit_tokens_total",
-    "sglang:storage_prefetch_unfulfilled_tokens_total",
-)
+    BACKUPED, CACHED, DEFERRED, DROPPED, DROPPED_BACKUPS, FOUND, HOST_BACKUPS, LOST, NO_AUXILIARY,
+    PROMPT_TOKENS, REQUESTS, RESTORED,
+)  # fmt: skip
 _KEPT = tuple(
     name.encode()
     for name in (
@@ -176,6 +179,21 @@ def at_least(look: Look, tokens: int) -> tuple[int, int]:
         lower, before = upper, up_to
     count, missing = undecided
     return int(fewest), int(fewest + min(count, max(spare, 0.0) // missing if missing else 0.0))
+
+
+def page_tokens(flags: DeploymentFlags) -> int:
+    """Return the tokens of a page of a server."""
+    return (flags.page_size or 1) * flags.dcp
+
+
+def least_asked(flags: DeploymentFlags) -> int:
+    """Return the fewest tokens left to compute for which a server asks its store.
+
+    Whole pages up to the last token but one must reach the threshold. Source: SGLang
+    srt/mem_cache/unified_radix_cache.py :: prefetch_from_storage.
+    """
+    page = page_tokens(flags)
+    return -(-max(flags.prefetch_threshold, 1) // page) * page + 1
 
 
 def _bound(text: str) -> float:

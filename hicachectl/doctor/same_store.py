@@ -1,0 +1,216 @@
+"""Whether a server writes into the store that the command was given.
+
+An equal path proves nothing: a container has mounts of its own, and an environment variable that
+the server shows nowhere wins over its settings.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+from hicachectl.backends.urls import parse_url, without_secrets, written_store
+from hicachectl.doctor.checks import FAIL, OK, SAME_STORE, UNKNOWN, Check
+from hicachectl.doctor.exposition import (
+    BACKUPED,
+    FOUND,
+    REQUESTS,
+    UNCACHED,
+    at_least,
+    growth,
+    least_asked,
+    page_tokens,
+)
+from hicachectl.doctor.processes import environment_of, is_local, place_of, processes_of
+from hicachectl.formats.errors import HicacheError
+from hicachectl.formats.models.server_info import extra_config, is_plugin
+from hicachectl.formats.wording import reason_of
+from hicachectl.text.units import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+    from hicachectl.backends.base import Store
+    from hicachectl.backends.disk.statuses import SeenStatus
+    from hicachectl.backends.urls import StoreUrl
+    from hicachectl.doctor.exposition import Look
+    from hicachectl.doctor.live_server import LiveServer
+
+_WATCH = "give --watch 30s while the server answers requests, or --write-probe"
+_BACKEND = "hicache_storage_backend"
+_LOOPBACK = ("127.", "localhost", "[::1]", "0.0.0.0")
+
+
+class _Answer(NamedTuple):
+    """A status, its reason in one sentence, and the next step."""
+
+    status: str
+    detail: str
+    next: str = ""
+
+
+class _Unseen(Exception):
+    """Why nothing tells where the server writes."""
+
+
+def same_store_checks(
+    server: LiveServer, store: Store | None, first: Look, second: Look, new_pages: int | None
+) -> list[Check]:
+    """Return whether a server and a command use one store; nothing without a server or a store.
+
+    store: the open store of the command. first, second: two looks at `/metrics`. new_pages: pages
+    of the server's deployment that appeared between the looks; None if they were not counted.
+    """
+    if server.problem or store is None or not server.settings.get(_BACKEND):
+        return []
+    place = _by_place(server, store)
+    pages = _by_pages(server, first, second, new_pages)
+    if place.status == UNKNOWN:
+        answer, evidence = pages, place.detail
+    elif place.status == FAIL and pages.status == OK:
+        # Another server may have written the pages, or an overlay shows one directory as two.
+        answer, evidence = _Answer(UNKNOWN, place.detail, place.next), pages.detail
+    else:
+        answer, evidence = place, ""
+    return [
+        Check(
+            name="same-store",
+            group=SAME_STORE,
+            status=answer.status,
+            detail=answer.detail,
+            evidence=evidence,
+            next=answer.next,
+            server=server.url,
+        )
+    ]
+
+
+def started_of(server: LiveServer, statuses: Sequence[SeenStatus] = ()) -> float | None:
+    """Return the start of a server in Unix seconds; None if nothing tells it.
+
+    statuses: statuses of the server's plug-in, which tell it of a server on another machine.
+    """
+    here = processes_of(server.url).started
+    told = (one.status.started_ns / 1e9 for one in statuses if one.status.started_ns)
+    return here or min(told, default=None)
+
+
+def _by_place(server: LiveServer, store: Store) -> _Answer:
+    """Compare where the server writes with the store, by addresses or inodes."""
+    try:
+        ours, places = parse_url(store.url), set(store.places)
+        theirs = _written_store(server, {})
+        if theirs is not None and theirs.kind.host:
+            return _by_address(theirs, ours)
+        for pid in _schedulers(server):
+            theirs = _written_store(server, environment_of(pid))
+            if theirs is None or not theirs.path:
+                raise _Unseen("The server's settings do not name its store")
+            answer = _by_directory(pid, theirs, ours, places)
+            if answer.status != OK:
+                return answer
+        return answer
+    except PermissionError:
+        why = "The server's processes cannot be looked into; run hicachectl as their user, or root"
+        return _Answer(UNKNOWN, why)
+    except (_Unseen, HicacheError) as error:
+        return _Answer(UNKNOWN, str(error))
+    except OSError as error:
+        return _Answer(UNKNOWN, f"A process of the server cannot be seen: {reason_of(error)}")
+
+
+def _written_store(server: LiveServer, environment: Mapping[str, str]) -> StoreUrl | None:
+    backend = str(server.settings[_BACKEND])
+    extra = extra_config(server.settings, "server_info")
+    if backend == "dynamic" and not is_plugin(extra):
+        return None
+    return written_store(backend, extra, environment)
+
+
+def _schedulers(server: LiveServer) -> Sequence[int]:
+    processes = processes_of(server.url)
+    if processes.problem:
+        raise _Unseen(processes.problem)
+    return processes.schedulers
+
+
+def _by_address(theirs: StoreUrl, ours: StoreUrl) -> _Answer:
+    """Compare the addresses of two services. Two names of one service are not recognised."""
+    if ours.host == theirs.host and not ours.host.startswith(_LOOPBACK):
+        return _Answer(OK, f"The server and STORE use one master, {_safe(theirs)}")
+    return _Answer(UNKNOWN, f"The server uses {_safe(theirs)}, and STORE is {_safe(ours)}")
+
+
+def _by_directory(pid: int, theirs: StoreUrl, ours: StoreUrl, places: set[Any]) -> _Answer:
+    """Compare the directories that a scheduler sees with the store's, by device and inode."""
+    for path in theirs.paths:
+        try:
+            place = place_of(pid, path)
+        except FileNotFoundError:
+            raise _Unseen(f"The server's directory {_safe(path)} does not exist") from None
+        if place in places:
+            continue
+        both = (
+            f"The server writes into {_safe(path)} (device {place.device}, inode {place.inode}, "
+            f"seen by process {pid}), and STORE is {_safe(ours)}"
+        )
+        if not _are_apart(pid, place.device, places):
+            raise _Unseen(f"{both}; their file systems can show one directory as two")
+        remedy = "examine the server's directory, or start the server with STORE's"
+        if ours.kind.directory:
+            remedy += "; SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR wins over file_storage_path"
+        return _Answer(FAIL, f"{both}, another directory", remedy)
+    return _Answer(OK, f"The server and STORE use one directory, {_safe(theirs.path)}")
+
+
+def _are_apart(pid: int, device: int, places: set[Any]) -> bool:
+    """Return whether a directory on a device is none of the places, if its inode is not theirs."""
+    devices = {place[0] for place in places if isinstance(place, tuple)}
+    if not devices:
+        return False
+    return devices == {device} or (
+        is_local(pid, device) and all(is_local(os.getpid(), one) for one in devices)
+    )
+
+
+def _by_pages(server: LiveServer, first: Look, second: Look, new_pages: int | None) -> _Answer:
+    """Judge by the tokens that the server wrote and the pages that appeared in the store.
+
+    Tokens of pages that were there already count as written, too.
+    """
+    grown = growth(first, second)
+    if grown is None:
+        return _Answer(UNKNOWN, "The server was restarted between two looks", _WATCH)
+    if grown.samples is None:
+        what, _, remedy = grown.problem.partition("; ")
+        return _Answer(UNKNOWN, f"Nobody knows whether the server writes: {what}", remedy)
+    written = int(grown.value(BACKUPED))
+    what = f"The server wrote {counted(written, 'token')} between two looks"
+    if new_pages is None or not written:
+        return _Answer(UNKNOWN, what if not written else f"{what}; STORE was not listed", _WATCH)
+    what = f"{what}, and {counted(new_pages, 'page')} appeared in STORE"
+    if new_pages:
+        return _Answer(OK, what)
+    if _must_be_new(server, grown):
+        remedy = "compare the server's storage settings and mounts with STORE"
+        return _Answer(FAIL, f"{what}, although some were in no store", remedy)
+    return _Answer(UNKNOWN, f"{what}; perhaps they were there already", _WATCH)
+
+
+def _must_be_new(server: LiveServer, grown: Look) -> bool:
+    """Return whether some of the written pages were not in the server's store before.
+
+    A long request looks its first page up. If nothing was found, that page was missing, and it was
+    written if all computed tokens were. A plug-in also replaces pages that it refuses.
+    """
+    if server.deployment is None or server.settings.get(_BACKEND) == "dynamic":
+        return False
+    flags = server.deployment.flags
+    fewest, _ = at_least(grown, least_asked(flags))
+    whole_pages = grown.value(f"{UNCACHED}_sum") - page_tokens(flags) * grown.value(REQUESTS)
+    return bool(fewest) and not grown.value(FOUND) and grown.value(BACKUPED) >= whole_pages
+
+
+def _safe(place: object) -> str:
+    return without_secrets(str(place))[:400]
