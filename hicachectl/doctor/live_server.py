@@ -102,6 +102,8 @@ def _described(url: str, replies: ServerReplies, given: Given) -> LiveServer:
     try:
         deployment = flags_from_server_info(info)
     except HicacheError as error:
+        if not info.get("model_path"):  # a router, or another service
+            return LiveServer(url=url, problem=str(error))
         return replace(server, why_no_profile=str(error))
     server = replace(server, deployment=deployment)
     try:
