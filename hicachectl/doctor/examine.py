@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import pyarrow as pa
 
+from hicachectl.backends.capabilities import SideFiles
+from hicachectl.backends.disk.statuses import SERVING, read_statuses
 from hicachectl.doctor.asked import Asked, request_checks
 from hicachectl.doctor.checks import FAIL, REQUESTS, UNKNOWN, Check, CheckRow, ordered, verdict_of
 from hicachectl.doctor.deployments import deployment_checks
+from hicachectl.doctor.exposition import CACHED
+from hicachectl.doctor.live import live_checks
 from hicachectl.doctor.live_server import Given, LiveServer, ask_server
+from hicachectl.doctor.same_store import same_store_checks, started_of
 from hicachectl.doctor.settings import setting_checks
 from hicachectl.doctor.stores import SAMPLE_PAGES, StoreSeen, see_store, store_checks
 from hicachectl.doctor.text import check_lines
-from hicachectl.doctor.watching import first_looks, watched
+from hicachectl.doctor.watching import Watched, first_looks, watched
 from hicachectl.formats.errors import HicacheError, UsageError
 from hicachectl.formats.models.flags import canonical_algorithm, hash_unit
 from hicachectl.formats.releases import release_of
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from hicachectl.backends.base import Store
+    from hicachectl.backends.disk.statuses import SeenStatus
     from hicachectl.formats.profile import Profile
     from hicachectl.requests.chains import Requests
     from hicachectl.results import Shown
@@ -87,19 +93,34 @@ def examine(
     """
     servers = [ask_server(one, request.given) for one in request.servers]
     profile = _profile(servers, request.given)
+    statuses = _statuses(store)
+    servers = [replace(one, started=started_of(one, statuses)) for one in servers]
     asked = None if request.read is None else _requests(request, profile, servers)
     first = first_looks(servers)
     seen = _seen(store, profile, request, url, problem)
+    seen = replace(
+        seen,
+        started=next((one.started for one in servers if one.started is not None), None),
+        weights=frozenset(
+            one.status.weights for one in statuses if one.standing == SERVING and one.status.weights
+        ),
+    )
     looks = watched(servers, first, seen, request.watch_seconds, on_wait)
+    statuses = _statuses(store)
     checks: list[Check] = []
-    for server, _ in zip(servers, looks, strict=True):
-        checks += setting_checks(server)
-        checks += deployment_checks(server, seen, request.store_words)
+    for server, look in zip(servers, looks, strict=True):
+        settings = setting_checks(server)
+        same = same_store_checks(server, store, look.first, look.second, look.new_pages)
+        checks += settings + same
+        if FAIL not in {check.status for check in same}:  # else nothing of it can be here
+            checks += deployment_checks(server, seen, request.store_words)
     checks += store_checks(seen)
+    for server, look in zip(servers, looks, strict=True):
+        checks += live_checks(server, look.first, look.second, statuses)
     if isinstance(asked, Check):
         checks.append(asked)
     elif asked is not None:
-        checks += request_checks(seen, asked)
+        checks += request_checks(seen, _asked(request, asked, seen, servers, looks))
     return result_of(checks)
 
 
@@ -157,14 +178,28 @@ def _seen(
     return replace(seen, contradiction=contradiction or seen.contradiction)
 
 
+def _statuses(store: Store | None) -> Sequence[SeenStatus]:
+    """Return what the servers' plug-ins say in the store; nothing if it cannot be read."""
+    if not isinstance(store, SideFiles):
+        return ()
+    try:
+        side = store.open_side_directory(writes=False)
+        if side is None:
+            return ()
+        with side:
+            return read_statuses(side).statuses
+    except (OSError, HicacheError):
+        return ()  # store_checks tell it
+
+
 def _requests(
     request: DoctorRequest, profile: Profile | None, servers: Sequence[LiveServer]
-) -> Asked | Check:
+) -> Requests | Check:
     """Read the requests; return a check if their tokens cannot be hashed."""
     assert request.read is not None
     hashing = _hashing(profile, servers)
     try:
-        requests = request.read(hashing)
+        return request.read(hashing)
     except UsageError:
         if hashing is not None:
             raise
@@ -175,15 +210,27 @@ def _requests(
             detail="Requests are not judged: no server and no profile states the page size",
             next="give --page-size, or --profile",
         )
-    first = next((server.url for server in servers if not server.problem), "")
-    return Asked(
-        request=HitsRequest(requests=requests, profile=profile, threshold=request.threshold),
-        server=first,
-    )
+
+
+def _asked(
+    request: DoctorRequest,
+    requests: Requests,
+    seen: StoreSeen,
+    servers: Sequence[LiveServer],
+    looks: Sequence[Watched],
+) -> Asked:
+    """Return the requests with what the first server that answers restored."""
+    measured = HitsRequest(requests=requests, profile=seen.profile, threshold=request.threshold)
+    for server, look in zip(servers, looks, strict=True):
+        if not server.problem:
+            counted = look.second.samples is not None
+            restored = int(look.second.value(CACHED, cache_source="storage")) if counted else None
+            return Asked(request=measured, server=server.url, restored=restored)
+    return Asked(request=measured)
 
 
 def _hashing(profile: Profile | None, servers: Sequence[LiveServer]) -> Hashing | None:
-    """Return how tokens are hashed: by the profile, else by the flags of the first server."""
+    """Return how tokens are hashed, as the profile or else the first server's flags state it."""
     if profile is not None:
         return Hashing.of(profile)
     for server in servers:
