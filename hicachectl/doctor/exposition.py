@@ -35,7 +35,7 @@ PROMPT_TOKENS = "sglang:prompt_tokens_total"
 REQUESTS = "sglang:num_requests_total"
 RESTORED = "sglang:prefetched_tokens_total"
 UNCACHED = "sglang:uncached_prompt_tokens_histogram"
-OURS = "hicachectl_"  # metrics of this package's storage plug-in begin so
+PLUGIN = "hicachectl_plugin_"  # metrics of this package's storage plug-in begin so
 
 _SGLANG = b"sglang:"
 _COUNTERS = (
@@ -47,7 +47,7 @@ _KEPT = tuple(
     for name in (
         *(f"{counter}{end}" for counter in _COUNTERS for end in "{ "),
         *(f"{UNCACHED}_{end}" for end in ("bucket", "count", "sum")),
-        OURS,
+        PLUGIN,
     )
 )
 # Every rank counts the same tokens, because the ranks agree on what is found and restored. Ranks of

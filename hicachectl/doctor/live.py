@@ -2,24 +2,314 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hicachectl.backends.disk.statuses import SERVING
+from hicachectl.doctor.checks import FAIL, LIVE, OK, UNKNOWN, WARN, Check
+from hicachectl.doctor.exposition import (
+    BACKUPED,
+    CACHED,
+    DEFERRED,
+    DROPPED,
+    DROPPED_BACKUPS,
+    FOUND,
+    HOST_BACKUPS,
+    LOST,
+    NO_AUXILIARY,
+    PLUGIN,
+    PROMPT_TOKENS,
+    REQUESTS,
+    RESTORED,
+    UNCACHED,
+    Look,
+    at_least,
+    growth,
+    least_asked,
+    page_tokens,
+)
+from hicachectl.formats.models.flags import DeploymentFlags
+from hicachectl.text.units import counted
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from hicachectl.backends.disk.statuses import SeenStatus
-    from hicachectl.doctor.checks import Check
-    from hicachectl.doctor.exposition import Look
+    from hicachectl.doctor.exposition import Sample
     from hicachectl.doctor.live_server import LiveServer
+
+    Measure = Callable[[Look], tuple[float, float]]  # lost tokens, and those they are a part of
+
+# Lost tokens are computed again, which costs time and nothing else. A loss of less than a twentieth
+# changes the load of a server less than an hour of the day does, and any busy server has some. From
+# half on, the store loses more than it gives.
+_WARN_SHARE = 0.05
+_FAIL_SHARE = 0.5
+# Fewer tokens than so many look-ups need are one unlucky moment, and no rate.
+_FEW_LOOKUPS = 4
+# Settings and load cost these tokens, and an operator may want it so: they are never a `fail`.
+_NO_FAULT = frozenset(
+    {
+        "below_threshold",
+        "host_capacity",
+        "device_capacity",
+        "deadline",
+        "anchor_lost",
+        "aux_window_trim",
+        "cache_admission_shortfall",
+        "host_pressure",
+        "write_through_unbacked_eviction",
+        "deferred",
+        "gone",
+    }
+)
+# The device had these tokens when they came, or somebody has cleared the store.
+_NO_LOSS = frozenset({"device_covered", "device_overlap", "stale"})
+_UNWRITTEN = frozenset({"full", "half", "unwritable"})  # such pages are not written
+# SGLang's warm-up sends one short request to each data-parallel rank, and is no traffic.
+_FEW_REQUESTS = 5
+_BACKEND = "hicache_storage_backend"
+_TRACE = "give the server's requests: hicachectl doctor STORE --server URL --trace FILE"
 
 
 def live_checks(
     server: LiveServer, first: Look, second: Look, statuses: Sequence[SeenStatus] = ()
 ) -> list[Check]:
-    """Return the checks of a server's counters, and of its plug-in's.
+    """Return the checks of a server's counters, and of its plug-in's; none without a store.
 
     first, second: two looks at `/metrics`; the same look twice if there was one only. statuses:
-    status files of the plug-in in the store. Growth between the looks is judged if any token moved,
-    else the totals since the server's start.
+    status files of the plug-in in the store. Growth between the looks is judged where something
+    moved, else the totals since the server's start.
     """
-    return []
+    if server.problem or not server.settings.get(_BACKEND):
+        return []
+    flags = server.deployment.flags if server.deployment else DeploymentFlags()
+    serving = [
+        one for one in statuses if one.standing == SERVING and one.status.model in (flags.model, "")
+    ]
+    grown = growth(first, second)
+    counters = _Counters(server, flags, second, grown, f"{second.at - first.at:.0f} s")
+    checks = list(_metrics(counters))
+    checks += _plugin(counters, serving)
+    if second.samples is not None:
+        checks += _lost(counters)
+        checks += _unwritten(counters)
+        checks += _found(counters)
+    return checks
+
+
+@dataclass(frozen=True, slots=True)
+class _Counters:
+    """Counters of a server.
+
+    totals: counts since the server's start.
+    grown: growth between two looks; None after a restart.
+    between: time between the looks.
+    """
+
+    server: LiveServer
+    flags: DeploymentFlags
+    totals: Look
+    grown: Look | None
+    between: str
+
+    def moved(self, *names: str) -> tuple[Look, str]:
+        """Return the growth if one of these counters grew, else the totals; and say which."""
+        if self.grown is not None and any(map(self.grown.value, names)):
+            return self.grown, f"in {self.between} between two looks"
+        return self.totals, "since the server's start"
+
+    def check(
+        self, name: str, status: str, detail: str, evidence: str = "", remedy: str = ""
+    ) -> Check:
+        return Check(
+            name=name,
+            group=LIVE,
+            status=status,
+            detail=detail,
+            evidence=evidence,
+            next=remedy,
+            server=self.server.url,
+        )
+
+    def loss(self, name: str, measure: Measure, what: str) -> Iterator[Check]:
+        """Judge a loss by its share; nothing if nothing was lost.
+
+        what: the tokens of which some are lost.
+        """
+        totals, grown = measure(self.totals), (0.0, 0.0)
+        if self.grown is not None:
+            grown = measure(self.grown)
+        lost, whole = grown if grown[1] else totals
+        if not lost:
+            return
+        period = f"in {self.between} between two looks" if grown[1] else "since the server's start"
+        share = lost / max(whole, lost)
+        status = WARN if share < _FAIL_SHARE or name in _NO_FAULT else FAIL
+        few = lost < _FEW_LOOKUPS * least_asked(self.flags)
+        if name in _NO_LOSS or share < _WARN_SHARE:
+            status = OK
+        elif few and totals[0] < _WARN_SHARE * max(totals):
+            status = OK  # it is rare since the start, and a moment has few tokens
+        elif few and name in _NO_FAULT:
+            status = UNKNOWN
+        yield self.check(
+            name,
+            status,
+            f"{name}: {share:.0%} of the {what} were lost",
+            f"{_tokens(lost)} of {_tokens(whole)}, {period}",
+            "" if status == OK else f"hicachectl explain {name}",
+        )
+
+
+def _metrics(counters: _Counters) -> Iterator[Check]:
+    totals = counters.totals
+    if totals.samples is None:
+        what, _, remedy = totals.problem.partition("; ")
+        yield counters.check("metrics", UNKNOWN, f"Losses are not known: {what}", "", remedy)
+        return
+    requests = counted(int(totals.value(REQUESTS)), "request")
+    if counters.grown is None:
+        what = "The server was restarted between two looks, so only its new counters are judged"
+        yield counters.check("metrics", UNKNOWN, what, f"{requests} since the server's start")
+    else:
+        yield counters.check("metrics", OK, f"The server shows its counters, of {requests}")
+
+
+def _plugin(counters: _Counters, serving: Sequence[SeenStatus]) -> Iterator[Check]:
+    """Judge what the plug-in refuses, by its metrics, else by the status files of its ranks."""
+    if counters.server.settings.get(_BACKEND) != "dynamic":
+        return
+    excluded = {
+        reason: (text, one.status.host)
+        for one in serving
+        for reason, text in one.status.excluded.items()
+    }
+    for reason, (text, host) in excluded.items():
+        what = f"{reason}: the plug-in on {host} reads and writes nothing: {text}"
+        yield counters.check(reason, FAIL, what, "", f"hicachectl explain {reason}")
+    exported = any(name.startswith(PLUGIN) for name, _ in counters.totals.samples or ())
+    if not exported:
+        told = Look(counters.totals.at, dict(_samples(serving)))
+        counters = _Counters(counters.server, counters.flags, told, None, "")
+    page = page_tokens(counters.flags)
+    for reason in counters.totals.by_label(f"{PLUGIN}refused_pages_total", "reason"):
+
+        def measure(look: Look, reason: str = reason) -> tuple[float, float]:
+            stage = "written" if reason in _UNWRITTEN else "found"
+            refused = look.by_label(f"{PLUGIN}refused_pages_total", "reason").get(reason, 0) * page
+            return refused, refused + look.value(f"{PLUGIN}{stage}_tokens_total")
+
+        if reason not in excluded:
+            yield from counters.loss(reason, measure, "tokens that the plug-in was to serve")
+
+
+def _samples(serving: Sequence[SeenStatus]) -> Iterator[tuple[Sample, float]]:
+    """Yield the counts of status files in the form of the plug-in's metrics."""
+    for one in serving:
+        status = one.status
+        labels = [
+            ("host", status.host),
+            ("tp_rank", str(status.tp_rank)),
+            ("pp_rank", str(status.pp_rank)),
+            ("attn_cp_rank", str(status.cp_rank)),
+            ("dp_rank", str(status.dp_rank)),
+        ]
+        for stage, tokens in status.tokens.items():
+            yield (f"{PLUGIN}{stage}_tokens_total", frozenset(labels)), tokens
+        for reason, pages in status.refused.items():
+            name = f"{PLUGIN}refused_pages_total"
+            yield (name, frozenset([*labels, ("reason", reason)])), pages
+
+
+def _lost(counters: _Counters) -> Iterator[Check]:
+    """Judge the found tokens that were lost before a request could use them, by reason."""
+
+    def of_found(name: str, **labels: str) -> Measure:
+        return lambda look: (look.value(name, **labels), look.value(FOUND))
+
+    what = "tokens found in the store"
+    for reason in counters.totals.by_label(LOST, "reason"):
+        yield from counters.loss(reason, of_found(LOST, reason=reason), what)
+    yield from counters.loss("prefetch_aux_alloc_failed", of_found(NO_AUXILIARY), what)
+    yield from counters.loss("deferred", of_found(DEFERRED), what)
+
+
+def _unwritten(counters: _Counters) -> Iterator[Check]:
+    """Judge the tokens that never reached host memory or the store."""
+
+    def dropped(look: Look) -> tuple[float, float]:
+        lost = look.value(DROPPED_BACKUPS)
+        return lost, lost + look.value(BACKUPED)
+
+    yield from counters.loss("hicache_backup_dropped", dropped, "tokens to be written")
+    for reason in counters.totals.by_label(DROPPED, "reason"):
+
+        def evicted(look: Look, reason: str = reason) -> tuple[float, float]:
+            lost = look.value(DROPPED, reason=reason)
+            return lost, lost + look.value(HOST_BACKUPS, pool="kv")
+
+        yield from counters.loss(reason, evicted, "tokens to be kept in host memory")
+    look, period = counters.moved(HOST_BACKUPS, BACKUPED)
+    copied, written = look.value(HOST_BACKUPS, pool="kv"), look.value(BACKUPED)
+    # Before a store is attached, nothing is written; the totals do not tell when that was.
+    attached_late = not counters.server.info.get(_BACKEND)
+    if written:
+        what = f"The server wrote {_tokens(written)} to its store"
+        yield counters.check("written", OK, what, period)
+    elif copied >= _FEW_LOOKUPS * least_asked(counters.flags):
+        if look is counters.totals and attached_late:
+            return
+        what = f"The server copied {_tokens(copied)} to host memory, and wrote none to its store"
+        remedy = "look for `Write page to storage` in the server's log"
+        yield counters.check("written", WARN, what, period, remedy)
+
+
+def _found(counters: _Counters) -> Iterator[Check]:
+    """Say what came from the store; if nothing did, whether prompts were too short to ask."""
+    look, period = counters.moved(FOUND)
+    found = look.value(FOUND)
+    if found:
+        restored, used = look.value(RESTORED), look.value(CACHED, cache_source="storage")
+        what = f"{_tokens(found)} were found in the store, and {_tokens(restored)} were restored"
+        prompts = _tokens(look.value(PROMPT_TOKENS))
+        evidence = f"{_tokens(used)} of {prompts} of prompts came from it, {period}"
+        yield counters.check("found", OK, what, evidence)
+        return
+    look, period = counters.moved(REQUESTS)
+    requests = int(look.value(REQUESTS))
+    if not requests:
+        what = "The server has answered no request since its start"
+        yield counters.check("found", UNKNOWN, what, "", "send requests and look again")
+        return
+    least = least_asked(counters.flags)
+    _, most = at_least(look, least)
+    asked = f"at most {most} of {counted(requests, 'request')} left the {least} tokens to compute"
+    if _are_short(counters, look):
+        what = f"Prompts are too short for the store: {asked} for which it is asked"
+        threshold = f"prefetch_threshold is {counters.flags.prefetch_threshold}"
+        remedy = "hicachectl explain below_threshold"
+        yield counters.check("found", WARN, what, f"{threshold}; {period}", remedy)
+        return
+    what = f"Nothing was found in the store, {period}"
+    written = _tokens(counters.totals.value(BACKUPED))
+    evidence = f"{asked} for which the store is asked; {written} were written"
+    yield counters.check("found", UNKNOWN, what, evidence, _TRACE)
+
+
+def _are_short(counters: _Counters, look: Look) -> bool:
+    """Return whether requests left too few tokens for a look-up, and nothing else served them.
+
+    Such requests move no other counter. While nothing comes from the store, the tokens that a
+    request computes are those that it would look up.
+    """
+    requests = look.value(f"{UNCACHED}_count")
+    if requests < _FEW_REQUESTS + counters.flags.dp:
+        return False
+    fewest, most = at_least(look, least_asked(counters.flags))
+    pools = look.value(CACHED, cache_source="device") + look.value(CACHED, cache_source="host")
+    return not fewest and most <= requests / 2 and pools < look.value(PROMPT_TOKENS) / 2
+
+
+def _tokens(count: float) -> str:
+    return counted(int(count), "token")
