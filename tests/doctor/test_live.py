@@ -20,6 +20,8 @@ from hicachectl.formats.models.server_info import ServerDeployment
 from hicachectl.formats.plugin_status import PluginStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hicachectl.doctor.checks import Check
 
 BOUNDS = (100, 300, 500, 1000, 10_000)
@@ -41,7 +43,7 @@ HEALTHY = {
 }
 
 
-def page(counters: dict[str, float], *uncached: int, at: float = 1.0) -> Look:
+def page(counters: Mapping[str, float], *uncached: int, at: float = 1.0) -> Look:
     """Return a look at counters. uncached: tokens that each request has computed."""
     lines = [f"sglang:{name} {float(value)}" for name, value in counters.items()]
     for bound in (*BOUNDS, float("inf")):
