@@ -38,7 +38,7 @@ STORE, OPTIONS = "STORE", "OPTIONS"
 PROFILE_OPTION = "--profile FILE"
 # The option that makes a command believe a doubtful profile.
 DESPITE = "--despite-profile"
-_BELOW = "the command below"
+BELOW = "the command below"
 _REPAIR = f"hicachectl verify {STORE} {OPTIONS} --repair quarantine"
 _REMOVED = "Remove the page with {command}. Servers compute the page again and write it."
 _REPAIR_COST = (
@@ -111,7 +111,7 @@ class Code:
         return {
             "meaning": self.meaning,
             "effect": self.effect,
-            "remedy": " ".join(filter(None, (self.advice, remedy.format(command=_BELOW)))),
+            "remedy": " ".join(filter(None, (self.advice, remedy.format(command=BELOW)))),
             "cost": self.cost or ("" if self.remedy else _REPAIR_COST),
             "command": command,
         }

@@ -1,0 +1,64 @@
+"""Reasons why a server did not use, or did not write, tokens of its store: meanings, remedies.
+
+`reasons.toml` has those that SGLang and its plug-in count, and those that `hits` finds. `explain`,
+hicachectl-findings(7) and `doctor` take their texts from there. A reason has no severity and no
+repair, unlike a code of findings: it is about a server and a span of time, not about an object.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from hicachectl.checks.codes import BELOW, shown
+
+SGLANG, PLUGIN, HITS = SOURCES = ("sglang", "plugin", "hits")
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """A reason, named as metrics and documents spell it.
+
+    source: one of SOURCES, who counts it.
+    counters: names of the metrics that have the reason as a label; of SGLang's metrics without
+        that label, the reason is the name, without `sglang:` and `_tokens_total`.
+    meaning: what happened.
+    effect: what the server does about it.
+    remedy: what to do. {command} stands for the command.
+    command: the next command, with STORE and OPTIONS in it; empty if there is none.
+    """
+
+    name: str
+    source: str
+    counters: tuple[str, ...]
+    meaning: str
+    effect: str
+    remedy: str
+    command: str = ""
+
+    def explanation(self) -> dict[str, str]:
+        """Return the texts of `explain`: meaning, effect, remedy, command."""
+        return {
+            "meaning": self.meaning,
+            "effect": self.effect,
+            "remedy": self.remedy.format(command=BELOW),
+            "command": shown(self.command),
+        }
+
+
+@cache
+def reasons() -> tuple[Reason, ...]:
+    """Return all reasons; no two names are equal, `-` and `_` taken as one character."""
+    text = files("hicachectl.checks").joinpath("reasons.toml").read_text(encoding="utf-8")
+    return tuple(
+        Reason(name, source, tuple(members.pop("counters", ())), **members)
+        for source, named in tomllib.loads(text).items()
+        for name, members in named.items()
+    )
+
+
+def reason_named(name: str) -> Reason | None:
+    """Return a reason by its exact name; None if it is not known, such as a new release's."""
+    return next((reason for reason in reasons() if reason.name == name), None)
