@@ -472,6 +472,30 @@ class Emptied(Store):
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """How a service of a store does.
+
+    name: fixed name, such as `segments`.
+    text: what it says of itself, as a sentence.
+    problem: what is wrong, and the next step; empty if nothing is.
+    is_lost: whether servers cannot use the store.
+    """
+
+    name: str
+    text: str
+    problem: str = ""
+    is_lost: bool = False
+
+
+class Serviced(Store):
+    """Store behind services that tell how they do."""
+
+    @abstractmethod
+    def conditions(self) -> Iterator[Condition]:
+        """Yield the condition of each service, and change nothing. Raises StoreUnavailable."""
+
+
 def copier_of(target: Store, source: Store) -> SystemCopy | None:
     """Return `target` if it copies objects of `source` without the arena, else None."""
     return target if isinstance(target, SystemCopy) and target.can_copy_from(source) else None

@@ -2,20 +2,63 @@
 
 from __future__ import annotations
 
+import getpass
+import os
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from msgspec.structs import replace
+
+from hicachectl.backends.capabilities import Serviced
+from hicachectl.checks.page_tables import saved_tables
+from hicachectl.doctor.checks import FAIL, OK, STORE, UNKNOWN, WARN, Check
 from hicachectl.formats.errors import HicacheError, UsageError
+from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.formats.wording import GIVE_PROFILE
+from hicachectl.pages.census import byte_sum
 from hicachectl.pages.in_flight import ListingTime
+from hicachectl.pages.inventory import describe_empty
 from hicachectl.pages.scanning import take_inventory
+from hicachectl.profiles.identities import expect_identities
+from hicachectl.text.units import counted, human_age, human_size
+from hicachectl.verification.request import Sample, VerifyRequest
+from hicachectl.verification.verify import RunStart, check_part, lister_findings
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
     from hicachectl.backends.base import Store
-    from hicachectl.doctor.checks import Check
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.profile import Profile
     from hicachectl.pages.inventory import Inventory
+    from hicachectl.verification.verify import PartCheck
 
 SAMPLE_PAGES = 256
+_SAMPLE_BYTES = 1 << 30  # the most bytes to read
+_READ_SECONDS = 20.0  # no read begins later
+# A server writes the objects of a page within seconds. A run of minutes leaves out more.
+_GRACE_SECONDS = 10.0
+_HOUR, _DAY = 3600.0, 86400.0
+_ROOM = 64 << 20  # with less, the next batch of pages does not fit
+_LEAST_FREE = 0.05  # of the stored and the free bytes
+_FEW = 100  # one of so many pages with a warning is normal: servers evict object by object
+
+_UNREADABLE = frozenset({"unreadable", "no-replica"})
+_STAMP = frozenset({"stamp-mismatch"})
+_IDENTITY = frozenset({"identity-mismatch"})
+_DTYPE, _LAYOUT = frozenset({"dtype-mismatch"}), frozenset({"layout-mismatch"})
+_TEMPORARIES = frozenset({"stale-temporary"})
+_VALUES = frozenset(
+    {"nan", "inf", "bad-scale", "all-zero", "digest-mismatch", "re-recorded", "replica-mismatch"}
+)
+_APART = _UNREADABLE | _STAMP | _IDENTITY | _DTYPE | _LAYOUT | _TEMPORARIES | _VALUES
+_NO_DAMAGE = frozenset({"foreign-object", "ambiguous-key", "other-deployment", "disk-only"})
+# Differences from the stamp that the checks of the server's deployment name.
+_DEPLOYED = ("page_size:", "layout:", "tp:", "pp:", "cp:", "dcp:", "tag:", "model:")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +66,8 @@ class StoreSeen:
     """A store that was opened and listed once, and the servers to judge it by.
 
     url: the store, without secrets.
+    words: the store in suggested commands; empty: its URL.
+    options: options that name the profile in suggested commands, such as `--server URL`.
     store: the open store; None if it could not be opened.
     inventory: all objects; None if they could not be listed.
     problem: why the store could not be opened or listed, and the next step, else "".
@@ -30,11 +75,13 @@ class StoreSeen:
     listing: time of the listing; None without one.
     profile: profile of the servers, or of the options; None if unknown.
     started: start of the first server, Unix seconds; None if unknown.
-    weights: fingerprints of the servers' weights, as their plug-in states them; empty if unknown.
+    weights: texts that name the weights, of the ranks that serve with the plug-in.
     sample_pages: number of pages to read; 0 reads none.
     """
 
     url: str
+    words: str = ""
+    options: str = ""
     store: Store | None = None
     inventory: Inventory | None = None
     problem: str = ""
@@ -45,14 +92,14 @@ class StoreSeen:
     weights: frozenset[str] = frozenset()
     sample_pages: int = SAMPLE_PAGES
 
+    def command(self, name: str, *more: str) -> str:
+        """Return a command of hicachectl on the store, with the options of the profile."""
+        words = ("hicachectl", name, self.words or self.url, self.options, *more)
+        return " ".join(filter(None, words))
+
 
 def see_store(
-    store: Store,
-    profile: Profile | None = None,
-    *,
-    started: float | None = None,
-    weights: frozenset[str] = frozenset(),
-    sample_pages: int = SAMPLE_PAGES,
+    store: Store, profile: Profile | None = None, *, sample_pages: int = SAMPLE_PAGES
 ) -> StoreSeen:
     """List an open store once, for all checks.
 
@@ -78,8 +125,6 @@ def see_store(
         contradiction=contradictions[0] if contradictions else "",
         listing=listing,
         profile=profile,
-        started=started,
-        weights=weights,
         sample_pages=sample_pages,
     )
 
@@ -87,6 +132,399 @@ def see_store(
 def store_checks(seen: StoreSeen) -> list[Check]:
     """Return what a store itself says, in the order of causes.
 
-    At most a sample of the pages is read, and nothing is changed.
+    At most a sample of the pages is read, and nothing is changed. Without a server, this is the
+    health of the store: it can be reached and read, it has room, and the age of its newest page.
     """
-    return []
+    store, inventory, listing = seen.store, seen.inventory, seen.listing
+    if store is None or inventory is None or listing is None:
+        what, _, remedy = seen.problem.partition("; ")
+        return [_check("reachable", FAIL, what, remedy=remedy)]
+    checks = [_reachable(store, inventory, listing)]
+    try:
+        if isinstance(store, Serviced):
+            checks += _services(store)
+        if not any(one.readings for one in inventory.table.resolved):
+            return [*checks, _empty(store, inventory), *_space(store, inventory, listing)]
+        findings = _Findings(_examined(store, seen, inventory, listing))
+        checks += _readable(seen, findings)
+        checks += _structure(seen, findings)
+        checks += _identities(seen, findings)
+        checks += _values(seen, findings)
+        checks += _temporaries(seen, findings)
+        checks += _space(store, inventory, listing)
+        checks += _last_write(seen, inventory, listing)
+    except UsageError:
+        raise
+    except HicacheError as error:
+        what, _, remedy = str(error).partition("; ")
+        checks.append(_check("readable", FAIL, what, remedy=remedy))
+    return checks
+
+
+def _check(name: str, status: str, detail: str, *, evidence: str = "", remedy: str = "") -> Check:
+    return Check(
+        name=name, group=STORE, status=status, detail=detail, evidence=evidence, next=remedy
+    )
+
+
+# --- the listing and the sample ---
+
+
+def _reachable(store: Store, inventory: Inventory, listing: ListingTime) -> Check:
+    nbytes = byte_sum(_sizes(inventory))
+    return _check(
+        "reachable",
+        OK,
+        f"The store can be listed: {counted(len(inventory.objects), 'object')}, "
+        f"{human_size(nbytes) if nbytes else 'of unknown size'}",
+        evidence="; ".join((f"listed in {listing.duration_ns / 1e9:.1f} s", *store.remarks)),
+    )
+
+
+def _empty(store: Store, inventory: Inventory) -> Check:
+    what, _, remedy = describe_empty(store, inventory).rpartition("; ")
+    return _check("pages", WARN, what, remedy=remedy)
+
+
+def _sizes(inventory: Inventory) -> IntArray:
+    """Return the bytes of each object, 0 if unknown: [objects]."""
+    expected = inventory.table.expected_sizes[inventory.affix_ids]
+    sizes = np.where(inventory.sizes == UNKNOWN_SIZE, expected, inventory.sizes)
+    known: IntArray = np.where(sizes == UNKNOWN_SIZE, 0, sizes)
+    return known
+
+
+def _examined(
+    store: Store, seen: StoreSeen, inventory: Inventory, listing: ListingTime
+) -> PartCheck:
+    """Check the listing and a sample of the pages as `verify` does."""
+    profile = seen.profile
+    if profile is not None and not profile.inferred and len(seen.weights) == 1:
+        profile = replace(profile, weights=next(iter(seen.weights)))
+        expect_identities(store, profile)
+    request = VerifyRequest(
+        profile=profile,
+        grace_seconds=_GRACE_SECONDS,
+        sample=_sample(seen.sample_pages, inventory),
+        time_limit_seconds=_READ_SECONDS if seen.sample_pages else 0.0,
+        # So every sampled object is read, whether or not the profile describes its bytes.
+        update_catalog=True,
+    )
+    start = RunStart(listing=listing, began=time.monotonic(), tables=saved_tables(store))
+    checked = check_part(store, request, inventory, start)
+    found = lister_findings(store, request, listing.start_ns)
+    checked.result.found = pa.concat_tables([found, checked.result.found])
+    return checked
+
+
+def _sample(pages: int, inventory: Inventory) -> Sample:
+    """Return a slice with about so many pages, and no more than _SAMPLE_BYTES."""
+    ranked = ~inventory.is_foreign
+    stored = inventory.page_ranks(ranked)[1] if ranked.any() else 1
+    most = int(_SAMPLE_BYTES * stored / max(1, byte_sum(_sizes(inventory))))
+    slices = max(1, round(stored / max(1, min(pages, most))))
+    return Sample(slices, int(time.time() // _DAY) % slices)
+
+
+class _Findings:
+    """Findings of a part.
+
+    pages: number of pages in the store.
+    sampled: number of pages with an object to read.
+    tried: number of objects that were tried to be read.
+    """
+
+    def __init__(self, part: PartCheck) -> None:
+        self.part = part
+        self.pages = len(part.groups)
+        self.sampled = part.result.facts.sampled
+        self.tried = part.result.facts.reading.objects_read
+        self._table = part.result.found.combine_chunks()
+
+    def of(self, codes: Collection[str]) -> pa.Table:
+        """Return the findings of some codes."""
+        return self._table.filter(pc.is_in(self._table.column("code"), pa.array(list(codes))))
+
+    def structural(self) -> pa.Table:
+        """Return the findings that no other check is about."""
+        others = pa.array([*_APART, *_NO_DAMAGE])
+        return self._table.filter(pc.invert(pc.is_in(self._table.column("code"), others)))
+
+    @staticmethod
+    def damaged(found: pa.Table) -> int:
+        """Return the number of pages, or of other objects, that findings are about."""
+        what = pc.coalesce(found.column("page"), found.column("key"), found.column("detail"))
+        return int(pc.count_distinct(what).as_py())
+
+
+def _severe(found: pa.Table) -> pa.Table:
+    return found.filter(pc.equal(found.column("severity"), "error"))
+
+
+def _counts(found: pa.Table) -> str:
+    """Return the codes of findings with their numbers, the most first."""
+    counts = pc.value_counts(found.column("code")).to_pylist()
+    ordered = sorted(counts, key=lambda row: -row["counts"])
+    return ", ".join(f"{row['counts']} {row['values']}" for row in ordered)
+
+
+# --- checks of the findings ---
+
+
+def _readable(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
+    found = findings.of(_UNREADABLE)
+    if len(found):
+        yield _check(
+            "readable",
+            FAIL,
+            f"{len(found)} of {counted(findings.tried, 'object')} could not be read as user "
+            f"{_user()}",
+            evidence=_reason(found),
+            remedy=f"{seen.command('verify')} names them; one of them costs servers a whole batch",
+        )
+    elif findings.tried:
+        yield _check(
+            "readable",
+            OK,
+            f"{counted(findings.tried, 'object')} of {counted(findings.sampled, 'page')} can be "
+            "read",
+            evidence="" if findings.sampled == findings.pages else f"{findings.pages} in the store",
+        )
+    elif seen.sample_pages:
+        young = int(findings.part.in_flight.sum())
+        why = (
+            f"all are younger than {_GRACE_SECONDS:.0f} s; run again later"
+            if young == findings.pages
+            else f"their sizes are unknown; {GIVE_PROFILE}"
+        )
+        what, _, remedy = why.partition("; ")
+        yield _check("readable", UNKNOWN, f"No object was read: {what}", remedy=remedy)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def _reason(found: pa.Table) -> str:
+    """Return why the first object could not be read, without its path."""
+    return str(found.column("detail")[0]).rpartition(": ")[2]
+
+
+def _structure(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
+    if seen.contradiction:
+        what, _, remedy = seen.contradiction.partition("; ")
+        yield _check("structure", UNKNOWN, f"Not judged: {what}", remedy=remedy)
+        return
+    found = findings.structural()
+    severe, young = _severe(found), int(findings.part.in_flight.sum())
+    flying = f"{counted(young, 'page')} younger than {_GRACE_SECONDS:.0f} s not judged"
+    number = findings.damaged(severe)
+    if number:
+        yield _check(
+            "structure",
+            FAIL,
+            f"{number} of {counted(findings.pages, 'page')} could give servers wrong data",
+            evidence=_counts(found),
+            remedy=seen.command("verify"),
+        )
+    elif (number := findings.damaged(found)) * _FEW > findings.pages:
+        yield _check(
+            "structure",
+            WARN,
+            f"{number} of {counted(findings.pages, 'page')} cannot be used by every rank",
+            evidence=_counts(found),
+            remedy=seen.command("verify"),
+        )
+    else:
+        few = f", all but {number}" if number else ""
+        told = "by the profile" if seen.profile and not seen.profile.inferred else "by each other"
+        yield _check(
+            "structure",
+            OK,
+            f"{counted(findings.pages, 'page')} compared {told} have all their objects{few}",
+            evidence="; ".join(filter(None, (_counts(found), flying if young else ""))),
+        )
+
+
+def _identities(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
+    """Compare the stamp, and the identities in trailers, with the servers' weights."""
+    stamp = findings.of(_STAMP).column("detail").to_pylist()
+    told = [text for text in stamp if not text.startswith(_DEPLOYED)]
+    if len(findings.of(_DTYPE)):
+        told = [text for text in told if not text.startswith("pools[")]
+    if told:
+        yield _check(
+            "stamp",
+            FAIL,
+            "The stamp of the store differs from the servers' profile",
+            evidence="; ".join(told),
+            remedy="hicachectl explain stamp-mismatch",
+        )
+    if len(other := findings.of(_IDENTITY)):
+        yield _check(
+            "weights",
+            FAIL,
+            f"{findings.damaged(other)} of {counted(findings.sampled, 'page')} read are of other "
+            "weights, dtype or layout than the servers'",
+            evidence=str(other.column("detail")[0]),
+            remedy="hicachectl explain identity-mismatch; use one store for each weights",
+        )
+
+
+def _values(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
+    read = f"of {counted(findings.sampled, 'page')} read"
+    if len(found := findings.of(_DTYPE)):
+        yield _check(
+            "dtype",
+            FAIL,
+            f"{findings.damaged(found)} {read} have numbers of another dtype than the servers'",
+            evidence=str(found.column("detail")[0]),
+            remedy="use one store for each dtype, or remove the pages: "
+            + seen.command("verify", "--repair quarantine --despite-profile"),
+        )
+    if len(found := findings.of(_LAYOUT)):
+        yield _check(
+            "layout",
+            FAIL,
+            f"{findings.damaged(found)} {read} lie in another memory layout than the servers'",
+            evidence=str(found.column("detail")[0]),
+            remedy="hicachectl explain layout-mismatch; migrate --to-layout keeps the pages",
+        )
+    found = findings.of(_VALUES)
+    bad = findings.damaged(_severe(found))
+    if bad:
+        yield _check(
+            "values",
+            FAIL,
+            f"{bad} {read} have damaged values",
+            evidence=_counts(found),
+            remedy=seen.command("verify"),
+        )
+    elif (odd := findings.damaged(found)) * _FEW > findings.sampled:
+        yield _check(
+            "values",
+            WARN,
+            f"{odd} {read} have odd values",
+            evidence=_counts(found),
+            remedy=seen.command("verify"),
+        )
+    elif valued := int(findings.part.judged.valued.sum()):
+        yield _check("values", OK, f"The values of {counted(valued, 'object')} look as they should")
+
+
+def _temporaries(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
+    if number := len(findings.of(_TEMPORARIES)):
+        yield _check(
+            "temporaries",
+            WARN,
+            f"{counted(number, 'file')} of unfinished writes, or from before a clear, take space",
+            remedy=" ".join(("hicachectl rm", seen.words or seen.url, "--temporaries")),
+        )
+
+
+# --- space and times ---
+
+
+def _space(store: Store, inventory: Inventory, listing: ListingTime) -> Iterator[Check]:
+    free = store.free_bytes()
+    if free is None:
+        return
+    sizes = _sizes(inventory)
+    if store.traits.evicts:
+        yield _check(
+            "space",
+            OK,
+            f"{human_size(free)} are free; a full store evicts pages, which is normal",
+        )
+        return
+    written, seconds = _written_lately(inventory, sizes, listing)
+    hours = free * seconds / written / _HOUR if written else None
+    rate = f"{human_size(written)} written in the last {human_age(seconds)}" if written else ""
+    limit = "servers must have a limit: max_size of hicachectl's storage backend, or rm --keep-free"
+    if free < _ROOM:
+        yield _check(
+            "space",
+            FAIL,
+            f"No room: {human_size(free)} are free, so that servers store nothing more",
+            evidence=rate,
+            remedy=limit,
+        )
+    elif hours is not None and hours < _DAY / _HOUR:
+        yield _check(
+            "space",
+            WARN,
+            f"The {human_size(free)} that are free last {human_age(hours * _HOUR)} at the rate of "
+            "the last day, unless servers evict",
+            evidence=rate,
+            remedy=limit,
+        )
+    elif free < _LEAST_FREE * (free + byte_sum(sizes)):
+        yield _check(
+            "space",
+            WARN,
+            f"{human_size(free)} are free, {free / (free + byte_sum(sizes)):.1%} of what the store "
+            "can take, unless servers evict",
+            evidence=rate,
+            remedy=limit,
+        )
+    else:
+        yield _check("space", OK, f"{human_size(free)} are free", evidence=rate)
+
+
+def _written_lately(
+    inventory: Inventory, sizes: IntArray, listing: ListingTime
+) -> tuple[int, float]:
+    """Return the bytes written in the last day, and the seconds that they took; 0 if unknown.
+
+    A store that is younger than an hour tells no rate.
+    """
+    times = inventory.objects.column("mtime_ns")
+    ages = (listing.start_ns - times.drop_null().to_numpy()) / 1e9
+    oldest = float(ages.max(initial=0.0))
+    if oldest < _HOUR:
+        return 0, 0.0
+    seconds = min(oldest, _DAY)
+    known = times.is_valid().to_numpy()
+    return byte_sum(sizes[known][ages <= seconds]), seconds
+
+
+def _last_write(seen: StoreSeen, inventory: Inventory, listing: ListingTime) -> Iterator[Check]:
+    """Compare the newest page with the start of the server, which writes what it computes."""
+    ids = inventory.affix_ids
+    chosen = ~inventory.is_foreign
+    if seen.profile is not None and not seen.profile.inferred:
+        own = np.array([*(number == 0 for number in inventory.table.deployment_ids), False])
+        chosen &= own[ids]
+    times = inventory.objects.column("mtime_ns").filter(pa.array(chosen)).drop_null()
+    if not len(times):
+        return
+    newest_ns = pc.max(times).as_py()
+    age = (listing.start_ns - newest_ns) / 1e9
+    detail = f"The newest page was written {human_age(age)} ago"
+    started = seen.started
+    if started is not None and newest_ns / 1e9 < started:
+        running = listing.start_ns / 1e9 - started
+        if running >= _HOUR:
+            yield _check(
+                "last-write",
+                UNKNOWN,
+                f"{detail}, before the server started {human_age(running)} ago: it has stored "
+                "nothing new here",
+                remedy="if it answered new prompts, it stores elsewhere, or not at all: "
+                + seen.command("doctor", "--write-probe"),
+            )
+            return
+    yield _check("last-write", OK, detail)
+
+
+# --- services ---
+
+
+def _services(store: Serviced) -> Iterator[Check]:
+    for one in store.conditions():
+        what, _, remedy = one.problem.partition("; ")
+        status = OK if not one.problem else FAIL if one.is_lost else WARN
+        yield _check(one.name, status, what or one.text, remedy=remedy)
