@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.disk.statuses import SERVING
@@ -68,6 +68,7 @@ _NO_LOSS = frozenset({"device_covered", "device_overlap", "stale"})
 _UNWRITTEN = frozenset({"full", "half", "unwritable"})  # such pages are not written
 # SGLang's warm-up sends one short request to each data-parallel rank, and is no traffic.
 _FEW_REQUESTS = 5
+_SINCE_START = "since the server's start"
 _BACKEND = "hicache_storage_backend"
 _TRACE = "give the server's requests: hicachectl doctor STORE --server URL --trace FILE"
 
@@ -88,8 +89,11 @@ def live_checks(
         one for one in statuses if one.standing == SERVING and one.status.model in (flags.model, "")
     ]
     grown = growth(first, second)
-    counters = _Counters(server, flags, second, grown, f"{second.at - first.at:.0f} s")
-    checks = list(_metrics(counters))
+    judged, period = second, _SINCE_START
+    if grown is not None and any(map(grown.value, (REQUESTS, FOUND, LOST, BACKUPED))):
+        judged, period = grown, f"in {second.at - first.at:.0f} s between two looks"
+    counters = _Counters(server, flags, second, judged, period)
+    checks = list(_metrics(counters, restarted=grown is None))
     checks += _plugin(counters, serving)
     if second.samples is not None:
         checks += _lost(counters)
@@ -102,22 +106,17 @@ def live_checks(
 class _Counters:
     """Counters of a server.
 
+    flags: flags of the server; the usual ones if it does not tell them.
     totals: counts since the server's start.
-    grown: growth between two looks; None after a restart.
-    between: time between the looks.
+    judged: growth between two looks if anything moved, else the totals.
+    period: time in which `judged` was counted, in words.
     """
 
     server: LiveServer
     flags: DeploymentFlags
     totals: Look
-    grown: Look | None
-    between: str
-
-    def moved(self, *names: str) -> tuple[Look, str]:
-        """Return the growth if one of these counters grew, else the totals; and say which."""
-        if self.grown is not None and any(map(self.grown.value, names)):
-            return self.grown, f"in {self.between} between two looks"
-        return self.totals, "since the server's start"
+    judged: Look
+    period: str
 
     def check(
         self, name: str, status: str, detail: str, evidence: str = "", remedy: str = ""
@@ -137,19 +136,16 @@ class _Counters:
 
         what: the tokens of which some are lost.
         """
-        totals, grown = measure(self.totals), (0.0, 0.0)
-        if self.grown is not None:
-            grown = measure(self.grown)
-        lost, whole = grown if grown[1] else totals
+        lost, whole = measure(self.judged)
         if not lost:
             return
-        period = f"in {self.between} between two looks" if grown[1] else "since the server's start"
+        lost_ever, whole_ever = measure(self.totals)
         share = lost / max(whole, lost)
         status = WARN if share < _FAIL_SHARE or name in _NO_FAULT else FAIL
         few = lost < _FEW_LOOKUPS * least_asked(self.flags)
         if name in _NO_LOSS or share < _WARN_SHARE:
             status = OK
-        elif few and totals[0] < _WARN_SHARE * max(totals):
+        elif few and lost_ever < _WARN_SHARE * whole_ever:
             status = OK  # it is rare since the start, and a moment has few tokens
         elif few and name in _NO_FAULT:
             status = UNKNOWN
@@ -157,21 +153,21 @@ class _Counters:
             name,
             status,
             f"{name}: {share:.0%} of the {what} were lost",
-            f"{_tokens(lost)} of {_tokens(whole)}, {period}",
+            f"{_tokens(lost)} of {_tokens(whole)}, {self.period}",
             "" if status == OK else f"hicachectl explain {name}",
         )
 
 
-def _metrics(counters: _Counters) -> Iterator[Check]:
+def _metrics(counters: _Counters, *, restarted: bool) -> Iterator[Check]:
     totals = counters.totals
     if totals.samples is None:
         what, _, remedy = totals.problem.partition("; ")
         yield counters.check("metrics", UNKNOWN, f"Losses are not known: {what}", "", remedy)
         return
     requests = counted(int(totals.value(REQUESTS)), "request")
-    if counters.grown is None:
+    if restarted:
         what = "The server was restarted between two looks, so only its new counters are judged"
-        yield counters.check("metrics", UNKNOWN, what, f"{requests} since the server's start")
+        yield counters.check("metrics", UNKNOWN, what, f"{requests} {_SINCE_START}")
     else:
         yield counters.check("metrics", OK, f"The server shows its counters, of {requests}")
 
@@ -191,7 +187,7 @@ def _plugin(counters: _Counters, serving: Sequence[SeenStatus]) -> Iterator[Chec
     exported = any(name.startswith(PLUGIN) for name, _ in counters.totals.samples or ())
     if not exported:
         told = Look(counters.totals.at, dict(_samples(serving)))
-        counters = _Counters(counters.server, counters.flags, told, None, "")
+        counters = replace(counters, totals=told, judged=told, period=_SINCE_START)
     page = page_tokens(counters.flags)
     for reason in counters.totals.by_label(f"{PLUGIN}refused_pages_total", "reason"):
 
@@ -250,24 +246,24 @@ def _unwritten(counters: _Counters) -> Iterator[Check]:
             return lost, lost + look.value(HOST_BACKUPS, pool="kv")
 
         yield from counters.loss(reason, evicted, "tokens to be kept in host memory")
-    look, period = counters.moved(HOST_BACKUPS, BACKUPED)
+    look = counters.judged
     copied, written = look.value(HOST_BACKUPS, pool="kv"), look.value(BACKUPED)
     # Before a store is attached, nothing is written; the totals do not tell when that was.
     attached_late = not counters.server.info.get(_BACKEND)
     if written:
         what = f"The server wrote {_tokens(written)} to its store"
-        yield counters.check("written", OK, what, period)
+        yield counters.check("written", OK, what, counters.period)
     elif copied >= _FEW_LOOKUPS * least_asked(counters.flags):
         if look is counters.totals and attached_late:
             return
         what = f"The server copied {_tokens(copied)} to host memory, and wrote none to its store"
         remedy = "look for `Write page to storage` in the server's log"
-        yield counters.check("written", WARN, what, period, remedy)
+        yield counters.check("written", WARN, what, counters.period, remedy)
 
 
 def _found(counters: _Counters) -> Iterator[Check]:
     """Say what came from the store; if nothing did, whether prompts were too short to ask."""
-    look, period = counters.moved(FOUND)
+    look, period = counters.judged, counters.period
     found = look.value(FOUND)
     if found:
         restored, used = look.value(RESTORED), look.value(CACHED, cache_source="storage")
@@ -276,7 +272,6 @@ def _found(counters: _Counters) -> Iterator[Check]:
         evidence = f"{_tokens(used)} of {prompts} of prompts came from it, {period}"
         yield counters.check("found", OK, what, evidence)
         return
-    look, period = counters.moved(REQUESTS)
     requests = int(look.value(REQUESTS))
     if not requests:
         what = "The server has answered no request since its start"
