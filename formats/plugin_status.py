@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from msgspec import Meta, Struct, field
 from msgspec.structs import asdict
@@ -18,6 +18,9 @@ from msgspec.structs import asdict
 from hicachectl.formats.documents import parse_json_object, storable
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 STATUS_DIRECTORY = "status"
 MAX_STATUSES = 4096  # ranks, those of servers that have ended among them
@@ -31,14 +34,56 @@ _FORM = 1
 _MAX_VALUES = 1000
 _LONGEST_TEXT = 4096
 
-# Stages of a page's way, in tokens; names of `PluginStatus.tokens`, and of the metrics.
-ASKED, FOUND, RESTORED, WRITTEN, EVICTED = STAGES = (
-    "asked",
-    "found",
-    "restored",
-    "written",
-    "evicted",
-)
+# What is counted: stages of a page's way, in tokens; reasons, in pages, files and operations. The
+# names are members of `PluginStatus`, parts or labels of the metrics, and titles of `explain`.
+Stage = Literal["asked", "found", "restored", "written", "evicted"]
+Refused = Literal[
+    "damaged",
+    "foreign",
+    "full",
+    "gone",
+    "half",
+    "new-weights",
+    "other-deployment",
+    "stale",
+    "timeout",
+    "uncleared",
+    "unnamed-weights",
+    "unopened",
+    "unranked",
+    "unreachable",
+    "unreadable",
+    "unserved",
+    "unstamped",
+    "unwritable",
+]
+Noted = Literal["unranked"]
+Removed = Literal["damaged", "stale"]
+Failed = Literal[
+    "error",
+    "unclosed",
+    "uncleared",
+    "unevicted",
+    "unopened",
+    "unreckoned",
+    "unreported",
+    "unswept",
+]
+COUNTED: Mapping[str, tuple[str, ...]] = {
+    "tokens": get_args(Stage),
+    "refused": get_args(Refused),
+    "noted": get_args(Noted),
+    "removed": get_args(Removed),
+    "failed": get_args(Failed),
+}
+# Metrics by kind, without `_total`; those of tokens have the stage in their name.
+_METRICS = {
+    "tokens": "hicachectl_plugin_{}_tokens",
+    "refused": "hicachectl_plugin_refused_pages",
+    "noted": "hicachectl_plugin_noted_pages",
+    "removed": "hicachectl_plugin_removed_files",
+    "failed": "hicachectl_plugin_failed_operations",
+}
 
 _Text = Annotated[str, Meta(max_length=_LONGEST_TEXT)]
 _Reason = Annotated[str, Meta(pattern=r"^[a-z][a-z-]{0,63}$")]
@@ -67,10 +112,11 @@ class PluginStatus(Struct, frozen=True, kw_only=True):
     written_ns: time of writing this file, Unix ns.
     closed: whether the backend was detached, or the server ended in order.
     excluded: why all pages are misses until the next attach, by reason.
-    tokens: tokens since the process has first used these stores, by stage (`STAGES`).
-    refused: pages that were misses or were not written, by reason.
+    tokens: tokens since the process has first used these stores, by stage (`Stage`).
+    refused: pages of a pool that were misses or were not written, by reason.
+    noted: pages of a pool that were served in spite of the reason.
+    removed: files that were removed, by reason.
     failed: operations other than reads and writes that failed, by reason.
-    done: pages that were counted and are no loss, by what was done: such as `removed`.
     """
 
     release: _Text
@@ -99,8 +145,9 @@ class PluginStatus(Struct, frozen=True, kw_only=True):
     excluded: Annotated[dict[_Reason, _Text], Meta(max_length=200)] = field(default_factory=dict)
     tokens: _Counts = field(default_factory=dict)
     refused: _Counts = field(default_factory=dict)
+    noted: _Counts = field(default_factory=dict)
+    removed: _Counts = field(default_factory=dict)
     failed: _Counts = field(default_factory=dict)
-    done: _Counts = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -117,6 +164,14 @@ class PluginStatus(Struct, frozen=True, kw_only=True):
         now_ns: Unix ns.
         """
         return now_ns - self.written_ns > STALE_AFTER_S * 1e9
+
+
+def metric_of(kind: str, name: str) -> str:
+    """Return the metric that counts what `COUNTED` names, without `_total`.
+
+    Those of other kinds than tokens have the name as their label `reason`.
+    """
+    return _METRICS[kind].format(name)
 
 
 def is_status_name(name: str) -> bool:

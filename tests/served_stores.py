@@ -102,7 +102,7 @@ class Rank:
         served = self.pools[pool]
         with Call(SECONDS) as call:
             done = self.store.write(served, [page], self.hosts[pool].pieces([0]), call)
-        assert done == [True], self.store.counters.snapshot()
+        assert done == [True], self.store.counters.tally.of("refused")
 
     def read(self, pool: str, page: str) -> bytes | None:
         """Return a page as a server gets it; None for a miss."""

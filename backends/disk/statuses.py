@@ -35,6 +35,7 @@ CLOSED, ENDED, SILENT, SERVING = STANDINGS = ("closed", "ended", "silent", "serv
 _KEPT_S = 7 * 86400.0
 _CLOCKS_DIFFER_S = 2.0  # a process's start is known to the second
 _START_FIELD = 19  # proc(5), starttime: its place after the name in parentheses
+_ENDED = ("Z", "X")  # states of a process that nobody has waited for
 
 
 class SeenStatus(NamedTuple):
@@ -124,7 +125,10 @@ def process_start_ns(pid: int) -> int | None:
     """Return the start of a process, Unix ns; None if it has ended, 0 if that is unknown."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        ticks = int(text.rpartition(")")[2].split()[_START_FIELD])
+        fields = text.rpartition(")")[2].split()
+        if fields[0] in _ENDED:
+            return None
+        ticks = int(fields[_START_FIELD])
         lines = Path("/proc/stat").read_text(encoding="ascii", errors="replace").splitlines()
         boot = next(int(line.split()[1]) for line in lines if line.startswith("btime "))
     except (FileNotFoundError, ProcessLookupError):

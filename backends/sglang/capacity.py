@@ -11,7 +11,6 @@ try for the lock, and get it when that process ends.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import threading
 import time
@@ -24,6 +23,7 @@ from hicachectl.backends.disk.io import locks_reach_all_hosts
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.object_files.epochs import open_side, owner_of
 from hicachectl.backends.sglang.ledger import HIGH, Ledger
+from hicachectl.backends.sglang.log import logger
 from hicachectl.backends.sglang.sweeping import Sweeper, kinds_of
 from hicachectl.formats.errors import HicacheError, UsageError
 from hicachectl.formats.wording import reason_of
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.sglang.counters import Counters
     from hicachectl.backends.sglang.sweeping import Listing
-
-logger = logging.getLogger("hicachectl.sglang")
 
 _PROBED_EVERY_S, _PROBED_EVERY_BYTES = 1.0, 64 << 20
 _LOW = 0.96  # eviction starts above HIGH, and ends at this share of the limit
@@ -71,13 +69,15 @@ class Capacity:
         max_size: int = 0,
         min_free_space: int = 0,
         evict: str = "owner",
+        page_tokens: int = 1,
         counters: Counters,
     ) -> None:
         """Open the control files and the directory anew, and start the thread.
 
         suffixes: at least one end of the file names that this rank writes, after the page hash;
         True for the anchor's. max_size, min_free_space: bytes; 0 for no limit. evict: "owner": the
-        process that holds the lock evicts; "this": this process evicts, and no other.
+        process that holds the lock evicts; "this": this process evicts, and no other. page_tokens:
+        tokens of a page.
         Raises UsageError for max_size where locks do not exclude other hosts, OSError and
         UntrustedError.
         """
@@ -92,6 +92,7 @@ class Capacity:
         self._limit = max_size
         self._min_free = min_free_space
         self._counters = counters
+        self._page_tokens = page_tokens
         self._probing = threading.Lock()
         self._free = 0  # bytes at the last probe, minus the bytes admitted since
         self._admitted = 0  # bytes, since the probe
@@ -145,7 +146,7 @@ class Capacity:
                     self._admitted += nbytes
             return self._ledger is None or self._ledger.take(nbytes)
         except OSError as error:
-            self._counters.refused("unreckoned", reason_of(error))
+            self._counters.failed("unreckoned", reason_of(error))
             return False
 
     def release(self, nbytes: int) -> None:
@@ -232,10 +233,11 @@ class Capacity:
                 self.evict_now()
                 pause = _BUSY_TICK_S if self._busy else _TICK_S
             except (OSError, HicacheError) as error:
-                self._counters.refused("unswept", reason_of(error))
+                self._counters.failed("unswept", reason_of(error))
                 pause = _LOST_PAUSE_S
-            except Exception:
-                logger.exception("%s: the evictor failed", self._counters.place)
+            except Exception as error:
+                self._counters.failed("error", f"evictor: {error!r}")
+                logger.debug("evictor", exc_info=True)
                 pause = _LOST_PAUSE_S
             self._wake.wait(pause)
             self._wake.clear()
@@ -332,7 +334,7 @@ class Capacity:
         listing.stale.clear()
         self._freed(freed)
         if removed:
-            self._counters.count("swept", removed)
+            self._counters.removed("stale", removed)
 
     # evicting
 
@@ -360,19 +362,16 @@ class Capacity:
     def _evict(self, nbytes: int) -> None:
         """Evict the least recently used pages until so many bytes are freed."""
         listing, until = self._listing, time.monotonic() + _LONGEST_TURN_S
-        freed = pages = 0
+        freed, before = 0, self._sweeper.evicted
         while listing is not None and freed < nbytes:
             if self._ended or time.monotonic() > until or not (oldest := listing.take_page()):
                 break
             try:
-                bytes_free = self._sweeper.remove_page(*oldest)
-                freed += bytes_free
-                pages += bytes_free > 0
+                freed += self._sweeper.remove_page(*oldest)
             except OSError as error:
-                self._counters.refused("unevicted", f"{oldest[0]}: {reason_of(error)}")
+                self._counters.failed("unevicted", f"{oldest[0]}: {reason_of(error)}")
         self._freed(freed)
-        if pages:
-            self._counters.count("evicted", pages)
+        self._counters.moved("evicted", (self._sweeper.evicted - before) * self._page_tokens)
         self._busy = freed > 0
 
     def _freed(self, nbytes: int) -> None:

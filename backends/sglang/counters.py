@@ -1,67 +1,151 @@
-"""Counters of what the plug-in served and refused, and a log of refusals at a bounded rate."""
+"""Counters of what the plug-in moved and refused, and a log of refusals at a bounded rate.
+
+What is counted has its names in `formats.plugin_status`. Counts belong to the process: they go on
+when the backend is detached and attached again. Where SGLang exports metrics, they are among them.
+"""
 
 from __future__ import annotations
 
-import logging
+import os
 import threading
 import time
 from collections import Counter, deque
 from itertools import repeat
+from typing import TYPE_CHECKING
 
-logger = logging.getLogger("hicachectl.sglang")
+from hicachectl.backends.sglang.log import logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hicachectl.formats.plugin_status import Failed, Noted, Refused, Removed, Stage
+
+    Export = Callable[[str, str, int], None]
 
 _SECONDS_PER_LINE = 10.0  # per reason
+# SGLang sets it in its processes with --enable-metrics (utils/common.py ::
+# set_prometheus_multiproc_dir). prometheus_client must not be imported before.
+_EXPORTED = "PROMETHEUS_MULTIPROC_DIR"
+
+
+class Tally:
+    """Counts of one rank by kind and name. Several threads may count at once.
+
+    Kinds are `tokens`, `refused`, `noted`, `removed` and `failed`: see `plugin_status.COUNTED`.
+
+    excluded: why all pages are misses until the next attach, by reason.
+    """
+
+    def __init__(self) -> None:
+        self.excluded: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._counts: dict[str, Counter[str]] = {}
+        self._export: Export | None = None
+
+    def add(self, kind: str, name: str, count: int) -> None:
+        """Count."""
+        with self._lock:
+            self._counts.setdefault(kind, Counter())[name] += count
+        if self._export is not None:
+            try:
+                self._export(kind, name, count)
+            except Exception:  # a metric must cost no page
+                self._export = None
+                logger.exception("metrics: failed; they end here")
+
+    def of(self, kind: str) -> dict[str, int]:
+        """Return the counts of a kind by name."""
+        with self._lock:
+            return dict(self._counts.get(kind, {}))
+
+    def begin(self, ranks: Sequence[int]) -> None:
+        """Begin an attachment; export the counts if SGLang exports metrics.
+
+        ranks: see `exported.LABELS`.
+        """
+        self.excluded = {}
+        if self._export is None and _EXPORTED in os.environ:
+            try:
+                from hicachectl.backends.sglang.exported import exporter
+
+                self._export = exporter(ranks)
+            except Exception as error:  # no package, or no room for its files
+                logger.warning("metrics: not exported: %r", error)
+
+
+_tallies: dict[tuple[str, ...], Tally] = {}
+
+
+def tally_of(stores: Sequence[str]) -> Tally:
+    """Return this process's counts for some stores, by their URLs without secrets."""
+    return _tallies.setdefault(tuple(stores), Tally())
 
 
 class Counters:
-    """Counts by reason; the first event of a reason is logged at once, later ones in sums.
+    """Counts for one store; the first event of a reason is logged at once, later ones in sums.
 
     place: the store, in messages.
+    tally: where counts go, those of other stores among them.
     """
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, tally: Tally | None = None) -> None:
         self.place = place
+        self.tally = tally or Tally()
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._logged: dict[str, tuple[float, int]] = {}
+        self._logged: dict[str, tuple[float, int]] = {}  # when, and what came since
+        self._noted: set[str] = set()
 
-    def count(self, reason: str, pages: int = 1) -> None:
-        """Count pages without a log line."""
-        with self._lock:
-            self._counts[reason] += pages
+    def moved(self, stage: Stage, tokens: int) -> None:
+        """Count tokens of pages that reached a stage."""
+        if tokens:
+            self.tally.add("tokens", stage, tokens)
 
-    def noted(self, reason: str, detail: str) -> None:
+    def count(self, reason: Refused, pages: int) -> None:
+        """Count pages that are misses or failed writes without a log line."""
+        if pages:
+            self.tally.add("refused", reason, pages)
+
+    def removed(self, reason: Removed, files: int) -> None:
+        """Count files that were removed."""
+        self.tally.add("removed", reason, files)
+
+    def noted(self, reason: Noted, detail: str) -> None:
         """Count a page that is served all the same, and log the first one."""
+        self.tally.add("noted", reason, 1)
         with self._lock:
-            self._counts[reason] += 1
-            first = self._counts[reason] == 1
+            first = reason not in self._noted
+            self._noted.add(reason)
         if first:
             logger.info("%s: %s: %s; later ones are only counted", self.place, reason, detail)
 
-    def refused(self, reason: str, detail: str, pages: int = 1) -> None:
+    def refused(self, reason: Refused, detail: str, pages: int = 1) -> None:
         """Count pages that are misses or failed writes, and log at a bounded rate."""
-        now = time.monotonic()
-        with self._lock:
-            self._counts[reason] += pages
-            total = self._counts[reason]
-            at, before = self._logged.get(reason, (-_SECONDS_PER_LINE, 0))
-            if now - at < _SECONDS_PER_LINE:
-                return
-            self._logged[reason] = now, total
-        since = "" if total - before == 1 else f" ({total - before} pages since the last line)"
-        logger.warning("%s: %s: %s%s", self.place, reason, detail, since)
+        self.tally.add("refused", reason, pages)
+        self._warn(reason, detail, pages, "pages")
 
-    def excluded(self, reason: str, detail: str) -> None:
-        """Count and log, as an error, why all pages are misses until the next attach."""
-        self.count(reason)
+    def failed(self, reason: Failed, detail: str) -> None:
+        """Count an operation that failed, and log at a bounded rate."""
+        self.tally.add("failed", reason, 1)
+        self._warn(reason, detail, 1, "times")
+
+    def excluded(self, reason: Refused, detail: str) -> None:
+        """Log, as an error, why all pages are misses until the next attach."""
+        self.tally.excluded[reason] = f"{self.place}: {detail}"
         logger.error(
             "%s: %s: %s; all its pages are misses until the next attach", self.place, reason, detail
         )
 
-    def snapshot(self) -> dict[str, int]:
-        """Return all counts by reason."""
+    def _warn(self, reason: str, detail: str, count: int, unit: str) -> None:
+        now = time.monotonic()
         with self._lock:
-            return dict(self._counts)
+            at, before = self._logged.get(reason, (-_SECONDS_PER_LINE, 0))
+            if now - at < _SECONDS_PER_LINE:
+                self._logged[reason] = at, before + count
+                return
+            self._logged[reason] = now, 0
+        count += before
+        since = "" if count == 1 else f" ({count} {unit} since the last line)"
+        logger.warning("%s: %s: %s%s", self.place, reason, detail, since)
 
 
 class Moved:

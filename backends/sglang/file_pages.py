@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from hicachectl.backends.disk.io import CREATE_FILE, LIBC, NO_ROOM, OPEN_FILE, fill, write_all
 from hicachectl.backends.file.folders import ObjectDirectory
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.sglang.served import Pieces, ServedPool
     from hicachectl.backends.sglang.settings import Settings
     from hicachectl.backends.urls import StoreUrl
+    from hicachectl.formats.plugin_status import Refused
 
 _BYTES_PER_TASK = 1 << 20  # fewer bytes are not worth another thread
 # Pages of fewer bytes take mostly Python, which one thread at a time runs; on a store that takes
@@ -62,7 +63,8 @@ _LARGE_BYTES = 256 << 10
 _SLOW_SECONDS = 200e-6
 _EXAMINED_BYTES = 16 << 10  # examining a file takes as long as reading so much
 _LONGEST_NAME = 255  # bytes, on Linux
-_DETAILS = {
+_Problem = Literal["damaged", "foreign", "unranked", "unstamped", "unreadable", "stale", ""]
+_DETAILS: dict[_Problem, str] = {
     "damaged": "length, trailer or digest is wrong; it is removed and written again",
     "foreign": "written for other weights, dtype or layout, or by another rank",
     "unranked": 'its trailer names no rank; "unranked": "read" uses such files',
@@ -99,7 +101,7 @@ class Found(NamedTuple):
     problem: result of `PageFiles.problem`. facts: stat of the open file.
     """
 
-    problem: str
+    problem: _Problem
     facts: os.stat_result
 
 
@@ -190,7 +192,7 @@ class PageFiles:
         if now > self._in_use_until or len(self._in_use) > _MOST_IN_USE:
             self._in_use, self._in_use_until = set(), now + _TOUCHED_EVERY_NS // 4
 
-    def problem(self, page: Page) -> str:
+    def problem(self, page: Page) -> _Problem:
         """Return why a file is no page of ours, by its length and trailer, not by its digest.
 
         "damaged", "foreign", "unranked", "unstamped", "unreadable", "stale"; "" for a page of ours.
@@ -386,7 +388,7 @@ class PageFiles:
         here, name = self._directory.place(page[0])
         return os.open(name, OPEN_FILE, dir_fd=here)
 
-    def _problem(self, page: Page, facts: os.stat_result, data: bytes) -> str:
+    def _problem(self, page: Page, facts: os.stat_result, data: bytes) -> _Problem:
         """Return why a file is no page of ours; "" if it is one, whatever its digest.
 
         data: the trailer's bytes; b"" for a file without room for one.
@@ -485,7 +487,7 @@ class FilePages(PageStore):
             try:
                 found = files.read(page, memory)
             except FileNotFoundError:
-                self.counters.count("gone")
+                self.counters.count("gone", 1)
                 return False
             if found is not None:
                 self._refuse(found.problem, pool, pages[index])
@@ -506,6 +508,7 @@ class FilePages(PageStore):
             self.counters.refused("unwritable", "the directory is only read", len(pages))
             return [False] * len(pages)
         keeps_foreign = self._settings.on_foreign == "leave"
+        new: list[int] = []  # pages that were written
 
         def write(files: PageFiles, page: Page, index: int) -> bool:
             try:
@@ -523,9 +526,12 @@ class FilePages(PageStore):
                 return False
             views = [_view(*piece) for piece in pieces[index]]
             files.write(page, views, call, found)
+            new.append(index)
             return True
 
-        return self._each(self._writers, call, pool, pages, pool.nbytes, write)
+        done = self._each(self._writers, call, pool, pages, pool.nbytes, write)
+        self._count_written(pool, len(new))
+        return done
 
     def clear(self, call: Call) -> None:
         """Make the objects that this rank writes misses at once; they are removed later.
@@ -535,7 +541,7 @@ class FilePages(PageStore):
         self._clears += 1
         self._writers.map(call, self._open, [()])
         if self._clears != self._cleared:
-            self.counters.refused(
+            self.counters.failed(
                 "uncleared", "the directory did not answer yet; until it does, all pages are misses"
             )
 
@@ -567,7 +573,8 @@ class FilePages(PageStore):
         nbytes: bytes of a page, to decide how many threads are worth their start.
         """
         done = [False] * len(pages)
-        other = "unwritable" if workers is self._writers else "unreadable"
+        other: Refused = "unwritable" if workers is self._writers else "unreadable"
+        closed: Refused | None = None  # why the directory cannot be used
         try:
             left = enumerate(named(pages, self._suffixes[pool.name]))  # shared by the threads
         except ValueError as error:
@@ -575,8 +582,10 @@ class FilePages(PageStore):
             return done
 
         def work() -> None:
+            nonlocal closed
             files = self._files_of(pool)
             if files is None:
+                closed = "uncleared" if self._clears != self._cleared else "unopened"
                 return
             files.look()
             for index, page in left:
@@ -584,7 +593,8 @@ class FilePages(PageStore):
                 try:
                     done[index] = act(files, page, index)
                 except (OSError, HicacheError) as error:
-                    reason = "full" if getattr(error, "errno", None) in NO_ROOM else other
+                    full = getattr(error, "errno", None) in NO_ROOM
+                    reason: Refused = "full" if full else other
                     self.counters.refused(reason, f"{pages[index]}: {reason_of(error)}")
 
         tasks = 1
@@ -596,6 +606,8 @@ class FilePages(PageStore):
             self._seconds[workers] = (time.monotonic() - begun) * tasks / len(pages)
         if (call.ended or not call.seconds_left) and not all(done):
             self._count_late(done.count(False), paused=paused)
+        elif closed is not None:
+            self.counters.count(closed, done.count(False))
         return list(done)  # a copy: a worker that hangs still holds the list
 
     def _files_of(self, pool: ServedPool) -> PageFiles | None:
@@ -657,6 +669,7 @@ class FilePages(PageStore):
                 max_size=self._settings.max_size or 0,
                 min_free_space=self._settings.min_free_space,
                 evict=self._settings.evict,
+                page_tokens=self._written()[0].identity.page_size,
                 counters=self.counters,
             )
         with directory.outer(writes=True) as here:
@@ -678,8 +691,9 @@ class FilePages(PageStore):
             for pool in self._pools.values()
         }
 
-    def _refuse(self, problem: str, pool: ServedPool, page: str) -> None:
-        self.counters.refused(problem, f"{pool.name} of page {page}: {_DETAILS[problem]}")
+    def _refuse(self, problem: _Problem, pool: ServedPool, page: str) -> None:
+        if problem:
+            self.counters.refused(problem, f"{pool.name} of page {page}: {_DETAILS[problem]}")
 
     def _discard(self, pool: ServedPool, files: PageFiles, page: Page, found: Found) -> None:
         """Remove a damaged file, this rank's anchor first, so that the page is written again.
@@ -692,7 +706,7 @@ class FilePages(PageStore):
             with suppress(FileNotFoundError):
                 anchor.remove(beside, anchor.examine(beside))
         if files.remove(page, found):
-            self.counters.count("removed")
+            self.counters.removed("damaged", 1)
 
 
 def _check_names(pool: ServedPool) -> None:

@@ -8,7 +8,7 @@ Nothing raises into those threads: an exception in `get_stats` ends the server.
 from __future__ import annotations
 
 import functools
-import logging
+import os
 import time
 from collections import OrderedDict
 from contextlib import suppress
@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from msgspec import structs
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     PoolHitPolicy,
@@ -23,20 +24,23 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
+from hicachectl import __version__
+from hicachectl.backends.disk.statuses import process_start_ns, this_host
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.context import read_context, weight_version
 from hicachectl.backends.sglang.counters import Moved
+from hicachectl.backends.sglang.log import logger
 from hicachectl.backends.sglang.pools import ThisRankError, served_pool
 from hicachectl.backends.sglang.settings import parse_settings
+from hicachectl.backends.sglang.status_file import StatusFile
 from hicachectl.backends.sglang.store_list import open_stores
+from hicachectl.formats.plugin_status import COUNTED, PluginStatus
 from hicachectl.formats.restorable import ALL_PAGES, PoolPages, restorable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hicachectl.backends.sglang.served import ServedPool
-
-logger = logging.getLogger("hicachectl.sglang")
 
 Method = TypeVar("Method", bound="Callable[..., Any]")
 
@@ -59,7 +63,7 @@ def _never_raises(default: Callable[..., Any]) -> Callable[[Method], Method]:
             try:
                 return method(self, *arguments, **named)
             except Exception as error:
-                self._counters.refused("error", f"{method.__name__}: {error!r}")
+                self._counters.failed("error", f"{method.__name__}: {error!r}")
                 logger.debug("%s", method.__name__, exc_info=True)
                 with suppress(Exception):
                     return default(*arguments, **named)
@@ -100,6 +104,13 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         # Pages whose sidecars failed, until their KV has been refused.
         self._failed: OrderedDict[str, None] = OrderedDict()
         self._reads, self._writes = Moved(), Moved()
+        # Whether pools of equal pages are read after the anchor, each batch of pages in a call of
+        # its own; and the last batch of the anchor, of which such a pool may lose some.
+        self._has_beside = False
+        self._anchored: tuple[Sequence[str], int] | None = None
+        self._status_file: StatusFile | None = None
+        self._attached_ns = time.time_ns()
+        self._counters.tally.begin(self._rank)
 
     # attaching, in the scheduler's thread
 
@@ -137,6 +148,12 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def on_host_pools_registered(self) -> None:
         """Open the stores, unless all pages are misses in any case."""
         self._complete = True
+        try:
+            self._open()
+        finally:
+            self._report()
+
+    def _open(self) -> None:
         if self._context.unreadable:
             self._counters.excluded("unnamed-weights", self._context.unreadable)
         if self._context.unreadable or str(PoolName.KV) not in self._pools:
@@ -167,7 +184,67 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     @_never_raises(lambda: None)
     def close(self) -> None:
         """Release everything; later calls are misses."""
-        self._stores.close()
+        self._count_anchored()
+        try:
+            self._stores.close()
+        finally:
+            if self._status_file is not None:
+                self._status_file.close()
+
+    # what others see
+
+    @property
+    def _rank(self) -> tuple[int, ...]:
+        """This rank's values of `exported.LABELS`."""
+        config = self._config
+        return config.tp_rank, config.dp_rank, config.pp_rank, config.attn_cp_rank
+
+    def _report(self) -> None:
+        """Write this rank's status into the first store from now on, if it is a directory."""
+        first = self._settings.stores[0]
+        if first.kind.directory and self._stores.writes:
+            self._status_file = StatusFile(first.path, self._status_maker(), self._counters)
+
+    def _status_maker(self) -> Callable[[bool], PluginStatus]:
+        """Return a function that returns this rank's status; True for the last one."""
+        config, context, tally = self._config, self._context, self._counters.tally
+        kv = self._pools.get(str(PoolName.KV))
+        host, namespace = this_host()
+        fixed = PluginStatus(
+            release=__version__,
+            host=host,
+            pid=os.getpid(),
+            pid_namespace=namespace,
+            started_ns=process_start_ns(os.getpid()) or 0,
+            tp_rank=config.tp_rank,
+            tp_size=config.tp_size,
+            pp_rank=config.pp_rank,
+            pp_size=config.pp_size,
+            cp_rank=config.attn_cp_rank,
+            cp_size=config.attn_cp_size,
+            dp_rank=config.dp_rank,
+            model=str(config.model_name),
+            weights=context.weights,
+            draft_weights=context.draft_weights,
+            page_size=context.page_size,
+            dtype="" if kv is None else kv.identity.dtype,
+            layout="" if kv is None else kv.identity.layout,
+            pools=tuple(sorted(self._pools)),
+            stores=self._settings.names,
+            attached_ns=self._attached_ns,
+            written_ns=0,
+        )
+
+        def status(closed: bool) -> PluginStatus:
+            return structs.replace(
+                fixed,
+                written_ns=time.time_ns(),
+                closed=closed,
+                excluded=dict(tally.excluded),
+                **{kind: tally.of(kind) for kind in COUNTED},
+            )
+
+        return status
 
     def get_stats(self) -> Any:
         """Return SGLang's StorageMetrics of the reads and writes since the last call, or None."""
@@ -197,12 +274,20 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         transfers = [t for t in pool_transfers or () if _gates(t)]
         asked = [self._pools.get(str(PoolName.KV)), *(self._pool_of(one) for one in transfers)]
         pools = [pool for pool in asked if pool is not None]
-        if not keys or len(pools) < len(asked) or not self._is_current():
+        tokens = self._context.page_size
+        self._counters.moved("asked", len(keys) * tokens)
+        self._has_beside = any(t.indices_from_pool == PoolName.KV for t in transfers)
+        if len(pools) < len(asked):
+            self._counters.count("unserved", len(keys))
+            return PoolTransferResult.empty()
+        if not keys or not self._is_current(len(keys)):
             return PoolTransferResult.empty()
         found = self._present(pools, keys)
         windows = [ALL_PAGES, *(_window(transfer) for transfer in transfers)]
         pages = [PoolPages(row, window) for row, window in zip(found, windows, strict=True)]
-        return _result([pool.name for pool in pools], pages)
+        result = _result([pool.name for pool in pools], pages)
+        self._counters.moved("found", result.kv_hit_pages * tokens)
+        return result
 
     def _present(self, pools: Sequence[ServedPool], keys: list[str]) -> Any:
         """Return which pages of each pool can be read: [pools, pages] bool.
@@ -228,7 +313,12 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     ) -> list[bool]:
         """Read pages of the anchor's pool into the host pool. Return which were read whole."""
         with self._call() as call:
-            return self._read(self._pools.get(str(PoolName.KV)), keys, host_indices, call)
+            read = self._read(self._pools.get(str(PoolName.KV)), keys, host_indices, call)
+        self._count_anchored()
+        self._anchored = keys, _leading(read)
+        if not self._has_beside:
+            self._count_anchored()
+        return read
 
     @_never_raises(_no_transfers)
     def batch_get_v2(
@@ -236,16 +326,35 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     ) -> dict[Any, list[bool]]:
         """Read pages of other pools, all within the time of one call."""
         with self._call() as call:
-            return {
+            results = {
                 t.name: self._read(self._pool_of(t), t.keys or [], t.host_indices, call)
                 for t in transfers
             }
+        self._count_anchored([results[t.name] for t in transfers if t.keys == self._last_anchored])
+        return results
+
+    @property
+    def _last_anchored(self) -> Sequence[str] | None:
+        return None if self._anchored is None else self._anchored[0]
+
+    def _count_anchored(self, beside: Sequence[Sequence[bool]] = ()) -> None:
+        """Count the last batch of the anchor as restored, as far as SGLang takes it.
+
+        It takes the leading pages that were read, and that all pools read with them have, too
+        (cache_controller.py :: _page_transfer_kv_batch). beside: the pages that each of them has.
+        """
+        anchored, self._anchored = self._anchored, None
+        if anchored is not None:
+            pages = min([anchored[1], *map(_leading, beside)])
+            self._counters.moved("restored", pages * self._context.page_size)
 
     @_never_raises(_no_pages_of)  # a pool that fails costs its own pages only
     def _read(
         self, pool: ServedPool | None, keys: list[str], host_indices: Any, call: Call
     ) -> list[bool]:
-        if pool is None or not keys or not self._is_current():
+        if pool is None:
+            self._counters.count("unserved", len(keys))
+        if pool is None or not keys or not self._is_current(len(keys)):
             return [False] * len(keys)
         begun = time.perf_counter()
         pieces = pool.host.pieces(_first_indices(pool, keys, host_indices))
@@ -294,7 +403,9 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def _write(
         self, pool: ServedPool | None, keys: list[str], host_indices: Any, skip: Sequence[bool] = ()
     ) -> list[bool]:
-        if pool is None or not pool.writes or not keys or not self._is_current():
+        if pool is None:
+            self._counters.count("unserved", len(keys))
+        if pool is None or not pool.writes or not keys or not self._is_current(len(keys)):
             return [False] * len(keys)
         wanted = [index for index in range(len(keys)) if not (skip and skip[index])]
         written = [False] * len(keys)
@@ -330,16 +441,19 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def _call(self) -> Call:
         return Call(self._settings.op_timeout)
 
-    def _is_current(self) -> bool:
-        """Return whether the weights have a name, and are still those of the attachment."""
+    def _is_current(self, pages: int) -> bool:
+        """Return whether the weights have a name, and are still those of the attachment.
+
+        pages: number of pages to count as refused if not.
+        """
         if self._context.unreadable:
-            self._counters.refused("unnamed-weights", self._context.unreadable)
+            self._counters.refused("unnamed-weights", self._context.unreadable, pages)
             return False
         version = weight_version()
         if version != self._context.weight_version:
-            self._counters.refused(
-                "new-weights", f"the server's weight version is now {version!r}; attach again"
-            )
+            detail = f"the server's weight version is now {version!r}; attach again"
+            self._counters.refused("new-weights", detail, pages)
+            self._counters.tally.excluded["new-weights"] = detail
             return False
         return True
 
@@ -389,6 +503,11 @@ def _result(names: Sequence[str], pools: Sequence[PoolPages]) -> Any:
         if len(own):
             hits[PoolName(name)] = int(own[-1])
     return PoolTransferResult(int(lengths[-1]) if len(lengths) else 0, hits, lengths.tolist())
+
+
+def _leading(pages: Sequence[bool]) -> int:
+    """Return how many leading pages are true."""
+    return pages.index(False) if False in pages else len(pages)
 
 
 def _first_indices(pool: ServedPool, keys: Sequence[str], host_indices: Any) -> list[int]:

@@ -12,7 +12,7 @@ from hicachectl.backends.sglang.calls import Workers
 from hicachectl.formats.keys.base import RankPool
 from hicachectl.formats.keys.file import FileGrammar
 from hicachectl.formats.kinds.pool import pool_name
-from hicachectl.formats.objects import HALVES, Names
+from hicachectl.formats.objects import ANCHOR, HALVES, Names
 from hicachectl.formats.releases import RELEASES
 from hicachectl.formats.wording import reason_of
 
@@ -200,7 +200,7 @@ class PageStore(ABC):
         try:
             close()
         except Exception as error:  # any error: the call has returned
-            self.counters.refused("unclosed", reason_of(error))
+            self.counters.failed("unclosed", reason_of(error))
 
     def _open(self) -> None:
         """Do what is left of `open`, unless another thread does so, or it failed just before."""
@@ -211,11 +211,16 @@ class PageStore(ABC):
                 self._open_now()
         except Exception as error:  # any error: a rank that raised would hang the others
             self._open_again_at = time.monotonic() + _SECONDS_BETWEEN_OPENS
-            self.counters.refused("unopened", reason_of(error))
+            self.counters.failed("unopened", reason_of(error))
         finally:
             self._opening.release()
             if self._closed:  # meanwhile
                 self._leave()
+
+    def _count_written(self, pool: ServedPool, pages: int) -> None:
+        """Count the tokens of pages that were written, once for all pools of a page."""
+        if pool.name == ANCHOR:
+            self.counters.moved("written", pages * pool.identity.page_size)
 
     @property
     def _hangs(self) -> bool:

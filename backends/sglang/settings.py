@@ -69,6 +69,11 @@ class Settings:
     on_clear: str = "own"
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The stores' URLs without secrets."""
+        return tuple(without_secrets(str(url)) for url in self.stores)
+
+    @property
     def reads_only(self) -> bool:
         """Whether no store of the list can be written by a server."""
         return not self.stores[0].kind.served

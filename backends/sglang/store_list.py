@@ -7,7 +7,6 @@ _page_transfer_kv_batch, hybrid_cache_controller.py :: _page_transfer_sidecar).
 
 from __future__ import annotations
 
-import logging
 import threading
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -16,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hicachectl.backends.sglang.calls import Call
-from hicachectl.backends.sglang.counters import Counters
+from hicachectl.backends.sglang.counters import Counters, tally_of
 from hicachectl.backends.sglang.file_pages import FilePages
-from hicachectl.backends.urls import without_secrets
+from hicachectl.backends.sglang.log import logger
 from hicachectl.formats.objects import ANCHOR
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.sglang.settings import Settings
     from hicachectl.backends.urls import StoreUrl
     from hicachectl.formats.arrays import BoolArray
-
-logger = logging.getLogger("hicachectl.sglang")
 
 _LEAST_SECONDS = 0.05  # a store that is asked with less time left would count as hanging
 _MOST_CHOICES = 1 << 16  # pages
@@ -113,6 +110,7 @@ class StoreList:
         places = sorted(set(sources))
         for turn, place in enumerate(places):
             if call.seconds_left < _LEAST_SECONDS:
+                self.counters.count("timeout", sum(source in places[turn:] for source in sources))
                 break
             mine = [n for n, source in enumerate(sources) if source == place]
             with _share(call, len(places) - turn) as share:
@@ -234,22 +232,21 @@ def open_stores(settings: Settings, draft_weights: str = "") -> StoreList:
     draft_weights: name of the draft's weights, also on ranks without it; "" without one.
     """
     writes = not settings.reads_only
+    tally = tally_of(settings.names)
+    counters = [Counters(name, tally) for name in settings.names]
     stores = [
-        _store(settings, url, draft_weights, written=writes and not n)
-        for n, url in enumerate(settings.stores)
+        _store(settings, url, own, draft_weights, written=writes and own is counters[0])
+        for url, own in zip(settings.stores, counters, strict=True)
     ]
-    return StoreList(stores, Counters(_name(settings.stores[0])), writes=writes)
+    return StoreList(stores, counters[0], writes=writes)
 
 
-def _store(settings: Settings, url: StoreUrl, draft_weights: str, *, written: bool) -> PageStore:
-    counters = Counters(_name(url))
+def _store(
+    settings: Settings, url: StoreUrl, counters: Counters, draft_weights: str, *, written: bool
+) -> PageStore:
     if url.kind.directory:
         return FilePages(url, counters, settings, writes=written)
     # Imported late: servers on a file store do without pyarrow.
     from hicachectl.backends.sglang.stores import StorePages
 
     return StorePages(url, counters, settings, writes=written, draft_weights=draft_weights)
-
-
-def _name(url: StoreUrl) -> str:
-    return without_secrets(str(url))

@@ -10,7 +10,6 @@ data files names the deployment.
 
 from __future__ import annotations
 
-import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +21,7 @@ from msgspec import structs
 from hicachectl.backends.arena import ALIGNMENT, Arena, place
 from hicachectl.backends.base import SCAN_FIELDS, Result, Status, Store, open_store
 from hicachectl.backends.capabilities import Archive, Claimed, Confirm, Leases, RacyWrites
+from hicachectl.backends.sglang.log import logger
 from hicachectl.backends.sglang.served import PageStore
 from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.identity import deployment_tag, object_identity, unlike
@@ -42,16 +42,15 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.identity import Identity
     from hicachectl.formats.keys.base import Affix
+    from hicachectl.formats.plugin_status import Refused
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
-
-logger = logging.getLogger("hicachectl.sglang")
 
 _SLOT_BYTES = 8 << 20  # or the bytes of one page; larger slots were no faster
 _SLOTS_PER_THREAD = 2  # for a call, and for a call that hangs
 _OBJECTS_PER_RUN = 128  # SGLang's batches have as many pages
 _KEYS = pa.schema([SCAN_FIELDS["key"]])
-_REASONS = {
+_REASONS: dict[Status, Refused] = {
     Status.SHORT: "damaged",
     Status.OVERSIZED: "damaged",
     Status.DAMAGED: "damaged",
@@ -91,6 +90,11 @@ class PageForm:
         """Return which pages have all their objects."""
         pages: BoolArray = np.all(found.reshape(-1, len(self.objects)), axis=1)
         return list(pages.tolist())
+
+    def any(self, found: BoolArray) -> BoolArray:
+        """Return which pages have at least one of some objects: [pages] bool."""
+        pages: BoolArray = np.any(found.reshape(-1, len(self.objects)), axis=1)
+        return pages
 
 
 def page_form(grammar: str, pool: ServedPool, tag: str = "") -> PageForm:
@@ -138,14 +142,14 @@ def right_sizes(
 
 def put(
     store: Store, keys: Sequence[bytes], offsets: IntArray, sizes: IntArray, counters: Counters
-) -> tuple[BoolArray, Result]:
+) -> tuple[BoolArray, BoolArray, Result]:
     """Write absent objects from the arena, and replace those of wrong size.
 
-    Return which are there now, [n] bool, and the result of the first write. An object that a reader
-    has a lease on stays.
+    Return which are there now and which were written, both [n] bool, and the result of the first
+    write. An object that a reader has a lease on stays.
     """
     result = store.write_from(rows_of(keys), offsets, sizes, if_absent=True)
-    there = result.ok
+    there, new = result.ok, result.ok.copy()
     held = np.flatnonzero(result.statuses == Status.EXISTS)
     if len(held):
         there[held] = right_sizes(store, [keys[n] for n in held.tolist()], sizes[held], counters)
@@ -154,13 +158,14 @@ def put(
         removed = store.delete(rows_of([keys[n] for n in wrong.tolist()])).statuses
         wrong = wrong[np.isin(removed, (Status.OK, Status.GONE))]
         again = rows_of([keys[n] for n in wrong.tolist()])
-        there[wrong] = store.write_from(again, offsets[wrong], sizes[wrong], if_absent=True).ok
-    return there, result
+        new[wrong] = store.write_from(again, offsets[wrong], sizes[wrong], if_absent=True).ok
+        there |= new
+    return there, new, result
 
 
 def count_failures(
     counters: Counters,
-    other: str,
+    other: Refused,
     result: Result,
     keys: Sequence[bytes],
     form: PageForm,
@@ -176,7 +181,7 @@ def count_failures(
     for n in failed[first].tolist():
         status = Status(result.statuses[n])
         if status == Status.GONE:
-            counters.count("gone")
+            counters.count("gone", 1)
             continue
         wanted = form.objects[n % len(form.objects)].nbytes
         detail = result.errors.get(n, f"{nbytes[n]} bytes instead of {wanted}")
@@ -400,6 +405,7 @@ class StorePages(PageStore):
         self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
     ) -> list[bool]:
         """Write pages; replace an object of wrong size, unless a reader has a lease on it."""
+        new: list[int] = []  # pages written by each run
 
         def write(opened: _Opened, some: Sequence[int]) -> list[bool]:
             store, form, slots = opened
@@ -410,11 +416,15 @@ class StorePages(PageStore):
                 for n, page in enumerate(some):
                     for one, address in form.of_page(addresses, n):
                         gather(call, pieces[page][one.pieces], address)
-                there, result = put(store, keys, offsets, sizes, self.counters)
+                there, written, result = put(store, keys, offsets, sizes, self.counters)
             count_failures(self.counters, "unwritable", result, keys, form, sizes)
-            return form.whole(there)
+            whole = np.array(form.whole(there))
+            new.append(int((whole & form.any(written)).sum()))
+            return list(whole.tolist())
 
-        return self._each(self._writers, call, pool, len(pages), write)
+        done = self._each(self._writers, call, pool, len(pages), write)
+        self._count_written(pool, sum(new))
+        return done
 
     def clear(self, call: Call) -> None:
         """Say that the store keeps its objects: it does not tell older ones from newer ones."""
@@ -489,6 +499,7 @@ class StorePages(PageStore):
             self.counters.count("other-deployment", pages)
             return None
         if store is None or slots is None or form is None:
+            self.counters.count("unopened", pages)
             return None
         if _page_bytes(pool) > slots.nbytes:
             detail = f"pool {pool.name}: its pages need more memory than before; attach again"

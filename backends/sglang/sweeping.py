@@ -142,6 +142,7 @@ class Sweeper:
 
     suffixes: ends of file names, after the page hash. The first is the anchor's if has_anchor.
     clock_ns: the file system's time less ours, at the last listing.
+    evicted: number of pages whose anchor `remove_page` has removed.
 
     All methods raise OSError.
     """
@@ -150,6 +151,7 @@ class Sweeper:
         self, directory: ObjectDirectory, suffixes: tuple[bytes, ...], *, has_anchor: bool
     ) -> None:
         self.clock_ns = 0
+        self.evicted = 0
         self._epochs = [EpochReader(directory, suffix) for suffix in suffixes]
         self._directory = directory
         self._suffixes = suffixes
@@ -224,6 +226,7 @@ class Sweeper:
         for kind in sorted(found):
             if self._temporaries.remove_seen(self._key(page, kind), found[kind], used_since=False):
                 freed += found[kind].st_size
+                self.evicted += kind == 0 and self._has_anchor
             elif kind == 0 and self._has_anchor:
                 break  # it is in use again: its sidecars stay
         return gone + freed

@@ -159,11 +159,11 @@ def evict(directory: ObjectDirectory, objects: int) -> None:
     capacity = Capacity(
         directory, {KV: True, INDEXER: False}, max_size=objects * NBYTES // 2, counters=counters
     )
-    while not counters.snapshot().get("evicted"):
+    while not counters.tally.of("tokens").get("evicted"):
         time.sleep(0.01)
-    first, begun = counters.snapshot()["evicted"], time.perf_counter()
+    first, begun = counters.tally.of("tokens")["evicted"], time.perf_counter()
     time.sleep(3)
-    done = counters.snapshot()["evicted"] - first
+    done = counters.tally.of("tokens")["evicted"] - first
     print(f"evicted                   {done / (time.perf_counter() - begun):8.0f} pages a second")
     capacity.close()
     time.sleep(1)  # its thread works on

@@ -15,6 +15,7 @@ import yaml
 
 from hicachectl.checks.registry import codes
 from hicachectl.cli.metrics import LABELS, metrics
+from hicachectl.formats.plugin_status import COUNTED, metric_of
 from tests.skips import need_tool
 from tests.test_readme import check_arguments
 
@@ -30,6 +31,7 @@ UNITS = sorted((FOLDER / "systemd").iterdir())
 RULES = FOLDER / "prometheus" / "hicachectl.rules.yml"
 DASHBOARD = json.loads((FOLDER / "grafana" / "hicachectl.json").read_text())
 OURS = {f"hicachectl_{command}_{name}" for command, texts in metrics().items() for name in texts}
+PLUGIN = {f"{metric_of(kind, name)}_total" for kind, names in COUNTED.items() for name in names}
 # Metrics of SGLang, as a conformance test finds them in its code.
 THEIRS = {
     "sglang:backup_bandwidth",
@@ -129,15 +131,15 @@ def test_alerts_are_about_metrics_and_codes_that_exist() -> None:
     (group,) = yaml.safe_load(text)["groups"]
     used = set().union(*(metrics_in(rule["expr"]) for rule in group["rules"]))
     assert used
-    assert used <= OURS
+    assert used <= OURS | PLUGIN
     (listed,) = re.findall(r'code=~"(.*?)"', text)
     assert listed.split("|") == [code.name for code in codes() if code.severity == "error"]
 
 
 def test_the_dashboard_shows_metrics_that_exist() -> None:
     used = set().union(*map(metrics_in, expressions()))
-    assert used <= OURS | THEIRS
-    assert used >= THEIRS
+    assert used <= OURS | THEIRS | PLUGIN
+    assert used >= THEIRS | PLUGIN
     labels = {*LABELS.values(), "store"}
     stated = {name for text in expressions() for name in re.findall(r"(\w+)=~", text)}
     assert stated <= labels
@@ -179,7 +181,6 @@ def test_prometheus_accepts_the_rules_and_the_queries(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
-    tool = need_tool("promtool", "prometheus")
     day = 24 * 60
     series = {
         'hicachectl_verify_findings{store="a",code="truncated"}': "3x20",
@@ -211,10 +212,49 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
         ("HicacheColdAfterPrewarm", {"store": "b"}),
         ("HicacheColdAfterPrewarm", {"store": "c"}),
     ]
+    _expect_firing(tmp_path, "6h", f"{4 * day + 360}m", series, fired)
+
+
+@pytest.mark.slow
+def test_alerts_about_servers_fire_when_they_should(tmp_path: Path) -> None:
+    """One damaged page, evicted pages and an idle server are no alert."""
+    refused = "hicachectl_plugin_refused_pages_total"
+    failed = "hicachectl_plugin_failed_operations_total"
+    asked, found = "hicachectl_plugin_asked_tokens_total", "hicachectl_plugin_found_tokens_total"
+    series = {
+        f'{refused}{{instance="a",tp_rank="0",reason="foreign"}}': "0+9x300",
+        f'{refused}{{instance="a",tp_rank="1",reason="foreign"}}': "0+9x300",
+        f'{refused}{{instance="a",tp_rank="0",reason="damaged"}}': "0x99 1x200",
+        f'{refused}{{instance="a",tp_rank="0",reason="gone"}}': "0+9x300",
+        f'{failed}{{instance="b",tp_rank="0",reason="unswept"}}': "0+9x300",
+        f'{asked}{{instance="a"}}': "0+640x300",
+        f'{found}{{instance="a"}}': "0+64x300",
+        f'{asked}{{instance="b"}}': "0+640x300",
+        f'{found}{{instance="b"}}': "0x300",
+        f'{asked}{{instance="idle"}}': "640x300",
+        f'{found}{{instance="idle"}}': "0x300",
+    }
+    fired = [
+        ("HicachePluginRefuses", {"instance": "a", "reason": "foreign"}),
+        ("HicachePluginRefuses", {"instance": "b", "reason": "unswept"}),
+        ("HicachePluginFindsNothing", {"instance": "b"}),
+    ]
+    _expect_firing(tmp_path, "1m", "280m", series, fired)
+
+
+def test_each_alert_has_a_test() -> None:
+    (group,) = yaml.safe_load(RULES.read_text())["groups"]
+    named = re.findall(r'\("(Hicache\w+)", \{', Path(__file__).read_text())
+    assert {rule["alert"] for rule in group["rules"]} == set(named)
+
+
+def _expect_firing(
+    tmp_path: Path, interval: str, at: str, series: dict[str, str], fired: list[tuple[str, Any]]
+) -> None:
+    """Assert which alerts fire: those named in `fired`, with just these labels."""
+    tool = need_tool("promtool", "prometheus")
     (group,) = yaml.safe_load(RULES.read_text())["groups"]
     names = {name for name, _ in fired}
-    assert {rule["alert"] for rule in group["rules"]} == names
-    at = f"{4 * day + 360}m"
     queries = [
         {
             "expr": f'ALERTS{{alertname="{name}",alertstate="firing"}}',
@@ -229,10 +269,10 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
     ]
     document = {
         "rule_files": [str(RULES)],
-        "evaluation_interval": "6h",
+        "evaluation_interval": interval,
         "tests": [
             {
-                "interval": "6h",
+                "interval": interval,
                 "input_series": [
                     {"series": name, "values": values} for name, values in series.items()
                 ],

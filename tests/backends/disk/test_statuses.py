@@ -85,7 +85,8 @@ def test_a_written_status_is_read_back_with_every_member(tmp_path: Path) -> None
         tokens={"asked": 640, "found": 128},
         refused={"damaged": 2},
         failed={"unswept": 1},
-        done={"removed": 1},
+        noted={"unranked": 3},
+        removed={"stale": 1},
     )
     write(tmp_path, one)
     seen = read(tmp_path)
@@ -111,6 +112,15 @@ def test_a_rank_is_serving_silent_closed_or_ended(tmp_path: Path) -> None:
 def test_another_process_with_the_same_number_is_not_taken_for_the_rank(tmp_path: Path) -> None:
     write(tmp_path, status(started_ns=10**18))
     assert [seen.standing for seen in read(tmp_path).statuses] == [ENDED]
+
+
+def test_a_killed_process_that_nobody_has_waited_for_has_ended(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        write(tmp_path, status(process.pid))
+        assert [seen.standing for seen in read(tmp_path).statuses] == [SERVING]
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert [seen.standing for seen in read(tmp_path).statuses] == [ENDED]
 
 
 def test_a_process_of_another_host_is_judged_by_time_only(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_writers_get_no_room_above_the_limit_and_get_it_after_evictions(place: P
     wait_until(write_the_next, "writers get no room")
     assert 0.9 * LIMIT < max(totals) <= 1.25 * LIMIT
     wait_until(lambda: place.total() <= 1.05 * LIMIT, "the evictor does not catch up")
-    assert writer.counters.snapshot()["evicted"] >= 125
+    assert writer.counters.tally.of("tokens")["evicted"] >= 125
     assert not place.capacity(LIMIT).admit(LIMIT + 1)
     writer.close()
 
@@ -199,7 +199,7 @@ def test_the_room_of_failed_writes_comes_back(
         for _ in range(3 * limit // INDEXER_BYTES):  # a late call tries a page only
             assert writer.write(range(8)) == 0
     assert writer.write(range(8)) == 8
-    assert "full" not in writer.counters.snapshot()
+    assert "full" not in writer.counters.tally.of("refused")
     writer.close()
 
 
@@ -210,7 +210,7 @@ def test_the_room_of_replaced_files_comes_back(place: Place) -> None:
     for turn in range(3 * LIMIT // (8 * PAGE_BYTES)):
         writer = writers[turn % 2]
         assert writer.write(range(8)) == 8
-        assert "full" not in writer.counters.snapshot()
+        assert "full" not in writer.counters.tally.of("refused")
     for writer in writers:
         writer.close()
 
@@ -383,9 +383,8 @@ def test_space_stays_free_for_others(tmp_path: Path) -> None:
         wait_until(lambda: writer.write([2000]), "writers get no room")
         space = os.statvfs(small)
         assert space.f_bavail * space.f_frsize >= 98 * PAGE_BYTES
-        counts = writer.counters.snapshot()
-        assert counts["full"]
-        assert counts["evicted"]
+        assert writer.counters.tally.of("refused")["full"]
+        assert writer.counters.tally.of("tokens")["evicted"]
         assert not place.has(0, KV)
         writer.close()
         place.close()

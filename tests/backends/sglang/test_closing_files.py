@@ -106,7 +106,7 @@ def test_closing_waits_for_no_writer_that_hangs(
     assert time.monotonic() - begun < SOON
     held.release.set()
     time.sleep(0.3)
-    assert "error" not in store.counters.snapshot()
+    assert "error" not in store.counters.tally.of("failed")
     assert not list(tmp_path.glob("*.bin"))
 
 
@@ -171,7 +171,7 @@ def test_a_clear_that_comes_while_the_store_hangs_is_not_lost(
         assert write(store, host, 0.3)[0] is False  # writes pause now
         with Call(SECONDS) as call:
             store.clear(call)
-        assert store.counters.snapshot()["uncleared"] == 1
+        assert store.counters.tally.of("failed")["uncleared"] == 1
         held.release.set()
     assert exists(store, host) == [False] * 4
     assert exists(store, host) == [False] * 4
@@ -229,7 +229,8 @@ def test_a_system_without_more_threads_costs_no_descriptors(
             store._open_again_at = 0.0
             assert write(store, host) == [False] * 4
         assert open_descriptors() == before
-        assert store.counters.snapshot() == {"unopened": 6}
+        assert store.counters.tally.of("failed") == {"unopened": 6}
+        assert store.counters.tally.of("refused") == {"unopened": 6 * 4}
     store._open_again_at = 0.0
     assert write(store, host) == [True] * 4
     store.close()
@@ -273,7 +274,7 @@ def test_a_path_that_cannot_be_asked_is_a_miss_with_a_reason(
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", refused)
         assert write(store, host) == [True] * 4  # the directory itself is there
-        assert store.counters.snapshot()["unopened"] >= 1
+        assert store.counters.tally.of("failed")["unopened"] >= 1
     assert read(store, host) == [True] * 4
     store.close()
 

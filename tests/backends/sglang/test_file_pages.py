@@ -101,7 +101,7 @@ def test_a_directory_mounted_read_only_is_read(
             assert exists(store, host) == read(store, host) == [True] * 4
             assert host.page(2) == before
             assert write(store, host, hashes(2, seed=1)) == [False] * 2
-            assert store.counters.snapshot() == {"unwritable": 2}
+            assert store.counters.tally.of("refused") == {"unwritable": 2}
             store.clear(Call(SECONDS))
             assert exists(store, host) == read(store, host) == [False] * 4
 
@@ -192,9 +192,9 @@ def test_a_page_under_another_name_is_a_miss(tmp_path: Path, host: HostPool) -> 
         file_of(tmp_path, PAGES[0], "indexer").write_bytes(content)
         assert exists(store, host) == [True, False, False, False]
         assert read(store, host) == [True, False, False, False]
-        before = store.counters.snapshot()
+        before = store.counters.tally.of("refused")
         assert exists(store, side) == [False] * 4
-        after = store.counters.snapshot()
+        after = store.counters.tally.of("refused")
         assert after["damaged"] == before["damaged"] + 1
         assert "foreign" not in after
 
@@ -231,7 +231,7 @@ def test_pages_of_another_rank_are_misses_and_replaced(
     with opened(tmp_path, host, **options) as store:
         assert exists(store, host) == read(store, host) == [False] * 4
         assert host.page(1) == junk
-        assert store.counters.snapshot()["foreign"] == 8
+        assert store.counters.tally.of("refused")["foreign"] == 8
         assert write(store, host) == read(store, host) == [replaces] * 4
 
 
@@ -248,7 +248,7 @@ def test_trailers_without_a_rank_are_read_and_counted(
     with opened(tmp_path, host) as store:
         assert exists(store, host) == read(store, host) == write(store, host) == [True] * 4
         assert host.page(2) == before
-        assert store.counters.snapshot() == {"unranked": 4}
+        assert store.counters.tally.of("noted") == {"unranked": 4}
 
 
 def test_trailers_without_a_rank_are_misses_if_asked(tmp_path: Path, host: HostPool) -> None:
@@ -258,9 +258,9 @@ def test_trailers_without_a_rank_are_misses_if_asked(tmp_path: Path, host: HostP
         forget_ranks(tmp_path)
     with opened(tmp_path, host, unranked="refuse", on_foreign="leave") as store:
         assert exists(store, host) == read(store, host) == [False] * 4
-        assert store.counters.snapshot() == {"unranked": 8}
+        assert store.counters.tally.of("refused") == {"unranked": 8}
         assert write(store, host) == exists(store, host) == read(store, host) == [True] * 4
-        assert store.counters.snapshot() == {"unranked": 8}
+        assert store.counters.tally.of("refused") == {"unranked": 8}
 
 
 def test_ranks_that_no_trailer_can_name(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_ranks_that_no_trailer_can_name(tmp_path: Path) -> None:
     host = HostPool(NBYTES, ranks=Ranks(tp_rank=5, tp=1024))
     with opened(tmp_path, host) as store:
         assert write(store, host) == exists(store, host) == read(store, host) == [True] * 4
-        assert store.counters.snapshot() == {}
+        assert store.counters.tally.of("refused") == {}
     with (
         pytest.raises(ValueError, match=r"^unranked: 'refuse' .* the ranks of tp 1024; remove"),
         opened(tmp_path, host, unranked="refuse"),
@@ -488,7 +488,7 @@ def test_a_full_file_system_leaves_nothing_behind(
         write(store, host, PAGES[:1])
         monkeypatch.setattr(os, "writev", full)
         assert write(store, host) == [True, False, False, False]
-        assert store.counters.snapshot()["full"] == 3
+        assert store.counters.tally.of("refused")["full"] == 3
     assert [path for path in tmp_path.iterdir() if path.name != ".hicachectl"] == [
         file_of(tmp_path, PAGES[0])
     ]
@@ -606,7 +606,7 @@ def test_writes_beyond_max_size_fail_and_count(tmp_path: Path, host: HostPool) -
     with opened(tmp_path, host, max_size=NBYTES + TRAILER_BYTES - 1) as store:
         assert write(store, host) == [False] * 4
         assert not list(tmp_path.glob("*.bin"))
-        assert store.counters.snapshot()["full"] == 4
+        assert store.counters.tally.of("refused")["full"] == 4
 
 
 def test_a_folder_that_is_a_link_costs_its_pages_alone(tmp_path: Path, host: HostPool) -> None:
@@ -664,7 +664,7 @@ def test_a_slow_store_serves_what_it_can_in_time(
         with Call(0.75) as call:
             done = store.read(host.pool, PAGES, host.pieces(range(4)), call)
         assert 1 <= done.count(True) < 4
-        assert store.counters.snapshot()["timeout"] == done.count(False)
+        assert store.counters.tally.of("refused")["timeout"] == done.count(False)
 
 
 def test_a_file_that_is_replaced_while_it_is_removed_stays(

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hicachectl.backends.sglang import file_pages, settings
+from hicachectl.backends.sglang import settings
+from hicachectl.backends.sglang.exported import LABELS
 from hicachectl.backends.sglang.settings import parse_settings
+from hicachectl.formats.plugin_status import COUNTED, metric_of
 from tests.served_stores import INDEXED, served_by, served_store
 from tests.stores import page
 from tests.test_readme import check_arguments
@@ -58,16 +60,22 @@ def test_defaults_are_as_stated() -> None:
         parse_settings({"interface_v1": 1, "store": "/x", "op_timeout": 9})
 
 
-def test_every_reason_of_a_miss_is_explained() -> None:
-    explained = set(
-        re.findall(r"[a-z-]+", " ".join(re.findall(r"^\.It .*", section("LOG AND METRICS"), re.M)))
-    )
-    assert set(file_pages._DETAILS) <= explained
-    sources = (ROOT / "hicachectl" / "backends" / "sglang").glob("*.py")
-    text = "".join(path.read_text() for path in sources)
-    used = set(re.findall(r'(?:refused|excluded)\(\s*"([a-z-]+)"', text))
-    assert used
-    assert used <= explained
+def test_every_reason_and_metric_is_explained() -> None:
+    """The reasons of the code are those of COUNTED, which mypy checks, and those of the page."""
+    refused, failed = section("REASONS").split("Reasons of failed operations:")
+    named = [
+        set(re.findall(r"Li ([a-z-]+)", " ".join(re.findall(r"^\.It .*", text, re.MULTILINE))))
+        for text in (refused, failed)
+    ]
+    assert named == [set(COUNTED["refused"]), set(COUNTED["failed"])]
+    assert set(COUNTED["noted"]) | set(COUNTED["removed"]) <= named[0]
+    metrics = {f"{metric_of(kind, one)}_total" for kind, names in COUNTED.items() for one in names}
+    assert set(re.findall(r"^\.It Li (\w+)$", section("METRICS"), re.MULTILINE)) == metrics
+
+
+def test_the_labels_of_the_metrics_are_stated() -> None:
+    stated = section("METRICS").partition(".Bl")[0]
+    assert all(label in stated for label in LABELS)
 
 
 def test_markers_that_were_removed_come_back_with_the_next_attach(tmp_path: Path) -> None:

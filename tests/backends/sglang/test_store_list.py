@@ -216,7 +216,7 @@ def test_stores_that_are_only_read_serve_until_a_clear() -> None:
         assert them.exists([KV], PAGES, Call(5)).tolist() == [[True, False, False, False]]
         assert read(them, KV) == [True, False, False, False]
         assert them.write(KV, PAGES[1:3], KV.host.pieces([0, 1]), Call(5)) == [False, False]
-        assert them.counters.snapshot() == {"unwritable": 2}
+        assert them.counters.tally.of("refused") == {"unwritable": 2}
         them.clear(Call(5))
         assert not np.any(them.exists([KV], PAGES, Call(5)))
         assert read(them, KV) == [False] * 4

@@ -87,7 +87,7 @@ class Served:
 
     @property
     def counts(self) -> dict[str, int]:
-        return self.counters.snapshot()
+        return self.counters.tally.of("refused")
 
 
 def _numbers(pages: list[str]) -> list[int]:
@@ -288,7 +288,7 @@ def test_a_claim_that_is_no_tag_is_a_miss(hf3fs_url: str, tmp_path: Path, conten
     claim.write_text(content)
     with served(hf3fs_url, DSA) as found:
         assert not any(found.exists() + found.write())
-        assert found.counts == {"unopened": 1}
+        assert found.counters.tally.of("failed") == {"unopened": 1}
         claim.unlink()
         found.store._open_again_at = 0.0
         assert found.write() == [True] * 6
@@ -372,7 +372,7 @@ def test_a_store_that_is_not_there_is_a_miss_and_is_opened_later(
     url = f"hf3fs://{folder}/hicache?server={metadata_server.url}&file_size={FILE_BYTES}"
     with served(url, DSA) as found:
         assert not any(found.exists() + found.read() + found.write())
-        assert found.counts == {"unopened": 1}
+        assert found.counters.tally.of("failed") == {"unopened": 1}
         folder.mkdir()
         found.store._open_again_at = 0.0
         expect_all(found, written(found))
@@ -417,7 +417,7 @@ def test_a_store_that_cannot_be_closed_says_so(hf3fs_url: str) -> None:
         found.store.close()
         assert slots is not None
         assert not slots.arena.memory
-        assert found.counts["unclosed"] == 1
+        assert found.counters.tally.of("failed")["unclosed"] == 1
         names = [thread.name for thread in threading.enumerate()]
         assert "hicachectl-close" not in names
 
@@ -590,7 +590,7 @@ def test_a_pack_of_another_deployment_is_a_miss_and_one_error(
     with served(url, MHA, writes=False) as found:
         for _ in range(2):
             assert not any(found.exists() + found.read())
-        assert found.counts == {"other-deployment": 1 + 4 * len(PAGES)}
+        assert found.counts == {"other-deployment": 4 * len(PAGES)}
     (error,) = caplog.records
     assert error.levelname == "ERROR"
     assert re.search(rf"{path}: other-deployment: .*{reason}.*misses", error.getMessage())
@@ -658,7 +658,7 @@ def test_an_unfinished_pack_is_a_miss(tmp_path: Path) -> None:
     path.write_bytes(whole[:-100])
     with served(url, MHA, writes=False) as found:
         assert not any(found.exists() + found.read())
-        assert found.counts == {"unopened": 1}
+        assert found.counters.tally.of("failed") == {"unopened": 1}
         path.write_bytes(whole)
         found.store._open_again_at = 0.0
         assert found.exists() == [True] * 4 + [False] * 2

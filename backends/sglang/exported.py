@@ -1,0 +1,56 @@
+"""Prometheus metrics of the plug-in, which SGLang exports with its own.
+
+Imported once per process, and only where SGLang exports metrics: it sets PROMETHEUS_MULTIPROC_DIR
+before, and its /metrics sums the files of all processes (utils/common.py ::
+add_prometheus_middleware). A second metric of one name would be refused, so these outlive the
+attachments. In such files a gauge would need a rule for processes that have ended: there is none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import Counter
+
+from hicachectl.formats.plugin_status import COUNTED, metric_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+# SGLang's own labels of a rank's storage metrics (unified_cache/storage_attachment.py).
+LABELS = ("tp_rank", "dp_rank", "pp_rank", "attn_cp_rank")
+_STAGE_TEXTS = {
+    "asked": "Tokens of pages that SGLang asked for; it asks again for requests that wait.",
+    "found": "Tokens of leading pages that could be restored, when SGLang asked.",
+    "restored": "Tokens of leading pages that were read whole into host memory.",
+    "written": "Tokens of pages whose kv was stored; those stored already are not counted.",
+    "evicted": "Tokens of pages whose kv was evicted by this process.",
+}
+_STAGES = {
+    stage: Counter(metric_of("tokens", stage), text, LABELS) for stage, text in _STAGE_TEXTS.items()
+}
+_KIND_TEXTS = {
+    "refused": "Pages of a pool that were misses or were not written, by reason.",
+    "noted": "Pages of a pool that were served in spite of the reason.",
+    "removed": "Files that were removed, by reason.",
+    "failed": "Operations other than reads and writes that failed, by reason.",
+}
+_REASONS = {
+    kind: Counter(metric_of(kind, ""), text, (*LABELS, "reason"))
+    for kind, text in _KIND_TEXTS.items()
+}
+
+
+def exporter(ranks: Sequence[int]) -> Callable[[str, str, int], None]:
+    """Return a function that counts (kind, name, count) for a rank, see `counters.Tally`.
+
+    ranks: the rank's values of LABELS. All metrics of the rank exist from now on, at least 0.
+    """
+    children = {("tokens", stage): metric.labels(*ranks) for stage, metric in _STAGES.items()}
+    for kind, metric in _REASONS.items():
+        children |= {(kind, reason): metric.labels(*ranks, reason) for reason in COUNTED[kind]}
+
+    def export(kind: str, name: str, count: int) -> None:
+        children[kind, name].inc(count)
+
+    return export
