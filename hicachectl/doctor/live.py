@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.disk.statuses import SERVING
+from hicachectl.checks.reasons import PLUGIN as PLUGIN_SOURCE
+from hicachectl.checks.reasons import reason_named
 from hicachectl.doctor.checks import FAIL, LIVE, OK, UNKNOWN, WARN, Check
 from hicachectl.doctor.exposition import (
     BACKUPED,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from hicachectl.backends.disk.statuses import SeenStatus
+    from hicachectl.checks.reasons import Reason
     from hicachectl.doctor.exposition import Sample
     from hicachectl.doctor.live_server import LiveServer
 
@@ -47,24 +50,11 @@ _WARN_SHARE = 0.05
 _FAIL_SHARE = 0.5
 # Fewer tokens than so many look-ups need are one unlucky moment, and no rate.
 _FEW_LOOKUPS = 4
-# Settings and load cost these tokens, and an operator may want it so: they are never a `fail`.
-_NO_FAULT = frozenset(
-    {
-        "below_threshold",
-        "host_capacity",
-        "device_capacity",
-        "deadline",
-        "anchor_lost",
-        "aux_window_trim",
-        "cache_admission_shortfall",
-        "host_pressure",
-        "write_through_unbacked_eviction",
-        "deferred",
-        "gone",
-    }
-)
 # The device had these tokens when they came, or somebody has cleared the store.
-_NO_LOSS = frozenset({"device_covered", "device_overlap", "stale"})
+_NO_LOSS = frozenset({"device_covered", "stale"})
+# Other reasons are the effect of settings, limits and load, which an operator may want.
+_FAULTS = frozenset({"storage_transfer"})
+_NO_FAULTS_OF_PLUGIN = frozenset({"full", "gone", "unwritable"})
 _UNWRITTEN = frozenset({"full", "half", "unwritable"})  # such pages are not written
 # SGLang's warm-up sends one short request to each data-parallel rank, and is no traffic.
 _FEW_REQUESTS = 5
@@ -131,31 +121,35 @@ class _Counters:
             server=self.server.url,
         )
 
-    def loss(self, name: str, measure: Measure, what: str) -> Iterator[Check]:
+    def loss(
+        self, name: str, measure: Measure, what: str, *, reason: str = "", done: str = "lost"
+    ) -> Iterator[Check]:
         """Judge a loss by its share; nothing if nothing was lost.
 
-        what: the tokens of which some are lost.
+        what: names the tokens of which some are lost. reason: reason with the meaning and the
+        remedy; default: the name. done: what happened to the lost tokens.
         """
         lost, whole = measure(self.judged)
         if not lost:
             return
-        lost_ever, whole_ever = measure(self.totals)
+        known = reason_named(reason or name)
         share = lost / max(whole, lost)
-        status = WARN if share < _FAIL_SHARE or name in _NO_FAULT else FAIL
+        fault = _is_fault(known, self.server)
         few = lost < _FEW_LOOKUPS * least_asked(self.flags)
+        lost_ever, whole_ever = measure(self.totals)
+        status = FAIL if fault and share >= _FAIL_SHARE else WARN
         if name in _NO_LOSS or share < _WARN_SHARE:
             status = OK
         elif few and lost_ever < _WARN_SHARE * whole_ever:
             status = OK  # it is rare since the start, and a moment has few tokens
-        elif few and name in _NO_FAULT:
+        elif few and not fault:
             status = UNKNOWN
-        yield self.check(
-            name,
-            status,
-            f"{name}: {share:.0%} of the {what} were lost",
-            f"{_tokens(lost)} of {_tokens(whole)}, {self.period}",
-            "" if status == OK else f"hicachectl explain {name}",
-        )
+        detail = f"{share:.0%} of the {what} were {done} ({name})"
+        if known is not None:
+            detail = f"{detail}: {known.meaning.rstrip('.')}"
+        evidence = f"{_tokens(lost)} of {_tokens(whole)}, {self.period}"
+        remedy = "" if status == OK else _remedy(reason or name)
+        yield self.check(name, status, detail, evidence, remedy)
 
 
 def _metrics(counters: _Counters, *, restarted: bool) -> Iterator[Check]:
@@ -182,8 +176,8 @@ def _plugin(counters: _Counters, serving: Sequence[SeenStatus]) -> Iterator[Chec
         for reason, text in one.status.excluded.items()
     }
     for reason, (text, host) in excluded.items():
-        what = f"{reason}: the plug-in on {host} reads and writes nothing: {text}"
-        yield counters.check(reason, FAIL, what, "", f"hicachectl explain {reason}")
+        what = f"The plug-in on {host} reads and writes nothing ({reason}): {text}"
+        yield counters.check(reason, FAIL, what, "", _remedy(reason))
     exported = any(name.startswith(PLUGIN) for name, _ in counters.totals.samples or ())
     if not exported:
         told = Look(counters.totals.at, dict(_samples(serving)))
@@ -227,8 +221,12 @@ def _lost(counters: _Counters) -> Iterator[Check]:
     what = "tokens found in the store"
     for reason in counters.totals.by_label(LOST, "reason"):
         yield from counters.loss(reason, of_found(LOST, reason=reason), what)
-    yield from counters.loss("prefetch_aux_alloc_failed", of_found(NO_AUXILIARY), what)
-    yield from counters.loss("deferred", of_found(DEFERRED), what)
+    yield from counters.loss("hicache_prefetch_aux_alloc_failed", of_found(NO_AUXILIARY), what)
+    put_off = counters.judged.by_label(DEFERRED, "reason")
+    if put_off:
+        reason = max(put_off, key=put_off.__getitem__)
+        deferred = of_found(DEFERRED)
+        yield from counters.loss("deferred", deferred, what, reason=reason, done="put off")
 
 
 def _unwritten(counters: _Counters) -> Iterator[Check]:
@@ -283,8 +281,8 @@ def _found(counters: _Counters) -> Iterator[Check]:
     if _are_short(counters, look):
         what = f"Prompts are too short for the store: {asked} for which it is asked"
         threshold = f"prefetch_threshold is {counters.flags.prefetch_threshold}"
-        remedy = "hicachectl explain below_threshold"
-        yield counters.check("found", WARN, what, f"{threshold}; {period}", remedy)
+        evidence = f"{threshold}; {period}"
+        yield counters.check("found", WARN, what, evidence, _remedy("below_threshold"))
         return
     what = f"Nothing was found in the store, {period}"
     written = _tokens(counters.totals.value(BACKUPED))
@@ -304,6 +302,26 @@ def _are_short(counters: _Counters, look: Look) -> bool:
     fewest, most = at_least(look, least_asked(counters.flags))
     pools = look.value(CACHED, cache_source="device") + look.value(CACHED, cache_source="host")
     return not fewest and most <= requests / 2 and pools < look.value(PROMPT_TOKENS) / 2
+
+
+def _is_fault(reason: Reason | None, server: LiveServer) -> bool:
+    """Return whether something is broken if most tokens are lost for a reason."""
+    if reason is None:
+        return False
+    if reason.source == PLUGIN_SOURCE:
+        return reason.name not in _NO_FAULTS_OF_PLUGIN
+    # The policy best_effort breaks reads off.
+    policy = server.settings.get("hicache_storage_prefetch_policy")
+    return reason.name in _FAULTS and policy != "best_effort"
+
+
+def _remedy(name: str) -> str:
+    """Return what to do about a reason, and the command that tells more."""
+    reason = reason_named(name)
+    if reason is None:
+        return "look for the reason in the notes of the server's SGLang release"
+    remedy = reason.remedy.format(command=f"`{reason.command}`").rstrip(".")
+    return f"{remedy}; hicachectl explain {name}"
 
 
 def _tokens(count: float) -> str:
