@@ -111,6 +111,11 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         anchor = self.pools[0]
         return kind_of(anchor).shards is False or anchor.replicated
 
+    @property
+    def trailing(self) -> bool:
+        """Whether servers need a pool only at the end of a prefix."""
+        return any(pool.trailing for pool in self.pools)
+
     def pool(self, name: str) -> Pool | None:
         """Return the pool of this name, or None."""
         return next((pool for pool in self.pools if pool.name == name), None)

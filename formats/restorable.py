@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 ALL_PAGES = 0  # window of a pool that every page of a prefix needs
+LOAD_BACK_TOKENS = 10  # UnifiedRadixCache.load_back_threshold, which no option changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +81,35 @@ def longest(allowed: BoolArray, offsets: IntArray, lengths: IntArray | None = No
     return np.maximum(last + 1 - offsets[:-1], 0)
 
 
-def fetched(usable_pages: IntArray, page_size: int, threshold: int) -> IntArray:
-    """Return the pages of each chain that a server fetches from a store: [chains].
+def least_tokens(threshold: int, *, trailing: bool) -> int:
+    """Return the fewest tokens that a server takes from a store for a request.
+
+    threshold: the server's prefetch threshold in tokens. Of fewer usable tokens it fetches nothing,
+        however long the request is. Tokens are those of whole pages, so a threshold between two
+        pages acts like the larger one, and a threshold below a page like a page.
+    trailing: whether servers need a pool only at the end of a prefix.
+
+    A server computes fewer than LOAD_BACK_TOKENS again, although it has fetched them into host
+    memory, unless it loads a trailing pool with them. This matters only if a page and the threshold
+    are smaller.
+
+    Source: SGLang srt/mem_cache/unified_radix_cache.py :: UnifiedRadixCache.prefetch_from_storage,
+    _drain_storage_control_queues_impl ("below_threshold") and _load_back_transfers.
+    """
+    return threshold if trailing else max(threshold, LOAD_BACK_TOKENS)
+
+
+def fetched(
+    usable_pages: IntArray, page_size: int, threshold: int, *, trailing: bool = False
+) -> IntArray:
+    """Return the pages of each chain that a server takes from a store: [chains].
 
     usable_pages: the longest restorable prefix, in pages; the server has none of them in its
-    memory. threshold: the server's prefetch threshold in tokens. Of fewer usable tokens it fetches
-    nothing, however long the request is. Source: SGLang srt/mem_cache/unified_radix_cache.py ::
-    UnifiedRadixCache._drain_storage_control_queues_impl ("below_threshold").
+        memory.
+    threshold, trailing: see `least_tokens`.
     """
-    return np.where(usable_pages * page_size >= threshold, usable_pages, 0)
+    least = least_tokens(threshold, trailing=trailing)
+    return np.where(usable_pages * page_size >= least, usable_pages, 0)
 
 
 def _runs(present: BoolArray, places: IntArray) -> IntArray:

@@ -235,6 +235,7 @@ def asked_hits(
         profile=profile,
         choice=choice,
         threshold=options["prefetch_threshold"],
+        by=options.get("by") or (),
     )
 
 

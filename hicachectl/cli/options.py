@@ -122,12 +122,12 @@ findings_options = stack(
 )
 
 
-def refuse_without_table(ctx: click.Context, output_format: str) -> None:
-    """Raise click.UsageError for `findings_options` of another format than table."""
+def refuse_without_table(ctx: click.Context, output_format: str, row: str = "finding") -> None:
+    """Raise click.UsageError for options of tables beside another format. row: word for a row."""
     for parameter, name in (("limit", "--limit"), ("all_findings", "--all-findings")):
         if output_format != "table" and on_command_line(ctx, parameter):
             raise click.UsageError(
-                f"{name}: --format {output_format} has every finding; leave out {name}"
+                f"{name}: --format {output_format} has every {row}; leave out {name}"
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -11,13 +12,18 @@ import pyarrow.compute as pc
 
 from hicachectl.formats.objects import AXES
 from hicachectl.pages.census import MOST_BYTES
+from hicachectl.requests.measuring import served_text, short_text, unreachable_text
+from hicachectl.results import DEFAULT_LIMIT
 from hicachectl.text.jsontext import join_present
+from hicachectl.text.tables import table_lines
 from hicachectl.text.units import counted, human_age, human_column, human_size, human_sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from hicachectl.pages.listing import Totals
+    from hicachectl.requests.measuring import HitsReport
+    from hicachectl.text.tables import Screen
 
 
 def pages_for_people(rows: pa.Table) -> pa.Table:
@@ -144,24 +150,95 @@ def removals_for_people(rows: pa.Table) -> pa.Table:
     )
 
 
+def hits_lines(
+    report: HitsReport,
+    screen: Screen,
+    *,
+    summary: bool = False,
+    by: Sequence[str] = (),
+    limit: int | None = None,
+) -> Iterator[str]:
+    """Yield the lines of `hits`: the requests or the causes, the groups, then the sums.
+
+    by: words of the report's groups.
+    limit: most lines of a table, the worst first; None: DEFAULT_LIMIT on a terminal, else all.
+    """
+    if limit is None and screen.width is not None:
+        limit = DEFAULT_LIMIT
+
+    def table(rows: pa.Table, human: Callable[[pa.Table], pa.Table], noun: str) -> Iterator[str]:
+        yield from table_lines(human(rows.slice(0, limit)), screen)
+        if limit is not None and (left := len(rows) - limit) > 0:
+            more = "; --summary shows what stops them" if noun == "request" else ""
+            yield f"and {counted(left, noun)} more; --limit {len(rows)} shows all{more}"
+
+    if summary:
+        yield from table(report.causes, causes_for_people, "cause")
+    else:
+        rows = report.rows
+        if limit is not None and limit < len(rows):
+            rows = rows.sort_by([("lost_pages", "descending")])
+        yield from table(rows, hits_for_people, "request")
+    for word in by:
+        yield ""
+        yield from table(report.groups[word], partial(groups_for_people, by=word), "group")
+    if by:
+        yield ""
+    yield from filter(None, (short_text(report.document), unreachable_text(report.document)))
+    yield served_text(report.document)
+
+
 def hits_for_people(rows: pa.Table) -> pa.Table:
     """Return the text columns of `hits`."""
     stops = rows.column("stopped_by").combine_chunks()
-    page, pool, part, shard, _, place, reason = stops.flatten()
-    ranks = _ranks_text(pa.Table.from_struct_array(shard))
-    page = pc.binary_join_element_wise("page ", _short(page), "")
-    place = pc.binary_join_element_wise("(exists at ", place, ")", "")
-    reason = pc.replace_substring(reason, "_", " ")
-    stopped = join_present([reason, pool, part, ranks, place, page], " ")
+    page = pc.binary_join_element_wise("page ", _short(stops.field("page")), "")
     counts = ("tokens", "kv_pages", "usable_pages", "usable_tokens", "served_tokens")
     return pa.table(
         {
             ">chain": _text(rows, "chain"),
             **{f">{name.replace('_', ' ')}": _text(rows, name) for name in counts},
             ">unreachable": _text(rows, "unreachable_pages"),
-            "stopped by": pc.if_else(stops.is_valid(), stopped, None),
+            "stopped by": pc.if_else(stops.is_valid(), _stop_text(stops, page), None),
         }
     )
+
+
+def causes_for_people(rows: pa.Table) -> pa.Table:
+    """Return the text columns of the causes of `hits`."""
+    return pa.table(
+        {
+            "stopped by": _stop_text(rows.to_struct_array().combine_chunks()),
+            ">requests": _text(rows, "requests"),
+            ">lost pages": _text(rows, "lost_pages"),
+            ">lost tokens": _text(rows, "lost_tokens"),
+            ">unreachable": _text(rows, "unreachable_pages"),
+        }
+    )
+
+
+def groups_for_people(rows: pa.Table, by: str) -> pa.Table:
+    """Return the text columns of groups of `hits`. by: their word."""
+    served = pc.divide(pc.cast(rows["served_tokens"], pa.float64()), rows["requested_tokens"])
+    shares = pc.coalesce(pc.if_else(pc.is_finite(served), served, None), rows["usable_share"])
+    return pa.table(
+        {
+            by: rows["group"],
+            ">requests": _text(rows, "requests"),
+            ">tokens": _text(rows, "requested_tokens"),
+            ">served": human_column(shares.combine_chunks(), "{:.1%}".format),
+            ">unreachable": _text(rows, "unreachable_pages"),
+        }
+    )
+
+
+def _stop_text(stops: pa.StructArray, *more: pa.StringArray) -> pa.StringArray:
+    """Return texts as `wrong size kv tp 0/2`. more: texts after these."""
+    fault, reason = (pc.replace_substring(stops.field(n), "_", " ") for n in ("fault", "reason"))
+    fault = pc.if_else(pc.equal(fault, "missing"), None, fault)
+    ranks = _ranks_text(pa.Table.from_struct_array(stops.field("shard")))
+    place = pc.binary_join_element_wise("(exists at ", stops.field("exists_at"), ")", "")
+    pool, part = stops.field("pool"), stops.field("part")
+    return join_present([reason, fault, pool, part, ranks, place, *more], " ")
 
 
 def worst_first(rows: pa.Table) -> pa.Table:

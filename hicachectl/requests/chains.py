@@ -254,14 +254,17 @@ class Requests:
                 f"{self.source}: has block ids, which do not give the keys of pages; {remedy}"
             )
 
-    def requested_tokens(self, page_size: int) -> int:
-        """Return the number of tokens that shares refer to.
+    def tokens_requested(self, page_size: int) -> IntArray:
+        """Return the tokens of each request that shares refer to: [requests].
 
         These are the tokens of the pages within reach. A request without such a page counts with
         all its tokens, none of which can be restored.
         """
-        alone = np.where(self.reach == 0, np.maximum(self.tokens, 0), 0)
-        return int(self.reach.sum()) * page_size + int(alone.sum())
+        return np.where(self.reach == 0, np.maximum(self.tokens, 0), self.reach * page_size)
+
+    def requested_tokens(self, page_size: int) -> int:
+        """Return the number of tokens that shares refer to: the sum of `tokens_requested`."""
+        return int(self.tokens_requested(page_size).sum())
 
     def within_reach(self) -> Requests:
         """Return the requests, each cut to its reach."""

@@ -33,7 +33,7 @@ from hicachectl.pages.scanning import look_up, take_inventory
 from hicachectl.profiles.identities import BARE, OTHER, acceptance_of, with_marked_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.arrays import BoolArray, IntArray
@@ -69,7 +69,8 @@ class Hits:
     stop_pages:   index in its chain of the page that stops the chain; -1: none.
     stop_specs:   index in the deployment's specs of that page's first object at fault; -1 without
         a stop or a deployment.
-    faults:       number of objects at fault by value of their slot, such as MISFIT; or CLEARED.
+    stop_faults:  value of that object's slot: ABSENT, MISFIT, UNTRAILED or FOREIGN; or CLEARED.
+        ABSENT without a stop.
     """
 
     deployment: Deployment | None
@@ -82,7 +83,7 @@ class Hits:
     allowed: BoolArray
     stop_pages: IntArray
     stop_specs: IntArray
-    faults: Mapping[int, int]
+    stop_faults: IntArray
 
     def usable_within(self, lengths: IntArray) -> IntArray:
         """Return the longest usable prefix of each chain within `lengths` pages: [chains]."""
@@ -259,6 +260,8 @@ def find_hits(
     slots[_are_cleared(inventory, table, page_names, at, specs) & (slots == ABSENT)] = CLEARED
     stop_specs = np.full(len(chains), -1, dtype=np.int64)
     stop_specs[stopped] = specs
+    stop_faults = np.full(len(chains), ABSENT, dtype=np.int64)
+    stop_faults[stopped] = slots
     return Hits(
         deployment=inventory.table.deployments[deployment_id],
         needs=needs,
@@ -270,9 +273,7 @@ def find_hits(
         allowed=allowed,
         stop_pages=stops,
         stop_specs=stop_specs,
-        faults={
-            value: int((slots == value).sum()) for value in (MISFIT, *_REFUSED.values(), CLEARED)
-        },
+        stop_faults=stop_faults,
     )
 
 
@@ -350,7 +351,7 @@ def _no_hits(chains: Requests, page_names: pa.StringArray, page_of: IntArray) ->
         allowed=np.zeros(len(page_of), dtype=np.bool_),
         stop_pages=stops,
         stop_specs=np.full(len(chains), -1),
-        faults={},
+        stop_faults=np.full(len(chains), ABSENT),
     )
 
 

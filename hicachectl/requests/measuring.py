@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -11,14 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from msgspec import UNSET, UnsetType
 
-from hicachectl.formats.keys.columns import RANK_COLUMNS, SPAN_COLUMNS, shard_fields
-from hicachectl.formats.keys.table import join_keys
 from hicachectl.formats.kinds.pool import pool_name
-from hicachectl.formats.objects import ANCHOR
 from hicachectl.formats.profile import PREFETCH_THRESHOLD
-from hicachectl.formats.restorable import fetched
+from hicachectl.formats.restorable import LOAD_BACK_TOKENS
 from hicachectl.formats.wording import OTHER_BYTES, PAGES_COMPARED
-from hicachectl.pages.listing import key_text
 from hicachectl.pages.naming import (
     DeploymentDocument,
     ambiguity_remark,
@@ -31,6 +27,7 @@ from hicachectl.pages.tally import object_counts
 from hicachectl.profiles.identities import acceptance_of, expected_identities
 from hicachectl.profiles.inference import choose_deployment
 from hicachectl.requests.elsewhere import ElsewhereRow, find_elsewhere, miss_remarks
+from hicachectl.requests.grouping import grouping_of
 from hicachectl.requests.hits import (
     CLEARED,
     FOREIGN,
@@ -39,14 +36,22 @@ from hicachectl.requests.hits import (
     find_hits,
     inventory_of_chains,
 )
-from hicachectl.text.jsontext import WRITE_NULL
+from hicachectl.requests.rows import (
+    BELOW_LOAD_BACK,
+    BELOW_THRESHOLD,
+    CauseRow,
+    ChainRow,
+    GroupRow,
+    cause_rows,
+    group_rows,
+    hit_rows,
+)
 from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from hicachectl.backends.base import Store
-    from hicachectl.formats.arrays import BoolArray
     from hicachectl.formats.profile import Profile
     from hicachectl.pages.inventory import Inventory
     from hicachectl.profiles.identities import Expected
@@ -55,51 +60,15 @@ if TYPE_CHECKING:
     from hicachectl.requests.hits import Hits
 
 
-class ShardRow(TypedDict, total=False):
-    """Coordinates of an object; those that its key does not show are left out."""
+class HitsTotals(msgspec.Struct, kw_only=True):
+    """Document of `hits --summary`."""
 
-    tp_rank: int
-    tp_size: int
-    pp_rank: int
-    pp_size: int
-    cp_rank: int
-    cp_size: int
-    dcp_rank: int
-    dcp_size: int
-    layers: str
-    heads: str
-
-
-class StopRow(TypedDict):
-    """Why servers fetch no more of a chain."""
-
-    page: str | None
-    pool: str | None
-    part: str | None
-    shard: ShardRow | None
-    key: str | None
-    exists_at: str | None
-    reason: str | None
-
-
-class ChainRow(TypedDict):
-    """Row of `hits`."""
-
-    chain: int
-    tokens: int | None
-    kv_pages: int
-    usable_pages: int
-    usable_tokens: int | None
-    served_tokens: int | None
-    unreachable_pages: int
-    stopped_by: StopRow | None
-
-
-class HitsDocument(msgspec.Struct, kw_only=True):
-    """Document of `hits`."""
-
-    chains: list[ChainRow] | UnsetType = UNSET
+    causes: list[CauseRow]
+    groups: list[GroupRow] | UnsetType = UNSET
     deployment: DeploymentDocument | None
+    requests: int
+    threshold: int
+    short_requests: int | None
     requested_tokens: int | None
     usable_tokens: int | None
     served_tokens: int | None
@@ -109,18 +78,36 @@ class HitsDocument(msgspec.Struct, kw_only=True):
     elsewhere: list[ElsewhereRow]
 
 
+class HitsDocument(HitsTotals, kw_only=True):
+    """Document of `hits`."""
+
+    chains: list[ChainRow] | UnsetType = UNSET
+
+
 @dataclass(frozen=True, slots=True)
 class HitsReport:
     """How much of each request a store can serve.
 
     rows: `ChainRow` of each request.
-    document: members of `HitsDocument`.
+    causes: `CauseRow` of each thing that stops requests, the most lost tokens first.
+    groups: `GroupRow` of each group, the largest first, by the words of `HitsRequest.by`.
+    document: the other members of `HitsDocument`.
     remarks: messages about what these do not show.
     """
 
     rows: pa.Table
+    causes: pa.Table
+    groups: dict[str, pa.Table]
     document: dict[str, Any]
     remarks: tuple[str, ...]
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """All members of `HitsTotals`; rows are tables."""
+        found = {"causes": self.causes, **self.document}
+        if self.groups:
+            found["groups"] = pa.concat_tables(self.groups.values())
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,12 +117,14 @@ class HitsRequest:
     profile: profile of the servers; None: the one deployment of the store that `choice` fits.
     threshold: the servers' prefetch threshold in tokens; None: what the profile states, else
         SGLang's default.
+    by: words of `GROUPINGS`, each for rows by group.
     """
 
     requests: Requests
     profile: Profile | None = None
     choice: Selection = EVERYTHING
     threshold: int | None = None
+    by: Sequence[str] = ()
 
 
 def measure_hits(
@@ -143,10 +132,12 @@ def measure_hits(
 ) -> HitsReport:
     """Return how far servers can restore each request, and what else the store has of them.
 
-    Raises ProfileError if the profile contradicts the store, or `choice` fits several deployments;
-    StoreUnavailable.
+    Raises UsageError if the requests do not tell the groups; ProfileError if the profile
+    contradicts the store, or `choice` fits several deployments; StoreUnavailable.
     """
     profile, requests = request.profile, request.requests
+    for by in request.by:
+        grouping_of(requests, by)  # refuses what the input does not tell, before the work
     inventory = (
         take_inventory(store, on_batch=on_listed)
         if profile is None
@@ -181,20 +172,39 @@ def measure_listed(
     remarks += _threshold_remarks(rows, threshold)
     return hits, HitsReport(
         rows=rows,
-        document=_document(hits, rows, page_size, elsewhere),
+        causes=cause_rows(hits, rows, page_size),
+        groups={
+            by: group_rows(grouping_of(request.requests, by), hits, rows, page_size)
+            for by in request.by
+        },
+        document=_document(hits, rows, page_size, threshold, elsewhere),
         remarks=tuple(remarks),
     )
 
 
-def _threshold_remarks(rows: pa.Table, threshold: int) -> list[str]:
-    """Return a remark if usable pages of requests are not fetched. rows: those of `hit_rows`."""
-    below = pc.sum(pc.less(rows["served_tokens"], rows["usable_tokens"])).as_py()
-    if not below:
-        return []
-    return [
-        f"{counted(below, 'request')}: fewer tokens are usable than the prefetch threshold of the "
-        f"servers ({threshold}), so they fetch none; --prefetch-threshold states another one"
-    ]
+def short_requests(hits: Hits, page_size: int, threshold: int) -> int:
+    """Return how many requests are too short for servers to look up their pages.
+
+    threshold: prefetch threshold of the servers, in tokens.
+    """
+    return int(np.count_nonzero(hits.chains.reach * page_size < max(threshold, page_size)))
+
+
+def _threshold_remarks(rows: pa.Table, threshold: int) -> Iterator[str]:
+    """Yield why servers do not take usable pages of requests. rows: those of `hit_rows`."""
+    reasons = pc.value_counts(pc.struct_field(rows["stopped_by"].combine_chunks(), "reason"))
+    counts = {row["values"]: row["counts"] for row in reasons.to_pylist()}
+    if below := counts.get(BELOW_THRESHOLD):
+        yield (
+            f"{counted(below, 'request')}: fewer tokens are usable than the prefetch threshold of "
+            f"the servers ({threshold}), so they fetch none; --prefetch-threshold states another "
+            "one"
+        )
+    if below := counts.get(BELOW_LOAD_BACK):
+        yield (
+            f"{counted(below, 'request')}: fewer than {LOAD_BACK_TOKENS} tokens are usable, which "
+            "servers fetch, but compute again; larger pages avoid it"
+        )
 
 
 def _deployment(inventory: Inventory, request: HitsRequest) -> int | None:
@@ -207,7 +217,7 @@ def _deployment(inventory: Inventory, request: HitsRequest) -> int | None:
 
 
 def _document(
-    hits: Hits, rows: pa.Table, page_size: int | None, elsewhere: list[Elsewhere]
+    hits: Hits, rows: pa.Table, page_size: int | None, threshold: int, elsewhere: list[Elsewhere]
 ) -> dict[str, Any]:
     usable = int(hits.usable_pages.sum()) * (page_size or 1)
     requested = (
@@ -217,8 +227,14 @@ def _document(
     )
     own = hits.deployment
     document: dict[str, Any] = msgspec.to_builtins(
-        HitsDocument(
+        HitsTotals(
+            causes=[],
             deployment=None if own is None else deployment_document(own, page_size),
+            requests=len(hits.chains),
+            threshold=threshold,
+            short_requests=None
+            if page_size is None
+            else short_requests(hits, page_size, threshold),
             requested_tokens=None if page_size is None else requested,
             usable_tokens=None if page_size is None else usable,
             served_tokens=None if page_size is None else pc.sum(rows["served_tokens"]).as_py() or 0,
@@ -228,49 +244,8 @@ def _document(
             elsewhere=[one.row for one in elsewhere],
         )
     )
+    del document["causes"]  # rows, which `HitsReport.totals` adds
     return document
-
-
-BELOW_THRESHOLD = "below_threshold"  # a reason, as SGLang's metrics name it
-
-_SHARD = pa.struct(
-    [
-        *((name, pa.int32()) for name in RANK_COLUMNS),
-        *((name, pa.string()) for name in SPAN_COLUMNS),
-    ]
-)
-_STOP_FIELDS = [
-    pa.field(name, _SHARD if name == "shard" else pa.string(), metadata=WRITE_NULL)
-    for name in StopRow.__annotations__
-]
-
-
-def hit_rows(
-    hits: Hits, page_size: int | None, threshold: int, elsewhere: Sequence[Elsewhere] = ()
-) -> pa.Table:
-    """Return a row per chain, in the columns of `hits`.
-
-    page_size: None if unknown.
-    threshold: prefetch threshold of the servers, in tokens.
-    elsewhere: other deployments with requested pages; of several that have a page, the first is
-        named.
-    """
-    tokens = hits.chains.tokens
-    usable = hits.usable_pages * (page_size or 0)
-    served = fetched(hits.usable_pages, page_size or 0, threshold) * (page_size or 0)
-    unknown = np.full(len(usable), page_size is None)
-    return pa.table(
-        {
-            "chain": pa.array(np.arange(len(hits.chains))),
-            "tokens": pa.array(tokens, mask=tokens < 0),
-            "kv_pages": pa.array(hits.kv_pages),
-            "usable_pages": pa.array(hits.usable_pages),
-            "usable_tokens": pa.array(usable, mask=unknown),
-            "served_tokens": pa.array(served, mask=unknown),
-            "unreachable_pages": pa.array(hits.unreachable_pages),
-            "stopped_by": _stopped_by(hits, served < usable, elsewhere),
-        }
-    )
 
 
 def hit_remarks(hits: Hits, inventory: Inventory, expected: Expected) -> Iterator[str]:
@@ -299,52 +274,8 @@ def hit_remarks(hits: Hits, inventory: Inventory, expected: Expected) -> Iterato
         (UNTRAILED, 'without a trailer stop {}; servers with "unstamped": "read" use them'),
         (CLEARED, "from before a server cleared the store stop {}"),
     ):
-        if count := hits.faults.get(value):
+        if count := int(np.count_nonzero(hits.stop_faults == value)):
             yield f"Objects {what.format(counted(count, 'chain'))}"
-
-
-def _stopped_by(hits: Hits, below: BoolArray, elsewhere: Sequence[Elsewhere]) -> pa.StructArray:
-    """Return what stops each chain.
-
-    below: [chains] whether usable pages are not fetched, since they are below the threshold.
-    """
-    stopped = hits.stop_pages >= 0
-    positions = (hits.chains.offsets[:-1] + hits.stop_pages)[stopped]
-    spread = np.full(len(stopped), -1, dtype=np.int64)
-    spread[stopped] = hits.page_of[positions]
-    numbers = pa.array(spread, mask=~stopped)
-    pages = hits.page_names.take(numbers).cast(pa.string())
-    which = pa.array(hits.stop_specs, mask=hits.stop_specs < 0)
-    specs = () if hits.deployment is None else hits.deployment.specs
-    coordinates = [spec.coordinate for spec in specs]
-    keys = join_keys([spec.affix for spec in specs], which, pages)
-    pools = pa.array([c.pool for c in coordinates], pa.string()).take(which)
-    if hits.deployment is None:  # the first missing object is kv
-        pools = pc.if_else(pa.array(stopped), ANCHOR, pools)
-    parts = pa.array([c.part for c in coordinates], pa.string()).take(which)
-    shards = pa.array([shard_fields(c.shard) for c in coordinates], _SHARD).take(which)
-    return pa.StructArray.from_arrays(
-        [
-            pages,
-            pools,
-            parts,
-            shards,
-            key_text(keys),
-            _places(hits, elsewhere).take(numbers),
-            pc.if_else(pa.array(below), BELOW_THRESHOLD, pa.scalar(None, pa.string())),
-        ],
-        fields=_STOP_FIELDS,
-        mask=pa.array(~stopped & ~below),
-    )
-
-
-def _places(hits: Hits, elsewhere: Sequence[Elsewhere]) -> pa.StringArray:
-    """Return where else each page exists, or null: [page_names]."""
-    numbers = np.full(len(hits.page_names), -1, dtype=np.int64)
-    for number in reversed(range(len(elsewhere))):
-        numbers[elsewhere[number].pages] = number
-    texts = pa.array([one.place for one in elsewhere], pa.string())
-    return texts.take(pa.array(numbers, mask=numbers < 0))
 
 
 def served_share(document: Mapping[str, Any]) -> float | None:
@@ -372,6 +303,20 @@ def served_text(document: Mapping[str, Any], *, now: bool = False) -> str:
     verb = "usable" if document["served_tokens"] is None else "served"
     by = document["deployment"] and f" by {deployment_text(document['deployment'])}"
     return f"{_percent(document)}% of {of} {verb}{' now' if now else ''}{by or ''}"
+
+
+def short_text(document: Mapping[str, Any]) -> str:
+    """Return how many requests are below the threshold; "" without any.
+
+    document: the result of `hits`.
+    """
+    short = document["short_requests"]
+    if not short:
+        return ""
+    return (
+        f"{short} of {counted(document['requests'], 'request')}: shorter than the prefetch "
+        f"threshold of the servers ({document['threshold']} tokens), so they look up no page"
+    )
 
 
 def unreachable_text(document: Mapping[str, Any]) -> str:

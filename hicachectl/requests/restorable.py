@@ -61,7 +61,9 @@ class Usable:
     @classmethod
     def of(cls, pages: IntArray, server: Profile, deployment: Profile, target: Hits) -> Usable:
         """Count the pages that a server with this profile fetches."""
-        served = fetched(pages, server.page_size, server.prefetch_threshold)
+        served = fetched(
+            pages, server.page_size, server.prefetch_threshold, trailing=server.trailing
+        )
         return cls(pages, served, deployment, target)
 
 

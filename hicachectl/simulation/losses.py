@@ -157,7 +157,7 @@ def find_losses(
     """
     size, chains = requests.block_tokens, hits.chains
     usable = hits.usable_pages
-    served = fetched(usable, size, threshold)
+    served = fetched(usable, size, threshold, trailing=hits.trailing)
     counts = np.ones(len(chains), np.bool_) if counted is None else counted
     places = positions_of(chains.offsets)
     owners = np.repeat(np.arange(len(chains)), np.diff(chains.offsets))

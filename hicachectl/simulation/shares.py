@@ -8,21 +8,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.formats.errors import UsageError
-from hicachectl.formats.wording import not_one_of
 from hicachectl.text.jsontext import schema_of
 from hicachectl.text.units import counted, human_size
-from hicachectl.text.vocabulary import GROUPINGS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.requests.chains import Requests
+    from hicachectl.requests.grouping import Grouping
 
-_LABELS = {name: name for name in GROUPINGS} | {"session-age": "session"}
-_AGES = ((60, "< 1 min"), (600, "< 10 min"), (3600, "< 1 h"))
-_FIRST, _OLDER = "first turn", "1 h and more"
 _GIB, _TIB = 1 << 30, 1 << 40
 _BAR = 24
 _ENOUGH = 0.9  # a curve that reaches this share of the best possible hits is flat from there
@@ -87,49 +82,6 @@ class Served(NamedTuple):
     tokens: IntArray
     device: IntArray | None = None
     host: IntArray | None = None
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Grouping:
-    """Requests in groups.
-
-    by: a word of `GROUPINGS`; None for the group of all requests.
-    names: name of each group; None where a request does not tell.
-    ids: [requests], group of each request.
-    """
-
-    by: str | None
-    names: Sequence[str | None]
-    ids: IntArray
-
-
-def grouping_of(requests: Requests, by: str) -> Grouping:
-    """Return the groups of requests. Raises UsageError if the input does not tell them."""
-    if by not in GROUPINGS:
-        raise UsageError(not_one_of("by", by, GROUPINGS))
-    found = requests.labels.get(_LABELS[by])
-    if found is None:
-        raise UsageError(
-            f"--by {by}: {requests.source} does not tell the {_LABELS[by]} of a request; leave out "
-            f"{by}, or record it"
-        )
-    if by != "session-age":
-        return Grouping(by, found.names, found.ids.astype(np.int64))
-    if requests.times is None or requests.seconds_per_unit is None:
-        raise UsageError(
-            f"--by {by}: {requests.source} has no times in a known unit; leave out {by}, or record "
-            "times"
-        )
-    seconds = requests.times * requests.seconds_per_unit
-    first = np.full(len(found.names), np.inf)
-    np.minimum.at(first, found.ids, seconds)
-    ages = seconds - first[found.ids]
-    starts = np.unique(found.ids, return_index=True)[1]
-    ids = 1 + np.searchsorted([limit for limit, _ in _AGES], ages, side="right")
-    ids[starts] = 0
-    unknown = [name is None for name in found.names]
-    ids[np.array(unknown)[found.ids]] = len(_AGES) + 2
-    return Grouping(by, (_FIRST, *(text for _, text in _AGES), _OLDER, None), ids)
 
 
 def prompt_tokens(requests: Requests) -> IntArray:
@@ -255,11 +207,6 @@ class Counting:
         )
 
 
-def everyone(requests: Requests) -> Grouping:
-    """Return the one group of all requests."""
-    return Grouping(None, (None,), np.zeros(len(requests), np.int64))
-
-
 def rows_table(rows: Sequence[CapacityRow]) -> pa.Table:
     """Return the rows of a document."""
     return pa.Table.from_pylist(list(rows), schema=_SCHEMA)
@@ -331,10 +278,13 @@ def losses_for_people(rows: Sequence[LossRow]) -> pa.Table:
     )
 
 
-def denominators(rows: Sequence[CapacityRow], document: Mapping[str, Any]) -> str:
-    """Return what the shares of rows refer to. document: the document of `simulate`."""
+def denominators(rows: Sequence[CapacityRow], document: Mapping[str, Any], least: int) -> str:
+    """Return what the shares of rows refer to.
+
+    document: the document of `simulate`.
+    least: fewest tokens that servers take from a store.
+    """
     whole, warm = rows[0], document["warm_up_requests"]
-    least = document["threshold"]
     below = f"; hits of fewer than {least} tokens do not count" if least > 1 else ""
     left = f"; the first {counted(warm, 'request')} only warm the caches" if warm else ""
     return (

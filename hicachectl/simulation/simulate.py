@@ -13,9 +13,10 @@ from msgspec import UNSET, UnsetType
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.eviction import Policy
 from hicachectl.formats.profile import PREFETCH_THRESHOLD
-from hicachectl.formats.restorable import leading_runs
+from hicachectl.formats.restorable import leading_runs, least_tokens
 from hicachectl.formats.wording import not_one_of
 from hicachectl.requests.chains import Hashing
+from hicachectl.requests.grouping import everyone, grouping_of
 from hicachectl.results import Result
 from hicachectl.simulation.caches import LEASE_S, cache_of
 from hicachectl.simulation.changes import changed, changes_text
@@ -31,8 +32,6 @@ from hicachectl.simulation.shares import (
     chosen_row,
     curve_for_people,
     denominators,
-    everyone,
-    grouping_of,
     groups_for_people,
     losses_for_people,
     prompt_tokens,
@@ -156,6 +155,16 @@ class SimulateRequest:
             return self.threshold
         return PREFETCH_THRESHOLD if self.profile is None else self.profile.prefetch_threshold
 
+    @property
+    def trailing(self) -> bool:
+        """Whether the servers need a pool only at the end of a prefix."""
+        return self.profile is not None and self.profile.trailing
+
+    @property
+    def least_tokens(self) -> int:
+        """The fewest tokens that servers take from a store for a request."""
+        return least_tokens(self.prefetch_threshold, trailing=self.trailing)
+
 
 def simulate(
     request: SimulateRequest,
@@ -230,7 +239,7 @@ def simulate(
         rows_name=_ROWS,
         lines=lambda _, screen, shown: _lines(rows, document, screen),
         remarks=[
-            denominators(rows, document),
+            denominators(rows, document, request.least_tokens),
             *case.remarks,
             *(() if today is None else today.remarks),
         ],
@@ -301,6 +310,7 @@ class _Case:
             request.write_policy,
             request.servers,
             request.prefetch_threshold,
+            trailing=request.trailing,
         )
 
     def rows(self, policies: Sequence[Policy], capacities: Sequence[int]) -> Iterator[CapacityRow]:
@@ -381,7 +391,7 @@ class _Case:
     @property
     def _least_pages(self) -> int:
         """Least number of leading pages that servers read."""
-        return -(-self.request.prefetch_threshold // self.requests.block_tokens)
+        return -(-self.request.least_tokens // self.requests.block_tokens)
 
     def hit_tokens(self, runs: IntArray | Runs) -> IntArray:
         """Return the tokens of leading pages: [..., requests]."""

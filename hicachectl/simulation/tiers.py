@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.restorable import least_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from hicachectl.requests.chains import Requests
     from hicachectl.simulation.caches import Cache
     from hicachectl.simulation.replay import Seconds
-
-_LOAD_BACK_TOKENS = 10  # load_back_threshold: the server computes fewer tokens again
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,7 @@ class Tiers:
     servers: number of servers on the store. Requests go to them by their label "server", else in
         turn.
     threshold: least tokens that a server asks the store for, and takes from it.
+    trailing: whether the servers need a pool only at the end of a prefix.
     chunk: --chunked-prefill-size.
     """
 
@@ -48,6 +48,7 @@ class Tiers:
     write_policy: str = "write_through"
     servers: int = 1
     threshold: int = 256
+    trailing: bool = False
     chunk: int = 8192
 
     @property
@@ -227,6 +228,7 @@ class Tree:
         self._pages = self.free = tiers.l1_tokens // unit
         self.free_host = tiers.l2_tokens // unit
         self._least = -(-tiers.threshold // unit)
+        self._least_loaded = least_tokens(0, trailing=tiers.trailing)
         self._chunk = max(tiers.chunk // unit, 1)
         self._writes_back = tiers.write_policy == "write_back"
         self._hits = 2 if tiers.write_policy == "write_through_selective" else 1
@@ -347,7 +349,7 @@ class Tree:
 
     def _load_back(self, path: list[Node], pages: int) -> bool:
         """Copy the nodes of a path that only the host has to the device; return whether."""
-        if pages * self._unit < _LOAD_BACK_TOKENS or not self._make_room(pages):
+        if pages * self._unit < self._least_loaded or not self._make_room(pages):
             return False
         for node in path:
             if not node.on_device:

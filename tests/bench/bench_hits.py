@@ -27,8 +27,8 @@ from hicachectl.requests.chains import Hashing, Requests, hex_pages, requests_of
 from hicachectl.requests.elsewhere import find_elsewhere, suspect_hashing
 from hicachectl.requests.forms import Request
 from hicachectl.requests.hits import find_hits
-from hicachectl.requests.measuring import hit_rows
 from hicachectl.requests.reading import Trace
+from hicachectl.requests.rows import hit_rows
 from tests.bench import runner
 
 if TYPE_CHECKING:

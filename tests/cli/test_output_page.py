@@ -174,6 +174,14 @@ def verify(stores: Stores) -> Documents:
 
 
 def hits(stores: Stores) -> Documents:
+    yield from measured(stores)
+
+
+def hits_summary(stores: Stores) -> Documents:
+    yield from measured(stores, "--summary")
+
+
+def measured(stores: Stores, *words: str) -> Documents:
     requests = prompts(stores.folder / "requests.jsonl", 8, 3)
     pages = stores.folder / "pages.jsonl"
     pages.write_text(json.dumps([page(1)]))
@@ -183,17 +191,31 @@ def hits(stores: Stores) -> Documents:
     latent = parse_profile(DSA)
     latent = replace(latent, pools=latent.pools[:1])
     put(unified, f"{page(2)}_ukv1-8d19308ec7f4a608_L0-16_H3.bin")
-    yield stores.run("hits", stores.damaged, *stores.profile, "--token-ids", requests)
-    yield stores.run("hits", stores.whole, "--pages", pages)
-    yield stores.run("hits", unified, "--pages", pages)
-    yield stores.run("hits", empty, "--pages", pages)
+    yield stores.run("hits", *words, stores.damaged, *stores.profile, "--token-ids", requests)
+    yield stores.run("hits", *words, stores.whole, "--pages", pages)
+    yield stores.run("hits", *words, unified, "--pages", pages)
+    yield stores.run("hits", *words, empty, "--pages", pages)
     for sizes in ({"pp": 2}, {"cp": 2}, {"tp": 2, "dcp": 2}):
         profile = profile_file(stores.folder / "ranks.toml", replace(latent, **sizes))
-        yield stores.run("hits", empty, "--pages", pages, "--profile", profile)
+        yield stores.run("hits", *words, empty, "--pages", pages, "--profile", profile)
     wider = profile_file(stores.folder / "tp4.toml", replace(PROFILE, tp=4))
-    yield stores.run("hits", stores.whole, "--profile", wider, "--token-ids", requests)
+    yield stores.run("hits", *words, stores.whole, "--profile", wider, "--token-ids", requests)
     pages.write_text("[]\n")
-    yield stores.run("hits", stores.whole, "--pages", pages)
+    yield stores.run("hits", *words, stores.whole, "--pages", pages)
+    trace = labelled(stores.folder / "labelled.jsonl", requests)
+    asked = ("--trace", trace, "--by", "salt,session-age")
+    yield stores.run("hits", *words, stores.whole, *stores.profile, *asked)
+
+
+def labelled(path: Path, requests: Path) -> Path:
+    """Write requests with a salt, a session and a time."""
+    lines = map(json.loads, requests.read_text().splitlines())
+    rows = [
+        {"timestamp": at, "token_ids": ids, "session_id": "s", "cache_salt": "a" if at else None}
+        for at, ids in enumerate(lines)
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
 
 
 def simulate(stores: Stores) -> Documents:
@@ -304,6 +326,7 @@ SCENES: dict[str, Callable[[Stores], Documents]] = {
     "show": show,
     "verify": verify,
     "hits": hits,
+    "hits --summary": hits_summary,
     "simulate": simulate,
     "migrate": migrate,
     "prewarm": prewarm,

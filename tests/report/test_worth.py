@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from hicachectl.requests.chains import Requests
     from tests.conftest import Invoke
 
-# Prompts of three pages and a token that no server looks up. The last two are not in order.
-PROMPTS = [[number] * 8 + [0, 0, 0, 0, 9] for number in (1, 2, 1, 3, 4, 2, 1, 1, 5)]
+# Prompts of four pages and a token that no server looks up. The last two are not in order.
+PROMPTS = [[number] * 12 + [0, 0, 0, 0, 9] for number in (1, 2, 1, 3, 4, 2, 1, 1, 5)]
 TIMES = [OLD + 3600 * hour for hour in (0, 1, 2, 3, 4, 5, 6, 8, 7)]
 HASHING = Hashing(4)
 
@@ -48,7 +48,7 @@ def store(tmp_path: Path) -> Path:
             if number in (1, 3, 5):
                 name = page.tobytes().hex()
                 put(store, f"{name}_x-dsa.bin", 9216, time)
-                if (number, place) != (1, 2):
+                if (number, place) != (1, 3):
                     put(store, f"{name}.indexer_x-dsa.bin", 1056, time)
     return store
 
@@ -71,14 +71,14 @@ def test_the_numbers_are_those_of_simulate_on_the_store(store: Path) -> None:
     assert isinstance(worth, Worth)
     assert worth.rows == result.rows.to_pylist()
     assert worth.document == {**result.document, "store": None}
-    assert worth.tokens == 9 * 13
+    assert worth.tokens == 9 * 17
     served = worth.document["served_tokens"]
     losses = {one["cause"]: one["tokens"] for one in worth.document["losses"]}
-    assert served == 4 * 8 + 12 + 12  # the prompts of 1 without their last pages, those of 3 and 5
+    assert served == 4 * 12 + 16 + 16  # the prompts of 1 without their last pages, those of 3 and 5
     assert losses == {
-        "first use": 24,  # of the prompts of 2 and 4
+        "first use": 32,  # of the prompts of 2 and 4
         "incomplete or damaged": 16,  # the last pages of the prompts of 1
-        "evicted": 12,  # the second prompt of 2: its first is older than the store
+        "evicted": 16,  # the second prompt of 2: its first is older than the store
         "not looked up": 9,
     }
     assert served + sum(losses.values()) == worth.tokens
@@ -94,10 +94,10 @@ def test_the_page_has_the_curve_and_the_losses_with_their_denominators(
     text = text_of(made)
     assert "What is it worth? hicachefile: " in text
     assert "They begin with the pages of the store" in text
-    assert "Shares are of 117 prompt tokens of 9 requests" in text
+    assert "Shares are of 153 prompt tokens of 9 requests" in text
     assert "capacity pages hicachefile optimal 16.0 KiB 1 " in text
-    assert "prompt tokens tokens share of 117 served from the store 56 47.8 % " in text
-    assert "incomplete or damaged 16 13.6 %" in text
+    assert "prompt tokens tokens share of 153 served from the store 80 52.2 % " in text
+    assert "incomplete or damaged 16 10.4 %" in text
     invoke("report", store, *arguments, "--since", "2023-11-15")
     text = text_of(made)
     assert "They begin empty, and keep what the requests write." in text

@@ -99,7 +99,7 @@ def test_a_row_says_how_far_a_request_reaches_and_what_stops_it(
     pages = page_hashes_hex(tokens, 4)
     put_dsa(store, pages)
     (store / f"{pages[3]}.indexer_x-dsa.bin").unlink()
-    requests = lines(tmp_path / "requests.jsonl", tokens, tokens[:10])
+    requests = lines(tmp_path / "requests.jsonl", tokens, tokens[:14])
     first, second = rows(invoke, store, "--token-ids", requests, "--profile", profile)
     assert first == {
         "chain": 0,
@@ -108,6 +108,7 @@ def test_a_row_says_how_far_a_request_reaches_and_what_stops_it(
         "usable_pages": 3,
         "usable_tokens": 12,
         "served_tokens": 12,
+        "lost_pages": 2,
         "unreachable_pages": 1,
         "stopped_by": {
             "page": pages[3],
@@ -117,15 +118,17 @@ def test_a_row_says_how_far_a_request_reaches_and_what_stops_it(
             "key": f"{pages[3]}.indexer_x-dsa.bin",
             "exists_at": None,
             "reason": None,
+            "fault": "missing",
         },
     }
     assert second == {
         "chain": 1,
-        "tokens": 10,
-        "kv_pages": 2,
-        "usable_pages": 2,
-        "usable_tokens": 8,
-        "served_tokens": 8,
+        "tokens": 14,
+        "kv_pages": 3,
+        "usable_pages": 3,
+        "usable_tokens": 12,
+        "served_tokens": 12,
+        "lost_pages": 0,
         "unreachable_pages": 0,
         "stopped_by": None,
     }
@@ -135,10 +138,10 @@ def test_the_last_token_of_a_request_is_always_computed(
     invoke: Invoke, tmp_path: Path, dsa: tuple[Path, Path]
 ) -> None:
     store, profile = dsa
-    put_dsa(store, page_hashes_hex(range(12), 4))
-    requests = lines(tmp_path / "r.jsonl", list(range(12)), list(range(13)), [], [1])
+    put_dsa(store, page_hashes_hex(range(16), 4))
+    requests = lines(tmp_path / "r.jsonl", list(range(16)), list(range(17)), [], [1])
     found = rows(invoke, store, "--token-ids", requests, "--profile", profile)
-    assert [row["usable_pages"] for row in found] == [2, 3, 0, 0]
+    assert [row["usable_pages"] for row in found] == [3, 4, 0, 0]
     assert [row["stopped_by"] for row in found] == [None] * 4
 
 
@@ -236,7 +239,7 @@ def test_an_empty_store_restores_nothing(
     assert (row["kv_pages"], row["usable_pages"]) == (0, 0)
     assert row["stopped_by"] == {
         "page": page(0), "pool": "kv", "part": None, "shard": None, "key": None,
-        "exists_at": None, "reason": None,
+        "exists_at": None, "reason": None, "fault": "missing",
     }  # fmt: skip
     assert f"{store} is empty; check the URL" in outcome.stderr
     (row,) = rows(invoke, store, "--pages", listed, "--profile", profile)
@@ -280,19 +283,19 @@ def test_few_pages_are_asked_for_and_many_listed_to_the_same_end(
 
 def test_a_table_is_for_people(invoke: Invoke, tmp_path: Path, dsa: tuple[Path, Path]) -> None:
     store, profile = dsa
-    put_dsa(store, [page(0), page(2)])
-    chain = [page(0), page(1), page(2)]
-    listed = lines(tmp_path / "pages", chain, chain, [page(0)])
+    put_dsa(store, [page(number) for number in (0, 1, 2, 4)])
+    chain = [page(number) for number in range(5)]
+    listed = lines(tmp_path / "pages", chain, chain, chain[:3])
     out = invoke("hits", store, "--pages", listed, "--profile", profile).stdout.splitlines()
     assert out[0] == (
         "CHAIN  TOKENS  KV PAGES  USABLE PAGES  USABLE TOKENS  SERVED TOKENS  UNREACHABLE  "
         "STOPPED BY"
     )
-    assert out[1].split() == ["0", "12", "1", "1", "4", "4", "1", "kv", "page", page(1)[:16]]
-    assert out[3].split() == ["2", "4", "1", "1", "4", "4", "0", "-"]
+    assert out[1].split() == ["0", "20", "3", "3", "12", "12", "1", "kv", "page", page(3)[:16]]
+    assert out[3].split() == ["2", "12", "3", "3", "12", "12", "0", "-"]
     assert out[4:] == [
         "2 whole pages (1 distinct) are out of reach behind what stops the requests",
-        "43% of 28 tokens served by x/dsa tp 1",
+        "69% of 52 tokens served by x/dsa tp 1",
     ]
 
 

@@ -134,15 +134,15 @@ def test_hits_below_the_threshold_do_not_count() -> None:
 
 
 def test_a_profile_gives_bytes_and_the_gain_of_each_tebibyte() -> None:
-    requests = asked([(0, chain(1, 2)), (1, chain(2, 2)), (2, chain(1, 2))])
+    requests = asked([(0, chain(1, 3)), (1, chain(2, 3)), (2, chain(1, 3))])
     request = SimulateRequest(
-        requests=requests, profile=PROFILE, capacities=(PAGE_BYTES, 4 * PAGE_BYTES + 5)
+        requests=requests, profile=PROFILE, capacities=(PAGE_BYTES, 6 * PAGE_BYTES + 5)
     )
     small, large = simulate(request).rows.to_pylist()[:2]
     assert (small["capacity_pages"], small["hit_tokens"], small["gain_per_tib"]) == (1, 0, None)
-    assert (large["capacity_pages"], large["hit_tokens"]) == (4, 8)
-    assert large["capacity_bytes"] == 4 * PAGE_BYTES + 5
-    assert large["gain_per_tib"] == pytest.approx(8 / 27 / (3 * PAGE_BYTES + 5) * TIB)
+    assert (large["capacity_pages"], large["hit_tokens"]) == (6, 12)
+    assert large["capacity_bytes"] == 6 * PAGE_BYTES + 5
+    assert large["gain_per_tib"] == pytest.approx(12 / 39 / (5 * PAGE_BYTES + 5) * TIB)
 
 
 def test_capacities_by_default_are_powers_of_two_that_end_with_all_pages() -> None:
@@ -156,16 +156,16 @@ def test_capacities_by_default_are_powers_of_two_that_end_with_all_pages() -> No
 
 
 def test_blocks_are_merged_to_pages_or_stay_as_several() -> None:
-    rows = [{"timestamp": at, "hash_ids": [0, 1, 2, 3, 4], "input_length": 10} for at in (0, 1)]
+    rows = [{"timestamp": at, "hash_ids": [*range(7)], "input_length": 14} for at in (0, 1)]
     requests = trace_of([{**row, "block_size": 2} for row in rows])
     result = simulate(SimulateRequest(requests=requests, profile=PROFILE))
     assert result.document["page_bytes"] == PAGE_BYTES
-    assert max(hits(result, "lru").values()) == 8
-    rows = [{"timestamp": at, "hash_ids": [0, 1], "input_length": 16} for at in (0, 1)]
+    assert max(hits(result, "lru").values()) == 12
+    rows = [{"timestamp": at, "hash_ids": [0, 1, 2], "input_length": 24} for at in (0, 1)]
     requests = trace_of([{**row, "block_size": 8} for row in rows])
     result = simulate(SimulateRequest(requests=requests, profile=PROFILE))
     assert result.document["page_bytes"] == 2 * PAGE_BYTES
-    assert max(hits(result, "lru").values()) == 8  # the last token is computed
+    assert max(hits(result, "lru").values()) == 16  # the last token is computed
     with pytest.raises(UsageError, match=r"has blocks of 3 tokens.*a page of 4; give token ids"):
         simulate(
             SimulateRequest(
@@ -254,7 +254,7 @@ def test_a_wrong_request_is_refused(fields: dict[str, Any], said: str) -> None:
 
 def test_other_settings_give_other_bytes_a_page() -> None:
     """With rows of fp8 a page has 5664 bytes; a page of 8 tokens has twice 10272."""
-    lines = [(float(at), chain(1, 4)) for at in range(2)]
+    lines = [(float(at), chain(1, 6)) for at in range(2)]
     what_ifs = ({"kv_cache_dtype": "fp8_e4m3"}, {"page_size": "8", "tp": "2"}, {"page_size": "3"})
 
     def reread(hashing: Hashing) -> Requests:
@@ -262,16 +262,16 @@ def test_other_settings_give_other_bytes_a_page() -> None:
         return requests_of([Request("line", tokens, time=time) for time, tokens in lines], hashing)
 
     request = SimulateRequest(
-        requests=asked(lines), profile=PROFILE, capacities=(2 * PAGE_BYTES,), policies=("lru",),
+        requests=asked(lines), profile=PROFILE, capacities=(4 * PAGE_BYTES,), policies=("lru",),
         what_ifs=what_ifs, reread=reread, threshold=1,
     )  # fmt: skip
     rows = simulate(request).rows.to_pylist()
     found = {row["what_if"]: (row["capacity_pages"], row["hit_tokens"]) for row in rows}
     assert found == {
-        None: (2, 8),
-        "kv_cache_dtype=fp8_e4m3": (3, 12),
-        "page_size=8,tp=2": (1, 8),
-        "page_size=3": (2, 6),
+        None: (4, 16),
+        "kv_cache_dtype=fp8_e4m3": (7, 24),
+        "page_size=8,tp=2": (2, 16),
+        "page_size=3": (5, 15),
     }
     pages = requests_of_pages([page_hashes_hex(chain(1, 4), SIZE)] * 2, Hashing.of(PROFILE))
     without: tuple[dict[str, Any], ...] = ({"reread": None}, {"requests": pages})
@@ -318,7 +318,7 @@ def test_settings_are_numbers_and_words(text: str, said: str) -> None:
 
 def test_what_the_memory_of_servers_serves_is_no_hit_of_the_store() -> None:
     """Two servers in turn: each has its own chain on the device, and one that it must fetch."""
-    one, two = chain(1, 2), chain(2, 2)
+    one, two = chain(1, 3), chain(2, 3)
     lines = [(float(at), tokens) for at, tokens in enumerate((one, two, one, two, two, one))]
     fields: dict[str, Any] = {
         "requests": asked(lines, model=["m"] * 5 + [None]), "profile": PROFILE, "by": ("model",),
@@ -330,10 +330,10 @@ def test_what_the_memory_of_servers_serves_is_no_hit_of_the_store() -> None:
         rows = [row for row in result.rows.to_pylist() if row["by"] is None]
         assert {row["policy"] for row in rows} == names
         for row in rows:
-            assert (row["device_tokens"], row["host_tokens"]) == (16, 0)
-            assert row["hit_tokens"] == (16 if policy == "write_through" else 0)
+            assert (row["device_tokens"], row["host_tokens"]) == (24, 0)
+            assert row["hit_tokens"] == (24 if policy == "write_through" else 0)
     groups = [row for row in result.rows.to_pylist() if row["by"]]
-    assert sum(row["device_tokens"] for row in groups) == 16
+    assert sum(row["device_tokens"] for row in groups) == 24
     for policy in ("write_through", "write_back"):
         small = {**fields, "l1": PAGE_BYTES, "write_policy": policy}
         assert "6 requests: longer than L1" in simulate(SimulateRequest(**small)).remarks[1]
@@ -361,8 +361,8 @@ def of_store(store: Path, requests: Requests, **fields: Any) -> Result:
 
 
 def test_lost_hits_have_their_causes(store: Path) -> None:
-    """Eight chains of two pages, one for each cause, and one that is served."""
-    served, first, evicted, gone, cut, misplaced, hole, short = (chain(n, 2) for n in range(1, 9))
+    """Eight chains of three pages, one for each cause, and one that is served."""
+    served, first, evicted, gone, cut, misplaced, hole, short = (chain(n, 3) for n in range(1, 9))
     lines = [(OLD - 50.0, evicted), (OLD + 1.0, gone), (OLD + 2.0, cut), (OLD + 3.0, hole)]
     lines += [(OLD + 4.0, misplaced)]
     lines += [
@@ -375,17 +375,17 @@ def test_lost_hits_have_their_causes(store: Path) -> None:
         put(store, f"{name}_x-other.bin", 9216, OLD + 5)
     (store / f"{put_chain(store, hole, OLD + 5)[0]}_x-dsa.bin").unlink()
     assert causes(of_store(store, asked(lines))) == {
-        "first use": 8 + 8 + 8,  # of evicted, gone and first
-        "evicted": 8,
-        "never written or removed": 8,
-        "incomplete or damaged": 2 * 8 + 2 * 8,  # both uses of cut, and of hole
-        "another deployment": 2 * 8,
+        "first use": 12 + 12 + 12,  # of evicted, gone and first
+        "evicted": 12,
+        "never written or removed": 12,
+        "incomplete or damaged": 2 * 12 + 2 * 12,  # both uses of cut, and of hole
+        "another deployment": 2 * 12,
         "not looked up": 12,
     }
     put_chain(store, short[:SIZE], OLD)
     threshold = of_store(store, asked([(OLD, short), (OLD, served)]), threshold=8)
-    assert causes(threshold) == {"below the threshold": 4, "first use": 4, "not looked up": 2}
-    assert threshold.document["served_tokens"] == 8
+    assert causes(threshold) == {"below the threshold": 4, "first use": 8, "not looked up": 2}
+    assert threshold.document["served_tokens"] == 12
 
 
 def test_without_unix_times_absence_is_one_cause(store: Path) -> None:
@@ -401,7 +401,7 @@ def test_without_unix_times_absence_is_one_cause(store: Path) -> None:
 def test_losses_sum_to_what_is_not_served_on_damaged_stores(store: Path) -> None:
     """Random chains with common prefixes, and a store of some of their objects."""
     random = np.random.default_rng(3)
-    texts = [chain(0, 3, 0) * int(random.integers(2)) + chain(n, 4, 0) for n in range(1, 13)]
+    texts = [chain(0, 3, 0) * int(random.integers(2)) + chain(n, 8, 0) for n in range(1, 13)]
     lines = [
         (OLD + float(at - 40), text[: int(random.integers(1, len(text) + 1))])
         for at, text in enumerate(texts[int(random.integers(12))] for _ in range(80))
@@ -409,7 +409,7 @@ def test_losses_sum_to_what_is_not_served_on_damaged_stores(store: Path) -> None
     for text in texts:
         for name in put_chain(store, text):
             for pool in ("", ".indexer"):
-                if random.random() < 0.2:
+                if random.random() < 0.1:
                     os.truncate(store / f"{name}{pool}_x-dsa.bin", 5)
                 elif random.random() < 0.2:
                     (store / f"{name}{pool}_x-dsa.bin").unlink(missing_ok=True)
@@ -428,18 +428,18 @@ def test_losses_sum_to_what_is_not_served_on_damaged_stores(store: Path) -> None
 
 def test_caches_begin_with_the_whole_pages_of_the_store(store: Path) -> None:
     """A cache smaller than the store has its latest pages, of one time the first of a chain."""
-    put_chain(store, chain(1, 2), OLD)
-    put_chain(store, chain(2, 3), OLD + 10)
+    put_chain(store, chain(1, 3), OLD)
+    put_chain(store, chain(2, 4), OLD + 10)
     put_chain(store, chain(3, 1), OLD + 20, pools="kv")
     before = {path.name: path.stat().st_mtime_ns for path in store.iterdir()}
-    requests = asked([(OLD + 100.0, chain(2, 3)), (OLD + 101.0, chain(1, 2))])
-    sizes = tuple(pages * PAGE_BYTES for pages in (1, 3, 5))
+    requests = asked([(OLD + 100.0, chain(2, 4)), (OLD + 101.0, chain(1, 3))])
+    sizes = tuple(pages * PAGE_BYTES for pages in (3, 4, 7))
     result = of_store(store, requests, capacities=sizes, policies=("lru", "optimal"))
-    today = 5 * PAGE_BYTES + 9216
+    today = 7 * PAGE_BYTES + 9216
     assert result.document["today_bytes"] == today
     assert set(result.rows["start"].to_pylist()) == {"store"}
-    assert {size: hits(result, "lru")[size] for size in (1, 3, 5)} == {1: 4, 3: 12, 5: 20}
-    assert {size: hits(result, "optimal")[size] for size in (1, 3, 5)} == {1: 4, 3: 12, 5: 20}
+    assert {size: hits(result, "lru")[size] for size in (3, 4, 7)} == {3: 12, 4: 16, 7: 28}
+    assert {size: hits(result, "optimal")[size] for size in (3, 4, 7)} == {3: 12, 4: 16, 7: 28}
     assert today in result.rows["capacity_bytes"].to_pylist()
     cold = of_store(store, requests, capacities=sizes, cold=True)
     assert set(hits(cold, "lru").values()) == {0}
@@ -449,15 +449,15 @@ def test_caches_begin_with_the_whole_pages_of_the_store(store: Path) -> None:
 def test_caches_begin_with_the_best_pages_of_a_plan() -> None:
     import pyarrow as pa
 
-    best, other = page_hashes_hex(chain(1, 2), SIZE), page_hashes_hex(chain(2, 2), SIZE)
-    plan = PlannedPages("plan", pa.array([*best, *other]), [-1, 0, -1, 2])
-    requests = asked([(0.0, chain(2, 2)), (1.0, chain(1, 2))])
+    best, other = page_hashes_hex(chain(1, 3), SIZE), page_hashes_hex(chain(2, 3), SIZE)
+    plan = PlannedPages("plan", pa.array([*best, *other]), [-1, 0, 1, -1, 3, 4])
+    requests = asked([(0.0, chain(2, 3)), (1.0, chain(1, 3))])
     request = SimulateRequest(
         requests=requests, profile=PROFILE, plan=plan, policies=("lru",),
-        capacities=(2 * PAGE_BYTES, 4 * PAGE_BYTES),
+        capacities=(3 * PAGE_BYTES, 6 * PAGE_BYTES),
     )  # fmt: skip
     result = simulate(request)
-    assert hits(result, "lru") == {2: 0, 4: 16}
+    assert hits(result, "lru") == {3: 0, 6: 24}
     assert set(result.rows["start"].to_pylist()) == {"plan"}
 
 

@@ -24,10 +24,14 @@ from hicachectl.cli.options import (
     output_options,
     prefetch_threshold_option,
     profile_options,
+    refuse_without_table,
     request_options,
     store_argument,
 )
+from hicachectl.cli.parameters import OUTPUT, own_option
 from hicachectl.cli.session import opened, progress, remark
+from hicachectl.cli.values import NameList
+from hicachectl.text.vocabulary import GROUPINGS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,11 +44,23 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace")
 @click.command("hits", cls=Command)
 @store_argument
 @request_options
+@own_option(
+    "--summary",
+    is_flag=True,
+    help="Show what stops requests, the most lost tokens first, in place of each request.",
+)
+@own_option("--by", type=NameList(GROUPINGS), help="Also show sums by group of requests.")
 @min_usable_option
 @prefetch_threshold_option
 @allow_leases_option
 @filter_options(beside_flags=True, without=OF_PAGES)
 @output_options
+@OUTPUT.option(
+    "--limit",
+    type=click.IntRange(1),
+    metavar="N",
+    help="In tables, show at most N lines, the worst first.  [default: 20 on a terminal, else all]",
+)
 @profile_options
 @click.pass_context
 def command(ctx: click.Context, /, store: str, **options: Any) -> None:
@@ -57,7 +73,8 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     of a request are usable than their prefetch threshold: served tokens are what they fetch.
 
     The last line names the deployment that was measured. Pages that only another deployment has
-    are shown as "exists at tp 4". With --min-usable, the exit status is 4 if less is served.
+    are shown as "exists at tp 4". Unreachable pages are whole, but behind the object that stops the
+    request. With --min-usable, the exit status is 4 if less is served.
 
     Without a profile, --page-size (and --speculative-algorithm for EAGLE) decides how tokens are
     hashed, and the filters choose one of several deployments. Pages are then compared with each
@@ -69,20 +86,15 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
       hicachectl hits prod: --token-ids requests.jsonl --profile prod.toml
       hicachectl hits prod: --prompts chats.jsonl --model-config /models/qwen3 --tp 8 --page-size 64
       hicachectl hits prod: --token-ids requests.jsonl --profile prod.toml --min-usable 0.9
+      hicachectl hits prod: --trace day.jsonl.gz --server http://host:30000 --summary --by salt
       hicachectl hits /tmp/hicache --pages chain.jsonl --format json
     """
     refuse_other_sources(options, _SOURCES)
+    refuse_without_table(ctx, options["output_format"], "request")
     from hicachectl.cli.output import write_report
-    from hicachectl.cli.text_tables import hits_for_people
+    from hicachectl.cli.text_tables import hits_lines
     from hicachectl.profiles.sources import profile_from_options
-    from hicachectl.requests.measuring import (
-        failed_text,
-        measure_hits,
-        passes,
-        served_text,
-        unreachable_text,
-    )
-    from hicachectl.text.tables import table_lines
+    from hicachectl.requests.measuring import failed_text, measure_hits, passes
 
     with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
         choice = selection_of(ctx, source, options)
@@ -93,14 +105,15 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
         report = measure_hits(source, request, on_listed=advance)
     remark(ctx, *report.remarks)
 
-    def lines(screen: Screen) -> Iterator[str]:
-        yield from table_lines(hits_for_people(report.rows), screen)
-        if unreachable := unreachable_text(report.document):
-            yield unreachable
-        yield served_text(report.document)
+    summary, by = options["summary"], options["by"] or ()
 
-    document = {"chains": report.rows, **report.document}
-    write_report(ctx, document, report.rows, "chains", lines)
+    def lines(screen: Screen) -> Iterator[str]:
+        return hits_lines(report, screen, summary=summary, by=by, limit=options["limit"])
+
+    if summary:
+        write_report(ctx, report.totals, report.causes, "causes", lines)
+    else:
+        write_report(ctx, {"chains": report.rows, **report.totals}, report.rows, "chains", lines)
     least = options["min_usable"]
     if least is not None and not passes(report.document, least):
         next_step = "copy pages with hicachectl prewarm, or give a lower share"

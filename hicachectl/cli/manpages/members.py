@@ -31,7 +31,7 @@ from hicachectl.move.results import RemovalDocument, RestoreDocument
 from hicachectl.pages.listing import ObjectsDocument, PagesDocument, SummaryDocument
 from hicachectl.parts.results import RunDocument
 from hicachectl.prewarming.outcome import PrewarmDocument
-from hicachectl.requests.measuring import HitsDocument
+from hicachectl.requests.measuring import HitsDocument, HitsTotals
 from hicachectl.simulation.simulate import SimulateDocument
 from hicachectl.verification.inspection import ShowDocument
 from hicachectl.verification.report import VerifyDocument
@@ -94,6 +94,7 @@ DOCUMENTS = (
     Document("show", ShowDocument, "objects"),
     Document("verify", VerifyDocument, "findings", divided=True),
     Document("hits", HitsDocument, "chains"),
+    Document("hits --summary", HitsTotals, "causes"),
     Document("simulate", SimulateDocument, "capacities"),
     Document("migrate", MigrationDocument, "problems", divided=True),
     Document("prewarm", PrewarmDocument, divided=True),
