@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hicachectl.checks.catalogs import load_catalog
 from hicachectl.device.devices import parse_devices
+from hicachectl.doctor.request import DoctorRequest
 from hicachectl.formats.errors import (
     CollidingKeys,
     DeviceError,
@@ -50,6 +51,7 @@ __all__ = [
     "CollidingKeys",
     "CopyOptions",
     "DeviceError",
+    "DoctorRequest",
     "EmptyStore",
     "FormatError",
     "HicacheError",
@@ -70,6 +72,7 @@ __all__ = [
     "UntrustedError",
     "UsageError",
     "VerifyRequest",
+    "doctor",
     "hash_requests",
     "hits",
     "load_catalog",
@@ -274,3 +277,18 @@ def simulate(
     if store is not None:
         request = replace(request, profile=agree_on_profile(store, request.profile))
     return simulated(request, store, on_listed=on_listed)
+
+
+def doctor(
+    store: Store | None,
+    request: DoctorRequest,
+    *,
+    on_wait: Callable[[float], None] = lambda seconds: None,
+) -> Result:
+    """Return why servers get no hits from a store, or wrong ones; change nothing.
+
+    Arguments and errors: see `doctor.examine.examine`.
+    """
+    from hicachectl.doctor.examine import examine
+
+    return examine(request, store, on_wait=on_wait)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import pyarrow as pa
@@ -14,10 +14,10 @@ from hicachectl.doctor.checks import FAIL, REQUESTS, UNKNOWN, Check, CheckRow, o
 from hicachectl.doctor.deployments import deployment_checks
 from hicachectl.doctor.exposition import CACHED
 from hicachectl.doctor.live import live_checks
-from hicachectl.doctor.live_server import Given, LiveServer, ask_server
+from hicachectl.doctor.live_server import LiveServer, ask_server
 from hicachectl.doctor.same_store import same_store_checks, started_of
 from hicachectl.doctor.settings import setting_checks
-from hicachectl.doctor.stores import SAMPLE_PAGES, StoreSeen, see_store, store_checks
+from hicachectl.doctor.stores import StoreSeen, see_store, store_checks
 from hicachectl.doctor.text import check_lines
 from hicachectl.doctor.watching import Watched, first_looks, watched
 from hicachectl.formats.errors import HicacheError, UsageError
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.statuses import SeenStatus
+    from hicachectl.doctor.request import DoctorRequest
     from hicachectl.formats.profile import Profile
     from hicachectl.requests.chains import Requests
     from hicachectl.results import Shown
     from hicachectl.text.tables import Screen
 
-WATCH_SECONDS = 10.0
 _ROWS = "checks"
 
 
@@ -48,30 +48,6 @@ class DoctorDocument(TypedDict):
 
     checks: list[CheckRow]
     verdict: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorRequest:
-    """Servers to ask, and what to look at.
-
-    servers: URLs of the servers that use the store; empty: only the store is checked.
-    given: what is known of the servers beside their replies. Without a server, its profile is that
-        of the store's servers.
-    read: function that reads requests, whose tokens are hashed as its argument states; None: no
-        requests are looked at. The argument is None if that is unknown; then it raises UsageError.
-    threshold: the servers' prefetch threshold in tokens; None: as they state it.
-    watch_seconds: time between two looks at the servers' counters.
-    sample_pages: number of pages to read; 0 reads none.
-    store_words: the store in suggested commands; default: its URL.
-    """
-
-    servers: tuple[str, ...] = ()
-    given: Given = field(default_factory=Given)
-    read: Callable[[Hashing | None], Requests] | None = None
-    threshold: int | None = None
-    watch_seconds: float = WATCH_SECONDS
-    sample_pages: int = SAMPLE_PAGES
-    store_words: str = ""
 
 
 def examine(
@@ -91,8 +67,8 @@ def examine(
     An unreachable server or store is a failing check. Raises UsageError for a malformed URL and for
     requests that cannot be read.
     """
-    servers = [ask_server(one, request.given) for one in request.servers]
-    profile = _profile(servers, request.given)
+    servers = [ask_server(one, request) for one in request.servers]
+    profile = _profile(servers, request)
     statuses = _statuses(store)
     servers = [replace(one, started=started_of(one, statuses)) for one in servers]
     asked = None if request.read is None else _requests(request, profile, servers)
@@ -153,9 +129,9 @@ def result_of(checks: Sequence[Check]) -> Result:
     )
 
 
-def _profile(servers: Sequence[LiveServer], given: Given) -> Profile | None:
+def _profile(servers: Sequence[LiveServer], request: DoctorRequest) -> Profile | None:
     """Return the profile of the first server that has one, else the given one."""
-    return next((server.profile for server in servers if server.profile), given.profile)
+    return next((server.profile for server in servers if server.profile), request.profile)
 
 
 def _seen(

@@ -14,8 +14,7 @@ from hicachectl.profiles.server import checked_url, fetch_server, profile_of_rep
 from hicachectl.profiles.sources import with_weights
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from hicachectl.doctor.request import DoctorRequest
     from hicachectl.formats.models.server_info import ServerDeployment
     from hicachectl.formats.profile import Profile
     from hicachectl.profiles.server import ServerReplies
@@ -52,25 +51,7 @@ class LiveServer:
     started: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """What options state about servers beside their own replies.
-
-    profile: profile of the servers' model, for servers whose own cannot be made.
-    model_config: config.json of the model, or its directory; None: the server's `model_path`.
-    draft_model_config: the same of a separate draft model.
-    overrides: fields of DeploymentFlags that replace the servers'.
-    weights: the options --weights and --draft-weights, by parameter.
-    """
-
-    profile: Profile | None = None
-    model_config: Path | None = None
-    draft_model_config: Path | None = None
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    weights: Mapping[str, Any] = field(default_factory=dict)
-
-
-def ask_server(url: str, given: Given) -> LiveServer:
+def ask_server(url: str, request: DoctorRequest) -> LiveServer:
     """Ask a server once for its deployment. An unreachable server has a `problem`.
 
     Raises UsageError for a malformed URL.
@@ -80,10 +61,10 @@ def ask_server(url: str, given: Given) -> LiveServer:
         replies = fetch_server(url)
     except StoreUnavailable as error:
         return LiveServer(url=url, problem=str(error))
-    return _described(url, replies, given)
+    return _described(url, replies, request)
 
 
-def _described(url: str, replies: ServerReplies, given: Given) -> LiveServer:
+def _described(url: str, replies: ServerReplies, request: DoctorRequest) -> LiveServer:
     info = replies.info
     listed = info.get("internal_states")
     states = tuple(
@@ -107,26 +88,28 @@ def _described(url: str, replies: ServerReplies, given: Given) -> LiveServer:
         return replace(server, why_no_profile=str(error))
     server = replace(server, deployment=deployment)
     try:
-        return replace(server, profile=_profile(replies, deployment, given))
+        return replace(server, profile=_profile(replies, deployment, request))
     except HicacheError as error:
         return replace(server, why_no_profile=str(error))
 
 
-def _profile(replies: ServerReplies, deployment: ServerDeployment, given: Given) -> Profile:
+def _profile(
+    replies: ServerReplies, deployment: ServerDeployment, request: DoctorRequest
+) -> Profile:
     """Return the profile of a server. Raises ProfileError, UsageError and FormatError."""
     try:
         profile = profile_of_replies(
             replies,
-            model_config=given.model_config,
-            draft_model_config=given.draft_model_config,
-            overrides=given.overrides,
+            model_config=request.model_config,
+            draft_model_config=request.draft_model_config,
+            overrides=request.overrides,
         ).profile
     except ProfileError:
-        if given.profile is None:
+        if request.profile is None:
             raise
-        return served_profile(given.profile, replies.info)
-    profile = with_weights(profile, given.weights, deployment)
-    if not profile.weights and given.profile is not None:
-        stated = given.profile
+        return served_profile(request.profile, replies.info)
+    profile = with_weights(profile, request.weights, deployment)
+    if not profile.weights and request.profile is not None:
+        stated = request.profile
         profile = replaced(profile, weights=stated.weights, draft_weights=stated.draft_weights)
     return profile

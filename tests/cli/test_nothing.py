@@ -29,6 +29,10 @@ SIZE = PROFILE.page_size
 
 # Command lines that read requests from the file EMPTY.
 READERS = """
+doctor SRC --token-ids EMPTY --profile PROFILE
+doctor SRC --trace EMPTY --profile PROFILE
+doctor SRC --prompts EMPTY --tokenizer TOKENIZER --profile PROFILE
+doctor SRC --pages EMPTY --profile PROFILE
 hits SRC --token-ids EMPTY --profile PROFILE
 hits SRC --pages EMPTY --profile PROFILE
 hits SRC --trace EMPTY --profile PROFILE

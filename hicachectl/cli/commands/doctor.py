@@ -23,7 +23,7 @@ from hicachectl.cli.values import DURATION
 from hicachectl.formats.errors import HicacheError, UsageError
 
 if TYPE_CHECKING:
-    from hicachectl.doctor.examine import DoctorRequest
+    from hicachectl.doctor.request import DoctorRequest
     from hicachectl.requests.chains import Hashing, Requests
 
 _SOURCES = ("prompts", "token_ids", "pages", "trace")
@@ -57,12 +57,25 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace")
 def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     """Show why servers get no hits from a store, or wrong ones.
 
-    Give the servers with --server.
+    Give the servers with --server, and requests that should have hits with --trace, --prompts or
+    --token-ids. Each server is asked for its settings, and twice for its counters (--watch). The
+    store is listed, and a sample of its pages is read and checked.
+
+    Each check is a line: ok, unknown, warn or fail, with what was seen and the next command. The
+    worst comes first, and the last line names the first cause. The exit status is 4 if a check
+    fails, also for a server or a store that cannot be reached.
+
+    Without --server, the store alone is checked, as a probe does.
+
+    Nothing is changed. Keys, launch commands and secrets, which servers tell, are never shown.
+
+    hicachectl-doctor(1) describes the checks.
 
     Examples:
       hicachectl doctor prod: --server http://localhost:30000
       hicachectl doctor prod: --server http://localhost:30000 --trace requests.log
-      hicachectl doctor prod:
+      hicachectl doctor prod: --server http://a:30000 --server http://b:30000 --watch 60s
+      hicachectl doctor /mnt/hicache --profile prod.toml --sample 0 -q
     """
     from hicachectl.cli.output import write_result
     from hicachectl.doctor.examine import examine
@@ -87,29 +100,25 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
 
 def _request(ctx: click.Context, store: str, options: dict[str, Any]) -> DoctorRequest:
     from hicachectl.cli.asked import asked_hashing, asked_requests, of_profile, refuse_other_sources
-    from hicachectl.doctor.examine import DoctorRequest
-    from hicachectl.doctor.live_server import Given
-    from hicachectl.profiles.sources import given_flags, profile_from_options, read_profile
+    from hicachectl.doctor.request import DoctorRequest
+    from hicachectl.profiles.sources import given_flags, profile_from_options, states_source
 
     def read(hashing: Hashing | None) -> Requests:
         return asked_requests(ctx, options, hashing or asked_hashing(None, options))
 
     if asks := any(options[name] for name in _SOURCES):
         refuse_other_sources(options, _SOURCES)
-    if options["servers"]:
-        file = options["profile_file"]
-        given = Given(
-            profile=None if file is None else read_profile(file),
-            model_config=options["model_config"],
-            draft_model_config=options["draft_model_config"],
-            overrides=given_flags(options),
-            weights=options,
-        )
-    else:
-        given = Given(profile=profile_from_options(of_profile(options), warn=partial(remark, ctx)))
+    of_file = options
+    if options["servers"]:  # other options are about the servers' own replies
+        of_file = {name: options[name] for name in ("profile_file", "prefetch_threshold")}
+    source = of_profile(of_file) if states_source(of_file) else {}
     return DoctorRequest(
         servers=options["servers"],
-        given=given,
+        profile=profile_from_options(source, warn=partial(remark, ctx)),
+        model_config=options["model_config"],
+        draft_model_config=options["draft_model_config"],
+        overrides=given_flags(options),
+        weights=options,
         read=read if asks else None,
         threshold=options["prefetch_threshold"],
         watch_seconds=options["watch_seconds"],

@@ -25,6 +25,7 @@ from msgspec import UnsetType
 from hicachectl.cli.commands.explain import ExplainDocument
 from hicachectl.cli.commands.pack import InfoDocument, RepairDocument
 from hicachectl.cli.manpages.mdoc import Item, prose
+from hicachectl.doctor.examine import DoctorDocument
 from hicachectl.move.migration_outcome import MigrationDocument
 from hicachectl.move.quarantine import PurgeDocument, RunsDocument
 from hicachectl.move.results import RemovalDocument, RestoreDocument
@@ -88,6 +89,7 @@ class Document(NamedTuple):
 
 
 DOCUMENTS = (
+    Document("doctor", DoctorDocument, "checks"),
     Document("ls", PagesDocument, "pages"),
     Document("ls --objects", ObjectsDocument, "objects"),
     Document("ls --summary", SummaryDocument, "summary"),

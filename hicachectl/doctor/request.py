@@ -1,0 +1,49 @@
+"""What `doctor` is asked to look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.doctor.stores import SAMPLE_PAGES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from hicachectl.formats.profile import Profile
+    from hicachectl.requests.chains import Hashing, Requests
+
+WATCH_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorRequest:
+    """Servers to ask, and what to look at.
+
+    servers: URLs of the servers that use the store; empty: only the store is checked.
+    profile: profile of the servers. A server's own replies come first, where they suffice.
+    model_config: config.json of the servers' model, or its directory; None: their `model_path`, if
+        it is on this machine.
+    draft_model_config: the same of a separate draft model.
+    overrides: fields of DeploymentFlags that replace those of the servers.
+    weights: values of --weights and --draft-weights, by parameter.
+    read: function that reads requests, whose tokens are hashed as its argument states; None: no
+        requests are looked at. The argument is None if that is unknown; then it raises UsageError.
+    threshold: the servers' prefetch threshold in tokens; None: as they state it.
+    watch_seconds: time between two looks at the servers' counters.
+    sample_pages: number of pages to read; 0 reads none.
+    store_words: the store in suggested commands; default: its URL.
+    """
+
+    servers: tuple[str, ...] = ()
+    profile: Profile | None = None
+    model_config: Path | None = None
+    draft_model_config: Path | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    weights: Mapping[str, Any] = field(default_factory=dict)
+    read: Callable[[Hashing | None], Requests] | None = None
+    threshold: int | None = None
+    watch_seconds: float = WATCH_SECONDS
+    sample_pages: int = SAMPLE_PAGES
+    store_words: str = ""
