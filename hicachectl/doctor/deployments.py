@@ -113,10 +113,9 @@ def own_anchors(server: LiveServer, seen: StoreSeen, table: AffixTable) -> set[i
     }
 
 
-def deployment_checks(server: LiveServer, seen: StoreSeen, store: str = "") -> list[Check]:
+def deployment_checks(server: LiveServer, seen: StoreSeen) -> list[Check]:
     """Return how a server's deployment differs from those that the store has pages of.
 
-    store: the store in suggested commands; default: its URL.
     Without any page, or if the server does not tell its deployment, there is nothing to compare.
     """
     if seen.inventory is None or server.deployment is None:
@@ -131,13 +130,12 @@ def deployment_checks(server: LiveServer, seen: StoreSeen, store: str = "") -> l
     stored = list(_stored(seen.inventory, census, asked, profiled=profiled))
     if not stored:
         return []
-    words = store or seen.url
     own = [one for one in stored if not one.differences]
     others = [one for one in stored if one.differences]
     if not own:
-        return [_missing(server, others, words)]
+        return [_missing(server, others, seen.url)]
     return [
-        *_present(server, own, others, words),
+        *_present(server, own, others, seen.url),
         *_sizes(server, seen, census, own),
         *_layout(server, seen),
     ]

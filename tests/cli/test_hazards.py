@@ -69,7 +69,7 @@ def rows(text: str) -> list[Row]:
 
 # STORE, the quarantine, the run and the pack hold nothing.
 EMPTY_PLACES = rows("""
-doctor STORE                                            | 0 | checks                            | 0
+doctor STORE                                            | 0 | is empty; next: check the URL     | 0
 ls STORE                                                | 0 | STORE is empty; check the URL     | 0
 show STORE adbff698                                     | 2 | STORE is empty; check the URL     | 0
 verify STORE                                            | 3 | STORE has no page: not mounted?   | 0
@@ -95,7 +95,7 @@ profile STORE                                           | 2 | no pages to infer 
 
 # Every file is dated a day ahead. Of the 7 pages, a server has written one only in part.
 FUTURE = rows("""
-doctor STORE --profile PROFILE                          | 0 | checks                            | 0
+doctor STORE --profile PROFILE                          | 0 | 1 missing-rank                    | 0
 ls STORE                                                | 0 | ahead of this host's clock        | 0
 show STORE adbff698                                     | 0 | ahead of this host's clock        | 0
 verify STORE --profile PROFILE                          | 4 | ahead of this host's clock        | 0
@@ -123,7 +123,7 @@ profile STORE                                           | 0 | tp = 2            
 # This host's clock is 5 minutes ahead or behind. The page that a server is writing is 30 seconds
 # old by the store's clock. Commands that only look take the host's clock, and judge the page.
 WRONG_CLOCK = rows("""
-doctor STORE --profile PROFILE                          | 0 | checks                            | 0
+doctor STORE --profile PROFILE                          | 0 | 1 missing-rank                    | 0
 ls STORE                                                | 0 | partial                           | 0
 show STORE adbff698                                     | 0 | whole                             | 0
 verify STORE --profile PROFILE                          | 4 | 1 missing-rank                    | 0

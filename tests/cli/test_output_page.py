@@ -23,6 +23,7 @@ from hicachectl.prewarming import outcome
 from hicachectl.prewarming.ranking import PlanRow
 from hicachectl.text.vocabulary import BUDGET, DEADLINE, FULL, LOCK
 from tests.backends.http_scripts import serving
+from tests.doctor.replies import answering, info
 from tests.move.migrations import damaged_stores, demo_store, profile_file
 from tests.move.repairs import dsa_store, indexer
 from tests.parts.runs import CommandRun
@@ -231,6 +232,12 @@ def simulate(stores: Stores) -> Documents:
     yield stores.run(*asked, "--page-size", PROFILE.page_size)
 
 
+def doctor(stores: Stores) -> Documents:
+    with answering(info(tp_size=4)) as url:
+        asked = ("doctor", stores.damaged, *stores.profile, "--server", url)
+        yield stores.run(*asked, exit_code=4)
+
+
 def migrate(stores: Stores) -> Documents:
     command = ("migrate", stores.damaged, stores.target, *stores.profile)
     yield stores.run(*command, "--dry-run", exit_code=4)
@@ -328,6 +335,7 @@ SCENES: dict[str, Callable[[Stores], Documents]] = {
     "hits": hits,
     "hits --summary": hits_summary,
     "simulate": simulate,
+    "doctor": doctor,
     "migrate": migrate,
     "prewarm": prewarm,
     "rm": rm,
