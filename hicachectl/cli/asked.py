@@ -333,7 +333,7 @@ def mending_of(
     return Mending(
         program=_program(ctx),
         store=text if named else store_name(ctx, text),
-        options=tuple(_next_words(ctx, without)),
+        options=tuple(next_words(ctx, without)),
         profiled=profile is not None,
         deletes=store.traits.deletes,
         quarantine=quarantine or ("" if own is not None else "DIR"),
@@ -361,7 +361,7 @@ def _program(ctx: click.Context) -> tuple[str, ...]:
     return ("hicachectl", *(() if config is None else ("--config", str(config))))
 
 
-def _next_words(ctx: click.Context, without: Collection[str]) -> Iterator[str]:
+def next_words(ctx: click.Context, without: Collection[str]) -> Iterator[str]:
     """Yield the given options that a next command needs, too, as they were given."""
     values, _, order = ctx.command.make_parser(ctx).parse_args(words_of(ctx))
     for param in dict.fromkeys(order):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from hicachectl.doctor.live_server import LiveServer
     from hicachectl.doctor.stores import StoreSeen
+    from hicachectl.formats.profile import Profile
     from hicachectl.pages.deployments import AffixTable, Deployment
     from hicachectl.pages.inventory import Inventory
 
@@ -113,8 +114,12 @@ def own_anchors(server: LiveServer, seen: StoreSeen, table: AffixTable) -> set[i
     }
 
 
-def deployment_checks(server: LiveServer, seen: StoreSeen) -> list[Check]:
+def deployment_checks(
+    server: LiveServer, seen: StoreSeen, stated: Profile | None = None
+) -> list[Check]:
     """Return how a server's deployment differs from those that the store has pages of.
+
+    stated: profile that `StoreSeen.options` name.
 
     Without any page, or if the server does not tell its deployment, there is nothing to compare.
     """
@@ -133,9 +138,9 @@ def deployment_checks(server: LiveServer, seen: StoreSeen) -> list[Check]:
     own = [one for one in stored if not one.differences]
     others = [one for one in stored if one.differences]
     if not own:
-        return [_missing(server, others, seen.url)]
+        return [_missing(server, others, seen, stated)]
     return [
-        *_present(server, own, others, seen.url),
+        *_present(server, own, others, seen, stated),
         *_sizes(server, seen, census, own),
         *_layout(server, seen),
     ]
@@ -212,7 +217,9 @@ def _stored(
         )
 
 
-def _missing(server: LiveServer, others: list[_Stored], store: str) -> Check:
+def _missing(
+    server: LiveServer, others: list[_Stored], seen: StoreSeen, stated: Profile | None
+) -> Check:
     """Return the check of a store that has only pages of other deployments."""
     nearest = min(others, key=lambda one: (len(one.differences), -one.pages))
     return _check(
@@ -222,12 +229,16 @@ def _missing(server: LiveServer, others: list[_Stored], store: str) -> Check:
         f"The store has {_theirs(nearest)}, this server asks for {_ours(nearest)}",
         evidence=f"{counted(nearest.pages, 'page')} of {nearest.text}, none of the server's"
         + _more(others, nearest),
-        remedy=_conversion(server, nearest, store),
+        remedy=_conversion(server, nearest, seen, stated),
     )
 
 
 def _present(
-    server: LiveServer, own: list[_Stored], others: list[_Stored], store: str
+    server: LiveServer,
+    own: list[_Stored],
+    others: list[_Stored],
+    seen: StoreSeen,
+    stated: Profile | None,
 ) -> Iterator[Check]:
     """Yield the checks of a store that has pages of the server's deployment, too."""
     pages = sum(one.pages for one in own)
@@ -248,7 +259,7 @@ def _present(
                 f"{_ours(one)}",
                 evidence=f"{counted(one.pages, 'page')} of {one.text}, "
                 f"{counted(pages, 'page')} of the server's",
-                remedy=_conversion(server, one, store),
+                remedy=_conversion(server, one, seen, stated),
             )
 
 
@@ -292,27 +303,40 @@ def _more(others: Iterable[_Stored], besides: _Stored | None) -> str:
     return ("; also " if besides is not None else "also ") + ", ".join(named)
 
 
-def _conversion(server: LiveServer, one: _Stored, store: str) -> str:
-    """Return the command that makes pages of another deployment usable, if there is one."""
+def _conversion(server: LiveServer, one: _Stored, seen: StoreSeen, stated: Profile | None) -> str:
+    """Return the command that makes pages of another deployment usable, if there is one.
+
+    Its profile is that of the pages: the stated one, if it is, else the server's with their names
+    and sizes.
+    """
     names = list(one.differences)
     if not set(names) <= set(_CONVERTED):
         return (
             "start the server with the sizes of the store, or let it write its own pages: migrate "
             "does not change cp and dcp"
         )
-    words = ["hicachectl", "migrate", store, store, "--server", server.url]
+    store = seen.words or shlex.quote(seen.url)
+    theirs = {name: values[0] for name, values in one.differences.items()}
+    words = []
+    if stated is None or any(str(_stated(stated, name)) != theirs[name] for name in names):
+        words += ["--server", server.url]
+        if server.why_no_profile:
+            words += ["--model-config", "DIR"]
+        for name in names:
+            words += [_FLAGS[name], theirs[name]] if theirs[name] else []
+    described = shlex.join(words) if words else seen.options
+    changed = []
     for name in names:
-        theirs, ours = one.differences[name]
-        if theirs:
-            words += [_FLAGS[name], theirs]
-        if ours:
-            words += [f"--to-{name}", ours]
-        else:
-            words.append("--to-no-tag")
-    command = shlex.join(words)
+        ours = one.differences[name][1]
+        changed += [f"--to-{name}", ours] if ours else ["--to-no-tag"]
+    command = f"hicachectl migrate {store} {store} {described} {shlex.join(changed)}"
     if names == ["model"]:
         return f"{command}; or start the server with --served-model-name"
     return command
+
+
+def _stated(profile: Profile, name: str) -> object:
+    return profile.key_model if name == "model" else getattr(profile, name)
 
 
 def _sizes(

@@ -76,7 +76,8 @@ def examine(
     seen = _seen(store, profile, request, url, problem)
     seen = replace(
         seen,
-        url=request.store_words or seen.url,
+        words=request.words,
+        options=request.options,
         started=next((one.started for one in servers if one.started is not None), None),
         weights=frozenset(
             one.status.weights for one in statuses if one.standing == SERVING and one.status.weights
@@ -90,7 +91,7 @@ def examine(
         same = same_store_checks(server, store, look.first, look.second, look.new_pages)
         checks += settings + same
         if FAIL not in {check.status for check in same}:  # else nothing of it can be here
-            checks += deployment_checks(server, seen)
+            checks += deployment_checks(server, seen, request.profile)
     checks += store_checks(seen)
     for server, look in zip(servers, looks, strict=True):
         checks += live_checks(server, look.first, look.second, statuses)

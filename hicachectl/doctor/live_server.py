@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace as replaced
 
-from hicachectl.formats.errors import HicacheError, ProfileError, StoreUnavailable
+from hicachectl.formats.errors import HicacheError, StoreUnavailable
 from hicachectl.formats.models.server_info import flags_from_server_info, served_profile
 from hicachectl.profiles.server import checked_url, fetch_server, profile_of_replies
 from hicachectl.profiles.sources import with_weights
@@ -32,8 +32,9 @@ class LiveServer:
     states: `internal_states`, one for each data-parallel rank; empty if the reply has none.
     settings: arguments as they hold now: `info`, overridden by the first state.
     deployment: flags and model paths; None if the reply does not tell them.
-    profile: profile, with the weights where they can be read; None if unknown.
-    why_no_profile: why `profile` is None, with the next step, else "".
+    profile: profile, with the weights where they can be read; None if unknown. Where the replies
+        make none, that of the request, with the server's names and sizes.
+    why_no_profile: why the replies make no profile, with the next step, else "".
     problem: why the server cannot be reached, with the next step, else "".
     started: start of the server's process in Unix seconds; None if unknown. Replies have only
         durations (`startup_time`).
@@ -90,24 +91,28 @@ def _described(url: str, replies: ServerReplies, request: DoctorRequest) -> Live
     try:
         return replace(server, profile=_profile(replies, deployment, request))
     except HicacheError as error:
+        server = replace(server, why_no_profile=str(error))
+    if request.profile is None:
+        return server
+    try:
+        return replace(server, profile=served_profile(request.profile, info))
+    except HicacheError as error:
         return replace(server, why_no_profile=str(error))
 
 
 def _profile(
     replies: ServerReplies, deployment: ServerDeployment, request: DoctorRequest
 ) -> Profile:
-    """Return the profile of a server. Raises ProfileError, UsageError and FormatError."""
-    try:
-        profile = profile_of_replies(
-            replies,
-            model_config=request.model_config,
-            draft_model_config=request.draft_model_config,
-            overrides=request.overrides,
-        ).profile
-    except ProfileError:
-        if request.profile is None:
-            raise
-        return served_profile(request.profile, replies.info)
+    """Return the profile of a server by its replies.
+
+    Raises ProfileError, UsageError and FormatError.
+    """
+    profile = profile_of_replies(
+        replies,
+        model_config=request.model_config,
+        draft_model_config=request.draft_model_config,
+        overrides=request.overrides,
+    ).profile
     profile = with_weights(profile, request.weights, deployment)
     if not profile.weights and request.profile is not None:
         stated = request.profile

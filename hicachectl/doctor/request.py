@@ -33,7 +33,8 @@ class DoctorRequest:
     threshold: the servers' prefetch threshold in tokens; None: as they state it.
     watch_seconds: time between two looks at the servers' counters.
     sample_pages: number of pages to read; 0 reads none.
-    store_words: the store in suggested commands; default: its URL.
+    words: the store in suggested commands, quoted for a shell; empty: its URL.
+    options: options that name the profile in suggested commands, such as `--server URL`.
     """
 
     servers: tuple[str, ...] = ()
@@ -46,4 +47,5 @@ class DoctorRequest:
     threshold: int | None = None
     watch_seconds: float = WATCH_SECONDS
     sample_pages: int = SAMPLE_PAGES
-    store_words: str = ""
+    words: str = ""
+    options: str = ""

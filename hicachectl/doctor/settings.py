@@ -307,7 +307,7 @@ def _release(server: LiveServer) -> Iterable[Check]:
 
 
 def _described(server: LiveServer) -> Iterable[Check]:
-    if server.why_no_profile:
+    if server.why_no_profile and server.profile is None:
         what, _, remedy = server.why_no_profile.partition("; ")
         yield _check(
             server,

@@ -44,7 +44,8 @@ _READ_SECONDS = 20.0  # no read begins later
 _GRACE_SECONDS = 10.0
 _HOUR, _DAY = 3600.0, 86400.0
 _ROOM = 64 << 20  # with less, the next batch of pages does not fit
-_LEAST_FREE = 0.05  # of the stored and the free bytes
+# Share of the stored and the free bytes.
+_LEAST_FREE = 0.05
 _FEW = 100  # one of so many pages with a warning is normal: servers evict object by object
 
 _UNREADABLE = frozenset({"unreadable", "no-replica"})

@@ -11,7 +11,8 @@ import pytest
 from hicachectl.backends.base import open_store
 from hicachectl.doctor.exposition import BACKUPED, FOUND, REQUESTS, Look, growth, look_at
 from hicachectl.doctor.live import live_checks
-from hicachectl.doctor.live_server import Given, LiveServer, ask_server
+from hicachectl.doctor.live_server import LiveServer, ask_server
+from hicachectl.doctor.request import DoctorRequest
 from hicachectl.doctor.same_store import same_store_checks, started_of
 from hicachectl.profiles.server import API_KEY_VARIABLE, server_service
 from tests.conformance.cpu_server import PAGE_SIZE, page_files, prompt
@@ -54,7 +55,7 @@ def grown(server: CpuServer, first: Look, counter: str, tokens: int) -> Look:
 
 def asked(monkeypatch: pytest.MonkeyPatch, server: CpuServer) -> LiveServer:
     monkeypatch.setenv(API_KEY_VARIABLE, "tests")
-    return ask_server(server.url, Given())
+    return ask_server(server.url, DoctorRequest())
 
 
 def stored(server: CpuServer, directory: Path, tokens: Sequence[int] = PROMPT) -> Answer:

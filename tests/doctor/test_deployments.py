@@ -7,6 +7,7 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
 from hicachectl.backends.file.store import FileStore
 from hicachectl.cli.demo_store import PROFILE
@@ -73,17 +74,28 @@ def test_another_deployment_is_named(
 def test_the_named_command_mends_it(
     invoke: Invoke, store: Path, profile: Path, changes: dict[str, Any]
 ) -> None:
-    """The command of the first cause, run as it stands but for the source of sizes, mends it."""
+    """The command of the first cause, run as it stands, mends it."""
     with answering(info(**changes)) as url:
         arguments = (store, "--server", url, "--profile", profile)
         check = first_cause(checks_of(invoke, *arguments, exit_code=4))
         words = shlex.split(check["next"].partition("; ")[0])
         assert words[:4] == ["hicachectl", "migrate", str(store), str(store)]
-        at = words.index("--server")
-        end = next(n for n, word in enumerate(words) if word.startswith("--to-"))
-        invoke(*words[1:at], "--profile", profile, *words[end:])
+        invoke(*words[1:])
         checks = checks_of(invoke, *arguments)
     assert checks["server/deployment"]["status"] == "ok"
+
+
+def test_the_command_describes_the_pages_by_the_server(
+    invoke: Invoke, store: Path, tmp_path: Path
+) -> None:
+    """Without a profile of the pages, the command takes the server's, with the pages' tp."""
+    wider = profile_file(tmp_path / "wider.toml", replace(PROFILE, tp=4))
+    with answering(info(tp_size=4)) as url:
+        arguments = (store, "--server", url, "--profile", wider)
+        check = first_cause(checks_of(invoke, *arguments, exit_code=4))
+    assert check["next"].endswith(
+        f"{store} {store} --server {url} --model-config DIR --tp 2 --to-tp 4"
+    )
 
 
 def test_an_earlier_deployment_beside_the_servers_own_is_told(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ from hicachectl.cli.values import DURATION
 from hicachectl.formats.errors import HicacheError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hicachectl.doctor.request import DoctorRequest
     from hicachectl.requests.chains import Hashing, Requests
 
@@ -124,5 +127,17 @@ def _request(ctx: click.Context, store: str, options: dict[str, Any]) -> DoctorR
         watch_seconds=options["watch_seconds"],
         sample_pages=options["sample_pages"],
         # A URL can have a password; a directory and NAME: of the config file have none.
-        store_words=store if "://" not in store else store_name(ctx, store),
+        words=shlex.quote(store if "://" not in store else store_name(ctx, store)),
+        options=_described(ctx, options),
     )
+
+
+def _described(ctx: click.Context, options: Mapping[str, Any]) -> str:
+    """Return the options that describe the servers in the commands of other checks."""
+    from hicachectl.cli.asked import next_words
+    from hicachectl.profiles.server import checked_url
+
+    words = list(next_words(ctx, without=("servers",)))
+    if options["servers"] and options["profile_file"] is None:
+        words += ["--server", checked_url(options["servers"][0])]
+    return shlex.join(words)
