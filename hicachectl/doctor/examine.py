@@ -19,7 +19,7 @@ from hicachectl.doctor.same_store import same_store_checks, started_of
 from hicachectl.doctor.settings import setting_checks
 from hicachectl.doctor.stores import StoreSeen, see_store, store_checks
 from hicachectl.doctor.text import check_lines
-from hicachectl.doctor.watching import Watched, first_looks, watched
+from hicachectl.doctor.watching import Watched, watched
 from hicachectl.formats.errors import HicacheError, UsageError
 from hicachectl.formats.models.flags import canonical_algorithm, hash_unit
 from hicachectl.formats.releases import release_of
@@ -72,7 +72,6 @@ def examine(
     statuses = _statuses(store)
     servers = [replace(one, started=started_of(one, statuses)) for one in servers]
     asked = None if request.read is None else _requests(request, profile, servers)
-    first = first_looks(servers)
     seen = _seen(store, profile, request, url, problem)
     seen = replace(
         seen,
@@ -83,7 +82,7 @@ def examine(
             one.status.weights for one in statuses if one.standing == SERVING and one.status.weights
         ),
     )
-    looks = watched(servers, first, seen, request.watch_seconds, on_wait)
+    looks = watched(servers, seen, request.watch_seconds, on_wait)
     statuses = _statuses(store)
     checks: list[Check] = []
     for server, look in zip(servers, looks, strict=True):

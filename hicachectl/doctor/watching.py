@@ -36,7 +36,7 @@ _TIMEOUT_S = 10.0
 class Watched:
     """A server's counters at two moments, and what appeared in the store between them.
 
-    first: look before the store was listed.
+    first: look after the store was listed, so that what is written later is new.
     second: look after the wait.
     new_pages: number of pages of the server's deployment that are new since the listing; None if
         the store was not listed twice.
@@ -47,24 +47,18 @@ class Watched:
     new_pages: int | None
 
 
-def first_looks(servers: Sequence[LiveServer]) -> list[Look]:
-    """Return a look at each server's counters."""
-    return [_look(server) for server in servers]
-
-
 def watched(
     servers: Sequence[LiveServer],
-    first: Sequence[Look],
     seen: StoreSeen,
     seconds: float,
     on_wait: Callable[[float], None] = lambda seconds: None,
 ) -> list[Watched]:
-    """Wait, look again, and list the keys of the store again.
+    """Look at servers, wait, look again, and list the keys of the store again.
 
-    first: result of `first_looks`, before the store was listed.
     seconds: least time between the two looks; there is no wait if no server shows counters.
     on_wait: takes the seconds of the wait before it begins.
     """
+    first = [_look(server) for server in servers]
     shown = [look.at for look in first if look.samples is not None]
     if not shown:
         return [Watched(look, look, None) for look in first]
@@ -72,7 +66,7 @@ def watched(
     if left > 0:
         on_wait(left)
         time.sleep(left)
-    second = first_looks(servers)
+    second = [_look(server) for server in servers]
     new = _new_pages(servers, seen)
     return [Watched(*each) for each in zip(first, second, new, strict=True)]
 
