@@ -21,7 +21,7 @@ COMMANDS = {
     "show": "Show the objects of one page, and the findings about them.",
     "verify": "Check a store for missing or damaged objects; repair it.",
     "report": "Show a store in pictures, in one HTML file.",
-    "explain": "Explain what a finding means, and how to mend it.",
+    "explain": "Explain what a finding or a reason means, and what to do.",
     "hits": "Show how much of each request a store can serve.",
     "simulate": "Show which share of the tokens caches of each size serve.",
     "restore": "Put quarantined pages back into a store.",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
+from hicachectl.checks.reasons import reasons
 from hicachectl.checks.registry import codes
 from tests.checks.repeats import registered
 
@@ -26,26 +29,60 @@ def test_a_warning_is_repaired_by_its_code(invoke: Invoke) -> None:
     assert "--repair quarantine --repair-code all-zero\n" in invoke("explain", "all-zero").stdout
 
 
-def test_json_has_a_row_for_each_code(invoke: Invoke) -> None:
-    rows = invoke("explain", "--format", "json").document["codes"]
-    assert [row["code"] for row in rows] == [code.name for code in codes()]
-    (one,) = invoke("explain", "stale-temporary", "--format", "json").document["codes"]
+def test_json_has_a_row_for_each_code_and_each_reason(invoke: Invoke) -> None:
+    document = invoke("explain", "--format", "json").document
+    assert [row["code"] for row in document["codes"]] == [code.name for code in codes()]
+    assert [row["reason"] for row in document["reasons"]] == [one.name for one in reasons()]
+    alone = invoke("explain", "stale-temporary", "--format", "json").document
+    (one,) = alone["codes"]
     assert one["command"] == "hicachectl rm STORE --temporaries"
-    assert one in rows
+    assert one in document["codes"]
+    assert not alone["reasons"]
 
 
-def test_without_a_code_every_code_has_a_line_the_worst_first(invoke: Invoke) -> None:
-    lines = invoke("explain").stdout.splitlines()[1:]
-    assert sorted(line.split()[1] for line in lines) == sorted(code.name for code in codes())
-    severities = [line.split()[0] for line in lines]
+def test_rows_are_those_of_the_codes_and_of_the_reasons(invoke: Invoke) -> None:
+    rows = invoke("explain", "--format", "jsonl").stdout.splitlines()
+    assert len(rows) == len(codes()) + len(reasons())
+
+
+def test_without_a_name_every_code_has_a_line_the_worst_first_then_every_reason(
+    invoke: Invoke,
+) -> None:
+    tables = invoke("explain").stdout.split("\n\n")
+    findings, others = ([line.split()[:2] for line in t.splitlines()[1:]] for t in tables)
+    assert sorted(name for _, name in findings) == sorted(code.name for code in codes())
+    severities = [severity for severity, _ in findings]
     assert severities == sorted(severities, key=["error", "warning", "info"].index)
+    assert others == [[reason.source, reason.name] for reason in reasons()]
 
 
-def test_an_unknown_code_is_refused_with_the_closest_one_and_the_list(invoke: Invoke) -> None:
+@pytest.mark.parametrize("name", ["below_threshold", "below-threshold", "Below_Threshold"])
+def test_a_reason_is_explained_with_its_counter_and_the_next_command(
+    invoke: Invoke, name: str
+) -> None:
+    text = invoke("explain", name).stdout
+    assert text.startswith("below_threshold: counted by SGLang\n")
+    for title in ("Meaning:", "Effect:", "Remedy:", "Counters: sglang:storage_prefetch_unful"):
+        assert f"\n{title}" in text
+    assert text.endswith("\n  hicachectl hits STORE --profile FILE --trace FILE\n")
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_name_of_a_code_and_of_a_reason_is_explained_as_both(invoke: Invoke) -> None:
+    first, second = invoke("explain", "unreadable").stdout.split("\nunreadable: ")
+    assert first.startswith("unreadable: error\n")
+    assert second.startswith("counted by the plug-in\n")
+    document = invoke("explain", "unreadable", "--format", "json").document
+    assert [len(document[name]) for name in ("codes", "reasons")] == [1, 1]
+
+
+def test_an_unknown_name_is_refused_with_the_closest_one(invoke: Invoke) -> None:
     refused = invoke("explain", "missing-pol", exit_code=2).stderr
-    assert "'missing-pol' is no finding code; did you mean missing-pool?" in refused
-    assert all(code.name in refused for code in codes())
-    assert "did you mean" not in invoke("explain", "xyzzy", exit_code=2).stderr
+    assert "'missing-pol' is no finding code and no reason; did you mean missing-pool?" in refused
+    assert "did you mean host_pressure?" in invoke("explain", "host-presure", exit_code=2).stderr
+    nothing = invoke("explain", "xyzzy", exit_code=2).stderr
+    assert "did you mean" not in nothing
+    assert nothing.endswith("; all names: hicachectl explain\n")
 
 
 def test_a_code_from_outside_has_an_explanation_too(invoke: Invoke) -> None:

@@ -6,11 +6,13 @@ import re
 import subprocess
 from pathlib import Path
 from textwrap import dedent
+from typing import TYPE_CHECKING
 
 import click
 import pytest
 from msgspec.structs import fields
 
+from hicachectl.checks.reasons import reasons
 from hicachectl.checks.registry import codes
 from hicachectl.cli import manpages
 from hicachectl.cli.exit_codes import BUG, DONE, EXIT_CODES, FINDINGS, INTERRUPTED, TERMINATED
@@ -28,6 +30,10 @@ from hicachectl.cli.manpages.pages import build
 from hicachectl.formats.models.recorded import recorded
 from hicachectl.formats.profile import Profile, parse_profile
 from tests.skips import need_tool
+
+if TYPE_CHECKING:
+    from hicachectl.checks.codes import Code
+    from hicachectl.checks.reasons import Reason
 
 MAN = Path(__file__).parents[2] / "man"
 TEXTS = Path(manpages.__file__).parent / "texts"
@@ -102,15 +108,16 @@ def test_every_architecture_is_on_the_page_of_models_once() -> None:
     assert sorted(listed) == sorted(recorded().architectures)
 
 
-def test_every_finding_code_is_explained_as_explain_does() -> None:
+def test_every_code_and_every_reason_is_explained_as_explain_does() -> None:
     page = (MAN / "hicachectl-findings.7").read_text()
+    explained: list[Code | Reason] = [*codes(), *reasons()]
     assert re.findall(r"^\.Ss (\S+)$", page.replace("\\-", "-"), re.MULTILINE) == [
-        code.name for code in codes()
+        one.name for one in explained
     ]
     flat = " ".join(page.replace("\\-", "-").replace("\n", " ").split())
-    for code in codes():
-        for text in filter(None, code.explanation().values()):
-            assert text in flat, code.name
+    for one in explained:
+        for text in filter(None, one.explanation().values()):
+            assert text in flat, one.name
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))

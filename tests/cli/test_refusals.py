@@ -115,7 +115,7 @@ rm STORE --model x --and-unnamed --yes            | --and-unnamed needs --trace 
 rm STORE --free 1 --profile PROFILE --and-unnamed --yes | --and-unnamed needs --trace
 show STORE zz                                     | 'zz' | hexadecimal
 show STORE ab                                     | STORE | 'ab' | hicachectl ls
-explain x                                         | 'x' | missing-pool
+explain x                                         | 'x' | hicachectl explain
 pack info TEXT                                    | TEXT | not a pack | check the path
 pack info mooncake://h                            | mooncake store
 pack repair TEXT                                  | TEXT | not a pack | check the path

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hicachectl.checks.reasons import reasons
 from hicachectl.checks.registry import codes
+from hicachectl.cli.commands.explain import SOURCES
 from hicachectl.cli.group import COMMANDS, cli
 from hicachectl.cli.manpages.mdoc import (
     SEE_ALSO,
@@ -177,21 +179,33 @@ def _drafts(families: Mapping[str, Family]) -> Iterator[str]:
 
 
 def findings_page() -> list[str]:
-    """Return the page with the explanation of every finding code."""
+    """Return the page with the explanation of every finding code and of every reason."""
     lines = [
-        *_head("hicachectl-findings", "meaning and remedy of findings"),
+        *_head("hicachectl-findings", "meaning and remedy of findings and of lost hits"),
         ".Sh CODES",
     ]
     for code in codes():
-        texts = code.explanation()
         severity = "; ".join(filter(None, (code.severity, code.exceptions)))
-        lines += [f".Ss {text_line(code.name)}", *sentence_lines(f"Severity: {severity}.")]
-        for title in ("meaning", "effect", "remedy", "cost"):
-            lines += [".Pp", f"{title.capitalize()}:", *sentence_lines(texts[title])]
-        if texts["command"]:
-            lines += [".Bd -literal -offset indent", literal_line(texts["command"]), ".Ed"]
-    lines += [".Sh SEE ALSO", ".Xr hicachectl-explain 1 ,", ".Xr hicachectl-verify 1"]
+        lines += _explained(code.name, f"Severity: {severity}.", code.explanation())
+    lines += [".Sh REASONS", *section_lines(prose("hicachectl-findings")["REASONS"])]
+    for reason in reasons():
+        source = SOURCES[reason.source]
+        source = f"{source[:1].upper()}{source[1:]}"
+        where = f": {', '.join(reason.counters)}" if reason.counters else ""
+        lines += _explained(reason.name, f"{source}{where}.", reason.explanation())
+    lines += [".Sh SEE ALSO", ".Xr hicachectl-explain 1 ,", ".Xr hicachectl-verify 1 ,"]
+    lines += [".Xr hicachectl-plugin 7 ,", ".Xr hicachectl-runbooks 7"]
     return lines
+
+
+def _explained(name: str, head: str, texts: Mapping[str, str]) -> Iterator[str]:
+    """Yield a subsection with the texts of `explain`."""
+    yield from (f".Ss {text_line(name)}", *sentence_lines(head))
+    for title in ("meaning", "effect", "remedy", "cost"):
+        if texts.get(title):
+            yield from (".Pp", f"{title.capitalize()}:", *sentence_lines(texts[title]))
+    if texts["command"]:
+        yield from (".Bd -literal -offset indent", literal_line(texts["command"]), ".Ed")
 
 
 def output_page() -> list[str]:
