@@ -29,7 +29,15 @@ from hicachectl.backends.base import (
     keys_of,
     scan_schema,
 )
-from hicachectl.backends.capabilities import Announces, Claimed, FilePermissions, Profiled, Touch
+from hicachectl.backends.capabilities import (
+    Announces,
+    Claimed,
+    Condition,
+    FilePermissions,
+    Profiled,
+    Serviced,
+    Touch,
+)
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.hf3fs.creating import TableMaker, claimed_by
 from hicachectl.backends.hf3fs.data_files import DataFiles, FilePages
@@ -52,7 +60,7 @@ from hicachectl.formats.eviction import Policy
 from hicachectl.formats.wording import needs_profile
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Hashable, Mapping
+    from collections.abc import Collection, Generator, Hashable, Iterator, Mapping
 
     from hicachectl.backends.arena import Arena
     from hicachectl.backends.page_tables import PageTable, TableName
@@ -61,9 +69,10 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
 
 _HIGHEST = np.iinfo(np.int64).max
+_SERVER = "metadata-server"
 
 
-class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Touch):
+class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Serviced, Touch):
     """Tables of a metadata server (or its snapshot), and data files.
 
     Object sizes are unknown before `use_profile`.
@@ -294,6 +303,28 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Touc
     def eviction(self) -> Policy:
         """See `Store`."""
         return Policy.HF3FS
+
+    def conditions(self) -> Iterator[Condition]:
+        """Yield the condition of the metadata server, if one is named."""
+        if self._server is None:
+            return
+        try:
+            lacking = [
+                table.name
+                for table in (self.page_tables() if self.settings.snapshot else ())
+                if len(table.keys) and not self._server.has_table(table.rank, table.namespace)
+            ]
+            self._server.has_table(0, "kv")  # Whether it answers, if the snapshot has no table.
+        except StoreUnavailable as error:
+            yield Condition(_SERVER, "", str(error), is_lost=True)
+            return
+        problem = (
+            f"The metadata server lacks tables of the snapshot ({len(lacking)}), the first "
+            f"{lacking[0]}, so that their pages are misses; start it with --persistence-path"
+            if lacking
+            else ""
+        )
+        yield Condition(_SERVER, f"The metadata server answers: {self._server.url}", problem)
 
     def free_bytes(self) -> int | None:
         """Return the bytes of free pages in the snapshot, and of tables not yet created.

@@ -29,7 +29,14 @@ from hicachectl.backends.base import (
     scan_batch,
     scan_schema,
 )
-from hicachectl.backends.capabilities import Leases, Pins, RacyWrites, Touch
+from hicachectl.backends.capabilities import (
+    Condition,
+    Leases,
+    Pins,
+    RacyWrites,
+    Serviced,
+    Touch,
+)
 from hicachectl.backends.disk.io import undo_on_error
 from hicachectl.backends.mooncake.client import (
     MISSING,
@@ -43,7 +50,7 @@ from hicachectl.backends.mooncake.settings import MooncakeSettings, settings_fro
 from hicachectl.formats.eviction import Policy
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Hashable, Sequence
+    from collections.abc import Collection, Generator, Hashable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -68,7 +75,7 @@ _EVICTED_AT_ONCE = (
 _READ_BACK_BYTES = 64 << 20  # per call
 
 
-class MooncakeStore(Leases, Pins, RacyWrites, Touch):
+class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
     """The default tenant's objects; this client contributes no memory."""
 
     limits: Limits = Limits(
@@ -182,6 +189,29 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
     def eviction(self) -> Policy:
         """See `Store`."""
         return Policy.MOONCAKE
+
+    def conditions(self) -> Iterator[Condition]:
+        """Yield the condition of the cluster's segments."""
+        segments = self._admin.segments()
+        usable = [one for one in segments if one.status == "OK"]
+        if not usable:
+            problem = (
+                "No storage process gives the cluster memory, so that nothing is stored; start one"
+            )
+            yield Condition("segments", "", problem, is_lost=True)
+            return
+        capacity = sum(one.capacity_bytes for one in usable)
+        used = sum(one.used_bytes for one in usable) / max(1, capacity)
+        text = (
+            f"Segments: {len(usable)}, {capacity / (1 << 30):.1f} GiB in all, {used:.0%} used; "
+            "the master evicts above its --eviction_high_watermark_ratio, by default 95%"
+        )
+        leaving = len(segments) - len(usable)
+        problem = (
+            f"{leaving} of the cluster's {len(segments)} segments cannot be used; see whether their "
+            "storage processes run"
+        )
+        yield Condition("segments", text, problem if leaving else "")
 
     def free_bytes(self) -> int | None:
         """Return the free bytes of the cluster's segments."""

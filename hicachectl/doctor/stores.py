@@ -144,6 +144,8 @@ def store_checks(seen: StoreSeen) -> list[Check]:
     try:
         if isinstance(store, Serviced):
             checks += _services(store)
+            if FAIL in {check.status for check in checks}:
+                return checks  # its objects cannot be read
         if not any(one.readings for one in inventory.table.resolved):
             return [*checks, _empty(store, inventory), *_space(store, inventory, listing)]
         findings = _Findings(_examined(store, seen, inventory, listing))
@@ -383,8 +385,7 @@ def _values(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             FAIL,
             f"{findings.damaged(found)} {read} have numbers of another dtype than the servers'",
             evidence=str(found.column("detail")[0]),
-            remedy="use one store for each dtype, or remove the pages: "
-            + seen.command("verify", "--repair quarantine --despite-profile"),
+            remedy="use one store for each dtype; hicachectl explain dtype-mismatch",
         )
     if len(found := findings.of(_LAYOUT)):
         yield _check(
@@ -412,6 +413,8 @@ def _values(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             evidence=_counts(found),
             remedy=seen.command("verify"),
         )
+    elif len(findings.of(_DTYPE | _LAYOUT)):
+        return
     elif valued := int(findings.part.judged.valued.sum()):
         yield _check("values", OK, f"The values of {counted(valued, 'object')} look as they should")
 
