@@ -309,22 +309,11 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Serv
         if self._server is None:
             return
         try:
-            lacking = [
-                table.name
-                for table in (self.page_tables() if self.settings.snapshot else ())
-                if len(table.keys) and not self._server.has_table(table.rank, table.namespace)
-            ]
-            self._server.has_table(0, "kv")  # Whether it answers, if the snapshot has no table.
+            self._server.has_table(0, "kv")
         except StoreUnavailable as error:
             yield Condition(_SERVER, "", str(error), is_lost=True)
-            return
-        problem = (
-            f"The metadata server lacks tables of the snapshot ({len(lacking)}), the first "
-            f"{lacking[0]}, so that their pages are misses; start it with --persistence-path"
-            if lacking
-            else ""
-        )
-        yield Condition(_SERVER, f"The metadata server answers: {self._server.url}", problem)
+        else:
+            yield Condition(_SERVER, f"The metadata server answers: {self._server.url}")
 
     def free_bytes(self) -> int | None:
         """Return the bytes of free pages in the snapshot, and of tables not yet created.

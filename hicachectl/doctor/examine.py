@@ -77,6 +77,7 @@ def examine(
         seen,
         words=request.words,
         options=request.options,
+        has_servers=bool(servers),
         started=next((one.started for one in servers if one.started is not None), None),
         weights=frozenset(
             one.status.weights for one in statuses if one.standing == SERVING and one.status.weights

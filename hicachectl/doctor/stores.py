@@ -42,6 +42,7 @@ _SAMPLE_BYTES = 1 << 30  # the most bytes to read
 _READ_SECONDS = 20.0  # no read begins later
 # A server writes the objects of a page within seconds. A run of minutes leaves out more.
 _GRACE_SECONDS = 10.0
+_MOST_LOOKED_UP = 20_000  # groups; two seconds
 _HOUR, _DAY = 3600.0, 86400.0
 _ROOM = 64 << 20  # with less, the next batch of pages does not fit
 # Share of the stored and the free bytes.
@@ -74,6 +75,7 @@ class StoreSeen:
     problem: why the store could not be opened or listed, and the next step, else "".
     contradiction: how the profile contradicts all objects of its deployment, else "".
     listing: time of the listing; None without one.
+    has_servers: whether servers were asked, and their deployments are compared with the store's.
     profile: profile of the servers, or of the options; None if unknown.
     started: start of the first server, Unix seconds; None if unknown.
     weights: texts that name the weights, of the ranks that serve with the plug-in.
@@ -88,6 +90,7 @@ class StoreSeen:
     problem: str = ""
     contradiction: str = ""
     listing: ListingTime | None = None
+    has_servers: bool = False
     profile: Profile | None = None
     started: float | None = None
     weights: frozenset[str] = frozenset()
@@ -210,6 +213,7 @@ def _examined(
         grace_seconds=_GRACE_SECONDS,
         sample=_sample(seen.sample_pages, inventory),
         time_limit_seconds=_READ_SECONDS if seen.sample_pages else 0.0,
+        most_looked_up=_MOST_LOOKED_UP,
         # So every sampled object is read, whether or not the profile describes its bytes.
         update_catalog=True,
     )
@@ -221,12 +225,15 @@ def _examined(
 
 
 def _sample(pages: int, inventory: Inventory) -> Sample:
-    """Return a slice with about so many pages, and no more than _SAMPLE_BYTES."""
-    ranked = ~inventory.is_foreign
-    stored = inventory.page_ranks(ranked)[1] if ranked.any() else 1
+    """Return a slice with about so many pages, no more than _SAMPLE_BYTES, another one each day."""
+    paged = ~inventory.is_foreign
+    hashes = np.sort(inventory.page_words(paged, 0))
+    stored = len(hashes) - int((hashes[1:] == hashes[:-1]).sum())
     most = int(_SAMPLE_BYTES * stored / max(1, byte_sum(_sizes(inventory))))
     slices = max(1, round(stored / max(1, min(pages, most))))
-    return Sample(slices, int(time.time() // _DAY) % slices)
+    # The slice of a page, so that it is not empty.
+    page = int(hashes[int(time.time() // _DAY) % len(hashes)]) >> 32
+    return Sample(slices, page % slices)
 
 
 class _Findings:
@@ -319,7 +326,8 @@ def _reason(found: pa.Table) -> str:
 def _structure(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
     if seen.contradiction:
         what, _, remedy = seen.contradiction.partition("; ")
-        yield _check("structure", UNKNOWN, f"Not judged: {what}", remedy=remedy)
+        status, said = (UNKNOWN, f"Not judged: {what}") if seen.has_servers else (FAIL, what)
+        yield _check("structure", status, said, remedy=remedy)
         return
     found = findings.structural()
     severe, young = _severe(found), int(findings.part.in_flight.sum())
@@ -337,7 +345,7 @@ def _structure(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
         yield _check(
             "structure",
             WARN,
-            f"{number} of {counted(findings.pages, 'page')} cannot be used by every rank",
+            f"{number} of {counted(findings.pages, 'page')} have faults that cost hits",
             evidence=_counts(found),
             remedy=seen.command("verify"),
         )
@@ -497,31 +505,33 @@ def _written_lately(
 
 def _last_write(seen: StoreSeen, inventory: Inventory, listing: ListingTime) -> Iterator[Check]:
     """Compare the newest page with the start of the server, which writes what it computes."""
-    ids = inventory.affix_ids
     chosen = ~inventory.is_foreign
     if seen.profile is not None and not seen.profile.inferred:
-        own = np.array([*(number == 0 for number in inventory.table.deployment_ids), False])
-        chosen &= own[ids]
+        own = [number == 0 for number in inventory.table.deployment_ids]
+        chosen &= inventory.by_affix(own, False)
+        if not (chosen.any() or seen.has_servers):
+            yield _check(
+                "pages",
+                WARN,
+                "The store has no page of the profile's deployment",
+                remedy="hicachectl ls " + (seen.words or seen.url) + " --summary",
+            )
     times = inventory.objects.column("mtime_ns").filter(pa.array(chosen)).drop_null()
     if not len(times):
         return
     newest_ns = pc.max(times).as_py()
-    age = (listing.start_ns - newest_ns) / 1e9
-    detail = f"The newest page was written {human_age(age)} ago"
-    started = seen.started
-    if started is not None and newest_ns / 1e9 < started:
-        running = listing.start_ns / 1e9 - started
-        if running >= _HOUR:
-            yield _check(
-                "last-write",
-                UNKNOWN,
-                f"{detail}, before the server started {human_age(running)} ago: it has stored "
-                "nothing new here",
-                remedy="if it answered new prompts, it stores elsewhere, or not at all: "
-                + seen.command("doctor", "--write-probe"),
-            )
-            return
-    yield _check("last-write", OK, detail)
+    detail = f"The newest page was written {human_age((listing.start_ns - newest_ns) / 1e9)} ago"
+    running = 0.0 if seen.started is None else listing.start_ns / 1e9 - seen.started
+    if seen.started is None or newest_ns / 1e9 >= seen.started or running < _HOUR:
+        yield _check("last-write", OK, detail)
+        return
+    yield _check(
+        "last-write",
+        UNKNOWN,
+        f"{detail}, before the server started {human_age(running)} ago: it has stored nothing new",
+        remedy="if it answered new prompts, it stores elsewhere or not at all: "
+        + seen.command("doctor", "--write-probe"),
+    )
 
 
 # --- services ---

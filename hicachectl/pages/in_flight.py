@@ -79,15 +79,20 @@ def are_incomplete(groups: PageGroups) -> BoolArray:
     return incomplete
 
 
-def changed_groups(store: Store, groups: PageGroups, among: BoolArray) -> tuple[BoolArray, int]:
+def changed_groups(
+    store: Store, groups: PageGroups, among: BoolArray, *, most: int | None = None
+) -> tuple[BoolArray, int]:
     """Return which of some groups are incomplete and have changed since the listing: [groups].
 
     Evictions and writes during a listing make whole pages look partial. Also returns how many
     listed objects are gone.
     among: [groups] bool, the groups to look up.
+    most: how many of these to look up at most; None: all.
     """
     changed = np.zeros(len(groups), dtype=np.bool_)
     suspect = among & are_incomplete(groups)
+    if most is not None:
+        suspect[np.flatnonzero(suspect)[most:]] = False
     rows = groups.rows_in(suspect)
     still_there = store.exists(groups.inventory.take(rows))
     changed[groups.of_object[rows[~still_there]]] = True
@@ -105,11 +110,12 @@ def look_again(
     listed: ListingTime,
     grace_seconds: float,
     *,
+    most: int | None = None,
     on_wait: Callable[[float, int], None] = lambda seconds, pages: None,
 ) -> tuple[BoolArray, int]:
     """Wait until the grace since the start of the listing is over; return `changed_groups`.
 
-    All incomplete groups are looked up.
+    most: see `changed_groups`.
     on_wait: called before a wait, with its seconds and the number of incomplete groups.
     """
     suspects = int(are_incomplete(groups).sum())
@@ -117,4 +123,4 @@ def look_again(
     if suspects and left > 0:
         on_wait(left, suspects)
         time.sleep(left)
-    return changed_groups(store, groups, np.ones(len(groups), dtype=np.bool_))
+    return changed_groups(store, groups, np.ones(len(groups), dtype=np.bool_), most=most)

@@ -83,6 +83,8 @@ class VerifyRequest:
     time_limit_seconds: no read begins after this time.
     identity: fields that show a rewrite if one differs from its recorded value; empty: all fields
         of the store.
+    most_looked_up: number of incomplete groups to look up again at most, in case they have changed
+        since the listing; None: all.
     repairs: note each object's version.
     allow_empty: accept a store without pages.
     changes: the run may remove pages, so that the clock of the store's file system decides about
@@ -102,6 +104,7 @@ class VerifyRequest:
     update_catalog: bool = False
     identity: tuple[str, ...] = ()
     weights_version: str = ""
+    most_looked_up: int | None = None
     repairs: bool = False
     allow_empty: bool = False
     changes: bool = False

@@ -177,7 +177,7 @@ def check_part(
     in_flight = groups_in_flight(store, groups, start.listing, grace)
     gone = 0
     if has_times:
-        changed, gone = changed_groups(store, groups, ~in_flight)
+        changed, gone = changed_groups(store, groups, ~in_flight, most=request.most_looked_up)
         in_flight |= changed
     limit = request.time_limit_seconds
     choice = choose_objects(
@@ -191,7 +191,9 @@ def check_part(
     remarks: list[str] = []
     reading, devices = read_chosen(store, request, inventory, choice, on_read, remarks.append)
     if not has_times:
-        in_flight, gone = look_again(store, groups, start.listing, grace, on_wait=on_wait)
+        in_flight, gone = look_again(
+            store, groups, start.listing, grace, most=request.most_looked_up, on_wait=on_wait
+        )
     digested = compare_with_catalog(store, request, inventory, reading)
     skipped: dict[str, str] = {}
     differences: list[str] = []

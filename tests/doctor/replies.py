@@ -68,7 +68,7 @@ def answering(
 
 
 def checks_of(
-    invoke: Invoke, store: Path, *arguments: object, exit_code: int = 0
+    invoke: Invoke, store: Path | str, *arguments: object, exit_code: int = 0
 ) -> dict[str, dict[str, Any]]:
     """Return the checks of `doctor` by group and name."""
     document = invoke.document("doctor", store, *arguments, exit_code=exit_code)

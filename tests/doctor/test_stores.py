@@ -1,0 +1,296 @@
+"""What `doctor` says of a store itself: sampled pages, space, times, services."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace as replaced
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import pytest
+from msgspec.structs import replace
+
+from hicachectl.backends.file.store import FileStore
+from hicachectl.backends.mooncake.master import MasterAdmin, Segment
+from hicachectl.cli.demo_store import PROFILE
+from hicachectl.doctor.stores import see_store, store_checks
+from hicachectl.formats.profile import dump_profile
+from hicachectl.profiles.stamps import Stamp, write_stamp
+from tests.checks.value_cases import expected_of, tiny
+from tests.doctor.replies import checks_of
+from tests.hf3fs_places import Place
+from tests.kvgen import KvGenerator
+from tests.move.migrations import demo_store, profile_file
+from tests.skips import needs_root
+from tests.small_file_system import small_file_system
+from tests.stores import OLD, page
+
+if TYPE_CHECKING:
+    from tests.conftest import Invoke
+    from tests.hf3fs_server import MetadataServer
+    from tests.mooncake_cluster import Cluster
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return demo_store(tmp_path / "store")
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    return profile_file(tmp_path / "profile.toml")
+
+
+def objects(store: Path) -> list[Path]:
+    return sorted(store.glob("*.bin"))
+
+
+def contents(directory: Path) -> dict[str, tuple[int, int]]:
+    """Return size and mtime of everything below a directory."""
+    facts = ((path, path.lstat()) for path in directory.rglob("*"))
+    return {str(path): (one.st_size, one.st_mtime_ns) for path, one in facts}
+
+
+def test_a_whole_store_is_healthy_and_stays_as_it_is(
+    invoke: Invoke, store: Path, profile: Path
+) -> None:
+    """A probe without a server: reachable, readable, room, age; exit status 0; nothing changes."""
+    before = contents(store)
+    checks = checks_of(invoke, store, "--profile", profile)
+    assert {name: check["status"] for name, check in checks.items()} == dict.fromkeys(
+        ("store/reachable", "store/readable", "store/structure", "store/values", "store/space",
+         "store/last-write"), "ok",
+    )  # fmt: skip
+    assert "written" in checks["store/last-write"]["detail"]
+    assert contents(store) == before
+    assert {check["status"] for check in checks_of(invoke, store).values()} == {"ok"}
+
+
+def test_a_store_that_cannot_be_opened_is_the_only_cause(invoke: Invoke, tmp_path: Path) -> None:
+    (check,) = checks_of(invoke, tmp_path / "missing", exit_code=4).values()
+    assert (check["name"], check["status"]) == ("reachable", "fail")
+    assert "No such file or directory" in check["detail"]
+    assert check["next"]
+
+
+def test_a_directory_without_pages_is_said_to_have_none(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("x")
+    checks = checks_of(invoke, tmp_path / "other")
+    assert checks["store/pages"]["status"] == "warn"
+    assert "notes.txt" in checks["store/pages"]["detail"]
+
+
+@pytest.mark.parametrize(("written", "served"), [("float16", "bfloat16"), ("bfloat16", "float16")])
+def test_pages_of_another_16_bit_dtype_are_the_first_cause(
+    invoke: Invoke, tmp_path: Path, written: str, served: str
+) -> None:
+    """Keys and sizes are those of the servers; only the numbers tell."""
+    directory = tmp_path / "store"
+    directory.mkdir()
+    made = tiny(written)[0]
+    for number, content in enumerate(KvGenerator(expected_of(made), made, 1).objects(range(5))):
+        path = directory / f"{page(number)}_m_0_1.bin"
+        path.write_bytes(content.tobytes())
+        os.utime(path, (OLD, OLD))
+    (tmp_path / "p.toml").write_text(dump_profile(tiny(served)[0]))
+    checks = checks_of(invoke, directory, "--profile", tmp_path / "p.toml", exit_code=4)
+    first = next(iter(checks.values()))
+    assert (first["name"], first["status"]) == ("dtype", "fail")
+    assert first["detail"].startswith("5 of 5 pages read have numbers of another dtype")
+    assert f"numbers are {written}, not {served}" in first["evidence"]
+    assert [name for name, check in checks.items() if check["status"] == "fail"] == ["store/dtype"]
+    (tmp_path / "p.toml").write_text(dump_profile(made))
+    assert checks_of(invoke, directory, "--profile", tmp_path / "p.toml")
+
+
+def test_damage_is_counted_by_its_kind(invoke: Invoke, store: Path, profile: Path) -> None:
+    """Pages that give wrong data fail; no key of an object is shown."""
+    first, second = objects(store)[0], objects(store)[-1]
+    first.write_bytes(first.read_bytes()[:-8])
+    data = bytearray(second.read_bytes())
+    data[:8] = b"\xff\x7f" * 4  # NaN in bfloat16
+    second.write_bytes(data)
+    for path in (first, second):
+        os.utime(path, (OLD, OLD))
+    checks = checks_of(invoke, store, "--profile", profile, exit_code=4)
+    assert checks["store/structure"]["status"] == "fail"
+    assert checks["store/structure"]["evidence"] == "1 truncated"
+    assert checks["store/values"]["status"] == "fail"
+    assert "1 nan" in checks["store/values"]["evidence"]
+    assert first.name[:64] not in str(checks)
+    assert second.name[:64] not in str(checks)
+
+
+def test_pages_of_other_sizes_are_one_cause(invoke: Invoke, store: Path, tmp_path: Path) -> None:
+    """A profile that contradicts every object is a failure without a server."""
+    other = profile_file(tmp_path / "p.toml", replace(PROFILE, page_size=32))
+    checks = checks_of(invoke, store, "--profile", other, exit_code=4)
+    failed = [name for name, check in checks.items() if check["status"] == "fail"]
+    assert failed == ["store/structure"]
+    assert "contradicts the store" in checks["store/structure"]["detail"]
+
+
+def test_a_store_of_other_deployments_has_no_page_of_the_profile(
+    invoke: Invoke, store: Path, tmp_path: Path
+) -> None:
+    other = profile_file(tmp_path / "p.toml", replace(PROFILE, model="someone/else"))
+    checks = checks_of(invoke, store, "--profile", other)
+    assert checks["store/pages"]["status"] == "warn"
+    assert "ls" in checks["store/pages"]["next"]
+
+
+def test_young_pages_are_not_judged(invoke: Invoke, store: Path, profile: Path) -> None:
+    """A server writes the objects of a page one by one."""
+    objects(store)[0].unlink()
+    now = time.time()
+    for path in objects(store):
+        os.utime(path, (now, now))
+    checks = checks_of(invoke, store, "--profile", profile)
+    assert checks["store/structure"]["status"] == "ok"
+    assert "not judged" in checks["store/structure"]["evidence"]
+
+
+def test_a_sample_bounds_what_is_read(invoke: Invoke, store: Path, profile: Path) -> None:
+    checks = checks_of(invoke, store, "--profile", profile, "--sample", "1")
+    read = int(checks["store/readable"]["detail"].split()[0])
+    assert 0 < read < len(objects(store))
+    none = checks_of(invoke, store, "--profile", profile, "--sample", "0")
+    assert "store/values" not in none
+
+
+@needs_root
+def test_an_object_of_another_user_is_the_first_cause(tmp_path: Path) -> None:
+    """The user's name and the reason stand in the line, and not the key."""
+    # The first run imports what only root may read.
+    code = (
+        "import os, sys; from hicachectl.__main__ import run; run(sys.argv[1:]); print('now');"
+        "os.setgid(65534); os.setuid(65534); sys.exit(run(sys.argv[1:]))"
+    )
+    # Each run of pytest closes the folder of all runs to other users.
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        store = demo_store(folder / "store")
+        for path in [store, *store.rglob("*")]:
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        hidden = objects(store)[0]
+        hidden.chmod(0o600)
+        found = subprocess.run(
+            [sys.executable, "-c", code, "doctor", str(store)],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "HOME": str(folder)},
+        )
+    assert found.returncode == 4, found.stderr
+    first = found.stdout.partition("now\n")[2].splitlines()[0]
+    assert first.startswith("fail")
+    assert "1 of " in first
+    assert "could not be read as user nobody" in first
+    assert "Permission denied" in found.stdout
+    assert hidden.name[:64] not in found.stdout
+
+
+def test_unfinished_writes_are_a_warning(invoke: Invoke, store: Path) -> None:
+    left = store / f".{'0' * 32}.tmp"
+    left.write_bytes(b"x" * 100)
+    os.utime(left, (OLD, OLD))
+    checks = checks_of(invoke, store)
+    assert checks["store/temporaries"]["status"] == "warn"
+    assert checks["store/temporaries"]["next"].endswith("--temporaries")
+
+
+def test_a_stamp_of_other_weights_fails(invoke: Invoke, store: Path, profile: Path) -> None:
+    with FileStore(store) as opened:
+        write_stamp(opened, Stamp(replace(PROFILE, weights="old")))
+    ours = profile_file(profile, replace(PROFILE, weights="new"))
+    checks = checks_of(invoke, store, "--profile", ours, exit_code=4)
+    assert checks["store/stamp"]["status"] == "fail"
+    assert "weights: stamped 'old', now 'new'" in checks["store/stamp"]["evidence"]
+
+
+# --- space and times ---
+
+
+def test_a_full_file_system_fails(invoke: Invoke, tmp_path: Path) -> None:
+    with small_file_system(tmp_path / "small", "16m") as small:
+        store = demo_store(small / "store")
+        checks = checks_of(invoke, store, exit_code=4)
+    assert checks["store/space"]["status"] == "fail"
+    assert "max_size" in checks["store/space"]["next"]
+
+
+def test_the_rate_of_the_last_day_tells_when_a_store_is_full(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    """Two hours of writes, and room for one more."""
+    now = time.time()
+    with small_file_system(tmp_path / "small", "400m") as small:
+        store = small / "store"
+        store.mkdir()
+        for number in range(20):
+            path = store / f"{page(number)}_m_0_1.bin"
+            path.write_bytes(bytes(12 << 20))
+            os.utime(path, (now - 7200 + 300 * number,) * 2)
+        checks = checks_of(invoke, store)
+    assert checks["store/space"]["status"] == "warn"
+    assert " last 1h at the rate of the last day" in checks["store/space"]["detail"]
+
+
+@pytest.mark.parametrize(("hours", "status"), [(0.1, "ok"), (3, "unknown")])
+def test_nothing_stored_since_the_server_started_is_told(
+    store: Path, hours: float, status: str
+) -> None:
+    """The demo's newest page is hours old."""
+    with FileStore(store) as opened:
+        seen = replaced(see_store(opened), started=time.time() - hours * 3600)
+        (check,) = (one for one in store_checks(seen) if one.name == "last-write")
+    assert check.status == status
+
+
+# --- services ---
+
+
+def test_a_mooncake_cluster_tells_its_segments(invoke: Invoke, mooncake_cluster: Cluster) -> None:
+    url = f"mooncake://{mooncake_cluster.master}?admin={mooncake_cluster.admin}"
+    checks = checks_of(invoke, url)
+    assert checks["store/segments"]["status"] == "ok"
+    assert "0% used" in checks["store/segments"]["detail"]
+    assert checks["store/pages"]["status"] == "warn"
+
+
+def test_a_cluster_without_memory_stores_nothing(
+    invoke: Invoke, mooncake_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"mooncake://{mooncake_cluster.master}?admin={mooncake_cluster.admin}"
+    monkeypatch.setattr(MasterAdmin, "segments", lambda admin: [])
+    checks = checks_of(invoke, url, exit_code=4)
+    assert checks["store/segments"]["status"] == "fail"
+    half = [Segment("a", "a:1", "tcp", "OK", 30, 100), Segment("b", "b:1", "tcp", "GONE", 0, 100)]
+    monkeypatch.setattr(MasterAdmin, "segments", lambda admin: half)
+    assert checks_of(invoke, url)["store/segments"]["status"] == "warn"
+
+
+def test_a_3fs_metadata_server_answers_or_is_the_cause(
+    invoke: Invoke, tmp_path: Path, metadata_server: MetadataServer
+) -> None:
+    place = Place(tmp_path, metadata_server)
+    checks = checks_of(invoke, place.url(), "--profile", place.profile)
+    assert checks["store/metadata-server"]["status"] == "ok"
+    assert checks["store/readable"]["status"] == "ok"
+    # A server that has lost its tables, and none at all.
+    metadata_server.reset()
+    checks = checks_of(invoke, place.url(), "--profile", place.profile, exit_code=4)
+    assert "has no table 0:kv" in checks["store/reachable"]["detail"]
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = place.url(f"http://127.0.0.1:{closed.getsockname()[1]}")
+        checks = checks_of(invoke, url, exit_code=4)
+    assert [check["status"] for check in checks.values()] == ["fail"]
+    assert "3FS metadata server 127.0.0.1" in checks["store/reachable"]["detail"]
