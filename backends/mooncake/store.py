@@ -208,8 +208,8 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
         )
         leaving = len(segments) - len(usable)
         problem = (
-            f"{leaving} of the cluster's {len(segments)} segments cannot be used; see whether their "
-            "storage processes run"
+            f"{leaving} of the cluster's {len(segments)} segments cannot be used; see whether "
+            "their storage processes run"
         )
         yield Condition("segments", text, problem if leaving else "")
 
