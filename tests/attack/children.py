@@ -53,7 +53,8 @@ _PROGRAM = """
 import importlib, json, os, pkgutil, resource, sys, tempfile
 import concurrent.futures.thread, csv, difflib, encodings.ascii, encodings.idna, encodings.latin_1
 import encodings.utf_8_sig, importlib.metadata, pwd, secrets, shutil, tomllib, uuid
-import blake3, click, numpy, pyarrow, pyarrow.compute, pyarrow.fs, pyarrow.parquet
+import blake3, click, numpy, prometheus_client.parser, pyarrow, pyarrow.compute, pyarrow.fs
+import pyarrow.parquet
 import hicachectl
 APART = ("triton", "sglang", "__main__", "testing", "device.", "kernels.", ".client", "usrbio")
 for module in pkgutil.walk_packages(hicachectl.__path__, "hicachectl."):

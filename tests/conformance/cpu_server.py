@@ -177,6 +177,10 @@ class CpuServer(Closing):
             *(found.get(place) or 0 for place in ("device", "host", "storage")),
         )
 
+    def get(self, path: str) -> Any:
+        """Return a JSON answer."""
+        return json.loads(self._expect("GET", path))
+
     def post(self, path: str, document: object) -> Any:
         """Return the JSON answer to a JSON document."""
         return json.loads(self._expect("POST", path, document))
