@@ -94,7 +94,14 @@ def examine(
             checks += deployment_checks(server, seen, request.profile)
     checks += store_checks(seen)
     for server, look in zip(servers, looks, strict=True):
-        checks += live_checks(server, look.first, look.second, statuses)
+        checks += live_checks(
+            server,
+            look.first,
+            look.second,
+            statuses,
+            store=seen.words or seen.url,
+            options=seen.options,
+        )
     if isinstance(asked, Check):
         checks.append(asked)
     elif asked is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hicachectl.backends.disk.statuses import SERVING
+from hicachectl.checks.codes import OPTIONS, STORE
 from hicachectl.checks.reasons import PLUGIN as PLUGIN_SOURCE
 from hicachectl.checks.reasons import reason_named
 from hicachectl.doctor.checks import FAIL, LIVE, OK, UNKNOWN, WARN, Check
@@ -30,6 +30,7 @@ from hicachectl.doctor.exposition import (
     least_asked,
     page_tokens,
 )
+from hicachectl.doctor.processes import own_statuses
 from hicachectl.formats.models.flags import DeploymentFlags
 from hicachectl.text.units import counted
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from hicachectl.checks.reasons import Reason
     from hicachectl.doctor.exposition import Sample
     from hicachectl.doctor.live_server import LiveServer
+    from hicachectl.formats.plugin_status import PluginStatus
 
     Measure = Callable[[Look], tuple[float, float]]  # lost tokens, and those they are a part of
 
@@ -58,33 +60,40 @@ _NO_FAULTS_OF_PLUGIN = frozenset({"full", "gone", "unwritable"})
 _UNWRITTEN = frozenset({"full", "half", "unwritable"})  # such pages are not written
 # SGLang's warm-up sends one short request to each data-parallel rank, and is no traffic.
 _FEW_REQUESTS = 5
+_ASKED = f"{PLUGIN}asked_tokens_total"
 _SINCE_START = "since the server's start"
 _BACKEND = "hicache_storage_backend"
-_TRACE = "give the server's requests: hicachectl doctor STORE --server URL --trace FILE"
 
 
 def live_checks(
-    server: LiveServer, first: Look, second: Look, statuses: Sequence[SeenStatus] = ()
+    server: LiveServer,
+    first: Look,
+    second: Look,
+    statuses: Sequence[SeenStatus] = (),
+    *,
+    store: str = STORE,
+    options: str = OPTIONS,
 ) -> list[Check]:
-    """Return the checks of a server's counters, and of its plug-in's; none without a store.
+    """Return the checks of a server's counters, and of its plug-in's; none without a backend.
 
-    first, second: two looks at `/metrics`; the same look twice if there was one only. statuses:
-    status files of the plug-in in the store. Growth between the looks is judged where something
-    moved, else the totals since the server's start.
+    first: look at `/metrics`.
+    second: a later look; the same look again if there was one only.
+    statuses: status files of the plug-in in the store.
+    store: the store in suggested commands.
+    options: options that name the profile in suggested commands.
+    Growth between the looks is judged if anything moved, else the totals since the server's start.
     """
     if server.problem or not server.settings.get(_BACKEND):
         return []
     flags = server.deployment.flags if server.deployment else DeploymentFlags()
-    serving = [
-        one for one in statuses if one.standing == SERVING and one.status.model in (flags.model, "")
-    ]
     grown = growth(first, second)
     judged, period = second, _SINCE_START
     if grown is not None and any(map(grown.value, (REQUESTS, FOUND, LOST, BACKUPED))):
         judged, period = grown, f"in {second.at - first.at:.0f} s between two looks"
-    counters = _Counters(server, flags, second, judged, period)
+    counters = _Counters(server, flags, second, judged, period, store, options)
     checks = list(_metrics(counters, restarted=grown is None))
-    checks += _plugin(counters, serving)
+    if server.settings[_BACKEND] == "dynamic":
+        checks += _plugin(counters, own_statuses(server, statuses))
     if second.samples is not None:
         checks += _lost(counters)
         checks += _unwritten(counters)
@@ -100,6 +109,7 @@ class _Counters:
     totals: counts since the server's start.
     judged: growth between two looks if anything moved, else the totals.
     period: time in which `judged` was counted, in words.
+    store, options: the words of `live_checks`.
     """
 
     server: LiveServer
@@ -107,6 +117,8 @@ class _Counters:
     totals: Look
     judged: Look
     period: str
+    store: str
+    options: str
 
     def check(
         self, name: str, status: str, detail: str, evidence: str = "", remedy: str = ""
@@ -120,6 +132,15 @@ class _Counters:
             next=remedy,
             server=self.server.url,
         )
+
+    def remedy(self, name: str) -> str:
+        """Return what to do about a reason, and the command that tells more."""
+        reason = reason_named(name)
+        if reason is None:
+            return "look for the reason in the notes of the server's SGLang release"
+        command = reason.command.replace(STORE, self.store).replace(OPTIONS, self.options)
+        remedy = reason.remedy.format(command=f"`{' '.join(command.split())}`").rstrip(".")
+        return f"{remedy}; hicachectl explain {name}"
 
     def loss(
         self, name: str, measure: Measure, what: str, *, reason: str = "", done: str = "lost"
@@ -148,7 +169,7 @@ class _Counters:
         if known is not None:
             detail = f"{detail}: {known.meaning.rstrip('.')}"
         evidence = f"{_tokens(lost)} of {_tokens(whole)}, {self.period}"
-        remedy = "" if status == OK else _remedy(reason or name)
+        remedy = "" if status == OK else self.remedy(reason or name)
         yield self.check(name, status, detail, evidence, remedy)
 
 
@@ -163,24 +184,22 @@ def _metrics(counters: _Counters, *, restarted: bool) -> Iterator[Check]:
         what = "The server was restarted between two looks, so only its new counters are judged"
         yield counters.check("metrics", UNKNOWN, what, f"{requests} {_SINCE_START}")
     else:
-        yield counters.check("metrics", OK, f"The server shows its counters, of {requests}")
+        yield counters.check("metrics", OK, f"The server shows its counters: {requests} answered")
 
 
-def _plugin(counters: _Counters, serving: Sequence[SeenStatus]) -> Iterator[Check]:
+def _plugin(counters: _Counters, statuses: Sequence[PluginStatus]) -> Iterator[Check]:
     """Judge what the plug-in refuses, by its metrics, else by the status files of its ranks."""
-    if counters.server.settings.get(_BACKEND) != "dynamic":
-        return
     excluded = {
-        reason: (text, one.status.host)
-        for one in serving
-        for reason, text in one.status.excluded.items()
+        reason: (text, status.host)
+        for status in statuses
+        for reason, text in status.excluded.items()
     }
     for reason, (text, host) in excluded.items():
         what = f"The plug-in on {host} reads and writes nothing ({reason}): {text}"
-        yield counters.check(reason, FAIL, what, "", _remedy(reason))
+        yield counters.check(reason, FAIL, what, "", counters.remedy(reason))
     exported = any(name.startswith(PLUGIN) for name, _ in counters.totals.samples or ())
     if not exported:
-        told = Look(counters.totals.at, dict(_samples(serving)))
+        told = Look(counters.totals.at, dict(_samples(statuses)))
         counters = replace(counters, totals=told, judged=told, period=_SINCE_START)
     page = page_tokens(counters.flags)
     for reason in counters.totals.by_label(f"{PLUGIN}refused_pages_total", "reason"):
@@ -191,13 +210,13 @@ def _plugin(counters: _Counters, serving: Sequence[SeenStatus]) -> Iterator[Chec
             return refused, refused + look.value(f"{PLUGIN}{stage}_tokens_total")
 
         if reason not in excluded:
-            yield from counters.loss(reason, measure, "tokens that the plug-in was to serve")
+            what = "tokens that the plug-in was asked for"
+            yield from counters.loss(reason, measure, what, done="refused")
 
 
-def _samples(serving: Sequence[SeenStatus]) -> Iterator[tuple[Sample, float]]:
+def _samples(statuses: Sequence[PluginStatus]) -> Iterator[tuple[Sample, float]]:
     """Yield the counts of status files in the form of the plug-in's metrics."""
-    for one in serving:
-        status = one.status
+    for status in statuses:
         labels = [
             ("host", status.host),
             ("tp_rank", str(status.tp_rank)),
@@ -249,8 +268,9 @@ def _unwritten(counters: _Counters) -> Iterator[Check]:
     # Before a store is attached, nothing is written; the totals do not tell when that was.
     attached_late = not counters.server.info.get(_BACKEND)
     if written:
-        what = f"The server wrote {_tokens(written)} to its store"
-        yield counters.check("written", OK, what, counters.period)
+        what = f"The store took {_tokens(written)} of the server"
+        evidence = f"{counters.period}; those of pages that it had already count, too"
+        yield counters.check("written", OK, what, evidence)
     elif copied >= _FEW_LOOKUPS * least_asked(counters.flags):
         if look is counters.totals and attached_late:
             return
@@ -282,12 +302,18 @@ def _found(counters: _Counters) -> Iterator[Check]:
         what = f"Prompts are too short for the store: {asked} for which it is asked"
         threshold = f"prefetch_threshold is {counters.flags.prefetch_threshold}"
         evidence = f"{threshold}; {period}"
-        yield counters.check("found", WARN, what, evidence, _remedy("below_threshold"))
+        yield counters.check("found", WARN, what, evidence, counters.remedy("below_threshold"))
         return
     what = f"Nothing was found in the store, {period}"
     written = _tokens(counters.totals.value(BACKUPED))
     evidence = f"{asked} for which the store is asked; {written} were written"
-    yield counters.check("found", UNKNOWN, what, evidence, _TRACE)
+    if look.value(_ASKED):
+        evidence += f"; the plug-in was asked for {_tokens(look.value(_ASKED))}"
+    remedy = (
+        f"give requests of the server: hicachectl doctor {counters.store} --server "
+        f"{counters.server.url} --trace FILE"
+    )
+    yield counters.check("found", UNKNOWN, what, evidence, remedy)
 
 
 def _are_short(counters: _Counters, look: Look) -> bool:
@@ -313,15 +339,6 @@ def _is_fault(reason: Reason | None, server: LiveServer) -> bool:
     # The policy best_effort breaks reads off.
     policy = server.settings.get("hicache_storage_prefetch_policy")
     return reason.name in _FAULTS and policy != "best_effort"
-
-
-def _remedy(name: str) -> str:
-    """Return what to do about a reason, and the command that tells more."""
-    reason = reason_named(name)
-    if reason is None:
-        return "look for the reason in the notes of the server's SGLang release"
-    remedy = reason.remedy.format(command=f"`{reason.command}`").rstrip(".")
-    return f"{remedy}; hicachectl explain {name}"
 
 
 def _tokens(count: float) -> str:

@@ -18,10 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
-from hicachectl.backends.disk.statuses import process_start_ns
+from hicachectl.backends.disk.statuses import SERVING, process_start_ns, this_host
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from hicachectl.backends.disk.statuses import SeenStatus
+    from hicachectl.doctor.live_server import LiveServer
+    from hicachectl.formats.plugin_status import PluginStatus
 
     Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -80,6 +84,26 @@ def processes_of(url: str) -> Processes:
     if not schedulers:
         return Processes((), f"The process that listens on port {port} has no SGLang scheduler")
     return Processes(schedulers)
+
+
+def own_statuses(server: LiveServer, statuses: Sequence[SeenStatus]) -> list[PluginStatus]:
+    """Return the statuses of a server's plug-in that are kept up to date.
+
+    On this machine, its processes tell which. Elsewhere, they are those of the same model.
+    """
+    model = server.deployment.flags.model if server.deployment else None
+    serving = [
+        one.status
+        for one in statuses
+        if one.standing == SERVING and model in (None, one.status.model)
+    ]
+    schedulers = processes_of(server.url).schedulers
+    here = [
+        one
+        for one in serving
+        if one.pid in schedulers and (one.host, one.pid_namespace) == this_host()
+    ]
+    return here or serving
 
 
 def environment_of(pid: int) -> dict[str, str]:

@@ -21,7 +21,13 @@ from hicachectl.doctor.exposition import (
     least_asked,
     page_tokens,
 )
-from hicachectl.doctor.processes import environment_of, is_local, place_of, processes_of
+from hicachectl.doctor.processes import (
+    environment_of,
+    is_local,
+    own_statuses,
+    place_of,
+    processes_of,
+)
 from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.models.server_info import extra_config, is_plugin
 from hicachectl.formats.wording import reason_of
@@ -89,10 +95,10 @@ def same_store_checks(
 def started_of(server: LiveServer, statuses: Sequence[SeenStatus] = ()) -> float | None:
     """Return the start of a server in Unix seconds; None if nothing tells it.
 
-    statuses: statuses of the server's plug-in, which tell it of a server on another machine.
+    statuses: statuses in the store; those of its plug-in tell it of a server on another machine.
     """
     here = processes_of(server.url).started
-    told = (one.status.started_ns / 1e9 for one in statuses if one.status.started_ns)
+    told = (one.started_ns / 1e9 for one in own_statuses(server, statuses) if one.started_ns)
     return here or min(told, default=None)
 
 
