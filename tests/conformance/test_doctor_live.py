@@ -16,6 +16,7 @@ from hicachectl.doctor.request import DoctorRequest
 from hicachectl.doctor.same_store import same_store_checks, started_of
 from hicachectl.profiles.server import API_KEY_VARIABLE, server_service
 from tests.conformance.cpu_server import PAGE_SIZE, page_files, prompt
+from tests.conformance.plugin_site import plugin_config
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -176,3 +177,24 @@ def test_selective_writes_are_no_loss(
     found = by_status(live_checks(server, first, second))
     assert {"warn", "fail"}.isdisjoint(found.values())
     assert FOUND not in {name for name, _ in second.samples or ()} or found["found"] == "unknown"
+
+
+def test_other_weights_under_the_plugin_are_the_first_failure(
+    cpu_server: CpuServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its counters tell, and without metrics the status of its rank; it heals as it is replaced."""
+    cpu_server.attach("dynamic", plugin_config(tmp_path, identity="theirs"))
+    stored(cpu_server, tmp_path)
+    cpu_server.detach()
+    cpu_server.attach("dynamic", plugin_config(tmp_path, identity="ours"))
+    server = asked(monkeypatch, cpu_server)
+    first = look(cpu_server)
+    assert cpu_server.generate(PROMPT).storage == 0
+    second = grown(cpu_server, first, BACKUPED, TOKENS)
+    foreign = next(check for check in live_checks(server, first, second) if check.status == "fail")
+    assert foreign.name == "foreign"
+    assert f"{TOKENS} tokens of {TOKENS} tokens" in foreign.evidence
+    cpu_server.flush()
+    assert cpu_server.generate(PROMPT).storage == TOKENS
+    third = grown(cpu_server, second, REQUESTS, 1)
+    assert {"warn", "fail"}.isdisjoint(by_status(live_checks(server, second, third)).values())
