@@ -47,6 +47,46 @@ _REPAIR_COST = (
     "the page back."
 )
 
+# Next steps after wrong pages were removed, for a command with STORE, MODEL and TIME.
+MODEL, TIME = "MODEL", "TIME"
+_IN_MEMORY = (
+    "Servers that have loaded these pages keep them in memory: send POST /flush_cache to each "
+    "server while no request runs"
+)
+_COMPUTED = (
+    "Pages that a server computed after a wrong one are wrong, too, and no check finds them; see "
+    "{what} with {command}"
+)
+
+
+def following_command(*, timed: bool) -> str:
+    """Return the command that shows pages that may have been computed from wrong ones.
+
+    timed: whether the store keeps write times.
+    """
+    since = f" --since {TIME}" if timed else ""
+    return f"hicachectl rm {STORE} --model {MODEL}{since} --dry-run"
+
+
+def next_steps(command: str, *, timed: bool = True, doubtful: bool = False) -> tuple[str, str]:
+    """Return what to do about servers after wrong pages were removed, a sentence for each step.
+
+    command: a `following_command` in the words of the user.
+    timed: whether the store keeps write times.
+    doubtful: the removed pages may have been right.
+    """
+    what = "those written since the first wrong one"
+    if not timed:
+        what = "all pages of the model, because the store keeps no write times,"
+    steps = (_IN_MEMORY, _COMPUTED.format(command=command, what=what))
+    if not doubtful:
+        return steps
+    first, second = (f"If the removed pages were wrong: {s[:1].lower()}{s[1:]}" for s in steps)
+    return first, second
+
+
+AFTERWARDS = "".join(f" {step}." for step in next_steps(following_command(timed=True))).strip()
+
 
 @dataclass(frozen=True, slots=True)
 class Code:
@@ -54,6 +94,7 @@ class Code:
 
     severity: one of SEVERITIES.
     rules: severity under each rule that changes it.
+    misleads: a server may have computed with the object, so that answers and later pages are wrong.
     structural: the page group lacks objects; no object is damaged.
     doubts: a wrong profile gives the finding to healthy pages.
     remedy: next step if the finding is not about a page; repair ignores such findings. {command}
@@ -70,6 +111,7 @@ class Code:
     name: str
     severity: str
     rules: Mapping[str, str] = field(default_factory=dict, hash=False)
+    misleads: bool = False
     structural: bool = False
     doubts: bool = False
     remedy: str = ""
@@ -103,7 +145,7 @@ class Code:
         return "; ".join(f"{changed} {RULES.get(rule, rule)}" for rule, changed in others.items())
 
     def explanation(self) -> dict[str, str]:
-        """Return the texts of `explain`: meaning, effect, remedy, cost, command."""
+        """Return the texts of `explain`: meaning, effect, remedy, cost, afterwards, command."""
         command = shown(self.mending_command(self.severity))
         remedy = self.remedy[:1].upper() + self.remedy[1:] + "." if self.remedy else ""
         if not self.remedy and not self.command:
@@ -113,6 +155,7 @@ class Code:
             "effect": self.effect,
             "remedy": " ".join(filter(None, (self.advice, remedy.format(command=BELOW)))),
             "cost": self.cost or ("" if self.remedy else _REPAIR_COST),
+            "afterwards": AFTERWARDS if self.misleads else "",
             "command": command,
         }
 

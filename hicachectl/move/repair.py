@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from hicachectl.checks.codes import DESPITE
 from hicachectl.checks.page_tables import suspicious_keys
-from hicachectl.checks.registry import remedies
+from hicachectl.checks.registry import codes, remedies
 from hicachectl.checks.sizes import rows_of_mixes
 from hicachectl.move.doubt import doubt
 from hicachectl.move.removal_plan import described_groups, plan_repair
@@ -19,8 +21,6 @@ from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    import pyarrow as pa
 
     from hicachectl.backends.base import Store
     from hicachectl.move.removal_plan import RepairPlan
@@ -147,6 +147,12 @@ def repair(
         facts.unrepaired = bool(outcome.failures or outcome.remaining)
         if not options.dry_run:
             facts.repaired, facts.quarantined = outcome.groups, outcome.moved
+            if outcome.groups:
+                misled = pa.array([code.name for code in codes() if code.misleads])
+                wrong = pc.is_in(plan.reasons.column("code"), misled).to_numpy()
+                misleading = np.unique(plan.about[wrong])
+                facts.misleading = len(misleading)
+                facts.misleading_ns = groups.oldest_ns(misleading)
     if first and options.writers_stopped:
         release_leaked(store, dry_run=options.dry_run, say=say)
 

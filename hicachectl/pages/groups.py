@@ -188,6 +188,14 @@ class PageGroups:
             return self.newest_ns
         return np.maximum(self.newest_ns, self._reduce(np.maximum, "atime_ns"))
 
+    def oldest_ns(self, groups: IntArray) -> int | None:
+        """Mtime of the oldest object of some groups, Unix nanoseconds; None without times."""
+        objects = self.inventory.objects.column("mtime_ns")
+        oldest: int | None = pc.min(
+            objects.filter(pa.array(np.isin(self.of_object, groups)))
+        ).as_py()
+        return oldest
+
     @property
     def has_times(self) -> bool:
         """Whether the store keeps write times."""

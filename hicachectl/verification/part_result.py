@@ -94,6 +94,8 @@ class VerifyFacts(msgspec.Struct, kw_only=True):
     repaired: page groups that a repair removed.
     quarantined: objects that a repair put into the quarantine.
     unrepaired: whether a repair failed.
+    misleading: page groups with findings that mislead servers, if a repair removed groups.
+    misleading_ns: mtime of their earliest object, Unix ns; None if there is none or it is unknown.
     refused: why a repair was refused.
     """
 
@@ -112,6 +114,8 @@ class VerifyFacts(msgspec.Struct, kw_only=True):
     repaired: Count = 0
     quarantined: Count = 0
     unrepaired: bool = False
+    misleading: Count = 0
+    misleading_ns: int | None = None
     refused: tuple[Refusal, ...] = ()
 
     def __add__(self, other: VerifyFacts) -> VerifyFacts:
@@ -127,6 +131,10 @@ class VerifyFacts(msgspec.Struct, kw_only=True):
             "skipped": other.skipped | self.skipped,
             "explained": "",
             "unrepaired": self.unrepaired or other.unrepaired,
+            "misleading_ns": min(
+                (one for one in (self.misleading_ns, other.misleading_ns) if one is not None),
+                default=None,
+            ),
         }
         for name in self.__struct_fields__:
             if name not in joined:

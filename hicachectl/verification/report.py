@@ -135,6 +135,7 @@ class VerifyReport:
     placed: findings of `checks.findings.PLACED_SCHEMA`.
     undone: those of the remarks that name checks that could have run but did not.
     unrepaired: whether a repair failed.
+    misleading, misleading_ns: see `VerifyFacts`.
     refused: why a repair, or parts of it, were refused.
     """
 
@@ -143,6 +144,8 @@ class VerifyReport:
     remarks: tuple[str, ...] = ()
     undone: tuple[str, ...] = ()
     unrepaired: bool = False
+    misleading: int = 0
+    misleading_ns: int | None = None
     refused: tuple[Refusal, ...] = ()
 
     @classmethod
@@ -174,6 +177,8 @@ class VerifyReport:
             refused = msgspec.to_builtins(self.refused)
             document = {**document, "dry_run": dry_run, "repair_refused": list(refused)}
 
+        steps = mending.next_steps(self.misleading_ns) if self.misleading else ()
+
         def lines(document: dict[str, Any], screen: Screen, shown: Shown) -> Iterator[str]:
             return report_lines(document, self.placed, mending, shown, screen)
 
@@ -182,8 +187,8 @@ class VerifyReport:
             rows=self.placed.select(SCHEMA.names),
             rows_name="findings",
             lines=lines,
-            remarks=self.remarks,
-            undone=self.undone,
+            remarks=(*self.remarks, *steps),
+            undone=(*self.undone, *(steps if self.unrepaired else ())),
             failed=self.fails(fail_on),
             ending=UsageError(self._refusal) if self.refused else None,
             dry_run=bool(dry_run),
@@ -271,6 +276,8 @@ def report_of(
         remarks=(*facts.remarks, *reasons.values()),
         undone=tuple(why for check, why in reasons.items() if check in _UNDONE),
         unrepaired=facts.unrepaired,
+        misleading=facts.misleading,
+        misleading_ns=facts.misleading_ns,
         refused=facts.refused,
     )
 

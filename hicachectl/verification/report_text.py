@@ -6,6 +6,7 @@ import re
 import textwrap
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,16 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.checks.codes import OPTIONS, SEVERITIES, STORE, is_repair
+from hicachectl.checks.codes import (
+    MODEL,
+    OPTIONS,
+    SEVERITIES,
+    STORE,
+    TIME,
+    following_command,
+    is_repair,
+    next_steps,
+)
 from hicachectl.checks.registry import code_named
 from hicachectl.formats.keys.labels import label_text
 from hicachectl.formats.objects import AXES
@@ -33,7 +43,7 @@ if TYPE_CHECKING:
 
 
 _REPAIR = ("--repair", "quarantine")
-_MODEL, _SIZE, _PROFILE = "MODEL", "SIZE", "FILE"
+_SIZE, _PROFILE = "SIZE", "FILE"
 _GIVEN = "--profile"
 # A label of `keys.labels` whose name is not escaped.
 _LABEL = re.compile(r"([^\s%?]{2,}|[^\s%?-])((?: [a-z]+[0-9]+)*)")
@@ -101,12 +111,28 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
         template = code.mending_command(severity)
         return [*keeping, *([self.command(template, deployment)] if template else [])]
 
+    def next_steps(self, oldest_ns: int | None, *, doubtful: bool = False) -> tuple[str, str]:
+        """Return what to do about servers after wrong pages were removed.
+
+        oldest_ns: mtime of the earliest object removed, Unix ns; None if the store keeps no times.
+        doubtful: the removed pages may have been right.
+        """
+        template = following_command(timed=oldest_ns is not None)
+        if not self.model:
+            template = template.replace(f" --model {MODEL}", "")
+        command = self.command(template)
+        if oldest_ns is not None:
+            # The store's times are finer than those of the option.
+            since = datetime.fromtimestamp(oldest_ns // 10**9, UTC)
+            command = command.replace(TIME, since.strftime("%Y-%m-%dT%H:%M:%SZ"))
+        return next_steps(command, timed=oldest_ns is not None, doubtful=doubtful)
+
     def _named(self, words: list[str], deployment: str | None) -> list[str]:
         """Put in the model's name and the sizes of a deployment, where they choose no other one."""
         label = _LABEL.fullmatch(deployment or self.model)
-        if label is None or _MODEL not in words:
+        if label is None or MODEL not in words:
             return words
-        named = [quote(label[1]) if word == _MODEL else word for word in words]
+        named = [quote(label[1]) if word == MODEL else word for word in words]
         found = re.findall(r"([a-z]+)([0-9]+)", label[2])
         stated = {axis: int(size) for axis, size in found if axis in AXES}
         others = any(self.sizes.get(axis) != size for axis, size in stated.items())

@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
     from hicachectl.text.tables import Screen
 
-_TITLES = ("meaning", "effect", "remedy", "cost")
+_TITLES = {
+    "meaning": "Meaning:",
+    "effect": "Effect:",
+    "remedy": "Remedy:",
+    "cost": "Cost:",
+    "afterwards": "Then:",
+}
 SOURCES = {
     SGLANG: "counted by SGLang",
     PLUGIN: "counted by the plug-in",
@@ -39,6 +45,7 @@ class CodeRow(TypedDict):
     effect: str
     remedy: str
     cost: str | None
+    afterwards: str | None
     command: str | None
 
 
@@ -194,10 +201,10 @@ def _one(head: str, texts: dict[str, str], counters: Iterable[str] = ()) -> Iter
         80, subsequent_indent=" " * 10, break_on_hyphens=False, break_long_words=False
     )
     yield head
-    for title in _TITLES:
-        if texts.get(title):
+    for name, title in _TITLES.items():
+        if texts.get(name):
             yield ""
-            yield from wrapped.wrap(f"{title.capitalize() + ':':10}{texts[title]}")
+            yield from wrapped.wrap(f"{title:10}{texts[name]}")
     for number, counter in enumerate(counters):
         if not number:
             yield ""

@@ -7,9 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
-from msgspec import to_builtins
+from msgspec import structs, to_builtins
 
-from hicachectl.cli.asked import asked_trace, given_filters, say_unjudged, selection_of
+from hicachectl.cli.asked import asked_trace, given_filters, mending_of, say_unjudged, selection_of
 from hicachectl.cli.command import Command
 from hicachectl.cli.options import (
     changing_options,
@@ -60,12 +60,14 @@ class _Removal(NamedTuple):
     remove: function that removes.
     freeing: the choice of --free; None without it.
     in_flight: number of matching groups that stay, because servers may still be writing them.
+    steps: what to do about servers if the removed pages are wrong.
     """
 
     question: str | None
     remove: Callable[[], GroupReport]
     freeing: Freeing | None = None
     in_flight: int = 0
+    steps: tuple[str, ...] = ()
 
 
 _OF_PAGES = (
@@ -211,13 +213,16 @@ def _result(
         free=None if freeing is None else freeing.facts,
         failures=[{"key": key, "detail": detail} for key, detail in report.failures],
     )
+    failed = bool(report.failures or report.remaining or lacking)
+    steps = () if removal is None or dry_run or not report.groups else removal.steps
     return Result(
         document=to_builtins(document),
         rows=report.rows,
         rows_name="groups",
         lines=partial(_lines, report.rows),
-        undone=list(_left_alone(report, in_flight, lacking)),
-        failed=bool(report.failures or report.remaining or lacking),
+        remarks=steps,
+        undone=[*_left_alone(report, in_flight, lacking), *(steps if failed else ())],
+        failed=failed,
         dry_run=dry_run,
     )
 
@@ -373,7 +378,25 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
 
     pages = f"{counted(len(plan.groups), 'page')} ({human_size(groups.total_bytes(plan.groups))})"
     question = f"Remove {pages} from {store.url}?" if len(plan.groups) else None
-    return _Removal(question, remove, freeing, int(in_flight[matching].sum()))
+    steps = _steps(ctx, store, groups, plan, profile)
+    return _Removal(question, remove, freeing, int(in_flight[matching].sum()), steps)
+
+
+def _steps(
+    ctx: click.Context,
+    store: Store,
+    groups: PageGroups,
+    plan: RepairPlan,
+    profile: Profile | None,
+) -> tuple[str, ...]:
+    """Return what to do about servers if the removed pages are wrong; nothing with --free."""
+    options = ctx.params
+    if options["free"] is not None or not len(plan.groups):
+        return ()
+    mending = mending_of(ctx, options["store"], store, profile=profile)
+    mending = structs.replace(mending, model=options["model"] or mending.model)
+    steps = mending.next_steps(groups.oldest_ns(plan.groups), doubtful=True)
+    return steps[:1] if options["since"] is not None else steps  # --since is the second step
 
 
 def _say_how_to_go_on(ctx: click.Context, taken: Taken, text: str, free: int | None = None) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hicachectl.checks.codes import AFTERWARDS
 from hicachectl.checks.reasons import reasons
 from hicachectl.checks.registry import codes
 from hicachectl.cli.commands.explain import SOURCES
@@ -180,6 +181,7 @@ def _drafts(families: Mapping[str, Family]) -> Iterator[str]:
 
 def findings_page() -> list[str]:
     """Return the page with the explanation of every finding code and of every reason."""
+    texts = prose("hicachectl-findings")
     lines = [
         *_head("hicachectl-findings", "meaning and remedy of findings and of lost hits"),
         ".Sh CODES",
@@ -187,7 +189,11 @@ def findings_page() -> list[str]:
     for code in codes():
         severity = "; ".join(filter(None, (code.severity, code.exceptions)))
         lines += _explained(code.name, f"Severity: {severity}.", code.explanation())
-    lines += [".Sh REASONS", *section_lines(prose("hicachectl-findings")["REASONS"])]
+    lines += [".Sh AFTER A REPAIR", *section_lines(texts["AFTER A REPAIR"])]
+    lines += [".Pp", *sentence_lines(AFTERWARDS)]
+    misleading = (code.name for code in codes() if code.misleads)
+    lines += [".Pp", *sentence_lines(f"These findings mislead: {', '.join(misleading)}.")]
+    lines += [".Sh REASONS", *section_lines(texts["REASONS"])]
     for reason in reasons():
         source = SOURCES[reason.source]
         source = f"{source[:1].upper()}{source[1:]}"
