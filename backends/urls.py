@@ -318,14 +318,16 @@ def default_file_directory(environ: Mapping[str, str] = os.environ) -> str:
 def written_store(
     backend: str, extra: Mapping[str, Any], environ: Mapping[str, str]
 ) -> StoreUrl | None:
-    """Return the store that a server writes; None if these settings do not name it.
+    """Return the store that a server writes; None if the backend is not known.
+
+    The URL has neither host nor path if these settings do not name the place. The path of a `file`
+    URL is relative if the server's is.
 
     backend: value of --hicache-storage-backend.
     extra: its extra config; that of `dynamic` must load this package's plug-in.
     environ: the server's environment.
-    The path of a `file` URL is relative if the server's is. Raises UsageError for a malformed URL.
-    Sources: hicache_storage.py :: HiCacheFile.__init__, hicache_nixl.py :: HiCacheNixl.__init__,
-    mooncake_store.py :: MooncakeBaseStore._load_config.
+    Raises UsageError for a malformed URL. Sources: hicache_storage.py :: HiCacheFile.__init__,
+    hicache_nixl.py :: HiCacheNixl.__init__, mooncake_store.py :: MooncakeBaseStore._load_config.
     """
     store = extra.get("store")
     first = store[0] if isinstance(store, list) and store else store
@@ -340,8 +342,10 @@ def written_store(
         case "nixl":
             stated = environ.get("SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR")
             return StoreUrl("nixl", stated or "/tmp/hicache_storage")
-        case "mooncake" if isinstance(master, str):
-            return StoreUrl("mooncake", host=master)
+        case "mooncake":
+            return StoreUrl("mooncake", host=master if isinstance(master, str) else "")
+        case "hf3fs":
+            return StoreUrl("hf3fs")  # a file on the server's host names the place
         case "dynamic" if isinstance(first, str):
             return parse_url(first)
     return None

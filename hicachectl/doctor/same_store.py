@@ -28,6 +28,7 @@ from hicachectl.doctor.processes import (
     place_of,
     processes_of,
 )
+from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.models.server_info import extra_config, is_plugin
 from hicachectl.formats.wording import reason_of
@@ -103,35 +104,46 @@ def started_of(server: LiveServer, statuses: Sequence[SeenStatus] = ()) -> float
 
 
 def _by_place(server: LiveServer, store: Store) -> _Answer:
-    """Compare where the server writes with the store, by addresses or inodes."""
+    """Compare where the server writes with the store; say why that is not possible."""
     try:
-        ours, places = parse_url(store.url), set(store.places)
-        theirs = _written_store(server, {})
-        if theirs is not None and theirs.kind.host:
-            return _by_address(theirs, ours)
-        for pid in _schedulers(server):
-            theirs = _written_store(server, environment_of(pid))
-            if theirs is None or not theirs.path:
-                raise _Unseen("The server's settings do not name its store")
-            answer = _by_directory(pid, theirs, ours, places)
-            if answer.status != OK:
-                return answer
-        return answer
+        return _compared(server, parse_url(store.url), set(store.places))
     except PermissionError:
         why = "The server's processes cannot be looked into; run hicachectl as their user, or root"
-        return _Answer(UNKNOWN, why)
     except (_Unseen, HicacheError) as error:
-        return _Answer(UNKNOWN, str(error))
+        why = str(error)
     except OSError as error:
-        return _Answer(UNKNOWN, f"A process of the server cannot be seen: {reason_of(error)}")
+        why = f"A process of the server cannot be seen: {reason_of(error)}"
+    return _Answer(UNKNOWN, why)
 
 
-def _written_store(server: LiveServer, environment: Mapping[str, str]) -> StoreUrl | None:
+def _compared(server: LiveServer, ours: StoreUrl, places: set[Any]) -> _Answer:
+    """Compare kinds, addresses or directories. Raises _Unseen, HicacheError and OSError."""
+    theirs = _written_store(server, {})
+    if theirs.scheme != ours.scheme and (ours.kind.served or ours.kind.directories):
+        what = f"The server writes a {theirs.scheme} store, and STORE is {_safe(ours)}"
+        return _Answer(FAIL, what, "give the server's own store")
+    if theirs.host:
+        return _by_address(theirs, ours)
+    for pid in _schedulers(server):
+        theirs = _written_store(server, environment_of(pid))
+        if theirs.host:
+            return _by_address(theirs, ours)
+        if not theirs.path:
+            raise _Unseen("The server's settings do not name its store")
+        answer = _by_directory(pid, theirs, ours, places)
+        if answer.status != OK:
+            break
+    return answer
+
+
+def _written_store(server: LiveServer, environment: Mapping[str, str]) -> StoreUrl:
     backend = str(server.settings[_BACKEND])
     extra = extra_config(server.settings, "server_info")
-    if backend == "dynamic" and not is_plugin(extra):
-        return None
-    return written_store(backend, extra, environment)
+    known = backend != "dynamic" or is_plugin(extra)
+    written = written_store(backend, extra, environment) if known else None
+    if written is None:
+        raise _Unseen(f"The server's storage backend {shown(backend)} is not known")
+    return written
 
 
 def _schedulers(server: LiveServer) -> Sequence[int]:

@@ -60,7 +60,7 @@ def serving(folder: Path, title: str = "sglang::scheduler", **variables: str) ->
 
 def check(
     url: str,
-    store: Path,
+    store: Path | str,
     extra: dict[str, Any],
     backend: str = "file",
     looks: tuple[Look, Look] = (NOTHING, NOTHING),
@@ -143,7 +143,8 @@ def test_two_directories_of_nixl_are_both_compared(
     one, other = folders
     both = {"SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR": f"{one},{other}"}
     with serving(tmp_path, **both) as url:
-        assert check(url, one, {}, "nixl").status == "fail"
+        assert check(url, f"nixl://{one},{other}", {}, "nixl").status == "ok"
+        assert check(url, f"nixl://{one}", {}, "nixl").status == "fail"
 
 
 @pytest.mark.parametrize("title", ["nginx", "sglang::detokenizer"])
@@ -203,13 +204,23 @@ def test_pages_that_appear_tell(
     assert found.status == status
 
 
-def test_a_mooncake_master_is_compared_by_address(folders: tuple[Path, Path]) -> None:
-    """A server of a Mooncake master does not use a directory, but nobody can prove it."""
-    found = check(
-        "http://192.0.2.1:1", folders[0], {"master_server_address": "mc:50051"}, "mooncake"
-    )
-    assert found.status == "unknown"
-    assert "mooncake://mc:50051" in found.evidence
+@pytest.mark.parametrize(
+    ("backend", "extra"),
+    [
+        ("mooncake", {}),
+        ("mooncake", {"master_server_address": "mc:50051"}),
+        ("hf3fs", {}),
+        ("nixl", {}),
+        ("dynamic", {"module_path": "hicachectl.backends.sglang", "store": "mooncake://mc:50051"}),
+    ],
+)
+def test_another_kind_of_store_is_another_store(
+    folders: tuple[Path, Path], backend: str, extra: dict[str, Any]
+) -> None:
+    """That is certain without a look at the server's processes."""
+    found = check("http://192.0.2.1:1", folders[0], extra, backend)
+    assert found.status == "fail"
+    assert str(folders[0]) in found.detail
 
 
 def test_metrics_off_and_restarts_are_named(folders: tuple[Path, Path]) -> None:
