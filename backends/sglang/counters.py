@@ -49,9 +49,9 @@ class Tally:
         if self._export is not None:
             try:
                 self._export(kind, name, count)
-            except Exception:  # a metric must cost no page
+            except Exception as error:  # a metric must cost no page
                 self._export = None
-                logger.exception("metrics: failed; they end here")
+                logger.warning("metrics: no longer exported: %r", error)
 
     def of(self, kind: str) -> dict[str, int]:
         """Return the counts of a kind by name."""

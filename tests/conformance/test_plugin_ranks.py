@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hicachectl.backends.disk.directory import Directory
+from hicachectl.backends.disk.statuses import read_statuses
 from tests.small_file_system import small_file_system
 
 if TYPE_CHECKING:
@@ -76,14 +78,34 @@ def whole(report: dict[str, Any], step: int, pages: int = PAGES) -> bool:
 
 
 @pytest.mark.parametrize(("case", "layout"), SERVED)
-def test_every_rank_reads_every_byte_that_it_wrote(serve: Serve, case: str, layout: str) -> None:
-    """All pools of all ranks come back through SGLang's queues, and nothing is refused."""
+def test_every_rank_reads_every_byte_that_it_wrote(
+    serve: Serve, tmp_path: Path, case: str, layout: str
+) -> None:
+    """All pools of all ranks come back through SGLang's queues, and nothing is refused.
+
+    Each rank counts them.
+    """
     reports = serve(case, "write", "read", profile={"layout": layout})
     for report in reports:
         assert whole(report, 1), report
         assert report["steps"][1]["trailing"] == trailing_of(case)
         assert report["log"] == []
     assert reports[0]["steps"][0] == [3, 3, 2]
+    for stage in ("asked", "found", "restored"):
+        assert counted(tmp_path, case, stage) == [PAGES] * len(reports)
+    # Ranks that share kv leave the writing to one of them.
+    assert set(counted(tmp_path, case, "written")) in ({PAGES}, {PAGES, 0})
+
+
+def counted(tmp_path: Path, case: str, stage: str) -> list[float]:
+    """Return the pages that each rank of the last run counted at a stage, as its status says."""
+    with Directory.named(str(tmp_path / "store" / ".hicachectl"), writes=False) as side:
+        seen = read_statuses(side)
+    assert not seen.problems
+    ended = sorted((one.status for one in seen.statuses), key=lambda one: one.attached_ns)
+    latest = {(one.pp_rank, one.cp_rank, one.tp_rank): one for one in ended}
+    tokens = PLUGIN_CASES[case].deployments[0].profile["page_size"]
+    return [one.tokens.get(stage, 0) / tokens for one in latest.values()]
 
 
 def trailing_of(case: str) -> dict[str, int]:
@@ -166,6 +188,10 @@ def test_a_flipped_bit_is_a_miss_for_that_page_and_healed(
         else:
             assert first["pages"] == second["hit_pages"] == second["pages"] == position
         assert whole(report, 3)
+    # SGLang takes what all ranks have: what the rank with the damage has counted.
+    read = [reports[0]["steps"][n] for n in (0, 1, 3)]
+    assert min(counted(tmp_path, case, "found")) == sum(step["hit_pages"] for step in read)
+    assert min(counted(tmp_path, case, "restored")) == sum(step["pages"] for step in read)
     after = files(tmp_path)
     changed = {name for name, file in before.items() if after.get(name) != file}
     anchor = stored(tmp_path, "kv", position, tp).name

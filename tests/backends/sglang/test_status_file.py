@@ -1,0 +1,150 @@
+"""The thread that writes a rank's status: at once, again, at the end; it hangs alone."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from msgspec import structs
+
+from hicachectl.backends.disk.directory import Directory
+from hicachectl.backends.disk.statuses import CLOSED, SERVING, read_statuses
+from hicachectl.backends.sglang import status_file
+from hicachectl.backends.sglang.counters import Counters
+from hicachectl.backends.sglang.status_file import StatusFile
+from tests.backends.disk.test_statuses import status
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from hicachectl.formats.plugin_status import PluginStatus
+
+
+def standings(path: Path) -> list[str]:
+    """Return how the ranks of a store stand."""
+    if not (path / ".hicachectl").exists():
+        return []
+    with Directory.named(str(path / ".hicachectl"), writes=False) as side:
+        return [seen.standing for seen in read_statuses(side).statuses]
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters("file:///store")
+
+
+@pytest.fixture
+def present() -> Callable[[bool], PluginStatus]:
+    """Return a function that returns the status as it is now."""
+    return lambda closed: structs.replace(status(), written_ns=time.time_ns(), closed=closed)
+
+
+def test_it_is_written_at_once_again_and_at_the_end(
+    tmp_path: Path,
+    counters: Counters,
+    present: Callable[[bool], PluginStatus],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(status_file, "WRITTEN_EVERY_S", 0.02)
+    file = StatusFile(str(tmp_path), present, counters)
+    wait_until(lambda: standings(tmp_path) == [SERVING])
+    (path,) = (tmp_path / ".hicachectl" / "status").iterdir()
+    before = path.stat().st_ino, path.stat().st_mtime_ns
+    wait_until(lambda: (path.stat().st_ino, path.stat().st_mtime_ns) != before)
+    file.close()
+    assert standings(tmp_path) == [CLOSED]
+    assert counters.tally.of("failed") == {}
+
+
+def test_a_missing_or_read_only_directory_gets_none(
+    tmp_path: Path,
+    counters: Counters,
+    present: Callable[[bool], PluginStatus],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a failure: pages tell of it."""
+    StatusFile(str(tmp_path / "missing"), present, counters).close()
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # root may write anywhere
+    StatusFile(str(tmp_path), present, counters).close()
+    assert not list(tmp_path.iterdir())
+    assert counters.tally.of("failed") == {}
+
+
+def test_a_directory_that_cannot_be_used_is_a_failure_with_its_reason(
+    tmp_path: Path,
+    counters: Counters,
+    present: Callable[[bool], PluginStatus],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / ".hicachectl").symlink_to(tmp_path)
+    StatusFile(str(tmp_path), present, counters).close()
+    assert counters.tally.of("failed")["unreported"] >= 1
+    assert "unreported: " in caplog.text
+    assert ".hicachectl: is a symbolic link" in caplog.text
+
+
+def test_an_error_of_ours_does_not_end_the_thread(
+    tmp_path: Path,
+    counters: Counters,
+    present: Callable[[bool], PluginStatus],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(status_file, "WRITTEN_EVERY_S", 0.02)
+    calls = []
+
+    def fails_once(closed: bool) -> PluginStatus:
+        calls.append(closed)
+        if len(calls) == 1:
+            raise ValueError("no status")
+        return present(closed)
+
+    file = StatusFile(str(tmp_path), fails_once, counters)
+    wait_until(lambda: standings(tmp_path) == [SERVING])
+    file.close()
+    assert counters.tally.of("failed") == {"error": 1}
+
+
+def test_a_store_that_hangs_holds_up_the_thread_alone(
+    tmp_path: Path,
+    counters: Counters,
+    present: Callable[[bool], PluginStatus],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Closing takes a moment; when the store answers, the last status is written."""
+    release, reached, rename = threading.Event(), threading.Event(), os.rename
+
+    def hangs(*arguments: Any, **named: Any) -> None:
+        reached.set()
+        release.wait()
+        rename(*arguments, **named)
+
+    monkeypatch.setattr(os, "rename", hangs)
+    file = StatusFile(str(tmp_path), present, counters)
+    assert reached.wait(60)
+    begun = time.monotonic()
+    file.close()
+    assert time.monotonic() - begun < 5
+    assert standings(tmp_path) == []
+    release.set()
+    wait_until(lambda: standings(tmp_path) == [CLOSED])
+
+
+def test_a_system_without_more_threads_is_a_failure_only(
+    tmp_path: Path,
+    counters: Counters,
+    present: Callable[[bool], PluginStatus],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        StatusFile(str(tmp_path), present, counters).close()
+    assert counters.tally.of("failed") == {"unreported": 1}
