@@ -508,7 +508,7 @@ class FilePages(PageStore):
             self.counters.refused("unwritable", "the directory is only read", len(pages))
             return [False] * len(pages)
         keeps_foreign = self._settings.on_foreign == "leave"
-        new: list[int] = []  # pages that were written
+        kept: list[int] = []  # pages that were there
 
         def write(files: PageFiles, page: Page, index: int) -> bool:
             try:
@@ -517,6 +517,7 @@ class FilePages(PageStore):
                 found = None
             if found is not None and not found.problem:
                 if files.keep(page, found):
+                    kept.append(index)
                     return True
                 # Evicted meanwhile, or cleared: then the mark has made it newer than the epoch.
                 files.remove(page, found)
@@ -526,11 +527,10 @@ class FilePages(PageStore):
                 return False
             views = [_view(*piece) for piece in pieces[index]]
             files.write(page, views, call, found)
-            new.append(index)
             return True
 
         done = self._each(self._writers, call, pool, pages, pool.nbytes, write)
-        self._count_written(pool, len(new))
+        self._count_written(pool, sum(done) - sum(done[index] for index in kept))
         return done
 
     def clear(self, call: Call) -> None:
