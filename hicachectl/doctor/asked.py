@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow.compute as pc
 
 from hicachectl.doctor.checks import FAIL, OK, REQUESTS, UNKNOWN, WARN, Check
 from hicachectl.formats.errors import HicacheError, UsageError
-from hicachectl.formats.profile import PREFETCH_THRESHOLD
 from hicachectl.requests.measuring import measure_listed, served_text
+from hicachectl.requests.rows import BELOW_THRESHOLD
 from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 _SET_THRESHOLD = (
     'set "prefetch_threshold" in --hicache-storage-backend-extra-config, and restart the server'
 )
+
+# One request of so many that a missing page stops is a normal eviction; one of so many is a loss.
+_FEW, _SEVERAL = 100, 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +45,6 @@ class Asked:
     server: str = ""
     restored: int | None = None
 
-    @property
-    def threshold(self) -> int:
-        """The servers' prefetch threshold in tokens."""
-        if self.request.threshold is not None:
-            return self.request.threshold
-        profile = self.request.profile
-        return PREFETCH_THRESHOLD if profile is None else profile.prefetch_threshold
-
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
@@ -63,17 +59,9 @@ class _Measured:
         return self.asked.request.requests
 
     @property
-    def page_size(self) -> int:
-        """Tokens of a page; 1 if unknown."""
-        return self.requests.page_size or 1
-
-    @property
-    def served(self) -> IntArray:
-        """Pages of each request that servers fetch: [requests]."""
-        pages = self.hits.usable_pages
-        if self.requests.page_size is None:
-            return pages
-        served: IntArray = np.where(pages * self.page_size >= self.asked.threshold, pages, 0)
+    def served_tokens(self) -> IntArray:
+        """Tokens of each request that servers take from the store: [requests]; 0 if unknown."""
+        served: IntArray = pc.fill_null(self.report.rows["served_tokens"], 0).to_numpy()
         return served
 
 
@@ -110,34 +98,32 @@ def _check(
 
 def _below_threshold(measured: _Measured) -> Iterator[Check]:
     """Compare the lengths of prompts, and of what is stored of them, with the threshold."""
-    requests, threshold = measured.requests, measured.asked.threshold
-    if requests.page_size is None or not len(requests):
-        return
-    longest = measured.hits.chains.reach * measured.page_size
-    short = int((longest < max(threshold, measured.page_size)).sum())
-    if 2 * short > len(requests):
+    requests, document = measured.requests, measured.report.document
+    short, threshold = document["short_requests"], document["threshold"]
+    prompts, server = counted(len(requests), "prompt"), measured.asked.server
+    if short and 2 * short > len(requests):
         yield _check(
             "threshold",
             FAIL if short == len(requests) else WARN,
-            f"{short} of {counted(len(requests), 'prompt')} are shorter than the threshold "
-            f"{threshold}; servers never ask L3 for them",
-            evidence=f"the longest has {int(requests.tokens.max())} tokens, "
-            f"{int(longest.max())} of them in full pages before the last token",
+            f"{short} of {prompts} are shorter than the threshold {threshold}; servers never ask "
+            "L3 for them",
+            evidence=f"the longest has {counted(int(requests.tokens.max()), 'token')}",
             remedy=_SET_THRESHOLD,
-            server=measured.asked.server,
+            server=server,
         )
         return
-    usable = measured.hits.usable_pages
-    lost = int(((usable > 0) & (measured.served == 0)).sum())
+    reasons, counts = (measured.report.causes[name] for name in ("reason", "requests"))
+    lost = pc.sum(counts.filter(pc.equal(reasons, BELOW_THRESHOLD))).as_py() or 0
     if 2 * lost > len(requests):
+        usable = int(pc.max(measured.report.rows["usable_tokens"]).as_py())
         yield _check(
             "threshold",
             WARN,
-            f"The store has fewer tokens of {lost} of {counted(len(requests), 'prompt')} than the "
-            f"threshold {threshold}; servers find them and fetch none",
-            evidence=f"at most {int(usable.max()) * measured.page_size} tokens are usable",
-            remedy=f"{_SET_THRESHOLD}; hicachectl explain below_threshold",
-            server=measured.asked.server,
+            f"The store has fewer tokens of {lost} of {prompts} than the threshold {threshold}; "
+            "servers find them and fetch none",
+            evidence=f"at most {usable} tokens are usable",
+            remedy=f"{_SET_THRESHOLD}; hicachectl explain {BELOW_THRESHOLD}",
+            server=server,
         )
 
 
@@ -145,17 +131,17 @@ def _missing(seen: StoreSeen, measured: _Measured) -> Iterator[Check]:
     """Name the page that stops most requests before others that the store has."""
     hits, number = measured.hits, len(measured.requests)
     named = seen.command("hits", "--trace TRACE")
-    behind = hits.unreachable_pages
-    cut = np.flatnonzero(behind > 0)
-    if len(cut):
+    cut = np.flatnonzero(hits.unreachable_pages > 0)
+    if _FEW * len(cut) > number:
         places, counts = np.unique(hits.stop_pages[cut], return_counts=True)
         place = int(places[counts.argmax()])
         mine = cut[hits.stop_pages[cut] == place]
+        stored = int(hits.unreachable.sum())
         yield _check(
             "missing-page",
-            FAIL,
+            FAIL if _SEVERAL * len(cut) > number else WARN,
             f"Page {place + 1} stops {len(mine)} of {counted(number, 'request')}, and "
-            f"{counted(int(behind[mine].sum()), 'stored page')} behind it cannot be reached",
+            f"{counted(stored, 'stored page')} behind such pages cannot be reached",
             evidence=_stopping(measured.report, int(mine[0])),
             remedy=f"{named} names it; a server that gets the prompt again writes a missing page",
         )
@@ -188,13 +174,14 @@ def _restored(measured: _Measured) -> Iterator[Check]:
     requests, asked = measured.requests, measured.asked
     if requests.page_size is None:
         return
-    can = int(measured.served.sum()) * measured.page_size
+    can = int(measured.served_tokens.sum())
     could = f"The store can serve {counted(can, 'token')} of {counted(len(requests), 'request')}"
     if requests.cached is not None and (known := (requests.cached >= 0).any(axis=1)).any():
         taken = np.where(requests.cached < 0, 0, requests.cached)
         storage, memory = int(taken[:, 2].sum()), int(taken[:, :2].sum())
         said = f"{could}; servers took {storage} from it and {memory} from their memory"
-        wanted = np.minimum(measured.served, _seen_before(requests)) * measured.page_size
+        seen = _seen_before(requests) * requests.page_size
+        wanted = np.minimum(measured.served_tokens, seen)
         lacking = np.maximum(0, wanted - taken.sum(axis=1))[known]
         lost = 2 * int(lacking.sum()) > int(wanted[known].sum())
         yield _check(

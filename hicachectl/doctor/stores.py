@@ -289,7 +289,7 @@ def _readable(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             FAIL,
             f"{len(found)} of {counted(findings.tried, 'object')} could not be read as user "
             f"{_user()}",
-            evidence=_reason(found),
+            evidence=_why(found),
             remedy=f"{seen.command('verify')} names them; one of them costs servers a whole batch",
         )
     elif findings.tried:
@@ -318,9 +318,11 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def _reason(found: pa.Table) -> str:
-    """Return why the first object could not be read, without its path."""
-    return str(found.column("detail")[0]).rpartition(": ")[2]
+def _why(found: pa.Table) -> str:
+    """Return why the first object could not be read, without its path, and its page."""
+    page = found.column("page")[0].as_py()
+    why = str(found.column("detail")[0]).rpartition(": ")[2]
+    return f"{why}; the first is of page {page[:8]}…" if page else why
 
 
 def _structure(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
@@ -388,11 +390,12 @@ def _identities(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
 def _values(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
     read = f"of {counted(findings.sampled, 'page')} read"
     if len(found := findings.of(_DTYPE)):
+        said, _, shares = str(found.column("detail")[0]).partition(": ")
         yield _check(
             "dtype",
             FAIL,
-            f"{findings.damaged(found)} {read} have numbers of another dtype than the servers'",
-            evidence=str(found.column("detail")[0]),
+            f"{findings.damaged(found)} {read} are of another dtype than the servers': {said}",
+            evidence=shares,
             remedy="use one store for each dtype; hicachectl explain dtype-mismatch",
         )
     if len(found := findings.of(_LAYOUT)):

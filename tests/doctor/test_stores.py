@@ -102,8 +102,8 @@ def test_pages_of_another_16_bit_dtype_are_the_first_cause(
     checks = checks_of(invoke, directory, "--profile", tmp_path / "p.toml", exit_code=4)
     first = next(iter(checks.values()))
     assert (first["name"], first["status"]) == ("dtype", "fail")
-    assert first["detail"].startswith("5 of 5 pages read have numbers of another dtype")
-    assert f"numbers are {written}, not {served}" in first["evidence"]
+    assert first["detail"].startswith("5 of 5 pages read are of another dtype than the servers'")
+    assert first["detail"].endswith(f"numbers are {written}, not {served}")
     assert [name for name, check in checks.items() if check["status"] == "fail"] == ["store/dtype"]
     (tmp_path / "p.toml").write_text(dump_profile(made))
     assert checks_of(invoke, directory, "--profile", tmp_path / "p.toml")
@@ -194,6 +194,7 @@ def test_an_object_of_another_user_is_the_first_cause(tmp_path: Path) -> None:
     assert "1 of " in first
     assert "could not be read as user nobody" in first
     assert "Permission denied" in found.stdout
+    assert f"page {hidden.name[:8]}…" in found.stdout
     assert hidden.name[:64] not in found.stdout
 
 
