@@ -15,6 +15,7 @@ from hicachectl.doctor.deployments import deployment_checks
 from hicachectl.doctor.exposition import CACHED
 from hicachectl.doctor.live import live_checks
 from hicachectl.doctor.live_server import LiveServer, ask_server
+from hicachectl.doctor.probing import write_probe
 from hicachectl.doctor.same_store import same_store_checks, started_of
 from hicachectl.doctor.settings import setting_checks
 from hicachectl.doctor.stores import StoreSeen, see_store, store_checks
@@ -58,7 +59,7 @@ def examine(
     problem: str = "",
     on_wait: Callable[[float], None] = lambda seconds: None,
 ) -> Result:
-    """Check servers and their store, and change nothing.
+    """Check servers and their store, and change nothing but by `write_probe`.
 
     store: the open store; None if it cannot be opened.
     url: URL of a store that cannot be opened, without secrets.
@@ -89,8 +90,13 @@ def examine(
     for server, look in zip(servers, looks, strict=True):
         settings = setting_checks(server)
         same = same_store_checks(server, store, look.first, look.second, look.new_pages)
+        hashing = _hashing(server.profile, [server])
+        if request.write_probe and hashing is not None and FAIL not in _statuses_of(same):
+            probed = write_probe(server, seen, hashing)
+            known = [check for check in same if check.status != UNKNOWN]
+            same = [*(same if probed.status == UNKNOWN else known), probed]
         checks += settings + same
-        if FAIL not in {check.status for check in same}:  # else nothing of it can be here
+        if FAIL not in _statuses_of(same):  # else nothing of the server's is in this store
             checks += deployment_checks(server, seen, request.profile)
     checks += store_checks(seen)
     for server, look in zip(servers, looks, strict=True):
@@ -161,6 +167,10 @@ def _seen(
         contradiction = str(error)
     seen = see_store(store, profile, sample_pages=request.sample_pages)
     return replace(seen, contradiction=contradiction or seen.contradiction)
+
+
+def _statuses_of(checks: Sequence[Check]) -> set[str]:
+    return {check.status for check in checks}
 
 
 def _statuses(store: Store | None) -> Sequence[SeenStatus]:

@@ -33,6 +33,7 @@ class DoctorRequest:
     threshold: the servers' prefetch threshold in tokens; None: as they state it.
     watch_seconds: time between two looks at the servers' counters.
     sample_pages: number of pages to read; 0 reads none.
+    write_probe: send each server a random prompt, and look for its pages in the store.
     words: the store in suggested commands, quoted for a shell; empty: its URL.
     options: options that name the profile in suggested commands, such as `--server URL`.
     """
@@ -47,5 +48,6 @@ class DoctorRequest:
     threshold: int | None = None
     watch_seconds: float = WATCH_SECONDS
     sample_pages: int = SAMPLE_PAGES
+    write_probe: bool = False
     words: str = ""
     options: str = ""

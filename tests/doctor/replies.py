@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tests.backends.http_scripts import serving
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from tests.backends.http_scripts import Call
@@ -51,13 +51,25 @@ def info(*states: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
 
 @contextmanager
 def answering(
-    reply: Any, *, status: int = 200, body: bytes | None = None, metrics: bytes | None = None
+    reply: Any,
+    *,
+    status: int = 200,
+    body: bytes | None = None,
+    metrics: bytes | None = None,
+    on_prompt: Callable[[list[int]], None] | None = None,
 ) -> Iterator[str]:
-    """Serve a /server_info; yield the URL. body: sent as it is, in place of `reply`."""
+    """Serve a /server_info; yield the URL.
+
+    body: sent as it is, in place of `reply`.
+    on_prompt: takes the tokens of each prompt, before it is answered; None refuses prompts.
+    """
 
     def script(call: Call) -> None:
         if call.path == "/server_info":
             call.answer(json.dumps(reply).encode() if body is None else body, status)
+        elif call.path == "/generate" and on_prompt is not None:
+            on_prompt(json.loads(call.body)["input_ids"])
+            call.answer(b"{}")
         elif call.path == "/metrics" and metrics is not None:
             call.answer(metrics)
         else:

@@ -52,6 +52,12 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace")
     metavar="PAGES",
     help="Read and check so many pages.",
 )
+@own_option(
+    "--write-probe",
+    is_flag=True,
+    help="Send each server one random prompt, and look for its pages, which the server adds to its "
+    "memory and its store.",
+)
 @prefetch_threshold_option
 @allow_leases_option
 @output_options
@@ -70,7 +76,8 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
 
     Without --server, the store alone is checked, as a probe does.
 
-    Nothing is changed. Keys, launch commands and secrets, which servers tell, are never shown.
+    Nothing is changed, but with --write-probe. Keys, launch commands and secrets, which servers
+    tell, are never shown.
 
     hicachectl-doctor(1) describes the checks.
 
@@ -126,6 +133,7 @@ def _request(ctx: click.Context, store: str, options: dict[str, Any]) -> DoctorR
         threshold=options["prefetch_threshold"],
         watch_seconds=options["watch_seconds"],
         sample_pages=options["sample_pages"],
+        write_probe=options["write_probe"],
         # A URL can have a password; a directory and NAME: of the config file have none.
         words=shlex.quote(store if "://" not in store else store_name(ctx, store)),
         options=_described(ctx, options),

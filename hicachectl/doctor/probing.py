@@ -1,0 +1,133 @@
+"""The prompt that `doctor` sends with --write-probe, and whether its pages reach the store."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import time
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from hicachectl.doctor.checks import FAIL, OK, SAME_STORE, UNKNOWN, Check
+from hicachectl.doctor.deployments import own_anchors
+from hicachectl.doctor.exposition import least_asked
+from hicachectl.formats.errors import HicacheError
+from hicachectl.pages.deployments import profiled_deployment
+from hicachectl.prewarming.through_server import generate_body
+from hicachectl.profiles.server import server_service
+from hicachectl.requests.chains import hex_pages
+from hicachectl.requests.forms import Request
+from hicachectl.text.units import counted
+
+if TYPE_CHECKING:
+    from hicachectl.doctor.live_server import LiveServer
+    from hicachectl.doctor.stores import StoreSeen
+    from hicachectl.requests.chains import Hashing
+
+_PAGES = 3  # beyond what a server asks the store for
+_MOST_TOKENS = 1 << 15
+_TOKENS = range(10, 250)  # ids that every vocabulary has
+_ANSWER_S = 60.0
+_PATIENCE_S = 15.0
+_PAUSE_S = 0.25
+_ELSEWHERE = "compare the place that the server's storage backend names with STORE"
+
+
+def write_probe(server: LiveServer, seen: StoreSeen, hashing: Hashing) -> Check:
+    """Send a server one random prompt, and look for its pages for some seconds.
+
+    The server adds the pages to its memory and its store. Under write_through_selective the prompt
+    is sent twice.
+    """
+    if server.deployment is None or seen.store is None:
+        return _check(server, UNKNOWN, "No prompt was sent: the server or the store is unknown")
+    policy = server.settings.get("hicache_write_policy")
+    if policy == "write_back":
+        return _check(
+            server, UNKNOWN, "No prompt was sent: under write_back its pages are not written soon"
+        )
+    count = least_asked(server.deployment.flags) + _PAGES * hashing.page_size
+    tokens = random.choices(_TOKENS, k=min(count, _MOST_TOKENS))
+    prompt = Request("the prompt of --write-probe", tokens)
+    try:
+        keys = _keys(server, seen, prompt, hashing)
+        if not len(keys):
+            why = "No prompt was sent: without a profile, nothing tells the keys of its pages"
+            return _check(server, UNKNOWN, why, remedy="give --model-config or --profile")
+        for _ in range(2 if policy == "write_through_selective" else 1):
+            _send(server, prompt)
+        return _answer(server, seen, keys, len(tokens))
+    except HicacheError as error:
+        what, _, remedy = str(error).partition("; ")
+        return _check(server, UNKNOWN, f"The prompt was of no use: {what}", remedy=remedy)
+
+
+def _keys(server: LiveServer, seen: StoreSeen, prompt: Request, hashing: Hashing) -> pa.Array:
+    """Return the keys of the anchors of a prompt's pages, of every rank."""
+    assert seen.store is not None
+    affixes = set()
+    if seen.inventory is not None:
+        table = seen.inventory.table
+        affixes |= {table.affixes[one] for one in own_anchors(server, seen, table)}
+    if server.profile is not None:
+        specs = profiled_deployment(server.profile, seen.store.grammar).specs
+        affixes |= {spec.affix for spec in specs if spec.anchor}
+    pages = hex_pages(hashing.hashes(prompt)).to_pylist()
+    return pa.array(
+        [f"{before}{page}{after}".encode() for before, after in affixes for page in pages],
+        pa.binary(),
+    )
+
+
+def _send(server: LiveServer, prompt: Request) -> None:
+    """Send the prompt. Raises StoreUnavailable unless it is answered."""
+    service, base = server_service(server.url, "--server", timeout_s=_ANSWER_S)
+    try:
+        body = json.dumps(generate_body(prompt, None)).encode()
+        reply = service.post(f"{base}/generate", body, repeatable=False)
+        if reply.status != http.client.OK:
+            raise service.refused(f"{base}/generate", reply)
+    finally:
+        service.close()
+
+
+def _answer(server: LiveServer, seen: StoreSeen, keys: pa.Array, tokens: int) -> Check:
+    """Look for keys until one exists. Raises StoreUnavailable."""
+    assert seen.store is not None
+    sent = time.monotonic()
+    while True:
+        found = len(seen.store.look(pa.table({"key": keys}), ("nbytes",)))
+        seconds = time.monotonic() - sent
+        if found:
+            return _check(
+                server,
+                OK,
+                f"Pages of a prompt appeared in the store {seconds:.1f} s after the answer",
+                evidence=f"{counted(found, 'object')} of a random prompt of {tokens} tokens",
+            )
+        if seconds > _PATIENCE_S:
+            return _check(
+                server,
+                FAIL,
+                "The server answered a prompt, and none of its pages appeared in the store: it "
+                "writes elsewhere, or not at all",
+                evidence=f"a random prompt of {tokens} tokens, looked for in {seconds:.0f} s",
+                remedy=_ELSEWHERE,
+            )
+        time.sleep(_PAUSE_S)
+
+
+def _check(
+    server: LiveServer, status: str, detail: str, *, evidence: str = "", remedy: str = ""
+) -> Check:
+    return Check(
+        name="write-probe",
+        group=SAME_STORE,
+        status=status,
+        detail=detail,
+        evidence=evidence,
+        next=remedy,
+        server=server.url,
+    )
