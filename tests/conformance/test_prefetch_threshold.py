@@ -77,7 +77,8 @@ def compare(
 ) -> list[int]:
     """Return the tokens that a server takes from a store that has 0, 1, …, most pages of prompts.
 
-    Each prompt has two pages more. The rows of `hits` must tell the same tokens.
+    Each prompt has two pages more. The rows of `hits` must tell the same tokens, and `simulate` and
+    `prewarm` the same sum.
     """
     store = folder / "store"
     server.detach()
@@ -97,6 +98,11 @@ def compare(
     words = ("hits", store, "--token-ids", asked, "--server", server.url)
     rows = invoke(*words, "--format", "jsonl").rows
     assert [row["usable_pages"] for row in rows] == list(range(most + 1))
+    empty = folder / "empty"
+    empty.mkdir()
+    simulated = invoke.document("simulate", store, "--trace", asked, "--server", server.url)
+    nothing = ("prewarm", store, "--from", empty, "--allow-empty", "--dry-run")
+    warmed = invoke.document(*nothing, "--token-ids", asked, "--server", server.url)
     server.flush()
     found = []
     for tokens in prompts:
@@ -104,6 +110,7 @@ def compare(
         assert answer.device == answer.host == 0
         found.append(answer.storage)
     assert [row["served_tokens"] for row in rows] == found
+    assert simulated["served_tokens"] == warmed["served_tokens"] == sum(found)
     return found
 
 
