@@ -89,7 +89,7 @@ def processes_of(url: str) -> Processes:
 def own_statuses(server: LiveServer, statuses: Sequence[SeenStatus]) -> list[PluginStatus]:
     """Return the statuses of a server's plug-in that are kept up to date.
 
-    On this machine, its processes tell which. Elsewhere, they are those of the same model.
+    On this machine, its processes tell which. Elsewhere, they are all those of its model.
     """
     model = server.deployment.flags.model if server.deployment else None
     serving = [
@@ -97,13 +97,12 @@ def own_statuses(server: LiveServer, statuses: Sequence[SeenStatus]) -> list[Plu
         for one in statuses
         if one.standing == SERVING and model in (None, one.status.model)
     ]
-    schedulers = processes_of(server.url).schedulers
-    here = [
-        one
-        for one in serving
-        if one.pid in schedulers and (one.host, one.pid_namespace) == this_host()
-    ]
-    return here or serving
+    here = [one for one in serving if (one.host, one.pid_namespace) == this_host()]
+    schedulers = processes_of(server.url).schedulers if here else ()
+    if not schedulers:
+        return serving
+    own = [one for one in here if one.pid in schedulers]
+    return own or [one for one in serving if one not in here]
 
 
 def environment_of(pid: int) -> dict[str, str]:

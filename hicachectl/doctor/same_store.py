@@ -14,6 +14,7 @@ from hicachectl.doctor.checks import FAIL, OK, SAME_STORE, UNKNOWN, Check
 from hicachectl.doctor.exposition import (
     BACKUPED,
     FOUND,
+    LOST,
     REQUESTS,
     UNCACHED,
     at_least,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 _WATCH = "give --watch 30s while the server answers requests, or --write-probe"
 _BACKEND = "hicache_storage_backend"
+_RARELY_LOST = 0.05  # share of the found tokens
 _LOOPBACK = ("127.", "localhost", "[::1]", "0.0.0.0")
 
 
@@ -99,8 +101,10 @@ def started_of(server: LiveServer, statuses: Sequence[SeenStatus] = ()) -> float
     statuses: statuses in the store; those of its plug-in tell it of a server on another machine.
     """
     here = processes_of(server.url).started
+    if here is not None:
+        return here
     told = (one.started_ns / 1e9 for one in own_statuses(server, statuses) if one.started_ns)
-    return here or min(told, default=None)
+    return min(told, default=None)
 
 
 def _by_place(server: LiveServer, store: Store) -> _Answer:
@@ -210,24 +214,30 @@ def _by_pages(server: LiveServer, first: Look, second: Look, new_pages: int | No
     what = f"{what}, and {counted(new_pages, 'page')} appeared in STORE"
     if new_pages:
         return _Answer(OK, what)
-    if _must_be_new(server, grown):
+    if _must_be_new(server, grown, second):
         remedy = "compare the server's storage settings and mounts with STORE"
         return _Answer(FAIL, f"{what}, although some were in no store", remedy)
     return _Answer(UNKNOWN, f"{what}; perhaps they were there already", _WATCH)
 
 
-def _must_be_new(server: LiveServer, grown: Look) -> bool:
+def _must_be_new(server: LiveServer, grown: Look, totals: Look) -> bool:
     """Return whether some of the written pages were not in the server's store before.
 
     A long request looks its first page up. If nothing was found, that page was missing, and it was
-    written if all computed tokens were. A plug-in also replaces pages that it refuses.
+    written if all computed tokens were. A server that loses what it finds computes and writes pages
+    again that its store has, and a plug-in replaces pages that it refuses.
     """
     if server.deployment is None or server.settings.get(_BACKEND) == "dynamic":
         return False
     flags = server.deployment.flags
     fewest, _ = at_least(grown, least_asked(flags))
     whole_pages = grown.value(f"{UNCACHED}_sum") - page_tokens(flags) * grown.value(REQUESTS)
-    return bool(fewest) and not grown.value(FOUND) and grown.value(BACKUPED) >= whole_pages
+    return (
+        fewest > 0
+        and not grown.value(FOUND)
+        and grown.value(BACKUPED) >= whole_pages
+        and totals.value(LOST) <= _RARELY_LOST * totals.value(FOUND)
+    )
 
 
 def _safe(place: object) -> str:

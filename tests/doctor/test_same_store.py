@@ -6,19 +6,25 @@ tests/conformance/test_doctor_live.py has a real one.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from hicachectl.backends.base import open_store
+from hicachectl.backends.disk.statuses import SERVING, SeenStatus, this_host
 from hicachectl.doctor.exposition import Look, read_look
 from hicachectl.doctor.live_server import LiveServer
+from hicachectl.doctor.processes import own_statuses, processes_of
 from hicachectl.doctor.same_store import same_store_checks, started_of
 from hicachectl.formats.models.flags import DeploymentFlags
 from hicachectl.formats.models.server_info import ServerDeployment
+from hicachectl.formats.plugin_status import PluginStatus
+from tests.skips import needs_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -165,10 +171,57 @@ def test_another_machine_is_unknown(folders: tuple[Path, Path]) -> None:
     assert "--write-probe" in found.next
 
 
-def test_the_start_is_that_of_the_process(tmp_path: Path) -> None:
+@needs_root
+def test_processes_of_another_user_are_unknown(tmp_path: Path) -> None:
+    """Who may not look into the server's processes is told so, and the pages decide."""
     with serving(tmp_path) as url:
-        assert started_of(LiveServer(url=url)) is not None
-    assert started_of(LiveServer(url="http://192.0.2.1:30000")) is None
+        assert processes_of(url).schedulers  # it also imports what only root may read
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:  # in a process of its own, as users are not given back
+            try:
+                os.setgid(65534)
+                os.setuid(65534)
+                os.write(writer, processes_of(url).problem.encode())
+            finally:
+                os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as told:
+            problem = told.read()
+        os.waitpid(child, 0)
+    assert "cannot be seen; run hicachectl as the server's user, or as root" in problem
+
+
+def test_the_start_is_that_of_the_process(tmp_path: Path) -> None:
+    """On another machine, the plug-in's status tells it."""
+    before = time.time()
+    with serving(tmp_path) as url:
+        started = started_of(LiveServer(url=url))
+        assert started is not None
+        assert abs(started - before) < 60
+    away = LiveServer(url="http://192.0.2.1:30000")
+    assert started_of(away) is None
+    assert started_of(away, [status(started_ns=5 * 10**9)]) == 5
+    assert started_of(away, [status(started_ns=5 * 10**9)._replace(standing="ended")]) is None
+
+
+def test_statuses_of_two_servers_on_one_machine_are_told_apart(tmp_path: Path) -> None:
+    """Replicas share host, model and store; their processes tell which is which."""
+    host, namespace = this_host()
+    with serving(tmp_path) as url:
+        (pid,) = processes_of(url).schedulers
+        ours, others = (
+            status(host=host, pid=one, pid_namespace=namespace) for one in (pid, os.getpid())
+        )
+        assert own_statuses(LiveServer(url=url), [others, ours]) == [ours.status]
+        assert own_statuses(LiveServer(url=url), [others]) == []
+        away = status()
+        assert own_statuses(LiveServer(url=url), [others, away]) == [away.status]
+
+
+def status(**members: Any) -> SeenStatus:
+    told = {"release": "1", "host": "gpu", "pid": 7, "written_ns": time.time_ns(), **members}
+    return SeenStatus(PluginStatus(**told), SERVING)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +237,16 @@ def test_the_start_is_that_of_the_process(tmp_path: Path) -> None:
                 "backuped_tokens_total": 320,
                 "uncached": 330,
                 "storage_prefetch_hit_tokens_total": 320,
+            },
+            0,
+            "unknown",
+        ),
+        # Before the first look, it may have lost what it found.
+        (
+            {
+                "backuped_tokens_total": 320,
+                "uncached": 330,
+                "storage_prefetch_unfulfilled_tokens_total": 320,
             },
             0,
             "unknown",
