@@ -23,8 +23,6 @@ from hicachectl.checks.tables import sections_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import numpy.typing as npt
-
     from hicachectl.checks.tables import Section
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.profile import Profile
@@ -36,9 +34,10 @@ _FORMS = {"bfloat16": (7, 8), "float16": (10, 5)}
 _PAIR_BYTES = 4
 _PAIRS = 2048  # the most pairs of an object that are compared
 # A first look at a few pieces of consecutive pairs spares most objects the full one.
-_LOOK_PIECES, _LOOK_PIECE = 4, 8
+_LOOK_PIECES, _LOOK_PIECE = 2, 16
+_LOOK_PAIRS = _LOOK_PIECES * _LOOK_PIECE
 # With fewer pairs, or fewer without a zero, an object is not judged.
-_LEAST_PAIRS, _LEAST_LOOK_PAIRS = 256, 16
+_LEAST_PAIRS = 256
 
 # Shares of pairs whose exponents differ by a number or more. In their own format, numbers of models
 # have 0.23 to 0.44 at 3, 0.11 to 0.29 at 4, about 0.01 at 8. float16 read as bfloat16 has 0.52 to
@@ -71,58 +70,63 @@ class DtypeCheck:
     def __call__(self, objects: Bytes) -> Iterator[ValueIssue]:
         """Yield an issue for each object of [n, nbytes] whose numbers are of the other format."""
         words = objects.view("<i4")
-        pieces = [words[:, start : start + _LOOK_PIECE] for start in self.look]
-        look = _Differences(np.concatenate(pieces, axis=1), self.dtype)
-        hinted = look.pairs >= _LEAST_LOOK_PAIRS
-        # Half of the limit, or twice: by chance, a share of few pairs is that far off.
-        if self.dtype == "bfloat16":
-            hinted &= look.share(_FAR) >= _WRONG_FAR / 2
-        else:
-            hinted &= look.share(_NEAR) <= _WRONG_NEAR * 2
-        for index in np.flatnonzero(hinted).tolist():
-            pairs = words[index : index + 1, self.places]
+        for index in np.flatnonzero(self._is_hinted(words)).tolist():
+            pairs = words[index, self.places]
             own, other = (_Differences(pairs, name) for name in (self.dtype, self.other))
-            if own.pairs[0] >= _LEAST_PAIRS and self._is_wrong(own) and self._is_right(other):
+            if own.pairs >= _LEAST_PAIRS and self._is_wrong(own) and self._is_right(other):
                 yield ValueIssue(index, "dtype-mismatch", self._describe(own, other))
+
+    def _is_hinted(self, words: IntArray) -> BoolArray:
+        """Return for which objects [n, words] few pairs allow that the dtype is wrong: [n]."""
+        mantissa, bits = _FORMS[self.dtype]
+        exponents = np.int16(((1 << bits) - 1) << mantissa)
+        pieces = [words[:, start : start + _LOOK_PIECE].view("<i2") for start in self.look]
+        numbers = np.concatenate(pieces, axis=1) & exponents
+        apart = np.abs(numbers[:, ::2] - numbers[:, 1::2])
+        # By chance, a share of few pairs is half of the limit, or twice.
+        if self.dtype == "bfloat16":
+            far = np.count_nonzero(apart >= _FAR << mantissa, axis=1)
+            hinted: BoolArray = far >= _LOOK_PAIRS * _WRONG_FAR / 2
+        else:
+            far = np.count_nonzero(apart >= _NEAR << mantissa, axis=1)
+            hinted = far <= _LOOK_PAIRS * _WRONG_NEAR * 2
+        return hinted
 
     def _is_wrong(self, own: _Differences) -> bool:
         if self.dtype == "bfloat16":
-            return bool(own.share(_FAR)[0] >= _WRONG_FAR)
-        return bool(own.share(_NEAR)[0] <= _WRONG_NEAR)
+            return own.share(_FAR) >= _WRONG_FAR
+        return own.share(_NEAR) <= _WRONG_NEAR
 
     def _is_right(self, other: _Differences) -> bool:
         limits = _RIGHT[self.other].items()
-        return all(low <= other.share(least)[0] <= high for least, (low, high) in limits)
+        return all(low <= other.share(least) <= high for least, (low, high) in limits)
 
     def _describe(self, own: _Differences, other: _Differences) -> str:
         least = _FAR if self.dtype == "bfloat16" else _NEAR
         return (
-            f"numbers are {self.other}, not {self.dtype}: of {own.pairs[0]} pairs of neighbours, "
-            f"{own.share(least)[0]:.0%} differ by a factor of about {2**least} or more when read "
-            f"as {self.dtype}, and {other.share(least)[0]:.0%} when read as {self.other}"
+            f"numbers are {self.other}, not {self.dtype}: of {own.pairs} pairs of neighbours, "
+            f"{own.share(least):.0%} differ by a factor of about {2**least} or more when read "
+            f"as {self.dtype}, and {other.share(least):.0%} when read as {self.other}"
         )
 
 
 class _Differences:
-    """Differences of exponents in pairs of numbers, read in one format.
+    """Differences of exponents in pairs of numbers of one object, read in one format.
 
-    pairs: [n] number of pairs without a zero or a subnormal number.
+    pairs: number of pairs without a zero or a subnormal number.
     """
 
     def __init__(self, words: IntArray, dtype: str) -> None:
-        """Take pairs as signed 32-bit words: [n, pairs]."""
+        """Take pairs as signed 32-bit words: [pairs]."""
         mantissa, bits = _FORMS[dtype]
         mask = (1 << bits) - 1
         first, second = (words >> mantissa) & mask, (words >> (16 + mantissa)) & mask
-        is_pair: BoolArray = np.minimum(first, second) > 0
-        self._differences = np.where(is_pair, np.abs(first - second), -1)
-        self.pairs = is_pair.sum(axis=1)
+        self._differences = np.abs(first - second)[np.minimum(first, second) > 0]
+        self.pairs = len(self._differences)
 
-    def share(self, least: int) -> npt.NDArray[np.float64]:
-        """Return the share of pairs whose exponents differ by `least` or more: [n] float64."""
-        count = (self._differences >= least).sum(axis=1)
-        shares: npt.NDArray[np.float64] = count / np.maximum(self.pairs, 1)
-        return shares
+    def share(self, least: int) -> float:
+        """Return the share of pairs whose exponents differ by `least` or more."""
+        return np.count_nonzero(self._differences >= least) / max(1, self.pairs)
 
 
 def dtype_check(expected: ObjectSpec, profile: Profile) -> DtypeCheck | None:
