@@ -360,7 +360,8 @@ def _sizes(
             fitting += objects
         else:
             unfit[size, spec.nbytes] = unfit.get((size, spec.nbytes), 0) + objects
-    told = f"page size {profile.page_size} and {profile.pools[0].dtype}"
+    dtype = profile.pools[0].dtype
+    told = f"page size {profile.page_size}" + (f" and {dtype}" if dtype else "")
     (size, wanted), objects = max(unfit.items(), key=lambda one: one[1], default=((0, 0), 0))
     if objects < SEVERAL or objects * _SHARE < fitting + objects:
         if fitting:
