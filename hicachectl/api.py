@@ -72,7 +72,7 @@ __all__ = [
     "UntrustedError",
     "UsageError",
     "VerifyRequest",
-    "doctor",
+    "examine",
     "hash_requests",
     "hits",
     "load_catalog",
@@ -279,16 +279,16 @@ def simulate(
     return simulated(request, store, on_listed=on_listed)
 
 
-def doctor(
+def examine(
     store: Store | None,
     request: DoctorRequest,
     *,
     on_wait: Callable[[float], None] = lambda seconds: None,
 ) -> Result:
-    """Return why servers get no hits from a store, or wrong ones; change nothing.
+    """Return why servers get no hits from a store, or wrong ones, as `hicachectl doctor` does.
 
-    Arguments and errors: see `doctor.examine.examine`.
+    Nothing is changed but by `write_probe`. Arguments and errors: see `doctor.examine.examine`.
     """
-    from hicachectl.doctor.examine import examine
+    from hicachectl.doctor.examine import examine as examined
 
-    return examine(request, store, on_wait=on_wait)
+    return examined(request, store, on_wait=on_wait)

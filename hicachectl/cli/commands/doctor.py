@@ -85,7 +85,7 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
       hicachectl doctor prod: --server http://localhost:30000
       hicachectl doctor prod: --server http://localhost:30000 --trace requests.log
       hicachectl doctor prod: --server http://a:30000 --server http://b:30000 --watch 60s
-      hicachectl doctor /mnt/hicache --profile prod.toml --sample 0 -q
+      hicachectl -q doctor prod: --sample 0
     """
     from hicachectl.cli.output import write_result
     from hicachectl.doctor.examine import examine
