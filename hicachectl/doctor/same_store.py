@@ -7,6 +7,9 @@ the server shows nowhere wins over its settings.
 from __future__ import annotations
 
 import os
+import shlex
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hicachectl.backends.urls import parse_url, without_secrets, written_store
@@ -23,6 +26,7 @@ from hicachectl.doctor.exposition import (
     page_tokens,
 )
 from hicachectl.doctor.processes import (
+    Place,
     environment_of,
     is_local,
     own_statuses,
@@ -134,7 +138,7 @@ def _compared(server: LiveServer, ours: StoreUrl, places: set[Any]) -> _Answer:
             return _by_address(theirs, ours)
         if not theirs.path:
             raise _Unseen("The server's settings do not name its store")
-        answer = _by_directory(pid, theirs, ours, places)
+        answer = _by_directory(pid, theirs, ours, places, server.url)
         if answer.status != OK:
             break
     return answer
@@ -164,7 +168,9 @@ def _by_address(theirs: StoreUrl, ours: StoreUrl) -> _Answer:
     return _Answer(UNKNOWN, f"The server uses {_safe(theirs)}, and STORE is {_safe(ours)}")
 
 
-def _by_directory(pid: int, theirs: StoreUrl, ours: StoreUrl, places: set[Any]) -> _Answer:
+def _by_directory(
+    pid: int, theirs: StoreUrl, ours: StoreUrl, places: set[Any], url: str
+) -> _Answer:
     """Compare the directories that a scheduler sees with the store's, by device and inode."""
     for path in theirs.paths:
         try:
@@ -179,11 +185,18 @@ def _by_directory(pid: int, theirs: StoreUrl, ours: StoreUrl, places: set[Any]) 
         )
         if not _are_apart(pid, place.device, places):
             raise _Unseen(f"{both}; their file systems can show one directory as two")
-        remedy = "examine the server's directory, or start the server with STORE's"
-        if ours.kind.directory:
-            remedy += "; SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR wins over file_storage_path"
-        return _Answer(FAIL, f"{both}, another directory", remedy)
+        return _Answer(FAIL, f"{both}, another directory", _examined(theirs, path, place, url))
     return _Answer(OK, f"The server and STORE use one directory, {_safe(theirs.path)}")
+
+
+def _examined(theirs: StoreUrl, path: str, place: Place, url: str) -> str:
+    """Return the command that examines the server's directory, if this process sees it, too."""
+    words = shlex.quote(theirs.path if theirs.kind.directory else str(theirs))
+    with suppress(OSError):
+        seen = Path(path).stat()
+        if path.startswith("/") and (seen.st_dev, seen.st_ino) == place:
+            return f"hicachectl doctor {words} --server {url}"
+    return "examine the server's directory where the server runs, or mount STORE there"
 
 
 def _are_apart(pid: int, device: int, places: set[Any]) -> bool:
