@@ -25,6 +25,7 @@ from hicachectl.pages.inventory import describe_empty
 from hicachectl.pages.scanning import take_inventory
 from hicachectl.profiles.identities import expect_identities
 from hicachectl.text.units import counted, human_age, human_size
+from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS
 from hicachectl.verification.request import Sample, VerifyRequest
 from hicachectl.verification.verify import RunStart, check_part, lister_findings
 
@@ -214,7 +215,7 @@ def _examined(
         sample=_sample(seen.sample_pages, inventory),
         time_limit_seconds=_READ_SECONDS if seen.sample_pages else 0.0,
         most_looked_up=_MOST_LOOKED_UP,
-        # So every sampled object is read, whether or not the profile describes its bytes.
+        # A catalog makes the run read all sampled objects, also where no profile describes them.
         update_catalog=True,
     )
     start = RunStart(listing=listing, began=time.monotonic(), tables=saved_tables(store))
@@ -249,7 +250,13 @@ class _Findings:
         self.pages = len(part.groups)
         self.sampled = part.result.facts.sampled
         self.tried = part.result.facts.reading.objects_read
+        youngest = (part.listing.start_ns - part.groups.newest_ns.max(initial=0)) / 1e9
+        self._grace = f"--grace {_GRACE_SECONDS:.0f}s" if youngest < DEFAULT_GRACE_SECONDS else ""
         self._table = part.result.found.combine_chunks()
+
+    def verify(self, seen: StoreSeen) -> str:
+        """Return the command that finds the same again."""
+        return seen.command("verify", self._grace)
 
     def of(self, codes: Collection[str]) -> pa.Table:
         """Return the findings of some codes."""
@@ -290,7 +297,7 @@ def _readable(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             f"{len(found)} of {counted(findings.tried, 'object')} could not be read as user "
             f"{_user()}",
             evidence=_why(found),
-            remedy=f"{seen.command('verify')} names them; one of them costs servers a whole batch",
+            remedy=f"{findings.verify(seen)} names them; one of them costs servers a whole batch",
         )
     elif findings.tried:
         yield _check(
@@ -341,7 +348,7 @@ def _structure(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             FAIL,
             f"{number} of {counted(findings.pages, 'page')} could give servers wrong data",
             evidence=_counts(found),
-            remedy=seen.command("verify"),
+            remedy=findings.verify(seen),
         )
     elif (number := findings.damaged(found)) * _FEW > findings.pages:
         yield _check(
@@ -349,7 +356,7 @@ def _structure(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             WARN,
             f"{number} of {counted(findings.pages, 'page')} have faults that cost hits",
             evidence=_counts(found),
-            remedy=seen.command("verify"),
+            remedy=findings.verify(seen),
         )
     else:
         few = f", all but {number}" if number else ""
@@ -414,7 +421,7 @@ def _values(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             FAIL,
             f"{bad} {read} have damaged values",
             evidence=_counts(found),
-            remedy=seen.command("verify"),
+            remedy=findings.verify(seen),
         )
     elif (odd := findings.damaged(found)) * _FEW > findings.sampled:
         yield _check(
@@ -422,7 +429,7 @@ def _values(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             WARN,
             f"{odd} {read} have odd values",
             evidence=_counts(found),
-            remedy=seen.command("verify"),
+            remedy=findings.verify(seen),
         )
     elif len(findings.of(_DTYPE | _LAYOUT)):
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -154,6 +155,19 @@ def test_young_pages_are_not_judged(invoke: Invoke, store: Path, profile: Path) 
     checks = checks_of(invoke, store, "--profile", profile)
     assert checks["store/structure"]["status"] == "ok"
     assert "not judged" in checks["store/structure"]["evidence"]
+
+
+def test_the_suggested_verify_finds_the_same(invoke: Invoke, store: Path, profile: Path) -> None:
+    """Pages are judged when they are ten seconds old, which verify alone would not do yet."""
+    first = objects(store)[0]
+    first.write_bytes(first.read_bytes()[:-8])
+    age = time.time() - 30
+    for path in objects(store):
+        os.utime(path, (age, age))
+    checks = checks_of(invoke, store, "--profile", profile, exit_code=4)
+    command = shlex.split(checks["store/structure"]["next"])
+    assert command[-2:] == ["--grace", "10s"]
+    assert invoke.document(*command[1:], exit_code=4)["counts"] == {"truncated": 1}
 
 
 def test_a_sample_bounds_what_is_read(invoke: Invoke, store: Path, profile: Path) -> None:
