@@ -169,7 +169,7 @@ def hits_lines(
     def table(rows: pa.Table, human: Callable[[pa.Table], pa.Table], noun: str) -> Iterator[str]:
         yield from table_lines(human(rows.slice(0, limit)), screen)
         if limit is not None and (left := len(rows) - limit) > 0:
-            more = "; --summary shows what stops them" if noun == "request" else ""
+            more = "; --summary shows the causes" if noun == "request" else ""
             yield f"and {counted(left, noun)} more; --limit {len(rows)} shows all{more}"
 
     if summary:

@@ -89,7 +89,7 @@ class HitsReport:
     """How much of each request a store can serve.
 
     rows: `ChainRow` of each request.
-    causes: `CauseRow` of each thing that stops requests, the most lost tokens first.
+    causes: `CauseRow` of each cause that stops requests, the most lost tokens first.
     groups: `GroupRow` of each group, the largest first, by the words of `HitsRequest.by`.
     document: the other members of `HitsDocument`.
     remarks: messages about what these do not show.
@@ -327,7 +327,7 @@ def unreachable_text(document: Mapping[str, Any]) -> str:
     some = f" ({distinct} distinct)" if distinct != pages else ""
     verb = "is" if pages == 1 else "are"
     return (
-        f"{counted(pages, 'whole page')}{some} {verb} out of reach behind what stops the requests"
+        f"{counted(pages, 'whole page')}{some} {verb} out of reach: an earlier page is not usable"
     )
 
 
@@ -360,6 +360,6 @@ def failed_text(document: Mapping[str, Any], min_usable: float, next_step: str) 
     if requested is not None:
         counted_tokens = _counted(document)
         below = document["usable_tokens"] - counted_tokens
-        more = f", and {below} usable ones are below the prefetch threshold" if below else ""
+        more = f", and {below} usable ones are below thresholds of the servers" if below else ""
         what = f"of the requested tokens ({counted_tokens} of {requested}{more})"
     return f"--min-usable {min_usable:g}: {by} can restore {share:.1%} {what}; {next_step}"

@@ -69,7 +69,7 @@ class ChainRow(TypedDict):
 
 
 class CauseRow(TypedDict):
-    """What stops requests, and how many."""
+    """Cause that stops requests, and their sums."""
 
     reason: str | None
     fault: str | None
@@ -84,7 +84,7 @@ class CauseRow(TypedDict):
 
 
 class GroupRow(TypedDict):
-    """What servers fetch for the requests of a group."""
+    """Sums of the requests of a group."""
 
     by: str
     group: str | None
@@ -155,7 +155,7 @@ def hit_rows(
 
 
 def cause_rows(hits: Hits, rows: pa.Table, page_size: int | None) -> pa.Table:
-    """Return a `CauseRow` for each thing that stops requests, the most lost tokens first.
+    """Return a `CauseRow` for each cause that stops requests, the most lost tokens first.
 
     rows: those of `hit_rows`.
     """

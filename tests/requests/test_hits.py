@@ -294,7 +294,7 @@ def test_a_table_is_for_people(invoke: Invoke, tmp_path: Path, dsa: tuple[Path, 
     assert out[1].split() == ["0", "20", "3", "3", "12", "12", "1", "kv", "page", page(3)[:16]]
     assert out[3].split() == ["2", "12", "3", "3", "12", "12", "0", "-"]
     assert out[4:] == [
-        "2 whole pages (1 distinct) are out of reach behind what stops the requests",
+        "2 whole pages (1 distinct) are out of reach: an earlier page is not usable",
         "69% of 52 tokens served by x/dsa tp 1",
     ]
 
@@ -513,7 +513,7 @@ def test_servers_fetch_nothing_below_their_threshold(
     assert sum("below threshold" in line for line in table) == below
     least = sum(served) / 36 + 0.01
     said = invoke(*command, "--min-usable", least, exit_code=4).stderr
-    more = f", and {32 - sum(served)} usable ones are below the prefetch threshold"
+    more = f", and {32 - sum(served)} usable ones are below thresholds of the servers"
     assert f"({sum(served)} of 36{more if below else ''})" in said
     invoke(*command, "--min-usable", max(least - 0.02, 0))
 
@@ -529,3 +529,34 @@ def test_the_threshold_is_sglangs_unless_the_profile_states_one(
         document = invoke("hits", store, "--token-ids", asked, *stated, "--format", "json").document
         assert (document["usable_tokens"], document["served_tokens"]) == (32, 0)
     assert invoke("hits", *half, "--format", "json").document["served_tokens"] == 32
+
+
+STATES = """
+[[pools]]
+name = "mamba"
+kind = "opaque"
+nbytes = 64
+"""
+
+
+@pytest.mark.parametrize("more", ["", STATES])
+def test_servers_compute_fewer_than_ten_tokens_again_unless_they_load_states(
+    invoke: Invoke, tmp_path: Path, dsa: tuple[Path, Path], more: str
+) -> None:
+    """SGLang has a second threshold; pages and the prefetch threshold can be below it."""
+    store, profile = dsa
+    profile.write_text(DSA + more)
+    prompts = [list(range(1000 * pages, 1004 * pages + 1)) for pages in (1, 2, 3)]
+    for tokens in prompts:
+        pages = page_hashes_hex(tokens, 4)
+        put_dsa(store, pages)
+        put(store, f"{pages[-1]}.mamba_x-dsa_0_1.bin", 64)
+    asked = lines(tmp_path / "requests.jsonl", *prompts)
+    output = invoke("hits", store, "--token-ids", asked, "--profile", profile, "--format", "json")
+    chains = output.document["chains"]
+    assert [row["usable_tokens"] for row in chains] == [4, 8, 12]
+    assert [row["served_tokens"] for row in chains] == ([4, 8, 12] if more else [0, 0, 12])
+    if not more:
+        reasons = [(row["stopped_by"] or {"reason": None})["reason"] for row in chains]
+        assert reasons == ["below_load_back", "below_load_back", None]
+        assert "2 requests: fewer than 10 tokens are usable" in output.stderr

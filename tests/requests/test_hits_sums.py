@@ -168,7 +168,7 @@ def test_a_summary_has_causes_in_place_of_requests(
     assert invoke(*words, "--summary").stdout.splitlines() == [
         "STOPPED BY  REQUESTS  LOST PAGES  LOST TOKENS  UNREACHABLE",
         "kv                30          70          280           30",
-        "30 whole pages are out of reach behind what stops the requests",
+        "30 whole pages are out of reach: an earlier page is not usable",
         "56% of 640 tokens served by x/dsa tp 1",
     ]
 
@@ -200,7 +200,7 @@ def test_a_limit_shows_the_requests_that_lose_most(
 ) -> None:
     out = invoke(*words, "--limit", 12).stdout.splitlines()
     assert [int(line.split()[0]) for line in out[1:13]] == [*range(20, 30), 0, 1]
-    assert out[13] == "and 18 requests more; --limit 30 shows all; --summary shows what stops them"
+    assert out[13] == "and 18 requests more; --limit 30 shows all; --summary shows the causes"
     assert len(invoke(*words).stdout.splitlines()) == 1 + 30 + 2
     refused = invoke(*words, "--limit", 12, "--format", "json", exit_code=2).stderr
     assert "--limit: --format json has every request; leave out --limit" in refused

@@ -73,6 +73,7 @@ def test_objects_of_other_weights_stop_a_chain(
     row, said = hits(invoke, store, profile)
     assert row["usable_pages"] == foreign[0] == restored(store, profile)
     assert row["stopped_by"]["page"] == page(foreign[0])
+    assert row["stopped_by"]["fault"] == "other_bytes"
     assert (store / row["stopped_by"]["key"]).is_file()
     assert "Objects of other weights, dtype, layout or rank stop 1 chain" in said
     row, _ = hits(invoke, store, other)
@@ -121,6 +122,7 @@ def test_objects_without_a_trailer_do_not_count_beside_others(
         os.utime(path, (OLD, OLD))
     row, said = hits(invoke, store, profile)
     assert row["usable_pages"] == 2 == restored(store, profile)
+    assert row["stopped_by"]["fault"] == "no_trailer"
     assert 'Objects without a trailer stop 1 chain; servers with "unstamped": "read"' in said
     assert restored(store, profile, unstamped="read") == 5
 
@@ -167,6 +169,7 @@ def test_what_a_server_cleared_does_not_count(
                 rank.store.clear(call)
     row, said = hits(invoke, store, profile)
     if (store / row["stopped_by"]["key"]).exists():
+        assert row["stopped_by"]["fault"] == "cleared"
         assert "from before a server cleared the store stop 1 chain" in said
     assert row["usable_pages"] == 0 == restored(store, profile)
     served_store(store, profile, range(3))

@@ -47,7 +47,7 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace")
 @own_option(
     "--summary",
     is_flag=True,
-    help="Show what stops requests, the most lost tokens first, in place of each request.",
+    help="Show the causes that stop requests, the most lost tokens first, in place of requests.",
 )
 @own_option("--by", type=NameList(GROUPINGS), help="Also show sums by group of requests.")
 @min_usable_option
