@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from hicachectl.backends.urls import without_secrets
 from hicachectl.checks.codes import OPTIONS, STORE
 from hicachectl.checks.reasons import PLUGIN as PLUGIN_SOURCE
 from hicachectl.checks.reasons import reason_named
@@ -61,6 +62,7 @@ _UNWRITTEN = frozenset({"full", "half", "unwritable"})  # such pages are not wri
 # SGLang's warm-up sends one short request to each data-parallel rank, and is no traffic.
 _FEW_REQUESTS = 5
 _ASKED = f"{PLUGIN}asked_tokens_total"
+_LONGEST_TEXT = 400
 _SINCE_START = "since the server's start"
 _BACKEND = "hicache_storage_backend"
 
@@ -195,7 +197,8 @@ def _plugin(counters: _Counters, statuses: Sequence[PluginStatus]) -> Iterator[C
         for reason, text in status.excluded.items()
     }
     for reason, (text, host) in excluded.items():
-        what = f"The plug-in on {host} reads and writes nothing ({reason}): {text}"
+        what = f"The plug-in on {host} reads and writes nothing ({reason}): "
+        what += without_secrets(text)[:_LONGEST_TEXT]
         yield counters.check(reason, FAIL, what, "", counters.remedy(reason))
     exported = any(name.startswith(PLUGIN) for name, _ in counters.totals.samples or ())
     if not exported:
@@ -268,7 +271,7 @@ def _unwritten(counters: _Counters) -> Iterator[Check]:
     # Before a store is attached, nothing is written; the totals do not tell when that was.
     attached_late = not counters.server.info.get(_BACKEND)
     if written:
-        what = f"The store took {_tokens(written)} of the server"
+        what = f"The store took {_tokens(written)} from the server"
         evidence = f"{counters.period}; those of pages that it had already count, too"
         yield counters.check("written", OK, what, evidence)
     elif copied >= _FEW_LOOKUPS * least_asked(counters.flags):
@@ -282,6 +285,8 @@ def _unwritten(counters: _Counters) -> Iterator[Check]:
 def _found(counters: _Counters) -> Iterator[Check]:
     """Say what came from the store; if nothing did, whether prompts were too short to ask."""
     look, period = counters.judged, counters.period
+    if not look.value(REQUESTS) and not look.value(FOUND):
+        look, period = counters.totals, _SINCE_START
     found = look.value(FOUND)
     if found:
         restored, used = look.value(RESTORED), look.value(CACHED, cache_source="storage")

@@ -6,6 +6,7 @@ tests/conformance/test_doctor_live.py has the real server itself.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -147,6 +148,29 @@ def test_growth_counts_where_something_moved() -> None:
         "fail",
         "16000 tokens of 32000 tokens, in 10 s between two looks",
     )
+
+
+def test_reads_that_the_policy_breaks_off_are_no_failure() -> None:
+    """SGLang counts the rest of a read under best_effort as one that the store did not give."""
+    name = 'storage_prefetch_unfulfilled_tokens_total{reason="storage_transfer"}'
+    look = page({"storage_prefetch_hit_tokens_total": 64_000, name: 64_000})
+    eager = server()
+    settings = {**eager.settings, "hicache_storage_prefetch_policy": "best_effort"}
+    (check,) = (
+        one
+        for one in live_checks(replace(eager, settings=settings), look, look)
+        if one.name == "storage_transfer"
+    )
+    assert check.status == "warn"
+
+
+def test_late_writes_alone_are_no_traffic() -> None:
+    """What was found before the first look is told while no request ends between the looks."""
+    later = {**HEALTHY, "backuped_tokens_total": HEALTHY["backuped_tokens_total"] + 64}
+    checks = live_checks(server(), page(HEALTHY), page(later, at=11))
+    (found,) = [check for check in checks if check.name == "found"]
+    assert found.status == "ok"
+    assert "since the server's start" in found.evidence
 
 
 def test_one_unlucky_request_between_two_looks_is_no_failure() -> None:
