@@ -6,6 +6,7 @@ float16 pages without metrics, with keys, whose directory only its environment n
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -158,15 +159,30 @@ def follow(invoke: Invoke, check: Check) -> None:
 
 
 @contextmanager
-def traffic(server: CpuServer, *prompts: Sequence[int]) -> Iterator[None]:
-    """Let a server answer prompts again and again, with empty pools, until the end of the block."""
+def public_place() -> Iterator[Path]:
+    """Make a directory that everybody may enter, with a home for NOBODY."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        place = Path(name)
+        place.chmod(0o755)
+        (place / "home").mkdir()
+        os.chown(place / "home", NOBODY, NOBODY)
+        yield place
+
+
+def asked(store: Path, server: CpuServer, watch: str = "0s") -> tuple[object, ...]:
+    """Return a command line of `doctor`, for JSON."""
+    return ("doctor", store, "--server", server.url, "--watch", watch, "--format", "json")
+
+
+@contextmanager
+def traffic(server: CpuServer, prompts: Iterator[Sequence[int]]) -> Iterator[None]:
+    """Let a server answer prompts, with empty pools, until the end of the block."""
     ends = threading.Event()
 
     def ask() -> None:
         while not ends.is_set():
-            for tokens in prompts:
-                server.flush()
-                server.generate(tokens)
+            server.flush()
+            server.generate(next(prompts))
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -195,7 +211,7 @@ def test_a_healthy_server_has_no_failing_and_no_warning_check(
     assert restored(cpu_server) == FULL
     options = ("--server", cpu_server.url, "--trace", trace(tmp_path / "trace.jsonl", PROMPT))
     assert not [check for check in doctor.checks(store, *options) if check["status"] in BAD]
-    with traffic(cpu_server, PROMPT):
+    with traffic(cpu_server, itertools.repeat(PROMPT)):
         checks = doctor.checks(store, *options, watch="2s")
     assert not [check for check in checks if check["status"] in BAD]
     live = [check for check in checks if check["group"] == "live"]
@@ -233,7 +249,8 @@ def test_write_through_selective_is_a_warning(
 
 def test_a_server_without_metrics_is_unknown(quiet: Quiet, doctor: Doctor) -> None:
     check = doctor.cause(quiet.directory, "--server", quiet.server.url, status="unknown")
-    assert (check["group"], "--enable-metrics" in check["next"]) == ("live", True)
+    assert (check["group"], check["name"]) == ("live", "metrics")
+    assert "--enable-metrics" in check["next"]
 
 
 @pytest.fixture(autouse=True)
@@ -317,8 +334,7 @@ def test_pages_of_float16_under_a_server_of_bfloat16(
     assert warm.storage == FULL
     assert not warm.same(cold)
     check = doctor.cause(store, "--server", cpu_server.url)
-    assert check["group"] == "store"
-    assert check["name"] == "dtype"
+    assert (check["group"], check["name"]) == ("store", "dtype")
     assert "float16" in words_of(check)
     assert "bfloat16" in words_of(check)
 
@@ -339,9 +355,32 @@ def test_another_directory_than_the_servers(
     store = tmp_path / "store"
     shutil.copytree(theirs, store)
     check = doctor.cause(store, "--server", server.url)
-    assert check["group"] == "same-store"
+    assert (check["group"], check["name"]) == ("same-store", "same-store")
     assert str(theirs) in words_of(check)
     assert str(store) in words_of(check)
+
+
+@needs_root
+def test_another_directory_is_seen_by_counters_without_the_servers_processes(
+    cpu_server: CpuServer,
+) -> None:
+    """Another user cannot look into the server: it acknowledges new pages, and none appears."""
+    with public_place() as place:
+        attach(cpu_server, place / "theirs")
+        cpu_server.generate(PROMPT)
+        await_stored(place / "theirs", PROMPT)
+        shutil.copytree(place / "theirs", place / "store")
+        new = (prompt(seed) for seed in itertools.count(1000))
+        with traffic(cpu_server, new):
+            (ended,) = as_nobody([asked(place / "store", cpu_server, watch="3s")], place / "home")
+        check = json.loads(ended.stdout)["checks"][0]
+        assert (check["group"], check["status"]) == ("same-store", "fail"), ended
+        attach_again = asked(place / "theirs", cpu_server, watch="3s")
+        with traffic(cpu_server, new):
+            (ended,) = as_nobody([attach_again], place / "home")
+    assert ended.status == 0, ended
+    statuses = {c["name"]: c["status"] for c in json.loads(ended.stdout)["checks"]}
+    assert statuses["same-store"] == "ok"
 
 
 def test_a_store_of_other_weights_under_the_plug_in(
@@ -366,24 +405,52 @@ def test_a_store_of_other_weights_under_the_plug_in(
 
 
 @needs_root
-def test_an_unreadable_file(cpu_server: CpuServer, doctor: Doctor, tmp_path: Path) -> None:
+def test_an_unreadable_file(cpu_server: CpuServer) -> None:
     """Another user than the server's may list the store, but not read one of its files."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as name:
-        place, home = Path(name), Path(name) / "home"
-        place.chmod(0o755)
-        home.mkdir()
-        os.chown(home, NOBODY, NOBODY)
+    with public_place() as place:
         attach(cpu_server, place / "store")
         cpu_server.generate(PROMPT)
         await_stored(place / "store", PROMPT)
         closed = page_files(place / "store", PROMPT)[1]
         closed.chmod(0o600)
-        words = ("doctor", place / "store", "--watch", "0s", "--server", cpu_server.url)
-        (ended,) = as_nobody([(*words, "--format", "json")], home)
+        (ended,) = as_nobody([asked(place / "store", cpu_server)], place / "home")
     assert ended.status == 4, ended
     check = json.loads(ended.stdout)["checks"][0]
-    assert (check["group"], check["status"]) == ("store", "fail")
+    assert (check["group"], check["name"], check["status"]) == ("store", "readable", "fail")
     assert "ermission denied" in words_of(check)
+    assert closed.name[:8] in words_of(check)
+
+
+def test_a_first_page_that_is_missing(
+    cpu_server: CpuServer, tmp_path: Path, doctor: Doctor
+) -> None:
+    store = tmp_path / "store"
+    attach(cpu_server, store)
+    cpu_server.generate(PROMPT)
+    await_stored(store, PROMPT)
+    page_files(store, PROMPT)[0].unlink()
+    options = ("--server", cpu_server.url, "--trace", trace(tmp_path / "trace.jsonl", PROMPT))
+    check = doctor.cause(store, *options)
+    assert (check["group"], check["name"]) == ("requests", "missing-page")
+    assert "Page 1 " in check["detail"]
+    assert f"{PAGES - 1} stored pages behind" in check["detail"]
+    assert "missing" in words_of(check)
+
+
+def test_prompts_below_the_threshold(cpu_server: CpuServer, tmp_path: Path, doctor: Doctor) -> None:
+    """The store has all pages of the prompts, which are too short to be asked for."""
+    short = PROMPT[: 3 * PAGE_SIZE + 5]
+    store = tmp_path / "store"
+    attach(cpu_server, store, prefetch_threshold=256)
+    cpu_server.generate(short)
+    await_stored(store, short)
+    assert restored(cpu_server, short) == 0
+    options = ("--server", cpu_server.url, "--trace", trace(tmp_path / "trace.jsonl", short))
+    check = doctor.cause(store, *options)
+    assert (check["group"], check["name"]) == ("requests", "threshold")
+    assert "256" in check["detail"]
+    assert "threshold" in check["detail"]
+    assert "prefetch_threshold" in check["next"]
 
 
 # ---- it changes nothing, and shows no secret
