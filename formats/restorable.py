@@ -89,9 +89,9 @@ def least_tokens(threshold: int, *, trailing: bool) -> int:
         pages acts like the larger one, and a threshold below a page like a page.
     trailing: whether servers need a pool only at the end of a prefix.
 
-    In the host memory mode `cache`, a server computes fewer than LOAD_BACK_TOKENS again, although it
-    has fetched them into host memory, unless it loads a trailing pool with them. This matters only
-    if a page and the threshold are smaller.
+    In the host memory mode `cache`, a server computes fewer than LOAD_BACK_TOKENS again, although
+    it has fetched them into host memory, unless it loads a trailing pool with them. This matters
+    only if a page and the threshold are smaller.
 
     Source: SGLang srt/mem_cache/unified_radix_cache.py :: UnifiedRadixCache.prefetch_from_storage,
     _drain_storage_control_queues_impl ("below_threshold") and _load_back_transfers.
