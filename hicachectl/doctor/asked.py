@@ -182,6 +182,7 @@ def _restored(measured: _Measured) -> Iterator[Check]:
         said = f"{could}; servers took {storage} from it and {memory} from their memory"
         seen = _seen_before(requests) * requests.page_size
         wanted = np.minimum(measured.served_tokens, seen)
+        wanted[wanted < measured.report.document["threshold"]] = 0
         lacking = np.maximum(0, wanted - taken.sum(axis=1))[known]
         lost = 2 * int(lacking.sum()) > int(wanted[known].sum())
         yield _check(

@@ -179,11 +179,11 @@ def _check(name: str, status: str, detail: str, *, evidence: str = "", remedy: s
 
 def _reachable(store: Store, inventory: Inventory, listing: ListingTime) -> Check:
     nbytes = byte_sum(_sizes(inventory))
+    size = f", {human_size(nbytes)}" if nbytes else ""
     return _check(
         "reachable",
         OK,
-        f"The store can be listed: {counted(len(inventory.objects), 'object')}, "
-        f"{human_size(nbytes) if nbytes else 'of unknown size'}",
+        f"The store can be listed: {counted(len(inventory.objects), 'object')}{size}",
         evidence="; ".join((f"listed in {listing.duration_ns / 1e9:.1f} s", *store.remarks)),
     )
 
@@ -359,12 +359,12 @@ def _structure(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             remedy=findings.verify(seen),
         )
     else:
-        few = f", all but {number}" if number else ""
-        told = "by the profile" if seen.profile and not seen.profile.inferred else "by each other"
+        given = seen.profile is not None and not seen.profile.inferred
+        told = "by the profile" if given else "by comparison with each other"
         yield _check(
             "structure",
             OK,
-            f"{counted(findings.pages, 'page')} compared {told} have all their objects{few}",
+            f"{findings.pages - number} of {counted(findings.pages, 'page')} are whole, {told}",
             evidence="; ".join(filter(None, (_counts(found), flying if young else ""))),
         )
 
@@ -452,7 +452,7 @@ def _temporaries(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
 
 def _space(store: Store, inventory: Inventory, listing: ListingTime) -> Iterator[Check]:
     free = store.free_bytes()
-    if free is None:
+    if free is None or not store.traits.live:
         return
     sizes = _sizes(inventory)
     if store.traits.evicts:

@@ -72,6 +72,25 @@ def test_a_whole_store_is_healthy_and_stays_as_it_is(
     assert {check["status"] for check in checks_of(invoke, store).values()} == {"ok"}
 
 
+def test_a_pack_is_healthy_and_has_no_room_to_lack(
+    invoke: Invoke, store: Path, tmp_path: Path
+) -> None:
+    """No server writes to it; its own digests are compared."""
+    url = f"pack://{tmp_path}/pages.hcpack"
+    invoke("migrate", store, url)
+    checks = checks_of(invoke, url)
+    assert {name: check["status"] for name, check in checks.items()} == dict.fromkeys(
+        ("store/reachable", "store/readable", "store/structure", "store/last-write"), "ok"
+    )
+    with (tmp_path / "pages.hcpack").open("r+b") as file:
+        file.seek(20_000)
+        data = file.read(1)
+        file.seek(20_000)
+        file.write(bytes([data[0] ^ 1]))
+    checks = checks_of(invoke, url, exit_code=4)
+    assert checks["store/values"]["evidence"] == "1 digest-mismatch"
+
+
 def test_a_store_that_cannot_be_opened_is_the_only_cause(invoke: Invoke, tmp_path: Path) -> None:
     (check,) = checks_of(invoke, tmp_path / "missing", exit_code=4).values()
     assert (check["name"], check["status"]) == ("reachable", "fail")
