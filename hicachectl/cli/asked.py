@@ -361,11 +361,19 @@ def _program(ctx: click.Context) -> tuple[str, ...]:
     return ("hicachectl", *(() if config is None else ("--config", str(config))))
 
 
-def next_words(ctx: click.Context, without: Collection[str]) -> Iterator[str]:
-    """Yield the given options that a next command needs, too, as they were given."""
+def next_words(
+    ctx: click.Context, without: Collection[str] = (), *, only: Collection[str] | None = None
+) -> Iterator[str]:
+    """Yield the given options that a next command needs, too, as they were given.
+
+    without: names of options to leave out.
+    only: names of the options to yield; None: those that repeat in next commands.
+    """
     values, _, order = ctx.command.make_parser(ctx).parse_args(words_of(ctx))
     for param in dict.fromkeys(order):
-        if not isinstance(param, Option) or not param.repeats or param.name in without:
+        if not isinstance(param, Option) or param.name in without:
+            continue
+        if not (param.repeats if only is None else param.name in only):
             continue
         value = values[param.name]
         for one in dict.fromkeys(value) if isinstance(value, list) else [value]:

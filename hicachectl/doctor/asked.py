@@ -36,12 +36,14 @@ class Asked:
     """Requests, and what servers say of them.
 
     request: the requests, the profile that they are measured by, and the prefetch threshold.
+    words: options that name the requests in suggested commands.
     server: URL of the server, else "".
     restored: tokens that the server took from storage since it started, by its metrics; None if
         unknown. Counts of a server's log come first.
     """
 
     request: HitsRequest
+    words: str = ""
     server: str = ""
     restored: int | None = None
 
@@ -122,7 +124,7 @@ def _below_threshold(measured: _Measured) -> Iterator[Check]:
             f"The store has fewer tokens of {lost} of {prompts} than the threshold {threshold}; "
             "servers find them and fetch none",
             evidence=f"at most {usable} tokens are usable",
-            remedy=f"{_SET_THRESHOLD}; hicachectl explain {BELOW_THRESHOLD}",
+            remedy=_SET_THRESHOLD,
             server=server,
         )
 
@@ -130,7 +132,7 @@ def _below_threshold(measured: _Measured) -> Iterator[Check]:
 def _missing(seen: StoreSeen, measured: _Measured) -> Iterator[Check]:
     """Name the page that stops most requests before others that the store has."""
     hits, number = measured.hits, len(measured.requests)
-    named = seen.command("hits", "--trace TRACE")
+    named = seen.command("hits", measured.asked.words)
     cut = np.flatnonzero(hits.unreachable_pages > 0)
     if _FEW * len(cut) > number:
         places, counts = np.unique(hits.stop_pages[cut], return_counts=True)
@@ -143,7 +145,7 @@ def _missing(seen: StoreSeen, measured: _Measured) -> Iterator[Check]:
             f"Page {place + 1} stops {len(mine)} of {counted(number, 'request')}, and "
             f"{counted(stored, 'stored page')} behind such pages cannot be reached",
             evidence=_stopping(measured.report, int(mine[0])),
-            remedy=f"{named} names it; a server that gets the prompt again writes a missing page",
+            remedy=named,
         )
     elif hits.usable_pages.any() or not number:
         yield _check("missing-page", OK, f"The store has {served_text(measured.report.document)}")
@@ -154,7 +156,7 @@ def _missing(seen: StoreSeen, measured: _Measured) -> Iterator[Check]:
             UNKNOWN if elsewhere else WARN,
             f"The store serves nothing of {counted(number, 'request')}",
             evidence="pages of them are stored for another deployment" if elsewhere else "",
-            remedy=f"{named} tells why",
+            remedy=named,
         )
 
 
@@ -166,7 +168,10 @@ def _stopping(report: HitsReport, request: int) -> str:
     shard = stop.get("shard") or {}
     rank = f"of TP rank {shard['tp_rank']}" if shard.get("tp_rank") is not None else ""
     what = " ".join(filter(None, (stop["pool"], stop.get("part"), rank)))
-    return f"its object {what} is missing, or servers cannot use it"
+    return (
+        f"its object {what} is missing, or servers cannot use it; a server that gets the prompt "
+        "again writes a page whose kv is missing"
+    )
 
 
 def _restored(measured: _Measured) -> Iterator[Check]:
@@ -189,10 +194,9 @@ def _restored(measured: _Measured) -> Iterator[Check]:
             "restored",
             WARN if lost else OK,
             said if not lost else f"{said}, although earlier requests of the trace had these pages",
-            evidence="counts of the requests' own log",
-            remedy="look at the live checks: hicachectl explain has a page for each reason"
-            if lost
-            else "",
+            evidence="counts of the requests' own log"
+            + ("; the live checks name reasons, each with a page of explain" if lost else ""),
+            remedy="hicachectl explain below_threshold" if lost else "",
         )
     elif asked.restored is not None:
         nothing = can > 0 and not asked.restored

@@ -220,8 +220,10 @@ def _asked(
         if not server.problem:
             counted = look.second.samples is not None
             restored = int(look.second.value(CACHED, cache_source="storage")) if counted else None
-            return Asked(request=measured, server=server.url, restored=restored)
-    return Asked(request=measured)
+            return Asked(
+                request=measured, words=request.asked, server=server.url, restored=restored
+            )
+    return Asked(request=measured, words=request.asked)
 
 
 def _hashing(profile: Profile | None, servers: Sequence[LiveServer]) -> Hashing | None:

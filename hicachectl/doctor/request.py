@@ -36,6 +36,7 @@ class DoctorRequest:
     write_probe: send each server a random prompt, and look for its pages in the store.
     words: the store in suggested commands, quoted for a shell; empty: its URL.
     options: options that name the profile in suggested commands, such as `--server URL`.
+    asked: options that name the requests in suggested commands, such as `--trace FILE`.
     """
 
     servers: tuple[str, ...] = ()
@@ -51,3 +52,4 @@ class DoctorRequest:
     write_probe: bool = False
     words: str = ""
     options: str = ""
+    asked: str = ""

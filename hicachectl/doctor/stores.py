@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -151,14 +152,14 @@ def store_checks(seen: StoreSeen) -> list[Check]:
             if FAIL in {check.status for check in checks}:
                 return checks  # its objects cannot be read
         if not any(one.readings for one in inventory.table.resolved):
-            return [*checks, _empty(store, inventory), *_space(store, inventory, listing)]
+            return [*checks, _empty(store, inventory), *_space(seen, store, inventory, listing)]
         findings = _Findings(_examined(store, seen, inventory, listing))
         checks += _readable(seen, findings)
         checks += _structure(seen, findings)
         checks += _identities(seen, findings)
         checks += _values(seen, findings)
         checks += _temporaries(seen, findings)
-        checks += _space(store, inventory, listing)
+        checks += _space(seen, store, inventory, listing)
         checks += _last_write(seen, inventory, listing)
     except UsageError:
         raise
@@ -296,8 +297,8 @@ def _readable(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             FAIL,
             f"{len(found)} of {counted(findings.tried, 'object')} could not be read as user "
             f"{_user()}",
-            evidence=_why(found),
-            remedy=f"{findings.verify(seen)} names them; one of them costs servers a whole batch",
+            evidence=f"{_why(found)}; one of them costs servers a whole batch of pages",
+            remedy=findings.verify(seen),
         )
     elif findings.tried:
         yield _check(
@@ -390,7 +391,7 @@ def _identities(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             f"{findings.damaged(other)} of {counted(findings.sampled, 'page')} read are of other "
             "weights, dtype or layout than the servers'",
             evidence=str(other.column("detail")[0]),
-            remedy="hicachectl explain identity-mismatch; use one store for each weights",
+            remedy="hicachectl explain identity-mismatch",
         )
 
 
@@ -403,7 +404,7 @@ def _values(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             FAIL,
             f"{findings.damaged(found)} {read} are of another dtype than the servers': {said}",
             evidence=shares,
-            remedy="use one store for each dtype; hicachectl explain dtype-mismatch",
+            remedy="hicachectl explain dtype-mismatch",
         )
     if len(found := findings.of(_LAYOUT)):
         yield _check(
@@ -411,7 +412,7 @@ def _values(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             FAIL,
             f"{findings.damaged(found)} {read} lie in another memory layout than the servers'",
             evidence=str(found.column("detail")[0]),
-            remedy="hicachectl explain layout-mismatch; migrate --to-layout keeps the pages",
+            remedy="hicachectl explain layout-mismatch",
         )
     found = findings.of(_VALUES)
     bad = findings.damaged(_severe(found))
@@ -450,7 +451,9 @@ def _temporaries(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
 # --- space and times ---
 
 
-def _space(store: Store, inventory: Inventory, listing: ListingTime) -> Iterator[Check]:
+def _space(
+    seen: StoreSeen, store: Store, inventory: Inventory, listing: ListingTime
+) -> Iterator[Check]:
     free = store.free_bytes()
     if free is None or not store.traits.live:
         return
@@ -465,35 +468,33 @@ def _space(store: Store, inventory: Inventory, listing: ListingTime) -> Iterator
     written, seconds = _written_lately(inventory, sizes, listing)
     hours = free * seconds / written / _HOUR if written else None
     rate = f"{human_size(written)} written in the last {human_age(seconds)}" if written else ""
-    limit = "servers must have a limit: max_size of hicachectl's storage backend, or rm --keep-free"
+    whole = free + byte_sum(sizes)
     if free < _ROOM:
-        yield _check(
-            "space",
-            FAIL,
-            f"No room: {human_size(free)} are free, so that servers store nothing more",
-            evidence=rate,
-            remedy=limit,
-        )
+        status, told = FAIL, f"No room: {human_size(free)} are free, so servers store nothing more"
     elif hours is not None and hours < _DAY / _HOUR:
-        yield _check(
-            "space",
+        status, told = (
             WARN,
             f"The {human_size(free)} that are free last {human_age(hours * _HOUR)} at the rate of "
             "the last day, unless servers evict",
-            evidence=rate,
-            remedy=limit,
         )
-    elif free < _LEAST_FREE * (free + byte_sum(sizes)):
-        yield _check(
-            "space",
+    elif free < _LEAST_FREE * whole:
+        status, told = (
             WARN,
-            f"{human_size(free)} are free, {free / (free + byte_sum(sizes)):.1%} of what the store "
-            "can take, unless servers evict",
-            evidence=rate,
-            remedy=limit,
+            f"{human_size(free)} are free, {free / whole:.1%} of what the store can take, unless "
+            "servers evict",
         )
     else:
         yield _check("space", OK, f"{human_size(free)} are free", evidence=rate)
+        return
+    limit = "max_size of hicachectl's storage backend limits a store"
+    room = f"--keep-free {max(1, math.ceil(_LEAST_FREE * whole / (1 << 30)))}GiB"
+    yield _check(
+        "space",
+        status,
+        told,
+        evidence="; ".join(filter(None, (rate, limit))),
+        remedy=f"hicachectl rm {seen.words or seen.url} {room}",
+    )
 
 
 def _written_lately(
@@ -539,8 +540,8 @@ def _last_write(seen: StoreSeen, inventory: Inventory, listing: ListingTime) -> 
         "last-write",
         UNKNOWN,
         f"{detail}, before the server started {human_age(running)} ago: it has stored nothing new",
-        remedy="if it answered new prompts, it stores elsewhere or not at all: "
-        + seen.command("doctor", "--write-probe"),
+        evidence="a server that has answered new prompts stores them elsewhere, or not at all",
+        remedy=seen.command("doctor", "--write-probe"),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -91,8 +92,11 @@ def test_a_missing_first_page_is_the_cause(
     assert first["detail"] == (
         "Page 1 stops 2 of 4 requests, and 8 stored pages behind such pages cannot be reached"
     )
-    assert first["evidence"] == "its object kv is missing, or servers cannot use it"
-    assert first["next"].startswith("hicachectl hits ")
+    assert first["evidence"].startswith("its object kv is missing, or servers cannot use it")
+    command = shlex.split(first["next"])
+    assert command[:2] == ["hicachectl", "hits"]
+    rows = invoke.document(*command[1:])["chains"]
+    assert [row["usable_pages"] for row in rows] == [0, 0, 5, 5]
 
 
 def test_a_missing_sidecar_is_named(

@@ -257,7 +257,8 @@ def test_a_full_file_system_fails(invoke: Invoke, tmp_path: Path) -> None:
         store = demo_store(small / "store")
         checks = checks_of(invoke, store, exit_code=4)
     assert checks["store/space"]["status"] == "fail"
-    assert "max_size" in checks["store/space"]["next"]
+    assert "max_size" in checks["store/space"]["evidence"]
+    assert checks["store/space"]["next"] == f"hicachectl rm {store} --keep-free 1GiB"
 
 
 def test_the_rate_of_the_last_day_tells_when_a_store_is_full(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hicachectl.requests.chains import Hashing, Requests
 
 _SOURCES = ("prompts", "token_ids", "pages", "trace")
+_READING = ("trace_format", "block_size", "tokenizer")
 
 
 @click.command("doctor", cls=Command)
@@ -109,7 +110,13 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
 
 
 def _request(ctx: click.Context, store: str, options: dict[str, Any]) -> DoctorRequest:
-    from hicachectl.cli.asked import asked_hashing, asked_requests, of_profile, refuse_other_sources
+    from hicachectl.cli.asked import (
+        asked_hashing,
+        asked_requests,
+        next_words,
+        of_profile,
+        refuse_other_sources,
+    )
     from hicachectl.doctor.request import DoctorRequest
     from hicachectl.profiles.sources import given_flags, profile_from_options, states_source
 
@@ -137,6 +144,7 @@ def _request(ctx: click.Context, store: str, options: dict[str, Any]) -> DoctorR
         # A URL can have a password; a directory and NAME: of the config file have none.
         words=shlex.quote(store if "://" not in store else store_name(ctx, store)),
         options=_described(ctx, options),
+        asked=shlex.join(next_words(ctx, only=(*_SOURCES, *_READING))),
     )
 
 
@@ -145,7 +153,7 @@ def _described(ctx: click.Context, options: Mapping[str, Any]) -> str:
     from hicachectl.cli.asked import next_words
     from hicachectl.profiles.server import checked_url
 
-    words = list(next_words(ctx, without=("servers",)))
+    words = list(next_words(ctx, without=("servers", *_READING)))
     if options["servers"] and options["profile_file"] is None:
         words += ["--server", checked_url(options["servers"][0])]
     return shlex.join(words)
