@@ -15,6 +15,7 @@ from hicachectl.formats.models.flags import attention_tp, normalised_layout
 from hicachectl.formats.objects import NAME_COLUMNS, Names
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.pages.census import SEVERAL, Census
+from hicachectl.pages.deployments import profiled_deployment
 from hicachectl.pages.naming import deployment_document, deployment_text, place_text
 from hicachectl.profiles.identities import markers_of
 from hicachectl.profiles.stamps import read_stamp
@@ -315,7 +316,9 @@ def _conversion(server: LiveServer, one: _Stored, seen: StoreSeen, stated: Profi
             "start the server with the sizes of the store, or let it write its own pages: migrate "
             "does not change cp and dcp"
         )
-    store = seen.words or shlex.quote(seen.url)
+    model_only = names == ["model"]
+    if model_only and not _may_fit(server, one, seen):
+        return "check STORE: the other model's objects have other sizes than the server's"
     theirs = {name: values[0] for name, values in one.differences.items()}
     words = []
     if stated is None or any(str(_stated(stated, name)) != theirs[name] for name in names):
@@ -324,15 +327,29 @@ def _conversion(server: LiveServer, one: _Stored, seen: StoreSeen, stated: Profi
             words += ["--model-config", "DIR"]
         for name in names:
             words += [_FLAGS[name], theirs[name]] if theirs[name] else []
-    described = shlex.join(words) if words else seen.options
     changed = []
     for name in names:
         ours = one.differences[name][1]
         changed += [f"--to-{name}", ours] if ours else ["--to-no-tag"]
-    command = f"hicachectl migrate {store} {store} {described} {shlex.join(changed)}"
-    if names == ["model"]:
-        return f"{command}; or start the server with --served-model-name"
+    assert seen.store is not None
+    source = seen.words or shlex.quote(seen.url)
+    target = source if seen.store.traits.live else "DST"  # an archive is written once
+    described = shlex.join(words) if words else seen.options
+    command = f"hicachectl migrate {source} {target} {described} {shlex.join(changed)}"
+    if "model" in names:
+        command = f"if both names are of the same weights: {command}"
+    if model_only:
+        command += f"; or start the server with --served-model-name {shlex.quote(theirs['model'])}"
     return command
+
+
+def _may_fit(server: LiveServer, one: _Stored, seen: StoreSeen) -> bool:
+    """Return whether objects of a deployment have a size that the server's can have."""
+    assert seen.store is not None
+    if server.profile is None:
+        return True
+    specs = profiled_deployment(server.profile, seen.store.grammar).specs
+    return not one.sizes.isdisjoint(spec.nbytes for spec in specs if spec.anchor)
 
 
 def _stated(profile: Profile, name: str) -> object:

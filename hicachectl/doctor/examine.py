@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -12,7 +13,7 @@ from hicachectl.backends.disk.statuses import SERVING, read_statuses
 from hicachectl.doctor.asked import Asked, request_checks
 from hicachectl.doctor.checks import FAIL, REQUESTS, UNKNOWN, Check, CheckRow, ordered, verdict_of
 from hicachectl.doctor.deployments import deployment_checks
-from hicachectl.doctor.exposition import CACHED
+from hicachectl.doctor.exposition import CACHED, page_tokens
 from hicachectl.doctor.live import live_checks
 from hicachectl.doctor.live_server import LiveServer, ask_server
 from hicachectl.doctor.probing import write_probe
@@ -21,7 +22,7 @@ from hicachectl.doctor.settings import setting_checks
 from hicachectl.doctor.stores import StoreSeen, see_store, store_checks
 from hicachectl.doctor.text import check_lines
 from hicachectl.doctor.watching import Watched, watched
-from hicachectl.formats.errors import HicacheError, UsageError
+from hicachectl.formats.errors import HicacheError, ProfileError, UsageError
 from hicachectl.formats.models.flags import canonical_algorithm, hash_unit
 from hicachectl.formats.releases import release_of
 from hicachectl.profiles.sources import agree_to_look
@@ -231,11 +232,14 @@ def _hashing(profile: Profile | None, servers: Sequence[LiveServer]) -> Hashing 
     if profile is not None:
         return Hashing.of(profile)
     for server in servers:
-        if server.deployment is not None:
-            flags = server.deployment.flags
+        if server.deployment is None:
+            continue
+        flags = server.deployment.flags
+        with suppress(ProfileError):  # a release or an algorithm that is not known
+            algorithm = canonical_algorithm(flags.speculative_algorithm)
             return Hashing(
-                (flags.page_size or 1) * flags.dcp,
-                bigram=hash_unit(canonical_algorithm(flags.speculative_algorithm)) == "bigram",
+                page_tokens(flags),
+                bigram=hash_unit(algorithm) == "bigram",
                 seeds=release_of(flags.sglang).seeds,
             )
     return None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hicachectl.doctor.checks import FAIL, OK, SERVER, UNKNOWN, WARN, Check
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.models.server_info import extra_config, is_plugin
 from hicachectl.formats.releases import NEWEST_SGLANG, unknown_release
 from hicachectl.text.units import counted, human_size
 
@@ -86,10 +87,11 @@ def _hicache(server: LiveServer) -> Iterable[Check]:
     )
 
 
-def _backends(server: LiveServer) -> set[Any]:
+def _backends(server: LiveServer) -> set[str | None]:
     """Return the storage backend of each rank; None for a rank without one."""
-    states = server.states or (server.settings,)
-    return {state.get(_BACKEND, server.settings.get(_BACKEND)) or None for state in states}
+    at_start = server.info.get(_BACKEND)  # all that older releases tell
+    told = [state.get(_BACKEND, at_start) for state in server.states or (server.info,)]
+    return {shown(backend) if backend else None for backend in told}
 
 
 def _attached(server: LiveServer) -> Iterable[Check]:
@@ -102,7 +104,8 @@ def _attached(server: LiveServer) -> Iterable[Check]:
             detail += "; the one that it started with was detached"
         yield _check(server, "attached", FAIL, detail, evidence=evidence, remedy=remedy)
     elif None in backends:
-        lacking = sum(not state.get(_BACKEND) for state in server.states)
+        at_start = server.info.get(_BACKEND)
+        lacking = sum(not state.get(_BACKEND, at_start) for state in server.states)
         yield _check(
             server,
             "attached",
@@ -112,7 +115,7 @@ def _attached(server: LiveServer) -> Iterable[Check]:
             remedy=remedy,
         )
     else:
-        named = " and ".join(sorted(shown(backend) for backend in backends))
+        named = " and ".join(sorted(backend for backend in backends if backend))
         yield _check(
             server, "attached", OK, f"A storage backend is attached: {named}", evidence=evidence
         )
@@ -264,17 +267,28 @@ def _weights(server: LiveServer) -> Iterable[Check]:
     ]
     version = server.settings.get("weight_version")
     if updated:
+        evidence = "; ".join(
+            f"{name}: {shown(server.info.get(name))} at the start, now "
+            f"{_values(server.states, name)}"
+            for name in updated
+        )
+        if _has_plugin(server):
+            yield _check(
+                server,
+                "weights",
+                OK,
+                "The weights were updated since the start, and the storage backend tells pages of "
+                "other weights apart",
+                evidence=evidence,
+            )
+            return
         yield _check(
             server,
             "weights",
             WARN,
             "The weights were updated since the start, and pages of the old weights have the same "
             "keys",
-            evidence="; ".join(
-                f"{name}: {shown(server.info.get(name))} at the start, now "
-                f"{_values(server.states, name)}"
-                for name in updated
-            ),
+            evidence=evidence,
             remedy="remove the old pages with hicachectl rm, or use hicachectl's storage backend, "
             "which tells weights apart (hicachectl-plugin(7))",
         )
@@ -286,6 +300,14 @@ def _weights(server: LiveServer) -> Iterable[Check]:
             "No update of the weights since the start is known",
             evidence=f"weight_version {shown(version)}",
         )
+
+
+def _has_plugin(server: LiveServer) -> bool:
+    """Return whether hicachectl's storage backend is attached."""
+    try:
+        return is_plugin(extra_config(server.settings, "server_info"))
+    except ProfileError:
+        return False
 
 
 def _release(server: LiveServer) -> Iterable[Check]:

@@ -78,11 +78,31 @@ def test_the_named_command_mends_it(
     with answering(info(**changes)) as url:
         arguments = (store, "--server", url, "--profile", profile)
         check = first_cause(checks_of(invoke, *arguments, exit_code=4))
-        words = shlex.split(check["next"].partition("; ")[0])
+        command = check["next"].removeprefix("if both names are of the same weights: ")
+        words = shlex.split(command.partition("; ")[0])
         assert words[:4] == ["hicachectl", "migrate", str(store), str(store)]
         invoke(*words[1:])
         checks = checks_of(invoke, *arguments)
     assert checks["server/deployment"]["status"] == "ok"
+
+
+def test_another_model_is_not_renamed(invoke: Invoke, store: Path, profile: Path) -> None:
+    """Objects of other sizes are of another model: no command gives them the server's name."""
+    for path in store.glob("*_2.bin"):
+        path.write_bytes(path.read_bytes() * 3)
+    more = ("--profile", profile)
+    check = first_cause(doctor(invoke, store, *more, exit_code=4, served_model_name="new"))
+    assert (check["name"], "migrate" in check["next"]) == ("model", False)
+
+
+def test_a_pack_is_converted_into_another_store(
+    invoke: Invoke, store: Path, profile: Path, tmp_path: Path
+) -> None:
+    """A pack is written once, so the command names another destination."""
+    pack = tmp_path / "pages.hcpack"
+    invoke("migrate", store, pack, "--profile", profile)
+    check = first_cause(doctor(invoke, pack, "--profile", profile, exit_code=4, tp_size=4))
+    assert check["next"] == f"hicachectl migrate {pack} DST --profile {profile} --to-tp 4"
 
 
 def test_the_command_describes_the_pages_by_the_server(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.doctor.replies import answering, checks_of, info
+from hicachectl import open_store
+from hicachectl.doctor.examine import examine
+from hicachectl.doctor.request import DoctorRequest
+from tests.doctor.replies import SETTINGS, answering, checks_of, info
 from tests.move.migrations import demo_store, profile_file
+from tests.speed import some
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +22,8 @@ if TYPE_CHECKING:
     from tests.conftest import Invoke
 
     Doctor = Callable[..., dict[str, dict[str, Any]]]
+
+ODD_VALUES: tuple[object, ...] = (None, "", "x", -1, 2**70, 1e300, [], {"a": [1]}, True)
 
 
 @pytest.fixture
@@ -74,6 +81,18 @@ def test_a_usual_server_has_no_failing_setting(doctor: Doctor) -> None:
         ({"hicache_size": 30, "memory_usage": {"kvcache": 20.0}}, "host-pool", "ok", ""),
         ({"model_path": "/models/new"}, "weights", "warn", "hicachectl rm"),
         ({"weight_version": "step-2"}, "weights", "warn", "hicachectl-plugin(7)"),
+        (
+            {
+                "weight_version": "step-2",
+                "hicache_storage_backend": "dynamic",
+                "hicache_storage_backend_extra_config": json.dumps(
+                    {"module_path": "hicachectl.backends.sglang"}
+                ),
+            },
+            "weights",
+            "ok",
+            "",
+        ),
         (
             {"hicache_storage_backend_extra_config": "@/etc/hicache.json"},
             "threshold",
@@ -144,6 +163,20 @@ def test_a_reply_that_is_of_no_use_is_a_failing_check(
     assert check["status"] == "fail"
     assert words in f"{check['detail']}; {check['next']}"
     assert any(name.startswith("store/") for name in checks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", some(ODD_VALUES, {"a": [1]}, "x", 2**70), ids=repr)
+def test_no_value_of_a_setting_ends_the_command(tmp_path: Path, value: object) -> None:
+    """A reply is untrusted: each member may be anything, and the other checks are made."""
+    replies = [info({name: value}) for name in SETTINGS]
+    replies += [{**info(), name: value} for name in ("version", "internal_states", "tp_size")]
+    with open_store(str(demo_store(tmp_path / "store"))) as store:
+        for reply in replies:
+            with answering(reply) as url:
+                request = DoctorRequest(servers=(url,), sample_pages=0)
+                names = {check["group"] for check in examine(request, store).document["checks"]}
+            assert {"server", "store"} <= names
 
 
 def test_a_router_is_told_apart(doctor: Doctor) -> None:
