@@ -15,22 +15,39 @@ from hicachectl.doctor.live_server import LiveServer, ask_server
 from hicachectl.doctor.request import DoctorRequest
 from hicachectl.doctor.same_store import same_store_checks, started_of
 from hicachectl.profiles.server import API_KEY_VARIABLE, server_service
-from tests.conformance.cpu_server import PAGE_SIZE, page_files, prompt
+from tests.conformance.cpu_server import PAGE_SIZE, CpuServer, page_files, prompt
 from tests.conformance.plugin_site import plugin_config
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from hicachectl.doctor.checks import Check
-    from tests.conformance.cpu_server import Answer, CpuServer
+    from tests.conformance.cpu_server import Answer
 
 pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-server")]
 
 PROMPT = prompt(5)
 TOKENS = len(PROMPT) // PAGE_SIZE * PAGE_SIZE
 NOWHERE = "http://192.0.2.1:30000"  # an address for documentation
+
+
+@pytest.fixture(scope="module")
+def own_server(
+    sglang_python: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CpuServer]:
+    """Start a server of these tests: counters outlive attachments, and others judge totals."""
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with CpuServer(sglang_python, tiny_model, log) as server:
+        yield server
+
+
+@pytest.fixture
+def cpu_server(own_server: CpuServer) -> CpuServer:
+    """Return this module's server, with empty pools and without a storage backend."""
+    own_server.detach()
+    return own_server
 
 
 def look(server: CpuServer) -> Look:
@@ -134,7 +151,9 @@ def test_pages_that_appear_tell_the_store(
     server = asked(monkeypatch, cpu_server)
     first = look(cpu_server)
     stored(cpu_server, tmp_path)
-    second = grown(cpu_server, first, BACKUPED, TOKENS)
+    second = growth(first, grown(cpu_server, first, BACKUPED, TOKENS))
+    assert second is not None
+    first = Look(first.at, {})  # as if the server had started now
     with open_store(str(tmp_path)) as store:
         for new_pages, status in ((5, "ok"), (0, "fail"), (None, "unknown")):
             elsewhere = replace(server, url=NOWHERE)
