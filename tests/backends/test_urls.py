@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,6 +28,7 @@ from hicachectl.backends.urls import (
     parse_url,
     register_scheme,
     without_secrets,
+    written_store,
 )
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from tests.skips import need_module
@@ -403,3 +405,36 @@ def test_no_secret_of_a_url_is_shown(text: str, shown: str) -> None:
 )
 def test_what_is_no_secret_is_shown(text: str) -> None:
     assert without_secrets(text) == text
+
+
+@pytest.mark.parametrize(
+    ("backend", "extra", "environ", "store"),
+    [
+        ("file", {}, {}, "file:///tmp/hicache"),
+        ("file", {"file_storage_path": "/a"}, {}, "file:///a"),
+        (
+            "file",
+            {"file_storage_path": "/a"},
+            {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": "/b"},
+            "file:///b",
+        ),
+        ("nixl", {}, {"SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR": "/a,/b"}, "nixl:///a,/b"),
+        ("mooncake", {"master_server_address": "mc:1"}, {}, "mooncake://mc:1"),
+        ("mooncake", {}, {"MOONCAKE_MASTER": "mc:2"}, "mooncake://mc:2"),
+        (
+            "mooncake",
+            {},
+            {"MOONCAKE_MASTER": "mc:2", "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH": "/c"},
+            "mooncake://",
+        ),
+        ("hf3fs", {}, {}, "hf3fs://"),
+        ("dynamic", {"store": ["mooncake://mc:3", "file:///a"]}, {}, "mooncake://mc:3"),
+        ("dynamic", {}, {}, "None"),
+        ("lmcache", {}, {}, "None"),
+    ],
+)
+def test_settings_name_the_store_that_a_server_writes(
+    backend: str, extra: dict[str, Any], environ: dict[str, str], store: str
+) -> None:
+    """The environment wins for files, the extra config for Mooncake, as in SGLang's classes."""
+    assert str(written_store(backend, extra, environ)) == store

@@ -24,10 +24,10 @@ from hicachectl.doctor.same_store import same_store_checks, started_of
 from hicachectl.formats.models.flags import DeploymentFlags
 from hicachectl.formats.models.server_info import ServerDeployment
 from hicachectl.formats.plugin_status import PluginStatus
-from tests.skips import needs_root
+from tests.skips import need_tool, needs_root
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from hicachectl.doctor.checks import Check
@@ -47,9 +47,14 @@ child.wait()
 
 
 @contextmanager
-def serving(folder: Path, title: str = "sglang::scheduler", **variables: str) -> Iterator[str]:
-    """Run a process that listens, and its child with a title; yield the URL."""
-    command = [sys.executable, "-c", _SERVER, title]
+def serving(
+    folder: Path, title: str = "sglang::scheduler", within: Sequence[str] = (), **variables: str
+) -> Iterator[str]:
+    """Run a process that listens, and its child with a title; yield the URL.
+
+    within: command that runs the process.
+    """
+    command = [*within, sys.executable, "-c", _SERVER, title]
     with subprocess.Popen(
         command,
         cwd=folder,
@@ -117,6 +122,23 @@ def test_a_link_leads_to_the_same_directory(folders: tuple[Path, Path], tmp_path
     assert str(one) in different.detail
     assert str(other) in different.detail
     assert different.next == f"hicachectl doctor {one} --server {url}"
+
+
+@needs_root
+def test_an_equal_path_in_a_container_is_another_directory(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The server's mounts count, also behind a link that starts at the root."""
+    one, other = folders
+    (tmp_path / "link").symlink_to(one)
+    mounted = 'mount --bind "$1" "$2" && shift 2 && exec "$@"'
+    container = [need_tool("unshare", "util-linux"), "-m", "sh", "-c", mounted, "sh"]
+    with serving(tmp_path, within=[*container, str(other), str(one)], PATH=os.defpath) as url:
+        for path in (one, tmp_path / "link"):
+            assert check(url, other, {"file_storage_path": str(path)}).status == "ok"
+            different = check(url, one, {"file_storage_path": str(path)})
+            assert different.status == "fail"
+            assert "hicachectl doctor" not in different.next  # this process does not see it there
 
 
 def test_the_environment_of_the_server_wins(folders: tuple[Path, Path], tmp_path: Path) -> None:
