@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -142,7 +143,7 @@ def deployment_checks(
         return [_missing(server, others, seen, stated)]
     return [
         *_present(server, own, others, seen, stated),
-        *_sizes(server, seen, census, own),
+        *_sizes(server, seen, census, own, stated),
         *_layout(server, seen),
     ]
 
@@ -304,11 +305,19 @@ def _more(others: Iterable[_Stored], besides: _Stored | None) -> str:
     return ("; also " if besides is not None else "also ") + ", ".join(named)
 
 
-def _conversion(server: LiveServer, one: _Stored, seen: StoreSeen, stated: Profile | None) -> str:
+def _conversion(
+    server: LiveServer,
+    one: _Stored,
+    seen: StoreSeen,
+    stated: Profile | None,
+    *,
+    same_keys: bool = False,
+) -> str:
     """Return the command that makes pages of another deployment usable, if there is one.
 
     Its profile is that of the pages: the stated one, if it is, else the server's with their names
     and sizes.
+    same_keys: the converted pages have the same keys, so they need another store.
     """
     names = list(one.differences)
     if not set(names) <= set(_CONVERTED):
@@ -333,7 +342,8 @@ def _conversion(server: LiveServer, one: _Stored, seen: StoreSeen, stated: Profi
         changed += [f"--to-{name}", ours] if ours else ["--to-no-tag"]
     assert seen.store is not None
     source = seen.words or shlex.quote(seen.url)
-    target = source if seen.store.traits.live else "DST"  # an archive is written once
+    # An archive is written once.
+    target = source if seen.store.traits.live and not same_keys else "DST"
     described = shlex.join(words) if words else seen.options
     command = f"hicachectl migrate {source} {target} {described} {shlex.join(changed)}"
     if "model" in names:
@@ -357,9 +367,16 @@ def _stated(profile: Profile, name: str) -> object:
 
 
 def _sizes(
-    server: LiveServer, seen: StoreSeen, census: Census, own: list[_Stored]
+    server: LiveServer,
+    seen: StoreSeen,
+    census: Census,
+    own: list[_Stored],
+    stated: Profile | None,
 ) -> Iterator[Check]:
-    """Compare the objects' sizes with those of the server: keys show neither page nor dtype."""
+    """Compare the objects' sizes with those of the server: keys show neither page nor dtype.
+
+    On some stores, keys state the TP rank, but not the TP size: then sizes and ranks show it.
+    """
     assert seen.inventory is not None
     profile, table = server.profile, seen.inventory.table
     if profile is None or not _is_profile_of(server, seen):
@@ -385,6 +402,19 @@ def _sizes(
             text = f"The sizes of {counted(fitting, 'object')} fit {told}"
             yield _check(server, "page-size", OK, text)
         return
+    ranks = _ranks_seen(seen.inventory, census, own[0])
+    if ranks is not None and ranks != profile.tp and not profile.rank_replicated:
+        differing = dataclasses.replace(own[0], differences={"tp": (str(ranks), str(profile.tp))})
+        yield _check(
+            server,
+            "tp",
+            WARN if fitting else FAIL,
+            f"The store has {_theirs(differing)}, this server asks for {_ours(differing)}",
+            evidence=f"kv objects of {human_size(size)}, expected {human_size(wanted)}, of "
+            f"{counted(ranks, 'rank')}",
+            remedy=_conversion(server, differing, seen, stated, same_keys=True),
+        )
+        return
     readings = _readings(server, seen, size, wanted)
     what = " or ".join(readings) or "another model or topology"
     yield _check(
@@ -398,6 +428,24 @@ def _sizes(
         remedy="start the server with the page size and dtype of the store, or remove the old "
         "pages with hicachectl rm; migrate does not convert them",
     )
+
+
+def _ranks_seen(inventory: Inventory, census: Census, own: _Stored) -> int | None:
+    """Return the number of TP ranks that wrote anchors under the names of a deployment.
+
+    None if keys state the TP size, or no TP rank.
+    """
+    table, ranks = inventory.table, set()
+    for affix in set(census.affixes.tolist()):
+        spec = table.specs[affix] if affix >= 0 else None
+        if spec is None or not spec.anchor or spec.coordinate.names != own.deployment.names:
+            continue
+        # Another reading of some keys is a stage of a model whose TP ranks share one object.
+        shards = [one.shard for one in table.grammar.readings(*table.affixes[affix])]
+        if any(shard.tp_size is not None for shard in shards):
+            return None
+        ranks |= {shard.tp_rank for shard in shards} - {None}
+    return len(ranks) or None
 
 
 def _readings(server: LiveServer, seen: StoreSeen, size: int, wanted: int) -> list[str]:
