@@ -165,11 +165,13 @@ def at_least(look: Look, tokens: int) -> tuple[int, int]:
     Source: the histogram of uncached prompt tokens. Its buckets are wide, so that the sum over all
     requests narrows the bounds.
     """
-    bounds = look.by_label(f"{UNCACHED}_bucket", "le").items()
-    buckets = sorted((_bound(text), up_to) for text, up_to in bounds)
+    buckets: dict[float, float] = {}
+    for text, up_to in look.by_label(f"{UNCACHED}_bucket", "le").items():
+        bound = _bound(text)
+        buckets[bound] = max(up_to, buckets.get(bound, 0.0))
     lower, before, fewest, undecided = 0.0, 0.0, 0.0, (0.0, 0.0)
     spare = look.value(f"{UNCACHED}_sum")  # tokens beyond the least that the buckets allow
-    for upper, up_to in buckets:
+    for upper, up_to in sorted(buckets.items()):
         count = max(up_to - before, 0.0)
         spare -= lower * count
         if lower >= tokens:
@@ -197,9 +199,9 @@ def least_asked(flags: DeploymentFlags) -> int:
 
 
 def _bound(text: str) -> float:
-    """Return the upper bound of a bucket; infinity if it is not a number."""
+    """Return the upper bound of a bucket, at least 0; infinity if it is not a number."""
     try:
         bound = float(text)
     except ValueError:
         return math.inf
-    return math.inf if math.isnan(bound) else bound
+    return math.inf if math.isnan(bound) else max(bound, 0.0)

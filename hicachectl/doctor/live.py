@@ -311,7 +311,10 @@ def _found(counters: _Counters) -> Iterator[Check]:
         return
     what = f"Nothing was found in the store, {period}"
     written = _tokens(counters.totals.value(BACKUPED))
+    pools = look.value(CACHED, cache_source="device") + look.value(CACHED, cache_source="host")
     evidence = f"{asked} for which the store is asked; {written} were written"
+    if pools:
+        evidence += f"; {_tokens(pools)} were in device or host memory"
     if look.value(_ASKED):
         evidence += f"; the plug-in was asked for {_tokens(look.value(_ASKED))}"
     remedy = (

@@ -120,7 +120,9 @@ def _by_place(server: LiveServer, store: Store) -> _Answer:
     except (_Unseen, HicacheError) as error:
         why = str(error)
     except OSError as error:
-        why = f"A process of the server cannot be seen: {reason_of(error)}"
+        why = f"A process or directory of the server cannot be seen: {reason_of(error)}"
+    except ValueError:  # a null character in a path
+        why = "The server's settings name no valid path"
     return _Answer(UNKNOWN, why)
 
 

@@ -88,6 +88,12 @@ def test_requests_beyond_a_bound_are_certain() -> None:
     assert at_least(read_look(PAGE, 1), 256) == (0, 0)
 
 
+def test_odd_buckets_are_counted_once() -> None:
+    """A hostile histogram has no bound that breaks the sums."""
+    odd = {"_-Inf": 1, "_NaN": 2, "_much": 2, "_+Inf": 2, "_1e400": 2, "_100": 1, "_-5": 1}
+    assert at_least(read_look(histogram(9, **odd), 1), 50) == (1, 1)
+
+
 @pytest.mark.parametrize(
     "value", ["NaN", "-1", "1e999", "-Inf", "9" * 5000, "9" * 500, "0x10", "", "much"]
 )

@@ -124,6 +124,19 @@ def test_a_link_leads_to_the_same_directory(folders: tuple[Path, Path], tmp_path
     assert different.next == f"hicachectl doctor {one} --server {url}"
 
 
+@pytest.mark.parametrize("path", ["a\0b", "x" * 5000, "/" * 5000, "gone", "file", "loop", 5])
+def test_settings_of_a_server_are_not_trusted(
+    folders: tuple[Path, Path], tmp_path: Path, path: object
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    path = str(tmp_path / path) if path in ("file", "loop") else path
+    with serving(tmp_path) as url:
+        found = check(url, folders[0], {"file_storage_path": path})
+    assert found.status in ("unknown", "fail")
+    assert len(found.detail + found.evidence) < 1000
+
+
 @needs_root
 def test_an_equal_path_in_a_container_is_another_directory(
     folders: tuple[Path, Path], tmp_path: Path
