@@ -202,7 +202,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def _report(self) -> None:
         """Write this rank's status into the first store from now on, if it is a directory."""
         first = self._settings.stores[0]
-        if first.kind.directory and self._stores.writes:
+        if first.kind.directory and self._stores.writes and self._status_file is None:
             self._status_file = StatusFile(first.path, self._status_maker(), self._counters)
 
     def _status_maker(self) -> Callable[[bool], PluginStatus]:

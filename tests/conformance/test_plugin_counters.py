@@ -9,6 +9,7 @@ import errno
 import os
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
@@ -311,3 +312,32 @@ def test_a_server_without_metrics_leaves_its_status_also_when_it_is_killed(
         assert "hicachectl: warning: metrics" not in server.log()
         running = statuses(site.directory)[SERVING]
     assert statuses(site.directory) == {ENDED: running}
+
+
+def test_counters_agree_while_requests_overlap_and_sglang_itself_fails_calls(
+    sglang_python: Path, tmp_path: Path
+) -> None:
+    """SGLang's own injector lets calls fail before they reach the plug-in.
+
+    Overlapping requests restore the same pages, of which SGLang credits one request alone.
+    """
+    model, chance = tmp_path / "tiny", random.Random(5)
+    tiny_llama.write_model(model, seed=7)
+    prompts = [prompt(seed, 4) for seed in range(110, 114)]
+    failing = {"SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.2"}
+    with CpuServer(sglang_python, model, tmp_path / "log", **failing) as server:
+        Site(server, tmp_path / "store").attach()
+        told = 0
+        with ThreadPoolExecutor(4) as threads:
+            for _ in range(15):
+                server.flush()
+                asked = [chance.choice(prompts) for _ in range(6)]
+                told += sum(answer.storage for answer in threads.map(server.generate, asked))
+        counts = settled(server)
+    restored, found = counts.tokens("restored"), counts.tokens("found")
+    assert told > 0
+    assert restored == counts.get("sglang:prefetched_tokens_total")
+    assert restored >= told + counts.unfulfilled(*DISCARDED)
+    assert found == counts.get("sglang:storage_prefetch_hit_tokens_total")
+    lost = counts.unfulfilled("storage_transfer", "host_capacity", "below_threshold")
+    assert found - restored == lost > 0

@@ -13,6 +13,7 @@ import pytest
 from hicachectl.backends.sglang import settings
 from hicachectl.backends.sglang.exported import LABELS
 from hicachectl.backends.sglang.settings import parse_settings
+from hicachectl.checks.reasons import PLUGIN, reasons
 from hicachectl.formats.plugin_status import COUNTED, metric_of
 from tests.served_stores import INDEXED, served_by, served_store
 from tests.stores import page
@@ -71,6 +72,19 @@ def test_every_reason_and_metric_is_explained() -> None:
     assert set(COUNTED["noted"]) | set(COUNTED["removed"]) <= named[0]
     metrics = {f"{metric_of(kind, one)}_total" for kind, names in COUNTED.items() for one in names}
     assert set(re.findall(r"^\.It Li (\w+)$", section("METRICS"), re.MULTILINE)) == metrics
+
+
+def test_explain_knows_every_reason_and_where_it_is_counted() -> None:
+    stated = {
+        (reason.name, metric)
+        for reason in reasons()
+        if reason.source == PLUGIN
+        for metric in reason.counters
+    }
+    kinds = COUNTED.keys() - {"tokens"}
+    assert stated == {
+        (name, f"{metric_of(kind, name)}_total") for kind in kinds for name in COUNTED[kind]
+    }
 
 
 def test_the_labels_of_the_metrics_are_stated() -> None:
