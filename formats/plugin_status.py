@@ -114,7 +114,7 @@ class PluginStatus(Struct, frozen=True, kw_only=True):
     excluded: why all pages are misses until the next attach, by reason.
     tokens: tokens since the process has first used these stores, by stage (`Stage`).
     refused: pages of a pool that were misses or were not written, by reason.
-    noted: pages of a pool that were served in spite of the reason.
+    noted: pages of a pool that were served in spite of a reason, by reason.
     removed: files that were removed, by reason.
     failed: operations other than reads and writes that failed, by reason.
     """

@@ -8,7 +8,6 @@ Nothing raises into those threads: an exception in `get_stats` ends the server.
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections import OrderedDict
 from contextlib import suppress
@@ -16,7 +15,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from msgspec import structs
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     PoolHitPolicy,
@@ -24,21 +22,18 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from hicachectl import __version__
-from hicachectl.backends.disk.statuses import process_start_ns, this_host
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.context import read_context, weight_version
 from hicachectl.backends.sglang.counters import Moved
 from hicachectl.backends.sglang.log import logger
 from hicachectl.backends.sglang.pools import ThisRankError, served_pool
 from hicachectl.backends.sglang.settings import parse_settings
-from hicachectl.backends.sglang.status_file import StatusFile
+from hicachectl.backends.sglang.status_file import StatusFile, first_status
 from hicachectl.backends.sglang.store_list import open_stores
-from hicachectl.formats.plugin_status import COUNTED, PluginStatus
 from hicachectl.formats.restorable import ALL_PAGES, PoolPages, restorable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hicachectl.backends.sglang.served import ServedPool
 
@@ -104,12 +99,11 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         # Pages whose sidecars failed, until their KV has been refused.
         self._failed: OrderedDict[str, None] = OrderedDict()
         self._reads, self._writes = Moved(), Moved()
-        # Whether pools of equal pages are read after the anchor, each batch of pages in a call of
-        # its own; and the last batch of the anchor, of which such a pool may lose some.
-        self._has_beside = False
+        # Whether SGLang reads other pools after each batch of the anchor's pages; and the anchor's
+        # last batch with the number of its leading pages, until they are counted.
+        self._has_derived = False
         self._anchored: tuple[Sequence[str], int] | None = None
         self._status_file: StatusFile | None = None
-        self._attached_ns = time.time_ns()
         self._counters.tally.begin(self._rank)
 
     # attaching, in the scheduler's thread
@@ -191,8 +185,6 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
             if self._status_file is not None:
                 self._status_file.close()
 
-    # what others see
-
     @property
     def _rank(self) -> tuple[int, ...]:
         """This rank's values of `exported.LABELS`."""
@@ -202,49 +194,9 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def _report(self) -> None:
         """Write this rank's status into the first store from now on, if it is a directory."""
         first = self._settings.stores[0]
-        if first.kind.directory and self._stores.writes and self._status_file is None:
-            self._status_file = StatusFile(first.path, self._status_maker(), self._counters)
-
-    def _status_maker(self) -> Callable[[bool], PluginStatus]:
-        """Return a function that returns this rank's status; True for the last one."""
-        config, context, tally = self._config, self._context, self._counters.tally
-        kv = self._pools.get(str(PoolName.KV))
-        host, namespace = this_host()
-        fixed = PluginStatus(
-            release=__version__,
-            host=host,
-            pid=os.getpid(),
-            pid_namespace=namespace,
-            started_ns=process_start_ns(os.getpid()) or 0,
-            tp_rank=config.tp_rank,
-            tp_size=config.tp_size,
-            pp_rank=config.pp_rank,
-            pp_size=config.pp_size,
-            cp_rank=config.attn_cp_rank,
-            cp_size=config.attn_cp_size,
-            dp_rank=config.dp_rank,
-            model=str(config.model_name),
-            weights=context.weights,
-            draft_weights=context.draft_weights,
-            page_size=context.page_size,
-            dtype="" if kv is None else kv.identity.dtype,
-            layout="" if kv is None else kv.identity.layout,
-            pools=tuple(sorted(self._pools)),
-            stores=self._settings.names,
-            attached_ns=self._attached_ns,
-            written_ns=0,
-        )
-
-        def status(closed: bool) -> PluginStatus:
-            return structs.replace(
-                fixed,
-                written_ns=time.time_ns(),
-                closed=closed,
-                excluded=dict(tally.excluded),
-                **{kind: tally.of(kind) for kind in COUNTED},
-            )
-
-        return status
+        if first.kind.directory and self._status_file is None:
+            status = first_status(self._config, self._context, self._settings, self._pools)
+            self._status_file = StatusFile(first.path, status, self._counters)
 
     def get_stats(self) -> Any:
         """Return SGLang's StorageMetrics of the reads and writes since the last call, or None."""
@@ -276,7 +228,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         pools = [pool for pool in asked if pool is not None]
         tokens = self._context.page_size
         self._counters.moved("asked", len(keys) * tokens)
-        self._has_beside = any(t.indices_from_pool == PoolName.KV for t in transfers)
+        self._has_derived = any(t.indices_from_pool == PoolName.KV for t in transfers)
         if len(pools) < len(asked):
             self._counters.count("unserved", len(keys))
             return PoolTransferResult.empty()
@@ -316,7 +268,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
             read = self._read(self._pools.get(str(PoolName.KV)), keys, host_indices, call)
         self._count_anchored()
         self._anchored = keys, _leading(read)
-        if not self._has_beside:
+        if not self._has_derived:
             self._count_anchored()
         return read
 
@@ -330,23 +282,26 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
                 t.name: self._read(self._pool_of(t), t.keys or [], t.host_indices, call)
                 for t in transfers
             }
-        self._count_anchored([results[t.name] for t in transfers if t.keys == self._last_anchored])
+        self._count_anchored(transfers, results)
         return results
 
-    @property
-    def _last_anchored(self) -> Sequence[str] | None:
-        return None if self._anchored is None else self._anchored[0]
+    def _count_anchored(
+        self, transfers: Sequence[Any] = (), results: Mapping[Any, Sequence[bool]] | None = None
+    ) -> None:
+        """Count the anchor's last batch as restored, as far as SGLang takes it.
 
-    def _count_anchored(self, beside: Sequence[Sequence[bool]] = ()) -> None:
-        """Count the last batch of the anchor as restored, as far as SGLang takes it.
+        It takes the leading pages that were read, also by pools that it reads for the same batch
+        (cache_controller.py :: _page_transfer_kv_batch).
 
-        It takes the leading pages that were read, and that all pools read with them have, too
-        (cache_controller.py :: _page_transfer_kv_batch). beside: the pages that each of them has.
+        results: pages that were read, by the name of each transfer.
         """
         anchored, self._anchored = self._anchored, None
-        if anchored is not None:
-            pages = min([anchored[1], *map(_leading, beside)])
-            self._counters.moved("restored", pages * self._context.page_size)
+        if anchored is None:
+            return
+        keys, pages = anchored
+        derived = [(results or {})[t.name] for t in transfers if t.keys == keys]
+        pages = min([pages, *map(_leading, derived)])
+        self._counters.moved("restored", pages * self._context.page_size)
 
     @_never_raises(_no_pages_of)  # a pool that fails costs its own pages only
     def _read(

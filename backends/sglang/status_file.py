@@ -7,19 +7,31 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
+from hicachectl import __version__
 from hicachectl.backends.disk.directory import Directory
-from hicachectl.backends.disk.statuses import remove_ended, write_status
+from hicachectl.backends.disk.statuses import (
+    process_start_ns,
+    remove_ended,
+    this_host,
+    write_status,
+)
 from hicachectl.formats.errors import HicacheError
-from hicachectl.formats.plugin_status import WRITTEN_EVERY_S
+from hicachectl.formats.objects import ANCHOR
+from hicachectl.formats.plugin_status import COUNTED, WRITTEN_EVERY_S, PluginStatus
 from hicachectl.formats.wording import reason_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping
 
+    from hicachectl.backends.sglang.context import Context
     from hicachectl.backends.sglang.counters import Counters
-    from hicachectl.formats.plugin_status import PluginStatus
+    from hicachectl.backends.sglang.served import ServedPool
+    from hicachectl.backends.sglang.settings import Settings
 
 _LONGEST_CLOSE_S = 0.5
 
@@ -27,12 +39,10 @@ _LONGEST_CLOSE_S = 0.5
 class StatusFile:
     """Writes a rank's status into the directory of a store, now and every `WRITTEN_EVERY_S`."""
 
-    def __init__(
-        self, path: str, status: Callable[[bool], PluginStatus], counters: Counters
-    ) -> None:
+    def __init__(self, path: str, status: PluginStatus, counters: Counters) -> None:
         """Start the thread. A directory that is missing or read-only gets no status.
 
-        status: returns the status as it is now; its argument tells whether it is the last one.
+        path: the directory's. status: what does not change, see `first_status`.
         """
         self._path = path
         self._status = status
@@ -70,7 +80,50 @@ class StatusFile:
             here = directory.descriptor
             if not os.access(".", os.W_OK, dir_fd=here, effective_ids=True):
                 return
-            status = self._status(last)
+            tally = self._counters.tally
+            status = structs.replace(
+                self._status,
+                written_ns=time.time_ns(),
+                closed=last,
+                excluded=dict(tally.excluded),
+                **{kind: tally.of(kind) for kind in COUNTED},
+            )
             write_status(directory, status)
             if first:
                 remove_ended(directory, status)
+
+
+def first_status(
+    config: Any, context: Context, settings: Settings, pools: Mapping[str, ServedPool]
+) -> PluginStatus:
+    """Return what a rank's status says throughout an attachment that begins now.
+
+    config: SGLang's HiCacheStorageConfig.
+    """
+    kv = pools.get(ANCHOR)
+    host, namespace = this_host()
+    now_ns = time.time_ns()
+    return PluginStatus(
+        release=__version__,
+        host=host,
+        pid=os.getpid(),
+        pid_namespace=namespace,
+        started_ns=process_start_ns(os.getpid()) or 0,
+        tp_rank=config.tp_rank,
+        tp_size=config.tp_size,
+        pp_rank=config.pp_rank,
+        pp_size=config.pp_size,
+        cp_rank=config.attn_cp_rank,
+        cp_size=config.attn_cp_size,
+        dp_rank=config.dp_rank,
+        model=str(config.model_name),
+        weights=context.weights,
+        draft_weights=context.draft_weights,
+        page_size=context.page_size,
+        dtype="" if kv is None else kv.identity.dtype,
+        layout="" if kv is None else kv.identity.layout,
+        pools=tuple(sorted(pools)),
+        stores=settings.names,
+        attached_ns=now_ns,
+        written_ns=now_ns,
+    )

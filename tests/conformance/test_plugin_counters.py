@@ -324,8 +324,12 @@ def test_counters_agree_while_requests_overlap_and_sglang_itself_fails_calls(
     model, chance = tmp_path / "tiny", random.Random(5)
     tiny_llama.write_model(model, seed=7)
     prompts = [prompt(seed, 4) for seed in range(110, 114)]
-    failing = {"SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.2"}
-    with CpuServer(sglang_python, model, tmp_path / "log", **failing) as server:
+    with CpuServer(
+        sglang_python,
+        model,
+        tmp_path / "log",
+        SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE="0.2",
+    ) as server:
         Site(server, tmp_path / "store").attach()
         told = 0
         with ThreadPoolExecutor(4) as threads:

@@ -8,10 +8,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from msgspec import structs
 
 from hicachectl.backends.disk.directory import Directory
-from hicachectl.backends.disk.statuses import CLOSED, SERVING, read_statuses
+from hicachectl.backends.disk.statuses import CLOSED, SERVING, read_statuses, write_status
 from hicachectl.backends.sglang import status_file
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.status_file import StatusFile
@@ -19,7 +18,6 @@ from tests.backends.disk.test_statuses import status
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from hicachectl.formats.plugin_status import PluginStatus
@@ -38,20 +36,13 @@ def counters() -> Counters:
     return Counters("file:///store")
 
 
-@pytest.fixture
-def present() -> Callable[[bool], PluginStatus]:
-    """Return a function that returns the status as it is now."""
-    return lambda closed: structs.replace(status(), written_ns=time.time_ns(), closed=closed)
-
-
 def test_it_is_written_at_once_again_and_at_the_end(
     tmp_path: Path,
     counters: Counters,
-    present: Callable[[bool], PluginStatus],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(status_file, "WRITTEN_EVERY_S", 0.02)
-    file = StatusFile(str(tmp_path), present, counters)
+    file = StatusFile(str(tmp_path), status(), counters)
     wait_until(lambda: standings(tmp_path) == [SERVING])
     (path,) = (tmp_path / ".hicachectl" / "status").iterdir()
     before = path.stat().st_ino, path.stat().st_mtime_ns
@@ -64,14 +55,13 @@ def test_it_is_written_at_once_again_and_at_the_end(
 def test_a_missing_or_read_only_directory_gets_none(
     tmp_path: Path,
     counters: Counters,
-    present: Callable[[bool], PluginStatus],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without a failure: pages tell of it."""
-    StatusFile(str(tmp_path / "missing"), present, counters).close()
+    StatusFile(str(tmp_path / "missing"), status(), counters).close()
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(os, "access", lambda *_, **__: False)  # root may write anywhere
-    StatusFile(str(tmp_path), present, counters).close()
+    StatusFile(str(tmp_path), status(), counters).close()
     assert not list(tmp_path.iterdir())
     assert counters.tally.of("failed") == {}
 
@@ -79,11 +69,10 @@ def test_a_missing_or_read_only_directory_gets_none(
 def test_a_directory_that_cannot_be_used_is_a_failure_with_its_reason(
     tmp_path: Path,
     counters: Counters,
-    present: Callable[[bool], PluginStatus],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / ".hicachectl").symlink_to(tmp_path)
-    StatusFile(str(tmp_path), present, counters).close()
+    StatusFile(str(tmp_path), status(), counters).close()
     assert counters.tally.of("failed")["unreported"] >= 1
     assert "unreported: " in caplog.text
     assert ".hicachectl: is a symbolic link" in caplog.text
@@ -92,19 +81,19 @@ def test_a_directory_that_cannot_be_used_is_a_failure_with_its_reason(
 def test_an_error_of_ours_does_not_end_the_thread(
     tmp_path: Path,
     counters: Counters,
-    present: Callable[[bool], PluginStatus],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(status_file, "WRITTEN_EVERY_S", 0.02)
     calls = []
 
-    def fails_once(closed: bool) -> PluginStatus:
-        calls.append(closed)
+    def fails_once(directory: Directory, one: PluginStatus) -> None:
+        calls.append(one)
         if len(calls) == 1:
             raise ValueError("no status")
-        return present(closed)
+        write_status(directory, one)
 
-    file = StatusFile(str(tmp_path), fails_once, counters)
+    monkeypatch.setattr(status_file, "write_status", fails_once)
+    file = StatusFile(str(tmp_path), status(), counters)
     wait_until(lambda: standings(tmp_path) == [SERVING])
     file.close()
     assert counters.tally.of("failed") == {"error": 1}
@@ -113,7 +102,6 @@ def test_an_error_of_ours_does_not_end_the_thread(
 def test_a_store_that_hangs_holds_up_the_thread_alone(
     tmp_path: Path,
     counters: Counters,
-    present: Callable[[bool], PluginStatus],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Closing takes a moment; when the store answers, the last status is written."""
@@ -125,7 +113,7 @@ def test_a_store_that_hangs_holds_up_the_thread_alone(
         rename(*arguments, **named)
 
     monkeypatch.setattr(os, "rename", hangs)
-    file = StatusFile(str(tmp_path), present, counters)
+    file = StatusFile(str(tmp_path), status(), counters)
     assert reached.wait(60)
     begun = time.monotonic()
     file.close()
@@ -138,7 +126,6 @@ def test_a_store_that_hangs_holds_up_the_thread_alone(
 def test_a_system_without_more_threads_is_a_failure_only(
     tmp_path: Path,
     counters: Counters,
-    present: Callable[[bool], PluginStatus],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(_: object) -> None:
@@ -146,5 +133,5 @@ def test_a_system_without_more_threads_is_a_failure_only(
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        StatusFile(str(tmp_path), present, counters).close()
+        StatusFile(str(tmp_path), status(), counters).close()
     assert counters.tally.of("failed") == {"unreported": 1}
