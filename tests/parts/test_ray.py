@@ -172,7 +172,7 @@ class TestOnCluster:
         wait_for_end([of_removed])
         (toy_run.folder / "released").touch()
         assert driver.document() == UNDISTURBED
-        assert driver.remarks.count("was killed by signal 9 (Killed)") == 1
+        assert "was killed by signal 9 (Killed)" in driver.remarks
         assert driver.remarks.count("is done again: ") == NODES + 1
         assert toy_run.listings == 1
 
