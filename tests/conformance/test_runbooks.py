@@ -16,13 +16,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from hicachectl.__main__ import run
+from hicachectl.formats.hashing import page_hashes_hex
+from tests.conformance.cpu_server import KEY, page_files, prompt
 from tests.small_file_system import small_file_system
 from tests.test_readme import check_arguments, manual_blocks
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.conformance.conftest import Manifest, WriteStore
+    from tests.conformance.cpu_server import CpuServer
 
 PAGE = Path(__file__).parents[2] / "man" / "hicachectl-runbooks.7"
 MODEL = {
@@ -82,7 +86,8 @@ class Machine:
         }
         (config,) = [block for block in manual_blocks(PAGE.name) if "[stores.prod]" in block]
         (folder / "new").mkdir()
-        (folder / "stores.toml").write_text(self._here(config))
+        (folder / "hicachectl").mkdir()
+        (folder / "hicachectl" / "config.toml").write_text(self._here(config))
         (folder / "config.json").write_text(json.dumps(MODEL))
 
     def _here(self, text: str) -> str:
@@ -96,6 +101,10 @@ class Machine:
         for entry in manifest["objects"]:
             shutil.copy(directory / entry["file"], self.store)
             os.utime(self.store / entry["file"], (then, then))
+
+    def serve(self, url: str) -> None:
+        """Put the URL of a server in place of the page's."""
+        self._places["http://127.0.0.1:30000"] = url
 
     def ask(self, tokens: list[int]) -> None:
         """Write the requests and the trace, of the same prompts."""
@@ -142,7 +151,8 @@ def machine(
     machine = Machine(tmp_path, capfd)
     machine.store.mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HICACHECTL_CONFIG", str(tmp_path / "stores.toml"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("HICACHECTL_CONFIG", raising=False)
     return machine
 
 
@@ -150,6 +160,61 @@ def machine(
 def before(sglang_store: WriteStore) -> tuple[Path, Manifest]:
     """The store of bfloat16 servers."""
     return sglang_store("fp8_mha", dtype="bfloat16", seed=1, pages=12)
+
+
+@pytest.mark.xdist_group("sglang-server")
+def test_no_hits(machine: Machine, cpu_server: CpuServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real server misses pages under another name, and then prompts below its threshold."""
+    long, short = prompt(1, 6), prompt(2, 3)
+    monkeypatch.setenv("HICACHECTL_API_KEY", KEY)
+    machine.serve(cpu_server.url)
+    days = [{"timestamp": n, "token_ids": tokens} for n, tokens in enumerate((long, short))]
+    (machine.folder / "day.jsonl").write_text("\n".join(map(json.dumps, days)))
+
+    def attach(threshold: int) -> None:
+        config = {"file_storage_path": str(machine.store), "prefetch_threshold": threshold}
+        cpu_server.attach("file", config)
+
+    def restored() -> list[int]:
+        cpu_server.flush()
+        return [cpu_server.generate(tokens).storage for tokens in (long, short)]
+
+    attach(256)
+    assert restored() == [0, 0]
+    written = [file for tokens in (long, short) for file in page_files(machine.store, tokens)]
+    wait_until(lambda: all(file.exists() for file in written))
+    for file in written:
+        os.utime(file, (time.time() - 3600,) * 2)
+        file.rename(file.with_name(file.name.replace("_tiny_", "_org-tiny_")))
+
+    def change(step: Step) -> None:
+        if step.words[0] == "migrate":
+            assert restored() == [384, 0]
+        if step.words[0] == "explain":
+            cpu_server.detach()
+            attach(64)
+            assert restored() == [384, 192]
+        if step.words[0] == "doctor" and not step.status:
+            said = machine.do([*step.words, "--watch", "0s"])[1]
+            assert not re.search("^(fail|warn)", said, re.MULTILINE), said
+
+    machine.follow("NO HITS", change)
+    cpu_server.detach()
+
+
+def test_missing_objects(machine: Machine, before: tuple[Path, Manifest]) -> None:
+    """A truncated page, one that a rank lacks, and one that a server is about to write."""
+    directory, manifest = before
+    machine.write(manifest, directory, 3600)
+    machine.ask(manifest["tokens"])
+    (machine.folder / "serve.sh").write_text(f"{LAUNCH}2")
+    pages = page_hashes_hex(manifest["tokens"], 8)
+    first, second = (sorted(machine.store.glob(f"{pages[n]}*")) for n in (2, 9))
+    os.truncate(first[0], 4096)
+    os.utime(first[0], (time.time() - 3600,) * 2)
+    shutil.copy(second[0], machine.store / f"{'ab' * 32}{second[0].name[64:]}")
+    second[1].unlink()
+    machine.follow("MISSING OBJECTS")
 
 
 def test_a_dtype_change(
