@@ -226,6 +226,7 @@ live_profile_options = _profile_options(
         "--server",
         "servers",
         multiple=True,
+        describes=False,  # a profile completes the answers
         metavar="URL",
         help="Ask a live SGLang server, and build the profile from its answers. Can be given "
         "several times.",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
+from msgspec.structs import replace as replaced
 
-from hicachectl.doctor.checks import FAIL, OK, SERVER, UNKNOWN, WARN, Check
+from hicachectl.doctor.checks import FAIL, OK, UNKNOWN, WARN, Check
 from hicachectl.formats.errors import HicacheError, ProfileError
 from hicachectl.formats.layouts import DTYPE_BYTES
 from hicachectl.formats.models.flags import attention_tp, normalised_layout
@@ -122,7 +121,6 @@ def deployment_checks(
     """Return how a server's deployment differs from those that the store has pages of.
 
     stated: profile that `StoreSeen.options` name.
-
     Without any page, or if the server does not tell its deployment, there is nothing to compare.
     """
     if seen.inventory is None or server.deployment is None:
@@ -131,7 +129,7 @@ def deployment_checks(
         asked = _asked(server)
     except ProfileError as error:
         what, _, remedy = str(error).partition("; ")
-        return [_check(server, "deployment", UNKNOWN, f"Not compared: {what}", remedy=remedy)]
+        return [server.check("deployment", UNKNOWN, f"Not compared: {what}", next=remedy)]
     census = Census.of(seen.inventory.objects, seen.inventory.affix_ids)
     profiled = _is_profile_of(server, seen)
     stored = list(_stored(seen.inventory, census, asked, profiled=profiled))
@@ -165,7 +163,7 @@ def _is_profile_of(server: LiveServer, seen: StoreSeen) -> bool:
     """Return whether the store was listed with this server's profile, whatever its weights."""
     if server.profile is None or seen.profile is None:
         return False
-    listed = replace(
+    listed = replaced(
         seen.profile,
         weights=server.profile.weights,
         draft_weights=server.profile.draft_weights,
@@ -224,14 +222,13 @@ def _missing(
 ) -> Check:
     """Return the check of a store that has only pages of other deployments."""
     nearest = min(others, key=lambda one: (len(one.differences), -one.pages))
-    return _check(
-        server,
+    return server.check(
         next(iter(nearest.differences)),
         FAIL,
         f"The store has {_theirs(nearest)}, this server asks for {_ours(nearest)}",
         evidence=f"{counted(nearest.pages, 'page')} of {nearest.text}, none of the server's"
         + _more(others, nearest),
-        remedy=_conversion(server, nearest, seen, stated),
+        next=_conversion(server, nearest, seen, stated),
     )
 
 
@@ -244,8 +241,7 @@ def _present(
 ) -> Iterator[Check]:
     """Yield the checks of a store that has pages of the server's deployment, too."""
     pages = sum(one.pages for one in own)
-    yield _check(
-        server,
+    yield server.check(
         "deployment",
         OK,
         f"The store has {counted(pages, 'page')} of {own[0].text}",
@@ -253,15 +249,14 @@ def _present(
     )
     for one in others:
         if _is_forsaken(one, own):
-            yield _check(
-                server,
+            yield server.check(
                 next(iter(one.differences)),
                 WARN,
                 f"The store also has {_theirs(one)}, which this server does not find: it asks for "
                 f"{_ours(one)}",
                 evidence=f"{counted(one.pages, 'page')} of {one.text}, "
                 f"{counted(pages, 'page')} of the server's",
-                remedy=_conversion(server, one, seen, stated),
+                next=_conversion(server, one, seen, stated),
             )
 
 
@@ -320,6 +315,8 @@ def _conversion(
     same_keys: the converted pages have the same keys, so they need another store.
     """
     names = list(one.differences)
+    if names == ["keys"]:
+        return "check that STORE is the server's, and the profile"
     if not set(names) <= set(_CONVERTED):
         return (
             "start the server with the sizes of the store, or let it write its own pages: migrate "
@@ -345,7 +342,8 @@ def _conversion(
     # An archive is written once.
     target = source if seen.store.traits.live and not same_keys else "DST"
     described = shlex.join(words) if words else seen.options
-    command = f"hicachectl migrate {source} {target} {described} {shlex.join(changed)}"
+    parts = ("hicachectl migrate", source, target, described, shlex.join(changed))
+    command = " ".join(filter(None, parts))
     if "model" in names:
         command = f"if both names are of the same weights: {command}"
     if model_only:
@@ -400,32 +398,30 @@ def _sizes(
     if objects < SEVERAL or objects * _SHARE < fitting + objects:
         if fitting:
             text = f"The sizes of {counted(fitting, 'object')} fit {told}"
-            yield _check(server, "page-size", OK, text)
+            yield server.check("page-size", OK, text)
         return
     ranks = _ranks_seen(seen.inventory, census, own[0])
     if ranks is not None and ranks != profile.tp and not profile.rank_replicated:
-        differing = dataclasses.replace(own[0], differences={"tp": (str(ranks), str(profile.tp))})
-        yield _check(
-            server,
+        differing = replace(own[0], differences={"tp": (str(ranks), str(profile.tp))})
+        yield server.check(
             "tp",
             WARN if fitting else FAIL,
             f"The store has {_theirs(differing)}, this server asks for {_ours(differing)}",
             evidence=f"kv objects of {human_size(size)}, expected {human_size(wanted)}, of "
             f"{counted(ranks, 'rank')}",
-            remedy=_conversion(server, differing, seen, stated, same_keys=True),
+            next=_conversion(server, differing, seen, stated, same_keys=True),
         )
         return
     readings = _readings(server, seen, size, wanted)
     what = " or ".join(readings) or "another model or topology"
-    yield _check(
-        server,
-        "dtype" if readings and readings[0].startswith("dtype") else "page-size",
+    yield server.check(
+        "dtype" if readings and "dtype" in readings[0] else "page-size",
         WARN if fitting else FAIL,
         f"{counted(objects, 'object')} of the store have the size of {what}, this server asks for "
         f"{told}",
         evidence=f"kv objects of {human_size(size)}, expected {human_size(wanted)}"
         + (f", which {counted(fitting, 'object')} have" if fitting else ""),
-        remedy="start the server with the page size and dtype of the store, or remove the old "
+        next="start the server with the page size and dtype of the store, or remove the old "
         "pages with hicachectl rm; migrate does not convert them",
     )
 
@@ -460,8 +456,9 @@ def _readings(server: LiveServer, seen: StoreSeen, size: int, wanted: int) -> li
     if recorded:
         fits = []
     width = DTYPE_BYTES.get(profile.pools[0].dtype, 0) * size / wanted
-    dtypes = sorted(name for name, nbytes in DTYPE_BYTES.items() if nbytes == width)
-    return [*fits, *([f"dtype {dtypes[0]}"] if dtypes else [])]
+    if width in DTYPE_BYTES.values():
+        fits.append(f"a dtype of {counted(int(width), 'byte')}")
+    return fits
 
 
 def _recorded(seen: StoreSeen, key_model: str) -> set[str]:
@@ -491,28 +488,13 @@ def _layout(server: LiveServer, seen: StoreSeen) -> Iterator[Check]:
     if stamp is None or not layout:
         return
     if stamp.profile.layout == layout:
-        yield _check(server, "layout", OK, f"The layout is that of the stamp: {layout}")
+        yield server.check("layout", OK, f"The layout is that of the stamp: {layout}")
         return
-    yield _check(
-        server,
+    yield server.check(
         "layout",
         FAIL,
         f"The stamp of the store has layout {stamp.profile.layout}, this server uses {layout}: it "
         "would read permuted values",
-        remedy=f"hicachectl migrate SRC DST --to-layout {layout}, or start the server with "
+        next=f"hicachectl migrate SRC DST --to-layout {layout}, or start the server with "
         f"--hicache-mem-layout {stamp.profile.layout}",
-    )
-
-
-def _check(
-    server: LiveServer, name: str, status: str, detail: str, *, evidence: str = "", remedy: str = ""
-) -> Check:
-    return Check(
-        name=name,
-        group=SERVER,
-        status=status,
-        detail=detail,
-        evidence=evidence,
-        next=remedy,
-        server=server.url,
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace as replaced
 
+from hicachectl.doctor.checks import SERVER, Check
 from hicachectl.formats.errors import HicacheError, StoreUnavailable
 from hicachectl.formats.models.server_info import flags_from_server_info, served_profile
 from hicachectl.profiles.server import checked_url, fetch_server, profile_of_replies
@@ -50,6 +51,27 @@ class LiveServer:
     why_no_profile: str = ""
     problem: str = ""
     started: float | None = None
+
+    def check(
+        self,
+        name: str,
+        status: str,
+        detail: str,
+        *,
+        evidence: str = "",
+        next: str = "",
+        group: str = SERVER,
+    ) -> Check:
+        """Return a check about the server. Arguments: see `Check`."""
+        return Check(
+            name=name,
+            group=group,
+            status=status,
+            detail=detail,
+            evidence=evidence,
+            next=next,
+            server=self.url,
+        )
 
 
 def ask_server(url: str, request: DoctorRequest) -> LiveServer:

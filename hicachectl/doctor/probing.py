@@ -55,13 +55,13 @@ def write_probe(server: LiveServer, seen: StoreSeen, hashing: Hashing) -> Check:
         keys = _keys(server, seen, prompt, hashing)
         if not len(keys):
             why = "No prompt was sent: without a profile, nothing tells the keys of its pages"
-            return _check(server, UNKNOWN, why, remedy="give --model-config or --profile")
+            return _check(server, UNKNOWN, why, next="give --model-config or --profile")
         for _ in range(2 if policy == "write_through_selective" else 1):
             _send(server, prompt)
         return _answer(server, seen, keys, len(tokens))
     except HicacheError as error:
         what, _, remedy = str(error).partition("; ")
-        return _check(server, UNKNOWN, f"The prompt was of no use: {what}", remedy=remedy)
+        return _check(server, UNKNOWN, f"The prompt was of no use: {what}", next=remedy)
 
 
 def _keys(server: LiveServer, seen: StoreSeen, prompt: Request, hashing: Hashing) -> pa.Array:
@@ -114,20 +114,14 @@ def _answer(server: LiveServer, seen: StoreSeen, keys: pa.Array, tokens: int) ->
                 "The server answered a prompt, and none of its pages appeared in the store: it "
                 "writes elsewhere, or not at all",
                 evidence=f"a random prompt of {tokens} tokens, looked for in {seconds:.0f} s",
-                remedy=_ELSEWHERE,
+                next=_ELSEWHERE,
             )
         time.sleep(_PAUSE_S)
 
 
 def _check(
-    server: LiveServer, status: str, detail: str, *, evidence: str = "", remedy: str = ""
+    server: LiveServer, status: str, detail: str, *, evidence: str = "", next: str = ""
 ) -> Check:
-    return Check(
-        name="write-probe",
-        group=SAME_STORE,
-        status=status,
-        detail=detail,
-        evidence=evidence,
-        next=remedy,
-        server=server.url,
+    return server.check(
+        "write-probe", status, detail, evidence=evidence, next=next, group=SAME_STORE
     )

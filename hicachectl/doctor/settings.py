@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hicachectl.doctor.checks import FAIL, OK, SERVER, UNKNOWN, WARN, Check
+from hicachectl.doctor.checks import FAIL, OK, UNKNOWN, WARN, Check
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.models.server_info import extra_config, is_plugin
@@ -53,37 +53,35 @@ def setting_checks(server: LiveServer) -> list[Check]:
 
 def _reachable(server: LiveServer) -> Iterable[Check]:
     if not server.problem:
-        yield _check(server, "reachable", OK, "The server answers")
+        yield server.check("reachable", OK, "The server answers")
         return
     what, _, remedy = server.problem.partition("; ")
-    yield _check(server, "reachable", FAIL, what, remedy=remedy)
+    yield server.check("reachable", FAIL, what, next=remedy)
 
 
 def _hicache(server: LiveServer) -> Iterable[Check]:
     enabled = server.settings.get("enable_hierarchical_cache")
     if enabled is True:
-        yield _check(server, "hicache", OK, "HiCache is on")
+        yield server.check("hicache", OK, "HiCache is on")
         return
     if enabled is None:
-        yield _check(
-            server,
+        yield server.check(
             "hicache",
             UNKNOWN,
             "The server does not say whether HiCache is on: its reply lacks "
             "enable_hierarchical_cache",
-            remedy="check the server's command line for --enable-hierarchical-cache",
+            next="check the server's command line for --enable-hierarchical-cache",
         )
         return
     remedy = "start the server with --enable-hierarchical-cache"
     if server.settings.get("disable_radix_cache") is True:
         remedy += " and without --disable-radix-cache"
-    yield _check(
-        server,
+    yield server.check(
         "hicache",
         FAIL,
         "HiCache is off, so the server neither reads nor writes a store",
         evidence=_evidence(server, "enable_hierarchical_cache", "disable_radix_cache"),
-        remedy=remedy,
+        next=remedy,
     )
 
 
@@ -102,22 +100,21 @@ def _attached(server: LiveServer) -> Iterable[Check]:
         detail = "No storage backend is attached, so the server neither reads nor writes a store"
         if server.info.get(_BACKEND):
             detail += "; the one that it started with was detached"
-        yield _check(server, "attached", FAIL, detail, evidence=evidence, remedy=remedy)
+        yield server.check("attached", FAIL, detail, evidence=evidence, next=remedy)
     elif None in backends:
         at_start = server.info.get(_BACKEND)
         lacking = sum(not state.get(_BACKEND, at_start) for state in server.states)
-        yield _check(
-            server,
+        yield server.check(
             "attached",
             FAIL,
             f"{lacking} of {len(server.states)} data-parallel ranks have no storage backend",
             evidence=evidence,
-            remedy=remedy,
+            next=remedy,
         )
     else:
         named = " and ".join(sorted(backend for backend in backends if backend))
-        yield _check(
-            server, "attached", OK, f"A storage backend is attached: {named}", evidence=evidence
+        yield server.check(
+            "attached", OK, f"A storage backend is attached: {named}", evidence=evidence
         )
 
 
@@ -131,19 +128,18 @@ def _agreement(server: LiveServer) -> Iterable[Check]:
         if len({repr(state.get(name)) for state in server.states}) > 1
     ]
     if not differing:
-        yield _check(
-            server, "ranks", OK, f"{len(server.states)} data-parallel ranks have equal settings"
+        yield server.check(
+            "ranks", OK, f"{len(server.states)} data-parallel ranks have equal settings"
         )
         return
-    yield _check(
-        server,
+    yield server.check(
         "ranks",
         WARN,
         f"The data-parallel ranks differ in {', '.join(differing)}",
         evidence="; ".join(
             f"{name}: {_values(server.states, name)}" for name in differing if name != _EXTRA
         ),
-        remedy=f"DELETE {server.url}/hicache/storage-backend, then PUT it again for all ranks",
+        next=f"DELETE {server.url}/hicache/storage-backend, then PUT it again for all ranks",
     )
 
 
@@ -166,13 +162,12 @@ def _write_policy(server: LiveServer) -> Iterable[Check]:
     }
     unknown = (UNKNOWN, "The server does not tell a write policy that is known", "")
     status, detail, remedy = told.get(policy, unknown) if isinstance(policy, str) else unknown
-    yield _check(
-        server,
+    yield server.check(
         "write-policy",
         status,
         detail,
         evidence=_evidence(server, "hicache_write_policy"),
-        remedy=remedy,
+        next=remedy,
     )
 
 
@@ -190,13 +185,12 @@ def _prefetch_policy(server: LiveServer) -> Iterable[Check]:
     }
     unknown = (UNKNOWN, "The server does not tell a prefetch policy that is known", "")
     status, detail, remedy = told.get(policy, unknown) if isinstance(policy, str) else unknown
-    yield _check(
-        server,
+    yield server.check(
         "prefetch-policy",
         status,
         detail,
         evidence=_evidence(server, "hicache_storage_prefetch_policy"),
-        remedy=remedy,
+        next=remedy,
     )
 
 
@@ -204,19 +198,17 @@ def _threshold(server: LiveServer) -> Iterable[Check]:
     """Tell the prefetch threshold, which SGLang raises to the page size."""
     stated = server.settings.get(_EXTRA)
     if isinstance(stated, str) and stated.startswith("@"):
-        yield _check(
-            server,
+        yield server.check(
             "threshold",
             UNKNOWN,
             "The prefetch threshold is unknown: the server reads the options of its store from a "
             "file",
-            remedy="look for prefetch_threshold in that file, and give --prefetch-threshold",
+            next="look for prefetch_threshold in that file, and give --prefetch-threshold",
         )
     elif server.deployment is not None:
         flags = server.deployment.flags
         least = max(flags.prefetch_threshold, (flags.page_size or 1) * flags.dcp)
-        yield _check(
-            server,
+        yield server.check(
             "threshold",
             OK,
             f"Fewer than {least} tokens of a request are never asked of the store",
@@ -239,17 +231,15 @@ def _host_pool(server: LiveServer) -> Iterable[Check]:
     elif not size and ratio and settings.get("hicache_host_memory_fraction") is None:
         small, evidence = ratio <= 1, f"hicache_ratio {ratio:g}"
     if small:
-        yield _check(
-            server,
+        yield server.check(
             "host-pool",
             WARN,
             "The host pool is no larger than the device pool: pages from the store soon lack room",
             evidence=evidence,
-            remedy="start the server with a larger --hicache-ratio or --hicache-size",
+            next="start the server with a larger --hicache-ratio or --hicache-size",
         )
     elif small is not None:
-        yield _check(
-            server,
+        yield server.check(
             "host-pool",
             OK,
             "The host pool is larger than the device pool",
@@ -273,8 +263,7 @@ def _weights(server: LiveServer) -> Iterable[Check]:
             for name in updated
         )
         if _has_plugin(server):
-            yield _check(
-                server,
+            yield server.check(
                 "weights",
                 OK,
                 "The weights were updated since the start, and the storage backend tells pages of "
@@ -282,19 +271,17 @@ def _weights(server: LiveServer) -> Iterable[Check]:
                 evidence=evidence,
             )
             return
-        yield _check(
-            server,
+        yield server.check(
             "weights",
             WARN,
             "The weights were updated since the start, and pages of the old weights have the same "
             "keys",
             evidence=evidence,
-            remedy="remove the old pages with hicachectl rm, or use hicachectl's storage backend, "
+            next="remove the old pages with hicachectl rm, or use hicachectl's storage backend, "
             "which tells weights apart (hicachectl-plugin(7))",
         )
     elif isinstance(version, str):
-        yield _check(
-            server,
+        yield server.check(
             "weights",
             OK,
             "No update of the weights since the start is known",
@@ -317,26 +304,24 @@ def _release(server: LiveServer) -> Iterable[Check]:
     except ProfileError as error:
         told = str(error)
     if told is None:
-        yield _check(server, "release", OK, f"SGLang {version} is known")
+        yield server.check("release", OK, f"SGLang {version} is known")
     else:
-        yield _check(
-            server,
+        yield server.check(
             "release",
             UNKNOWN,
             f"The server's release is not known: {told}",
-            remedy=f"compare its keys and settings with those of {NEWEST_SGLANG}",
+            next=f"compare its keys and settings with those of {NEWEST_SGLANG}",
         )
 
 
 def _described(server: LiveServer) -> Iterable[Check]:
     if server.why_no_profile and server.profile is None:
         what, _, remedy = server.why_no_profile.partition("; ")
-        yield _check(
-            server,
+        yield server.check(
             "profile",
             UNKNOWN,
             f"Sizes and values are not judged: {what}",
-            remedy=remedy or "give --model-config or --profile",
+            next=remedy or "give --model-config or --profile",
         )
 
 
@@ -367,17 +352,3 @@ def _evidence(server: LiveServer, *names: str) -> str:
         elif name in server.info:
             found.append(f"{name} {shown(server.info[name])} in server_info")
     return ", ".join(found)
-
-
-def _check(
-    server: LiveServer, name: str, status: str, detail: str, *, evidence: str = "", remedy: str = ""
-) -> Check:
-    return Check(
-        name=name,
-        group=SERVER,
-        status=status,
-        detail=detail,
-        evidence=evidence,
-        next=remedy,
-        server=server.url,
-    )

@@ -83,6 +83,23 @@ def test_formats_have_the_same_checks(invoke: Invoke, store: Path, tmp_path: Pat
     assert [row["group"] for row in found.rows.to_pylist()] == ["store"] * len(found.rows)
 
 
+def test_a_store_of_the_config_file_keeps_its_name(
+    invoke: Invoke, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NAME: brings its profile, and suggested commands say NAME:, which brings it again."""
+    profile_file(tmp_path / "prod.toml")
+    config = tmp_path / "config.toml"
+    config.write_text(f'[stores.prod]\nurl = "file://{store}"\nprofile = "prod.toml"\n')
+    monkeypatch.setenv("HICACHECTL_CONFIG", str(config))
+    with answering(info(tp_size=4)) as url:
+        document = invoke.document("doctor", "prod:", "--server", url, exit_code=4)
+        command = document["checks"][0]["next"]
+        assert command == "hicachectl migrate prod: prod: --to-tp 4"
+        invoke(*command.split()[1:])
+        document = invoke.document("doctor", "prod:", "--server", url)
+    assert document["verdict"] != "fail"
+
+
 def test_quiet_prints_only_failures(invoke: Invoke, store: Path) -> None:
     """A probe is silent while nothing fails, and says why it fails."""
     assert invoke("-q", "doctor", store, "--sample", 0) == ("", "")

@@ -149,7 +149,7 @@ def test_another_model_beside_the_servers_own_is_no_cause(
     [
         ({"page_size": 32}, "page-size", "page size 16"),
         ({"page_size": 64}, "page-size", "page size 16"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "page-size", "dtype bfloat16"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "page-size", "a dtype of 2 bytes"),
     ],
 )
 def test_sizes_that_no_key_shows(
@@ -169,7 +169,7 @@ def test_the_stamp_decides_between_page_size_and_dtype(
     with FileStore(store) as opened:
         write_stamp(opened, Stamp(PROFILE))
     checks = doctor(invoke, store, "--profile", profile, exit_code=4, kv_cache_dtype="fp8_e4m3")
-    assert "dtype bfloat16" in checks["server/dtype"]["detail"]
+    assert "a dtype of 2 bytes" in checks["server/dtype"]["detail"]
     assert "page size 32" not in checks["server/dtype"]["detail"]
 
 
