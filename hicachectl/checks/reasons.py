@@ -13,6 +13,7 @@ from functools import cache
 from importlib.resources import files
 
 from hicachectl.checks.codes import BELOW, shown
+from hicachectl.formats.plugin_status import COUNTED, metric_of
 
 SGLANG, PLUGIN, HITS = SOURCES = ("sglang", "plugin", "hits")
 
@@ -53,10 +54,16 @@ def reasons() -> tuple[Reason, ...]:
     """Return all reasons; no two names are equal, `-` and `_` taken as one character."""
     text = files("hicachectl.checks").joinpath("reasons.toml").read_text(encoding="utf-8")
     return tuple(
-        Reason(name, source, tuple(members.pop("counters", ())), **members)
+        Reason(name, source, tuple(members.pop("counters", _counters(name, source))), **members)
         for source, named in tomllib.loads(text).items()
         for name, members in named.items()
     )
+
+
+def _counters(name: str, source: str) -> list[str]:
+    """Return the metrics of the plug-in that have a reason of it as a label."""
+    kinds = [kind for kind, names in COUNTED.items() if name in names and source == PLUGIN]
+    return [f"{metric_of(kind, name)}_total" for kind in kinds]
 
 
 def reason_named(name: str) -> Reason | None:
