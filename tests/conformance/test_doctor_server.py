@@ -1,7 +1,7 @@
 """`doctor` names why a real SGLang server restores nothing, or wrong pages, in its first line.
 
-Two servers show all causes: the worker's, whose backends are attached and detached, and one of
-float16 pages without metrics, with keys, whose directory only its environment names.
+Two servers show all causes: one whose backends are attached and detached, healthy at first, and one
+of float16 pages without metrics, with keys, whose directory only its environment names.
 """
 
 from __future__ import annotations
@@ -78,6 +78,16 @@ class Doctor:
         return found[0]
 
 
+@pytest.fixture(scope="module")
+def shared_cpu_server(
+    sglang_python: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CpuServer]:
+    """A server of these tests: `doctor` judges what a server has lost since its start."""
+    log = tmp_path_factory.mktemp("doctor") / "server.log"
+    with CpuServer(sglang_python, tiny_model, log) as server:
+        yield server
+
+
 @pytest.fixture
 def doctor(invoke: Invoke) -> Doctor:
     return Doctor(invoke)
@@ -151,11 +161,9 @@ def words_of(check: Check) -> str:
 
 
 def follow(invoke: Invoke, check: Check) -> None:
-    """Run the next command of a check as it stands; what else could be done follows it."""
-    command, *_ = check["next"].partition(";")
-    program, *arguments = shlex.split(command)
-    assert program == "hicachectl", check
-    invoke(*arguments)
+    """Run the command of a check's next step as it stands."""
+    (command,) = re.findall(r"(hicachectl [^;]*)", check["next"])
+    invoke(*shlex.split(command)[1:])
 
 
 @contextmanager
