@@ -308,6 +308,18 @@ def refuse_other_sources(options: Mapping[str, Any], sources: Iterable[str]) -> 
         raise UsageError(f"Give exactly one of {', '.join(shown[:-1])} and {shown[-1]}")
 
 
+def mending_without_options(ctx: click.Context, text: str) -> Mending:
+    """Return what other commands on the same store have in common with this one.
+
+    text: the STORE argument.
+    """
+    from hicachectl.verification.report_text import Mending
+
+    # A URL can have a password; NAME: of the config file has none.
+    named = "://" not in text
+    return Mending(program=_program(ctx), store=text if named else store_name(ctx, text))
+
+
 def mending_of(
     ctx: click.Context,
     text: str,
@@ -324,15 +336,13 @@ def mending_of(
     quarantine: the given directory.
     without: parameters that the next commands do not have, although their options say so.
     """
+    from msgspec.structs import replace
+
     from hicachectl.backends.capabilities import SideFiles
-    from hicachectl.verification.report_text import Mending
 
     own = store.side_directory() if isinstance(store, SideFiles) else None
-    # A URL can have a password; NAME: of the config file has none.
-    named = "://" not in text
-    return Mending(
-        program=_program(ctx),
-        store=text if named else store_name(ctx, text),
+    return replace(
+        mending_without_options(ctx, text),
         options=tuple(next_words(ctx, without)),
         profiled=profile is not None,
         deletes=store.traits.deletes,

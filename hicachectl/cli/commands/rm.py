@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from msgspec import structs, to_builtins
 
-from hicachectl.cli.asked import asked_trace, given_filters, mending_of, say_unjudged, selection_of
+from hicachectl.cli.asked import (
+    asked_trace,
+    given_filters,
+    mending_without_options,
+    say_unjudged,
+    selection_of,
+)
 from hicachectl.cli.command import Command
 from hicachectl.cli.options import (
     changing_options,
@@ -378,13 +384,12 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
 
     pages = f"{counted(len(plan.groups), 'page')} ({human_size(groups.total_bytes(plan.groups))})"
     question = f"Remove {pages} from {store.url}?" if len(plan.groups) else None
-    steps = _steps(ctx, store, groups, plan, profile)
+    steps = _steps(ctx, groups, plan, profile)
     return _Removal(question, remove, freeing, int(in_flight[matching].sum()), steps)
 
 
 def _steps(
     ctx: click.Context,
-    store: Store,
     groups: PageGroups,
     plan: RepairPlan,
     profile: Profile | None,
@@ -393,8 +398,8 @@ def _steps(
     options = ctx.params
     if options["free"] is not None or not len(plan.groups):
         return ()
-    mending = mending_of(ctx, options["store"], store, profile=profile)
-    mending = structs.replace(mending, model=options["model"] or mending.model)
+    model = options["model"] or ("" if profile is None else profile.key_model)
+    mending = structs.replace(mending_without_options(ctx, options["store"]), model=model)
     steps = mending.next_steps(groups.oldest_ns(plan.groups), doubtful=True)
     return steps[:1] if options["since"] is not None else steps  # --since is the second step
 
