@@ -107,8 +107,8 @@ def _below_threshold(measured: _Measured) -> Iterator[Check]:
         yield _check(
             "threshold",
             FAIL if short == len(requests) else WARN,
-            f"{short} of {prompts} are shorter than the threshold {threshold}; servers never ask "
-            "L3 for them",
+            f"{short} of {prompts} {'is' if short == 1 else 'are'} shorter than the threshold "
+            f"{threshold}; servers never ask L3 for them",
             evidence=f"the longest has {counted(int(requests.tokens.max()), 'token')}",
             remedy=_SET_THRESHOLD,
             server=server,
