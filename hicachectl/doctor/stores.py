@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import getpass
 import math
 import os
+import pwd
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -151,7 +151,7 @@ def store_checks(seen: StoreSeen) -> list[Check]:
             checks += _services(store)
             if FAIL in {check.status for check in checks}:
                 return checks  # its objects cannot be read
-        if not any(one.readings for one in inventory.table.resolved):
+        if inventory.is_foreign.all():
             return [*checks, _empty(store, inventory), *_space(seen, store, inventory, listing)]
         findings = _Findings(_examined(store, seen, inventory, listing))
         checks += _readable(seen, findings)
@@ -321,9 +321,9 @@ def _readable(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
 
 def _user() -> str:
     try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
 
 
 def _why(found: pa.Table) -> str:

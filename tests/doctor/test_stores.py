@@ -147,6 +147,13 @@ def test_damage_is_counted_by_its_kind(invoke: Invoke, store: Path, profile: Pat
     assert second.name[:64] not in str(checks)
 
 
+def test_a_store_of_foreign_files_has_no_page(invoke: Invoke, store: Path) -> None:
+    for path in objects(store):
+        path.rename(path.with_name(f"x{path.name}"))
+    checks = checks_of(invoke, store)
+    assert checks["store/pages"]["status"] == "warn"
+
+
 def test_pages_of_other_sizes_are_one_cause(invoke: Invoke, store: Path, tmp_path: Path) -> None:
     """A profile that contradicts every object is a failure without a server."""
     other = profile_file(tmp_path / "p.toml", replace(PROFILE, page_size=32))
