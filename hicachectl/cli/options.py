@@ -178,8 +178,8 @@ profile_option = PROFILE.option(
 )
 
 
-def _profile_options(server: Callable[[F], F]) -> Callable[[F], F]:
-    """Return the options that describe servers. server: the option --server."""
+def _profile_options(*server: Callable[[F], F]) -> Callable[[F], F]:
+    """Return the options that describe servers. server: the option --server, or nothing."""
     return stack(
         profile_option,
         PROFILE.option(
@@ -189,7 +189,7 @@ def _profile_options(server: Callable[[F], F]) -> Callable[[F], F]:
             help="Build the profile from a Hugging Face config.json (or its directory) and the "
             "options below.",
         ),
-        server,
+        *server,
         PROFILE.option(
             "--weights",
             describes=False,
@@ -221,17 +221,7 @@ profile_options = _profile_options(
         help="Build the profile from the answers of a live SGLang server.",
     )
 )
-live_profile_options = _profile_options(
-    PROFILE.option(
-        "--server",
-        "servers",
-        multiple=True,
-        describes=False,  # a profile completes the answers
-        metavar="URL",
-        help="Ask a live SGLang server, and build the profile from its answers. Can be given "
-        "several times.",
-    )
-)
+profile_options_beside_servers: Callable[[Any], Any] = _profile_options()
 
 _to = TRANSFORM.option
 _transform_options = stack(

@@ -12,9 +12,9 @@ import click
 from hicachectl.cli.command import Command
 from hicachectl.cli.options import (
     allow_leases_option,
-    live_profile_options,
     output_options,
     prefetch_threshold_option,
+    profile_options_beside_servers,
     request_options,
     store_argument,
 )
@@ -35,6 +35,15 @@ _READING = ("trace_format", "block_size", "tokenizer")
 
 @click.command("doctor", cls=Command)
 @store_argument
+@own_option(
+    "--server",
+    "servers",
+    multiple=True,
+    variable=True,
+    metavar="URL",
+    help="Ask this live SGLang server, and build the profile from its answers. Can be given "
+    "several times.",
+)
 @request_options
 @own_option(
     "--watch",
@@ -62,7 +71,7 @@ _READING = ("trace_format", "block_size", "tokenizer")
 @prefetch_threshold_option
 @allow_leases_option
 @output_options
-@live_profile_options
+@profile_options_beside_servers
 @click.pass_context
 def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     """Show why servers get no hits from a store, or wrong ones.
