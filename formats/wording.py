@@ -53,6 +53,12 @@ def with_next(problem: str, next_step: str) -> str:
     return f"{problem}; {next_step}" if next_step else problem
 
 
+def divided(message: str) -> tuple[str, str]:
+    """Return the problem and the next step of a message; inverse of `with_next`."""
+    problem, _, next_step = message.partition("; ")
+    return problem, next_step
+
+
 def not_one_of(name: str, value: object, choices: Iterable[object]) -> str:
     """Return the message for a value that is not among the choices."""
     return f"{name}: {value!r} is not one of {', '.join(map(str, choices))}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow.compute as pc
 
-from hicachectl.doctor.checks import FAIL, OK, REQUESTS, UNKNOWN, WARN, Check
+from hicachectl.doctor.checks import FAIL, OK, REQUESTS, UNKNOWN, WARN, Check, verdict_of
 from hicachectl.formats.errors import HicacheError, UsageError
 from hicachectl.requests.measuring import measure_listed, served_text
 from hicachectl.requests.rows import BELOW_THRESHOLD
@@ -29,6 +30,8 @@ _SET_THRESHOLD = (
 
 # One request of so many that a missing page stops is a normal eviction; one of so many is a loss.
 _FEW, _SEVERAL = 100, 10
+
+_check = partial(Check, group=REQUESTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,26 +79,11 @@ def request_checks(seen: StoreSeen, asked: Asked) -> list[Check]:
     except UsageError:
         raise
     except HicacheError as error:
-        what, _, remedy = str(error).partition("; ")
-        return [_check("hits", UNKNOWN, f"Not measured: {what}", remedy=remedy)]
+        return [Check.of_message("hits", UNKNOWN, f"Not measured: {error}", group=REQUESTS)]
     below = list(_below_threshold(measured))
-    if any(check.status == FAIL for check in below):
+    if verdict_of(below) == FAIL:
         return below  # no other check could tell more
     return [*below, *_missing(seen, measured), *_restored(measured)]
-
-
-def _check(
-    name: str, status: str, detail: str, *, evidence: str = "", remedy: str = "", server: str = ""
-) -> Check:
-    return Check(
-        name=name,
-        group=REQUESTS,
-        status=status,
-        detail=detail,
-        evidence=evidence,
-        next=remedy,
-        server=server,
-    )
 
 
 def _below_threshold(measured: _Measured) -> Iterator[Check]:
@@ -110,7 +98,7 @@ def _below_threshold(measured: _Measured) -> Iterator[Check]:
             f"{short} of {prompts} {'is' if short == 1 else 'are'} shorter than the threshold "
             f"{threshold}; servers never ask L3 for them",
             evidence=f"the longest has {counted(int(requests.tokens.max()), 'token')}",
-            remedy=_SET_THRESHOLD,
+            next=_SET_THRESHOLD,
             server=server,
         )
         return
@@ -124,7 +112,7 @@ def _below_threshold(measured: _Measured) -> Iterator[Check]:
             f"The store has fewer tokens of {lost} of {prompts} than the threshold {threshold}; "
             "servers find them and fetch none",
             evidence=f"at most {usable} tokens are usable",
-            remedy=_SET_THRESHOLD,
+            next=_SET_THRESHOLD,
             server=server,
         )
 
@@ -145,7 +133,7 @@ def _missing(seen: StoreSeen, measured: _Measured) -> Iterator[Check]:
             f"Page {place + 1} stops {len(mine)} of {counted(number, 'request')}, and "
             f"{counted(stored, 'stored page')} behind such pages cannot be reached",
             evidence=_stopping(measured.report, int(mine[0])),
-            remedy=named,
+            next=named,
         )
     elif hits.usable_pages.any() or not number:
         yield _check("missing-page", OK, f"The store has {served_text(measured.report.document)}")
@@ -156,7 +144,7 @@ def _missing(seen: StoreSeen, measured: _Measured) -> Iterator[Check]:
             UNKNOWN if elsewhere else WARN,
             f"The store serves nothing of {counted(number, 'request')}",
             evidence="pages of them are stored for another deployment" if elsewhere else "",
-            remedy=named,
+            next=named,
         )
 
 
@@ -196,7 +184,7 @@ def _restored(measured: _Measured) -> Iterator[Check]:
             said if not lost else f"{said}, although earlier requests of the trace had these pages",
             evidence="counts of the requests' own log"
             + ("; the live checks name reasons, each with a page of explain" if lost else ""),
-            remedy="hicachectl explain below_threshold" if lost else "",
+            next="hicachectl explain below_threshold" if lost else "",
         )
     elif asked.restored is not None:
         nothing = can > 0 and not asked.restored
@@ -205,7 +193,7 @@ def _restored(measured: _Measured) -> Iterator[Check]:
             UNKNOWN if nothing else OK,
             f"{could}; the server has restored {asked.restored} since it started",
             evidence="cached_tokens_total of source storage in /metrics",
-            remedy="send the requests to the server, then look again" if nothing else "",
+            next="send the requests to the server, then look again" if nothing else "",
             server=asked.server,
         )
 

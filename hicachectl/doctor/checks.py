@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, TypedDict
+
+from hicachectl.formats.wording import divided
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,26 +21,35 @@ SERVER, SAME_STORE, STORE, LIVE, REQUESTS = GROUPS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """One question about a server or its store, answered.
 
     name: fixed name in the group, such as `page-size`.
-    group: one of GROUPS.
     status: one of STATUSES; `unknown` if nothing was found that answers the question.
     detail: the answer, in one sentence that names the thing.
+    group: one of GROUPS.
     evidence: what was seen, such as `page_size 64 in internal_states[0]`; empty if `detail` has it.
     next: the next command or flag; empty if nothing is to be done.
     server: URL of the server that the check is about; empty if it is about the store alone.
     """
 
     name: str
-    group: str
     status: str
     detail: str
+    _: KW_ONLY
+    group: str
     evidence: str = ""
     next: str = ""
     server: str = ""
+
+    @classmethod
+    def of_message(
+        cls, name: str, status: str, message: str, *, group: str, server: str = ""
+    ) -> Check:
+        """Return a check whose detail and next step are those of a message."""
+        detail, next_step = divided(message)
+        return cls(name, status, detail, group=group, next=next_step, server=server)
 
 
 class CheckRow(TypedDict):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as replaced
 
-from hicachectl.doctor.checks import FAIL, OK, UNKNOWN, WARN, Check
+from hicachectl.doctor.checks import FAIL, OK, UNKNOWN, WARN
 from hicachectl.formats.errors import HicacheError, ProfileError
 from hicachectl.formats.layouts import DTYPE_BYTES
 from hicachectl.formats.models.flags import attention_tp, normalised_layout
@@ -24,6 +24,7 @@ from hicachectl.text.units import counted, human_size
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from hicachectl.doctor.checks import Check
     from hicachectl.doctor.live_server import LiveServer
     from hicachectl.doctor.stores import StoreSeen
     from hicachectl.formats.profile import Profile
@@ -128,8 +129,7 @@ def deployment_checks(
     try:
         asked = _asked(server)
     except ProfileError as error:
-        what, _, remedy = str(error).partition("; ")
-        return [server.check("deployment", UNKNOWN, f"Not compared: {what}", next=remedy)]
+        return [server.check_of("deployment", UNKNOWN, f"Not compared: {error}")]
     census = Census.of(seen.inventory.objects, seen.inventory.affix_ids)
     profiled = _is_profile_of(server, seen)
     stored = list(_stored(seen.inventory, census, asked, profiled=profiled))

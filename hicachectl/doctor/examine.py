@@ -92,12 +92,12 @@ def examine(
         settings = setting_checks(server)
         same = same_store_checks(server, store, look.first, look.second, look.new_pages)
         hashing = _hashing(server.profile, [server])
-        if request.write_probe and hashing is not None and FAIL not in _statuses_of(same):
+        if request.write_probe and hashing is not None and verdict_of(same) != FAIL:
             probed = write_probe(server, seen, hashing)
             known = [check for check in same if check.status != UNKNOWN]
             same = [*(same if probed.status == UNKNOWN else known), probed]
         checks += settings + same
-        if FAIL not in _statuses_of(same):  # else nothing of the server's is in this store
+        if verdict_of(same) != FAIL:  # else nothing of the server's is in this store
             checks += deployment_checks(server, seen, request.profile)
     checks += store_checks(seen)
     for server, look in zip(servers, looks, strict=True):
@@ -170,10 +170,6 @@ def _seen(
     return replace(seen, contradiction=contradiction or seen.contradiction)
 
 
-def _statuses_of(checks: Sequence[Check]) -> set[str]:
-    return {check.status for check in checks}
-
-
 def _statuses(store: Store | None) -> Sequence[SeenStatus]:
     """Return what the servers' plug-ins say in the store; nothing if it cannot be read."""
     if not isinstance(store, SideFiles):
@@ -200,10 +196,10 @@ def _requests(
         if hashing is not None:
             raise
         return Check(
-            name="hashing",
+            "hashing",
+            UNKNOWN,
+            "Requests are not judged: no server and no profile states the page size",
             group=REQUESTS,
-            status=UNKNOWN,
-            detail="Requests are not judged: no server and no profile states the page size",
             next="give --page-size, or --profile",
         )
 

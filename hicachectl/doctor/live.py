@@ -9,7 +9,7 @@ from hicachectl.backends.urls import without_secrets
 from hicachectl.checks.codes import OPTIONS, STORE
 from hicachectl.checks.reasons import PLUGIN as PLUGIN_SOURCE
 from hicachectl.checks.reasons import reason_named
-from hicachectl.doctor.checks import FAIL, LIVE, OK, UNKNOWN, WARN, Check
+from hicachectl.doctor.checks import FAIL, LIVE, OK, UNKNOWN, WARN
 from hicachectl.doctor.exposition import (
     BACKUPED,
     CACHED,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.disk.statuses import SeenStatus
     from hicachectl.checks.reasons import Reason
+    from hicachectl.doctor.checks import Check
     from hicachectl.doctor.exposition import Sample
     from hicachectl.doctor.live_server import LiveServer
     from hicachectl.formats.plugin_status import PluginStatus
@@ -125,15 +126,7 @@ class _Counters:
     def check(
         self, name: str, status: str, detail: str, evidence: str = "", remedy: str = ""
     ) -> Check:
-        return Check(
-            name=name,
-            group=LIVE,
-            status=status,
-            detail=detail,
-            evidence=evidence,
-            next=remedy,
-            server=self.server.url,
-        )
+        return self.server.check(name, status, detail, group=LIVE, evidence=evidence, next=remedy)
 
     def remedy(self, name: str) -> str:
         """Return what to do about a reason, and the command that tells more."""
@@ -178,8 +171,8 @@ class _Counters:
 def _metrics(counters: _Counters, *, restarted: bool) -> Iterator[Check]:
     totals = counters.totals
     if totals.samples is None:
-        what, _, remedy = totals.problem.partition("; ")
-        yield counters.check("metrics", UNKNOWN, f"Losses are not known: {what}", "", remedy)
+        message = f"Losses are not known: {totals.problem}"
+        yield counters.server.check_of("metrics", UNKNOWN, message, group=LIVE)
         return
     requests = counted(int(totals.value(REQUESTS)), "request")
     if restarted:

@@ -64,14 +64,12 @@ class LiveServer:
     ) -> Check:
         """Return a check about the server. Arguments: see `Check`."""
         return Check(
-            name=name,
-            group=group,
-            status=status,
-            detail=detail,
-            evidence=evidence,
-            next=next,
-            server=self.url,
+            name, status, detail, group=group, evidence=evidence, next=next, server=self.url
         )
+
+    def check_of(self, name: str, status: str, message: str, *, group: str = SERVER) -> Check:
+        """Return a check about the server, see `Check.of_message`."""
+        return Check.of_message(name, status, message, group=group, server=self.url)
 
 
 def ask_server(url: str, request: DoctorRequest) -> LiveServer:

@@ -60,8 +60,8 @@ def write_probe(server: LiveServer, seen: StoreSeen, hashing: Hashing) -> Check:
             _send(server, prompt)
         return _answer(server, seen, keys, len(tokens))
     except HicacheError as error:
-        what, _, remedy = str(error).partition("; ")
-        return _check(server, UNKNOWN, f"The prompt was of no use: {what}", next=remedy)
+        message = f"The prompt was of no use: {error}"
+        return server.check_of("write-probe", UNKNOWN, message, group=SAME_STORE)
 
 
 def _keys(server: LiveServer, seen: StoreSeen, prompt: Request, hashing: Hashing) -> pa.Array:

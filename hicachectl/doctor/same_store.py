@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hicachectl.backends.urls import parse_url, without_secrets, written_store
-from hicachectl.doctor.checks import FAIL, OK, SAME_STORE, UNKNOWN, Check
+from hicachectl.doctor.checks import FAIL, OK, SAME_STORE, UNKNOWN
 from hicachectl.doctor.exposition import (
     BACKUPED,
     FOUND,
@@ -36,7 +36,7 @@ from hicachectl.doctor.processes import (
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.models.server_info import extra_config, is_plugin
-from hicachectl.formats.wording import reason_of
+from hicachectl.formats.wording import divided, reason_of
 from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.statuses import SeenStatus
     from hicachectl.backends.urls import StoreUrl
+    from hicachectl.doctor.checks import Check
     from hicachectl.doctor.exposition import Look
     from hicachectl.doctor.live_server import LiveServer
 
@@ -87,14 +88,13 @@ def same_store_checks(
     else:
         answer, evidence = place, ""
     return [
-        Check(
-            name="same-store",
+        server.check(
+            "same-store",
+            answer.status,
+            answer.detail,
             group=SAME_STORE,
-            status=answer.status,
-            detail=answer.detail,
             evidence=evidence,
             next=answer.next,
-            server=server.url,
         )
     ]
 
@@ -220,8 +220,8 @@ def _by_pages(server: LiveServer, first: Look, second: Look, new_pages: int | No
     if grown is None:
         return _Answer(UNKNOWN, "The server was restarted between two looks", _WATCH)
     if grown.samples is None:
-        what, _, remedy = grown.problem.partition("; ")
-        return _Answer(UNKNOWN, f"Nobody knows whether the server writes: {what}", remedy)
+        what, next_step = divided(grown.problem)
+        return _Answer(UNKNOWN, f"Nobody knows whether the server writes: {what}", next_step)
     written = int(grown.value(BACKUPED))
     what = f"The server wrote {counted(written, 'token')} between two looks"
     if new_pages is None or not written:

@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hicachectl.doctor.checks import FAIL, OK, UNKNOWN, WARN, Check
+from hicachectl.doctor.checks import FAIL, OK, UNKNOWN, WARN
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.models.server_info import extra_config, is_plugin
 from hicachectl.formats.releases import NEWEST_SGLANG, unknown_release
+from hicachectl.formats.wording import divided
 from hicachectl.text.units import counted, human_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from hicachectl.doctor.checks import Check
     from hicachectl.doctor.live_server import LiveServer
 
 _BACKEND = "hicache_storage_backend"
@@ -55,8 +57,7 @@ def _reachable(server: LiveServer) -> Iterable[Check]:
     if not server.problem:
         yield server.check("reachable", OK, "The server answers")
         return
-    what, _, remedy = server.problem.partition("; ")
-    yield server.check("reachable", FAIL, what, next=remedy)
+    yield server.check_of("reachable", FAIL, server.problem)
 
 
 def _hicache(server: LiveServer) -> Iterable[Check]:
@@ -316,12 +317,12 @@ def _release(server: LiveServer) -> Iterable[Check]:
 
 def _described(server: LiveServer) -> Iterable[Check]:
     if server.why_no_profile and server.profile is None:
-        what, _, remedy = server.why_no_profile.partition("; ")
+        what, next_step = divided(server.why_no_profile)
         yield server.check(
             "profile",
             UNKNOWN,
             f"Sizes and values are not judged: {what}",
-            next=remedy or "give --model-config or --profile",
+            next=next_step or "give --model-config or --profile",
         )
 
 

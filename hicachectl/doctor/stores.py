@@ -7,6 +7,7 @@ import os
 import pwd
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +17,7 @@ from msgspec.structs import replace
 
 from hicachectl.backends.capabilities import Serviced
 from hicachectl.checks.page_tables import saved_tables
-from hicachectl.doctor.checks import FAIL, OK, STORE, UNKNOWN, WARN, Check
+from hicachectl.doctor.checks import FAIL, OK, STORE, UNKNOWN, WARN, Check, verdict_of
 from hicachectl.formats.errors import HicacheError, UsageError
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.formats.wording import GIVE_PROFILE
@@ -63,6 +64,8 @@ _APART = _UNREADABLE | _STAMP | _IDENTITY | _DTYPE | _LAYOUT | _TEMPORARIES | _V
 _NO_DAMAGE = frozenset({"foreign-object", "ambiguous-key", "other-deployment", "disk-only"})
 # Differences from the stamp that the checks of the server's deployment name.
 _DEPLOYED = ("page_size:", "layout:", "tp:", "pp:", "cp:", "dcp:", "tag:", "model:")
+
+_check = partial(Check, group=STORE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,13 +146,12 @@ def store_checks(seen: StoreSeen) -> list[Check]:
     """
     store, inventory, listing = seen.store, seen.inventory, seen.listing
     if store is None or inventory is None or listing is None:
-        what, _, remedy = seen.problem.partition("; ")
-        return [_check("reachable", FAIL, what, remedy=remedy)]
+        return [Check.of_message("reachable", FAIL, seen.problem, group=STORE)]
     checks = [_reachable(store, inventory, listing)]
     try:
         if isinstance(store, Serviced):
             checks += _services(store)
-            if FAIL in {check.status for check in checks}:
+            if verdict_of(checks) == FAIL:
                 return checks  # its objects cannot be read
         if inventory.is_foreign.all():
             return [*checks, _empty(store, inventory), *_space(seen, store, inventory, listing)]
@@ -164,15 +166,8 @@ def store_checks(seen: StoreSeen) -> list[Check]:
     except UsageError:
         raise
     except HicacheError as error:
-        what, _, remedy = str(error).partition("; ")
-        checks.append(_check("readable", FAIL, what, remedy=remedy))
+        checks.append(Check.of_message("readable", FAIL, str(error), group=STORE))
     return checks
-
-
-def _check(name: str, status: str, detail: str, *, evidence: str = "", remedy: str = "") -> Check:
-    return Check(
-        name=name, group=STORE, status=status, detail=detail, evidence=evidence, next=remedy
-    )
 
 
 # --- the listing and the sample ---
@@ -190,8 +185,8 @@ def _reachable(store: Store, inventory: Inventory, listing: ListingTime) -> Chec
 
 
 def _empty(store: Store, inventory: Inventory) -> Check:
-    what, _, remedy = describe_empty(store, inventory).rpartition("; ")
-    return _check("pages", WARN, what, remedy=remedy)
+    what, _, next_step = describe_empty(store, inventory).rpartition("; ")
+    return _check("pages", WARN, what, next=next_step)
 
 
 def _sizes(inventory: Inventory) -> IntArray:
@@ -298,7 +293,7 @@ def _readable(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             f"{len(found)} of {counted(findings.tried, 'object')} could not be read as user "
             f"{_user()}",
             evidence=f"{_why(found)}; one of them costs servers a whole batch of pages",
-            remedy=findings.verify(seen),
+            next=findings.verify(seen),
         )
     elif findings.tried:
         yield _check(
@@ -315,8 +310,7 @@ def _readable(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             if young == findings.pages
             else f"their sizes are unknown; {GIVE_PROFILE}"
         )
-        what, _, remedy = why.partition("; ")
-        yield _check("readable", UNKNOWN, f"No object was read: {what}", remedy=remedy)
+        yield Check.of_message("readable", UNKNOWN, f"No object was read: {why}", group=STORE)
 
 
 def _user() -> str:
@@ -335,9 +329,10 @@ def _why(found: pa.Table) -> str:
 
 def _structure(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
     if seen.contradiction:
-        what, _, remedy = seen.contradiction.partition("; ")
-        status, said = (UNKNOWN, f"Not judged: {what}") if seen.has_servers else (FAIL, what)
-        yield _check("structure", status, said, remedy=remedy)
+        # With servers, the checks of their deployments name the cause.
+        status, before = (UNKNOWN, "Not judged: ") if seen.has_servers else (FAIL, "")
+        message = f"{before}{seen.contradiction}"
+        yield Check.of_message("structure", status, message, group=STORE)
         return
     found = findings.structural()
     severe, young = _severe(found), int(findings.part.in_flight.sum())
@@ -349,7 +344,7 @@ def _structure(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             FAIL,
             f"{number} of {counted(findings.pages, 'page')} could give servers wrong data",
             evidence=_counts(found),
-            remedy=findings.verify(seen),
+            next=findings.verify(seen),
         )
     elif (number := findings.damaged(found)) * _FEW > findings.pages:
         yield _check(
@@ -357,7 +352,7 @@ def _structure(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             WARN,
             f"{number} of {counted(findings.pages, 'page')} have faults that cost hits",
             evidence=_counts(found),
-            remedy=findings.verify(seen),
+            next=findings.verify(seen),
         )
     else:
         given = seen.profile is not None and not seen.profile.inferred
@@ -382,7 +377,7 @@ def _identities(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             FAIL,
             "The stamp of the store differs from the servers' profile",
             evidence="; ".join(told),
-            remedy="hicachectl explain stamp-mismatch",
+            next="hicachectl explain stamp-mismatch",
         )
     if len(other := findings.of(_IDENTITY)):
         yield _check(
@@ -391,7 +386,7 @@ def _identities(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             f"{findings.damaged(other)} of {counted(findings.sampled, 'page')} read are of other "
             "weights, dtype or layout than the servers'",
             evidence=str(other.column("detail")[0]),
-            remedy="hicachectl explain identity-mismatch",
+            next="hicachectl explain identity-mismatch",
         )
 
 
@@ -404,7 +399,7 @@ def _values(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             FAIL,
             f"{findings.damaged(found)} {read} are of another dtype than the servers': {said}",
             evidence=shares,
-            remedy="hicachectl explain dtype-mismatch",
+            next="hicachectl explain dtype-mismatch",
         )
     if len(found := findings.of(_LAYOUT)):
         yield _check(
@@ -412,7 +407,7 @@ def _values(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             FAIL,
             f"{findings.damaged(found)} {read} lie in another memory layout than the servers'",
             evidence=str(found.column("detail")[0]),
-            remedy="hicachectl explain layout-mismatch",
+            next="hicachectl explain layout-mismatch",
         )
     found = findings.of(_VALUES)
     bad = findings.damaged(_severe(found))
@@ -422,7 +417,7 @@ def _values(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             FAIL,
             f"{bad} {read} have damaged values",
             evidence=_counts(found),
-            remedy=findings.verify(seen),
+            next=findings.verify(seen),
         )
     elif (odd := findings.damaged(found)) * _FEW > findings.sampled:
         yield _check(
@@ -430,7 +425,7 @@ def _values(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             WARN,
             f"{odd} {read} have odd values",
             evidence=_counts(found),
-            remedy=findings.verify(seen),
+            next=findings.verify(seen),
         )
     elif len(findings.of(_DTYPE | _LAYOUT)):
         return
@@ -444,7 +439,7 @@ def _temporaries(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             "temporaries",
             WARN,
             f"{counted(number, 'file')} of unfinished writes, or from before a clear, take space",
-            remedy=" ".join(("hicachectl rm", seen.words or seen.url, "--temporaries")),
+            next=" ".join(("hicachectl rm", seen.words or seen.url, "--temporaries")),
         )
 
 
@@ -493,7 +488,7 @@ def _space(
         status,
         told,
         evidence="; ".join(filter(None, (rate, limit))),
-        remedy=f"hicachectl rm {seen.words or seen.url} {room}",
+        next=f"hicachectl rm {seen.words or seen.url} {room}",
     )
 
 
@@ -525,7 +520,7 @@ def _last_write(seen: StoreSeen, inventory: Inventory, listing: ListingTime) -> 
                 "pages",
                 WARN,
                 "The store has no page of the profile's deployment",
-                remedy="hicachectl ls " + (seen.words or seen.url) + " --summary",
+                next="hicachectl ls " + (seen.words or seen.url) + " --summary",
             )
     times = inventory.objects.column("mtime_ns").filter(pa.array(chosen)).drop_null()
     if not len(times):
@@ -541,7 +536,7 @@ def _last_write(seen: StoreSeen, inventory: Inventory, listing: ListingTime) -> 
         UNKNOWN,
         f"{detail}, before the server started {human_age(running)} ago: it has stored nothing new",
         evidence="a server that has answered new prompts stores them elsewhere, or not at all",
-        remedy=seen.command("doctor", "--write-probe"),
+        next=seen.command("doctor", "--write-probe"),
     )
 
 
@@ -550,6 +545,8 @@ def _last_write(seen: StoreSeen, inventory: Inventory, listing: ListingTime) -> 
 
 def _services(store: Serviced) -> Iterator[Check]:
     for one in store.conditions():
-        what, _, remedy = one.problem.partition("; ")
-        status = OK if not one.problem else FAIL if one.is_lost else WARN
-        yield _check(one.name, status, what or one.text, remedy=remedy)
+        if one.problem:
+            status = FAIL if one.is_lost else WARN
+            yield Check.of_message(one.name, status, one.problem, group=STORE)
+        else:
+            yield _check(one.name, OK, one.text)

@@ -33,7 +33,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def check(status: str, name: str = "name", **more: str) -> Check:
-    return Check(name=name, group=SERVER, status=status, detail=f"Detail of {name}", **more)
+    return Check(name, status, f"Detail of {name}", group=SERVER, **more)
 
 
 def test_the_worst_is_first_and_named_last() -> None:
@@ -61,7 +61,7 @@ def test_the_verdict_is_one_sentence(statuses: list[str], words: str) -> None:
 
 def test_a_terminal_wraps_at_words_and_shows_no_controls() -> None:
     """Continued lines are indented below their text, and what a server tells is escaped."""
-    bad = Check(name="n", group=SERVER, status=FAIL, detail="word " * 30 + "\x1b[2J")
+    bad = Check("n", FAIL, "word " * 30 + "\x1b[2J", group=SERVER)
     lines = list(check_lines([bad], Screen(colour=True, width=80)))
     assert lines[0].startswith("\x1b[31mfail\x1b[0m  server  n  word")
     assert all(len(line) <= 80 for line in lines[1:])
