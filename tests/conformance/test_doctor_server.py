@@ -255,6 +255,17 @@ def test_write_through_selective_is_a_warning(
     assert "write_through" in check["next"]
 
 
+def test_a_server_that_requires_another_key(
+    quiet: Quiet, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HICACHECTL_API_KEY", "key-of-another-server")
+    check = doctor.cause(quiet.directory, "--server", quiet.server.url)
+    assert (check["group"], check["name"]) == ("server", "reachable")
+    assert "API key" in check["detail"]
+    assert "HICACHECTL_API_KEY" in check["next"]
+    assert "key-of-another-server" not in json.dumps(check)
+
+
 def test_a_server_without_metrics_is_unknown(quiet: Quiet, doctor: Doctor) -> None:
     check = doctor.cause(quiet.directory, "--server", quiet.server.url, status="unknown")
     assert (check["group"], check["name"]) == ("live", "metrics")
