@@ -45,7 +45,9 @@ def setting_checks(server: LiveServer) -> list[Check]:
     judged: list[Callable[[LiveServer], Iterable[Check]]] = [_reachable]
     if not server.problem:
         judged.append(_hicache)
-        if server.settings.get("enable_hierarchical_cache") is not False:
+        if server.settings.get("enable_hierarchical_cache") is not False and not _is_treeless(
+            server
+        ):
             judged.append(_attached)
             if _backends(server) != {None}:
                 judged += [_agreement, _write_policy, _prefetch_policy, _threshold, _host_pool]
@@ -61,11 +63,21 @@ def _reachable(server: LiveServer) -> Iterable[Check]:
 
 
 def _hicache(server: LiveServer) -> Iterable[Check]:
-    enabled = server.settings.get("enable_hierarchical_cache")
-    if enabled is True:
+    settings = server.settings
+    enabled, has_tree = settings.get("enable_hierarchical_cache"), not _is_treeless(server)
+    if enabled is True and has_tree:
         yield server.check("hicache", OK, "HiCache is on")
         return
-    if enabled is None:
+    evidence = _evidence(server, "enable_hierarchical_cache", "disable_radix_cache")
+    if settings.get("disaggregation_mode") == "decode" and not has_tree:
+        yield server.check(
+            "hicache",
+            FAIL,
+            "This is a decode server without a radix cache, which takes nothing from a store",
+            evidence=evidence,
+            next="give the URL of a prefill server",
+        )
+    elif enabled is None:
         yield server.check(
             "hicache",
             UNKNOWN,
@@ -73,17 +85,23 @@ def _hicache(server: LiveServer) -> Iterable[Check]:
             "enable_hierarchical_cache",
             next="check the server's command line for --enable-hierarchical-cache",
         )
-        return
-    remedy = "start the server with --enable-hierarchical-cache"
-    if server.settings.get("disable_radix_cache") is True:
-        remedy += " and without --disable-radix-cache"
-    yield server.check(
-        "hicache",
-        FAIL,
-        "HiCache is off, so the server neither reads nor writes a store",
-        evidence=_evidence(server, "enable_hierarchical_cache", "disable_radix_cache"),
-        next=remedy,
-    )
+    else:
+        yield server.check(
+            "hicache",
+            FAIL,
+            "HiCache is off, so the server neither reads nor writes a store",
+            evidence=evidence,
+            next="start the server with --enable-hierarchical-cache"
+            + ("" if has_tree else " and without --disable-radix-cache"),
+        )
+
+
+def _is_treeless(server: LiveServer) -> bool:
+    """Return whether the radix cache is off, without which HiCache does nothing.
+
+    SGLang turns it off for decode servers (arg_groups/pd_disaggregation_hook.py).
+    """
+    return server.settings.get("disable_radix_cache") is True
 
 
 def _backends(server: LiveServer) -> set[str | None]:

@@ -61,6 +61,12 @@ def test_a_usual_server_has_no_failing_setting(doctor: Doctor) -> None:
     ("state", "name", "status", "words"),
     [
         ({"enable_hierarchical_cache": False}, "hicache", "fail", "--enable-hierarchical-cache"),
+        (
+            {"disable_radix_cache": True, "disaggregation_mode": "decode"},
+            "hicache",
+            "fail",
+            "prefill server",
+        ),
         ({"hicache_storage_backend": None}, "attached", "fail", "/hicache/storage-backend"),
         (
             {"hicache_write_policy": "write_through_selective"},
