@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from hicachectl import __version__
-from hicachectl.backends.disk.directory import Directory
+from hicachectl.backends.disk.directory import Directory, Trust
 from hicachectl.backends.disk.statuses import (
     process_start_ns,
     remove_ended,
@@ -47,6 +47,7 @@ class StatusFile:
         self._path = path
         self._status = status
         self._counters = counters
+        self._trust: Trust | None = None  # derived once: it may create a file to learn its owner
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hicachectl-status", daemon=True)
         try:
@@ -76,7 +77,8 @@ class StatusFile:
             self._closing.wait(WRITTEN_EVERY_S)
 
     def _write(self, *, first: bool, last: bool) -> None:
-        with Directory.named(self._path, writes=True) as directory:
+        with Directory.named(self._path, writes=True, trust=self._trust) as directory:
+            self._trust = directory.trust
             here = directory.descriptor
             if not os.access(".", os.W_OK, dir_fd=here, effective_ids=True):
                 return

@@ -101,6 +101,13 @@ def statuses(directory: Path) -> dict[str, PluginStatus]:
     return found
 
 
+def last_status(site: Site) -> PluginStatus:
+    """Detach the backend; return the status that it leaves."""
+    site.server.detach()
+    wait_until(lambda: set(statuses(site.directory)) == {CLOSED}, "no last status")
+    return statuses(site.directory)[CLOSED]
+
+
 @pytest.fixture
 def site(cpu_server: CpuServer, tmp_path: Path) -> Site:
     return Site(cpu_server, tmp_path / "store")
@@ -183,8 +190,7 @@ def test_counts_go_on_when_the_backend_is_attached_again(site: Site) -> None:
     site.cold(tokens)
     wait_until(lambda: SERVING in statuses(site.directory))
     first = statuses(site.directory)[SERVING]
-    server.detach()
-    (closed,) = statuses(site.directory).values()
+    closed = last_status(site)
     assert (closed.closed, closed.pid, closed.tokens["written"]) == (True, first.pid, full)
     site.attach()
     assert site.warm(tokens).storage == full
@@ -195,8 +201,7 @@ def test_counts_go_on_when_the_backend_is_attached_again(site: Site) -> None:
     assert grown.tokens("written") == full
     assert grown.tokens("restored") == grown.tokens("found") == 2 * full
     assert grown.tokens("asked") >= 3 * full
-    server.detach()
-    (last,) = statuses(site.directory).values()
+    last = last_status(site)
     assert last.attached_ns > closed.attached_ns
     assert {stage: last.tokens[stage] for stage in ("written", "restored")} == {
         "written": full,
@@ -253,8 +258,7 @@ def test_a_server_says_in_its_store_who_it_is_and_what_it_refused(site: Site) ->
     _flip(site.files(tokens)[1])
     site.warm(tokens)
     site.await_stored(tokens)
-    site.server.detach()
-    status = statuses(site.directory)[CLOSED]
+    status = last_status(site)
     assert (status.model, status.page_size, status.tp_rank, status.tp_size) == (MODEL, 64, 0, 1)
     assert (status.dtype, status.layout, status.pools) == ("bfloat16", "page_first", ("kv",))
     assert status.weights
