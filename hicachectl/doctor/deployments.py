@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as replaced
 
+from hicachectl.checks.codes import OPTIONS, STORE
 from hicachectl.doctor.checks import FAIL, OK, UNKNOWN, WARN
 from hicachectl.formats.errors import HicacheError, ProfileError
 from hicachectl.formats.layouts import DTYPE_BYTES
@@ -121,7 +122,7 @@ def deployment_checks(
 ) -> list[Check]:
     """Return how a server's deployment differs from those that the store has pages of.
 
-    stated: profile that `StoreSeen.options` name.
+    stated: profile that `StoreSeen.mending` names.
     Without any page, or if the server does not tell its deployment, there is nothing to compare.
     """
     if seen.inventory is None or server.deployment is None:
@@ -338,12 +339,11 @@ def _conversion(
         ours = one.differences[name][1]
         changed += [f"--to-{name}", ours] if ours else ["--to-no-tag"]
     assert seen.store is not None
-    source = seen.words or shlex.quote(seen.url)
     # An archive is written once.
-    target = source if seen.store.traits.live and not same_keys else "DST"
-    described = shlex.join(words) if words else seen.options
-    parts = ("hicachectl migrate", source, target, described, shlex.join(changed))
-    command = " ".join(filter(None, parts))
+    target = STORE if seen.store.traits.live and not same_keys else "DST"
+    described = shlex.join(words) if words else OPTIONS
+    template = f"hicachectl migrate {STORE} {target} {described} {shlex.join(changed)}"
+    command = seen.mending.command(template)
     if "model" in names:
         command = f"if both names are of the same weights: {command}"
     if model_only:

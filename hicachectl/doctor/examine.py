@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from hicachectl.backends.capabilities import SideFiles
 from hicachectl.backends.disk.statuses import SERVING, read_statuses
+from hicachectl.checks.codes import STORE
 from hicachectl.doctor.asked import Asked, request_checks
 from hicachectl.doctor.checks import FAIL, REQUESTS, UNKNOWN, Check, CheckRow, ordered, verdict_of
 from hicachectl.doctor.deployments import deployment_checks
@@ -56,15 +57,13 @@ def examine(
     request: DoctorRequest,
     store: Store | None,
     *,
-    url: str = "",
     problem: str = "",
     on_wait: Callable[[float], None] = lambda seconds: None,
 ) -> Result:
     """Check servers and their store, and change nothing but by `write_probe`.
 
     store: the open store; None if it cannot be opened.
-    url: URL of a store that cannot be opened, without secrets.
-    problem: why it cannot be opened, and the next step.
+    problem: why the store cannot be opened, and the next step.
     on_wait: takes the seconds before a wait for the second look.
     An unreachable server or store is a failing check. Raises UsageError for a malformed URL and for
     requests that cannot be read.
@@ -74,11 +73,9 @@ def examine(
     statuses = _statuses(store)
     servers = [replace(one, started=started_of(one, statuses)) for one in servers]
     asked = None if request.read is None else _requests(request, profile, servers)
-    seen = _seen(store, profile, request, url, problem)
+    seen = _seen(store, profile, request, problem)
     seen = replace(
         seen,
-        words=request.words,
-        options=request.options,
         has_servers=bool(servers),
         started=next((one.started for one in servers if one.started is not None), None),
         weights=frozenset(
@@ -106,8 +103,7 @@ def examine(
             look.first,
             look.second,
             statuses,
-            store=seen.words or seen.url,
-            options=seen.options,
+            mending=seen.mending,
         )
     if isinstance(asked, Check):
         checks.append(asked)
@@ -154,11 +150,10 @@ def _seen(
     store: Store | None,
     profile: Profile | None,
     request: DoctorRequest,
-    url: str,
     problem: str,
 ) -> StoreSeen:
     if store is None:
-        return StoreSeen(url=url, problem=problem, profile=profile)
+        return StoreSeen(mending=request.mending, problem=problem, profile=profile)
     contradiction = ""
     try:
         profile, contradiction = agree_to_look(store, profile)
@@ -167,7 +162,11 @@ def _seen(
     except HicacheError as error:
         contradiction = str(error)
     seen = see_store(store, profile, sample_pages=request.sample_pages)
-    return replace(seen, contradiction=contradiction or seen.contradiction)
+    return replace(
+        seen,
+        contradiction=contradiction or seen.contradiction,
+        mending=seen.mending if request.mending.store == STORE else request.mending,
+    )
 
 
 def _statuses(store: Store | None) -> Sequence[SeenStatus]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.urls import without_secrets
-from hicachectl.checks.codes import OPTIONS, STORE
 from hicachectl.checks.reasons import PLUGIN as PLUGIN_SOURCE
 from hicachectl.checks.reasons import reason_named
 from hicachectl.doctor.checks import FAIL, LIVE, OK, UNKNOWN, WARN
@@ -34,6 +33,7 @@ from hicachectl.doctor.exposition import (
 from hicachectl.doctor.processes import own_statuses
 from hicachectl.formats.models.flags import DeploymentFlags
 from hicachectl.text.units import counted
+from hicachectl.verification.report_text import Mending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -74,16 +74,14 @@ def live_checks(
     second: Look,
     statuses: Sequence[SeenStatus] = (),
     *,
-    store: str = STORE,
-    options: str = OPTIONS,
+    mending: Mending | None = None,
 ) -> list[Check]:
     """Return the checks of a server's counters, and of its plug-in's; none without a backend.
 
     first: look at `/metrics`.
     second: a later look; the same look again if there was one only.
     statuses: status files of the plug-in in the store.
-    store: the store in suggested commands.
-    options: options that name the profile in suggested commands.
+    mending: the store and the options of the profile in suggested commands.
     Growth between the looks is judged if anything moved, else the totals since the server's start.
     """
     if server.problem or not server.settings.get(_BACKEND):
@@ -93,7 +91,7 @@ def live_checks(
     judged, period = second, _SINCE_START
     if grown is not None and any(map(grown.value, (REQUESTS, FOUND, LOST, BACKUPED))):
         judged, period = grown, f"in {second.at - first.at:.0f} s between two looks"
-    counters = _Counters(server, flags, second, judged, period, store, options)
+    counters = _Counters(server, flags, second, judged, period, mending or Mending())
     checks = list(_metrics(counters, restarted=grown is None))
     if server.settings[_BACKEND] == "dynamic":
         checks += _plugin(counters, own_statuses(server, statuses))
@@ -112,7 +110,7 @@ class _Counters:
     totals: counts since the server's start.
     judged: growth between two looks if anything moved, else the totals.
     period: time in which `judged` was counted, in words.
-    store, options: the words of `live_checks`.
+    mending: that of `live_checks`.
     """
 
     server: LiveServer
@@ -120,8 +118,7 @@ class _Counters:
     totals: Look
     judged: Look
     period: str
-    store: str
-    options: str
+    mending: Mending
 
     def check(
         self, name: str, status: str, detail: str, evidence: str = "", remedy: str = ""
@@ -133,8 +130,8 @@ class _Counters:
         reason = reason_named(name)
         if reason is None:
             return "look for the reason in the notes of the server's SGLang release"
-        command = reason.command.replace(STORE, self.store).replace(OPTIONS, self.options)
-        remedy = reason.remedy.format(command=f"`{' '.join(command.split())}`").rstrip(".")
+        command = self.mending.command(reason.command) if reason.command else ""
+        remedy = reason.remedy.format(command=f"`{command}`").rstrip(".")
         return f"{remedy}; hicachectl explain {name}"
 
     def loss(
@@ -310,10 +307,8 @@ def _found(counters: _Counters) -> Iterator[Check]:
         evidence += f"; {_tokens(pools)} were in device or host memory"
     if look.value(_ASKED):
         evidence += f"; the plug-in was asked for {_tokens(look.value(_ASKED))}"
-    remedy = (
-        f"give requests of the server: hicachectl doctor {counters.store} --server "
-        f"{counters.server.url} --trace FILE"
-    )
+    again = f"hicachectl doctor STORE --server {counters.server.url} --trace FILE"
+    remedy = f"give requests of the server: {counters.mending.command(again)}"
     yield counters.check("found", UNKNOWN, what, evidence, remedy)
 
 

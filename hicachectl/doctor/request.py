@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.doctor.stores import SAMPLE_PAGES
+from hicachectl.verification.report_text import Mending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,8 +35,7 @@ class DoctorRequest:
     watch_seconds: time between two looks at the servers' counters.
     sample_pages: number of pages to read; 0 reads none.
     write_probe: send each server a random prompt, and look for its pages in the store.
-    words: the store in suggested commands, quoted for a shell; empty: its URL.
-    options: options that name the profile in suggested commands, such as `--server URL`.
+    mending: the store and the options of the profile in suggested commands.
     asked: options that name the requests in suggested commands, such as `--trace FILE`.
     """
 
@@ -50,6 +50,5 @@ class DoctorRequest:
     watch_seconds: float = WATCH_SECONDS
     sample_pages: int = SAMPLE_PAGES
     write_probe: bool = False
-    words: str = ""
-    options: str = ""
+    mending: Mending = field(default_factory=Mending)
     asked: str = ""

@@ -6,7 +6,7 @@ import math
 import os
 import pwd
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from hicachectl.pages.scanning import take_inventory
 from hicachectl.profiles.identities import expect_identities
 from hicachectl.text.units import counted, human_age, human_size
 from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS
+from hicachectl.verification.report_text import Mending
 from hicachectl.verification.request import Sample, VerifyRequest
 from hicachectl.verification.verify import RunStart, check_part, lister_findings
 
@@ -72,9 +73,7 @@ _check = partial(Check, group=STORE)
 class StoreSeen:
     """A store that was opened and listed once, and the servers to judge it by.
 
-    url: the store, without secrets.
-    words: the store in suggested commands; empty: its URL.
-    options: options that name the profile in suggested commands, such as `--server URL`.
+    mending: the store and the options of the profile in suggested commands.
     store: the open store; None if it could not be opened.
     inventory: all objects; None if they could not be listed.
     problem: why the store could not be opened or listed, and the next step, else "".
@@ -87,9 +86,7 @@ class StoreSeen:
     sample_pages: number of pages to read; 0 reads none.
     """
 
-    url: str
-    words: str = ""
-    options: str = ""
+    mending: Mending = field(default_factory=Mending)
     store: Store | None = None
     inventory: Inventory | None = None
     problem: str = ""
@@ -103,8 +100,8 @@ class StoreSeen:
 
     def command(self, name: str, *more: str) -> str:
         """Return a command of hicachectl on the store, with the options of the profile."""
-        words = ("hicachectl", name, self.words or self.url, self.options, *more)
-        return " ".join(filter(None, words))
+        command = self.mending.command(f"hicachectl {name} STORE OPTIONS")
+        return " ".join(filter(None, (command, *more)))
 
 
 def see_store(
@@ -127,7 +124,7 @@ def see_store(
     except HicacheError as error:
         problem = str(error)
     return StoreSeen(
-        url=store.url,
+        mending=Mending(store=store.url),
         store=store,
         inventory=inventory,
         problem=problem,
@@ -439,7 +436,7 @@ def _temporaries(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             "temporaries",
             WARN,
             f"{counted(number, 'file')} of unfinished writes, or from before a clear, take space",
-            next=" ".join(("hicachectl rm", seen.words or seen.url, "--temporaries")),
+            next=seen.mending.command("hicachectl rm STORE --temporaries"),
         )
 
 
@@ -488,7 +485,7 @@ def _space(
         status,
         told,
         evidence="; ".join(filter(None, (rate, limit))),
-        next=f"hicachectl rm {seen.words or seen.url} {room}",
+        next=seen.mending.command(f"hicachectl rm STORE {room}"),
     )
 
 
@@ -520,7 +517,7 @@ def _last_write(seen: StoreSeen, inventory: Inventory, listing: ListingTime) -> 
                 "pages",
                 WARN,
                 "The store has no page of the profile's deployment",
-                next="hicachectl ls " + (seen.words or seen.url) + " --summary",
+                next=seen.mending.command("hicachectl ls STORE --summary"),
             )
     times = inventory.objects.column("mtime_ns").filter(pa.array(chosen)).drop_null()
     if not len(times):

@@ -94,7 +94,7 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
             elif word == OPTIONS:
                 said += map(quote, self.options)
                 said += [] if self.profiled or not repairs else ["--profile", "FILE"]
-            elif word == _PROFILE and _GIVEN in self.options:
+            elif word == _PROFILE and said[-1:] == [_GIVEN] and _GIVEN in self.options:
                 said.append(quote(self.options[self.options.index(_GIVEN) + 1]))
             else:
                 said.append(word)

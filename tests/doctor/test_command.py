@@ -94,7 +94,7 @@ def test_a_store_of_the_config_file_keeps_its_name(
     with answering(info(tp_size=4)) as url:
         document = invoke.document("doctor", "prod:", "--server", url, exit_code=4)
         command = document["checks"][0]["next"]
-        assert command == "hicachectl migrate prod: prod: --to-tp 4"
+        assert command == f"hicachectl --config {config} migrate prod: prod: --to-tp 4"
         invoke(*command.split()[1:])
         document = invoke.document("doctor", "prod:", "--server", url)
     assert document["verdict"] != "fail"

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec.structs import replace
 
 from hicachectl.cli.command import Command
 from hicachectl.cli.options import (
@@ -19,12 +20,12 @@ from hicachectl.cli.options import (
     store_argument,
 )
 from hicachectl.cli.parameters import own_option
-from hicachectl.cli.session import opened, remark, store_name
+from hicachectl.cli.session import opened, remark
 from hicachectl.cli.values import DURATION
 from hicachectl.formats.errors import HicacheError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from hicachectl.doctor.request import DoctorRequest
     from hicachectl.requests.chains import Hashing, Requests
@@ -110,9 +111,7 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
         except UsageError:
             raise
         except HicacheError as error:
-            result = examine(
-                request, None, on_wait=on_wait, url=store_name(ctx, store), problem=str(error)
-            )
+            result = examine(request, None, on_wait=on_wait, problem=str(error))
         else:
             result = examine(request, source, on_wait=on_wait)
     write_result(ctx, result)
@@ -122,6 +121,7 @@ def _request(ctx: click.Context, store: str, options: dict[str, Any]) -> DoctorR
     from hicachectl.cli.asked import (
         asked_hashing,
         asked_requests,
+        mending_without_options,
         next_words,
         of_profile,
         refuse_other_sources,
@@ -150,19 +150,18 @@ def _request(ctx: click.Context, store: str, options: dict[str, Any]) -> DoctorR
         watch_seconds=options["watch_seconds"],
         sample_pages=options["sample_pages"],
         write_probe=options["write_probe"],
-        # A URL can have a password; a directory and NAME: of the config file have none.
-        words=shlex.quote(store if "://" not in store else store_name(ctx, store)),
-        options=_described(ctx, options),
+        mending=replace(
+            mending_without_options(ctx, store), options=tuple(_described(ctx, options))
+        ),
         asked=shlex.join(next_words(ctx, only=(*_SOURCES, *_READING))),
     )
 
 
-def _described(ctx: click.Context, options: Mapping[str, Any]) -> str:
-    """Return the options that describe the servers in the commands of other checks."""
+def _described(ctx: click.Context, options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the options that describe the servers in suggested commands."""
     from hicachectl.cli.asked import next_words
     from hicachectl.profiles.server import checked_url
 
-    words = list(next_words(ctx, without=("servers", *_READING)))
+    yield from next_words(ctx, without=("servers", *_READING))
     if options["servers"] and options["profile_file"] is None:
-        words += ["--server", checked_url(options["servers"][0])]
-    return shlex.join(words)
+        yield from ("--server", checked_url(options["servers"][0]))
