@@ -38,8 +38,9 @@ def check_lines(checks: Sequence[Check], screen: Screen) -> Iterator[str]:
         if check.evidence:
             yield from _wrapped(indent, check.evidence, indent, screen)
         if check.next:
-            yield from _wrapped(indent, f"next: {check.next}", f"{indent}      ", screen)
-    yield from _wrapped("", verdict_text(checks), "", screen)
+            # In one line: a command that is copied must stay one.
+            yield f"{indent}next: {message_text(check.next)}"
+    yield message_text(verdict_text(checks))
 
 
 def verdict_text(checks: Sequence[Check]) -> str:

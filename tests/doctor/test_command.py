@@ -60,11 +60,14 @@ def test_the_verdict_is_one_sentence(statuses: list[str], words: str) -> None:
 
 
 def test_a_terminal_wraps_at_words_and_shows_no_controls() -> None:
-    """Continued lines are indented below their text, and what a server tells is escaped."""
-    bad = Check("n", FAIL, "word " * 30 + "\x1b[2J", group=SERVER)
+    """Continued lines are indented, commands stay in one line, and controls are escaped."""
+    long = "word " * 30
+    bad = Check("n", FAIL, f"{long}\x1b[2J", group=SERVER, next=f"hicachectl {long}\x1b[2J")
     lines = list(check_lines([bad], Screen(colour=True, width=80)))
     assert lines[0].startswith("\x1b[31mfail\x1b[0m  server  n  word")
-    assert all(len(line) <= 80 for line in lines[1:])
+    command, _ = lines[-2:]
+    assert command.strip() == f"next: hicachectl {long}\\x1b[2J"
+    assert all(len(line) <= 80 for line in lines[1:-2])
     assert lines[1].startswith(" " * 17 + "word")
     assert not any("\x1b[2J" in line for line in lines)
 
