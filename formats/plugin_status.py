@@ -76,13 +76,13 @@ COUNTED: Mapping[str, tuple[str, ...]] = {
     "removed": get_args(Removed),
     "failed": get_args(Failed),
 }
-# Metrics by kind, without `_total`; those of tokens have the stage in their name.
+# Metrics by kind. Those of tokens have the stage in their name.
 _METRICS = {
-    "tokens": "hicachectl_plugin_{}_tokens",
-    "refused": "hicachectl_plugin_refused_pages",
-    "noted": "hicachectl_plugin_noted_pages",
-    "removed": "hicachectl_plugin_removed_files",
-    "failed": "hicachectl_plugin_failed_operations",
+    "tokens": "hicachectl_plugin_{}_tokens_total",
+    "refused": "hicachectl_plugin_refused_pages_total",
+    "noted": "hicachectl_plugin_noted_pages_total",
+    "removed": "hicachectl_plugin_removed_files_total",
+    "failed": "hicachectl_plugin_failed_operations_total",
 }
 
 _Text = Annotated[str, Meta(max_length=_LONGEST_TEXT)]
@@ -167,9 +167,9 @@ class PluginStatus(Struct, frozen=True, kw_only=True):
 
 
 def metric_of(kind: str, name: str) -> str:
-    """Return the metric that counts what `COUNTED` names, without `_total`.
+    """Return the metric that counts a name of `COUNTED`.
 
-    Those of other kinds than tokens have the name as their label `reason`.
+    Metrics of all kinds but tokens have the name as their label `reason`.
     """
     return _METRICS[kind].format(name)
 

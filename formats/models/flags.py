@@ -118,6 +118,21 @@ class DeploymentFlags:
     resolved: bool = False
     launched: bool = False
 
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page; those of one token if the page size is not stated."""
+        return (self.page_size or 1) * self.dcp
+
+    @property
+    def least_looked_up(self) -> int:
+        """Fewest tokens left to compute for which a server looks pages up in its store.
+
+        Whole pages up to the last token but one must reach the threshold. Source: SGLang
+        srt/mem_cache/unified_radix_cache.py :: prefetch_from_storage.
+        """
+        page = self.page_tokens
+        return -(-max(self.prefetch_threshold, 1) // page) * page + 1
+
 
 def normalised_layout(flags: DeploymentFlags) -> str:
     """Return the host memory layout that SGLang uses.

@@ -63,7 +63,7 @@ def reasons() -> tuple[Reason, ...]:
 def _counters(name: str, source: str) -> list[str]:
     """Return the metrics of the plug-in that have a reason of it as a label."""
     kinds = [kind for kind, names in COUNTED.items() if name in names and source == PLUGIN]
-    return [f"{metric_of(kind, name)}_total" for kind in kinds]
+    return [metric_of(kind, name) for kind in kinds]
 
 
 def reason_named(name: str) -> Reason | None:

@@ -14,7 +14,7 @@ from hicachectl.checks.codes import STORE
 from hicachectl.doctor.asked import Asked, request_checks
 from hicachectl.doctor.checks import FAIL, REQUESTS, UNKNOWN, Check, CheckRow, ordered, verdict_of
 from hicachectl.doctor.deployments import deployment_checks
-from hicachectl.doctor.exposition import CACHED, page_tokens
+from hicachectl.doctor.exposition import CACHED
 from hicachectl.doctor.live import live_checks
 from hicachectl.doctor.live_server import LiveServer, ask_server
 from hicachectl.doctor.probing import write_probe
@@ -233,7 +233,7 @@ def _hashing(profile: Profile | None, servers: Sequence[LiveServer]) -> Hashing 
         with suppress(ProfileError):  # a release or an algorithm that is not known
             algorithm = canonical_algorithm(flags.speculative_algorithm)
             return Hashing(
-                page_tokens(flags),
+                flags.page_tokens,
                 bigram=hash_unit(algorithm) == "bigram",
                 seeds=release_of(flags.sglang).seeds,
             )

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hicachectl.backends.http import HttpService
-    from hicachectl.formats.models.flags import DeploymentFlags
 
     Sample = tuple[str, frozenset[tuple[str, str]]]  # name and labels
 
@@ -181,21 +180,6 @@ def at_least(look: Look, tokens: int) -> tuple[int, int]:
         lower, before = upper, up_to
     count, missing = undecided
     return int(fewest), int(fewest + min(count, max(spare, 0.0) // missing if missing else 0.0))
-
-
-def page_tokens(flags: DeploymentFlags) -> int:
-    """Return the tokens of a page of a server."""
-    return (flags.page_size or 1) * flags.dcp
-
-
-def least_asked(flags: DeploymentFlags) -> int:
-    """Return the fewest tokens left to compute for which a server asks its store.
-
-    Whole pages up to the last token but one must reach the threshold. Source: SGLang
-    srt/mem_cache/unified_radix_cache.py :: prefetch_from_storage.
-    """
-    page = page_tokens(flags)
-    return -(-max(flags.prefetch_threshold, 1) // page) * page + 1
 
 
 def _bound(text: str) -> float:

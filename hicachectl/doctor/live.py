@@ -27,11 +27,10 @@ from hicachectl.doctor.exposition import (
     Look,
     at_least,
     growth,
-    least_asked,
-    page_tokens,
 )
 from hicachectl.doctor.processes import own_statuses
 from hicachectl.formats.models.flags import DeploymentFlags
+from hicachectl.formats.plugin_status import metric_of
 from hicachectl.text.units import counted
 from hicachectl.verification.report_text import Mending
 
@@ -62,7 +61,7 @@ _NO_FAULTS_OF_PLUGIN = frozenset({"full", "gone", "unwritable"})
 _UNWRITTEN = frozenset({"full", "half", "unwritable"})  # such pages are not written
 # SGLang's warm-up sends one short request to each data-parallel rank, and is no traffic.
 _FEW_REQUESTS = 5
-_ASKED = f"{PLUGIN}asked_tokens_total"
+_REFUSED = metric_of("refused", "")
 _LONGEST_TEXT = 400
 _SINCE_START = "since the server's start"
 _BACKEND = "hicache_storage_backend"
@@ -110,7 +109,7 @@ class _Counters:
     totals: counts since the server's start.
     judged: growth between two looks if anything moved, else the totals.
     period: time in which `judged` was counted, in words.
-    mending: that of `live_checks`.
+    mending: the store and the options of the profile in suggested commands.
     """
 
     server: LiveServer
@@ -148,7 +147,7 @@ class _Counters:
         known = reason_named(reason or name)
         share = lost / max(whole, lost)
         fault = _is_fault(known, self.server)
-        few = lost < _FEW_LOOKUPS * least_asked(self.flags)
+        few = lost < _FEW_LOOKUPS * self.flags.least_looked_up
         lost_ever, whole_ever = measure(self.totals)
         status = FAIL if fault and share >= _FAIL_SHARE else WARN
         if name in _NO_LOSS or share < _WARN_SHARE:
@@ -194,16 +193,16 @@ def _plugin(counters: _Counters, statuses: Sequence[PluginStatus]) -> Iterator[C
     if not exported:
         told = Look(counters.totals.at, dict(_samples(statuses)))
         counters = replace(counters, totals=told, judged=told, period=_SINCE_START)
-    page = page_tokens(counters.flags)
-    for reason in counters.totals.by_label(f"{PLUGIN}refused_pages_total", "reason"):
+    page = counters.flags.page_tokens
+    for reason in counters.totals.by_label(_REFUSED, "reason"):
 
         def measure(look: Look, reason: str = reason) -> tuple[float, float]:
             stage = "written" if reason in _UNWRITTEN else "found"
-            refused = look.by_label(f"{PLUGIN}refused_pages_total", "reason").get(reason, 0) * page
-            return refused, refused + look.value(f"{PLUGIN}{stage}_tokens_total")
+            refused = look.by_label(_REFUSED, "reason").get(reason, 0) * page
+            return refused, refused + look.value(_stage(stage))
 
         if reason not in excluded:
-            what = "tokens that the plug-in was asked for"
+            what = "tokens that the plug-in was asked to read or write"
             yield from counters.loss(reason, measure, what, done="refused")
 
 
@@ -218,10 +217,14 @@ def _samples(statuses: Sequence[PluginStatus]) -> Iterator[tuple[Sample, float]]
             ("dp_rank", str(status.dp_rank)),
         ]
         for stage, tokens in status.tokens.items():
-            yield (f"{PLUGIN}{stage}_tokens_total", frozenset(labels)), tokens
+            yield (_stage(stage), frozenset(labels)), tokens
         for reason, pages in status.refused.items():
-            name = f"{PLUGIN}refused_pages_total"
-            yield (name, frozenset([*labels, ("reason", reason)])), pages
+            yield (_REFUSED, frozenset([*labels, ("reason", reason)])), pages
+
+
+def _stage(stage: str) -> str:
+    """Return the metric of the plug-in that counts tokens at a stage."""
+    return metric_of("tokens", stage)
 
 
 def _lost(counters: _Counters) -> Iterator[Check]:
@@ -264,7 +267,7 @@ def _unwritten(counters: _Counters) -> Iterator[Check]:
         what = f"The store took {_tokens(written)} from the server"
         evidence = f"{counters.period}; those of pages that it had already count, too"
         yield counters.check("written", OK, what, evidence)
-    elif copied >= _FEW_LOOKUPS * least_asked(counters.flags):
+    elif copied >= _FEW_LOOKUPS * counters.flags.least_looked_up:
         if look is counters.totals and attached_late:
             return
         what = f"The server copied {_tokens(copied)} to host memory, and wrote none to its store"
@@ -290,11 +293,14 @@ def _found(counters: _Counters) -> Iterator[Check]:
         what = "The server has answered no request since its start"
         yield counters.check("found", UNKNOWN, what, "", "send requests and look again")
         return
-    least = least_asked(counters.flags)
+    least = counters.flags.least_looked_up
     _, most = at_least(look, least)
-    asked = f"at most {most} of {counted(requests, 'request')} left the {least} tokens to compute"
+    enough = (
+        f"at most {most} of {counted(requests, 'request')} left {least} tokens to compute, the "
+        "fewest that a server looks up"
+    )
     if _are_short(counters, look):
-        what = f"Prompts are too short for the store: {asked} for which it is asked"
+        what = f"Prompts are too short for the store: {enough}"
         threshold = f"prefetch_threshold is {counters.flags.prefetch_threshold}"
         evidence = f"{threshold}; {period}"
         yield counters.check("found", WARN, what, evidence, counters.remedy("below_threshold"))
@@ -302,11 +308,11 @@ def _found(counters: _Counters) -> Iterator[Check]:
     what = f"Nothing was found in the store, {period}"
     written = _tokens(counters.totals.value(BACKUPED))
     pools = look.value(CACHED, cache_source="device") + look.value(CACHED, cache_source="host")
-    evidence = f"{asked} for which the store is asked; {written} were written"
+    evidence = f"{enough}; {written} were written"
     if pools:
         evidence += f"; {_tokens(pools)} were in device or host memory"
-    if look.value(_ASKED):
-        evidence += f"; the plug-in was asked for {_tokens(look.value(_ASKED))}"
+    if asked := look.value(_stage("asked")):
+        evidence += f"; the plug-in was asked for {_tokens(asked)}"
     again = f"hicachectl doctor STORE --server {counters.server.url} --trace FILE"
     remedy = f"give requests of the server: {counters.mending.command(again)}"
     yield counters.check("found", UNKNOWN, what, evidence, remedy)
@@ -321,7 +327,7 @@ def _are_short(counters: _Counters, look: Look) -> bool:
     requests = look.value(f"{UNCACHED}_count")
     if requests < _FEW_REQUESTS + counters.flags.dp:
         return False
-    fewest, most = at_least(look, least_asked(counters.flags))
+    fewest, most = at_least(look, counters.flags.least_looked_up)
     pools = look.value(CACHED, cache_source="device") + look.value(CACHED, cache_source="host")
     return not fewest and most <= requests / 2 and pools < look.value(PROMPT_TOKENS) / 2
 

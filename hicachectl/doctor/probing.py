@@ -12,7 +12,6 @@ import pyarrow as pa
 
 from hicachectl.doctor.checks import FAIL, OK, SAME_STORE, UNKNOWN, Check
 from hicachectl.doctor.deployments import own_anchors
-from hicachectl.doctor.exposition import least_asked
 from hicachectl.formats.errors import HicacheError
 from hicachectl.pages.deployments import profiled_deployment
 from hicachectl.prewarming.through_server import generate_body
@@ -48,7 +47,7 @@ def write_probe(server: LiveServer, seen: StoreSeen, hashing: Hashing) -> Check:
         return _check(
             server, UNKNOWN, "No prompt was sent: under write_back its pages are not written soon"
         )
-    count = least_asked(server.deployment.flags) + _PAGES * hashing.page_size
+    count = server.deployment.flags.least_looked_up + _PAGES * hashing.page_size
     tokens = random.choices(_TOKENS, k=min(count, _MOST_TOKENS))
     prompt = Request("the prompt of --write-probe", tokens)
     try:

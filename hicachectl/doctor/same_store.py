@@ -22,8 +22,6 @@ from hicachectl.doctor.exposition import (
     UNCACHED,
     at_least,
     growth,
-    least_asked,
-    page_tokens,
 )
 from hicachectl.doctor.processes import (
     Place,
@@ -245,8 +243,8 @@ def _must_be_new(server: LiveServer, grown: Look, totals: Look) -> bool:
     if server.deployment is None or server.settings.get(_BACKEND) == "dynamic":
         return False
     flags = server.deployment.flags
-    fewest, _ = at_least(grown, least_asked(flags))
-    whole_pages = grown.value(f"{UNCACHED}_sum") - page_tokens(flags) * grown.value(REQUESTS)
+    fewest, _ = at_least(grown, flags.least_looked_up)
+    whole_pages = grown.value(f"{UNCACHED}_sum") - flags.page_tokens * grown.value(REQUESTS)
     return (
         fewest > 0
         and not grown.value(FOUND)

@@ -226,13 +226,13 @@ def _threshold(server: LiveServer) -> Iterable[Check]:
         )
     elif server.deployment is not None:
         flags = server.deployment.flags
-        least = max(flags.prefetch_threshold, (flags.page_size or 1) * flags.dcp)
         yield server.check(
             "threshold",
             OK,
-            f"Fewer than {least} tokens of a request are never asked of the store",
+            f"The server looks up no request that has fewer than {flags.least_looked_up} tokens to "
+            "compute",
             evidence=f"prefetch_threshold {flags.prefetch_threshold}, "
-            f"page_size {flags.page_size or 1}",
+            f"page size {flags.page_tokens}",
         )
 
 

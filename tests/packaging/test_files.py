@@ -31,7 +31,7 @@ UNITS = sorted((FOLDER / "systemd").iterdir())
 RULES = FOLDER / "prometheus" / "hicachectl.rules.yml"
 DASHBOARD = json.loads((FOLDER / "grafana" / "hicachectl.json").read_text())
 OURS = {f"hicachectl_{command}_{name}" for command, texts in metrics().items() for name in texts}
-PLUGIN = {f"{metric_of(kind, name)}_total" for kind, names in COUNTED.items() for name in names}
+PLUGIN = {metric_of(kind, name) for kind, names in COUNTED.items() for name in names}
 # Metrics of SGLang, as a conformance test finds them in its code.
 THEIRS = {
     "sglang:backup_bandwidth",

@@ -182,7 +182,7 @@ def test_counts_are_exported_once_for_all_attachments(tmp_path: Path) -> None:
     """Every metric and reason exists at 0; those of several stores are summed."""
     values = exported(tmp_path, EXPORTED)
     expected = {
-        (f"{metric_of(kind, name)}_total", "" if kind == "tokens" else name): 0.0
+        (metric_of(kind, name), "" if kind == "tokens" else name): 0.0
         for kind, names in COUNTED.items()
         for name in names
     }

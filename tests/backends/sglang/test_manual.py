@@ -70,7 +70,7 @@ def test_every_reason_and_metric_is_explained() -> None:
     ]
     assert named == [set(COUNTED["refused"]), set(COUNTED["failed"])]
     assert set(COUNTED["noted"]) | set(COUNTED["removed"]) <= named[0]
-    metrics = {f"{metric_of(kind, one)}_total" for kind, names in COUNTED.items() for one in names}
+    metrics = {metric_of(kind, one) for kind, names in COUNTED.items() for one in names}
     assert set(re.findall(r"^\.It Li (\w+)$", section("METRICS"), re.MULTILINE)) == metrics
 
 
@@ -82,9 +82,7 @@ def test_explain_knows_every_reason_and_where_it_is_counted() -> None:
         for metric in reason.counters
     }
     kinds = COUNTED.keys() - {"tokens"}
-    assert stated == {
-        (name, f"{metric_of(kind, name)}_total") for kind in kinds for name in COUNTED[kind]
-    }
+    assert stated == {(name, metric_of(kind, name)) for kind in kinds for name in COUNTED[kind]}
 
 
 def test_the_labels_of_the_metrics_are_stated() -> None:
