@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from itertools import repeat
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.sglang.log import logger
+from hicachectl.formats.plugin_status import COUNTED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,13 +40,13 @@ class Tally:
     def __init__(self) -> None:
         self.excluded: dict[str, str] = {}
         self._lock = threading.Lock()
-        self._counts: dict[str, Counter[str]] = {}
+        self._counts = {kind: defaultdict[str, int](int) for kind in COUNTED}
         self._export: Export | None = None
 
     def add(self, kind: str, name: str, count: int) -> None:
         """Count."""
         with self._lock:
-            self._counts.setdefault(kind, Counter())[name] += count
+            self._counts[kind][name] += count
         if self._export is not None:
             try:
                 self._export(kind, name, count)
@@ -56,7 +57,7 @@ class Tally:
     def of(self, kind: str) -> dict[str, int]:
         """Return the counts of a kind by name."""
         with self._lock:
-            return dict(self._counts.get(kind, {}))
+            return dict(self._counts[kind])
 
     def begin(self, ranks: Sequence[int]) -> None:
         """Begin an attachment; export the counts if SGLang exports metrics.

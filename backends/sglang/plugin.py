@@ -267,9 +267,10 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         with self._call() as call:
             read = self._read(self._pools.get(str(PoolName.KV)), keys, host_indices, call)
         self._count_anchored()
-        self._anchored = keys, _leading(read)
-        if not self._has_derived:
-            self._count_anchored()
+        if self._has_derived:
+            self._anchored = keys, _leading(read)
+        else:
+            self._counters.moved("restored", _leading(read) * self._context.page_size)
         return read
 
     @_never_raises(_no_transfers)
