@@ -100,18 +100,19 @@ class PluginStatus(Struct, frozen=True, kw_only=True):
     pid: process of the rank.
     pid_namespace: inode of the process's /proc/self/ns/pid, in which `pid` counts.
     started_ns: start of the process, Unix ns.
-    tp_rank, tp_size, pp_rank, pp_size, cp_rank, cp_size, dp_rank: the rank, as SGLang's storage
-    configuration has it: tp of the attention.
+    tp_rank, tp_size, pp_rank, pp_size, cp_rank, cp_size, dp_rank: coordinates of the rank in
+        SGLang's storage configuration; tp counts the ranks of attention.
     model: served model name.
     weights, draft_weights: texts that name the weights; empty if this host could not name them.
     page_size: tokens of a page.
-    dtype, layout: those of the kv pool; empty before it is registered.
+    dtype: dtype of the kv pool; empty before that is registered.
+    layout: memory layout of the kv pool; empty before that is registered.
     pools: names of the served pools.
     stores: URLs of the stores without secrets; the first is the one with this file.
     attached_ns: time of the attachment, Unix ns.
     written_ns: time of writing this file, Unix ns.
     closed: whether the backend was detached, or the server ended in order.
-    excluded: why all pages are misses until the next attach, by reason.
+    excluded: messages why all pages are misses until the next attach, by reason.
     tokens: tokens since the process has first used these stores, by stage (`Stage`).
     refused: pages of a pool that were misses or were not written, by reason.
     noted: pages of a pool that were served in spite of a reason, by reason.

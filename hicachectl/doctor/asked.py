@@ -28,7 +28,8 @@ _SET_THRESHOLD = (
     'set "prefetch_threshold" in --hicache-storage-backend-extra-config, and restart the server'
 )
 
-# One request of so many that a missing page stops is a normal eviction; one of so many is a loss.
+# Fewer than one request in _FEW that a missing page stops is normal: stores evict. More than one in
+# _SEVERAL is a loss.
 _FEW, _SEVERAL = 100, 10
 
 _check = partial(Check, group=REQUESTS)
@@ -36,13 +37,13 @@ _check = partial(Check, group=REQUESTS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Requests, and what servers say of them.
+    """Requests, and the tokens of them that a server says it restored.
 
     request: the requests, the profile that they are measured by, and the prefetch threshold.
     words: options that name the requests in suggested commands.
     server: URL of the server, else "".
     restored: tokens that the server took from storage since it started, by its metrics; None if
-        unknown. Counts of a server's log come first.
+        unknown. Counts in the requests' own log are used in its place.
     """
 
     request: HitsRequest
@@ -71,7 +72,7 @@ class _Measured:
 
 
 def request_checks(seen: StoreSeen, asked: Asked) -> list[Check]:
-    """Return what a store can serve of requests beside what servers restored, causes first."""
+    """Compare how far a store can serve requests with what servers restored, causes first."""
     if seen.store is None or seen.inventory is None:
         return []
     try:
@@ -87,7 +88,7 @@ def request_checks(seen: StoreSeen, asked: Asked) -> list[Check]:
 
 
 def _below_threshold(measured: _Measured) -> Iterator[Check]:
-    """Compare the lengths of prompts, and of what is stored of them, with the threshold."""
+    """Compare the lengths of prompts, and of their stored prefixes, with the threshold."""
     requests, document = measured.requests, measured.report.document
     short, threshold = document["short_requests"], document["threshold"]
     prompts, server = counted(len(requests), "prompt"), measured.asked.server
@@ -109,8 +110,8 @@ def _below_threshold(measured: _Measured) -> Iterator[Check]:
         yield _check(
             "threshold",
             WARN,
-            f"The store has fewer tokens of {lost} of {prompts} than the threshold {threshold}; "
-            "servers find them and fetch none",
+            f"For {lost} of {prompts}, the store has fewer tokens than the threshold {threshold}; "
+            "servers find them, but fetch none",
             evidence=f"at most {usable} tokens are usable",
             next=_SET_THRESHOLD,
             server=server,
@@ -163,7 +164,7 @@ def _stopping(report: HitsReport, request: int) -> str:
 
 
 def _restored(measured: _Measured) -> Iterator[Check]:
-    """Compare what the store can serve with what servers say that they took."""
+    """Compare the tokens that the store can serve with those that servers say they took."""
     requests, asked = measured.requests, measured.asked
     if requests.page_size is None:
         return

@@ -65,7 +65,7 @@ class CheckRow(TypedDict):
 
 
 def ordered(checks: Iterable[Check]) -> list[Check]:
-    """Return checks with the worst first; those alike keep their order, which is that of causes."""
+    """Return checks, the worst first. Checks of one status keep their order."""
     return sorted(checks, key=lambda check: -STATUSES.index(check.status))
 
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from hicachectl.pages.deployments import AffixTable, Deployment
     from hicachectl.pages.inventory import Inventory
 
-# What keys may state, from the most to the least likely to be a mistake; and the options of migrate
-# and of a profile that name it.
+# Names and sizes that keys may state, the most likely mistake first, with the option of a profile
+# for each.
 _FLAGS = {
     "model": "--served-model-name",
     "tag": "--tag",
@@ -43,7 +43,7 @@ _FLAGS = {
     "dcp": "--dcp",
 }
 _CONVERTED = ("model", "tag", "tp", "pp")  # migrate has --to-model and so on
-_SHARE = 10  # one of so many objects is no exception
+_SHARE = 10  # one object in so many is more than an exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class _Asked:
     sizes: Mapping[str, int]
 
     def differences(self, other: Deployment) -> dict[str, tuple[str, str]]:
-        """Return what the keys of a deployment state otherwise: theirs and ours, by name."""
+        """Return the names and sizes that differ in the keys of a deployment: theirs, ours."""
         found: dict[str, tuple[str, str]] = {}
         if other.names.columns["model"] is not None and other.names.text != self.names.text:
             pairs = zip(NAME_COLUMNS, other.names, self.names, strict=True)
@@ -75,7 +75,7 @@ class _Asked:
 class _Stored:
     """A deployment of the store with its pages.
 
-    pages: number of objects of the anchor that has most.
+    pages: number of objects of its most frequent anchor.
     sizes: sizes of its anchors in bytes.
     oldest_ns: first write of its anchors, Unix ns; None if unknown.
     newest_ns: last write of its anchors, Unix ns; None if unknown.
@@ -120,7 +120,7 @@ def own_anchors(server: LiveServer, seen: StoreSeen, table: AffixTable) -> set[i
 def deployment_checks(
     server: LiveServer, seen: StoreSeen, stated: Profile | None = None
 ) -> list[Check]:
-    """Return how a server's deployment differs from those that the store has pages of.
+    """Compare a server's deployment with those that the store has pages of.
 
     stated: profile that `StoreSeen.mending` names.
     Without any page, or if the server does not tell its deployment, there is nothing to compare.
@@ -249,7 +249,7 @@ def _present(
         evidence=_more(others, None),
     )
     for one in others:
-        if _is_forsaken(one, own):
+        if _is_former(one, own):
             yield server.check(
                 next(iter(one.differences)),
                 WARN,
@@ -261,11 +261,11 @@ def _present(
             )
 
 
-def _is_forsaken(one: _Stored, own: list[_Stored]) -> bool:
-    """Return whether another deployment seems to be the server's own of an earlier time.
+def _is_former(one: _Stored, own: list[_Stored]) -> bool:
+    """Return whether a deployment seems to be the server's own before its settings changed.
 
-    Nothing was written to it since the server's first page. Without times: it has one difference,
-    not in the model, and more pages. Another model has objects of other sizes.
+    Nothing was written to it since the server's first page. In a store without times, it differs in
+    one size only, and has more pages. A deployment of another model has objects of other sizes.
     """
     if "model" in one.differences and not any(one.sizes & each.sizes for each in own):
         return False
@@ -467,7 +467,7 @@ def _recorded(seen: StoreSeen, key_model: str) -> set[str]:
     try:
         markers, stamp = markers_of(seen.store), read_stamp(seen.store, key_model)
     except HicacheError:
-        return set()  # store_checks tell it
+        return set()  # store_checks report it
     sizes = {one.identity.page_size for one in markers if one.identity.model == key_model}
     if stamp is not None:
         sizes.add(stamp.profile.page_size)
@@ -484,7 +484,7 @@ def _layout(server: LiveServer, seen: StoreSeen) -> Iterator[Check]:
         key_model = profile.key_model if profile else _asked(server).names.model
         stamp = read_stamp(seen.store, key_model)
     except HicacheError:
-        return  # store_checks tell it
+        return  # store_checks report it
     if stamp is None or not layout:
         return
     if stamp.profile.layout == layout:
@@ -495,6 +495,6 @@ def _layout(server: LiveServer, seen: StoreSeen) -> Iterator[Check]:
         FAIL,
         f"The stamp of the store has layout {stamp.profile.layout}, this server uses {layout}: it "
         "would read permuted values",
-        next=f"hicachectl migrate SRC DST --to-layout {layout}, or start the server with "
-        f"--hicache-mem-layout {stamp.profile.layout}",
+        next=seen.mending.command(f"hicachectl migrate STORE DST --to-layout {layout}")
+        + f"; or start the server with --hicache-mem-layout {stamp.profile.layout}",
     )

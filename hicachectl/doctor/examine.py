@@ -64,7 +64,7 @@ def examine(
 
     store: the open store; None if it cannot be opened.
     problem: why the store cannot be opened, and the next step.
-    on_wait: takes the seconds before a wait for the second look.
+    on_wait: takes the seconds of the wait between two looks, before it begins.
     An unreachable server or store is a failing check. Raises UsageError for a malformed URL and for
     requests that cannot be read.
     """
@@ -170,7 +170,7 @@ def _seen(
 
 
 def _statuses(store: Store | None) -> Sequence[SeenStatus]:
-    """Return what the servers' plug-ins say in the store; nothing if it cannot be read."""
+    """Return the statuses of the servers' plug-ins in the store; none if they cannot be read."""
     if not isinstance(store, SideFiles):
         return ()
     try:
@@ -180,7 +180,7 @@ def _statuses(store: Store | None) -> Sequence[SeenStatus]:
         with side:
             return read_statuses(side).statuses
     except (OSError, HicacheError):
-        return ()  # store_checks tell it
+        return ()  # store_checks report it
 
 
 def _requests(

@@ -1,4 +1,4 @@
-"""Live reasons: what a server found in its store, restored and lost, as its own counters say."""
+"""Live checks: tokens that a server found, restored and lost, by its own counters."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
     from hicachectl.doctor.live_server import LiveServer
     from hicachectl.formats.plugin_status import PluginStatus
 
-    Measure = Callable[[Look], tuple[float, float]]  # lost tokens, and those they are a part of
+    Measure = Callable[[Look], tuple[float, float]]
 
 # Lost tokens are computed again, which costs time and nothing else. A loss of less than a twentieth
 # changes the load of a server less than an hour of the day does, and any busy server has some. From
 # half on, the store loses more than it gives.
 _WARN_SHARE = 0.05
 _FAIL_SHARE = 0.5
-# Fewer tokens than so many look-ups need are one unlucky moment, and no rate.
+# Fewer lost tokens than those of so many look-ups are one unlucky moment, and tell no rate.
 _FEW_LOOKUPS = 4
-# The device had these tokens when they came, or somebody has cleared the store.
+# These cost nothing: the device had the tokens when they came, or the store was cleared.
 _NO_LOSS = frozenset({"device_covered", "stale"})
 # Other reasons are the effect of settings, limits and load, which an operator may want.
 _FAULTS = frozenset({"storage_transfer"})
@@ -138,8 +138,10 @@ class _Counters:
     ) -> Iterator[Check]:
         """Judge a loss by its share; nothing if nothing was lost.
 
-        what: names the tokens of which some are lost. reason: reason with the meaning and the
-        remedy; default: the name. done: what happened to the lost tokens.
+        measure: returns the lost tokens in a look, and all tokens among which they were.
+        what: name of all these tokens.
+        reason: reason with the meaning and the remedy; empty: the name.
+        done: verb for the lost tokens.
         """
         lost, whole = measure(self.judged)
         if not lost:
@@ -276,7 +278,7 @@ def _unwritten(counters: _Counters) -> Iterator[Check]:
 
 
 def _found(counters: _Counters) -> Iterator[Check]:
-    """Say what came from the store; if nothing did, whether prompts were too short to ask."""
+    """Count the tokens from the store. Without any, see whether prompts were too short for it."""
     look, period = counters.judged, counters.period
     if not look.value(REQUESTS) and not look.value(FOUND):
         look, period = counters.totals, _SINCE_START

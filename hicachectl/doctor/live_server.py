@@ -1,4 +1,4 @@
-"""A live server as `doctor` sees it: its own words, asked for once."""
+"""A live server, described by its own replies, which are fetched once."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class LiveServer:
     info: parsed `/server_info`; empty if the server cannot be reached.
     layout: parsed `/get_hicache_l3_cache_layout`; empty if the server has none.
     states: `internal_states`, one for each data-parallel rank; empty if the reply has none.
-    settings: arguments as they hold now: `info`, overridden by the first state.
+    settings: arguments that hold now: `info`, overridden by the first state.
     deployment: flags and model paths; None if the reply does not tell them.
-    profile: profile, with the weights where they can be read; None if unknown. Where the replies
-        make none, that of the request, with the server's names and sizes.
+    profile: profile by the replies, with the weights if they can be read. If the replies make no
+        profile: the profile of the request, with the server's names and sizes. None without either.
     why_no_profile: why the replies make no profile, with the next step, else "".
     problem: why the server cannot be reached, with the next step, else "".
     started: start of the server's process in Unix seconds; None if unknown. Replies have only

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hicachectl.doctor.stores import StoreSeen
     from hicachectl.requests.chains import Hashing
 
-_PAGES = 3  # beyond what a server asks the store for
+_PAGES = 3  # pages beyond the fewest tokens that a server looks up
 _MOST_TOKENS = 1 << 15
 _TOKENS = range(10, 250)  # ids that every vocabulary has
 _ANSWER_S = 60.0
@@ -53,13 +53,13 @@ def write_probe(server: LiveServer, seen: StoreSeen, hashing: Hashing) -> Check:
     try:
         keys = _keys(server, seen, prompt, hashing)
         if not len(keys):
-            why = "No prompt was sent: without a profile, nothing tells the keys of its pages"
+            why = "No prompt was sent: without a profile, the keys of its pages are unknown"
             return _check(server, UNKNOWN, why, next="give --model-config or --profile")
         for _ in range(2 if policy == "write_through_selective" else 1):
             _send(server, prompt)
         return _answer(server, seen, keys, len(tokens))
     except HicacheError as error:
-        message = f"The prompt was of no use: {error}"
+        message = f"The prompt proves nothing: {error}"
         return server.check_of("write-probe", UNKNOWN, message, group=SAME_STORE)
 
 

@@ -1,4 +1,4 @@
-"""What `doctor` is asked to look at."""
+"""The request of `doctor`: servers, their profile, and what to examine."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ WATCH_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorRequest:
-    """Servers to ask, and what to look at.
+    """Servers to ask, and how to examine them and their store.
 
     servers: URLs of the servers that use the store; empty: only the store is checked.
-    profile: profile of the servers. A server's own replies come first, where they suffice.
+    profile: profile of the servers. A server's own replies are used in its place if they suffice.
     model_config: config.json of the servers' model, or its directory; None: their `model_path`, if
         it is on this machine.
-    draft_model_config: the same of a separate draft model.
+    draft_model_config: config.json of a separate draft model, or its directory.
     overrides: fields of DeploymentFlags that replace those of the servers.
     weights: values of --weights and --draft-weights, by parameter.
-    read: function that reads requests, whose tokens are hashed as its argument states; None: no
-        requests are looked at. The argument is None if that is unknown; then it raises UsageError.
+    read: function that reads the requests. Its argument states how tokens are hashed; if that is
+        None, unknown, the function may raise UsageError. None: no requests are examined.
     threshold: the servers' prefetch threshold in tokens; None: as they state it.
     watch_seconds: time between two looks at the servers' counters.
     sample_pages: number of pages to read; 0 reads none.

@@ -63,7 +63,7 @@ class _Answer(NamedTuple):
 
 
 class _Unseen(Exception):
-    """Why nothing tells where the server writes."""
+    """The place where the server writes is not known; the message says why."""
 
 
 def same_store_checks(
@@ -71,8 +71,11 @@ def same_store_checks(
 ) -> list[Check]:
     """Return whether a server and a command use one store; nothing without a server or a store.
 
-    store: the open store of the command. first, second: two looks at `/metrics`. new_pages: pages
-    of the server's deployment that appeared between the looks; None if they were not counted.
+    store: the open store of the command.
+    first: look at `/metrics`.
+    second: a later look.
+    new_pages: pages of the server's deployment that appeared between the looks; None if they were
+        not counted.
     """
     if server.problem or store is None or not server.settings.get(_BACKEND):
         return []
@@ -100,7 +103,7 @@ def same_store_checks(
 def started_of(server: LiveServer, statuses: Sequence[SeenStatus] = ()) -> float | None:
     """Return the start of a server in Unix seconds; None if nothing tells it.
 
-    statuses: statuses in the store; those of its plug-in tell it of a server on another machine.
+    statuses: statuses in the store, which have the start of a server on another machine.
     """
     here = processes_of(server.url).started
     if here is not None:
@@ -200,7 +203,7 @@ def _examined(theirs: StoreUrl, path: str, place: Place, url: str) -> str:
 
 
 def _are_apart(pid: int, device: int, places: set[Any]) -> bool:
-    """Return whether a directory on a device is none of the places, if its inode is not theirs."""
+    """Return whether another inode on a device means another directory than the places."""
     devices = {place[0] for place in places if isinstance(place, tuple)}
     if not devices:
         return False
@@ -219,7 +222,7 @@ def _by_pages(server: LiveServer, first: Look, second: Look, new_pages: int | No
         return _Answer(UNKNOWN, "The server was restarted between two looks", _WATCH)
     if grown.samples is None:
         what, next_step = divided(grown.problem)
-        return _Answer(UNKNOWN, f"Nobody knows whether the server writes: {what}", next_step)
+        return _Answer(UNKNOWN, f"The server may write or not: {what}", next_step)
     written = int(grown.value(BACKUPED))
     what = f"The server wrote {counted(written, 'token')} between two looks"
     if new_pages is None or not written:

@@ -36,11 +36,47 @@ _ATTACH = (
     "--hicache-storage-backend"
 )
 
+_WRITE_THROUGH = "start or attach with --hicache-write-policy write_through"
+# The effect of each value of a setting: status, detail, next step.
+_POLICIES = {
+    "write-policy": (
+        "hicache_write_policy",
+        {
+            "write_through": (OK, "Pages are written after their first use", ""),
+            "write_through_selective": (
+                WARN,
+                "The write policy is write_through_selective: a page is written at its second use, "
+                "so prompts that occur twice get no hit",
+                _WRITE_THROUGH,
+            ),
+            "write_back": (
+                WARN,
+                "The write policy is write_back: a page is written when host memory runs out, so a "
+                "restart, or another server, finds only evicted pages",
+                _WRITE_THROUGH,
+            ),
+        },
+    ),
+    "prefetch-policy": (
+        "hicache_storage_prefetch_policy",
+        {
+            "wait_complete": (OK, "Requests wait until their pages are read", ""),
+            "timeout": (OK, "Requests wait for their pages, but not longer than the timeout", ""),
+            "best_effort": (
+                WARN,
+                "The prefetch policy is best_effort: a request that is scheduled at once computes "
+                "the pages that are not read yet",
+                "start or attach with --hicache-storage-prefetch-policy timeout",
+            ),
+        },
+    ),
+}
+
 
 def setting_checks(server: LiveServer) -> list[Check]:
-    """Return what a server's settings say, in the order of causes.
+    """Judge a server's settings, in the order of causes.
 
-    A setting that only matters with an attached store has no check without one.
+    Settings that matter only with a storage backend are not judged without one.
     """
     judged: list[Callable[[LiveServer], Iterable[Check]]] = [_reachable]
     if not server.problem:
@@ -50,7 +86,7 @@ def setting_checks(server: LiveServer) -> list[Check]:
         ):
             judged.append(_attached)
             if _backends(server) != {None}:
-                judged += [_agreement, _write_policy, _prefetch_policy, _threshold, _host_pool]
+                judged += [_agreement, _policies, _threshold, _host_pool]
         judged += [_weights, _release, _described]
     return [check for judge in judged for check in judge(server)]
 
@@ -106,9 +142,9 @@ def _is_treeless(server: LiveServer) -> bool:
 
 def _backends(server: LiveServer) -> set[str | None]:
     """Return the storage backend of each rank; None for a rank without one."""
-    at_start = server.info.get(_BACKEND)  # all that older releases tell
-    told = [state.get(_BACKEND, at_start) for state in server.states or (server.info,)]
-    return {shown(backend) if backend else None for backend in told}
+    at_start = server.info.get(_BACKEND)  # in releases whose ranks do not state it
+    of_ranks = [state.get(_BACKEND, at_start) for state in server.states or (server.info,)]
+    return {shown(backend) if backend else None for backend in of_ranks}
 
 
 def _attached(server: LiveServer) -> Iterable[Check]:
@@ -138,7 +174,7 @@ def _attached(server: LiveServer) -> Iterable[Check]:
 
 
 def _agreement(server: LiveServer) -> Iterable[Check]:
-    """Compare the data-parallel ranks; one alone agrees with itself."""
+    """Compare the settings of data-parallel ranks, if there are several."""
     if len(server.states) < 2:
         return
     differing = [
@@ -162,59 +198,18 @@ def _agreement(server: LiveServer) -> Iterable[Check]:
     )
 
 
-def _write_policy(server: LiveServer) -> Iterable[Check]:
-    policy = server.settings.get("hicache_write_policy")
-    told = {
-        "write_through": (OK, "Pages are written after their first use", ""),
-        "write_through_selective": (
-            WARN,
-            "The write policy is write_through_selective: a page is written at its second use, so "
-            "prompts that occur twice get no hit",
-            "start or attach with --hicache-write-policy write_through",
-        ),
-        "write_back": (
-            WARN,
-            "The write policy is write_back: a page is written when host memory runs out, so a "
-            "restart, or another server, finds only evicted pages",
-            "start or attach with --hicache-write-policy write_through",
-        ),
-    }
-    unknown = (UNKNOWN, "The server does not tell a write policy that is known", "")
-    status, detail, remedy = told.get(policy, unknown) if isinstance(policy, str) else unknown
-    yield server.check(
-        "write-policy",
-        status,
-        detail,
-        evidence=_evidence(server, "hicache_write_policy"),
-        next=remedy,
-    )
-
-
-def _prefetch_policy(server: LiveServer) -> Iterable[Check]:
-    policy = server.settings.get("hicache_storage_prefetch_policy")
-    told = {
-        "wait_complete": (OK, "Requests wait until their pages are read", ""),
-        "timeout": (OK, "Requests wait for their pages, but not longer than the timeout", ""),
-        "best_effort": (
-            WARN,
-            "The prefetch policy is best_effort: a request that is scheduled at once computes what "
-            "is not read yet",
-            "start or attach with --hicache-storage-prefetch-policy timeout",
-        ),
-    }
-    unknown = (UNKNOWN, "The server does not tell a prefetch policy that is known", "")
-    status, detail, remedy = told.get(policy, unknown) if isinstance(policy, str) else unknown
-    yield server.check(
-        "prefetch-policy",
-        status,
-        detail,
-        evidence=_evidence(server, "hicache_storage_prefetch_policy"),
-        next=remedy,
-    )
+def _policies(server: LiveServer) -> Iterable[Check]:
+    for name, (setting, effects) in _POLICIES.items():
+        policy = server.settings.get(setting)
+        known = effects.get(policy) if isinstance(policy, str) else None
+        status, detail, next_step = known or (UNKNOWN, f"The server's {name} is not known", "")
+        yield server.check(
+            name, status, detail, evidence=_evidence(server, setting), next=next_step
+        )
 
 
 def _threshold(server: LiveServer) -> Iterable[Check]:
-    """Tell the prefetch threshold, which SGLang raises to the page size."""
+    """Say how many tokens a request needs, so that the server looks its pages up."""
     stated = server.settings.get(_EXTRA)
     if isinstance(stated, str) and stated.startswith("@"):
         yield server.check(
@@ -267,7 +262,7 @@ def _host_pool(server: LiveServer) -> Iterable[Check]:
 
 
 def _weights(server: LiveServer) -> Iterable[Check]:
-    """Notice an update of the weights since the start, by what the ranks tell."""
+    """Compare the ranks' model path and weight version with those at the start."""
     updated = [
         name
         for name in ("model_path", "weight_version")

@@ -136,7 +136,7 @@ def see_store(
 
 
 def store_checks(seen: StoreSeen) -> list[Check]:
-    """Return what a store itself says, in the order of causes.
+    """Judge a store by its listing, a sample, its space and its services, in the order of causes.
 
     At most a sample of the pages is read, and nothing is changed. Without a server, this is the
     health of the store: it can be reached and read, it has room, and the age of its newest page.
@@ -235,7 +235,7 @@ class _Findings:
 
     pages: number of pages in the store.
     sampled: number of pages with an object to read.
-    tried: number of objects that were tried to be read.
+    tried: number of objects whose read was tried.
     """
 
     def __init__(self, part: PartCheck) -> None:
@@ -332,34 +332,58 @@ def _structure(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
         yield Check.of_message("structure", status, message, group=STORE)
         return
     found = findings.structural()
-    severe, young = _severe(found), int(findings.part.in_flight.sum())
-    flying = f"{counted(young, 'page')} younger than {_GRACE_SECONDS:.0f} s not judged"
-    number = findings.damaged(severe)
-    if number:
-        yield _check(
-            "structure",
-            FAIL,
-            f"{number} of {counted(findings.pages, 'page')} could give servers wrong data",
-            evidence=_counts(found),
-            next=findings.verify(seen),
-        )
-    elif (number := findings.damaged(found)) * _FEW > findings.pages:
-        yield _check(
-            "structure",
-            WARN,
-            f"{number} of {counted(findings.pages, 'page')} have faults that cost hits",
-            evidence=_counts(found),
-            next=findings.verify(seen),
-        )
-    else:
-        given = seen.profile is not None and not seen.profile.inferred
-        told = "by the profile" if given else "by comparison with each other"
-        yield _check(
-            "structure",
-            OK,
-            f"{findings.pages - number} of {counted(findings.pages, 'page')} are whole, {told}",
-            evidence="; ".join(filter(None, (_counts(found), flying if young else ""))),
-        )
+    if worst := _worst(
+        seen,
+        findings,
+        found,
+        "structure",
+        findings.pages,
+        errors="could give servers wrong data",
+        warnings="have faults that cost hits",
+    ):
+        yield worst
+        return
+    young = int(findings.part.in_flight.sum())
+    in_flight = f"{counted(young, 'page')} younger than {_GRACE_SECONDS:.0f} s not judged"
+    given = seen.profile is not None and not seen.profile.inferred
+    by = "by the profile" if given else "by comparison with each other"
+    whole = findings.pages - findings.damaged(found)
+    yield _check(
+        "structure",
+        OK,
+        f"{whole} of {counted(findings.pages, 'page')} are whole, {by}",
+        evidence="; ".join(filter(None, (_counts(found), in_flight if young else ""))),
+    )
+
+
+def _worst(
+    seen: StoreSeen,
+    findings: _Findings,
+    found: pa.Table,
+    name: str,
+    pages: int,
+    *,
+    errors: str,
+    warnings: str,
+) -> Check | None:
+    """Return the check of pages with findings: any error fails, and many warnings warn.
+
+    pages: number of pages that were judged.
+    errors: predicate of the pages with errors.
+    warnings: predicate of the pages with findings.
+    """
+    number, status, predicate = findings.damaged(_severe(found)), FAIL, errors
+    if not number:
+        number, status, predicate = findings.damaged(found), WARN, warnings
+        if number * _FEW <= pages:
+            return None
+    return _check(
+        name,
+        status,
+        f"{number} of {counted(pages, 'page')} {predicate}",
+        evidence=_counts(found),
+        next=findings.verify(seen),
+    )
 
 
 def _identities(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
@@ -406,24 +430,16 @@ def _values(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             evidence=str(found.column("detail")[0]),
             next="hicachectl explain layout-mismatch",
         )
-    found = findings.of(_VALUES)
-    bad = findings.damaged(_severe(found))
-    if bad:
-        yield _check(
-            "values",
-            FAIL,
-            f"{bad} {read} have damaged values",
-            evidence=_counts(found),
-            next=findings.verify(seen),
-        )
-    elif (odd := findings.damaged(found)) * _FEW > findings.sampled:
-        yield _check(
-            "values",
-            WARN,
-            f"{odd} {read} have odd values",
-            evidence=_counts(found),
-            next=findings.verify(seen),
-        )
+    if worst := _worst(
+        seen,
+        findings,
+        findings.of(_VALUES),
+        "values",
+        findings.sampled,
+        errors="read have damaged values",
+        warnings="read have odd values",
+    ):
+        yield worst
     elif len(findings.of(_DTYPE | _LAYOUT)):
         return
     elif valued := int(findings.part.judged.valued.sum()):

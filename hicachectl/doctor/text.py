@@ -50,8 +50,8 @@ def verdict_text(checks: Sequence[Check]) -> str:
     if first is None or first.status == OK:
         return f"ok: {counted(len(found), 'check')} found no cause of lost hits"
     label = {FAIL: FAIL, WARN: WARN, UNKNOWN: "No cause found, but not all is known"}[first.status]
-    told = f"{label}: {first.detail}"
-    return f"{told}; next: {first.next}" if first.next else told
+    text = f"{label}: {first.detail}"
+    return f"{text}; next: {first.next}" if first.next else text
 
 
 def _wrapped(head: str, text: str, indent: str, screen: Screen) -> Iterator[str]:

@@ -36,7 +36,7 @@ _TIMEOUT_S = 10.0
 class Watched:
     """A server's counters at two moments, and what appeared in the store between them.
 
-    first: look after the store was listed, so that what is written later is new.
+    first: look after the listing of the store, so that all pages written after the look are new.
     second: look after the wait.
     new_pages: number of pages of the server's deployment that are new since the listing; None if
         the store was not listed twice.

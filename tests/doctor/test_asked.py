@@ -140,7 +140,10 @@ def test_too_few_stored_pages_are_found_and_not_fetched(
             (store / f"{name}.indexer_x-dsa.bin").unlink()
     checks = asked(invoke, store, profile, trace(tmp_path, *TOKENS))
     assert checks["threshold"]["status"] == "warn"
-    assert "fewer tokens of 4 of 4 prompts than the threshold 8" in checks["threshold"]["detail"]
+    assert (
+        "For 4 of 4 prompts, the store has fewer tokens than the threshold 8"
+        in checks["threshold"]["detail"]
+    )
 
 
 def test_pages_that_no_server_wrote_are_a_warning(

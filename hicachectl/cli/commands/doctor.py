@@ -61,7 +61,7 @@ _READING = ("trace_format", "block_size", "tokenizer")
     default=256,
     show_default=True,
     metavar="PAGES",
-    help="Read and check so many pages.",
+    help="Number of pages to read and check.",
 )
 @own_option(
     "--write-probe",
@@ -87,8 +87,7 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
 
     Without --server, the store alone is checked, as a probe does.
 
-    Nothing is changed, but with --write-probe. Keys, launch commands and secrets, which servers
-    tell, are never shown.
+    Nothing is changed, except by --write-probe. Keys, launch commands and secrets are never shown.
 
     hicachectl-doctor(1) describes the checks.
 
