@@ -160,10 +160,10 @@ def words_of(check: Check) -> str:
     return f"{check['detail']} {check['evidence'] or ''}"
 
 
-def follow(invoke: Invoke, check: Check) -> None:
-    """Run the command of a check's next step as it stands."""
+def follow(invoke: Invoke, check: Check, exit_code: int = 0) -> str:
+    """Run the command of a check's next step as it stands; return what it prints."""
     (command,) = re.findall(r"(hicachectl [^;]*)", check["next"])
-    invoke(*shlex.split(command)[1:])
+    return invoke(*shlex.split(command)[1:], exit_code=exit_code).stdout
 
 
 @contextmanager
@@ -421,6 +421,30 @@ def test_a_store_of_other_weights_under_the_plug_in(
     finally:
         cpu_server.detach()
         cpu_server.update_weights(tiny_model)
+
+
+def test_a_truncated_page_is_mended_by_the_next_commands(
+    cpu_server: CpuServer, tmp_path: Path, doctor: Doctor, invoke: Invoke
+) -> None:
+    """HiCacheFile loses the whole prompt for it, and never writes the page again by itself."""
+    store = tmp_path / "store"
+    attach(cpu_server, store)
+    cpu_server.generate(PROMPT)
+    await_stored(store, PROMPT)
+    cut = page_files(store, PROMPT)[1]
+    os.truncate(cut, 100)
+    await_stored(store, PROMPT)
+    assert restored(cpu_server) == 0
+    check = doctor.checks(store, "--server", cpu_server.url, exit_code=4)[0]
+    assert (check["group"], check["name"]) == ("store", "structure")
+    assert "truncated" in words_of(check)
+    found = follow(invoke, check, exit_code=4)
+    repair = next(line.strip() for line in found.splitlines() if "--repair" in line)
+    invoke(*shlex.split(repair)[1:], "--yes", exit_code=4)
+    assert not cut.exists()
+    assert restored(cpu_server) == PAGE_SIZE
+    await_stored(store, PROMPT)
+    assert restored(cpu_server) == FULL
 
 
 @needs_root
