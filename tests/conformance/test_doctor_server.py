@@ -68,14 +68,16 @@ class Doctor:
         return found
 
     def cause(self, store: object, *options: object, status: str = "fail") -> Check:
-        """Return the first check; assert its status, and that no other check fails beside it."""
+        """Return the first check, and assert its status.
+
+        Beside it, only counters of tokens that the server has lost may fail.
+        """
         found = self.checks(store, *options, exit_code=4 if status == "fail" else 0)
-        assert found[0]["status"] == status, found
-        if status == "fail":
-            assert [check["name"] for check in found if check["status"] == "fail"] == [
-                found[0]["name"]
-            ], found
-        return found[0]
+        first, *others = found
+        assert first["status"] == status, found
+        failing = [check for check in others if check["status"] == "fail"]
+        assert all(check["group"] == "live" for check in failing), found
+        return first
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +88,11 @@ def shared_cpu_server(
     log = tmp_path_factory.mktemp("doctor") / "server.log"
     with CpuServer(sglang_python, tiny_model, log) as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HICACHECTL_API_KEY", KEY)
 
 
 @pytest.fixture
@@ -226,7 +233,7 @@ def test_a_healthy_server_has_no_failing_and_no_warning_check(
     assert any(check["status"] == "ok" and "restored" in check["detail"] for check in live), live
 
 
-# ---- causes, in the order of the check groups
+# ---- causes that move no counter of losses
 
 
 def test_a_backend_that_is_not_attached(
@@ -270,11 +277,6 @@ def test_a_server_without_metrics_is_unknown(quiet: Quiet, doctor: Doctor) -> No
     check = doctor.cause(quiet.directory, "--server", quiet.server.url, status="unknown")
     assert (check["group"], check["name"]) == ("live", "metrics")
     assert "--enable-metrics" in check["next"]
-
-
-@pytest.fixture(autouse=True)
-def _key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HICACHECTL_API_KEY", KEY)
 
 
 class Other(NamedTuple):
@@ -402,51 +404,6 @@ def test_another_directory_is_seen_by_counters_without_the_servers_processes(
     assert statuses["same-store"] == "ok"
 
 
-def test_a_store_of_other_weights_under_the_plug_in(
-    cpu_server: CpuServer, tiny_model: Path, tmp_path: Path, doctor: Doctor
-) -> None:
-    site = Site(cpu_server, tmp_path / "store")
-    site.attach()
-    site.cold(PROMPT)
-    await_stored(site.directory, PROMPT)
-    cpu_server.detach()
-    tiny_llama.write_model(tmp_path / "model", seed=8)
-    cpu_server.update_weights(tmp_path / "model")
-    try:
-        site.attach(on_foreign="leave")
-        assert site.warm(PROMPT).storage == 0
-        check = doctor.cause(site.directory, "--server", cpu_server.url)
-        assert check["group"] == "store"
-        assert "weights" in check["detail"]
-    finally:
-        cpu_server.detach()
-        cpu_server.update_weights(tiny_model)
-
-
-def test_a_truncated_page_is_mended_by_the_next_commands(
-    cpu_server: CpuServer, tmp_path: Path, doctor: Doctor, invoke: Invoke
-) -> None:
-    """HiCacheFile loses the whole prompt for it, and never writes the page again by itself."""
-    store = tmp_path / "store"
-    attach(cpu_server, store)
-    cpu_server.generate(PROMPT)
-    await_stored(store, PROMPT)
-    cut = page_files(store, PROMPT)[1]
-    os.truncate(cut, 100)
-    await_stored(store, PROMPT)
-    assert restored(cpu_server) == 0
-    check = doctor.checks(store, "--server", cpu_server.url, exit_code=4)[0]
-    assert (check["group"], check["name"]) == ("store", "structure")
-    assert "truncated" in words_of(check)
-    found = follow(invoke, check, exit_code=4)
-    repair = next(line.strip() for line in found.splitlines() if "--repair" in line)
-    invoke(*shlex.split(repair)[1:], "--yes", exit_code=4)
-    assert not cut.exists()
-    assert restored(cpu_server) == PAGE_SIZE
-    await_stored(store, PROMPT)
-    assert restored(cpu_server) == FULL
-
-
 @needs_root
 def test_an_unreadable_file(cpu_server: CpuServer) -> None:
     """Another user than the server's may list the store, but not read one of its files."""
@@ -559,3 +516,51 @@ def test_no_secret_of_a_server_is_shown(quiet: Quiet, invoke: Invoke, output: st
     outcome = invoke("-vv", "doctor", quiet.directory, *options)
     for secret in (KEY, SECRET, "launch_command", "--admin-api-key"):
         assert secret not in outcome.stdout + outcome.stderr
+
+
+# ---- causes that lose tokens, which the server counts until its end
+
+
+def test_a_store_of_other_weights_under_the_plug_in(
+    cpu_server: CpuServer, tiny_model: Path, tmp_path: Path, doctor: Doctor
+) -> None:
+    site = Site(cpu_server, tmp_path / "store")
+    site.attach()
+    site.cold(PROMPT)
+    await_stored(site.directory, PROMPT)
+    cpu_server.detach()
+    tiny_llama.write_model(tmp_path / "model", seed=8)
+    cpu_server.update_weights(tmp_path / "model")
+    try:
+        site.attach(on_foreign="leave")
+        assert site.warm(PROMPT).storage == 0
+        check = doctor.cause(site.directory, "--server", cpu_server.url)
+        assert check["group"] == "store"
+        assert "weights" in check["detail"]
+    finally:
+        cpu_server.detach()
+        cpu_server.update_weights(tiny_model)
+
+
+def test_a_truncated_page_is_mended_by_the_next_commands(
+    cpu_server: CpuServer, tmp_path: Path, doctor: Doctor, invoke: Invoke
+) -> None:
+    """HiCacheFile loses the whole prompt for it, and never writes the page again by itself."""
+    store = tmp_path / "store"
+    attach(cpu_server, store)
+    cpu_server.generate(PROMPT)
+    await_stored(store, PROMPT)
+    cut = page_files(store, PROMPT)[1]
+    os.truncate(cut, 100)
+    await_stored(store, PROMPT)
+    assert restored(cpu_server) == 0
+    check = doctor.cause(store, "--server", cpu_server.url)
+    assert (check["group"], check["name"]) == ("store", "structure")
+    assert "truncated" in words_of(check)
+    found = follow(invoke, check, exit_code=4)
+    repair = next(line.strip() for line in found.splitlines() if "--repair" in line)
+    invoke(*shlex.split(repair)[1:], "--yes", exit_code=4)
+    assert not cut.exists()
+    assert restored(cpu_server) == PAGE_SIZE
+    await_stored(store, PROMPT)
+    assert restored(cpu_server) == FULL
