@@ -38,17 +38,17 @@ _START_FIELD = 19  # proc(5), starttime: its place after the name in parentheses
 _ENDED = ("Z", "X")  # states of a process that nobody has waited for
 
 
-class SeenStatus(NamedTuple):
+class RankStatus(NamedTuple):
     """A status that was read, and one of STANDINGS."""
 
     status: PluginStatus
     standing: str
 
 
-class SeenStatuses(NamedTuple):
+class StoreStatuses(NamedTuple):
     """The statuses of a store, sorted by the names of their files, and why others were not read."""
 
-    statuses: tuple[SeenStatus, ...]
+    statuses: tuple[RankStatus, ...]
     problems: tuple[str, ...]
 
 
@@ -64,9 +64,9 @@ def write_status(directory: Directory, status: PluginStatus) -> None:
         statuses.write(status.name, dump_status(status), shared=True, durable=False)
 
 
-def read_statuses(side: Directory) -> SeenStatuses:
+def read_statuses(side: Directory) -> StoreStatuses:
     """Return the statuses in a store's `.hicachectl`. Raises OSError, UntrustedError."""
-    found, problems = list[SeenStatus](), list[str]()
+    found, problems = list[RankStatus](), list[str]()
     with suppress(FileNotFoundError), side.directory(STATUS_DIRECTORY) as statuses:
         names, left = _names(statuses)
         if left:
@@ -76,14 +76,14 @@ def read_statuses(side: Directory) -> SeenStatuses:
         for name in names:
             try:
                 status = _read(statuses, name)
-                found.append(SeenStatus(status, standing(status)))
+                found.append(RankStatus(status, standing(status)))
             except FileNotFoundError:  # removed since it was listed
                 continue
             except (FormatError, UntrustedError) as error:
                 problems.append(str(error))
             except OSError as error:
                 problems.append(f"{statuses.path}/{name}: {reason_of(error)}")
-    return SeenStatuses(tuple(found), tuple(problems))
+    return StoreStatuses(tuple(found), tuple(problems))
 
 
 def remove_ended(directory: Directory, own: PluginStatus) -> None:

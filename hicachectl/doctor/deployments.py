@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from hicachectl.doctor.checks import Check
     from hicachectl.doctor.live_server import LiveServer
-    from hicachectl.doctor.stores import StoreSeen
+    from hicachectl.doctor.stores import ListedStore
     from hicachectl.formats.profile import Profile
     from hicachectl.pages.deployments import AffixTable, Deployment
     from hicachectl.pages.inventory import Inventory
@@ -47,7 +47,7 @@ _SHARE = 10  # one object in so many is more than an exception
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _OwnKeys:
     """Names and sizes under which a server looks for pages.
 
     sizes: ranks along each axis.
@@ -79,7 +79,7 @@ class _Stored:
     sizes: sizes of its anchors in bytes.
     oldest_ns: first write of its anchors, Unix ns; None if unknown.
     newest_ns: last write of its anchors, Unix ns; None if unknown.
-    differences: result of `_Asked.differences`; empty for the server's deployment.
+    differences: result of `_OwnKeys.differences`; empty for the server's deployment.
     """
 
     number: int
@@ -95,20 +95,20 @@ class _Stored:
         return deployment_text(deployment_document(self.deployment))
 
 
-def own_anchors(server: LiveServer, seen: StoreSeen, table: AffixTable) -> set[int]:
+def own_anchors(server: LiveServer, listed: ListedStore, table: AffixTable) -> set[int]:
     """Return the affix ids of the anchors that a server looks for.
 
-    table: affixes of the store of `seen`, read with its profile.
+    table: affixes of the store of `listed`, read with its profile.
     """
     try:
-        asked = _asked(server)
+        own_keys = _own_keys(server)
     except ProfileError:
         return set()
-    profiled = _is_profile_of(server, seen)
+    profiled = _is_profile_of(server, listed)
     own = {
         number
         for number in range(len(table.deployments))
-        if not _differences(table, number, asked, profiled=profiled)
+        if not _differences(table, number, own_keys, profiled=profiled)
     }
     return {
         affix
@@ -118,78 +118,78 @@ def own_anchors(server: LiveServer, seen: StoreSeen, table: AffixTable) -> set[i
 
 
 def deployment_checks(
-    server: LiveServer, seen: StoreSeen, stated: Profile | None = None
+    server: LiveServer, listed: ListedStore, stated: Profile | None = None
 ) -> list[Check]:
     """Compare a server's deployment with those that the store has pages of.
 
-    stated: profile that `StoreSeen.mending` names.
+    stated: profile that `ListedStore.mending` names.
     Without any page, or if the server does not tell its deployment, there is nothing to compare.
     """
-    if seen.inventory is None or server.deployment is None:
+    if listed.inventory is None or server.deployment is None:
         return []
     try:
-        asked = _asked(server)
+        own_keys = _own_keys(server)
     except ProfileError as error:
         return [server.check_of("deployment", UNKNOWN, f"Not compared: {error}")]
-    census = Census.of(seen.inventory.objects, seen.inventory.affix_ids)
-    profiled = _is_profile_of(server, seen)
-    stored = list(_stored(seen.inventory, census, asked, profiled=profiled))
+    census = Census.of(listed.inventory.objects, listed.inventory.affix_ids)
+    profiled = _is_profile_of(server, listed)
+    stored = list(_stored(listed.inventory, census, own_keys, profiled=profiled))
     if not stored:
         return []
     own = [one for one in stored if not one.differences]
     others = [one for one in stored if one.differences]
     if not own:
-        return [_missing(server, others, seen, stated)]
+        return [_missing(server, others, listed, stated)]
     return [
-        *_present(server, own, others, seen, stated),
-        *_sizes(server, seen, census, own, stated),
-        *_layout(server, seen),
+        *_present(server, own, others, listed, stated),
+        *_sizes(server, listed, census, own, stated),
+        *_layout(server, listed),
     ]
 
 
-def _asked(server: LiveServer) -> _Asked:
+def _own_keys(server: LiveServer) -> _OwnKeys:
     """Return what a server looks for. Raises ProfileError for flags that contradict each other."""
     if (profile := server.profile) is not None:
         sizes = {axis: getattr(profile, axis) for axis in ("tp", "pp", "cp", "dcp")}
-        return _Asked(profile.names, sizes)
+        return _OwnKeys(profile.names, sizes)
     if server.deployment is None:
         raise ProfileError(server.why_no_profile)
     flags = server.deployment.flags
     name = (flags.model or server.deployment.model_path).replace("/", "-")
     sizes = {"tp": attention_tp(flags), "pp": flags.pp, "cp": flags.cp, "dcp": flags.dcp}
-    return _Asked(Names(name, flags.tag), sizes)
+    return _OwnKeys(Names(name, flags.tag), sizes)
 
 
-def _is_profile_of(server: LiveServer, seen: StoreSeen) -> bool:
+def _is_profile_of(server: LiveServer, listed: ListedStore) -> bool:
     """Return whether the store was listed with this server's profile, whatever its weights."""
-    if server.profile is None or seen.profile is None:
+    if server.profile is None or listed.profile is None:
         return False
-    listed = replaced(
-        seen.profile,
+    unweighted = replaced(
+        listed.profile,
         weights=server.profile.weights,
         draft_weights=server.profile.draft_weights,
     )
-    return listed == server.profile
+    return unweighted == server.profile
 
 
 def _differences(
-    table: AffixTable, number: int, asked: _Asked, *, profiled: bool
+    table: AffixTable, number: int, own_keys: _OwnKeys, *, profiled: bool
 ) -> Mapping[str, tuple[str, str]]:
-    """Return `_Asked.differences` of a deployment of a table; none for the server's own.
+    """Return `_OwnKeys.differences` of a deployment of a table; none for the server's own.
 
     profiled: the first deployment is the server's, and no other.
     """
     deployment = table.deployments[number]
     if not profiled:
-        return asked.differences(deployment)
+        return own_keys.differences(deployment)
     if not number:
         return {}
     place = place_text(deployment, table.deployments[0])
-    return asked.differences(deployment) or {"keys": (place, "")}
+    return own_keys.differences(deployment) or {"keys": (place, "")}
 
 
 def _stored(
-    inventory: Inventory, census: Census, asked: _Asked, *, profiled: bool
+    inventory: Inventory, census: Census, own_keys: _OwnKeys, *, profiled: bool
 ) -> Iterator[_Stored]:
     """Yield the deployments of a store that have an anchor. profiled: see `_differences`."""
     table = inventory.table
@@ -206,7 +206,7 @@ def _stored(
         objects: dict[int, int] = {}
         for affix, _, count, _, _ in counted_rows:
             objects[affix] = objects.get(affix, 0) + count
-        differences = _differences(table, number, asked, profiled=profiled)
+        differences = _differences(table, number, own_keys, profiled=profiled)
         yield _Stored(
             number,
             deployment,
@@ -219,7 +219,7 @@ def _stored(
 
 
 def _missing(
-    server: LiveServer, others: list[_Stored], seen: StoreSeen, stated: Profile | None
+    server: LiveServer, others: list[_Stored], listed: ListedStore, stated: Profile | None
 ) -> Check:
     """Return the check of a store that has only pages of other deployments."""
     nearest = min(others, key=lambda one: (len(one.differences), -one.pages))
@@ -229,7 +229,7 @@ def _missing(
         f"The store has {_theirs(nearest)}, this server asks for {_ours(nearest)}",
         evidence=f"{counted(nearest.pages, 'page')} of {nearest.text}, none of the server's"
         + _more(others, nearest),
-        next=_conversion(server, nearest, seen, stated),
+        next=_conversion(server, nearest, listed, stated),
     )
 
 
@@ -237,7 +237,7 @@ def _present(
     server: LiveServer,
     own: list[_Stored],
     others: list[_Stored],
-    seen: StoreSeen,
+    listed: ListedStore,
     stated: Profile | None,
 ) -> Iterator[Check]:
     """Yield the checks of a store that has pages of the server's deployment, too."""
@@ -257,7 +257,7 @@ def _present(
                 f"{_ours(one)}",
                 evidence=f"{counted(one.pages, 'page')} of {one.text}, "
                 f"{counted(pages, 'page')} of the server's",
-                next=_conversion(server, one, seen, stated),
+                next=_conversion(server, one, listed, stated),
             )
 
 
@@ -304,7 +304,7 @@ def _more(others: Iterable[_Stored], besides: _Stored | None) -> str:
 def _conversion(
     server: LiveServer,
     one: _Stored,
-    seen: StoreSeen,
+    listed: ListedStore,
     stated: Profile | None,
     *,
     same_keys: bool = False,
@@ -324,7 +324,7 @@ def _conversion(
             "does not change cp and dcp"
         )
     model_only = names == ["model"]
-    if model_only and not _may_fit(server, one, seen):
+    if model_only and not _may_fit(server, one, listed):
         return "check STORE: the other model's objects have other sizes than the server's"
     theirs = {name: values[0] for name, values in one.differences.items()}
     words = []
@@ -338,12 +338,12 @@ def _conversion(
     for name in names:
         ours = one.differences[name][1]
         changed += [f"--to-{name}", ours] if ours else ["--to-no-tag"]
-    assert seen.store is not None
+    assert listed.store is not None
     # An archive is written once.
-    target = STORE if seen.store.traits.live and not same_keys else "DST"
+    target = STORE if listed.store.traits.live and not same_keys else "DST"
     described = shlex.join(words) if words else OPTIONS
     template = f"hicachectl migrate {STORE} {target} {described} {shlex.join(changed)}"
-    command = seen.mending.command(template)
+    command = listed.mending.command(template)
     if "model" in names:
         command = f"if both names are of the same weights: {command}"
     if model_only:
@@ -351,12 +351,12 @@ def _conversion(
     return command
 
 
-def _may_fit(server: LiveServer, one: _Stored, seen: StoreSeen) -> bool:
+def _may_fit(server: LiveServer, one: _Stored, listed: ListedStore) -> bool:
     """Return whether objects of a deployment have a size that the server's can have."""
-    assert seen.store is not None
+    assert listed.store is not None
     if server.profile is None:
         return True
-    specs = profiled_deployment(server.profile, seen.store.grammar).specs
+    specs = profiled_deployment(server.profile, listed.store.grammar).specs
     return not one.sizes.isdisjoint(spec.nbytes for spec in specs if spec.anchor)
 
 
@@ -366,7 +366,7 @@ def _stated(profile: Profile, name: str) -> object:
 
 def _sizes(
     server: LiveServer,
-    seen: StoreSeen,
+    listed: ListedStore,
     census: Census,
     own: list[_Stored],
     stated: Profile | None,
@@ -375,9 +375,9 @@ def _sizes(
 
     On some stores, keys state the TP rank, but not the TP size: then sizes and ranks show it.
     """
-    assert seen.inventory is not None
-    profile, table = server.profile, seen.inventory.table
-    if profile is None or not _is_profile_of(server, seen):
+    assert listed.inventory is not None
+    profile, table = server.profile, listed.inventory.table
+    if profile is None or not _is_profile_of(server, listed):
         return
     numbers = {one.number for one in own}
     fitting, unfit = 0, dict[tuple[int, int], int]()
@@ -400,7 +400,7 @@ def _sizes(
             text = f"The sizes of {counted(fitting, 'object')} fit {told}"
             yield server.check("page-size", OK, text)
         return
-    ranks = _ranks_seen(seen.inventory, census, own[0])
+    ranks = _ranks_seen(listed.inventory, census, own[0])
     if ranks is not None and ranks != profile.tp and not profile.rank_replicated:
         differing = replace(own[0], differences={"tp": (str(ranks), str(profile.tp))})
         yield server.check(
@@ -409,10 +409,10 @@ def _sizes(
             f"The store has {_theirs(differing)}, this server asks for {_ours(differing)}",
             evidence=f"kv objects of {human_size(size)}, expected {human_size(wanted)}, of "
             f"{counted(ranks, 'rank')}",
-            next=_conversion(server, differing, seen, stated, same_keys=True),
+            next=_conversion(server, differing, listed, stated, same_keys=True),
         )
         return
-    readings = _readings(server, seen, size, wanted)
+    readings = _readings(server, listed, size, wanted)
     what = " or ".join(readings) or "another model or topology"
     yield server.check(
         "dtype" if readings and "dtype" in readings[0] else "page-size",
@@ -444,13 +444,13 @@ def _ranks_seen(inventory: Inventory, census: Census, own: _Stored) -> int | Non
     return len(ranks) or None
 
 
-def _readings(server: LiveServer, seen: StoreSeen, size: int, wanted: int) -> list[str]:
+def _readings(server: LiveServer, listed: ListedStore, size: int, wanted: int) -> list[str]:
     """Return which settings give objects of a size: the recorded page size, else all that fit."""
     profile = server.profile
     assert profile is not None
     tokens, rest = divmod(profile.page_size * size, wanted)
     fits = [f"page size {tokens}"] if tokens and not rest else []
-    recorded = _recorded(seen, profile.key_model)
+    recorded = _recorded(listed, profile.key_model)
     if set(fits) & recorded:
         return fits
     if recorded:
@@ -461,11 +461,11 @@ def _readings(server: LiveServer, seen: StoreSeen, size: int, wanted: int) -> li
     return fits
 
 
-def _recorded(seen: StoreSeen, key_model: str) -> set[str]:
+def _recorded(listed: ListedStore, key_model: str) -> set[str]:
     """Return the page sizes that the stamp and the markers of a model state."""
-    assert seen.store is not None
+    assert listed.store is not None
     try:
-        markers, stamp = markers_of(seen.store), read_stamp(seen.store, key_model)
+        markers, stamp = markers_of(listed.store), read_stamp(listed.store, key_model)
     except HicacheError:
         return set()  # store_checks report it
     sizes = {one.identity.page_size for one in markers if one.identity.model == key_model}
@@ -474,15 +474,15 @@ def _recorded(seen: StoreSeen, key_model: str) -> set[str]:
     return {f"page size {size}" for size in sizes}
 
 
-def _layout(server: LiveServer, seen: StoreSeen) -> Iterator[Check]:
+def _layout(server: LiveServer, listed: ListedStore) -> Iterator[Check]:
     """Compare the layout with the recorded one: neither keys nor sizes show it."""
-    assert seen.store is not None
+    assert listed.store is not None
     assert server.deployment is not None
     profile = server.profile
     try:
         layout = profile.layout if profile else normalised_layout(server.deployment.flags)
-        key_model = profile.key_model if profile else _asked(server).names.model
-        stamp = read_stamp(seen.store, key_model)
+        key_model = profile.key_model if profile else _own_keys(server).names.model
+        stamp = read_stamp(listed.store, key_model)
     except HicacheError:
         return  # store_checks report it
     if stamp is None or not layout:
@@ -495,6 +495,6 @@ def _layout(server: LiveServer, seen: StoreSeen) -> Iterator[Check]:
         FAIL,
         f"The stamp of the store has layout {stamp.profile.layout}, this server uses {layout}: it "
         "would read permuted values",
-        next=seen.mending.command(f"hicachectl migrate STORE DST --to-layout {layout}")
+        next=listed.mending.command(f"hicachectl migrate STORE DST --to-layout {layout}")
         + f"; or start the server with --hicache-mem-layout {stamp.profile.layout}",
     )

@@ -11,16 +11,16 @@ import pyarrow as pa
 from hicachectl.backends.capabilities import SideFiles
 from hicachectl.backends.disk.statuses import SERVING, read_statuses
 from hicachectl.checks.codes import STORE
-from hicachectl.doctor.asked import Asked, request_checks
 from hicachectl.doctor.checks import FAIL, REQUESTS, UNKNOWN, Check, CheckRow, ordered, verdict_of
 from hicachectl.doctor.deployments import deployment_checks
 from hicachectl.doctor.exposition import CACHED
 from hicachectl.doctor.live import live_checks
 from hicachectl.doctor.live_server import LiveServer, ask_server
 from hicachectl.doctor.probing import write_probe
+from hicachectl.doctor.requests import GivenRequests, request_checks
 from hicachectl.doctor.same_store import same_store_checks, started_of
 from hicachectl.doctor.settings import setting_checks
-from hicachectl.doctor.stores import StoreSeen, see_store, store_checks
+from hicachectl.doctor.stores import ListedStore, list_store, store_checks
 from hicachectl.doctor.text import check_lines
 from hicachectl.doctor.watching import Watched, watched
 from hicachectl.formats.errors import HicacheError, ProfileError, UsageError
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from hicachectl.backends.base import Store
-    from hicachectl.backends.disk.statuses import SeenStatus
+    from hicachectl.backends.disk.statuses import RankStatus
     from hicachectl.doctor.request import DoctorRequest
     from hicachectl.formats.profile import Profile
     from hicachectl.requests.chains import Requests
@@ -72,17 +72,17 @@ def examine(
     profile = _profile(servers, request)
     statuses = _statuses(store)
     servers = [replace(one, started=started_of(one, statuses)) for one in servers]
-    asked = None if request.read is None else _requests(request, profile, servers)
-    seen = _seen(store, profile, request, problem)
-    seen = replace(
-        seen,
+    given = None if request.read is None else _requests(request, profile, servers)
+    listed = _listed(store, profile, request, problem)
+    listed = replace(
+        listed,
         has_servers=bool(servers),
         started=next((one.started for one in servers if one.started is not None), None),
         weights=frozenset(
             one.status.weights for one in statuses if one.standing == SERVING and one.status.weights
         ),
     )
-    looks = watched(servers, seen, request.watch_seconds, on_wait)
+    looks = watched(servers, listed, request.watch_seconds, on_wait)
     statuses = _statuses(store)
     checks: list[Check] = []
     for server, look in zip(servers, looks, strict=True):
@@ -90,25 +90,25 @@ def examine(
         same = same_store_checks(server, store, look.first, look.second, look.new_pages)
         hashing = _hashing(server.profile, [server])
         if request.write_probe and hashing is not None and verdict_of(same) != FAIL:
-            probed = write_probe(server, seen, hashing)
+            probed = write_probe(server, listed, hashing)
             known = [check for check in same if check.status != UNKNOWN]
             same = [*(same if probed.status == UNKNOWN else known), probed]
         checks += settings + same
         if verdict_of(same) != FAIL:  # else nothing of the server's is in this store
-            checks += deployment_checks(server, seen, request.profile)
-    checks += store_checks(seen)
+            checks += deployment_checks(server, listed, request.profile)
+    checks += store_checks(listed)
     for server, look in zip(servers, looks, strict=True):
         checks += live_checks(
             server,
             look.first,
             look.second,
             statuses,
-            mending=seen.mending,
+            mending=listed.mending,
         )
-    if isinstance(asked, Check):
-        checks.append(asked)
-    elif asked is not None:
-        checks += request_checks(seen, _asked(request, asked, seen, servers, looks))
+    if isinstance(given, Check):
+        checks.append(given)
+    elif given is not None:
+        checks += request_checks(listed, _given(request, given, listed, servers, looks))
     return result_of(checks)
 
 
@@ -146,14 +146,14 @@ def _profile(servers: Sequence[LiveServer], request: DoctorRequest) -> Profile |
     return next((server.profile for server in servers if server.profile), request.profile)
 
 
-def _seen(
+def _listed(
     store: Store | None,
     profile: Profile | None,
     request: DoctorRequest,
     problem: str,
-) -> StoreSeen:
+) -> ListedStore:
     if store is None:
-        return StoreSeen(mending=request.mending, problem=problem, profile=profile)
+        return ListedStore(mending=request.mending, problem=problem, profile=profile)
     contradiction = ""
     try:
         profile, contradiction = agree_to_look(store, profile)
@@ -161,15 +161,15 @@ def _seen(
         raise
     except HicacheError as error:
         contradiction = str(error)
-    seen = see_store(store, profile, sample_pages=request.sample_pages)
+    listed = list_store(store, profile, sample_pages=request.sample_pages)
     return replace(
-        seen,
-        contradiction=contradiction or seen.contradiction,
-        mending=seen.mending if request.mending.store == STORE else request.mending,
+        listed,
+        contradiction=contradiction or listed.contradiction,
+        mending=listed.mending if request.mending.store == STORE else request.mending,
     )
 
 
-def _statuses(store: Store | None) -> Sequence[SeenStatus]:
+def _statuses(store: Store | None) -> Sequence[RankStatus]:
     """Return the statuses of the servers' plug-ins in the store; none if they cannot be read."""
     if not isinstance(store, SideFiles):
         return ()
@@ -203,23 +203,23 @@ def _requests(
         )
 
 
-def _asked(
+def _given(
     request: DoctorRequest,
     requests: Requests,
-    seen: StoreSeen,
+    listed: ListedStore,
     servers: Sequence[LiveServer],
     looks: Sequence[Watched],
-) -> Asked:
+) -> GivenRequests:
     """Return the requests with what the first server that answers restored."""
-    measured = HitsRequest(requests=requests, profile=seen.profile, threshold=request.threshold)
+    measured = HitsRequest(requests=requests, profile=listed.profile, threshold=request.threshold)
     for server, look in zip(servers, looks, strict=True):
         if not server.problem:
             counted = look.second.samples is not None
             restored = int(look.second.value(CACHED, cache_source="storage")) if counted else None
-            return Asked(
-                request=measured, words=request.asked, server=server.url, restored=restored
+            return GivenRequests(
+                request=measured, words=request.request_words, server=server.url, restored=restored
             )
-    return Asked(request=measured, words=request.asked)
+    return GivenRequests(request=measured, words=request.request_words)
 
 
 def _hashing(profile: Profile | None, servers: Sequence[LiveServer]) -> Hashing | None:

@@ -37,7 +37,7 @@ from hicachectl.verification.report_text import Mending
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from hicachectl.backends.disk.statuses import SeenStatus
+    from hicachectl.backends.disk.statuses import RankStatus
     from hicachectl.checks.reasons import Reason
     from hicachectl.doctor.checks import Check
     from hicachectl.doctor.exposition import Sample
@@ -71,7 +71,7 @@ def live_checks(
     server: LiveServer,
     first: Look,
     second: Look,
-    statuses: Sequence[SeenStatus] = (),
+    statuses: Sequence[RankStatus] = (),
     *,
     mending: Mending | None = None,
 ) -> list[Check]:

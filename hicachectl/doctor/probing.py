@@ -22,7 +22,7 @@ from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
     from hicachectl.doctor.live_server import LiveServer
-    from hicachectl.doctor.stores import StoreSeen
+    from hicachectl.doctor.stores import ListedStore
     from hicachectl.requests.chains import Hashing
 
 _PAGES = 3  # pages beyond the fewest tokens that a server looks up
@@ -34,13 +34,13 @@ _PAUSE_S = 0.25
 _ELSEWHERE = "compare the place that the server's storage backend names with STORE"
 
 
-def write_probe(server: LiveServer, seen: StoreSeen, hashing: Hashing) -> Check:
+def write_probe(server: LiveServer, listed: ListedStore, hashing: Hashing) -> Check:
     """Send a server one random prompt, and look for its pages for some seconds.
 
     The server adds the pages to its memory and its store. Under write_through_selective the prompt
     is sent twice.
     """
-    if server.deployment is None or seen.store is None:
+    if server.deployment is None or listed.store is None:
         return _check(server, UNKNOWN, "No prompt was sent: the server or the store is unknown")
     policy = server.settings.get("hicache_write_policy")
     if policy == "write_back":
@@ -51,27 +51,27 @@ def write_probe(server: LiveServer, seen: StoreSeen, hashing: Hashing) -> Check:
     tokens = random.choices(_TOKENS, k=min(count, _MOST_TOKENS))
     prompt = Request("the prompt of --write-probe", tokens)
     try:
-        keys = _keys(server, seen, prompt, hashing)
+        keys = _keys(server, listed, prompt, hashing)
         if not len(keys):
             why = "No prompt was sent: without a profile, the keys of its pages are unknown"
             return _check(server, UNKNOWN, why, next="give --model-config or --profile")
         for _ in range(2 if policy == "write_through_selective" else 1):
             _send(server, prompt)
-        return _answer(server, seen, keys, len(tokens))
+        return _answer(server, listed, keys, len(tokens))
     except HicacheError as error:
         message = f"The prompt proves nothing: {error}"
         return server.check_of("write-probe", UNKNOWN, message, group=SAME_STORE)
 
 
-def _keys(server: LiveServer, seen: StoreSeen, prompt: Request, hashing: Hashing) -> pa.Array:
+def _keys(server: LiveServer, listed: ListedStore, prompt: Request, hashing: Hashing) -> pa.Array:
     """Return the keys of the anchors of a prompt's pages, of every rank."""
-    assert seen.store is not None
+    assert listed.store is not None
     affixes = set()
-    if seen.inventory is not None:
-        table = seen.inventory.table
-        affixes |= {table.affixes[one] for one in own_anchors(server, seen, table)}
+    if listed.inventory is not None:
+        table = listed.inventory.table
+        affixes |= {table.affixes[one] for one in own_anchors(server, listed, table)}
     if server.profile is not None:
-        specs = profiled_deployment(server.profile, seen.store.grammar).specs
+        specs = profiled_deployment(server.profile, listed.store.grammar).specs
         affixes |= {spec.affix for spec in specs if spec.anchor}
     pages = hex_pages(hashing.hashes(prompt)).to_pylist()
     return pa.array(
@@ -92,12 +92,12 @@ def _send(server: LiveServer, prompt: Request) -> None:
         service.close()
 
 
-def _answer(server: LiveServer, seen: StoreSeen, keys: pa.Array, tokens: int) -> Check:
+def _answer(server: LiveServer, listed: ListedStore, keys: pa.Array, tokens: int) -> Check:
     """Look for keys until one exists. Raises StoreUnavailable."""
-    assert seen.store is not None
+    assert listed.store is not None
     sent = time.monotonic()
     while True:
-        found = len(seen.store.look(pa.table({"key": keys}), ("nbytes",)))
+        found = len(listed.store.look(pa.table({"key": keys}), ("nbytes",)))
         seconds = time.monotonic() - sent
         if found:
             return _check(

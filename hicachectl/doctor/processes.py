@@ -23,7 +23,7 @@ from hicachectl.backends.disk.statuses import SERVING, process_start_ns, this_ho
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hicachectl.backends.disk.statuses import SeenStatus
+    from hicachectl.backends.disk.statuses import RankStatus
     from hicachectl.doctor.live_server import LiveServer
     from hicachectl.formats.plugin_status import PluginStatus
 
@@ -86,7 +86,7 @@ def processes_of(url: str) -> Processes:
     return Processes(schedulers)
 
 
-def own_statuses(server: LiveServer, statuses: Sequence[SeenStatus]) -> list[PluginStatus]:
+def own_statuses(server: LiveServer, statuses: Sequence[RankStatus]) -> list[PluginStatus]:
     """Return the statuses of a server's plug-in that are kept up to date.
 
     On this machine, its processes tell which. Elsewhere, they are all those of its model.

@@ -36,7 +36,7 @@ class DoctorRequest:
     sample_pages: number of pages to read; 0 reads none.
     write_probe: send each server a random prompt, and look for its pages in the store.
     mending: the store and the options of the profile in suggested commands.
-    asked: options that name the requests in suggested commands, such as `--trace FILE`.
+    request_words: options that name the requests in suggested commands, such as `--trace FILE`.
     """
 
     servers: tuple[str, ...] = ()
@@ -51,4 +51,4 @@ class DoctorRequest:
     sample_pages: int = SAMPLE_PAGES
     write_probe: bool = False
     mending: Mending = field(default_factory=Mending)
-    asked: str = ""
+    request_words: str = ""

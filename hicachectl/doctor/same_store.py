@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from hicachectl.backends.base import Store
-    from hicachectl.backends.disk.statuses import SeenStatus
+    from hicachectl.backends.disk.statuses import RankStatus
     from hicachectl.backends.urls import StoreUrl
     from hicachectl.doctor.checks import Check
     from hicachectl.doctor.exposition import Look
@@ -100,7 +100,7 @@ def same_store_checks(
     ]
 
 
-def started_of(server: LiveServer, statuses: Sequence[SeenStatus] = ()) -> float | None:
+def started_of(server: LiveServer, statuses: Sequence[RankStatus] = ()) -> float | None:
     """Return the start of a server in Unix seconds; None if nothing tells it.
 
     statuses: statuses in the store, which have the start of a server on another machine.

@@ -70,7 +70,7 @@ _check = partial(Check, group=STORE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreSeen:
+class ListedStore:
     """A store that was opened and listed once, and the servers to judge it by.
 
     mending: the store and the options of the profile in suggested commands.
@@ -104,12 +104,12 @@ class StoreSeen:
         return " ".join(filter(None, (command, *more)))
 
 
-def see_store(
+def list_store(
     store: Store, profile: Profile | None = None, *, sample_pages: int = SAMPLE_PAGES
-) -> StoreSeen:
+) -> ListedStore:
     """List an open store once, for all checks.
 
-    Arguments: see `StoreSeen`. An error of the store becomes `problem`. Raises UsageError.
+    Arguments: see `ListedStore`. An error of the store becomes `problem`. Raises UsageError.
     """
     contradictions: list[str] = []
     inventory, problem, listing = None, "", None
@@ -123,7 +123,7 @@ def see_store(
         raise
     except HicacheError as error:
         problem = str(error)
-    return StoreSeen(
+    return ListedStore(
         mending=Mending(store=store.url),
         store=store,
         inventory=inventory,
@@ -135,15 +135,15 @@ def see_store(
     )
 
 
-def store_checks(seen: StoreSeen) -> list[Check]:
+def store_checks(listed: ListedStore) -> list[Check]:
     """Judge a store by its listing, a sample, its space and its services, in the order of causes.
 
     At most a sample of the pages is read, and nothing is changed. Without a server, this is the
     health of the store: it can be reached and read, it has room, and the age of its newest page.
     """
-    store, inventory, listing = seen.store, seen.inventory, seen.listing
+    store, inventory, listing = listed.store, listed.inventory, listed.listing
     if store is None or inventory is None or listing is None:
-        return [Check.of_message("reachable", FAIL, seen.problem, group=STORE)]
+        return [Check.of_message("reachable", FAIL, listed.problem, group=STORE)]
     checks = [_reachable(store, inventory, listing)]
     try:
         if isinstance(store, Serviced):
@@ -151,15 +151,15 @@ def store_checks(seen: StoreSeen) -> list[Check]:
             if verdict_of(checks) == FAIL:
                 return checks  # its objects cannot be read
         if inventory.is_foreign.all():
-            return [*checks, _empty(store, inventory), *_space(seen, store, inventory, listing)]
-        findings = _Findings(_examined(store, seen, inventory, listing))
-        checks += _readable(seen, findings)
-        checks += _structure(seen, findings)
-        checks += _identities(seen, findings)
-        checks += _values(seen, findings)
-        checks += _temporaries(seen, findings)
-        checks += _space(seen, store, inventory, listing)
-        checks += _last_write(seen, inventory, listing)
+            return [*checks, _empty(store, inventory), *_space(listed, store, inventory, listing)]
+        findings = _Findings(_examined(store, listed, inventory, listing))
+        checks += _readable(listed, findings)
+        checks += _structure(listed, findings)
+        checks += _identities(listed, findings)
+        checks += _values(listed, findings)
+        checks += _temporaries(listed, findings)
+        checks += _space(listed, store, inventory, listing)
+        checks += _last_write(listed, inventory, listing)
     except UsageError:
         raise
     except HicacheError as error:
@@ -195,18 +195,18 @@ def _sizes(inventory: Inventory) -> IntArray:
 
 
 def _examined(
-    store: Store, seen: StoreSeen, inventory: Inventory, listing: ListingTime
+    store: Store, listed: ListedStore, inventory: Inventory, listing: ListingTime
 ) -> PartCheck:
     """Check the listing and a sample of the pages as `verify` does."""
-    profile = seen.profile
-    if profile is not None and not profile.inferred and len(seen.weights) == 1:
-        profile = replace(profile, weights=next(iter(seen.weights)))
+    profile = listed.profile
+    if profile is not None and not profile.inferred and len(listed.weights) == 1:
+        profile = replace(profile, weights=next(iter(listed.weights)))
         expect_identities(store, profile)
     request = VerifyRequest(
         profile=profile,
         grace_seconds=_GRACE_SECONDS,
-        sample=_sample(seen.sample_pages, inventory),
-        time_limit_seconds=_READ_SECONDS if seen.sample_pages else 0.0,
+        sample=_sample(listed.sample_pages, inventory),
+        time_limit_seconds=_READ_SECONDS if listed.sample_pages else 0.0,
         most_looked_up=_MOST_LOOKED_UP,
         # A catalog makes the run read all sampled objects, also where no profile describes them.
         update_catalog=True,
@@ -247,9 +247,9 @@ class _Findings:
         self._grace = f"--grace {_GRACE_SECONDS:.0f}s" if youngest < DEFAULT_GRACE_SECONDS else ""
         self._table = part.result.found.combine_chunks()
 
-    def verify(self, seen: StoreSeen) -> str:
+    def verify(self, listed: ListedStore) -> str:
         """Return the command that finds the same again."""
-        return seen.command("verify", self._grace)
+        return listed.command("verify", self._grace)
 
     def of(self, codes: Collection[str]) -> pa.Table:
         """Return the findings of some codes."""
@@ -281,7 +281,7 @@ def _counts(found: pa.Table) -> str:
 # --- checks of the findings ---
 
 
-def _readable(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
+def _readable(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
     found = findings.of(_UNREADABLE)
     if len(found):
         yield _check(
@@ -290,7 +290,7 @@ def _readable(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             f"{len(found)} of {counted(findings.tried, 'object')} could not be read as user "
             f"{_user()}",
             evidence=f"{_why(found)}; one of them costs servers a whole batch of pages",
-            next=findings.verify(seen),
+            next=findings.verify(listed),
         )
     elif findings.tried:
         yield _check(
@@ -300,7 +300,7 @@ def _readable(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             "read",
             evidence="" if findings.sampled == findings.pages else f"{findings.pages} in the store",
         )
-    elif seen.sample_pages:
+    elif listed.sample_pages:
         young = int(findings.part.in_flight.sum())
         why = (
             f"all are younger than {_GRACE_SECONDS:.0f} s; run again later"
@@ -324,16 +324,16 @@ def _why(found: pa.Table) -> str:
     return f"{why}; the first is of page {page[:8]}…" if page else why
 
 
-def _structure(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
-    if seen.contradiction:
+def _structure(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
+    if listed.contradiction:
         # With servers, the checks of their deployments name the cause.
-        status, before = (UNKNOWN, "Not judged: ") if seen.has_servers else (FAIL, "")
-        message = f"{before}{seen.contradiction}"
+        status, before = (UNKNOWN, "Not judged: ") if listed.has_servers else (FAIL, "")
+        message = f"{before}{listed.contradiction}"
         yield Check.of_message("structure", status, message, group=STORE)
         return
     found = findings.structural()
     if worst := _worst(
-        seen,
+        listed,
         findings,
         found,
         "structure",
@@ -345,7 +345,7 @@ def _structure(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
         return
     young = int(findings.part.in_flight.sum())
     in_flight = f"{counted(young, 'page')} younger than {_GRACE_SECONDS:.0f} s not judged"
-    given = seen.profile is not None and not seen.profile.inferred
+    given = listed.profile is not None and not listed.profile.inferred
     by = "by the profile" if given else "by comparison with each other"
     whole = findings.pages - findings.damaged(found)
     yield _check(
@@ -357,7 +357,7 @@ def _structure(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
 
 
 def _worst(
-    seen: StoreSeen,
+    listed: ListedStore,
     findings: _Findings,
     found: pa.Table,
     name: str,
@@ -382,11 +382,11 @@ def _worst(
         status,
         f"{number} of {counted(pages, 'page')} {predicate}",
         evidence=_counts(found),
-        next=findings.verify(seen),
+        next=findings.verify(listed),
     )
 
 
-def _identities(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
+def _identities(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
     """Compare the stamp, and the identities in trailers, with the servers' weights."""
     stamp = findings.of(_STAMP).column("detail").to_pylist()
     told = [text for text in stamp if not text.startswith(_DEPLOYED)]
@@ -411,7 +411,7 @@ def _identities(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
         )
 
 
-def _values(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
+def _values(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
     read = f"of {counted(findings.sampled, 'page')} read"
     if len(found := findings.of(_DTYPE)):
         said, _, shares = str(found.column("detail")[0]).partition(": ")
@@ -431,7 +431,7 @@ def _values(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
             next="hicachectl explain layout-mismatch",
         )
     if worst := _worst(
-        seen,
+        listed,
         findings,
         findings.of(_VALUES),
         "values",
@@ -446,13 +446,13 @@ def _values(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
         yield _check("values", OK, f"The values of {counted(valued, 'object')} look as they should")
 
 
-def _temporaries(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
+def _temporaries(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
     if number := len(findings.of(_TEMPORARIES)):
         yield _check(
             "temporaries",
             WARN,
             f"{counted(number, 'file')} of unfinished writes, or from before a clear, take space",
-            next=seen.mending.command("hicachectl rm STORE --temporaries"),
+            next=listed.mending.command("hicachectl rm STORE --temporaries"),
         )
 
 
@@ -460,7 +460,7 @@ def _temporaries(seen: StoreSeen, findings: _Findings) -> Iterator[Check]:
 
 
 def _space(
-    seen: StoreSeen, store: Store, inventory: Inventory, listing: ListingTime
+    listed: ListedStore, store: Store, inventory: Inventory, listing: ListingTime
 ) -> Iterator[Check]:
     free = store.free_bytes()
     if free is None or not store.traits.live:
@@ -501,7 +501,7 @@ def _space(
         status,
         told,
         evidence="; ".join(filter(None, (rate, limit))),
-        next=seen.mending.command(f"hicachectl rm STORE {room}"),
+        next=listed.mending.command(f"hicachectl rm STORE {room}"),
     )
 
 
@@ -522,26 +522,26 @@ def _written_lately(
     return byte_sum(sizes[known][ages <= seconds]), seconds
 
 
-def _last_write(seen: StoreSeen, inventory: Inventory, listing: ListingTime) -> Iterator[Check]:
+def _last_write(listed: ListedStore, inventory: Inventory, listing: ListingTime) -> Iterator[Check]:
     """Compare the newest page with the start of the server, which writes what it computes."""
     chosen = ~inventory.is_foreign
-    if seen.profile is not None and not seen.profile.inferred:
+    if listed.profile is not None and not listed.profile.inferred:
         own = [number == 0 for number in inventory.table.deployment_ids]
         chosen &= inventory.by_affix(own, False)
-        if not (chosen.any() or seen.has_servers):
+        if not (chosen.any() or listed.has_servers):
             yield _check(
                 "pages",
                 WARN,
                 "The store has no page of the profile's deployment",
-                next=seen.mending.command("hicachectl ls STORE --summary"),
+                next=listed.mending.command("hicachectl ls STORE --summary"),
             )
     times = inventory.objects.column("mtime_ns").filter(pa.array(chosen)).drop_null()
     if not len(times):
         return
     newest_ns = pc.max(times).as_py()
     detail = f"The newest page was written {human_age((listing.start_ns - newest_ns) / 1e9)} ago"
-    running = 0.0 if seen.started is None else listing.start_ns / 1e9 - seen.started
-    if seen.started is None or newest_ns / 1e9 >= seen.started or running < _HOUR:
+    running = 0.0 if listed.started is None else listing.start_ns / 1e9 - listed.started
+    if listed.started is None or newest_ns / 1e9 >= listed.started or running < _HOUR:
         yield _check("last-write", OK, detail)
         return
     yield _check(
@@ -549,7 +549,7 @@ def _last_write(seen: StoreSeen, inventory: Inventory, listing: ListingTime) -> 
         UNKNOWN,
         f"{detail}, before the server started {human_age(running)} ago: it has stored nothing new",
         evidence="a server that has answered new prompts stores them elsewhere, or not at all",
-        next=seen.command("doctor", "--write-probe"),
+        next=listed.command("doctor", "--write-probe"),
     )
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.doctor.live_server import LiveServer
-    from hicachectl.doctor.stores import StoreSeen
+    from hicachectl.doctor.stores import ListedStore
     from hicachectl.formats.keys.base import Affix
 
     Ids = npt.NDArray[np.int32]
@@ -49,7 +49,7 @@ class Watched:
 
 def watched(
     servers: Sequence[LiveServer],
-    seen: StoreSeen,
+    listed: ListedStore,
     seconds: float,
     on_wait: Callable[[float], None] = lambda seconds: None,
 ) -> list[Watched]:
@@ -67,7 +67,7 @@ def watched(
         on_wait(left)
         time.sleep(left)
     second = [_look(server) for server in servers]
-    new = _new_pages(servers, seen)
+    new = _new_pages(servers, listed)
     return [Watched(*each) for each in zip(first, second, new, strict=True)]
 
 
@@ -81,20 +81,20 @@ def _look(server: LiveServer) -> Look:
         service.close()
 
 
-def _new_pages(servers: Sequence[LiveServer], seen: StoreSeen) -> list[int | None]:
+def _new_pages(servers: Sequence[LiveServer], listed: ListedStore) -> list[int | None]:
     """Return how many pages of each server appeared since the store was listed."""
-    store, inventory = seen.store, seen.inventory
+    store, inventory = listed.store, listed.inventory
     if store is None or inventory is None or not store.traits.live:
         return [None for _ in servers]
     try:
         affixes, ids, words = _listed(store)
     except StoreUnavailable:
         return [None for _ in servers]
-    table = assign_affixes(affixes, grammar_of(store.grammar), seen.profile)
+    table = assign_affixes(affixes, grammar_of(store.grammar), listed.profile)
     found: list[int | None] = []
     for server in servers:
-        known = _of(inventory.affix_ids, own_anchors(server, seen, inventory.table))
-        now = words[_of(ids, own_anchors(server, seen, table))]
+        known = _of(inventory.affix_ids, own_anchors(server, listed, inventory.table))
+        now = words[_of(ids, own_anchors(server, listed, table))]
         found.append(len(np.setdiff1d(now, inventory.page_words(known, 0))))
     return found
 

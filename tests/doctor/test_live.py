@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hicachectl.backends.disk.statuses import SERVING, SeenStatus
+from hicachectl.backends.disk.statuses import SERVING, RankStatus
 from hicachectl.checks.reasons import reason_named
 from hicachectl.doctor.checks import verdict_of
 from hicachectl.doctor.exposition import Look, read_look
@@ -248,14 +248,14 @@ def test_other_losses_have_checks_of_their_own(name: str, lost: str) -> None:
     assert "explain" in found[name].next
 
 
-def status(**members: Any) -> SeenStatus:
+def status(**members: Any) -> RankStatus:
     told = PluginStatus(
         release="1", host="gpu1", pid=7, model="tiny", written_ns=time.time_ns(), **members
     )
-    return SeenStatus(told, SERVING)
+    return RankStatus(told, SERVING)
 
 
-def plugin(*statuses: SeenStatus, look: Look | None = None) -> dict[str, Check]:
+def plugin(*statuses: RankStatus, look: Look | None = None) -> dict[str, Check]:
     look = look or page({"num_requests_total": 3})
     checks = live_checks(server("dynamic"), look, look, statuses)
     return {check.name: check for check in checks if check.status not in ("ok", "unknown")}
@@ -286,7 +286,7 @@ def test_ranks_of_others_and_few_refusals_are_no_failure() -> None:
     """Statuses stay when a server ends; other models use the store as well."""
     old = status(refused={"foreign": 10})._replace(standing="closed")
     busy = status(tokens={"found": 640_000}, refused={"foreign": 10, "stale": 9000})
-    other = SeenStatus(
+    other = RankStatus(
         PluginStatus(
             release="1",
             host="gpu2",

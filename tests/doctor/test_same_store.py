@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.backends.base import open_store
-from hicachectl.backends.disk.statuses import SERVING, SeenStatus, this_host
+from hicachectl.backends.disk.statuses import SERVING, RankStatus, this_host
 from hicachectl.doctor.exposition import Look, read_look
 from hicachectl.doctor.live_server import LiveServer
 from hicachectl.doctor.processes import own_statuses, processes_of
@@ -254,9 +254,9 @@ def test_statuses_of_two_servers_on_one_machine_are_told_apart(tmp_path: Path) -
         assert own_statuses(LiveServer(url=url), [others, away]) == [away.status]
 
 
-def status(**members: Any) -> SeenStatus:
+def status(**members: Any) -> RankStatus:
     told = {"release": "1", "host": "gpu", "pid": 7, "written_ns": time.time_ns(), **members}
-    return SeenStatus(PluginStatus(**told), SERVING)
+    return RankStatus(PluginStatus(**told), SERVING)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.mooncake.master import MasterAdmin, Segment
 from hicachectl.cli.demo_store import PROFILE
-from hicachectl.doctor.stores import see_store, store_checks
+from hicachectl.doctor.stores import list_store, store_checks
 from hicachectl.formats.profile import dump_profile
 from hicachectl.profiles.stamps import Stamp, write_stamp
 from tests.checks.value_cases import expected_of, tiny
@@ -291,7 +291,7 @@ def test_nothing_stored_since_the_server_started_is_told(
 ) -> None:
     """The demo's newest page is hours old."""
     with FileStore(store) as opened:
-        seen = replaced(see_store(opened), started=time.time() - hours * 3600)
+        seen = replaced(list_store(opened), started=time.time() - hours * 3600)
         (check,) = (one for one in store_checks(seen) if one.name == "last-write")
     assert check.status == status
 

@@ -152,7 +152,7 @@ def _request(ctx: click.Context, store: str, options: dict[str, Any]) -> DoctorR
         mending=replace(
             mending_without_options(ctx, store), options=tuple(_described(ctx, options))
         ),
-        asked=shlex.join(next_words(ctx, only=(*_SOURCES, *_READING))),
+        request_words=shlex.join(next_words(ctx, only=(*_SOURCES, *_READING))),
     )
 
 

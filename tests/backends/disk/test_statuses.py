@@ -18,7 +18,7 @@ from hicachectl.backends.disk.statuses import (
     ENDED,
     SERVING,
     SILENT,
-    SeenStatuses,
+    StoreStatuses,
     process_start_ns,
     read_statuses,
     remove_ended,
@@ -60,7 +60,7 @@ def write(path: Path, one: PluginStatus) -> None:
         write_status(directory, one)
 
 
-def read(path: Path) -> SeenStatuses:
+def read(path: Path) -> StoreStatuses:
     with Directory.named(str(path / ".hicachectl"), writes=False) as side:
         return read_statuses(side)
 
@@ -240,4 +240,4 @@ def test_more_files_than_ranks_are_read_up_to_a_bound(tmp_path: Path) -> None:
 
 def test_a_store_without_statuses_has_none(tmp_path: Path) -> None:
     (tmp_path / ".hicachectl").mkdir()
-    assert read(tmp_path) == SeenStatuses((), ())
+    assert read(tmp_path) == StoreStatuses((), ())

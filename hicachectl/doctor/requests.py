@@ -18,7 +18,7 @@ from hicachectl.text.units import counted
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.doctor.stores import StoreSeen
+    from hicachectl.doctor.stores import ListedStore
     from hicachectl.formats.arrays import IntArray
     from hicachectl.requests.chains import Requests
     from hicachectl.requests.hits import Hits
@@ -36,7 +36,7 @@ _check = partial(Check, group=REQUESTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class GivenRequests:
     """Requests, and the tokens of them that a server says it restored.
 
     request: the requests, the profile that they are measured by, and the prefetch threshold.
@@ -56,13 +56,13 @@ class Asked:
 class _Measured:
     """Requests, measured in the listing of a store."""
 
-    asked: Asked
+    given: GivenRequests
     hits: Hits
     report: HitsReport
 
     @property
     def requests(self) -> Requests:
-        return self.asked.request.requests
+        return self.given.request.requests
 
     @property
     def served_tokens(self) -> IntArray:
@@ -71,12 +71,12 @@ class _Measured:
         return served
 
 
-def request_checks(seen: StoreSeen, asked: Asked) -> list[Check]:
+def request_checks(listed: ListedStore, given: GivenRequests) -> list[Check]:
     """Compare how far a store can serve requests with what servers restored, causes first."""
-    if seen.store is None or seen.inventory is None:
+    if listed.store is None or listed.inventory is None:
         return []
     try:
-        measured = _Measured(asked, *measure_listed(seen.store, seen.inventory, asked.request))
+        measured = _Measured(given, *measure_listed(listed.store, listed.inventory, given.request))
     except UsageError:
         raise
     except HicacheError as error:
@@ -84,14 +84,14 @@ def request_checks(seen: StoreSeen, asked: Asked) -> list[Check]:
     below = list(_below_threshold(measured))
     if verdict_of(below) == FAIL:
         return below  # no other check could tell more
-    return [*below, *_missing(seen, measured), *_restored(measured)]
+    return [*below, *_missing(listed, measured), *_restored(measured)]
 
 
 def _below_threshold(measured: _Measured) -> Iterator[Check]:
     """Compare the lengths of prompts, and of their stored prefixes, with the threshold."""
     requests, document = measured.requests, measured.report.document
     short, threshold = document["short_requests"], document["threshold"]
-    prompts, server = counted(len(requests), "prompt"), measured.asked.server
+    prompts, server = counted(len(requests), "prompt"), measured.given.server
     if short and 2 * short > len(requests):
         yield _check(
             "threshold",
@@ -118,10 +118,10 @@ def _below_threshold(measured: _Measured) -> Iterator[Check]:
         )
 
 
-def _missing(seen: StoreSeen, measured: _Measured) -> Iterator[Check]:
+def _missing(listed: ListedStore, measured: _Measured) -> Iterator[Check]:
     """Name the page that stops most requests before others that the store has."""
     hits, number = measured.hits, len(measured.requests)
-    named = seen.command("hits", measured.asked.words)
+    named = listed.command("hits", measured.given.words)
     cut = np.flatnonzero(hits.unreachable_pages > 0)
     if _FEW * len(cut) > number:
         places, counts = np.unique(hits.stop_pages[cut], return_counts=True)
@@ -165,7 +165,7 @@ def _stopping(report: HitsReport, request: int) -> str:
 
 def _restored(measured: _Measured) -> Iterator[Check]:
     """Compare the tokens that the store can serve with those that servers say they took."""
-    requests, asked = measured.requests, measured.asked
+    requests, given = measured.requests, measured.given
     if requests.page_size is None:
         return
     can = int(measured.served_tokens.sum())
@@ -174,8 +174,8 @@ def _restored(measured: _Measured) -> Iterator[Check]:
         taken = np.where(requests.cached < 0, 0, requests.cached)
         storage, memory = int(taken[:, 2].sum()), int(taken[:, :2].sum())
         said = f"{could}; servers took {storage} from it and {memory} from their memory"
-        seen = _seen_before(requests) * requests.page_size
-        wanted = np.minimum(measured.served_tokens, seen)
+        earlier = _earlier_pages(requests) * requests.page_size
+        wanted = np.minimum(measured.served_tokens, earlier)
         wanted[wanted < measured.report.document["threshold"]] = 0
         lacking = np.maximum(0, wanted - taken.sum(axis=1))[known]
         lost = 2 * int(lacking.sum()) > int(wanted[known].sum())
@@ -187,19 +187,19 @@ def _restored(measured: _Measured) -> Iterator[Check]:
             + ("; the live checks name reasons, each with a page of explain" if lost else ""),
             next="hicachectl explain below_threshold" if lost else "",
         )
-    elif asked.restored is not None:
-        nothing = can > 0 and not asked.restored
+    elif given.restored is not None:
+        nothing = can > 0 and not given.restored
         yield _check(
             "restored",
             UNKNOWN if nothing else OK,
-            f"{could}; the server has restored {asked.restored} since it started",
+            f"{could}; the server has restored {given.restored} since it started",
             evidence="cached_tokens_total of source storage in /metrics",
             next="send the requests to the server, then look again" if nothing else "",
-            server=asked.server,
+            server=given.server,
         )
 
 
-def _seen_before(requests: Requests) -> IntArray:
+def _earlier_pages(requests: Requests) -> IntArray:
     """Return the leading pages of each request that earlier requests had: [requests].
 
     Pages are numbered in the order of their first use.
