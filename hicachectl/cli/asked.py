@@ -84,19 +84,17 @@ def say_unjudged(ctx: click.Context, selection: Selection, groups: PageGroups) -
 
 def asked_hashing(profile: Profile | None, options: Mapping[str, Any]) -> Hashing | None:
     """Return the hashing that a given profile or --page-size states, or None."""
-    from hicachectl.formats.models.flags import canonical_algorithm, hash_unit
-    from hicachectl.formats.releases import NEWEST_SGLANG, release_of
+    from hicachectl.formats.releases import NEWEST_SGLANG
     from hicachectl.requests.chains import Hashing
 
     if profile is not None and not profile.inferred:
         return Hashing.of(profile)
     if options["page_size"] is None:
         return None
-    algorithm = canonical_algorithm(options["speculative_algorithm"] or "")
-    return Hashing(
+    return Hashing.of_flags(
         options["page_size"],
-        bigram=hash_unit(algorithm) == "bigram",
-        seeds=release_of(options["sglang"] or NEWEST_SGLANG).seeds,
+        options["speculative_algorithm"] or "",
+        options["sglang"] or NEWEST_SGLANG,
     )
 
 

@@ -24,8 +24,6 @@ from hicachectl.doctor.stores import ListedStore, list_store, store_checks
 from hicachectl.doctor.text import check_lines
 from hicachectl.doctor.watching import Watched, watched
 from hicachectl.formats.errors import HicacheError, ProfileError, UsageError
-from hicachectl.formats.models.flags import canonical_algorithm, hash_unit
-from hicachectl.formats.releases import release_of
 from hicachectl.profiles.sources import agree_to_look
 from hicachectl.requests.chains import Hashing
 from hicachectl.requests.measuring import HitsRequest
@@ -223,7 +221,7 @@ def _given(
 
 
 def _hashing(profile: Profile | None, servers: Sequence[LiveServer]) -> Hashing | None:
-    """Return how tokens are hashed, as the profile or else the first server's flags state it."""
+    """Return how tokens are hashed, by the profile, else by the flags of the first server."""
     if profile is not None:
         return Hashing.of(profile)
     for server in servers:
@@ -231,10 +229,5 @@ def _hashing(profile: Profile | None, servers: Sequence[LiveServer]) -> Hashing 
             continue
         flags = server.deployment.flags
         with suppress(ProfileError):  # a release or an algorithm that is not known
-            algorithm = canonical_algorithm(flags.speculative_algorithm)
-            return Hashing(
-                flags.page_tokens,
-                bigram=hash_unit(algorithm) == "bigram",
-                seeds=release_of(flags.sglang).seeds,
-            )
+            return Hashing.of_flags(flags.page_tokens, flags.speculative_algorithm, flags.sglang)
     return None

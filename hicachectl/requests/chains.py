@@ -19,6 +19,7 @@ from hicachectl.formats.hashing import (
     page_hashes,
     restorable_pages,
 )
+from hicachectl.formats.models.flags import canonical_algorithm, hash_unit
 from hicachectl.formats.objects import PAGE_DIGITS
 from hicachectl.formats.releases import release_of
 from hicachectl.formats.wording import GIVE_PROFILE
@@ -64,6 +65,18 @@ class Hashing:
         return cls(
             profile.page_size, profile.hash_unit == "bigram", release_of(profile.sglang).seeds
         )
+
+    @classmethod
+    def of_flags(cls, page_size: int, algorithm: str, sglang: str) -> Hashing:
+        """Return the hashing of servers with these flags.
+
+        page_size: tokens per page.
+        algorithm: --speculative-algorithm; empty for none.
+        sglang: release of SGLang.
+        Raises ProfileError for an unknown algorithm or release.
+        """
+        unit = hash_unit(canonical_algorithm(algorithm))
+        return cls(page_size, unit == "bigram", release_of(sglang).seeds)
 
     def hashes(self, request: Request) -> npt.NDArray[np.uint8]:
         """Return the hashes of full pages: [pages, 32]. Raises FormatError naming the line."""

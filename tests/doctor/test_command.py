@@ -17,7 +17,7 @@ from hicachectl.doctor.checks import FAIL, OK, SERVER, STATUSES, UNKNOWN, WARN, 
 from hicachectl.doctor.text import check_lines, verdict_text
 from hicachectl.text.tables import NO_SCREEN, Screen
 from tests.doctor.replies import answering, info
-from tests.move.migrations import demo_store, profile_file
+from tests.move.migrations import profile_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,11 +25,6 @@ if TYPE_CHECKING:
     from tests.conftest import Invoke
 
 METRICS = b'sglang:num_requests_total{model_name="x"} 1.0\n'
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return demo_store(tmp_path / "store")
 
 
 def check(status: str, name: str = "name", **more: str) -> Check:

@@ -13,22 +13,12 @@ from hicachectl.backends.file.store import FileStore
 from hicachectl.cli.demo_store import PROFILE
 from hicachectl.profiles.stamps import Stamp, write_stamp
 from tests.doctor.replies import answering, checks_of, info
-from tests.move.migrations import PAGES, demo_store, profile_file
+from tests.move.migrations import PAGES, profile_file
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conftest import Invoke
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return demo_store(tmp_path / "store")
-
-
-@pytest.fixture
-def profile(tmp_path: Path) -> Path:
-    return profile_file(tmp_path / "profile.toml")
 
 
 def doctor(

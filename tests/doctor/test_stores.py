@@ -37,16 +37,6 @@ if TYPE_CHECKING:
     from tests.mooncake_cluster import Cluster
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return demo_store(tmp_path / "store")
-
-
-@pytest.fixture
-def profile(tmp_path: Path) -> Path:
-    return profile_file(tmp_path / "profile.toml")
-
-
 def objects(store: Path) -> list[Path]:
     return sorted(store.glob("*.bin"))
 
