@@ -111,7 +111,7 @@ def test_a_restored_prompt_is_healthy(
 def test_a_page_that_cannot_be_read_is_the_failure(
     cpu_server: CpuServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang finds it by its name, again and again, and loses the prompt."""
+    """SGLang finds the page by its name each time, and loses the prompt."""
     cpu_server.attach("file", {"file_storage_path": str(tmp_path)})
     server = asked(monkeypatch, cpu_server)
     stored(cpu_server, tmp_path)
@@ -126,7 +126,7 @@ def test_a_page_that_cannot_be_read_is_the_failure(
 def test_short_prompts_warn(
     cpu_server: CpuServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are in the store, and SGLang does not ask for them; it writes them again and again."""
+    """SGLang looks up no short prompt, even if the store has it, and writes it each time."""
     cpu_server.attach("file", {"file_storage_path": str(tmp_path), "prefetch_threshold": 256})
     server = asked(monkeypatch, cpu_server)
     prompts = [prompt(seed, pages=1) for seed in range(40, 46)]

@@ -215,7 +215,7 @@ def traffic(server: CpuServer, prompts: Iterator[Sequence[int]]) -> Iterator[Non
 def test_a_healthy_server_has_no_failing_and_no_warning_check(
     cpu_server: CpuServer, tmp_path: Path, doctor: Doctor, backend: str
 ) -> None:
-    """Neither idle after requests, nor while it answers; restored tokens are then seen."""
+    """The server is healthy when idle and under requests, whose restored tokens are counted."""
     store = tmp_path / "store"
     if backend == "file":
         attach(cpu_server, store)
@@ -364,7 +364,7 @@ def test_pages_of_float16_under_a_server_of_bfloat16(
 def test_another_directory_than_the_servers(
     named: str, request: pytest.FixtureRequest, tmp_path: Path, doctor: Doctor
 ) -> None:
-    """Also where only the environment of the server's processes names its directory."""
+    """The server's directory is found by its settings, or by its processes' environment."""
     if named == "environment":
         quiet: Quiet = request.getfixturevalue("quiet")
         server, theirs = quiet

@@ -225,7 +225,7 @@ def test_pages_that_are_stored_already_are_not_counted_as_written(site: Site) ->
 
 
 def test_every_reason_exists_from_the_start_and_each_has_one_rank(site: Site) -> None:
-    """So that a rate is known at the first event, and a dashboard can list the reasons."""
+    """All counters begin at 0, so a rate is known at the first event."""
     site.attach()
     site.server.generate(prompt(97))
     families = {

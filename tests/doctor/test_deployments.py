@@ -60,6 +60,7 @@ def test_another_deployment_is_named(
     assert check["evidence"].startswith(f"{PAGES} pages of demo-hybrid-1b tp 2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"tp_size": 4}, {"served_model_name": "new/name"}])
 def test_the_named_command_mends_it(
     invoke: Invoke, store: Path, profile: Path, changes: dict[str, Any]

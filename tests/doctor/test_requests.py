@@ -83,7 +83,7 @@ def test_requests_that_the_store_serves_are_right(
 def test_a_missing_first_page_is_the_cause(
     invoke: Invoke, store: Path, profile: Path, tmp_path: Path
 ) -> None:
-    """Its position, its object, and how many pages lie behind it."""
+    """The check names the page's position, its missing object and the pages behind it."""
     for tokens in TOKENS[:2]:
         (store / f"{page_hashes_hex(tokens, PAGE)[0]}_x-dsa.bin").unlink()
     checks = asked(invoke, store, profile, trace(tmp_path, *TOKENS), exit_code=4)

@@ -180,7 +180,7 @@ def test_the_plugin_writes_the_first_store_of_its_list(
 def test_two_directories_of_nixl_are_both_compared(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """The store of one of them is not that of the server."""
+    """A store of one of the two directories is not the server's store."""
     one, other = folders
     both = {"SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR": f"{one},{other}"}
     with serving(tmp_path, **both) as url:
@@ -208,7 +208,7 @@ def test_another_machine_is_unknown(folders: tuple[Path, Path]) -> None:
 
 @needs_root
 def test_processes_of_another_user_are_unknown(tmp_path: Path) -> None:
-    """Who may not look into the server's processes is told so, and the pages decide."""
+    """A user who may not look into the server's processes is told so, and the pages decide."""
     with serving(tmp_path) as url:
         assert processes_of(url).schedulers  # it also imports what only root may read
         reader, writer = os.pipe()
@@ -228,7 +228,7 @@ def test_processes_of_another_user_are_unknown(tmp_path: Path) -> None:
 
 
 def test_the_start_is_that_of_the_process(tmp_path: Path) -> None:
-    """On another machine, the plug-in's status tells it."""
+    """The start of a server on another machine is that of the plug-in's status."""
     before = time.time()
     with serving(tmp_path) as url:
         started = started_of(LiveServer(url=url))
@@ -315,7 +315,7 @@ def test_pages_that_appear_tell(
 def test_another_kind_of_store_is_another_store(
     folders: tuple[Path, Path], backend: str, extra: dict[str, Any]
 ) -> None:
-    """That is certain without a look at the server's processes."""
+    """The kinds of two stores are compared without a look at the server's processes."""
     found = check("http://192.0.2.1:1", folders[0], extra, backend)
     assert found.status == "fail"
     assert str(folders[0]) in found.detail

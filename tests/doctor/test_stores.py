@@ -65,7 +65,7 @@ def test_a_whole_store_is_healthy_and_stays_as_it_is(
 def test_a_pack_is_healthy_and_has_no_room_to_lack(
     invoke: Invoke, store: Path, tmp_path: Path
 ) -> None:
-    """No server writes to it; its own digests are compared."""
+    """A pack has no check of free space, and its digests are compared."""
     url = f"pack://{tmp_path}/pages.hcpack"
     invoke("migrate", store, url)
     checks = checks_of(invoke, url)
@@ -100,7 +100,7 @@ def test_a_directory_without_pages_is_said_to_have_none(invoke: Invoke, tmp_path
 def test_pages_of_another_16_bit_dtype_are_the_first_cause(
     invoke: Invoke, tmp_path: Path, written: str, served: str
 ) -> None:
-    """Keys and sizes are those of the servers; only the numbers tell."""
+    """Pages of another dtype, with the servers' keys and sizes, are recognised by their numbers."""
     directory = tmp_path / "store"
     directory.mkdir()
     made = tiny(written)[0]
@@ -194,9 +194,10 @@ def test_a_sample_bounds_what_is_read(invoke: Invoke, store: Path, profile: Path
     assert "store/values" not in none
 
 
+@pytest.mark.slow
 @needs_root
 def test_an_object_of_another_user_is_the_first_cause(tmp_path: Path) -> None:
-    """The user's name and the reason stand in the line, and not the key."""
+    """The check names the user and the reason, and no key."""
     # The first run imports what only root may read.
     code = (
         "import os, sys; from hicachectl.__main__ import run; run(sys.argv[1:]); print('now');"
@@ -258,6 +259,7 @@ def test_a_full_file_system_fails(invoke: Invoke, tmp_path: Path) -> None:
     assert checks["store/space"]["next"] == f"hicachectl rm {store} --keep-free 1GiB"
 
 
+@pytest.mark.slow
 def test_the_rate_of_the_last_day_tells_when_a_store_is_full(
     invoke: Invoke, tmp_path: Path
 ) -> None:

@@ -115,7 +115,7 @@ def test_rm_says_the_same_if_the_pages_were_wrong(invoke: Invoke, store: Path) -
 
 
 def test_rm_of_what_was_written_since_has_the_first_step_only(invoke: Invoke, store: Path) -> None:
-    """It is the second step itself."""
+    """With --since, rm is the second step, and prints the first one only."""
     said = invoke("rm", store, "--since", "2023-11-14T22:15:20Z", "--yes").stderr
     assert FLUSH in said
     assert COMPUTED not in said

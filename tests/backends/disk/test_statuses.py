@@ -229,6 +229,7 @@ def test_a_linked_status_directory_is_refused(tmp_path: Path) -> None:
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
+@pytest.mark.slow
 def test_more_files_than_ranks_are_read_up_to_a_bound(tmp_path: Path) -> None:
     write(tmp_path, status())
     statuses = tmp_path / ".hicachectl" / "status"

@@ -67,7 +67,7 @@ def test_a_sample_has_pages_and_rate() -> None:
 
 
 def test_counts_go_on_in_a_later_attachment_of_the_same_stores() -> None:
-    """Another list of stores has counts of its own; why nothing was served is forgotten."""
+    """Counts belong to a list of stores; an attachment begins without an exclusion."""
     stores = ("file:///a", "pack:///b")
     first = Counters("file:///a", tally_of(stores))
     first.moved("restored", 64)

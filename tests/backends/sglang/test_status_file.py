@@ -57,7 +57,7 @@ def test_a_missing_or_read_only_directory_gets_none(
     counters: Counters,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without a failure: pages tell of it."""
+    """No failure is counted: reads and writes of pages report the directory."""
     StatusFile(str(tmp_path / "missing"), status(), counters).close()
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(os, "access", lambda *_, **__: False)  # root may write anywhere
