@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from hicachectl.text.tables import Screen
 
 _ROWS = "checks"
+_LONGEST_TEXT = 4000
 
 
 class DoctorDocument(TypedDict):
@@ -112,7 +113,7 @@ def examine(
 
 def result_of(checks: Sequence[Check]) -> Result:
     """Return checks as the result of `doctor`."""
-    found = ordered(checks)
+    found = [_bounded(check) for check in ordered(checks)]
     rows: list[CheckRow] = [
         {
             "name": check.name,
@@ -137,6 +138,12 @@ def result_of(checks: Sequence[Check]) -> Result:
         lines=lines,
         failed=verdict == FAIL,
     )
+
+
+def _bounded(check: Check) -> Check:
+    """Return a check with texts that can be shown: what a server tells may be megabytes long."""
+    texts = {name: getattr(check, name)[:_LONGEST_TEXT] for name in ("detail", "evidence", "next")}
+    return replace(check, **texts)
 
 
 def _profile(servers: Sequence[LiveServer], request: DoctorRequest) -> Profile | None:

@@ -56,6 +56,7 @@ _RANKS = frozenset({"tp_rank", "pp_rank", "attn_cp_rank", "moe_ep_rank", "dcp_ra
 # second, and takes quadratic time for a long line.
 _MAX_KEPT_BYTES = 4 << 20
 _MAX_LINE_BYTES = 1 << 13
+_MOST_REASONS = 256  # each has a check of its own; a real server has fewer than 40
 _MOST = 2.0**53  # counters beyond it are no longer exact
 
 _log = logging.getLogger(__name__)
@@ -128,19 +129,21 @@ def read_look(text: bytes, at: float) -> Look:
     if not any(line.startswith(_SGLANG) for line in lines):
         return Look(at, None, f"/metrics has no metrics of SGLang; {ENABLE_METRICS}")
     kept = [line for line in lines if line.startswith(_KEPT)]
+    too_large = Look(at, None, f"/metrics is larger than that of any server; {CHECK_URL}")
     if sum(map(len, kept)) > _MAX_KEPT_BYTES or max(map(len, kept), default=0) > _MAX_LINE_BYTES:
-        return Look(at, None, f"/metrics is larger than that of any server; {CHECK_URL}")
-    samples = {}
+        return too_large
+    samples, reasons = {}, set()
     try:
         for family in text_string_to_metric_families(b"\n".join(kept).decode()):
             for name, labels, value, *_ in family.samples:
                 if not 0 <= value <= _MOST:  # also NaN
                     raise ValueError(f"{name} is {shown(value)}, which is no count")
                 samples[name, frozenset(labels.items())] = float(value)
+                reasons.add(labels.get("reason"))
     except (ValueError, IndexError, KeyError) as error:
         said = shown(str(error))
         return Look(at, None, f"/metrics is not valid Prometheus text: {said}; {CHECK_URL}")
-    return Look(at, samples)
+    return too_large if len(reasons) > _MOST_REASONS else Look(at, samples)
 
 
 def growth(first: Look, second: Look) -> Look | None:

@@ -29,6 +29,7 @@ from hicachectl.doctor.exposition import (
     growth,
 )
 from hicachectl.doctor.processes import own_statuses
+from hicachectl.doctor.settings import has_plugin
 from hicachectl.formats.models.flags import DeploymentFlags
 from hicachectl.formats.plugin_status import metric_of
 from hicachectl.text.units import counted
@@ -192,6 +193,12 @@ def _plugin(counters: _Counters, statuses: Sequence[PluginStatus]) -> Iterator[C
         what += without_secrets(text)[:_LONGEST_TEXT]
         yield counters.check(reason, FAIL, what, "", counters.remedy(reason))
     exported = any(name.startswith(PLUGIN) for name, _ in counters.totals.samples or ())
+    silent = not exported and not statuses and counters.totals.samples is not None
+    if silent and has_plugin(counters.server):
+        what = "What the plug-in refuses is not known: its counters are neither in /metrics nor in "
+        what += "a status file of the store that can be read"
+        remedy = "look for lines with `hicachectl:` in the server's log"
+        yield counters.check("plug-in", UNKNOWN, what, "", remedy)
     if not exported:
         told = Look(counters.totals.at, dict(_samples(statuses)))
         counters = replace(counters, totals=told, judged=told, period=_SINCE_START)
@@ -310,7 +317,9 @@ def _found(counters: _Counters) -> Iterator[Check]:
     what = f"Nothing was found in the store, {period}"
     written = _tokens(counters.totals.value(BACKUPED))
     pools = look.value(CACHED, cache_source="device") + look.value(CACHED, cache_source="host")
-    evidence = f"{enough}; {written} were written"
+    evidence = f"{written} were written"
+    if look.value(f"{UNCACHED}_count"):  # not all releases tell it
+        evidence = f"{enough}; {evidence}"
     if pools:
         evidence += f"; {_tokens(pools)} were in device or host memory"
     if asked := look.value(_stage("asked")):

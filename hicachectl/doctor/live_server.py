@@ -11,6 +11,7 @@ from msgspec.structs import replace as replaced
 from hicachectl.doctor.checks import SERVER, Check
 from hicachectl.formats.errors import HicacheError, StoreUnavailable
 from hicachectl.formats.models.server_info import flags_from_server_info, served_profile
+from hicachectl.formats.releases import sglang_version
 from hicachectl.profiles.server import checked_url, fetch_server, profile_of_replies
 from hicachectl.profiles.sources import with_weights
 
@@ -133,6 +134,7 @@ def _profile(
         draft_model_config=request.draft_model_config,
         overrides=request.overrides,
     ).profile
+    sglang_version(profile.sglang)
     profile = with_weights(profile, request.weights, deployment)
     if not profile.weights and request.profile is not None:
         stated = request.profile

@@ -276,7 +276,7 @@ def _weights(server: LiveServer) -> Iterable[Check]:
             f"{_values(server.states, name)}"
             for name in updated
         )
-        if _has_plugin(server):
+        if has_plugin(server):
             yield server.check(
                 "weights",
                 OK,
@@ -303,7 +303,7 @@ def _weights(server: LiveServer) -> Iterable[Check]:
         )
 
 
-def _has_plugin(server: LiveServer) -> bool:
+def has_plugin(server: LiveServer) -> bool:
     """Return whether hicachectl's storage backend is attached."""
     try:
         return is_plugin(extra_config(server.settings, "server_info"))

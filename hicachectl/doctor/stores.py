@@ -300,13 +300,14 @@ def _readable(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
             "read",
             evidence="" if findings.sampled == findings.pages else f"{findings.pages} in the store",
         )
-    elif listed.sample_pages:
+    else:
         young = int(findings.part.in_flight.sum())
-        why = (
-            f"all are younger than {_GRACE_SECONDS:.0f} s; run again later"
-            if young == findings.pages
-            else f"their sizes are unknown; {GIVE_PROFILE}"
-        )
+        if not listed.sample_pages:
+            why = "the sample has 0 pages; give --sample"
+        elif young == findings.pages:
+            why = f"all are younger than {_GRACE_SECONDS:.0f} s; run again later"
+        else:
+            why = f"their sizes are unknown; {GIVE_PROFILE}"
         yield Check.of_message("readable", UNKNOWN, f"No object was read: {why}", group=STORE)
 
 
@@ -344,10 +345,16 @@ def _structure(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
         yield worst
         return
     young = int(findings.part.in_flight.sum())
+    whole = findings.pages - findings.damaged(found) - young
+    if young == findings.pages:
+        message = (
+            f"No page was judged: all are younger than {_GRACE_SECONDS:.0f} s; run again later"
+        )
+        yield Check.of_message("structure", UNKNOWN, message, group=STORE)
+        return
     in_flight = f"{counted(young, 'page')} younger than {_GRACE_SECONDS:.0f} s not judged"
     given = listed.profile is not None and not listed.profile.inferred
     by = "by the profile" if given else "by comparison with each other"
-    whole = findings.pages - findings.damaged(found)
     yield _check(
         "structure",
         OK,

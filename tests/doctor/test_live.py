@@ -5,6 +5,7 @@ tests/conformance/test_doctor_live.py has the real server itself.
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -310,6 +311,32 @@ def test_metrics_of_the_plugin_win_over_its_statuses() -> None:
     )
     found = plugin(status(refused={"foreign": 10}), look=read_look(text.encode(), 1))
     assert {name: check.status for name, check in found.items()} == {"damaged": "warn"}
+
+
+def test_a_plugin_that_tells_nothing_is_unknown() -> None:
+    """Neither metrics nor a status file that can be read: what it refuses is not called clean."""
+    extra = {"module_path": "hicachectl.backends.sglang"}
+    settings = {
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config": json.dumps(extra),
+    }
+    ours = replace(server(), settings=settings)
+    look = page({"num_requests_total": 3})
+
+    def told(one: LiveServer, seen: Look, *statuses: RankStatus) -> list[str]:
+        return [c.status for c in live_checks(one, seen, seen, statuses) if c.name == "plug-in"]
+
+    assert told(ours, look) == ["unknown"]
+    assert told(ours, look, status()) == []
+    assert told(server("dynamic"), look) == []  # another package's backend
+    assert told(ours, Look(1, None, "why; next")) == []  # the check `metrics` says so
+
+
+def test_an_absent_histogram_is_no_count_of_short_requests() -> None:
+    """A server that does not tell the lengths of its prompts had, perhaps, long ones."""
+    silent = read_look(b"sglang:num_requests_total 10\nsglang:prompt_tokens_total 5000\n", 1)
+    assert "requests left" not in judged(silent)["found"].evidence
+    assert "0 of 10 requests left" in judged(requests(*[10] * 10, x=0))["found"].detail
 
 
 def test_nothing_is_judged_without_a_store() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +18,6 @@ from tests.speed import some
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from tests.conftest import Invoke
 
@@ -132,6 +132,25 @@ def test_ranks_that_disagree_are_counted(doctor: Doctor) -> None:
     checks = doctor(info({}, {}, {"hicache_write_policy": "write_back"}))
     assert checks["server/ranks"]["status"] == "warn"
     assert "'write_through' (2 ranks), 'write_back' (1 rank)" in checks["server/ranks"]["evidence"]
+
+
+def test_a_text_of_megabytes_is_cut(doctor: Doctor) -> None:
+    """A hostile name of a dtype or a model is shown in part."""
+    config = Path(__file__).parents[1] / "data" / "configs" / "llama-3.1-8b.json"
+    checks = doctor(info(kv_cache_dtype="x" * 10**6), "--model-config", config)
+    checks |= doctor(info(served_model_name="y" * 10**6), exit_code=4)
+    longest = max(len(text) for check in checks.values() for text in check.values() if text)
+    assert 1000 < longest <= 4000
+
+
+def test_a_version_that_is_none_ends_no_run(doctor: Doctor) -> None:
+    """A fork's own name of its release is unknown; everything else is judged."""
+    config = Path(__file__).parents[1] / "data" / "configs" / "llama-3.1-8b.json"
+    reply = {**info(), "version": "main-1a2b3c"}
+    checks = doctor(reply, "--model-config", config)
+    assert checks["server/release"]["status"] == "unknown"
+    names = ("server/deployment", "server/page-size", "store/reachable", "store/structure")
+    assert {checks[name]["status"] for name in names} == {"ok"}
 
 
 def test_a_reply_of_an_older_release_is_judged_as_far_as_it_goes(doctor: Doctor) -> None:

@@ -62,6 +62,14 @@ def test_a_whole_store_is_healthy_and_stays_as_it_is(
     assert {check["status"] for check in checks_of(invoke, store).values()} == {"ok"}
 
 
+def test_a_store_of_which_nothing_was_read_is_not_called_readable(
+    invoke: Invoke, store: Path
+) -> None:
+    checks = checks_of(invoke, store, "--sample", 0)
+    assert checks["store/readable"]["status"] == "unknown"
+    assert "--sample" in checks["store/readable"]["next"]
+
+
 def test_a_pack_is_healthy_and_has_no_room_to_lack(
     invoke: Invoke, store: Path, tmp_path: Path
 ) -> None:
@@ -164,13 +172,20 @@ def test_a_store_of_other_deployments_has_no_page_of_the_profile(
 
 def test_young_pages_are_not_judged(invoke: Invoke, store: Path, profile: Path) -> None:
     """A server writes the objects of a page one by one."""
-    objects(store)[0].unlink()
+    removed = objects(store)[0]
+    removed.unlink()
     now = time.time()
     for path in objects(store):
         os.utime(path, (now, now))
     checks = checks_of(invoke, store, "--profile", profile)
-    assert checks["store/structure"]["status"] == "ok"
-    assert "not judged" in checks["store/structure"]["evidence"]
+    assert {checks[f"store/{name}"]["status"] for name in ("readable", "structure")} == {"unknown"}
+    assert "all are younger than 10 s" in checks["store/structure"]["detail"]
+    for path in objects(store):
+        if path.name[:64] != removed.name[:64]:
+            os.utime(path, (now - 30, now - 30))
+    checks = checks_of(invoke, store, "--profile", profile)
+    assert checks["store/structure"]["detail"].startswith("7 of 8 pages are whole")
+    assert "1 page younger than 10 s not judged" in checks["store/structure"]["evidence"]
 
 
 def test_the_suggested_verify_finds_the_same(invoke: Invoke, store: Path, profile: Path) -> None:
