@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from hicachectl.doctor.checks import Check
+    from hicachectl.doctor.listed_store import ListedStore
     from hicachectl.doctor.live_server import LiveServer
-    from hicachectl.doctor.stores import ListedStore
     from hicachectl.formats.profile import Profile
     from hicachectl.pages.deployments import AffixTable, Deployment
     from hicachectl.pages.inventory import Inventory

@@ -14,13 +14,14 @@ from hicachectl.checks.codes import STORE
 from hicachectl.doctor.checks import FAIL, REQUESTS, UNKNOWN, Check, CheckRow, ordered, verdict_of
 from hicachectl.doctor.deployments import deployment_checks
 from hicachectl.doctor.exposition import CACHED
+from hicachectl.doctor.listed_store import ListedStore, list_store
 from hicachectl.doctor.live import live_checks
 from hicachectl.doctor.live_server import LiveServer, ask_server
 from hicachectl.doctor.probing import write_probe
 from hicachectl.doctor.requests import GivenRequests, request_checks
 from hicachectl.doctor.same_store import same_store_checks, started_of
 from hicachectl.doctor.settings import setting_checks
-from hicachectl.doctor.stores import ListedStore, list_store, store_checks
+from hicachectl.doctor.stores import store_checks
 from hicachectl.doctor.text import check_lines
 from hicachectl.doctor.watching import Watched, watched
 from hicachectl.formats.errors import HicacheError, ProfileError, UsageError

@@ -21,8 +21,8 @@ from hicachectl.requests.forms import Request
 from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
+    from hicachectl.doctor.listed_store import ListedStore
     from hicachectl.doctor.live_server import LiveServer
-    from hicachectl.doctor.stores import ListedStore
     from hicachectl.requests.chains import Hashing
 
 _PAGES = 3  # pages beyond the fewest tokens that a server looks up

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hicachectl.doctor.stores import SAMPLE_PAGES
+from hicachectl.doctor.listed_store import SAMPLE_PAGES
 from hicachectl.verification.report_text import Mending
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from hicachectl.text.units import counted
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.doctor.stores import ListedStore
+    from hicachectl.doctor.listed_store import ListedStore
     from hicachectl.formats.arrays import IntArray
     from hicachectl.requests.chains import Requests
     from hicachectl.requests.hits import Hits

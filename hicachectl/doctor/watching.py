@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.backends.base import Store
+    from hicachectl.doctor.listed_store import ListedStore
     from hicachectl.doctor.live_server import LiveServer
-    from hicachectl.doctor.stores import ListedStore
     from hicachectl.formats.keys.base import Affix
 
     Ids = npt.NDArray[np.int32]

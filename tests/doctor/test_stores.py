@@ -19,7 +19,8 @@ from msgspec.structs import replace
 from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.mooncake.master import MasterAdmin, Segment
 from hicachectl.cli.demo_store import PROFILE
-from hicachectl.doctor.stores import list_store, store_checks
+from hicachectl.doctor.listed_store import list_store
+from hicachectl.doctor.stores import store_checks
 from hicachectl.formats.profile import dump_profile
 from hicachectl.profiles.stamps import Stamp, write_stamp
 from tests.checks.value_cases import expected_of, tiny

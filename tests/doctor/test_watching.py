@@ -9,9 +9,9 @@ import pytest
 
 from hicachectl import open_store
 from hicachectl.cli.demo_store import PROFILE
+from hicachectl.doctor.listed_store import list_store
 from hicachectl.doctor.live_server import ask_server
 from hicachectl.doctor.request import DoctorRequest
-from hicachectl.doctor.stores import list_store
 from hicachectl.doctor.watching import watched
 from tests.doctor.replies import answering, info
 from tests.move.migrations import demo_store

@@ -1,0 +1,330 @@
+"""Checks of `doctor` by the findings of `verify` in a listing and a sample of its pages."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from msgspec.structs import replace
+
+from hicachectl.checks.page_tables import saved_tables
+from hicachectl.doctor.checks import FAIL, OK, STORE, UNKNOWN, WARN, Check
+from hicachectl.doctor.space import object_sizes
+from hicachectl.formats.wording import GIVE_PROFILE
+from hicachectl.pages.census import byte_sum
+from hicachectl.profiles.identities import expect_identities
+from hicachectl.text.units import counted
+from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS
+from hicachectl.verification.request import Sample, VerifyRequest
+from hicachectl.verification.verify import RunStart, check_part, lister_findings
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from hicachectl.backends.base import Store
+    from hicachectl.doctor.listed_store import ListedStore
+    from hicachectl.pages.in_flight import ListingTime
+    from hicachectl.pages.inventory import Inventory
+    from hicachectl.verification.verify import PartCheck
+
+_SAMPLE_BYTES = 1 << 30  # the most bytes to read
+_READ_SECONDS = 20.0  # no read begins later
+# A server writes the objects of a page within seconds. A run of minutes leaves out more.
+_GRACE_SECONDS = 10.0
+_MOST_LOOKED_UP = 20_000  # groups; two seconds
+_DAY = 86400
+_FEW = 100  # one of so many pages with a warning is normal: servers evict object by object
+_UNREADABLE = frozenset({"unreadable", "no-replica"})
+_STAMP = frozenset({"stamp-mismatch"})
+_IDENTITY = frozenset({"identity-mismatch"})
+_DTYPE, _LAYOUT = frozenset({"dtype-mismatch"}), frozenset({"layout-mismatch"})
+_TEMPORARIES = frozenset({"stale-temporary"})
+_VALUES = frozenset(
+    {"nan", "inf", "bad-scale", "all-zero", "digest-mismatch", "re-recorded", "replica-mismatch"}
+)
+_APART = _UNREADABLE | _STAMP | _IDENTITY | _DTYPE | _LAYOUT | _TEMPORARIES | _VALUES
+_NO_DAMAGE = frozenset({"foreign-object", "ambiguous-key", "other-deployment", "disk-only"})
+# Differences from the stamp that the checks of the server's deployment name.
+_DEPLOYED = ("page_size:", "layout:", "tp:", "pp:", "cp:", "dcp:", "tag:", "model:")
+
+_check = partial(Check, group=STORE)
+
+
+def sample_checks(listed: ListedStore, store: Store, inventory: Inventory) -> Iterator[Check]:
+    """Check the listing and a sample of the pages as `verify` does, and judge the findings."""
+    assert listed.listing is not None
+    findings = _Findings(_examined(store, listed, inventory, listed.listing))
+    for judge in (_readable, _structure, _identities, _values, _temporaries):
+        yield from judge(listed, findings)
+
+
+def _examined(
+    store: Store, listed: ListedStore, inventory: Inventory, listing: ListingTime
+) -> PartCheck:
+    """Check the listing and a sample of the pages as `verify` does."""
+    profile = listed.profile
+    if profile is not None and not profile.inferred and len(listed.weights) == 1:
+        profile = replace(profile, weights=next(iter(listed.weights)))
+        expect_identities(store, profile)
+    request = VerifyRequest(
+        profile=profile,
+        grace_seconds=_GRACE_SECONDS,
+        sample=_sample(listed.sample_pages, inventory),
+        time_limit_seconds=_READ_SECONDS if listed.sample_pages else 0.0,
+        most_looked_up=_MOST_LOOKED_UP,
+        # A catalog makes the run read all sampled objects, also where no profile describes them.
+        update_catalog=True,
+    )
+    start = RunStart(listing=listing, began=time.monotonic(), tables=saved_tables(store))
+    checked = check_part(store, request, inventory, start)
+    found = lister_findings(store, request, listing.start_ns)
+    checked.result.found = pa.concat_tables([found, checked.result.found])
+    return checked
+
+
+def _sample(pages: int, inventory: Inventory) -> Sample:
+    """Return a slice with about so many pages, no more than _SAMPLE_BYTES, another one each day."""
+    paged = ~inventory.is_foreign
+    hashes = np.sort(inventory.page_words(paged, 0))
+    stored = len(hashes) - int((hashes[1:] == hashes[:-1]).sum())
+    most = int(_SAMPLE_BYTES * stored / max(1, byte_sum(object_sizes(inventory))))
+    slices = max(1, round(stored / max(1, min(pages, most))))
+    # The slice of a page, so that it is not empty.
+    page = int(hashes[int(time.time() // _DAY) % len(hashes)]) >> 32
+    return Sample(slices, page % slices)
+
+
+class _Findings:
+    """Findings of a part.
+
+    pages: number of pages in the store.
+    sampled: number of pages with an object to read.
+    tried: number of objects whose read was tried.
+    """
+
+    def __init__(self, part: PartCheck) -> None:
+        self.part = part
+        self.pages = len(part.groups)
+        self.sampled = part.result.facts.sampled
+        self.tried = part.result.facts.reading.objects_read
+        youngest = (part.listing.start_ns - part.groups.newest_ns.max(initial=0)) / 1e9
+        self._grace = f"--grace {_GRACE_SECONDS:.0f}s" if youngest < DEFAULT_GRACE_SECONDS else ""
+        self._table = part.result.found.combine_chunks()
+
+    def verify(self, listed: ListedStore) -> str:
+        """Return the command that finds the same again."""
+        return listed.command("verify", self._grace)
+
+    def of(self, codes: Collection[str]) -> pa.Table:
+        """Return the findings of some codes."""
+        return self._table.filter(pc.is_in(self._table.column("code"), pa.array(list(codes))))
+
+    def structural(self) -> pa.Table:
+        """Return the findings that no other check is about."""
+        others = pa.array([*_APART, *_NO_DAMAGE])
+        return self._table.filter(pc.invert(pc.is_in(self._table.column("code"), others)))
+
+    @staticmethod
+    def damaged(found: pa.Table) -> int:
+        """Return the number of pages, or of other objects, that findings are about."""
+        what = pc.coalesce(found.column("page"), found.column("key"), found.column("detail"))
+        return int(pc.count_distinct(what).as_py())
+
+
+def _severe(found: pa.Table) -> pa.Table:
+    return found.filter(pc.equal(found.column("severity"), "error"))
+
+
+def _counts(found: pa.Table) -> str:
+    """Return the codes of findings with their numbers, the most first."""
+    counts = pc.value_counts(found.column("code")).to_pylist()
+    ordered = sorted(counts, key=lambda row: -row["counts"])
+    return ", ".join(f"{row['counts']} {row['values']}" for row in ordered)
+
+
+def _readable(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
+    found = findings.of(_UNREADABLE)
+    if len(found):
+        yield _check(
+            "readable",
+            FAIL,
+            f"{len(found)} of {counted(findings.tried, 'object')} could not be read as user "
+            f"{_user()}",
+            evidence=f"{_why(found)}; one of them costs servers a whole batch of pages",
+            next=findings.verify(listed),
+        )
+    elif findings.tried:
+        yield _check(
+            "readable",
+            OK,
+            f"{counted(findings.tried, 'object')} of {counted(findings.sampled, 'page')} can be "
+            "read",
+            evidence="" if findings.sampled == findings.pages else f"{findings.pages} in the store",
+        )
+    else:
+        young = int(findings.part.in_flight.sum())
+        if not listed.sample_pages:
+            why = "the sample has 0 pages; give --sample"
+        elif young == findings.pages:
+            why = f"all are younger than {_GRACE_SECONDS:.0f} s; run again later"
+        else:
+            why = f"their sizes are unknown; {GIVE_PROFILE}"
+        yield Check.of_message("readable", UNKNOWN, f"No object was read: {why}", group=STORE)
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
+def _why(found: pa.Table) -> str:
+    """Return why the first object could not be read, without its path, and its page."""
+    page = found.column("page")[0].as_py()
+    why = str(found.column("detail")[0]).rpartition(": ")[2]
+    return f"{why}; the first is of page {page[:8]}…" if page else why
+
+
+def _structure(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
+    if listed.contradiction:
+        # With servers, the checks of their deployments name the cause.
+        status, before = (UNKNOWN, "Not judged: ") if listed.has_servers else (FAIL, "")
+        message = f"{before}{listed.contradiction}"
+        yield Check.of_message("structure", status, message, group=STORE)
+        return
+    found = findings.structural()
+    if worst := _worst(
+        listed,
+        findings,
+        found,
+        "structure",
+        findings.pages,
+        errors="could give servers wrong data",
+        warnings="have faults that cost hits",
+    ):
+        yield worst
+        return
+    young = int(findings.part.in_flight.sum())
+    whole = findings.pages - findings.damaged(found) - young
+    if young == findings.pages:
+        message = (
+            f"No page was judged: all are younger than {_GRACE_SECONDS:.0f} s; run again later"
+        )
+        yield Check.of_message("structure", UNKNOWN, message, group=STORE)
+        return
+    in_flight = f"{counted(young, 'page')} younger than {_GRACE_SECONDS:.0f} s not judged"
+    given = listed.profile is not None and not listed.profile.inferred
+    by = "by the profile" if given else "by comparison with each other"
+    yield _check(
+        "structure",
+        OK,
+        f"{whole} of {counted(findings.pages, 'page')} are whole, {by}",
+        evidence="; ".join(filter(None, (_counts(found), in_flight if young else ""))),
+    )
+
+
+def _worst(
+    listed: ListedStore,
+    findings: _Findings,
+    found: pa.Table,
+    name: str,
+    pages: int,
+    *,
+    errors: str,
+    warnings: str,
+) -> Check | None:
+    """Return the check of pages with findings: any error fails, and many warnings warn.
+
+    pages: number of pages that were judged.
+    errors: predicate of the pages with errors.
+    warnings: predicate of the pages with findings.
+    """
+    number, status, predicate = findings.damaged(_severe(found)), FAIL, errors
+    if not number:
+        number, status, predicate = findings.damaged(found), WARN, warnings
+        if number * _FEW <= pages:
+            return None
+    return _check(
+        name,
+        status,
+        f"{number} of {counted(pages, 'page')} {predicate}",
+        evidence=_counts(found),
+        next=findings.verify(listed),
+    )
+
+
+def _identities(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
+    """Compare the stamp, and the identities in trailers, with the servers' weights."""
+    stamp = findings.of(_STAMP).column("detail").to_pylist()
+    told = [text for text in stamp if not text.startswith(_DEPLOYED)]
+    if len(findings.of(_DTYPE)):
+        told = [text for text in told if not text.startswith("pools[")]
+    if told:
+        yield _check(
+            "stamp",
+            FAIL,
+            "The stamp of the store differs from the servers' profile",
+            evidence="; ".join(told),
+            next="hicachectl explain stamp-mismatch",
+        )
+    if len(other := findings.of(_IDENTITY)):
+        yield _check(
+            "weights",
+            FAIL,
+            f"{findings.damaged(other)} of {counted(findings.sampled, 'page')} read are of other "
+            "weights, dtype or layout than the servers'",
+            evidence=str(other.column("detail")[0]),
+            next="hicachectl explain identity-mismatch",
+        )
+
+
+def _values(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
+    read = f"of {counted(findings.sampled, 'page')} read"
+    if len(found := findings.of(_DTYPE)):
+        said, _, shares = str(found.column("detail")[0]).partition(": ")
+        yield _check(
+            "dtype",
+            FAIL,
+            f"{findings.damaged(found)} {read} are of another dtype than the servers': {said}",
+            evidence=shares,
+            next="hicachectl explain dtype-mismatch",
+        )
+    if len(found := findings.of(_LAYOUT)):
+        yield _check(
+            "layout",
+            FAIL,
+            f"{findings.damaged(found)} {read} lie in another memory layout than the servers'",
+            evidence=str(found.column("detail")[0]),
+            next="hicachectl explain layout-mismatch",
+        )
+    if worst := _worst(
+        listed,
+        findings,
+        findings.of(_VALUES),
+        "values",
+        findings.sampled,
+        errors="read have damaged values",
+        warnings="read have odd values",
+    ):
+        yield worst
+    elif len(findings.of(_DTYPE | _LAYOUT)):
+        return
+    elif valued := int(findings.part.judged.valued.sum()):
+        yield _check("values", OK, f"The values of {counted(valued, 'object')} look as they should")
+
+
+def _temporaries(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
+    if number := len(findings.of(_TEMPORARIES)):
+        yield _check(
+            "temporaries",
+            WARN,
+            f"{counted(number, 'file')} of unfinished writes, or from before a clear, take space",
+            next=listed.mending.command("hicachectl rm STORE --temporaries"),
+        )

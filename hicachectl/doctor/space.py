@@ -1,0 +1,136 @@
+"""Checks of `doctor` about a store's room and times."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.doctor.checks import FAIL, OK, STORE, UNKNOWN, WARN, Check
+from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.pages.census import byte_sum
+from hicachectl.text.units import human_age, human_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.backends.base import Store
+    from hicachectl.doctor.listed_store import ListedStore
+    from hicachectl.formats.arrays import IntArray
+    from hicachectl.pages.in_flight import ListingTime
+    from hicachectl.pages.inventory import Inventory
+
+_HOUR, _DAY = 3600.0, 86400.0
+_ROOM = 64 << 20  # with less, the next batch of pages does not fit
+# Share of the stored and the free bytes.
+_LEAST_FREE = 0.05
+_check = partial(Check, group=STORE)
+
+
+def space_checks(
+    listed: ListedStore, store: Store, inventory: Inventory, listing: ListingTime
+) -> Iterator[Check]:
+    """Compare the free space with the writes of the last day."""
+    free = store.free_bytes()
+    if free is None or not store.traits.live:
+        return
+    sizes = object_sizes(inventory)
+    if store.traits.evicts:
+        yield _check(
+            "space",
+            OK,
+            f"{human_size(free)} are free; a full store evicts pages, which is normal",
+        )
+        return
+    written, seconds = _written_lately(inventory, sizes, listing)
+    hours = free * seconds / written / _HOUR if written else None
+    rate = f"{human_size(written)} written in the last {human_age(seconds)}" if written else ""
+    whole = free + byte_sum(sizes)
+    if free < _ROOM:
+        status, told = FAIL, f"No room: {human_size(free)} are free, so servers store nothing more"
+    elif hours is not None and hours < _DAY / _HOUR:
+        status, told = (
+            WARN,
+            f"The {human_size(free)} that are free last {human_age(hours * _HOUR)} at the rate of "
+            "the last day, unless servers evict",
+        )
+    elif free < _LEAST_FREE * whole:
+        status, told = (
+            WARN,
+            f"{human_size(free)} are free, {free / whole:.1%} of what the store can take, unless "
+            "servers evict",
+        )
+    else:
+        yield _check("space", OK, f"{human_size(free)} are free", evidence=rate)
+        return
+    limit = "max_size of hicachectl's storage backend limits a store"
+    room = f"--keep-free {max(1, math.ceil(_LEAST_FREE * whole / (1 << 30)))}GiB"
+    yield _check(
+        "space",
+        status,
+        told,
+        evidence="; ".join(filter(None, (rate, limit))),
+        next=listed.mending.command(f"hicachectl rm STORE {room}"),
+    )
+
+
+def _written_lately(
+    inventory: Inventory, sizes: IntArray, listing: ListingTime
+) -> tuple[int, float]:
+    """Return the bytes written in the last day, and the seconds that they took; 0 if unknown.
+
+    A store that is younger than an hour tells no rate.
+    """
+    times = inventory.objects.column("mtime_ns")
+    ages = (listing.start_ns - times.drop_null().to_numpy()) / 1e9
+    oldest = float(ages.max(initial=0.0))
+    if oldest < _HOUR:
+        return 0, 0.0
+    seconds = min(oldest, _DAY)
+    known = times.is_valid().to_numpy()
+    return byte_sum(sizes[known][ages <= seconds]), seconds
+
+
+def last_write_checks(
+    listed: ListedStore, inventory: Inventory, listing: ListingTime
+) -> Iterator[Check]:
+    """Compare the newest page with the start of the server, which writes what it computes."""
+    chosen = ~inventory.is_foreign
+    if listed.profile is not None and not listed.profile.inferred:
+        own = [number == 0 for number in inventory.table.deployment_ids]
+        chosen &= inventory.by_affix(own, False)
+        if not (chosen.any() or listed.has_servers):
+            yield _check(
+                "pages",
+                WARN,
+                "The store has no page of the profile's deployment",
+                next=listed.mending.command("hicachectl ls STORE --summary"),
+            )
+    times = inventory.objects.column("mtime_ns").filter(pa.array(chosen)).drop_null()
+    if not len(times):
+        return
+    newest_ns = pc.max(times).as_py()
+    detail = f"The newest page was written {human_age((listing.start_ns - newest_ns) / 1e9)} ago"
+    running = 0.0 if listed.started is None else listing.start_ns / 1e9 - listed.started
+    if listed.started is None or newest_ns / 1e9 >= listed.started or running < _HOUR:
+        yield _check("last-write", OK, detail)
+        return
+    yield _check(
+        "last-write",
+        UNKNOWN,
+        f"{detail}, before the server started {human_age(running)} ago: it has stored nothing new",
+        evidence="a server that has answered new prompts stores them elsewhere, or not at all",
+        next=listed.command("doctor", "--write-probe"),
+    )
+
+
+def object_sizes(inventory: Inventory) -> IntArray:
+    """Return the bytes of each object, 0 if unknown: [objects]."""
+    expected = inventory.table.expected_sizes[inventory.affix_ids]
+    sizes = np.where(inventory.sizes == UNKNOWN_SIZE, expected, inventory.sizes)
+    known: IntArray = np.where(sizes == UNKNOWN_SIZE, 0, sizes)
+    return known
