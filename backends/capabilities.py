@@ -474,10 +474,10 @@ class Emptied(Store):
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """How a service of a store does.
+    """Condition of a service behind a store.
 
     name: fixed name, such as `segments`.
-    text: what it says of itself, as a sentence.
+    text: the state of the service, in a sentence.
     problem: what is wrong, and the next step; empty if nothing is.
     is_lost: whether servers cannot use the store.
     """
@@ -489,7 +489,7 @@ class Condition:
 
 
 class Serviced(Store):
-    """Store behind services that tell how they do."""
+    """Store behind services whose condition can be asked for."""
 
     @abstractmethod
     def conditions(self) -> Iterator[Condition]:

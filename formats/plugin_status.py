@@ -1,4 +1,4 @@
-"""Statuses: what each rank of a server with the plug-in tells of itself, in a file of the store.
+"""Statuses: descriptions of the ranks of a server with the plug-in, in files of its store.
 
 A JSON file for each rank in `.hicachectl/status/` says who serves what, since when, and how many
 tokens and pages it moved or refused. It is written again every `WRITTEN_EVERY_S` and when the
@@ -93,7 +93,7 @@ _Counts = Annotated[dict[_Reason, _Count], Meta(max_length=200)]
 
 
 class PluginStatus(Struct, frozen=True, kw_only=True):
-    """What one rank of a server says of its attached plug-in.
+    """A rank of a server, its attached plug-in, and its counts.
 
     release: version of hicachectl.
     host: name of the host, as the server sees it.

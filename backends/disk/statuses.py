@@ -1,4 +1,4 @@
-"""Statuses on disk: the files that the ranks of servers with the plug-in leave in a store.
+"""Statuses on disk: the files of a store in which ranks with the plug-in describe themselves.
 
 They lie in `.hicachectl/status/`, see `formats.plugin_status`.
 """
@@ -29,8 +29,8 @@ from hicachectl.formats.wording import reason_of
 if TYPE_CHECKING:
     from hicachectl.backends.disk.directory import Directory
 
-# How a rank stands: its backend was detached; its process has ended without that; its file was not
-# written for so long that it must have ended or hang; it serves.
+# Standings of a rank. closed: its backend was detached. ended: its process ended without that.
+# silent: its file is so old that the process must have ended, or hangs. serving: none of these.
 CLOSED, ENDED, SILENT, SERVING = STANDINGS = ("closed", "ended", "silent", "serving")
 _KEPT_S = 7 * 86400.0
 _CLOCKS_DIFFER_S = 2.0  # a process's start is known to the second

@@ -22,7 +22,7 @@ SGLANG, PLUGIN, HITS = SOURCES = ("sglang", "plugin", "hits")
 class Reason:
     """A reason, named as metrics and documents spell it.
 
-    source: one of SOURCES, who counts it.
+    source: one of SOURCES: what counts the reason.
     counters: names of the metrics that have the reason as a label; of SGLang's metrics without
         that label, the reason is the name, without `sglang:` and `_tokens_total`.
     meaning: what happened.

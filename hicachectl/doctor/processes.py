@@ -89,7 +89,7 @@ def processes_of(url: str) -> Processes:
 def own_statuses(server: LiveServer, statuses: Sequence[RankStatus]) -> list[PluginStatus]:
     """Return the statuses of a server's plug-in that are kept up to date.
 
-    On this machine, its processes tell which. Elsewhere, they are all those of its model.
+    On this machine, they are those of its processes. Elsewhere, they are all those of its model.
     """
     model = server.deployment.flags.model if server.deployment else None
     serving = [
