@@ -67,13 +67,13 @@ class StatusFile:
             last = self._closing.is_set()
             try:
                 self._write(first=first, last=last)
+                first = False
             except (FileNotFoundError, NotADirectoryError):
                 pass  # whoever reads or writes pages says so
             except (OSError, HicacheError) as error:
                 self._counters.failed("unreported", reason_of(error))
             except Exception as error:  # any error: the thread goes on
                 self._counters.failed("error", f"status: {error!r}")
-            first = False
             self._closing.wait(WRITTEN_EVERY_S)
 
     def _write(self, *, first: bool, last: bool) -> None:

@@ -52,6 +52,23 @@ def test_it_is_written_at_once_again_and_at_the_end(
     assert counters.tally.of("failed") == {}
 
 
+def test_old_ones_are_removed_once_the_directory_is_there(
+    tmp_path: Path, counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that is mounted after the server's start does not keep those of all its restarts."""
+    monkeypatch.setattr(status_file, "WRITTEN_EVERY_S", 0.02)
+    later, store = tmp_path / "later", tmp_path / "store"
+    later.mkdir()
+    with Directory.named(str(later), writes=True) as directory:
+        write_status(directory, status(host="gone", written_ns=1))
+    file = StatusFile(str(store), status(), counters)
+    time.sleep(0.1)  # the first turns find no directory
+    assert len(standings(later)) == 1
+    later.rename(store)
+    wait_until(lambda: standings(store) == [SERVING])
+    file.close()
+
+
 def test_a_missing_or_read_only_directory_gets_none(
     tmp_path: Path,
     counters: Counters,
