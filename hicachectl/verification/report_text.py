@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _REPAIR = ("--repair", "quarantine")
 _SIZE, _PROFILE = "SIZE", "FILE"
-_GIVEN = "--profile"
+_GIVEN, _TARGET = "--profile", "--to-profile"
 # A label of `keys.labels` whose name is not escaped.
 _LABEL = re.compile(r"([^\s%?]{2,}|[^\s%?-])((?: [a-z]+[0-9]+)*)")
 
@@ -94,7 +94,7 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
             elif word == OPTIONS:
                 said += map(quote, self.options)
                 said += [] if self.profiled or not repairs else ["--profile", "FILE"]
-            elif word == _PROFILE and said[-1:] == [_GIVEN] and _GIVEN in self.options:
+            elif word == _PROFILE and said[-1] in (_GIVEN, _TARGET) and _GIVEN in self.options:
                 said.append(quote(self.options[self.options.index(_GIVEN) + 1]))
             else:
                 said.append(word)
