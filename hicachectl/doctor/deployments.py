@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as replaced
@@ -119,32 +120,32 @@ def own_anchors(server: LiveServer, listed: ListedStore, table: AffixTable) -> s
 
 def deployment_checks(
     server: LiveServer, listed: ListedStore, stated: Profile | None = None
-) -> list[Check]:
+) -> tuple[list[Check], Fraction | None]:
     """Compare a server's deployment with those that the store has pages of.
 
     stated: profile that `ListedStore.mending` names.
     Without any page, or if the server does not tell its deployment, there is nothing to compare.
+    Returns the checks, and the share of their expected size that objects have by another setting
+    that a check names; None if no such setting is seen.
     """
     if listed.inventory is None or server.deployment is None:
-        return []
+        return [], None
     try:
         own_keys = _own_keys(server)
     except ProfileError as error:
-        return [server.check_of("deployment", UNKNOWN, f"Not compared: {error}")]
+        return [server.check_of("deployment", UNKNOWN, f"Not compared: {error}")], None
     census = Census.of(listed.inventory.objects, listed.inventory.affix_ids)
     profiled = _is_profile_of(server, listed)
     stored = list(_stored(listed.inventory, census, own_keys, profiled=profiled))
     if not stored:
-        return []
+        return [], None
     own = [one for one in stored if not one.differences]
     others = [one for one in stored if one.differences]
     if not own:
-        return [_missing(server, others, listed, stated)]
-    return [
-        *_present(server, own, others, listed, stated),
-        *_sizes(server, listed, census, own, stated),
-        *_layout(server, listed),
-    ]
+        return [_missing(server, others, listed, stated)], None
+    sizes, scale = _sizes(server, listed, census, own, stated)
+    checks = [*_present(server, own, others, listed, stated), *sizes, *_layout(server, listed)]
+    return checks, scale
 
 
 def _own_keys(server: LiveServer) -> _OwnKeys:
@@ -370,15 +371,16 @@ def _sizes(
     census: Census,
     own: list[_Stored],
     stated: Profile | None,
-) -> Iterator[Check]:
+) -> tuple[list[Check], Fraction | None]:
     """Compare the objects' sizes with those of the server: keys show neither page nor dtype.
 
     On some stores, keys state the TP rank, but not the TP size: then sizes and ranks show it.
+    Returns as `deployment_checks` does.
     """
     assert listed.inventory is not None
     profile, table = server.profile, listed.inventory.table
     if profile is None or not _is_profile_of(server, listed):
-        return
+        return [], None
     numbers = {one.number for one in own}
     fitting, unfit = 0, dict[tuple[int, int], int]()
     rows = census.counts.select(["affix", "size", "objects"]).to_pydict()
@@ -396,14 +398,12 @@ def _sizes(
     told = f"page size {profile.page_size}" + (f" and {dtype}" if dtype else "")
     (size, wanted), objects = max(unfit.items(), key=lambda one: one[1], default=((0, 0), 0))
     if objects < SEVERAL or objects * _SHARE < fitting + objects:
-        if fitting:
-            text = f"The sizes of {counted(fitting, 'object')} fit {told}"
-            yield server.check("page-size", OK, text)
-        return
+        text = f"The sizes of {counted(fitting, 'object')} fit {told}"
+        return [server.check("page-size", OK, text)] if fitting else [], None
     ranks = _ranks_seen(listed.inventory, census, own[0])
     if ranks is not None and ranks != profile.tp and not profile.rank_replicated:
         differing = replace(own[0], differences={"tp": (str(ranks), str(profile.tp))})
-        yield server.check(
+        check = server.check(
             "tp",
             WARN if fitting else FAIL,
             f"The store has {_theirs(differing)}, this server asks for {_ours(differing)}",
@@ -411,10 +411,10 @@ def _sizes(
             f"{counted(ranks, 'rank')}",
             next=_conversion(server, differing, listed, stated, same_keys=True),
         )
-        return
+        return [check], Fraction(size, wanted)
     readings = _readings(server, listed, size, wanted)
     what = " or ".join(readings) or "another model or topology"
-    yield server.check(
+    check = server.check(
         "dtype" if readings and "dtype" in readings[0] else "page-size",
         WARN if fitting else FAIL,
         f"{counted(objects, 'object')} of the store have the size of {what}, this server asks for "
@@ -424,6 +424,7 @@ def _sizes(
         next="start the server with the page size and dtype of the store, or remove the old "
         "pages with hicachectl rm; migrate does not convert them",
     )
+    return [check], Fraction(size, wanted) if readings else None
 
 
 def _ranks_seen(inventory: Inventory, census: Census, own: _Stored) -> int | None:

@@ -33,6 +33,7 @@ from hicachectl.text.jsontext import schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from fractions import Fraction
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.statuses import RankStatus
@@ -85,6 +86,7 @@ def examine(
     looks = watched(servers, listed, request.watch_seconds, on_wait)
     statuses = _statuses(store)
     checks: list[Check] = []
+    explained: set[Fraction] = set()
     for server, look in zip(servers, looks, strict=True):
         settings = setting_checks(server)
         same = same_store_checks(server, store, look.first, look.second, look.new_pages)
@@ -95,8 +97,10 @@ def examine(
             same = [*(same if probed.status == UNKNOWN else known), probed]
         checks += settings + same
         if verdict_of(same) != FAIL:  # else nothing of the server's is in this store
-            checks += deployment_checks(server, listed, request.profile)
-    checks += store_checks(listed)
+            compared, scale = deployment_checks(server, listed, request.profile)
+            checks += compared
+            explained |= set() if scale is None else {scale}
+    checks += store_checks(listed, explained)
     for server, look in zip(servers, looks, strict=True):
         checks += live_checks(
             server,

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from hicachectl.checks.page_tables import saved_tables
 from hicachectl.doctor.checks import FAIL, OK, STORE, UNKNOWN, WARN, Check
 from hicachectl.doctor.space import object_sizes
+from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.formats.wording import GIVE_PROFILE
 from hicachectl.pages.census import byte_sum
 from hicachectl.profiles.identities import expect_identities
@@ -26,9 +27,11 @@ from hicachectl.verification.verify import RunStart, check_part, lister_findings
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+    from fractions import Fraction
 
     from hicachectl.backends.base import Store
     from hicachectl.doctor.listed_store import ListedStore
+    from hicachectl.formats.arrays import BoolArray
     from hicachectl.pages.in_flight import ListingTime
     from hicachectl.pages.inventory import Inventory
     from hicachectl.verification.verify import PartCheck
@@ -45,6 +48,7 @@ _STAMP = frozenset({"stamp-mismatch"})
 _IDENTITY = frozenset({"identity-mismatch"})
 _DTYPE, _LAYOUT = frozenset({"dtype-mismatch"}), frozenset({"layout-mismatch"})
 _TEMPORARIES = frozenset({"stale-temporary"})
+_SIZES = frozenset({"truncated", "oversized"})
 _VALUES = frozenset(
     {"nan", "inf", "bad-scale", "all-zero", "digest-mismatch", "re-recorded", "replica-mismatch"}
 )
@@ -56,10 +60,18 @@ _DEPLOYED = ("page_size:", "layout:", "tp:", "pp:", "cp:", "dcp:", "tag:", "mode
 _check = partial(Check, group=STORE)
 
 
-def sample_checks(listed: ListedStore, store: Store, inventory: Inventory) -> Iterator[Check]:
-    """Check the listing and a sample of the pages as `verify` does, and judge the findings."""
+def sample_checks(
+    listed: ListedStore, store: Store, inventory: Inventory, explained: Collection[Fraction] = ()
+) -> Iterator[Check]:
+    """Check the listing and a sample of the pages as `verify` does, and judge the findings.
+
+    explained: see `store_checks`.
+    """
     assert listed.listing is not None
-    findings = _Findings(_examined(store, listed, inventory, listed.listing))
+    findings = _Findings(
+        _examined(store, listed, inventory, listed.listing),
+        _of_scales(inventory, explained),
+    )
     for judge in (_readable, _structure, _identities, _values, _temporaries):
         yield from judge(listed, findings)
 
@@ -88,6 +100,16 @@ def _examined(
     return checked
 
 
+def _of_scales(inventory: Inventory, scales: Collection[Fraction]) -> BoolArray:
+    """Return which objects have one of some shares of their expected size: [objects]."""
+    expected = inventory.table.expected_sizes[inventory.affix_ids]
+    known = (expected > 0) & (inventory.sizes != UNKNOWN_SIZE)
+    chosen = np.zeros(len(expected), dtype=np.bool_)
+    for scale in scales:
+        chosen |= known & (inventory.sizes * scale.denominator == expected * scale.numerator)
+    return chosen
+
+
 def _sample(pages: int, inventory: Inventory) -> Sample:
     """Return a slice with about so many pages, no more than _SAMPLE_BYTES, another one each day."""
     paged = ~inventory.is_foreign
@@ -104,18 +126,31 @@ class _Findings:
     """Findings of a part.
 
     pages: number of pages in the store.
+    explained: number of pages with objects whose size another check explains.
+    young: number of pages that a server may be writing.
     sampled: number of pages with an object to read.
     tried: number of objects whose read was tried.
     """
 
-    def __init__(self, part: PartCheck) -> None:
+    def __init__(self, part: PartCheck, explained: BoolArray) -> None:
         self.part = part
         self.pages = len(part.groups)
+        self.young = int(part.in_flight.sum())
         self.sampled = part.result.facts.sampled
         self.tried = part.result.facts.reading.objects_read
         youngest = (part.listing.start_ns - part.groups.newest_ns.max(initial=0)) / 1e9
         self._grace = f"--grace {_GRACE_SECONDS:.0f}s" if youngest < DEFAULT_GRACE_SECONDS else ""
-        self._table = part.result.found.combine_chunks()
+        table = part.result.found.combine_chunks()
+        rows = table.column("row").to_numpy()
+        sized = pc.is_in(table.column("code"), pa.array(list(_SIZES))).to_numpy()
+        told = sized & np.append(explained, False)[rows]  # NO_NUMBER is the last
+        self.explained = self.damaged(table.filter(pa.array(told)))
+        self._table = table.filter(pa.array(~told))
+
+    @property
+    def judged(self) -> int:
+        """Number of pages whose structure was judged."""
+        return self.pages - self.young - self.explained
 
     def verify(self, listed: ListedStore) -> str:
         """Return the command that finds the same again."""
@@ -160,18 +195,22 @@ def _readable(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
             next=findings.verify(listed),
         )
     elif findings.tried:
+        stored = []
+        if findings.sampled < findings.pages:
+            stored.append(f"{counted(findings.pages, 'page')} in the store")
+        if findings.young:
+            stored.append(f"{findings.young} younger than {_GRACE_SECONDS:.0f} s not read")
         yield _check(
             "readable",
             OK,
             f"{counted(findings.tried, 'object')} of {counted(findings.sampled, 'page')} can be "
             "read",
-            evidence="" if findings.sampled == findings.pages else f"{findings.pages} in the store",
+            evidence=", ".join(stored),
         )
     else:
-        young = int(findings.part.in_flight.sum())
         if not listed.sample_pages:
             why = "the sample has 0 pages; give --sample"
-        elif young == findings.pages:
+        elif findings.young == findings.pages:
             why = f"all are younger than {_GRACE_SECONDS:.0f} s; run again later"
         else:
             why = f"their sizes are unknown; {GIVE_PROFILE}"
@@ -205,28 +244,37 @@ def _structure(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
         findings,
         found,
         "structure",
-        findings.pages,
+        findings.judged,
         errors="could give servers wrong data",
         warnings="have faults that cost hits",
     ):
         yield worst
         return
-    young = int(findings.part.in_flight.sum())
-    whole = findings.pages - findings.damaged(found) - young
-    if young == findings.pages:
+    left_out = []
+    if findings.explained:
+        left_out.append(
+            f"{counted(findings.explained, 'page')} of another size, told by the server's checks"
+        )
+    if findings.young:
+        left_out.append(f"{counted(findings.young, 'page')} younger than {_GRACE_SECONDS:.0f} s")
+    if not findings.judged:
         message = (
             f"No page was judged: all are younger than {_GRACE_SECONDS:.0f} s; run again later"
         )
+        if findings.explained:
+            message = f"No page was judged: {' and '.join(left_out)}"
         yield Check.of_message("structure", UNKNOWN, message, group=STORE)
         return
-    in_flight = f"{counted(young, 'page')} younger than {_GRACE_SECONDS:.0f} s not judged"
     given = listed.profile is not None and not listed.profile.inferred
     by = "by the profile" if given else "by comparison with each other"
+    whole = findings.judged - findings.damaged(found)
     yield _check(
         "structure",
         OK,
-        f"{whole} of {counted(findings.pages, 'page')} are whole, {by}",
-        evidence="; ".join(filter(None, (_counts(found), in_flight if young else ""))),
+        f"{whole} of {counted(findings.judged, 'judged page')} are whole, {by}",
+        evidence="; ".join(
+            filter(None, (_counts(found), f"not judged: {', '.join(left_out)}" if left_out else ""))
+        ),
     )
 
 

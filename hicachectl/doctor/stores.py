@@ -15,7 +15,8 @@ from hicachectl.pages.inventory import describe_empty
 from hicachectl.text.units import counted, human_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
+    from fractions import Fraction
 
     from hicachectl.backends.base import Store
     from hicachectl.doctor.listed_store import ListedStore
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
 _check = partial(Check, group=STORE)
 
 
-def store_checks(listed: ListedStore) -> list[Check]:
+def store_checks(listed: ListedStore, explained: Collection[Fraction] = ()) -> list[Check]:
     """Judge a store by its listing, a sample, its space and its services, in the order of causes.
 
     At most a sample of the pages is read, and nothing is changed. Without a server, this is the
     health of the store: it can be reached and read, it has room, and the age of its newest page.
+    explained: shares of their expected size that objects have by settings that another check names.
     """
     store, inventory, listing = listed.store, listed.inventory, listed.listing
     if store is None or inventory is None or listing is None:
@@ -46,7 +48,7 @@ def store_checks(listed: ListedStore) -> list[Check]:
                 _empty(store, inventory),
                 *space_checks(listed, store, inventory, listing),
             ]
-        checks += sample_checks(listed, store, inventory)
+        checks += sample_checks(listed, store, inventory, explained)
         checks += space_checks(listed, store, inventory, listing)
         checks += last_write_checks(listed, inventory, listing)
     except UsageError:

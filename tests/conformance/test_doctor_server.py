@@ -330,6 +330,7 @@ def test_a_store_of_another_deployment_is_named_and_the_next_command_mends_it(
 def test_a_store_of_another_page_size(
     cpu_server: CpuServer, tmp_path: Path, doctor: Doctor
 ) -> None:
+    """Pages of half the size are the one cause, also beside pages that the server wrote."""
     store = tmp_path / "store"
     store.mkdir()
     values = np.random.default_rng(1).standard_normal(PAGE_BYTES // 4, np.float32)
@@ -340,6 +341,12 @@ def test_a_store_of_another_page_size(
     check = doctor.cause(store, "--server", cpu_server.url)
     assert (check["group"], check["name"]) == ("server", "page-size")
     assert {"32", "64"} <= set(re.findall(r"\d+", check["detail"]))
+    cpu_server.generate(PROMPT)
+    await_stored(store, PROMPT)
+    for path in store.iterdir():
+        os.utime(path, (1e9, 1e9))
+    check = doctor.cause(store, "--server", cpu_server.url, status="warn")
+    assert (check["group"], check["name"]) == ("server", "page-size")
 
 
 def test_pages_of_float16_under_a_server_of_bfloat16(

@@ -176,14 +176,27 @@ def test_the_stamp_shows_another_layout(invoke: Invoke, store: Path, profile: Pa
     assert "--to-layout page_first_direct" in check["next"]
 
 
-def test_a_store_of_two_page_sizes_warns(invoke: Invoke, store: Path, profile: Path) -> None:
-    """Pages of an earlier page size beside those that fit are a warning, with both counts."""
-    for path in sorted(store.glob("*_2.bin"))[:8]:
-        if ".mamba" not in path.name:
-            path.write_bytes(path.read_bytes() * 2)
-    check = doctor(invoke, store, "--profile", profile)["server/page-size"]
+@pytest.mark.parametrize("damage", [0, 1])
+def test_a_store_of_two_page_sizes_warns(
+    invoke: Invoke, store: Path, profile: Path, damage: int
+) -> None:
+    """Pages of an earlier page size are one warning, and no damage; a truncated page is damage."""
+    paths = [path for path in sorted(store.glob("*_2.bin")) if ".mamba" not in path.name]
+    for path in paths[:8]:
+        path.write_bytes(path.read_bytes() * 2)
+    for path in paths[8 : 8 + damage]:
+        path.write_bytes(path.read_bytes()[:-8])
+    for path in paths:
+        os.utime(path, (1e9, 1e9))
+    checks = doctor(invoke, store, "--profile", profile, exit_code=4 if damage else 0)
+    check, structure = checks["server/page-size"], checks["store/structure"]
     assert check["status"] == "warn"
     assert "page size 32" in check["detail"]
+    if damage:
+        assert (structure["status"], structure["evidence"]) == ("fail", "1 truncated")
+    else:
+        assert (first_cause(checks), structure["status"]) == (check, "ok")
+        assert "4 pages of another size" in structure["evidence"]
 
 
 def test_without_sizes_the_names_are_compared(invoke: Invoke, store: Path) -> None:
