@@ -171,6 +171,7 @@ def verify(
     store; EmptyStore; StoreUnavailable; DeviceError.
     """
     from hicachectl.checks.registry import group_names
+    from hicachectl.move.repair import doubted_repairs
     from hicachectl.profiles.sources import agree_to_look
     from hicachectl.verification.report import describe_store, report_of
     from hicachectl.verification.verify import check_store
@@ -181,6 +182,7 @@ def verify(
         for check, why in request.impossible(request.unmet(store)).items():
             raise UsageError(f"checks: {check} cannot run: {why}; or leave out {check}")
     checked = check_store(store, request, on_listed=on_listed, on_read=on_read, on_wait=on_wait)
+    checked.result.facts.doubted = doubted_repairs(checked)
     described = describe_store(store, request)
     return report_of([checked.result], described, checked.groups.inventory.table, request).result()
 

@@ -96,7 +96,8 @@ class Code:
     rules: severity under each rule that changes it.
     misleads: a server may have computed with the object, so that answers and later pages are wrong.
     structural: the page group lacks objects; no object is damaged.
-    doubts: a wrong profile gives the finding to healthy pages.
+    doubts: settings with which the finding strikes healthy pages, if the profile states others
+        than those of the pages; empty if the profile never causes it.
     remedy: next step if the finding is not about a page; repair ignores such findings. {command}
         stands for the command.
     meaning: what is wrong.
@@ -113,7 +114,7 @@ class Code:
     rules: Mapping[str, str] = field(default_factory=dict, hash=False)
     misleads: bool = False
     structural: bool = False
-    doubts: bool = False
+    doubts: str = ""
     remedy: str = ""
     meaning: str = ""
     effect: str = ""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hicachectl.move.removal_plan import RepairPlan
     from hicachectl.move.results import GroupReport
     from hicachectl.move.withdrawal import Mode
+    from hicachectl.verification.part_result import Refusal
     from hicachectl.verification.verify import PartCheck
 
     Say = Callable[[str], None]
@@ -71,6 +72,24 @@ def plan_of(checked: PartCheck, found: pa.Table, options: RepairOptions) -> Repa
     unmixed[groups.of_object[rows_of_mixes(groups.inventory)]] = False
     mixed = int((~unmixed[plan.groups]).sum())
     return replace(plan.where(unmixed[:-1]), mixed=mixed)
+
+
+def doubted_repairs(checked: PartCheck) -> dict[str, Refusal]:
+    """Return why repairs of a checked store would be refused, as in `VerifyFacts.doubted`.
+
+    Those are the repairs that mend the findings.
+    """
+    found, own = checked.findings, described_groups(checked.groups)
+    names = {"", *(code.name for code in codes() if code.doubts)}
+    doubted: dict[str, Refusal] = {}
+    for name in sorted(names & {"", *pc.unique(found.column("code")).to_pylist()}):
+        reasons = plan_repair(found, codes=[name]).where(own).reasons
+        refused = doubt(checked, reasons, checked.judged)
+        if refused is not None:
+            doubted[name] = refused
+            if not name:
+                break
+    return doubted
 
 
 def left_remarks(plan: RepairPlan, *, stamps: bool) -> Iterator[str]:

@@ -22,7 +22,7 @@ from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
 from hicachectl.formats.profile import profile_from_mapping, profile_to_mapping
 from hicachectl.io.table_files import read_share
-from hicachectl.move.repair import left_remarks, plan_of, repair
+from hicachectl.move.repair import doubted_repairs, left_remarks, plan_of, repair
 from hicachectl.pages.published import (
     inventory_of,
     publish_listing,
@@ -317,6 +317,7 @@ class VerifyJob(Job):
     ) -> StageResult:
         """Check a part, and repair it if requested."""
         checked = self._check(given, tables, on_progress)
+        checked.result.facts.doubted = doubted_repairs(checked)
         if self._repair is not None:
             self._repair_part(given, checked, self._repair)
         result = checked.result

@@ -97,6 +97,8 @@ class VerifyFacts(msgspec.Struct, kw_only=True):
     misleading: page groups with findings that mislead servers, if a repair removed groups.
     misleading_ns: mtime of their earliest object, Unix ns; None if there is none or it is unknown.
     refused: why a repair was refused.
+    doubted: why repairs would be refused without --despite-profile, by the code that they name in
+        addition to errors; "" is for a repair of errors alone.
     """
 
     nbytes: Count | None
@@ -117,6 +119,7 @@ class VerifyFacts(msgspec.Struct, kw_only=True):
     misleading: Count = 0
     misleading_ns: int | None = None
     refused: tuple[Refusal, ...] = ()
+    doubted: dict[str, Refusal] = {}
 
     def __add__(self, other: VerifyFacts) -> VerifyFacts:
         known = None not in (self.nbytes, other.nbytes)
@@ -129,6 +132,7 @@ class VerifyFacts(msgspec.Struct, kw_only=True):
             "devices": _distinct(self.devices + other.devices),
             "remarks": _distinct(self.remarks + other.remarks),
             "skipped": other.skipped | self.skipped,
+            "doubted": other.doubted | self.doubted,
             "explained": "",
             "unrepaired": self.unrepaired or other.unrepaired,
             "misleading_ns": min(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any
@@ -137,6 +137,7 @@ class VerifyReport:
     unrepaired: whether a repair failed.
     misleading, misleading_ns: see `VerifyFacts`.
     refused: why a repair, or parts of it, were refused.
+    doubted: see `VerifyFacts`.
     """
 
     document: dict[str, Any]
@@ -147,6 +148,7 @@ class VerifyReport:
     misleading: int = 0
     misleading_ns: int | None = None
     refused: tuple[Refusal, ...] = ()
+    doubted: Mapping[str, Refusal] = field(default_factory=dict)
 
     @classmethod
     def empty(cls, store: str) -> VerifyReport:
@@ -177,22 +179,30 @@ class VerifyReport:
             refused = msgspec.to_builtins(self.refused)
             document = {**document, "dry_run": dry_run, "repair_refused": list(refused)}
 
+        refusals = [
+            f"The repair would be refused: {worst.text}" for worst in self._worst if dry_run
+        ]
         steps = mending.next_steps(self.misleading_ns) if self.misleading else ()
 
         def lines(document: dict[str, Any], screen: Screen, shown: Shown) -> Iterator[str]:
-            return report_lines(document, self.placed, mending, shown, screen)
+            return report_lines(document, self.placed, mending, shown, screen, self.doubted)
 
         return Result(
             document=document,
             rows=self.placed.select(SCHEMA.names),
             rows_name="findings",
             lines=lines,
-            remarks=(*self.remarks, *steps),
+            remarks=(*self.remarks, *steps, *refusals),
             undone=(*self.undone, *(steps if self.unrepaired else ())),
             failed=self.fails(fail_on),
             ending=UsageError(self._refusal) if self.refused else None,
             dry_run=bool(dry_run),
         )
+
+    @property
+    def _worst(self) -> list[Refusal]:
+        """The refusal of most pages; empty without one."""
+        return sorted(self.refused, key=lambda refusal: -refusal.affected)[:1]
 
     @property
     def _refusal(self) -> str:
@@ -201,7 +211,7 @@ class VerifyReport:
         parts = [str(refusal.part) for refusal in self.refused if refusal.part is not None]
         if parts:
             what = f"part{'s' * (len(parts) > 1)} {', '.join(parts)} repaired nothing"
-        worst = max(self.refused, key=lambda refusal: refusal.affected)
+        (worst,) = self._worst
         return f"{self.document['store']}: {what}: {doubted(worst)}"
 
 
@@ -279,6 +289,7 @@ def report_of(
         misleading=facts.misleading,
         misleading_ns=facts.misleading_ns,
         refused=facts.refused,
+        doubted=facts.doubted,
     )
 
 

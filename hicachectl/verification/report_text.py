@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.checks.codes import (
+    DESPITE,
     MODEL,
     OPTIONS,
     SEVERITIES,
@@ -35,11 +36,12 @@ from hicachectl.text.units import counted, human_age, human_size
 from hicachectl.text.vocabulary import DEADLINE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
     from hicachectl.checks.codes import Code
     from hicachectl.results import Shown
     from hicachectl.text.tables import Screen
+    from hicachectl.verification.part_result import Refusal
 
 
 _REPAIR = ("--repair", "quarantine")
@@ -230,11 +232,17 @@ _MOST_LINES = 8
 
 
 def report_lines(
-    document: dict[str, Any], placed: pa.Table, mending: Mending, shown: Shown, screen: Screen
+    document: dict[str, Any],
+    placed: pa.Table,
+    mending: Mending,
+    shown: Shown,
+    screen: Screen,
+    doubted: Mapping[str, Refusal],
 ) -> Iterator[str]:
     """Yield the lines of the `table` format: the findings, what mends them, then the sums.
 
     placed: findings of `checks.findings.PLACED_SCHEMA`.
+    doubted: why repairs would be refused, as in `VerifyFacts`.
     """
     if len(placed) and shown.every:
         yield from table_lines(placed.select(["severity", "code", "key", "detail"]), screen)
@@ -242,7 +250,10 @@ def report_lines(
         groups = group_findings(placed, time.time())
         yield from _group_lines(groups, shown.limit, screen)
         done = document.get("dry_run") is False and not document["repair_refused"]
-        yield from _mending_lines(groups, mending, done=done)
+        many = {
+            name for name, count in document["counts"].items() if 2 * count >= document["objects"]
+        }
+        yield from _mending_lines(groups, mending, doubted, many, done=done)
     yield sum_line(document)
 
 
@@ -313,9 +324,18 @@ def _example_lines(key: str, detail: str, width: int | None) -> Iterator[str]:
     )
 
 
-def _mending_lines(groups: list[FindingGroup], mending: Mending, *, done: bool) -> Iterator[str]:
+def _mending_lines(
+    groups: list[FindingGroup],
+    mending: Mending,
+    doubted: Mapping[str, Refusal],
+    many: Collection[str],
+    *,
+    done: bool,
+) -> Iterator[str]:
     """Yield what mends the findings: each command once, with the codes that it mends.
 
+    doubted: why repairs would be refused, as in `VerifyFacts`.
+    many: codes that half of the objects have.
     done: the run has repaired the pages with errors.
     """
     steps: dict[str, dict[str, None]] = {}
@@ -325,7 +345,14 @@ def _mending_lines(groups: list[FindingGroup], mending: Mending, *, done: bool) 
         repairs = is_repair(code.mending_command(severity)) and not code.remedy
         if done and repairs and severity == "error":
             continue
-        said = "\n  ".join(mending.commands(code, severity, deployment)) or code.next_step
+        commands = mending.commands(code, severity, deployment)
+        if repairs and mending.deletes:
+            refused = doubted.get("") or doubted.get(name if severity != "error" else "")
+            if refused is not None:
+                commands = [*_doubt_lines(refused), *commands[:-1], _despite(commands[-1])]
+            elif code.doubts and name in many:
+                commands = [_many_text(code), *commands]
+        said = "\n  ".join(commands) or code.next_step
         if mending.stamped and name == "stamp-mismatch":
             said = "nothing to do: this run compared with the old stamp and wrote a new one"
         steps.setdefault(f"  {said}", {})[name] = None
@@ -333,10 +360,37 @@ def _mending_lines(groups: list[FindingGroup], mending: Mending, *, done: bool) 
         yield ""
         yield "To mend (hicachectl explain CODE has the meaning, the risk and the cost):"
     for step, names in steps.items():
-        choice = " (convert the pages, or remove them)" if "\n" in step else ""
+        converts = mending.deletes and any(code_named(name).alternative for name in names)
+        choice = " (convert the pages, or remove them)" if converts else ""
         yield f"{', '.join(names)}{choice}:"
         yield from map(escape_controls, step.splitlines())
     yield ""
+
+
+def _doubt_lines(refused: Refusal) -> Iterator[str]:
+    """Yield why a repair would be refused, and what to do before it."""
+    settings = code_named(refused.code).doubts
+    yield (
+        f"A repair is refused, because {refused.text}: probably the profile, or what the servers "
+        "were launched with, is wrong, not the pages."
+    )
+    yield (
+        "First compare the profile with hicachectl profile --server. To use the pages, launch the "
+        f"servers with {settings} of the pages. If the pages are of no use, repair them with:"
+    )
+
+
+def _many_text(code: Code) -> str:
+    """Return what to think of before a repair takes most pages."""
+    return (
+        f"Most objects have {code.name}: probably servers with another setting wrote them. To use "
+        f"them, launch the servers with {code.doubts} of the pages. If they are of no use, repair "
+        "them with:"
+    )
+
+
+def _despite(command: str) -> str:
+    return command if DESPITE in command.split() else f"{command} {DESPITE}"
 
 
 def _verdict(document: dict[str, Any]) -> str:

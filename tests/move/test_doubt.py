@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -238,6 +239,50 @@ def test_quiet_says_why_nothing_was_repaired(invoke: Invoke, tmp_path: Path) -> 
     options = ("--profile", profile, "--checks", "groups", "--repair", "delete", "--yes")
     ran = invoke("-q", "verify", store, *options, exit_code=2)
     assert "nothing was repaired" in ran.stderr
+
+
+@pytest.mark.parametrize("newest", [8, 3])
+def test_the_table_says_beforehand_what_a_repair_says(
+    invoke: Invoke, tmp_path: Path, newest: int
+) -> None:
+    """The command that the table shows is refused exactly if the table says so."""
+    store = lacking(tmp_path / "store", 20, newest=newest)
+    profile = write(tmp_path / "p.toml", DSA_TEXT)
+    options = ("--profile", profile, "--checks", "groups", "--grace", "0s")
+    lines = invoke("verify", store, *options, exit_code=4).stdout.splitlines()
+    under = lines[lines.index("missing-pool:") + 1 :]
+    (command,) = (line.strip() for line in under if " --repair quarantine" in line)
+    words = shlex.split(command)[1:]
+    refused = "--despite-profile" in words
+    assert refused is (newest == 8)
+    assert under[0].startswith("  A repair is refused, because 8 of the 8 newest") is refused
+    plainly = [word for word in words if word != "--despite-profile"]
+    tried = invoke(*plainly, "--dry-run", exit_code=2 if refused else 4)
+    assert ("The repair would be refused: 8 of the 8 newest" in tried.stderr) is refused
+    if refused:
+        assert under[1].startswith("  First compare the profile with hicachectl profile --server.")
+        assert "launch the servers with the pools of the model" in under[1]
+        said = tried.stderr
+        assert said.index("would be refused") < said.index("nothing was changed")
+        assert "--despite-profile" in tried.stdout
+    assert invoke(*words, "--yes", "--format", "json", exit_code=4).document["repaired"] == newest
+
+
+def test_most_objects_of_another_size_suggest_another_setting(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    """The newest pages are whole, so that a repair takes the old ones; the table says of what."""
+    for number in range(30):
+        name = f"{page(number)}{KEY}.bin"
+        put(tmp_path / "store", name, 20 if number < 20 else 40)
+        os.utime(tmp_path / "store" / name, (0, OLD + number))
+    profile = write(tmp_path / "p.toml", PLAIN)
+    options = ("--profile", profile, "--checks", "sizes", "--grace", "0s")
+    lines = invoke("verify", tmp_path / "store", *options, exit_code=4).stdout.splitlines()
+    under = lines[lines.index("truncated:") + 1 :]
+    assert under[0].startswith("  Most objects have truncated: probably servers with another")
+    assert "launch the servers with the page size, the KV cache dtype or the TP size" in under[0]
+    assert under[1].endswith("--repair quarantine")
 
 
 def test_the_option_needs_a_repair(invoke: Invoke, tmp_path: Path) -> None:
