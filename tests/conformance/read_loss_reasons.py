@@ -63,7 +63,7 @@ def answer(_: object) -> dict[str, Any]:
         for name, method in inspect.getmembers(cls, inspect.isfunction)
         if _REASON in inspect.signature(method).parameters
     }
-    source = Path(str(sglang.srt.__file__)).parent
+    source = Path(next(iter(sglang.srt.__path__)))  # a namespace package has no file
     return {"counters": counters, "recorded": sorted(_recorded(source, places))}
 
 
