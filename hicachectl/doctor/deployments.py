@@ -24,7 +24,7 @@ from hicachectl.profiles.stamps import read_stamp
 from hicachectl.text.units import counted, human_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from hicachectl.doctor.checks import Check
     from hicachectl.doctor.listed_store import ListedStore
@@ -119,11 +119,15 @@ def own_anchors(server: LiveServer, listed: ListedStore, table: AffixTable) -> s
 
 
 def deployment_checks(
-    server: LiveServer, listed: ListedStore, stated: Profile | None = None
+    server: LiveServer,
+    listed: ListedStore,
+    stated: Profile | None = None,
+    request_words: str = "",
 ) -> tuple[list[Check], Fraction | None]:
     """Compare a server's deployment with those that the store has pages of.
 
     stated: profile that `ListedStore.mending` names.
+    request_words: see `DoctorRequest`.
     Without any page, or if the server does not tell its deployment, there is nothing to compare.
     Returns the checks, and the share of their expected size that objects have by another setting
     that a check names; None if no such setting is seen.
@@ -143,7 +147,7 @@ def deployment_checks(
     others = [one for one in stored if one.differences]
     if not own:
         return [_missing(server, others, listed, stated)], None
-    sizes, scale = _sizes(server, listed, census, own, stated)
+    sizes, scale = _sizes(server, listed, census, own, stated, request_words)
     checks = [*_present(server, own, others, listed, stated), *sizes, *_layout(server, listed)]
     return checks, scale
 
@@ -371,6 +375,7 @@ def _sizes(
     census: Census,
     own: list[_Stored],
     stated: Profile | None,
+    request_words: str,
 ) -> tuple[list[Check], Fraction | None]:
     """Compare the objects' sizes with those of the server: keys show neither page nor dtype.
 
@@ -413,18 +418,42 @@ def _sizes(
         )
         return [check], Fraction(size, wanted)
     readings = _readings(server, listed, size, wanted)
-    what = " or ".join(readings) or "another model or topology"
+    what = " or ".join(one.text for one in readings) or "another model or topology"
     check = server.check(
-        "dtype" if readings and "dtype" in readings[0] else "page-size",
+        "dtype" if readings and not readings[0].page_size else "page-size",
         WARN if fitting else FAIL,
         f"{counted(objects, 'object')} of the store have the size of {what}, this server asks for "
         f"{told}",
         evidence=f"kv objects of {human_size(size)}, expected {human_size(wanted)}"
         + (f", which {counted(fitting, 'object')} have" if fitting else ""),
-        next="start the server with the page size and dtype of the store, or remove the old "
-        "pages with hicachectl rm; migrate does not convert them",
+        next=_deciding(server, listed, readings, stated, request_words)
+        + "start the server with the page size and dtype of the store, or remove the old pages "
+        "with hicachectl rm; migrate does not convert them",
     )
     return [check], Fraction(size, wanted) if readings else None
+
+
+def _deciding(
+    server: LiveServer,
+    listed: ListedStore,
+    readings: Sequence[_Reading],
+    stated: Profile | None,
+    request_words: str,
+) -> str:
+    """Return what decides between several readings of a size, before other advice; else ""."""
+    tokens = next((one.page_size for one in readings if one.page_size), None)
+    if tokens is None or len(readings) < 2:
+        return ""
+    described = f"{OPTIONS} --page-size {tokens}"
+    if stated is not None:  # --page-size does not change it
+        config = " --model-config DIR" if server.why_no_profile else ""
+        described = f"--server {server.url}{config} --page-size {tokens}"
+        if stated.page_size == tokens:
+            described = OPTIONS
+    command = listed.mending.command(f"hicachectl hits {STORE} {described}")
+    command += f" {request_words or '--trace FILE'} --summary"
+    before = "" if request_words else "give requests of that time: "
+    return f"{before}{command}; if it finds pages, they are of page size {tokens}; "
 
 
 def _ranks_seen(inventory: Inventory, census: Census, own: _Stored) -> int | None:
@@ -445,24 +474,42 @@ def _ranks_seen(inventory: Inventory, census: Census, own: _Stored) -> int | Non
     return len(ranks) or None
 
 
-def _readings(server: LiveServer, listed: ListedStore, size: int, wanted: int) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A setting that gives objects of a size.
+
+    page_size: tokens of a page; 0 if the dtype differs.
+    width: bytes of a number; 0 if the page size differs.
+    """
+
+    page_size: int = 0
+    width: int = 0
+
+    @property
+    def text(self) -> str:
+        if self.page_size:
+            return f"page size {self.page_size}"
+        return f"a dtype of {counted(self.width, 'byte')}"
+
+
+def _readings(server: LiveServer, listed: ListedStore, size: int, wanted: int) -> list[_Reading]:
     """Return which settings give objects of a size: the recorded page size, else all that fit."""
     profile = server.profile
     assert profile is not None
     tokens, rest = divmod(profile.page_size * size, wanted)
-    fits = [f"page size {tokens}"] if tokens and not rest else []
+    fits = [_Reading(page_size=tokens)] if tokens and not rest else []
     recorded = _recorded(listed, profile.key_model)
-    if set(fits) & recorded:
+    if tokens in recorded and fits:
         return fits
     if recorded:
         fits = []
     width = DTYPE_BYTES.get(profile.pools[0].dtype, 0) * size / wanted
     if width in DTYPE_BYTES.values():
-        fits.append(f"a dtype of {counted(int(width), 'byte')}")
+        fits.append(_Reading(width=int(width)))
     return fits
 
 
-def _recorded(listed: ListedStore, key_model: str) -> set[str]:
+def _recorded(listed: ListedStore, key_model: str) -> set[int]:
     """Return the page sizes that the stamp and the markers of a model state."""
     assert listed.store is not None
     try:
@@ -472,7 +519,7 @@ def _recorded(listed: ListedStore, key_model: str) -> set[str]:
     sizes = {one.identity.page_size for one in markers if one.identity.model == key_model}
     if stamp is not None:
         sizes.add(stamp.profile.page_size)
-    return {f"page size {size}" for size in sizes}
+    return sizes
 
 
 def _layout(server: LiveServer, listed: ListedStore) -> Iterator[Check]:

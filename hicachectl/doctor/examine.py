@@ -11,7 +11,16 @@ import pyarrow as pa
 from hicachectl.backends.capabilities import SideFiles
 from hicachectl.backends.disk.statuses import SERVING, read_statuses
 from hicachectl.checks.codes import STORE
-from hicachectl.doctor.checks import FAIL, REQUESTS, UNKNOWN, Check, CheckRow, ordered, verdict_of
+from hicachectl.doctor.checks import (
+    FAIL,
+    REQUESTS,
+    UNKNOWN,
+    WARN,
+    Check,
+    CheckRow,
+    ordered,
+    verdict_of,
+)
 from hicachectl.doctor.deployments import deployment_checks
 from hicachectl.doctor.exposition import CACHED
 from hicachectl.doctor.listed_store import ListedStore, list_store
@@ -97,7 +106,9 @@ def examine(
             same = [*(same if probed.status == UNKNOWN else known), probed]
         checks += settings + same
         if verdict_of(same) != FAIL:  # else nothing of the server's is in this store
-            compared, scale = deployment_checks(server, listed, request.profile)
+            compared, scale = deployment_checks(
+                server, listed, request.profile, request.request_words
+            )
             checks += compared
             explained |= set() if scale is None else {scale}
     checks += store_checks(listed, explained)
@@ -108,11 +119,13 @@ def examine(
             look.second,
             statuses,
             mending=listed.mending,
+            has_requests=given is not None,
         )
     if isinstance(given, Check):
         checks.append(given)
     elif given is not None:
-        checks += request_checks(listed, _given(request, given, listed, servers, looks))
+        measured = _given(request, given, listed, servers, looks)
+        checks += request_checks(listed, measured, explained=verdict_of(checks) in (WARN, FAIL))
     return result_of(checks)
 
 

@@ -75,6 +75,7 @@ def live_checks(
     statuses: Sequence[RankStatus] = (),
     *,
     mending: Mending | None = None,
+    has_requests: bool = False,
 ) -> list[Check]:
     """Return the checks of a server's counters, and of its plug-in's; none without a backend.
 
@@ -82,6 +83,7 @@ def live_checks(
     second: a later look; the same look again if there was one only.
     statuses: status files of the plug-in in the store.
     mending: the store and the options of the profile in suggested commands.
+    has_requests: whether requests were given, which the checks of requests judge.
     Growth between the looks is judged if anything moved, else the totals since the server's start.
     """
     if server.problem or not server.settings.get(_BACKEND):
@@ -91,7 +93,7 @@ def live_checks(
     judged, period = second, _SINCE_START
     if grown is not None and any(map(grown.value, (REQUESTS, FOUND, LOST, BACKUPED))):
         judged, period = grown, f"in {second.at - first.at:.0f} s between two looks"
-    counters = _Counters(server, flags, second, judged, period, mending or Mending())
+    counters = _Counters(server, flags, second, judged, period, mending or Mending(), has_requests)
     checks = list(_metrics(counters, restarted=grown is None))
     if server.settings[_BACKEND] == "dynamic":
         checks += _plugin(counters, own_statuses(server, statuses))
@@ -111,6 +113,7 @@ class _Counters:
     judged: growth between two looks if anything moved, else the totals.
     period: time in which `judged` was counted, in words.
     mending: the store and the options of the profile in suggested commands.
+    has_requests: whether requests were given.
     """
 
     server: LiveServer
@@ -119,6 +122,7 @@ class _Counters:
     judged: Look
     period: str
     mending: Mending
+    has_requests: bool
 
     def check(
         self, name: str, status: str, detail: str, evidence: str = "", remedy: str = ""
@@ -326,6 +330,8 @@ def _found(counters: _Counters) -> Iterator[Check]:
         evidence += f"; the plug-in was asked for {_tokens(asked)}"
     again = f"hicachectl doctor STORE --server {counters.server.url} --trace FILE"
     remedy = f"give requests of the server: {counters.mending.command(again)}"
+    if counters.has_requests:
+        remedy = "send these requests to the server, and run doctor again"
     yield counters.check("found", UNKNOWN, what, evidence, remedy)
 
 

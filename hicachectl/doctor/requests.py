@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from hicachectl.doctor.checks import FAIL, OK, REQUESTS, UNKNOWN, WARN, Check, verdict_of
 from hicachectl.formats.errors import HicacheError, UsageError
+from hicachectl.formats.objects import ANCHOR
 from hicachectl.requests.measuring import measure_listed, served_text
 from hicachectl.requests.rows import BELOW_THRESHOLD
 from hicachectl.text.units import counted
@@ -31,6 +32,16 @@ _SET_THRESHOLD = (
 # Fewer than one request in _FEW that a missing page stops is normal: stores evict. More than one in
 # _SEVERAL is a loss.
 _FEW, _SEVERAL = 100, 10
+
+# Faults of an object that stops requests, as `StopRow` names them.
+_FAULTS = {
+    "missing": "is not in the store",
+    "cleared": "is from before a server cleared the store, so servers do not use it",
+    "wrong_size": "is in the store with a wrong size, so servers cannot use it",
+    "no_trailer": "is in the store without the trailer that servers with the plug-in look for",
+    "other_bytes": "is in the store with bytes of other weights, dtype or layout, which servers "
+    "with the plug-in refuse",
+}
 
 _check = partial(Check, group=REQUESTS)
 
@@ -71,8 +82,13 @@ class _Measured:
         return served
 
 
-def request_checks(listed: ListedStore, given: GivenRequests) -> list[Check]:
-    """Compare how far a store can serve requests with what servers restored, causes first."""
+def request_checks(
+    listed: ListedStore, given: GivenRequests, *, explained: bool = False
+) -> list[Check]:
+    """Compare how far a store can serve requests with what servers restored, causes first.
+
+    explained: whether an earlier check may be the cause if the store serves nothing.
+    """
     if listed.store is None or listed.inventory is None:
         return []
     try:
@@ -84,7 +100,8 @@ def request_checks(listed: ListedStore, given: GivenRequests) -> list[Check]:
     below = list(_below_threshold(measured))
     if verdict_of(below) == FAIL:
         return below  # no other check could tell more
-    return [*below, *_missing(listed, measured), *_restored(measured)]
+    explained |= verdict_of(below) == WARN
+    return [*below, *_missing(listed, measured, explained=explained), *_restored(measured)]
 
 
 def _below_threshold(measured: _Measured) -> Iterator[Check]:
@@ -118,8 +135,11 @@ def _below_threshold(measured: _Measured) -> Iterator[Check]:
         )
 
 
-def _missing(listed: ListedStore, measured: _Measured) -> Iterator[Check]:
-    """Name the page that stops most requests before others that the store has."""
+def _missing(listed: ListedStore, measured: _Measured, *, explained: bool) -> Iterator[Check]:
+    """Name the page that stops most requests before others that the store has.
+
+    explained: see `request_checks`.
+    """
     hits, number = measured.hits, len(measured.requests)
     named = listed.command("hits", measured.given.words)
     cut = np.flatnonzero(hits.unreachable_pages > 0)
@@ -142,7 +162,7 @@ def _missing(listed: ListedStore, measured: _Measured) -> Iterator[Check]:
         elsewhere = measured.report.document["elsewhere"]
         yield _check(
             "missing-page",
-            UNKNOWN if elsewhere else WARN,
+            (UNKNOWN if elsewhere else WARN) if explained else FAIL,
             f"The store serves nothing of {counted(number, 'request')}",
             evidence="pages of them are stored for another deployment" if elsewhere else "",
             next=named,
@@ -157,10 +177,10 @@ def _stopping(report: HitsReport, request: int) -> str:
     shard = stop.get("shard") or {}
     rank = f"of TP rank {shard['tp_rank']}" if shard.get("tp_rank") is not None else ""
     what = " ".join(filter(None, (stop["pool"], stop.get("part"), rank)))
-    return (
-        f"its object {what} is missing, or servers cannot use it; a server that gets the prompt "
-        "again writes a page whose kv is missing"
-    )
+    told = _FAULTS[stop["fault"]]
+    if stop["fault"] == "missing" and stop["pool"] == ANCHOR:
+        told += "; sending the prompt once more writes it again, unless the server has it in memory"
+    return f"its object {what} {told}"
 
 
 def _restored(measured: _Measured) -> Iterator[Check]:
@@ -173,6 +193,8 @@ def _restored(measured: _Measured) -> Iterator[Check]:
     if requests.cached is not None and (known := (requests.cached >= 0).any(axis=1)).any():
         taken = np.where(requests.cached < 0, 0, requests.cached)
         storage, memory = int(taken[:, 2].sum()), int(taken[:, :2].sum())
+        if not (can or storage):
+            return  # the check of missing pages tells it
         said = f"{could}; servers took {storage} from it and {memory} from their memory"
         earlier = _earlier_pages(requests) * requests.page_size
         wanted = np.minimum(measured.served_tokens, earlier)
@@ -187,7 +209,7 @@ def _restored(measured: _Measured) -> Iterator[Check]:
             + ("; the live checks name reasons, each with a page of explain" if lost else ""),
             next="hicachectl explain below_threshold" if lost else "",
         )
-    elif given.restored is not None:
+    elif given.restored is not None and (can or given.restored):
         nothing = can > 0 and not given.restored
         yield _check(
             "restored",

@@ -176,6 +176,30 @@ def test_the_stamp_shows_another_layout(invoke: Invoke, store: Path, profile: Pa
     assert "--to-layout page_first_direct" in check["next"]
 
 
+@pytest.mark.parametrize("page_size", [16, 32])
+def test_a_command_decides_between_page_size_and_dtype(
+    invoke: Invoke, store: Path, tmp_path: Path, page_size: int
+) -> None:
+    """With requests, the command of the next step measures them with the other page size."""
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text(f"{list(range(100))}\n")
+    stated = profile_file(tmp_path / "p.toml", replace(PROFILE, page_size=page_size))
+    with answering(info(page_size=32)) as url:
+        arguments = (store, "--server", url, "--watch", "0s", "--profile", stated)
+        check = first_cause(checks_of(invoke, *arguments, exit_code=4))
+        assert check["next"].startswith("give requests of that time: hicachectl hits")
+        check = first_cause(checks_of(invoke, *arguments, "--token-ids", requests, exit_code=4))
+        words = shlex.split(check["next"].partition("; ")[0])
+        assert words[:2] == ["hicachectl", "hits"]
+        if page_size == 16:
+            assert invoke.document(*words[1:])["requests"] == 1
+        else:  # the profile is not that of the pages, and the server's model is unknown
+            assert words[3:] == [
+                "--server", url, "--model-config", "DIR", "--page-size", "16", "--token-ids",
+                str(requests), "--summary",
+            ]  # fmt: skip
+
+
 @pytest.mark.parametrize("damage", [0, 1])
 def test_a_store_of_two_page_sizes_warns(
     invoke: Invoke, store: Path, profile: Path, damage: int

@@ -213,6 +213,12 @@ def test_prompts_below_the_threshold_are_told() -> None:
     assert judged(requests(*[138] * 8, 900, 900))["found"].status == "unknown"
 
 
+def test_requests_that_were_given_are_not_asked_for() -> None:
+    look = requests(1000, 1000)
+    assert "--trace" in judged(look)["found"].next
+    assert judged(look, has_requests=True)["found"].next.startswith("send these requests")
+
+
 def test_short_rests_of_long_prompts_are_healthy() -> None:
     """The device and host pools have the rest, so that the store need not be asked."""
     counters = {

@@ -92,7 +92,7 @@ def test_a_missing_first_page_is_the_cause(
     assert first["detail"] == (
         "Page 1 stops 2 of 4 requests, and 8 stored pages behind such pages cannot be reached"
     )
-    assert first["evidence"].startswith("its object kv is missing, or servers cannot use it")
+    assert first["evidence"].startswith("its object kv is not in the store; sending the prompt")
     command = shlex.split(first["next"])
     assert command[:2] == ["hicachectl", "hits"]
     rows = invoke.document(*command[1:])["chains"]
@@ -105,7 +105,17 @@ def test_a_missing_sidecar_is_named(
     (store / f"{page_hashes_hex(TOKENS[0], PAGE)[2]}.indexer_x-dsa.bin").unlink()
     checks = asked(invoke, store, profile, trace(tmp_path, *TOKENS), exit_code=4)
     assert checks["missing-page"]["detail"].startswith("Page 3 stops 1 of 4 requests")
-    assert "its object indexer" in checks["missing-page"]["evidence"]
+    assert checks["missing-page"]["evidence"] == "its object indexer is not in the store"
+
+
+def test_an_object_of_a_wrong_size_is_not_called_missing(
+    invoke: Invoke, store: Path, profile: Path, tmp_path: Path
+) -> None:
+    put(store, f"{page_hashes_hex(TOKENS[0], PAGE)[2]}_x-dsa.bin", KV - 8)
+    checks = asked(invoke, store, profile, trace(tmp_path, *TOKENS), exit_code=4)
+    assert checks["missing-page"]["evidence"] == (
+        "its object kv is in the store with a wrong size, so servers cannot use it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,13 +156,19 @@ def test_too_few_stored_pages_are_found_and_not_fetched(
     )
 
 
-def test_pages_that_no_server_wrote_are_a_warning(
-    invoke: Invoke, store: Path, profile: Path, tmp_path: Path
+@pytest.mark.parametrize("warned", [False, True])
+def test_pages_that_no_server_wrote_fail_unless_an_earlier_check_warns(
+    invoke: Invoke, store: Path, profile: Path, tmp_path: Path, warned: bool
 ) -> None:
+    """The user says that these requests should have hits. A cause stays the first line."""
+    if warned:
+        put(store, f".{'0' * 32}.tmp", 8)
     unknown = [list(range(9000 + 50 * n, 9022 + 50 * n)) for n in range(3)]
-    checks = asked(invoke, store, profile, trace(tmp_path, *unknown))
-    assert checks["missing-page"]["status"] == "warn"
+    log = trace(tmp_path, *unknown, storage=[0] * 3)
+    checks = asked(invoke, store, profile, log, exit_code=0 if warned else 4)
+    assert checks["missing-page"]["status"] == ("warn" if warned else "fail")
     assert checks["missing-page"]["detail"] == "The store serves nothing of 3 requests"
+    assert "restored" not in checks
 
 
 def test_repeated_requests_that_took_nothing_are_a_warning(
