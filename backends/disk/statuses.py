@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 # Standings of a rank. closed: its backend was detached. ended: its process ended without that.
 # silent: its file is so old that the process must have ended, or hangs. serving: none of these.
 CLOSED, ENDED, SILENT, SERVING = STANDINGS = ("closed", "ended", "silent", "serving")
-_KEPT_S = 7 * 86400.0
+# Fleets restart often: a week of their statuses would be more than are read.
+_KEPT_S = 86400.0
 _CLOCKS_DIFFER_S = 2.0  # a process's start is known to the second
 _START_FIELD = 19  # proc(5), starttime: its place after the name in parentheses
 _ENDED = ("Z", "X")  # states of a process that nobody has waited for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from hicachectl.text.tables import Screen
 
 _ROWS = "checks"
+_SERVERS_AT_ONCE = 32
 _LONGEST_TEXT = 4000
 
 
@@ -78,7 +80,8 @@ def examine(
     An unreachable server or store is a failing check. Raises UsageError for a malformed URL and for
     requests that cannot be read.
     """
-    servers = [ask_server(one, request) for one in request.servers]
+    with ThreadPoolExecutor(_SERVERS_AT_ONCE) as pool:  # one that hangs takes ten seconds
+        servers = list(pool.map(lambda url: ask_server(url, request), request.servers))
     profile = _profile(servers, request)
     statuses = _statuses(store)
     servers = [replace(one, started=started_of(one, statuses)) for one in servers]

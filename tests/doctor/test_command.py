@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,12 +19,14 @@ from hicachectl.cli.exit_codes import INTERRUPTED
 from hicachectl.doctor.checks import FAIL, OK, SERVER, STATUSES, UNKNOWN, WARN, Check
 from hicachectl.doctor.text import check_lines, verdict_text
 from hicachectl.text.tables import NO_SCREEN, Screen
+from tests.backends.http_scripts import serving
 from tests.doctor.replies import answering, info
 from tests.move.migrations import profile_file
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.backends.http_scripts import Call
     from tests.conftest import Invoke
 
 METRICS = b'sglang:num_requests_total{model_name="x"} 1.0\n'
@@ -150,3 +155,22 @@ def test_an_interrupt_ends_the_wait_at_once(store: Path) -> None:
     assert {path: stat.st_mtime_ns for path, stat in after.items()} == {
         path: stat.st_mtime_ns for path, stat in before.items()
     }
+
+
+def test_servers_are_asked_at_once(invoke: Invoke, store: Path) -> None:
+    """Each answers only when all have been asked, so that one that hangs delays no other."""
+    barrier = threading.Barrier(3)
+
+    def script(call: Call) -> None:
+        if call.path == "/server_info":
+            barrier.wait(timeout=8)
+            call.answer(json.dumps(info()).encode())
+        else:
+            call.answer(b"{}", 404)
+
+    with ExitStack() as held:
+        places = [held.enter_context(serving(script)) for _ in range(3)]
+        servers = [word for place in places for word in ("--server", f"http://{place}")]
+        document = invoke.document("doctor", store, *servers)
+    answered = [check for check in document["checks"] if check["name"] == "reachable"]
+    assert [check["status"] for check in answered if check["server"]] == [OK] * 3

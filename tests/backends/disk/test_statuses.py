@@ -132,9 +132,13 @@ def test_a_process_of_another_host_is_judged_by_time_only(tmp_path: Path) -> Non
 
 def test_statuses_of_ended_ranks_are_removed_and_others_stay(tmp_path: Path) -> None:
     own = status()
-    days = 8 * 86400 * 10**9
-    kept = [own, status(tp_rank=1, written_ns=own.written_ns - days // 8)]
-    for one in [*kept, ended_process(), status(host="elsewhere", written_ns=own.written_ns - days)]:
+    day = 86400 * 10**9
+    kept = [own, status(tp_rank=1, written_ns=own.written_ns - day // 2)]
+    for one in [
+        *kept,
+        ended_process(),
+        status(host="elsewhere", written_ns=own.written_ns - 2 * day),
+    ]:
         write(tmp_path, one)
     foreign = tmp_path / ".hicachectl" / "status" / "notes.txt"
     foreign.write_text("mine")
