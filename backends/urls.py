@@ -207,7 +207,8 @@ _SECRETS = [
         rf"(?P<begin>{_NAME_BEGIN}(?!keys{_NAME_END})"
         rf"(?={_IN_NAME}*+{_NAME_END}{_IN_VALUE}){_IN_NAME}*(?:{_SECRET_NAMES}){_IN_NAME}*+"
         rf"{_NAME_END}){_IN_VALUE}++(?P<end>)|{_NAME_BEGIN}{_IN_NAME}*+",
-        r"(?P<begin>bearer )[^\s'\"]++(?P<end>)",
+        # The variable in a command that we print is no secret.
+        r"(?P<begin>bearer )(?!\$ADMIN_KEY\")[^\s'\"]++(?P<end>)",
     )
 ]
 

@@ -48,10 +48,12 @@ _REPAIR_COST = (
 )
 
 # Next steps after wrong pages were removed, for a command with STORE, MODEL and TIME.
-MODEL, TIME = "MODEL", "TIME"
+MODEL, TIME, SERVER = "MODEL", "TIME", "SERVER"
+# Without a key, a server ignores the header.
 _IN_MEMORY = (
-    "Servers that have loaded these pages keep them in memory: send POST /flush_cache to each "
-    "server while no request runs"
+    "Servers that have loaded these pages keep them in memory: while no request runs, empty it on "
+    "each server (ADMIN_KEY: its admin key, or else its API key, or nothing) with "
+    'curl -X POST -H "Authorization: Bearer $ADMIN_KEY" {server}/flush_cache'
 )
 _COMPUTED = (
     "Pages that a server computed after a wrong one are wrong, too, and no check finds them; see "
@@ -68,17 +70,20 @@ def following_command(*, timed: bool) -> str:
     return f"hicachectl rm {STORE} --model {MODEL}{since} --dry-run"
 
 
-def next_steps(command: str, *, timed: bool = True, doubtful: bool = False) -> tuple[str, str]:
+def next_steps(
+    command: str, *, server: str = SERVER, timed: bool = True, doubtful: bool = False
+) -> tuple[str, str]:
     """Return what to do about servers after wrong pages were removed, a sentence for each step.
 
     command: a `following_command` in the words of the user.
+    server: URL of a server, quoted for a shell.
     timed: whether the store keeps write times.
     doubtful: the removed pages may have been right.
     """
     what = "those written since the first wrong one"
     if not timed:
         what = "all pages of the model, because the store keeps no write times,"
-    steps = (_IN_MEMORY, _COMPUTED.format(command=command, what=what))
+    steps = (_IN_MEMORY.format(server=server), _COMPUTED.format(command=command, what=what))
     if not doubtful:
         return steps
     first, second = (f"If the removed pages were wrong: {s[:1].lower()}{s[1:]}" for s in steps)

@@ -20,6 +20,7 @@ from hicachectl.checks.codes import (
     DESPITE,
     MODEL,
     OPTIONS,
+    SERVER,
     SEVERITIES,
     STORE,
     TIME,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 _REPAIR = ("--repair", "quarantine")
 _SIZE, _PROFILE = "SIZE", "FILE"
-_GIVEN, _TARGET = "--profile", "--to-profile"
+_GIVEN, _TARGET, _SERVER = "--profile", "--to-profile", "--server"
 # A label of `keys.labels` whose name is not escaped.
 _LABEL = re.compile(r"([^\s%?]{2,}|[^\s%?-])((?: [a-z]+[0-9]+)*)")
 
@@ -127,7 +128,10 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
             # The store's times are finer than those of the option.
             since = datetime.fromtimestamp(oldest_ns // 10**9, UTC)
             command = command.replace(TIME, since.strftime("%Y-%m-%dT%H:%M:%SZ"))
-        return next_steps(command, timed=oldest_ns is not None, doubtful=doubtful)
+        server = SERVER
+        if _SERVER in self.options:
+            server = quote(self.options[self.options.index(_SERVER) + 1].rstrip("/"))
+        return next_steps(command, server=server, timed=oldest_ns is not None, doubtful=doubtful)
 
     def _named(self, words: list[str], deployment: str | None) -> list[str]:
         """Put in the model's name and the sizes of a deployment, where they choose no other one."""

@@ -377,6 +377,7 @@ def test_a_user_without_a_home_has_no_config(monkeypatch: pytest.MonkeyPatch) ->
         ("http://h/p#token=hunter2", "http://h/p#token=***"),
         ("cannot open 'http://u:hunter2@h': no", "cannot open 'http://***@h': no"),
         ("Authorization: Bearer hunter2", "Authorization: Bearer ***"),
+        ('-H "Authorization: Bearer $ADMIN_KEYhunter2" x', '-H "Authorization: Bearer ***" x'),
         ("a://a://u:hunter2@h", "a://***@h"),
         ("a://h:1/b://u:hunter2@h", "a://h:1/b://***@h"),
         ("a://x:y/b://u:hunter2@h", "a://***@h"),
@@ -393,6 +394,7 @@ def test_no_secret_of_a_url_is_shown(text: str, shown: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        'curl -H "Authorization: Bearer $ADMIN_KEY" http://h:80/flush_cache',
         "file:///x@y/z",
         "hf3fs:///a/b@c?server=http://h:1&snapshot=/s",
         "/a/b:c@d/e",

@@ -114,7 +114,8 @@ def test_every_code_and_every_reason_is_explained_as_explain_does() -> None:
     assert re.findall(r"^\.Ss (\S+)$", page.replace("\\-", "-"), re.MULTILINE) == [
         one.name for one in explained
     ]
-    flat = " ".join(page.replace("\\-", "-").replace("\n", " ").split())
+    plain = page.replace("\\-", "-").replace("\\(dq", '"')
+    flat = " ".join(plain.split())
     for one in explained:
         for text in filter(None, one.explanation().values()):
             assert text in flat, one.name

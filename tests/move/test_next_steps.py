@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.conftest import Invoke
 
-FLUSH = "ervers that have loaded these pages keep them in memory: send POST /flush_cache"
+FLUSH = "ervers that have loaded these pages keep them in memory: while no request runs"
 COMPUTED = "ages that a server computed after a wrong one are wrong, too"
 IF_WRONG = "hicachectl: If the removed pages were wrong: "
 DAMAGED = 2  # the page that lacks its indexer

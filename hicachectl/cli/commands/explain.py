@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 from functools import partial
 from textwrap import TextWrapper
@@ -33,6 +34,11 @@ SOURCES = {
     PLUGIN: "counted by the plug-in",
     HITS: "found by hicachectl hits",
 }
+
+
+# A line must not end within quotes: a shell would take the break as a part of the word.
+_QUOTED = re.compile(r'"[^"]*"')
+_SPACE = "\0"
 
 
 class CodeRow(TypedDict):
@@ -204,7 +210,8 @@ def _one(head: str, texts: dict[str, str], counters: Iterable[str] = ()) -> Iter
     for name, title in _TITLES.items():
         if texts.get(name):
             yield ""
-            yield from wrapped.wrap(f"{title:10}{texts[name]}")
+            whole = _QUOTED.sub(lambda found: found[0].replace(" ", _SPACE), texts[name])
+            yield from (line.replace(_SPACE, " ") for line in wrapped.wrap(f"{title:10}{whole}"))
     for number, counter in enumerate(counters):
         if not number:
             yield ""
