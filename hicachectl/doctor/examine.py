@@ -14,6 +14,7 @@ from hicachectl.backends.disk.statuses import SERVING, read_statuses
 from hicachectl.checks.codes import STORE
 from hicachectl.doctor.checks import (
     FAIL,
+    OK,
     REQUESTS,
     UNKNOWN,
     WARN,
@@ -99,6 +100,7 @@ def examine(
     statuses = _statuses(store)
     checks: list[Check] = []
     explained: set[Fraction] = set()
+    shared: set[str] = set()
     for server, look in zip(servers, looks, strict=True):
         settings = setting_checks(server)
         same = same_store_checks(server, store, look.first, look.second, look.new_pages)
@@ -108,13 +110,20 @@ def examine(
             known = [check for check in same if check.status != UNKNOWN]
             same = [*(same if probed.status == UNKNOWN else known), probed]
         checks += settings + same
+        shared.add(verdict_of(same))
         if verdict_of(same) != FAIL:  # else nothing of the server's is in this store
             compared, scale = deployment_checks(
                 server, listed, request.profile, request.request_words
             )
             checks += compared
             explained |= set() if scale is None else {scale}
-    checks += store_checks(listed, explained)
+    listed = replace(
+        listed,
+        explained=frozenset(explained),
+        is_shared=shared == {OK},
+        is_explained=verdict_of(checks) == FAIL,
+    )
+    checks += store_checks(listed)
     for server, look in zip(servers, looks, strict=True):
         checks += live_checks(
             server,

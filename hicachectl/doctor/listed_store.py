@@ -11,6 +11,8 @@ from hicachectl.pages.scanning import take_inventory
 from hicachectl.verification.report_text import Mending
 
 if TYPE_CHECKING:
+    from fractions import Fraction
+
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
     from hicachectl.pages.inventory import Inventory
@@ -32,6 +34,9 @@ class ListedStore:
     profile: profile of the servers, or of the options; None if unknown.
     started: start of the first server, Unix seconds; None if unknown.
     weights: texts that name the weights, of the ranks that serve with the plug-in.
+    explained: shares of their expected size that objects have by settings that another check names.
+    is_shared: whether all servers that were asked are known to use it.
+    is_explained: whether a check of a server failed, which can be why the store has no pages.
     sample_pages: number of pages to read; 0 reads none.
     """
 
@@ -45,6 +50,9 @@ class ListedStore:
     profile: Profile | None = None
     started: float | None = None
     weights: frozenset[str] = frozenset()
+    explained: frozenset[Fraction] = frozenset()
+    is_shared: bool = False
+    is_explained: bool = False
     sample_pages: int = SAMPLE_PAGES
 
     def command(self, name: str, *more: str) -> str:

@@ -60,17 +60,12 @@ _DEPLOYED = ("page_size:", "layout:", "tp:", "pp:", "cp:", "dcp:", "tag:", "mode
 _check = partial(Check, group=STORE)
 
 
-def sample_checks(
-    listed: ListedStore, store: Store, inventory: Inventory, explained: Collection[Fraction] = ()
-) -> Iterator[Check]:
-    """Check the listing and a sample of the pages as `verify` does, and judge the findings.
-
-    explained: see `store_checks`.
-    """
+def sample_checks(listed: ListedStore, store: Store, inventory: Inventory) -> Iterator[Check]:
+    """Check the listing and a sample of the pages as `verify` does, and judge the findings."""
     assert listed.listing is not None
     findings = _Findings(
         _examined(store, listed, inventory, listed.listing),
-        _of_scales(inventory, explained),
+        _of_scales(inventory, listed.explained),
     )
     for judge in (_readable, _structure, _identities, _values, _temporaries):
         yield from judge(listed, findings)

@@ -7,6 +7,8 @@ srt/mem_cache/pool_host/base.py :: HostKVCache (the host pool beside the device 
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +33,12 @@ _COMPARED = (
     _BACKEND, "hicache_write_policy", "hicache_storage_prefetch_policy", "page_size",
     "kv_cache_dtype", "hicache_mem_layout", "served_model_name", "model_path", "weight_version",
 )  # fmt: skip
-_ATTACH = (
-    "attach it: PUT {url}/hicache/storage-backend with the admin key, or start the server with "
-    "--hicache-storage-backend"
+# A PUT for the backend that is attached changes its policies.
+_PUT = (
+    'curl -X PUT {url}/hicache/storage-backend -H "Authorization: Bearer $ADMIN_KEY" '
+    "-H 'Content-Type: application/json' -d {body}"
 )
-
-_WRITE_THROUGH = "start or attach with --hicache-write-policy write_through"
-# The effect of each value of a setting: status, detail, next step.
+# The effect of each value of a setting: status, detail, better value.
 _POLICIES = {
     "write-policy": (
         "hicache_write_policy",
@@ -45,15 +46,15 @@ _POLICIES = {
             "write_through": (OK, "Pages are written after their first use", ""),
             "write_through_selective": (
                 WARN,
-                "The write policy is write_through_selective: a page is written at its second use, "
-                "so prompts that occur twice get no hit",
-                _WRITE_THROUGH,
+                "The write policy is write_through_selective: a page is written when it is used a "
+                "second time, so the first hit from the store can come at the third use",
+                "write_through",
             ),
             "write_back": (
                 WARN,
                 "The write policy is write_back: a page is written when host memory runs out, so a "
                 "restart, or another server, finds only evicted pages",
-                _WRITE_THROUGH,
+                "write_through",
             ),
         },
     ),
@@ -66,7 +67,7 @@ _POLICIES = {
                 WARN,
                 "The prefetch policy is best_effort: a request that is scheduled at once computes "
                 "the pages that are not read yet",
-                "start or attach with --hicache-storage-prefetch-policy timeout",
+                "timeout",
             ),
         },
     ),
@@ -149,7 +150,7 @@ def _backends(server: LiveServer) -> set[str | None]:
 
 def _attached(server: LiveServer) -> Iterable[Check]:
     backends = _backends(server)
-    remedy = _ATTACH.format(url=server.url)
+    remedy = _changing(server)
     evidence = _evidence(server, _BACKEND)
     if backends == {None}:
         detail = "No storage backend is attached, so the server neither reads nor writes a store"
@@ -171,6 +172,21 @@ def _attached(server: LiveServer) -> Iterable[Check]:
         yield server.check(
             "attached", OK, f"A storage backend is attached: {named}", evidence=evidence
         )
+
+
+def _changing(server: LiveServer, **settings: str) -> str:
+    """Return how to attach a backend; with settings, how to change those of the attached one.
+
+    OPTIONS stands for a backend's options, which can hold secrets; a change of settings keeps them.
+    """
+    named = (one.get(_BACKEND) for one in (server.settings, *server.states, server.info))
+    backend = next((one for one in named if isinstance(one, str) and one), "NAME")
+    options = {} if settings or not server.info.get(_EXTRA) else {f"{_EXTRA}_json": "OPTIONS"}
+    body = json.dumps({_BACKEND: backend, **options, **settings})
+    put = _PUT.format(url=shlex.quote(server.url), body=shlex.quote(body))
+    flags = settings or {_BACKEND: backend}
+    words = [f"--{name.replace('_', '-')} {shlex.quote(value)}" for name, value in flags.items()]
+    return f"{put}; or start the server with {' '.join(words)}"
 
 
 def _agreement(server: LiveServer) -> Iterable[Check]:
@@ -202,9 +218,13 @@ def _policies(server: LiveServer) -> Iterable[Check]:
     for name, (setting, effects) in _POLICIES.items():
         policy = server.settings.get(setting)
         known = effects.get(policy) if isinstance(policy, str) else None
-        status, detail, next_step = known or (UNKNOWN, f"The server's {name} is not known", "")
+        status, detail, better = known or (UNKNOWN, f"The server's {name} is not known", "")
         yield server.check(
-            name, status, detail, evidence=_evidence(server, setting), next=next_step
+            name,
+            status,
+            detail,
+            evidence=_evidence(server, setting),
+            next=_changing(server, **{setting: better}) if better else "",
         )
 
 

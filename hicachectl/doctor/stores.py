@@ -15,8 +15,7 @@ from hicachectl.pages.inventory import describe_empty
 from hicachectl.text.units import counted, human_size
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
-    from fractions import Fraction
+    from collections.abc import Iterator
 
     from hicachectl.backends.base import Store
     from hicachectl.doctor.listed_store import ListedStore
@@ -26,12 +25,11 @@ if TYPE_CHECKING:
 _check = partial(Check, group=STORE)
 
 
-def store_checks(listed: ListedStore, explained: Collection[Fraction] = ()) -> list[Check]:
+def store_checks(listed: ListedStore) -> list[Check]:
     """Judge a store by its listing, a sample, its space and its services, in the order of causes.
 
     At most a sample of the pages is read, and nothing is changed. Without a server, this is the
     health of the store: it can be reached and read, it has room, and the age of its newest page.
-    explained: shares of their expected size that objects have by settings that another check names.
     """
     store, inventory, listing = listed.store, listed.inventory, listed.listing
     if store is None or inventory is None or listing is None:
@@ -45,10 +43,10 @@ def store_checks(listed: ListedStore, explained: Collection[Fraction] = ()) -> l
         if inventory.is_foreign.all():
             return [
                 *checks,
-                _empty(store, inventory),
+                _empty(listed, store, inventory, is_explained=verdict_of(checks) == WARN),
                 *space_checks(listed, store, inventory, listing),
             ]
-        checks += sample_checks(listed, store, inventory, explained)
+        checks += sample_checks(listed, store, inventory)
         checks += space_checks(listed, store, inventory, listing)
         checks += last_write_checks(listed, inventory, listing)
     except UsageError:
@@ -69,9 +67,24 @@ def _reachable(store: Store, inventory: Inventory, listing: ListingTime) -> Chec
     )
 
 
-def _empty(store: Store, inventory: Inventory) -> Check:
+def _empty(listed: ListedStore, store: Store, inventory: Inventory, *, is_explained: bool) -> Check:
+    """Return the check of a store without pages.
+
+    is_explained: whether a service of the store may have lost them.
+    """
     what, _, next_step = describe_empty(store, inventory).rpartition("; ")
-    return _check("pages", WARN, what, next=next_step)
+    if not (listed.is_shared and what.endswith(" is empty")):
+        status = WARN if is_explained or listed.is_shared or listed.is_explained else FAIL
+        return _check("pages", status, what, next=next_step)
+    return _check(
+        "pages",
+        WARN,
+        f"The servers have written no page yet: {what}",
+        evidence="the write policy tells when pages are written; pages that were in a server's "
+        "memory before the store was attached are not",
+        next="send prompts of several pages to the servers, that are new to them or after "
+        "/flush_cache, and run doctor again",
+    )
 
 
 def _services(store: Serviced) -> Iterator[Check]:

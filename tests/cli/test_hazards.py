@@ -69,7 +69,7 @@ def rows(text: str) -> list[Row]:
 
 # STORE, the quarantine, the run and the pack hold nothing.
 EMPTY_PLACES = rows("""
-doctor STORE                                            | 0 | is empty; next: check the URL     | 0
+doctor STORE                                            | 4 | is empty; next: check the URL     | 0
 ls STORE                                                | 0 | STORE is empty; check the URL     | 0
 show STORE adbff698                                     | 2 | STORE is empty; check the URL     | 0
 verify STORE                                            | 3 | STORE has no page: not mounted?   | 0

@@ -237,7 +237,8 @@ def test_an_empty_store_has_no_other_deployment(invoke: Invoke, tmp_path: Path) 
     empty = tmp_path / "empty"
     empty.mkdir()
     with answering(info()) as url:
-        document = invoke("doctor", empty, "--server", url, "--format", "jsonl").stdout
+        arguments = ("doctor", empty, "--server", url, "--format", "jsonl")
+        document = invoke(*arguments, exit_code=4).stdout
     assert '"deployment"' not in document
 
 

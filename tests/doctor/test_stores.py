@@ -100,8 +100,8 @@ def test_a_store_that_cannot_be_opened_is_the_only_cause(invoke: Invoke, tmp_pat
 def test_a_directory_without_pages_is_said_to_have_none(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("x")
-    checks = checks_of(invoke, tmp_path / "other")
-    assert checks["store/pages"]["status"] == "warn"
+    checks = checks_of(invoke, tmp_path / "other", exit_code=4)
+    assert checks["store/pages"]["status"] == "fail"
     assert "notes.txt" in checks["store/pages"]["detail"]
 
 
@@ -149,8 +149,8 @@ def test_damage_is_counted_by_its_kind(invoke: Invoke, store: Path, profile: Pat
 def test_a_store_of_foreign_files_has_no_page(invoke: Invoke, store: Path) -> None:
     for path in objects(store):
         path.rename(path.with_name(f"x{path.name}"))
-    checks = checks_of(invoke, store)
-    assert checks["store/pages"]["status"] == "warn"
+    checks = checks_of(invoke, store, exit_code=4)
+    assert checks["store/pages"]["status"] == "fail"
 
 
 def test_pages_of_other_sizes_are_one_cause(invoke: Invoke, store: Path, tmp_path: Path) -> None:
@@ -310,10 +310,10 @@ def test_nothing_stored_since_the_server_started_is_told(
 
 def test_a_mooncake_cluster_tells_its_segments(invoke: Invoke, mooncake_cluster: Cluster) -> None:
     url = f"mooncake://{mooncake_cluster.master}?admin={mooncake_cluster.admin}"
-    checks = checks_of(invoke, url)
+    checks = checks_of(invoke, url, exit_code=4)
     assert checks["store/segments"]["status"] == "ok"
     assert "0% used" in checks["store/segments"]["detail"]
-    assert checks["store/pages"]["status"] == "warn"
+    assert checks["store/pages"]["status"] == "fail"
 
 
 def test_a_cluster_without_memory_stores_nothing(
