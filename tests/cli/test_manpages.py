@@ -19,14 +19,11 @@ from hicachectl.cli.exit_codes import BUG, DONE, EXIT_CODES, FINDINGS, INTERRUPT
 from hicachectl.cli.group import COMMANDS, cli
 from hicachectl.cli.manpages.mdoc import (
     SEE_ALSO,
-    Item,
-    is_literal,
-    literal_of,
-    prose,
     sentence_lines,
     with_listings,
 )
 from hicachectl.cli.manpages.pages import build
+from hicachectl.cli.prose import Item, is_literal, literal_of, prose
 from hicachectl.formats.models.recorded import recorded
 from hicachectl.formats.profile import Profile, parse_profile
 from tests.skips import need_tool

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from hicachectl.cli.demo_store import PROFILE
 from hicachectl.cli.manpages import members
-from hicachectl.cli.manpages.mdoc import Item, prose
 from hicachectl.cli.manpages.members import DOCUMENTS, Member, members_of, texts_of
 from hicachectl.cli.metrics import LABELS, metrics
+from hicachectl.cli.prose import Item, prose
 from hicachectl.formats.profile import parse_profile
 from hicachectl.move import quarantine as runs
 from hicachectl.move import results

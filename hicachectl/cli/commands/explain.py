@@ -1,4 +1,4 @@
-"""`hicachectl explain`: what a finding or a reason means, and what to do."""
+"""`hicachectl explain`: what a finding, a reason or a check of `doctor` means, and what to do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from difflib import get_close_matches
 from functools import partial
 from textwrap import TextWrapper
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import click
 
@@ -67,23 +67,68 @@ class ReasonRow(TypedDict):
     command: str | None
 
 
+class DoctorCheckRow(TypedDict):
+    """Row of a check of `doctor`."""
+
+    check: str
+    group: str
+    meaning: str
+
+
 class ExplainDocument(TypedDict):
     """Document of `explain`."""
 
     codes: list[CodeRow]
     reasons: list[ReasonRow]
+    checks: list[DoctorCheckRow]
 
 
-def _explained() -> tuple[Code | Reason, ...]:
-    return (*codes(), *reasons())
+class DoctorCheck(NamedTuple):
+    """A check of `doctor`, as its man page explains it.
+
+    group: one of `doctor.checks.GROUPS`.
+    """
+
+    name: str
+    group: str
+    meaning: str
 
 
-def _named(text: str) -> tuple[Code | Reason, ...]:
-    """Return the code and the reason of a name, of which `-` and `_` are alike.
+# Sections of hicachectl-doctor(1) with a text for each check, and the group of the checks.
+_SECTIONS = {
+    "CHECKS OF A SERVER": "server",
+    "THE SAME STORE": "same-store",
+    "CHECKS OF THE STORE": "store",
+    "CHECKS OF REQUESTS": "requests",
+    "LIVE COUNTERS": "live",
+}
+_RUNBOOK = "NO HITS in hicachectl-runbooks(7) has what to do; hicachectl-doctor(1) has all checks."
+
+
+def doctor_checks() -> Iterator[DoctorCheck]:
+    """Yield the checks of `doctor`; two groups can have checks of one name."""
+    from hicachectl.cli.prose import Item, prose
+
+    for title, group in _SECTIONS.items():
+        for block in prose("hicachectl-doctor")[title]:
+            if not isinstance(block, Item):
+                continue
+            for name in block.term.split(", "):
+                # The text for all reasons stands below no name of a check.
+                if " " not in name and name != "reasons":
+                    yield DoctorCheck(name, group, " ".join(block.text.split()))
+
+
+def _explained() -> tuple[Code | Reason | DoctorCheck, ...]:
+    return (*codes(), *reasons(), *doctor_checks())
+
+
+def _named(text: str) -> tuple[Code | Reason | DoctorCheck, ...]:
+    """Return the code, the reason and the checks of a name, of which `-` and `_` are alike.
 
     Raises ValueError for an unknown name, with a close one.
     """
-    known: dict[str, list[Code | Reason]] = {}
+    known: dict[str, list[Code | Reason | DoctorCheck]] = {}
     for one in _explained():
         known.setdefault(_folded(one.name), []).append(one)
     name = _folded(text.strip())
@@ -91,7 +136,7 @@ def _named(text: str) -> tuple[Code | Reason, ...]:
         close = [known[one][0].name for one in get_close_matches(name, known, n=1)]
         meant = f"did you mean {close[0]}? All" if close else "all"
         raise ValueError(
-            f"{text!r} is no finding code and no reason; {meant} names: hicachectl explain"
+            f"{text!r} is no finding code, reason or check; {meant} names: hicachectl explain"
         )
     return tuple(known[name])
 
@@ -100,22 +145,24 @@ def _folded(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
-_NAME = Parsed("name", _named, lambda: [one.name for one in _explained()])
+_NAME = Parsed("name", _named, lambda: {one.name for one in _explained()})
 
 
 @click.command("explain", cls=Command)
 @argument("named", metavar="[NAME]", type=_NAME, required=False)
 @output_options
 @click.pass_context
-def command(ctx: click.Context, /, named: tuple[Code | Reason, ...] | None, **options: Any) -> None:
-    """Explain what a finding or a reason means, and what to do.
+def command(
+    ctx: click.Context, /, named: tuple[Code | Reason | DoctorCheck, ...] | None, **options: Any
+) -> None:
+    """Explain what a finding, a reason or a check means, and what to do.
 
     NAME is a finding code of verify, or a reason why a server did not use tokens of its store: one
     that SGLang or its plug-in counts, or that hits prints. explain says what is wrong, what a
-    server does, and what to do, with the command; for a finding, also what that costs. Without
-    NAME, it lists all codes and all reasons.
+    server does, and what to do, with the command; for a finding, also what that costs. NAME can
+    also be a check of doctor. Without NAME, explain lists all names.
 
-    hicachectl-findings(7) has the same texts.
+    hicachectl-findings(7) has the same texts, and hicachectl-doctor(1) those of checks.
 
     Examples:
       hicachectl explain
@@ -135,6 +182,10 @@ def command(ctx: click.Context, /, named: tuple[Code | Reason, ...] | None, **op
         ),
         "reasons": pa.Table.from_pylist(
             [_reason_row(one) for one in chosen if isinstance(one, Reason)], schema_of(ReasonRow)
+        ),
+        "checks": pa.Table.from_pylist(
+            [_check_row(one) for one in chosen if isinstance(one, DoctorCheck)],
+            schema_of(DoctorCheckRow),
         ),
     }
     rows = pa.concat_tables(tables.values(), promote_options="default")
@@ -162,8 +213,13 @@ def _reason_row(reason: Reason) -> dict[str, Any]:
     }
 
 
+def _check_row(check: DoctorCheck) -> dict[str, Any]:
+    """Return the row of a check of `doctor`."""
+    return {"check": check.name, "group": check.group, "meaning": check.meaning}
+
+
 def _list(screen: Screen) -> Iterator[str]:
-    """Yield a line for each code, the worst severity first, then a line for each reason."""
+    """Yield a line for each code, the worst severity first, each reason, and each check."""
     import pyarrow as pa
 
     from hicachectl.text.tables import table_lines
@@ -182,13 +238,21 @@ def _list(screen: Screen) -> Iterator[str]:
         "meaning": [_first_sentence(reason.meaning) for reason in reasons()],
     }
     yield from table_lines(pa.table(listed), screen)
+    yield ""
+    checks = list(doctor_checks())
+    listed = {
+        "group": [check.group for check in checks],
+        "check": [check.name for check in checks],
+        "meaning": [_first_sentence(check.meaning) for check in checks],
+    }
+    yield from table_lines(pa.table(listed), screen)
 
 
 def _first_sentence(text: str) -> str:
     return text.split(". ", maxsplit=1)[0].split(": ", maxsplit=1)[0].rstrip(".")
 
 
-def _each(named: tuple[Code | Reason, ...], _screen: Screen) -> Iterator[str]:
+def _each(named: tuple[Code | Reason | DoctorCheck, ...], _screen: Screen) -> Iterator[str]:
     """Yield explanations."""
     for number, one in enumerate(named):
         if number:
@@ -196,6 +260,11 @@ def _each(named: tuple[Code | Reason, ...], _screen: Screen) -> Iterator[str]:
         if isinstance(one, Code):
             head = "; ".join(filter(None, (one.severity, one.exceptions)))
             yield from _one(f"{one.name}: {head}", one.explanation())
+        elif isinstance(one, DoctorCheck):
+            texts = {"meaning": one.meaning, "remedy": _RUNBOOK, "command": ""}
+            yield from _one(
+                f"{one.name}: a check of hicachectl doctor, in its group {one.group}", texts
+            )
         else:
             yield from _one(f"{one.name}: {SOURCES[one.source]}", one.explanation(), one.counters)
 

@@ -1,29 +1,21 @@
-"""Text as mdoc(7) macros, and the sections of man pages that are written by hand.
-
-These are in `texts/PAGE.txt`. `# TITLE` begins a section. Blank lines divide its blocks:
-paragraphs, `- TERM` with its text in the lines below, and literal lines, indented by four. `@NAME`
-stands for items that the program knows, and `@shared` for the section of this title, or of the
-title behind it, in `shared.txt`.
-"""
+"""Text as mdoc(7) macros."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-from functools import cache
 from importlib.resources import files
 from inspect import cleandoc
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from hicachectl.formats.models.architectures import architectures
-from hicachectl.formats.releases import NEWEST_SGLANG
+from hicachectl.cli.prose import LITERAL, Item, is_literal, literal_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Set
 
+    from hicachectl.cli.prose import Block
+
 SEE_ALSO = "SEE ALSO"  # title of the section with names of pages, such as hcpack(5)
-_LITERAL = "    "
-_SHARED = "@shared"
 RELEASE_DATE = "November 20, 2026"  # changes with the version in hicachectl/__init__.py
 
 # A line before its escapes; a break within --to-profile would show as a space.
@@ -74,7 +66,7 @@ def help_text(text: str) -> Iterator[str]:
 
 def _indented(text: str) -> str:
     """Return a block that click must not rewrap as a literal block."""
-    return textwrap.indent(textwrap.dedent(text.removeprefix("\b\n")), _LITERAL)
+    return textwrap.indent(textwrap.dedent(text.removeprefix("\b\n")), LITERAL)
 
 
 def flag_macros(names: str) -> str:
@@ -115,71 +107,6 @@ def escaped(text: str) -> str:
     for plain, escape in replacements:
         text = text.replace(plain, escape)
     return text
-
-
-class Item(NamedTuple):
-    """A term and its text."""
-
-    term: str
-    text: str
-
-
-Block = str | Item
-
-
-@cache
-def prose(page: str) -> Mapping[str, tuple[Block, ...]]:
-    """Return the blocks of each section of a page, by title; none for a page without a file."""
-    file = files("hicachectl.cli.manpages").joinpath("texts", f"{page}.txt")
-    if not file.is_file():
-        return {}
-    text = file.read_text(encoding="utf-8")
-    text = text.replace("{newest}", NEWEST_SGLANG)
-    text = text.replace("{architectures}", str(len(architectures())))
-    sections: dict[str, list[Block]] = {}
-    for block in text.rstrip("\n").split("\n\n"):
-        if block.startswith("# "):
-            title = block.removeprefix("# ")
-            sections[title] = []
-        elif block.startswith(_SHARED):
-            named = block.removeprefix(_SHARED).strip() or title
-            sections[title] += prose("shared")[named]
-        else:
-            sections[title].append(_block(block))
-    return {title: tuple(_joined(blocks)) for title, blocks in sections.items()}
-
-
-def _block(text: str) -> Block:
-    if text.startswith("- "):
-        term, _, said = text.removeprefix("- ").partition("\n")
-        return Item(term, said)
-    return text
-
-
-def _joined(blocks: Iterable[Block]) -> Iterator[Block]:
-    """Join literal blocks that only a blank line divides."""
-    last: Block | None = None
-    for block in blocks:
-        both = last is not None and is_literal(last) and is_literal(block)
-        if both:
-            last = f"{last}\n\n{block}"
-            continue
-        if last is not None:
-            yield last
-        last = block
-    if last is not None:
-        yield last
-
-
-def is_literal(block: Block) -> bool:
-    """Return whether a block is shown as it is."""
-    return isinstance(block, str) and block.startswith(_LITERAL)
-
-
-def literal_of(block: Block) -> list[str]:
-    """Return the lines of a literal block."""
-    assert isinstance(block, str)
-    return [line.removeprefix(_LITERAL) for line in block.splitlines()]
 
 
 def section_lines(

@@ -24,7 +24,7 @@ from msgspec import UnsetType
 
 from hicachectl.cli.commands.explain import ExplainDocument
 from hicachectl.cli.commands.pack import InfoDocument, RepairDocument
-from hicachectl.cli.manpages.mdoc import Item, prose
+from hicachectl.cli.prose import Item, prose
 from hicachectl.doctor.examine import DoctorDocument
 from hicachectl.move.migration_outcome import MigrationDocument
 from hicachectl.move.quarantine import PurgeDocument, RunsDocument

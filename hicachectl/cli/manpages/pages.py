@@ -19,7 +19,6 @@ from hicachectl.cli.commands.explain import SOURCES
 from hicachectl.cli.group import COMMANDS, cli
 from hicachectl.cli.manpages.mdoc import (
     SEE_ALSO,
-    Item,
     escaped,
     example_section,
     flag_macros,
@@ -27,7 +26,6 @@ from hicachectl.cli.manpages.mdoc import (
     literal_line,
     name_list,
     page_head,
-    prose,
     section_lines,
     sentence_lines,
     text_line,
@@ -36,6 +34,7 @@ from hicachectl.cli.manpages.mdoc import (
 from hicachectl.cli.manpages.members import DOCUMENTS, members_of
 from hicachectl.cli.metrics import LABELS, metrics
 from hicachectl.cli.parameters import OWN, sections
+from hicachectl.cli.prose import Item, prose
 from hicachectl.cli.settings import every_command
 from hicachectl.formats.kinds import kinds
 from hicachectl.formats.models.architectures import (
