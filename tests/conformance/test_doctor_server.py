@@ -456,7 +456,7 @@ def test_a_first_page_that_is_missing(
     assert (check["group"], check["name"]) == ("requests", "missing-page")
     assert "Page 1 " in check["detail"]
     assert f"{PAGES - 1} stored pages behind" in check["detail"]
-    assert "missing" in words_of(check)
+    assert "is not in the store" in words_of(check)
 
 
 def test_prompts_below_the_threshold(cpu_server: CpuServer, tmp_path: Path, doctor: Doctor) -> None:
