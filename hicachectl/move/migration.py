@@ -32,8 +32,10 @@ from hicachectl.pages.in_flight import (
     look_again,
     needs_second_look,
 )
+from hicachectl.pages.naming import deployment_document, deployment_text
 from hicachectl.pages.scanning import take_inventory
 from hicachectl.pages.selection import EVERYTHING, NamedGroups, Selection, explain_selection, select
+from hicachectl.text.units import first_of
 from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS, FULL
 from hicachectl.verification.request import VerifyRequest
 
@@ -268,7 +270,7 @@ class _Choice:
         """Yield groups not to copy, [groups], and the reason."""
         request, groups = self._request, self._groups
         ambiguous = groups.deployment_ids == UNRESOLVED
-        yield ~self._routed & ~ambiguous, "written by another deployment than the profile's"
+        yield ~self._routed & ~ambiguous, self._other_deployments(~self._routed & ~ambiguous)
         yield ambiguous, "with ambiguous keys; hicachectl ls describes them"
         in_flight = self._in_flight(listing, on_wait)
         yield in_flight, "still being written; run again to copy them"
@@ -287,6 +289,19 @@ class _Choice:
             unfit[survey.groups] = survey.unfit
         yield unfit, "with objects of unknown or wrong size; hicachectl verify lists wrong sizes"
         yield from self._migration.trailers.refused(groups)
+
+    def _other_deployments(self, others: BoolArray) -> str:
+        """Return whose pages are not copied, and whose are. others: [groups]."""
+        deployments = self._groups.deployments
+        owners = np.unique(self._groups.deployment_ids[others]).tolist()
+        own = {survey.route.deployment_id for survey in self._surveys}
+        named, mine = (
+            first_of(
+                deployment_text(deployment_document(deployments[number])) for number in numbers
+            )
+            for numbers in (owners, own)
+        )
+        return f"of {named}; only pages of {mine} are copied"
 
     def _in_flight(self, listing: ListingTime, on_wait: OnWait) -> BoolArray:
         """Return which groups are not whole, and may still be written: [groups].

@@ -550,6 +550,21 @@ def test_pages_that_are_too_large_for_the_buffer_are_left_behind_and_named(
     assert migrated(invoke, source, target)["pages"] == 2
 
 
+def test_pages_of_another_deployment_are_left_behind_with_its_name(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    """A renaming within a store names whose pages stay."""
+    for number in range(5):
+        put(tmp_path / "store", f"{page(number)}_{'old' if number < 3 else 'new'}_0_1.bin")
+    profile = tmp_path / "p.toml"
+    profile.write_text('model = "old"\n[[pools]]\nname = "kv"\nkind = "opaque"\nnbytes = 64\n')
+    way = ("--profile", profile, "--to-model", "new", "--grace", "0s")
+    document = migrated(invoke, tmp_path / "store", tmp_path / "store", *way)
+    assert document["pages"] == 3
+    said = "Not copied: 2 pages of new tp 1; only pages of old tp 1 are copied"
+    assert said in document["stderr"]
+
+
 def test_objects_of_foreign_names_are_left_behind_and_counted(
     invoke: Invoke, source: Path, target: Path
 ) -> None:
