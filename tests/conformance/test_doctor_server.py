@@ -336,9 +336,12 @@ def test_a_store_of_another_deployment_is_named_and_the_next_command_mends_it(
 
 
 def test_a_store_of_another_page_size(
-    cpu_server: CpuServer, tmp_path: Path, doctor: Doctor
+    cpu_server: CpuServer, tmp_path: Path, doctor: Doctor, invoke: Invoke
 ) -> None:
-    """Pages of half the size are the one cause, also beside pages that the server wrote."""
+    """Pages of half the size are the one cause, also beside pages that the server wrote.
+
+    With requests, the next command shows that it is the page size, and not the dtype.
+    """
     store = tmp_path / "store"
     store.mkdir()
     values = np.random.default_rng(1).standard_normal(PAGE_BYTES // 4, np.float32)
@@ -353,8 +356,12 @@ def test_a_store_of_another_page_size(
     await_stored(store, PROMPT)
     for path in store.iterdir():
         os.utime(path, (1e9, 1e9))
-    check = doctor.cause(store, "--server", cpu_server.url, status="warn")
+    requests = trace(tmp_path / "trace.jsonl", PROMPT)
+    options = ("--server", cpu_server.url, "--trace", requests)
+    check = doctor.cause(store, *options, status="warn")
     assert (check["group"], check["name"]) == ("server", "page-size")
+    command = shlex.split(check["next"].partition("; ")[0])
+    assert invoke.document(*command[1:])["served_tokens"] == len(PROMPT) // 32 * 32
 
 
 def test_pages_of_float16_under_a_server_of_bfloat16(
