@@ -375,8 +375,8 @@ def _doubt_lines(refused: Refusal) -> Iterator[str]:
     """Yield why a repair would be refused, and what to do before it."""
     settings = code_named(refused.code).doubts
     yield (
-        f"A repair is refused, because {refused.text}: probably the profile, or what the servers "
-        "were launched with, is wrong, not the pages."
+        f"A repair without {DESPITE} is refused, because {refused.text}: probably the profile, or "
+        "what the servers were launched with, is wrong, not the pages."
     )
     yield (
         "First compare the profile with hicachectl profile --server. To use the pages, launch the "

@@ -255,7 +255,10 @@ def test_the_table_says_beforehand_what_a_repair_says(
     words = shlex.split(command)[1:]
     refused = "--despite-profile" in words
     assert refused is (newest == 8)
-    assert under[0].startswith("  A repair is refused, because 8 of the 8 newest") is refused
+    assert (
+        under[0].startswith("  A repair without --despite-profile is refused, because 8 of")
+        is refused
+    )
     plainly = [word for word in words if word != "--despite-profile"]
     tried = invoke(*plainly, "--dry-run", exit_code=2 if refused else 4)
     assert ("The repair would be refused: 8 of the 8 newest" in tried.stderr) is refused
