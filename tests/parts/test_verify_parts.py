@@ -470,6 +470,21 @@ def test_a_part_judges_its_own_pages_and_merge_names_it(
     assert again.merged(exit_code=4).document["repair_refused"] == []
 
 
+def test_merge_says_beforehand_that_a_part_would_refuse_a_repair(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    """The first part alone contradicts the profile; the run has no repair."""
+    store, profile = tmp_path / "store", profile_file(tmp_path / "p.toml", DSA)
+    for number in split(store, 40)[0][-12:]:
+        (store / indexer(number)).unlink()
+    options = ("--profile", profile, "--checks", "groups,sizes", "--fail-on", "never")
+    run = verified(invoke, tmp_path / "run", store, *options)
+    run.all(2)
+    said = invoke("merge", run.path).stdout
+    assert "is refused, because 12 of the 20 newest pages, and 12 of all 20, have" in said
+    assert "--repair quarantine --despite-profile\n" in said
+
+
 @pytest.mark.slow
 def test_a_repair_shows_progress_while_it_reads(
     invoke: Invoke, damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
