@@ -380,7 +380,8 @@ def _doubt_lines(refused: Refusal) -> Iterator[str]:
     )
     yield (
         "First compare the profile with hicachectl profile --server. To use the pages, launch the "
-        f"servers with {settings} of the pages. If the pages are of no use, repair them with:"
+        f"servers as when they were written: compare {settings}. If the pages are of no use, "
+        "repair them with:"
     )
 
 
@@ -388,8 +389,8 @@ def _many_text(code: Code) -> str:
     """Return what to think of before a repair takes most pages."""
     return (
         f"Most objects have {code.name}: probably servers with another setting wrote them. To use "
-        f"them, launch the servers with {code.doubts} of the pages. If they are of no use, repair "
-        "them with:"
+        f"them, launch the servers as when they were written: compare {code.doubts}. If they are "
+        "of no use, repair them with:"
     )
 
 

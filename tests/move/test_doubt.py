@@ -264,7 +264,7 @@ def test_the_table_says_beforehand_what_a_repair_says(
     assert ("The repair would be refused: 8 of the 8 newest" in tried.stderr) is refused
     if refused:
         assert under[1].startswith("  First compare the profile with hicachectl profile --server.")
-        assert "launch the servers with the pools of the model" in under[1]
+        assert "launch the servers as when they were written: compare the pools" in under[1]
         said = tried.stderr
         assert said.index("would be refused") < said.index("nothing was changed")
         assert "--despite-profile" in tried.stdout
@@ -284,7 +284,7 @@ def test_most_objects_of_another_size_suggest_another_setting(
     lines = invoke("verify", tmp_path / "store", *options, exit_code=4).stdout.splitlines()
     under = lines[lines.index("truncated:") + 1 :]
     assert under[0].startswith("  Most objects have truncated: probably servers with another")
-    assert "launch the servers with the page size, the KV cache dtype or the TP size" in under[0]
+    assert "as when they were written: compare the page size, the KV cache dtype or the" in under[0]
     assert under[1].endswith("--repair quarantine")
 
 

@@ -481,7 +481,7 @@ def test_merge_says_beforehand_that_a_part_would_refuse_a_repair(
     run = verified(invoke, tmp_path / "run", store, *options)
     run.all(2)
     said = invoke("merge", run.path).stdout
-    assert "is refused, because 12 of the 20 newest pages, and 12 of all 20, have" in said
+    assert "is refused, because 6 of the 8 newest pages, and 12 of all 24, have" in said
     assert "--repair quarantine --despite-profile\n" in said
 
 
