@@ -360,6 +360,6 @@ def failed_text(document: Mapping[str, Any], min_usable: float, next_step: str) 
     if requested is not None:
         counted_tokens = _counted(document)
         below = document["usable_tokens"] - counted_tokens
-        more = f", and {below} usable ones are below thresholds of the servers" if below else ""
+        more = f", and {below} usable ones are below the servers' thresholds" if below else ""
         what = f"of the requested tokens ({counted_tokens} of {requested}{more})"
     return f"--min-usable {min_usable:g}: {by} can restore {share:.1%} {what}; {next_step}"

@@ -267,6 +267,19 @@ def cpu_server(shared_cpu_server: CpuServer) -> Iterator[CpuServer]:
     shared_cpu_server.detach()
 
 
+@pytest.fixture(scope="module")
+def module_cpu_server(
+    sglang_python: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CpuServer]:
+    """Start a server for the tests of one module: `doctor` judges counts since a server's start.
+
+    The module names it `shared_cpu_server`.
+    """
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with CpuServer(sglang_python, tiny_model, log) as server:
+        yield server
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as lock:

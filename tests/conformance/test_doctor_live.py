@@ -20,7 +20,7 @@ from tests.conformance.plugin_site import plugin_config
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from hicachectl.doctor.checks import Check
@@ -34,20 +34,8 @@ NOWHERE = "http://192.0.2.1:30000"  # an address for documentation
 
 
 @pytest.fixture(scope="module")
-def own_server(
-    sglang_python: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[CpuServer]:
-    """Start a server of these tests: counters outlive attachments, and others judge totals."""
-    log = tmp_path_factory.mktemp("server") / "server.log"
-    with CpuServer(sglang_python, tiny_model, log) as server:
-        yield server
-
-
-@pytest.fixture
-def cpu_server(own_server: CpuServer) -> CpuServer:
-    """Return this module's server, with empty pools and without a storage backend."""
-    own_server.detach()
-    return own_server
+def shared_cpu_server(module_cpu_server: CpuServer) -> CpuServer:
+    return module_cpu_server
 
 
 def look(server: CpuServer) -> Look:

@@ -81,13 +81,8 @@ class Doctor:
 
 
 @pytest.fixture(scope="module")
-def shared_cpu_server(
-    sglang_python: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[CpuServer]:
-    """A server of these tests: `doctor` judges what a server has lost since its start."""
-    log = tmp_path_factory.mktemp("doctor") / "server.log"
-    with CpuServer(sglang_python, tiny_model, log) as server:
-        yield server
+def shared_cpu_server(module_cpu_server: CpuServer) -> CpuServer:
+    return module_cpu_server
 
 
 @pytest.fixture(autouse=True)

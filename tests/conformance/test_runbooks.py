@@ -144,6 +144,11 @@ def fill(path: Path) -> None:
             file.write(bytes(4096))
 
 
+@pytest.fixture(scope="module")
+def shared_cpu_server(module_cpu_server: CpuServer) -> CpuServer:
+    return module_cpu_server
+
+
 @pytest.fixture
 def machine(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
