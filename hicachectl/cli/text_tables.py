@@ -12,7 +12,6 @@ import pyarrow.compute as pc
 
 from hicachectl.formats.objects import AXES
 from hicachectl.pages.census import MOST_BYTES
-from hicachectl.requests.measuring import served_text, short_text, unreachable_text
 from hicachectl.results import DEFAULT_LIMIT
 from hicachectl.text.jsontext import join_present
 from hicachectl.text.tables import table_lines
@@ -163,6 +162,8 @@ def hits_lines(
     by: words of the report's groups.
     limit: most lines of a table, the worst first; None: DEFAULT_LIMIT on a terminal, else all.
     """
+    from hicachectl.requests.measuring import served_text, short_text, unreachable_text
+
     if limit is None and screen.width is not None:
         limit = DEFAULT_LIMIT
 

@@ -291,7 +291,6 @@ def _at_once(
     options: dict[str, Any],
 ) -> Result:
     """Check a store in this process, and repair it if asked."""
-    from hicachectl.move.repair import doubted_repairs
     from hicachectl.verification.report import describe_store, report_of
     from hicachectl.verification.verify import check_store
 
@@ -299,7 +298,10 @@ def _at_once(
         checked = check_store(
             store, request, on_listed=on_listed, on_read=on_read, on_wait=partial(remark_wait, ctx)
         )
-    checked.result.facts.doubted = doubted_repairs(checked)
+    if len(checked.findings):  # else nothing of `move` is imported
+        from hicachectl.move.repair import doubted_repairs
+
+        checked.result.facts.doubted = doubted_repairs(checked)
     kept = _keep_records(ctx, store, request, checked, options)
     described = describe_store(store, request)
     if request.repairs:
