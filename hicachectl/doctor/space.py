@@ -68,13 +68,18 @@ def space_checks(
         yield _check("space", OK, f"{human_size(free)} are free", evidence=rate)
         return
     limit = "max_size of hicachectl's storage backend limits a store"
-    room = f"--keep-free {max(1, math.ceil(_LEAST_FREE * whole / (1 << 30)))}GiB"
+    lacking = max(_ROOM, _LEAST_FREE * whole, written) - free  # `written` is of at most a day
+    unit, name = (1 << 30, "GiB") if lacking > 1 << 30 else (1 << 20, "MiB")
+    freed = math.ceil(lacking / unit)
+    remedy = "give the store a larger file system, or remove other files from it"
+    if 2 * freed * unit < byte_sum(sizes):
+        remedy = listed.mending.command(f"hicachectl rm STORE --free {freed}{name}")
     yield _check(
         "space",
         status,
         told,
         evidence="; ".join(filter(None, (rate, limit))),
-        next=listed.mending.command(f"hicachectl rm STORE {room}"),
+        next=remedy,
     )
 
 
