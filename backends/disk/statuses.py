@@ -36,7 +36,7 @@ CLOSED, ENDED, SILENT, SERVING = STANDINGS = ("closed", "ended", "silent", "serv
 _KEPT_S = 86400.0
 _CLOCKS_DIFFER_S = 2.0  # a process's start is known to the second
 _START_FIELD = 19  # proc(5), starttime: its place after the name in parentheses
-_ENDED = ("Z", "X")  # states of a process that nobody has waited for
+_ENDED = ("Z", "X")  # proc(5), state: a zombie, and a dead process
 
 
 class RankStatus(NamedTuple):

@@ -69,7 +69,7 @@ class StatusFile:
                 self._write(first=first, last=last)
                 first = False
             except (FileNotFoundError, NotADirectoryError):
-                pass  # whoever reads or writes pages says so
+                pass  # reads and writes of pages report a missing store
             except (OSError, HicacheError) as error:
                 self._counters.failed("unreported", reason_of(error))
             except Exception as error:  # any error: the thread goes on

@@ -215,7 +215,7 @@ def _statuses(store: Store | None) -> Sequence[RankStatus]:
         with side:
             return read_statuses(side).statuses
     except (OSError, HicacheError):
-        return ()  # store_checks report it
+        return ()  # live_checks tell that the counters of the plug-in are not known
 
 
 def _requests(

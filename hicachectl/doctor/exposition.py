@@ -49,7 +49,7 @@ _KEPT = tuple(
         PLUGIN,
     )
 )
-# Every rank counts the same tokens, because the ranks agree on what is found and restored. Ranks of
+# All ranks find and restore the same pages, so each counts the same tokens. Ranks of
 # data parallelism have requests of their own.
 _RANKS = frozenset({"tp_rank", "pp_rank", "attn_cp_rank", "moe_ep_rank", "dcp_rank", "rank"})
 # A real server has 4 KB of such lines for each rank, of 200 bytes. The parser reads a megabyte in a

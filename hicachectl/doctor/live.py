@@ -187,14 +187,14 @@ def _metrics(counters: _Counters, *, restarted: bool) -> Iterator[Check]:
 
 def _plugin(counters: _Counters, statuses: Sequence[PluginStatus]) -> Iterator[Check]:
     """Judge what the plug-in refuses, by its metrics, else by the status files of its ranks."""
-    excluded = {
-        reason: (text, status.host)
-        for status in statuses
-        for reason, text in status.excluded.items()
-    }
-    for reason, (text, host) in excluded.items():
-        what = f"The plug-in on {host} reads and writes nothing ({reason}): "
-        what += without_secrets(text)[:_LONGEST_TEXT]
+    excluded: dict[str, list[PluginStatus]] = {}
+    for status in statuses:
+        for reason in status.excluded:
+            excluded.setdefault(reason, []).append(status)
+    for reason, ranks in excluded.items():
+        more = f", like {counted(len(ranks) - 1, 'other rank')}," if len(ranks) > 1 else ""
+        what = f"The plug-in on {ranks[0].host}{more} reads and writes nothing ({reason}): "
+        what += without_secrets(ranks[0].excluded[reason])[:_LONGEST_TEXT]
         yield counters.check(reason, FAIL, what, "", counters.remedy(reason))
     exported = any(name.startswith(PLUGIN) for name, _ in counters.totals.samples or ())
     silent = not exported and not statuses and counters.totals.samples is not None

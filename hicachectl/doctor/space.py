@@ -103,7 +103,7 @@ def _written_lately(
 def last_write_checks(
     listed: ListedStore, inventory: Inventory, listing: ListingTime
 ) -> Iterator[Check]:
-    """Compare the newest page with the start of the server, which writes what it computes."""
+    """Compare the time of the newest page with the start of the server."""
     chosen = ~inventory.is_foreign
     if listed.profile is not None and not listed.profile.inferred:
         own = [number == 0 for number in inventory.table.deployment_ids]

@@ -1,4 +1,4 @@
-"""What is read of a server's /metrics, and what is refused."""
+"""Reading the counters of a server's /metrics, and refusing pages that no server writes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_sum_bounds_the_requests_of_a_wide_bucket() -> None:
 
 
 def test_requests_beyond_a_bound_are_certain() -> None:
-    """Of 330, 330 and 10 tokens, two have 256; nobody knows how many have 320."""
+    """Requests of 330, 330 and 10 tokens: two have 256, and the buckets do not tell about 320."""
     look = read_look(histogram(670, _100=1, _300=1, _500=3), 1)
     assert at_least(look, 256) == (2, 2)
     assert at_least(look, 320) == (0, 2)

@@ -77,7 +77,7 @@ def judged(first: Look, second: Look | None = None, **options: Any) -> dict[str,
 
 
 def requests(*uncached: int, **counters: float) -> Look:
-    """Return a look at a server that has answered requests, of which nothing was cached."""
+    """Return a look at a server that has answered requests and cached none of their tokens."""
     return page(
         {"num_requests_total": len(uncached), "prompt_tokens_total": sum(uncached), **counters},
         *uncached,
@@ -107,7 +107,7 @@ def test_a_healthy_server_has_no_warning() -> None:
     ],
 )
 def test_a_loss_is_judged_by_its_share_and_kind(reason: str, lost: float, status: str) -> None:
-    """A setting or the load is never a failure; nor is a reason that nobody knows."""
+    """Losses by settings, by load or for an unknown reason warn and never fail."""
     counters = {
         "storage_prefetch_hit_tokens_total": 64_000,
         f'storage_prefetch_unfulfilled_tokens_total{{reason="{reason}"}}': 64_000 * lost,
@@ -287,6 +287,15 @@ def test_an_excluded_rank_is_a_failure_with_its_words() -> None:
     assert found["unnamed-weights"].status == "fail"
     assert "on gpu1" in found["unnamed-weights"].detail
     assert "the weights cannot be read" in found["unnamed-weights"].detail
+
+
+def test_excluded_ranks_are_counted() -> None:
+    """One check tells how many ranks a reason excludes."""
+    ranks = [status(tp_rank=rank, excluded={"unserved": "why"}) for rank in range(3)]
+    found = plugin(*ranks)
+    assert found["unserved"].detail == (
+        "The plug-in on gpu1, like 2 other ranks, reads and writes nothing (unserved): why"
+    )
 
 
 def test_ranks_of_others_and_few_refusals_are_no_failure() -> None:

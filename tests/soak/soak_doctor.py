@@ -40,6 +40,7 @@ def million(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         values = np.random.default_rng(1).standard_normal(PAGE_BYTES // 2, np.float32)
         page = store / f"{hashlib.sha256(b'first').hexdigest()}_tiny_0_1.bin"
         page.write_bytes((values.view(np.uint32) >> 16).astype("<u2").tobytes())  # bfloat16
+        os.utime(page, (time.time() - 3600,) * 2)  # younger pages are not read
         directory = os.open(store, os.O_RDONLY)
         for number in range(OBJECTS):
             name = f"{hashlib.sha256(b'%d' % number).hexdigest()}_tiny_0_1.bin"

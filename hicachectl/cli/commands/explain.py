@@ -124,7 +124,7 @@ def _explained() -> tuple[Code | Reason | DoctorCheck, ...]:
 
 
 def _named(text: str) -> tuple[Code | Reason | DoctorCheck, ...]:
-    """Return the code, the reason and the checks of a name, of which `-` and `_` are alike.
+    """Return the code, the reason and the checks of a name; `-` and `_` are alike.
 
     Raises ValueError for an unknown name, with a close one.
     """

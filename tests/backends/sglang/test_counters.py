@@ -1,4 +1,4 @@
-"""Counters of the plug-in: every sample comes once, and what is counted is told once."""
+"""Counters of the plug-in: each sample is taken once, and each event is counted and logged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that writes a rank's status: at once, again, at the end; it hangs alone."""
+"""The thread that writes the status of a rank; a store that hangs holds up only this thread."""
 
 from __future__ import annotations
 
@@ -61,8 +61,16 @@ def test_old_ones_are_removed_once_the_directory_is_there(
     later.mkdir()
     with Directory.named(str(later), writes=True) as directory:
         write_status(directory, status(host="gone", written_ns=1))
+    turns = list[bool]()
+    write = StatusFile._write
+
+    def counted(self: StatusFile, *, first: bool, last: bool) -> None:
+        turns.append(first)
+        write(self, first=first, last=last)
+
+    monkeypatch.setattr(StatusFile, "_write", counted)
     file = StatusFile(str(store), status(), counters)
-    time.sleep(0.1)  # the first turns find no directory
+    wait_until(lambda: len(turns) > 1)  # they find no directory
     assert len(standings(later)) == 1
     later.rename(store)
     wait_until(lambda: standings(store) == [SERVING])
