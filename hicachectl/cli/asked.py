@@ -361,7 +361,8 @@ def with_value(ctx: click.Context, option: str, value: str) -> str:
             words[number + 1] = value
         elif word.startswith(f"{option}="):
             words[number] = f"{option}={value}"
-    return without_secrets(shlex.join([*_program(ctx), str(ctx.info_name), *words]))
+    program = ("hicachectl",) if on_command_line(ctx, "config") else _program(ctx)
+    return without_secrets(shlex.join([*program, str(ctx.info_name), *words]))
 
 
 def _program(ctx: click.Context) -> tuple[str, ...]:

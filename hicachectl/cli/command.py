@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from difflib import get_close_matches
 from inspect import cleandoc
+from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource, augment_usage_errors
 
-from hicachectl.cli.parameters import long_name, refuse_lonely, sections
-from hicachectl.cli.session import remark
+from hicachectl.cli.parameters import (
+    OWN,
+    OWN_VALUE,
+    Option,
+    Section,
+    long_name,
+    on_command_line,
+    refuse_lonely,
+    sections,
+    takes_one_value,
+)
+from hicachectl.cli.session import Settings, remark
 from hicachectl.cli.settings import (
     named_sources,
     refuse_server_variables,
@@ -19,7 +31,9 @@ from hicachectl.cli.settings import (
     unused_variables,
 )
 from hicachectl.formats.errors import UsageError
+from hicachectl.text.terminal import MessageHandler
 
+GLOBAL = Section("Global options", repeats=False, divided=OWN_VALUE)
 _SCREEN = 40  # lines of --help
 _NAMED = 3  # options of a section that --help only names
 _COLUMN = 24  # characters of an option's names, else its text is on the next line
@@ -36,16 +50,15 @@ class Command(click.Command):
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
         super().__init__(*args, **_with_examples(attributes))
-        self.params.append(
-            click.Option(
-                ["--help-all"],
-                is_flag=True,
-                is_eager=True,
-                expose_value=False,
-                callback=_show_all,
-                help="Show the whole description and all options, and exit.",
-            )
+        show_all = click.Option(
+            ["--help-all"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_show_all,
+            help="Show the whole description and all options, and exit.",
         )
+        self.params += [show_all, *global_options()]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Keep the arguments for `words_of`, then parse them.
@@ -60,6 +73,7 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, with its settings of the environment and the config file."""
+        ctx.obj = _begin(ctx.find_root().params)
         refuse_server_variables(self)
         remark(ctx, *unused_variables(ctx))
         with named_sources(ctx):
@@ -115,12 +129,17 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """A group that suggests commands."""
+    """A group that suggests commands.
+
+    is_program: whether it is the program itself.
+    """
 
     command_class = Command
+    is_program = False
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
         super().__init__(*args, **_with_examples(attributes))
+        self.params += global_options(of_program=self.is_program)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -132,6 +151,60 @@ class Group(click.Group):
         close = get_close_matches(name, self.list_commands(ctx), n=3, cutoff=0.5)
         instead = f"did you mean {' or '.join(close)}?" if close else f"see {ctx.command_path} -h"
         raise UsageError(f"No such command {name!r}; {instead}")
+
+
+def global_options(*, of_program: bool = False) -> list[click.Parameter]:
+    """Return the options that stand before or behind the name of a command.
+
+    of_program: whether they belong to the program, which also reads their variables. Else they set
+        the program's.
+    """
+    own: dict[str, Any] = {"section": OWN, "variable": True}
+    above: dict[str, Any] = {"section": GLOBAL, "expose_value": False, "callback": _set_above}
+    where = own if of_program else above
+    return [
+        Option(
+            ["-v", "--verbose"],
+            count=True,
+            help="Log more on stderr; -vv adds debug messages.",
+            **where,
+        ),
+        Option(
+            ["-q", "--quiet"],
+            is_flag=True,
+            help="Print no remarks, and no table of a run that ends with 0.",
+            **where,
+        ),
+        Option(
+            ["--config"],
+            type=click.Path(dir_okay=False, path_type=Path),
+            metavar="FILE",
+            help="Read named stores from FILE.  [default: ~/.config/hicachectl/config.toml]",
+            **where,
+        ),
+    ]
+
+
+def _set_above(ctx: click.Context, option: click.Parameter, value: Any) -> None:
+    """Set an option of the program. Raises BadParameter if it has another value there."""
+    name, root = str(option.name), ctx.find_root()
+    if not on_command_line(ctx, name):
+        return
+    if getattr(option, "count", False):
+        value += root.params[name]
+    elif on_command_line(root, name) and root.params[name] != value:
+        said = takes_one_value([root.params[name], value])
+        raise click.BadParameter(said, ctx=ctx, param=option)
+    root.params[name] = value
+    root.set_parameter_source(name, ParameterSource.COMMANDLINE)
+
+
+def _begin(options: dict[str, Any]) -> Settings:
+    """Set up the log, and return the settings by the program's options."""
+    verbose, quiet = options["verbose"], options["quiet"]
+    level = logging.ERROR if quiet else logging.WARNING - 10 * min(verbose, 2)
+    logging.basicConfig(level=level, format="%(message)s", force=True, handlers=[MessageHandler()])
+    return Settings(options["config"], quiet, bool(verbose))
 
 
 def _with_examples(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -1,18 +1,13 @@
-"""The command group and its global options."""
+"""The command group."""
 
 from __future__ import annotations
 
-import logging
 from importlib import import_module
-from pathlib import Path
 
 import click
 
 from hicachectl import __version__
 from hicachectl.cli.command import Group
-from hicachectl.cli.parameters import own_setting
-from hicachectl.cli.session import Settings
-from hicachectl.text.terminal import MessageHandler
 
 # The modules of commands, each with its line in `--help`, which imports none of them.
 COMMANDS = {
@@ -42,7 +37,9 @@ class ClosedPipeError(Exception):
 
 
 class LazyGroup(Group):
-    """A group that imports a command only when called."""
+    """The program: a group that imports a command only when called."""
+
+    is_program = True
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command; raise ClosedPipeError for a closed pipe (click would exit with 1)."""
@@ -75,19 +72,5 @@ class LazyGroup(Group):
     "file.\n\nGarbled answers, no hits, full disk, new cluster: hicachectl-runbooks(7).",
 )
 @click.version_option(__version__, prog_name="hicachectl", message="%(prog)s %(version)s")
-@own_setting("-v", "--verbose", count=True, help="Log more on stderr; -vv adds debug messages.")
-@own_setting(
-    "-q", "--quiet", is_flag=True, help="Print no remarks, and no table of a run that ends with 0."
-)
-@own_setting(
-    "--config",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Read named stores from FILE.  [default: ~/.config/hicachectl/config.toml]",
-)
-@click.pass_context
-def cli(ctx: click.Context, verbose: int, quiet: bool, config: Path | None) -> None:
+def cli(**_options: object) -> None:
     """Inspect, verify, migrate and prewarm SGLang's HiCache L3 stores."""
-    level = logging.WARNING - 10 * min(verbose, 2) if not quiet else logging.ERROR
-    logging.basicConfig(level=level, format="%(message)s", force=True, handlers=[MessageHandler()])
-    ctx.obj = Settings(config, quiet, bool(verbose))

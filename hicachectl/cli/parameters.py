@@ -173,8 +173,7 @@ class _Given(click.Parameter):
     def _single(self, ctx: click.Context, values: list[Any]) -> Any:
         different = list(dict.fromkeys(values))
         if len(different) > 1 and not ctx.resilient_parsing:
-            named = " and ".join(map(repr, different))
-            self._refuse(ctx, f"takes one value, but has {named}; leave out all but one")
+            self._refuse(ctx, takes_one_value(different))
         return values[-1]
 
     def _refuse_empty(self, ctx: click.Context, text: Any) -> None:
@@ -188,6 +187,12 @@ class _Given(click.Parameter):
 
     def _refuse(self, ctx: click.Context, text: str) -> NoReturn:
         raise click.BadParameter(text, ctx=ctx, param=self)
+
+
+def takes_one_value(given: Iterable[object]) -> str:
+    """Return the message on several values of a parameter that takes one."""
+    named = " and ".join(repr(str(value)) for value in given)
+    return f"takes one value, but has {named}; leave out all but one"
 
 
 class Argument(_Given, click.Argument):

@@ -45,7 +45,7 @@ OTHERS = {"page", "named", "directory", "shell"}
 # Options for files that do not hold requests or pages.
 NOT_REQUESTS = {
     "profile_file", "model_config", "draft_model_config", "to_profile", "catalog", "metrics_file",
-    "lock", "output",
+    "lock", "output", "config",
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import click
 from hicachectl.checks.codes import AFTERWARDS
 from hicachectl.checks.reasons import reasons
 from hicachectl.checks.registry import codes
+from hicachectl.cli.command import GLOBAL
 from hicachectl.cli.commands.explain import SOURCES
 from hicachectl.cli.group import COMMANDS, cli
 from hicachectl.cli.manpages.mdoc import (
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from hicachectl.cli.manpages.members import Member
+    from hicachectl.cli.parameters import Section
 
 
 def build(directory: Path) -> None:
@@ -285,12 +287,16 @@ def _subcommands(command: click.Command, ctx: click.Context) -> Iterator[str]:
         arguments = [p.make_metavar(inner) for p in part.params if isinstance(p, click.Argument)]
         yield f".Ss {' '.join([name, *arguments])}"
         yield from help_text(part.help or "")
-        yield from _options(part, inner)
+        yield from _options(part, inner, without=GLOBAL)  # the group's own list has them
 
 
-def _options(command: click.Command, ctx: click.Context) -> Iterator[str]:
+def _options(
+    command: click.Command, ctx: click.Context, *, without: Section | None = None
+) -> Iterator[str]:
     """Yield the options by section; the synopsis and the description have the arguments."""
     for title, options in sections(command.get_params(ctx)).items():
+        if without is not None and title == without.title:
+            continue
         if title != OWN.title:
             yield f".Ss {title}"
         yield ".Bl -tag -width Ds"
