@@ -8,6 +8,7 @@ mooncake-transfer-engine 0.3.13.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -18,15 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 from hicachectl.backends.disk.io import errors_as, undo_on_error
+from hicachectl.backends.mooncake.ports import close_ports, names_of_sockets
 from hicachectl.backends.mooncake.settings import split_address
 from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Sequence, Set
 
     from hicachectl.backends.mooncake.settings import MooncakeSettings
 
     Codes = npt.NDArray[np.int64]
+
+_log = logging.getLogger(__name__)
 
 
 class Code(IntEnum):
@@ -119,6 +123,7 @@ class MooncakeClient:
         _reach(settings.master)
         os.environ.setdefault(_RPC_TIMEOUT_VARIABLE, _RPC_TIMEOUT_MS)
         self._store: Any = module.MooncakeDistributedStore()
+        before = names_of_sockets()
         code = self._store.setup(
             _with_port(settings.local_hostname),
             settings.metadata,
@@ -136,6 +141,8 @@ class MooncakeClient:
                 f"{settings.device!r} and metadata {settings.metadata!r}"
             )
         with undo_on_error(self.close):
+            if settings.protocol == "tcp":
+                self._close_ports(before)
             self._probe()
 
     def register(self, address: int, nbytes: int) -> None:
@@ -203,6 +210,15 @@ class MooncakeClient:
                 self._calls.wait()
         if store is not None and not self.abandoned:
             store.close()
+
+    def _close_ports(self, before: Set[str]) -> None:
+        if left := close_ports(before):
+            _log.warning(
+                "mooncake://%s: this kernel cannot close the ports of the client: %s stay open to "
+                "the network during the run; restrict them with a firewall",
+                self._settings.master,
+                ", ".join(map(str, left)),
+            )
 
     def _call(self, name: str, *arguments: Any, nbytes: int = 0) -> Codes:
         """Call the module. nbytes: bytes to transfer."""

@@ -1,0 +1,88 @@
+"""Close the ports of a Mooncake client, which answers anybody who reaches them.
+
+With protocol tcp, `setup` listens at two ports of all addresses: one names the memory that the
+package shares, the other reads and writes it, without authentication. No variable binds them to an
+address. No other process needs them, since a guest has no segment.
+Source: Mooncake mooncake-transfer-engine/src/transfer_metadata_plugin.cpp :: findAvailableTcpPort,
+src/transport/tcp_transport/tcp_transport_session_impl.h :: TcpContext, src/config.cpp ::
+ValidatePortRange; tried on mooncake-transfer-engine 0.3.13.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Set
+
+# Mooncake takes none of these ports; other threads of a server listen at them.
+_EPHEMERAL = range(32768, 61000)
+_SO_ATTACH_FILTER = 26
+# One instruction of linux/filter.h: BPF_RET | BPF_K with 0 bytes to keep, which drops a packet.
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
+
+
+def names_of_sockets() -> frozenset[str]:
+    """Return the kernel's names of this process's sockets."""
+    return frozenset(name for _, name in _sockets())
+
+
+def close_ports(before: Set[str]) -> list[int]:
+    """Drop all packets to listeners that are not in `before`, and end their connections.
+
+    Returns the ports that stay open, since the kernel has no socket filters.
+    """
+    ports, left = set(), []
+    fresh = [number for number, name in _sockets() if name not in before]
+    for found in _opened(fresh):
+        port = _port_of(found)
+        if _listens(found) and port not in _EPHEMERAL:
+            ports.add(port)
+            left += [] if _drops_all(found) else [port]
+    for found in _opened(fresh):
+        if not _listens(found) and _port_of(found) in ports:
+            found.shutdown(socket.SHUT_RDWR)
+    return left
+
+
+def _sockets() -> Iterator[tuple[int, str]]:
+    """Yield the descriptor and the name of each socket of this process."""
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            name = str(path.readlink())
+            if name.startswith("socket:"):
+                yield int(path.name), name
+
+
+def _opened(descriptors: list[int]) -> Iterator[socket.socket]:
+    """Yield the TCP sockets among some descriptors, each open in the loop only."""
+    for descriptor in descriptors:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+            if found.family in (socket.AF_INET, socket.AF_INET6):
+                yield found
+
+
+def _listens(found: socket.socket) -> bool:
+    return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _port_of(found: socket.socket) -> int:
+    port: int = found.getsockname()[1]
+    return port
+
+
+def _drops_all(listener: socket.socket) -> bool:
+    """Attach a filter that drops all packets; return False where the kernel has no filters."""
+    program = ctypes.create_string_buffer(_DROP, len(_DROP))
+    filters = struct.pack("HP", 1, ctypes.addressof(program))
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filters)
+    except OSError:  # for example gVisor
+        return False
+    return True
