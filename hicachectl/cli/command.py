@@ -149,8 +149,12 @@ class Group(click.Group):
         if name.startswith("-") or ctx.resilient_parsing or self.get_command(ctx, name):
             return super().resolve_command(ctx, args)
         close = get_close_matches(name, self.list_commands(ctx), n=3, cutoff=0.5)
-        instead = f"did you mean {' or '.join(close)}?" if close else f"see {ctx.command_path} -h"
-        raise UsageError(f"No such command {name!r}; {instead}")
+        meant = f"did you mean {' or '.join(close)}?" if close else f"see {ctx.command_path} -h"
+        raise UsageError(f"No such command {name!r}; {self.other_name(name) or meant}")
+
+    def other_name(self, name: str) -> str:
+        """Return a sentence on the command that others call by a name; "" if there is none."""
+        return ""
 
 
 def global_options(*, of_program: bool = False) -> list[click.Parameter]:

@@ -29,6 +29,27 @@ COMMANDS = {
     "profile": "Print the profile of a deployment.",
     "demo": "Write a small sample store.",
     "completion": "Print a shell completion script.",
+    "help": "Show the help of a command.",
+    "version": "Show the version.",
+}
+
+# Names by which other programs call what a command does.
+_OTHER_NAMES = {
+    "du df size space stat stats info": "ls --summary shows bytes and the free space",
+    "list dir find keys pages": "ls lists the pages of a store",
+    "cat get page inspect": "show shows the objects of one page",
+    "check fsck scrub validate audit": "verify checks a store",
+    "repair fix heal": "verify --repair repairs a store",
+    "health healthcheck status ping probe diagnose": "doctor examines a store and its servers",
+    "sync cp copy mv move clone export import backup convert": "migrate copies or moves pages",
+    "del delete remove clean clear evict expire gc": "rm removes pages",
+    "purge prune": "quarantine purge deletes old runs of a quarantine",
+    "warm warmup preload prefetch": "prewarm copies the most valuable pages",
+    "undo undelete unquarantine": "restore puts quarantined pages back",
+    "hitrate lookup miss misses": "hits shows how much of each request a store can serve",
+    "estimate capacity": "simulate shows what caches of each size serve",
+    "html dashboard graph chart plot": "report shows a store in one HTML file",
+    "join combine": "merge joins the parts of a run",
 }
 
 
@@ -58,6 +79,11 @@ class LazyGroup(Group):
             return None
         command: click.Command = import_module(f"hicachectl.cli.commands.{cmd_name}").command
         return command
+
+    def other_name(self, name: str) -> str:
+        """Return which command does what another program's command of a name does; else ""."""
+        found = (text for names, text in _OTHER_NAMES.items() if name in names.split())
+        return next((f"hicachectl {text}" for text in found), "")
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the command list from `COMMANDS`."""

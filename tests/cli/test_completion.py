@@ -85,6 +85,13 @@ def test_bash_gets_what_follows_the_last_piece_of_a_word() -> None:
     assert asked("migrate", "file:///a", "--to-tp", "2", "pre") == ["dir,pre", "plain,preview:"]
 
 
+@pytest.mark.slow
+def test_help_offers_the_commands_of_the_group_before_it() -> None:
+    assert asked("help", "pre") == ["plain,prewarm"]
+    assert asked("help", "quarantine", "") == ["plain,list", "plain,purge"]
+    assert asked("help", "ls", "") == asked("help", "zzz", "") == []
+
+
 def test_lists_offer_what_they_lack(invoke: Invoke) -> None:
     assert offered("--state", "ls", "/x", incomplete="whole,") == [
         "whole,partial", "whole,orphan", "whole,unknown",

@@ -41,7 +41,7 @@ NAMES = {
 
 # Arguments by what they name. Commands read those of the first kind.
 PLACES = {"store", "source", "destination", "quarantine", "run", "pack"}
-OTHERS = {"page", "named", "directory", "shell"}
+OTHERS = {"page", "named", "directory", "shell", "words"}
 # Options for files that do not hold requests or pages.
 NOT_REQUESTS = {
     "profile_file", "model_config", "draft_model_config", "to_profile", "catalog", "metrics_file",

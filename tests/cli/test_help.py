@@ -1,4 +1,7 @@
-"""Help: own options and examples on one screen, everything with --help-all; close names."""
+"""Help: own options and examples on one screen, everything with --help-all; close names.
+
+The commands help and version, and names by which other programs call what a command does.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from typing import TYPE_CHECKING
 import click
 import pytest
 
+from hicachectl import __version__
 from hicachectl.cli.command import Command, Group
-from hicachectl.cli.group import COMMANDS, cli
+from hicachectl.cli.group import _OTHER_NAMES, COMMANDS, cli
 from hicachectl.cli.parameters import sections
 
 if TYPE_CHECKING:
@@ -111,3 +115,54 @@ def test_a_file_can_have_the_name_of_a_format(
     (tmp_path / "store").mkdir()
     invoke("ls", "store", "--format", "csv", "-o", "./json")
     assert (tmp_path / "json").read_text().startswith('"page"')
+
+
+@pytest.mark.parametrize("words", [*COMMAND_WORDS, [], ["pack"], ["quarantine"]])
+def test_help_of_a_command_is_its_own_help(invoke: Invoke, words: list[str]) -> None:
+    assert invoke("help", *words) == invoke(*words, "--help")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("verfy", "No such command 'verfy'; did you mean verify"),
+        ("quarantine prge", "No such command 'prge'; did you mean purge?"),
+        ("quarantine du", "No such command 'du'; see hicachectl quarantine -h"),
+        ("df", "No such command 'df'; hicachectl ls --summary shows "),
+        ("ls x", "hicachectl ls has no commands of its own; see hicachectl ls --help"),
+    ],
+)
+def test_help_of_no_command(invoke: Invoke, line: str, said: str) -> None:
+    assert invoke("help", *line.split(), exit_code=2).stderr.startswith(f"hicachectl: {said}")
+
+
+def test_version_is_that_of_the_option(invoke: Invoke) -> None:
+    assert invoke("version") == invoke("--version") == (f"hicachectl {__version__}\n", "")
+
+
+OTHER_NAMES = [(name, text) for names, text in _OTHER_NAMES.items() for name in names.split()]
+
+
+@pytest.mark.parametrize(("name", "text"), OTHER_NAMES)
+def test_the_name_of_another_program_is_answered_by_ours(
+    invoke: Invoke, name: str, text: str
+) -> None:
+    said = invoke(name, "prod:", "--depth", 1, exit_code=2).stderr
+    assert said == f"hicachectl: No such command {name!r}; hicachectl {text}\n"
+
+
+@pytest.mark.parametrize("text", _OTHER_NAMES.values())
+def test_an_answer_names_a_command_and_its_option(text: str) -> None:
+    first, second, *_ = text.split()
+    command = cli.get_command(click.Context(cli), first)
+    assert command is not None
+    if isinstance(command, click.Group):
+        assert second in command.commands
+    if second.startswith("--"):
+        assert any(second in option.opts for option in command.params)
+
+
+def test_each_other_name_has_one_answer_and_is_no_command() -> None:
+    names = [name for name, _ in OTHER_NAMES]
+    assert len(set(names)) == len(names)
+    assert not set(names) & set(COMMANDS)

@@ -155,7 +155,7 @@ report STORE -o NONE/x --mark =2d                 | --mark | '=2d' | no text bef
 report STORE -o STORE/page.html                   | page.html | lies in the store | name a file
 report STORE                                      | --output | is missing | see hicachectl report -
 --verbos ls STORE                                 | --verbos | did you mean --verbose?
-verfy STORE                                       | No such command 'verfy'; did you mean verify?
+verfy STORE                                       | No such command 'verfy'; did you mean verify
 zzz                                               | No such command 'zzz'; see hicachectl -h
 pack zzz                                          | No such command 'zzz'; see hicachectl pack -h
 quarantine prune                                  | 'prune' | did you mean purge?
