@@ -295,7 +295,7 @@ def refuse_lonely(ctx: click.Context) -> None:
     given = {
         long_name(option)
         for option in options
-        if ctx.params.get(str(option.name)) not in (None, False, ())
+        if (value := ctx.params.get(str(option.name))) not in (None, ()) and value is not False
     }
     for option in options:
         needed = {word for word in option.needs.split() if word.startswith("--")}
