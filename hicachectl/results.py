@@ -45,6 +45,7 @@ class Result:
     undone: messages on what was not done, of the remarks or beside them; --quiet keeps them.
     failed: whether the exit status is 4.
     ending: exception to raise after the result was written; it decides the exit status.
+    excused: whether the exit status is 0 although the run failed.
     dry_run: whether the command was asked to change nothing.
     command: name of the command of a divided run.
     write_catalog: function that writes the digests of a divided run to a file as `save_catalog`
@@ -60,13 +61,14 @@ class Result:
     undone: Sequence[str] = ()
     failed: bool = False
     ending: BaseException | None = None
+    excused: bool = False
     dry_run: bool = False
     command: str = ""
     write_catalog: Callable[[Path, Permissions, bool], str] | None = None
 
     @property
     def succeeded(self) -> bool:
-        """Whether the exit status is 0."""
+        """Whether the run did what was asked; then the exit status is 0."""
         return not self.failed and self.ending is None
 
     def with_undone(self, *texts: str) -> Result:

@@ -78,6 +78,8 @@ class PrewarmDocument(msgspec.Struct, kw_only=True):
     complete: bool
     stopped_by: str | None
     problems: list[ProblemRow]
+    attempts: int | UnsetType = UNSET
+    opened_anyway: bool | UnsetType = UNSET
     plan: list[PlannedPage] | UnsetType = UNSET
     pulled: list[PulledServer] | UnsetType = UNSET
 

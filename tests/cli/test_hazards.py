@@ -45,7 +45,7 @@ OTHERS = {"page", "named", "directory", "shell", "words"}
 # Options for files that do not hold requests or pages.
 NOT_REQUESTS = {
     "profile_file", "model_config", "draft_model_config", "to_profile", "catalog", "metrics_file",
-    "lock", "output", "config",
+    "lock", "open_since", "output", "config",
 }  # fmt: skip
 
 
@@ -82,6 +82,7 @@ quarantine list QUARANTINE                              | 0 | 0 runs, 0 pages   
 quarantine purge QUARANTINE --before 0s --yes           | 0 | 0 runs, 0 pages                   | 0
 prewarm NEW --from STORE --profile PROFILE --all        | 3 | STORE has no page: not mounted?   | 0
 prewarm NEW --from STORE --profile PROFILE --all --dry-run --min-usable 0 | 3 | not mounted?    | 0
+prewarm NEW --from STORE --all --min-usable 0 --open-after 0.1s | 0 | OPENED ANYWAY             | 0
 migrate STORE NEW                                       | 3 | STORE has no page: not mounted?   | 0
 migrate STORE NEW --move --yes                          | 0 | STORE is empty; check the URL     | 0
 merge RUN                                               | 2 | RUN: has no run.json              | 0

@@ -256,6 +256,7 @@ def prewarm(stores: Stores) -> Documents:
     yield stores.held(*command, "--token-ids", requests)
     conflicting = ("prewarm", stores.target, "--from", stores.damaged, *stores.profile, "--all")
     yield stores.run(*conflicting, exit_code=4)
+    yield stores.run(*conflicting, "--min-usable", 0.9, "--open-after", "0s")
     with serving(Server(answer)) as place:
         pull = ("--token-ids", requests, "--through-server", f"http://{place}")
         yield stores.run(*command, *pull)
@@ -462,7 +463,8 @@ def test_a_metrics_file_has_the_metrics_of_the_page(
     else:
         requests = prompts(tmp_path / "requests.jsonl", 8)
         copy = ("--from", stores.whole, *stores.profile, "--token-ids", requests)
-        stores.run("prewarm", tmp_path / "copy", *copy, "--metrics-file", path)
+        gate = ("--min-usable", 0.5, "--open-after", "1h")
+        stores.run("prewarm", tmp_path / "copy", *copy, *gate, "--metrics-file", path)
     samples = re.findall(r"^hicachectl_(\w+?)_(\w+)\{(.*?)\} \S+$", path.read_text(), re.MULTILINE)
     assert {name for of, name, _ in samples if of == command} == set(metrics()[command])
     for _, name, labels in samples:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,13 +36,15 @@ from hicachectl.cli.parameters import (
     on_command_line,
     own_option,
 )
-from hicachectl.cli.session import opened, progress, remark, stages, store_name
+from hicachectl.cli.session import locked, opened, progress, remark, stages, store_name
 from hicachectl.cli.values import DURATION, FILE, FORMATS, SIZE
-from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.wording import inferred_refused
+from hicachectl.formats.errors import ProfileError, StoreUnavailable, UsageError
+from hicachectl.formats.wording import inferred_refused, lock_held
 from hicachectl.io.interrupts import raised_once
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from hicachectl.backends.base import Store
     from hicachectl.prewarming.outcome import PrewarmOutcome
     from hicachectl.prewarming.page_plan import PrewarmRequest
@@ -78,6 +81,22 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
 @equal_option("--budget-pages", type=click.IntRange(0), metavar="N", help="Copy at most N pages.")
 @equal_option("--deadline", type=DURATION, help="Start no further copy after this duration.")
 @min_usable_option
+@own_option(
+    "--open-after",
+    type=DURATION,
+    needs="--min-usable SHARE",
+    divided=Divided(instead="leave out --shard", on_cluster=False),
+    help="Try again until it succeeds; exit with 0 after this duration in any case. A server that "
+    "waits for the run then starts cold.",
+)
+@own_option(
+    "--open-since",
+    type=FILE,
+    needs="--open-after DURATION",
+    divided=Divided(instead="leave out --shard", on_cluster=False),
+    help="Count --open-after from the time of this file. It is made if it is missing, and removed "
+    "when the gate opens, so that a process which is killed and started again goes on counting.",
+)
 @prefetch_threshold_option
 @MOONCAKE.option(
     "--pin",
@@ -149,7 +168,9 @@ def command(
     hicachectl-prewarm(1) explains the order of pages, how a run ends, traces and how to record
     one, pins, live servers, parts of a run, and usable tokens.
 
-    hicachectl-scheduling(7) has jobs for cron, systemd and Kubernetes.
+    hicachectl-scheduling(7) has jobs for cron and systemd.
+
+    hicachectl-kubernetes(7) has a gate that servers wait at.
 
     Examples:
       hicachectl prewarm mooncake: --from /backup/monday.hcpack --trace day.jsonl \
@@ -159,6 +180,8 @@ def command(
       hicachectl prewarm prod: --from /mnt/archive --profile prod.toml --plan plan.jsonl
       hicachectl prewarm prod: --profile prod.toml --token-ids hot.jsonl \
           --through-server http://127.0.0.1:30000
+      hicachectl prewarm mooncake: --from /backup/monday.hcpack --trace day.jsonl \
+          --min-usable 0.9 --open-after 20m --open-since /gate/since
       hicachectl prewarm prod: --from /mnt/archive --profile prod.toml --trace day.jsonl \
           --deadline 10m --shard /64 --run /shared/$(date +%F)
     """
@@ -168,6 +191,7 @@ def command(
     if options["output_format"] is None:
         ctx.params["output_format"] = "jsonl" if options["dry_run"] else "json"
     refuse_other_sources(options, _SOURCES)
+    _refuse_once(options)
     if options["trace"] and destination is None and source is None:
         _plan_trace(ctx, options)
         return
@@ -189,23 +213,80 @@ def command(
 
     def run() -> Result | None:
         """Open the stores and prewarm; None for a part."""
-        with (
-            opened(ctx, destination, create=source is not None) as target,
-            metrics_if_empty(ctx, lambda: nothing_copied(None, target.url).document),
-        ):
-            if source is None:
-                return _at_once(ctx, None, target, options)
-            with opened(ctx, source) as origin:
-                if not is_divided(options):
-                    return _at_once(ctx, origin, target, options)
-                return _in_parts(ctx, (source, destination), (origin, target), options)
+        if not is_divided(options):
+            return _at_once(ctx, source, destination, options)
+        with _target(ctx, destination) as target, opened(ctx, str(source)) as origin:
+            return _in_parts(ctx, (str(source), destination), (origin, target), options)
 
     def nothing() -> Result:
         origin = None if source is None else store_name(ctx, source)
         return nothing_copied(origin, store_name(ctx, destination)).result()
 
     with raised_once():
-        write_run(ctx, run, nothing)
+        if options["open_after"] is None:
+            write_run(ctx, run, nothing)
+        else:
+            _gated(ctx, source, destination, options, nothing())
+
+
+def _refuse_once(options: dict[str, Any]) -> None:
+    """Raise click.UsageError for what a run of --open-after cannot do again and again."""
+    if options["open_after"] is None:
+        return
+    if options["dry_run"]:
+        raise click.UsageError("--open-after cannot be combined with --dry-run; leave out one")
+    if "-" in (options["prompts"], options["token_ids"], *(options["trace"] or ())):
+        raise click.UsageError(
+            "--open-after reads the requests again at each attempt; give a file instead of -"
+        )
+
+
+@contextmanager
+def _target(ctx: click.Context, destination: str) -> Iterator[Store]:
+    """Open the destination; write the metrics of a run that finds a store empty."""
+    from hicachectl.prewarming.outcome import nothing_copied
+
+    with (
+        opened(ctx, destination, create=ctx.params["source"] is not None) as target,
+        metrics_if_empty(ctx, lambda: nothing_copied(None, target.url).document),
+    ):
+        yield target
+
+
+def _gated(
+    ctx: click.Context,
+    source: str | None,
+    destination: str,
+    options: dict[str, Any],
+    nothing: Result,
+) -> None:
+    """Prewarm until it succeeds or the time of --open-after is over; write the result.
+
+    nothing: result of a run that did nothing.
+    """
+    from hicachectl.cli.gate import Gate, waited_since
+    from hicachectl.cli.output import write_result
+    from hicachectl.text.units import human_age
+
+    lock, seconds, deadline = options["lock"], options["open_after"], options["deadline"]
+
+    def attempt(left: float) -> Result:
+        with locked(lock) as is_ours:
+            if not is_ours:
+                raise StoreUnavailable(lock_held(lock))
+            limit = left if deadline is None else min(left, deadline)
+            return _at_once(ctx, source, destination, {**options, "deadline": limit})
+
+    gate = Gate(
+        f"--open-after {human_age(seconds)}",
+        seconds,
+        nothing,
+        say=partial(remark, ctx, failure=True),
+        write=partial(write_result, ctx),
+    )
+    with waited_since(options["open_since"]) as waited:
+        result = gate.passed(attempt, waited=waited)
+    write_result(ctx, result)
 
 
 def _plan_trace(ctx: click.Context, options: dict[str, Any]) -> None:
@@ -245,25 +326,28 @@ def _plan_trace(ctx: click.Context, options: dict[str, Any]) -> None:
 
 
 def _at_once(
-    ctx: click.Context, source: Store | None, target: Store, options: dict[str, Any]
+    ctx: click.Context, source: str | None, destination: str, options: dict[str, Any]
 ) -> Result:
     """Copy pages in this process, if there is a source; then make servers pull them."""
     from hicachectl.prewarming.prewarm import live_servers, prewarm, usable_from
 
     started = time.monotonic()
-    servers = {} if options["dry_run"] else live_servers(options["servers"])
-    store = target if source is None else source
-    trace = None
-    if any(options[name] for name in _TOKEN_SOURCES):
-        trace = ctx.with_resource(asked_trace(options, keeps=bool(servers)))
-    request = _wanted(ctx, _request(ctx, store, options), store, options, trace)
-    request = _served(ctx, request, servers)
-    if source is None:
-        outcome = usable_from(target, request)
-    else:
-        with stages(ctx, "copying") as (on_listed, on_copied):
-            outcome = prewarm(source, target, request, on_listed=on_listed, on_copied=on_copied)
-    _pull(ctx, servers, request, outcome, options, started, trace)
+    with ExitStack() as held:
+        target = held.enter_context(_target(ctx, destination))
+        origin = None if source is None else held.enter_context(opened(ctx, source))
+        servers = {} if options["dry_run"] else live_servers(options["servers"])
+        store = target if origin is None else origin
+        trace = None
+        if any(options[name] for name in _TOKEN_SOURCES):
+            trace = held.enter_context(asked_trace(options, keeps=bool(servers)))
+        request = _wanted(ctx, _request(ctx, store, options), store, options, trace)
+        request = _served(ctx, request, servers)
+        if origin is None:
+            outcome = usable_from(target, request)
+        else:
+            with stages(ctx, "copying") as (on_listed, on_copied):
+                outcome = prewarm(origin, target, request, on_listed=on_listed, on_copied=on_copied)
+        _pull(ctx, servers, request, outcome, options, started, trace)
     return outcome.result(min_usable=options["min_usable"], dry_run=options["dry_run"])
 
 
@@ -275,7 +359,7 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Prewa
 
     profile = profile_from_options(options, store, warn=partial(remark, ctx))
     if profile is None or profile.inferred:
-        raise click.UsageError(inferred_refused("prewarm"))
+        raise UsageError(inferred_refused("prewarm"))
     return PrewarmRequest(
         profile=profile,
         destination_profile=destination_profile(profile, options),

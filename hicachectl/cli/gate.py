@@ -1,0 +1,161 @@
+"""A gate that servers wait at: a run is tried again until it succeeds, or its time is over."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hicachectl.formats.errors import HicacheError, UsageError
+from hicachectl.formats.wording import failed
+from hicachectl.text.terminal import message_text
+from hicachectl.text.units import counted, human_age
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from hicachectl.results import Result
+
+_FIRST_PAUSE_SECONDS = 2.0
+_LONGEST_PAUSE_SECONDS = 60.0  # an attempt lists stores
+_HANGING_SECONDS = 60.0  # after the gate's time, for the end of an attempt
+
+
+class Gate:
+    """Attempts at one run, until one succeeds or the time is over."""
+
+    def __init__(
+        self,
+        option: str,
+        seconds: float,
+        nothing: Result,
+        say: Callable[[str], None],
+        write: Callable[[Result], None],
+    ) -> None:
+        """Set up the gate.
+
+        option: the option's name and value, for messages.
+        seconds: time after which the gate opens.
+        nothing: result of a run that did nothing.
+        say: takes what failed, after each attempt.
+        write: writes the result while an attempt hangs.
+        """
+        self._option = option
+        self._seconds = seconds
+        self._result = nothing
+        self._say = say
+        self._write = write
+        self._attempts = 0
+        self._failure = "the time was over before the first attempt"
+        self._decided = threading.Lock()
+
+    def passed(self, attempt: Callable[[float], Result], *, waited: float) -> Result:
+        """Return the result of the last attempt; if it failed, the result is excused.
+
+        attempt: does the run; takes the time that is left, in seconds.
+        waited: seconds that earlier processes have waited at the gate.
+        What `HicacheError` reports is tried again. A signal and any other exception end the gate.
+        """
+        ends = time.monotonic() + self._seconds - waited
+        pause = _FIRST_PAUSE_SECONDS
+        with self._watched(ends):
+            while (left := ends - time.monotonic()) > 0:
+                self._attempts += 1
+                try:
+                    self._result = result = attempt(left)
+                except HicacheError as error:
+                    self._failure = str(error)
+                else:
+                    if result.succeeded or _is_signal(result.ending):
+                        return self._told(opened_anyway=False)
+                    ending = "" if result.ending is None else str(result.ending)
+                    self._failure = ending or next(reversed(result.undone), "not done")
+                self._wait(min(pause, ends - time.monotonic()), ends)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        return self._excused()
+
+    def _wait(self, seconds: float, ends: float) -> None:
+        """Say what failed, and wait before the next attempt."""
+        if seconds > 0:
+            latest = human_age(ends - time.monotonic())
+            self._say(
+                f"{self._option}: attempt {self._attempts} failed: {self._failure}; tries again "
+                f"in {human_age(seconds)}, and opens in {latest} at the latest"
+            )
+            time.sleep(seconds)
+
+    def _excused(self) -> Result:
+        """Return the result of a gate that opens because its time is over."""
+        said = (
+            f"{self._option}: OPENED ANYWAY after {counted(self._attempts, 'failed attempt')}, the "
+            f"store is not warm: {message_text(self._failure)}"
+        )
+        told = self._told(opened_anyway=True).with_undone(said)
+        return replace(told, failed=True, ending=None, excused=True)
+
+    def _told(self, *, opened_anyway: bool) -> Result:
+        """Return the last result with the members of its document about the gate."""
+        gate = {"attempts": self._attempts, "opened_anyway": opened_anyway}
+        return replace(self._result, document={**self._result.document, **gate})
+
+    @contextmanager
+    def _watched(self, ends: float) -> Iterator[None]:
+        """End the process if the block hangs, such as in a call of a dead file system."""
+
+        def leave() -> None:
+            if not self._decided.acquire(blocking=False):
+                return
+            try:
+                self._failure = f"attempt {self._attempts} hangs"
+                self._write(self._excused())
+                sys.stdout.flush()
+            finally:
+                os._exit(0)
+
+        timer = threading.Timer(max(0.0, ends - time.monotonic()) + _HANGING_SECONDS, leave)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self._decided.acquire()  # never returns if the timer ends the process
+
+
+def _is_signal(ending: BaseException | None) -> bool:
+    return ending is not None and not isinstance(ending, Exception)
+
+
+@contextmanager
+def waited_since(path: Path | None) -> Iterator[float]:
+    """Yield the age of a file in seconds; make it if it is missing, and remove it at the end.
+
+    If an exception or a kill ends the block, the file stays, so that the next process goes on
+    counting. Without a path, yield 0. Raises UsageError if the file cannot be made, UntrustedError
+    for a link or a file of an untrusted user.
+    """
+    if path is None:
+        yield 0.0
+        return
+    from hicachectl.backends.disk.directory import Directory
+
+    parent, name = os.path.split(os.path.abspath(path))  # noqa: PTH100 - as in `locked`
+    with ExitStack() as held:
+        try:
+            directory = held.enter_context(Directory.named(parent, writes=True))
+            descriptor = directory.open_lock(name)
+            held.callback(os.close, descriptor)
+            made = os.fstat(descriptor).st_mtime
+        except OSError as error:
+            step = "give a file in a directory that exists and that you can write to"
+            raise UsageError(
+                failed(f"--open-since {path}", "make the file", error, step)
+            ) from error
+        yield max(0.0, time.time() - made)
+        with suppress(OSError):  # a later gate then opens early
+            directory.remove(name)
