@@ -89,7 +89,9 @@ def test_a_manifest_is_valid(path: Path) -> None:
         check_arguments(container["args"])
     text = path.read_text()
     mounts = set(re.findall(r"name: (\w+), mountPath", text))
-    volumes = re.findall(r"^ +- name: (\w+)\n +(?:persistent|hostPath|configMap)", text, re.M)
+    volumes = re.findall(
+        r"^ +- name: (\w+)\n +(?:persistent|hostPath|configMap|emptyDir)", text, re.M
+    )
     assert mounts == set(volumes)
 
 
@@ -104,7 +106,8 @@ def test_a_server_waits_for_its_store() -> None:
     manifest = yaml.safe_load((FOLDER / "kubernetes" / "server.yaml").read_text())
     (gate,) = manifest["spec"]["template"]["spec"]["initContainers"]
     assert gate["args"][0] == "prewarm"
-    assert any(text.startswith("--min-usable=") for text in gate["args"])
+    given = {text.partition("=")[0] for text in gate["args"]}
+    assert given >= {"--min-usable", "--open-after", "--open-since"}
 
 
 def test_the_units_of_systemd_are_valid(tmp_path: Path) -> None:
