@@ -267,6 +267,9 @@ class FileListings(Losing):
             times, now_ns = batch.column("mtime_ns").fill_null(0).to_numpy(), time.time_ns()
             if count := int(np.count_nonzero(times > now_ns + _AHEAD_NS)):
                 left_out.ahead.append((count, int(times.max()) - now_ns))
+        if "nbytes" in batch.schema.names:
+            # A marker comes before the first file that it describes: the sizes were asked before.
+            self._files.sizes.current()
         batch = self._files.sizes.strip(batch)
         times = epochs.times(batch)
         if times is None:
