@@ -259,6 +259,17 @@ class Trailed(Store):
         """
 
     @abstractmethod
+    def adopt(self, rows: Rows, sizes: IntArray) -> Result:
+        """Give existing objects the trailers of `write_trailers`, while servers use the store.
+
+        Each object is whole at every moment, and keeps its bytes, times, owner and mode.
+        sizes: [n] int64, expected bytes of each object.
+        Statuses: OK also for an object that has its trailer, or gets none. EXISTS if a writer has
+        replaced the object meanwhile. GONE, SHORT, OVERSIZED, DAMAGED, FOREIGN, FULL, ERROR.
+        CHANGED if written to during the copy.
+        """
+
+    @abstractmethod
     def remove_cleared(self, rows: Rows) -> Result:
         """Delete objects that are misses since a server's `clear`.
 

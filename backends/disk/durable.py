@@ -34,6 +34,7 @@ STDOUT = Path("/dev/stdout")
 # NFS locks only files that are open for writing (EBADF); a directory cannot be.
 _NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF, errno.EISDIR}
 _RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
 _AT_FDCWD = -100  # instead of a descriptor: the name is a path
 
 
@@ -93,10 +94,23 @@ def rename_noreplace(source: int | None, old: bytes, target: int | None, new: by
     source, target: descriptors of directories; None if the name is a path. Raises OSError, and
     FileExistsError if `new` exists.
     """
+    here, there = (_AT_FDCWD if one is None else one for one in (source, target))
+    return _rename(here, old, there, new, _RENAME_NOREPLACE)
+
+
+def exchange(directory: int, one: bytes, other: bytes) -> bool:
+    """Let two files of a directory swap their names at once; return False if the system cannot.
+
+    Each name always names a file. Raises OSError, and FileNotFoundError if a name is missing.
+    """
+    return _rename(directory, one, directory, other, _RENAME_EXCHANGE)
+
+
+def _rename(source: int, old: bytes, target: int, new: bytes, flags: int) -> bool:
+    """Call renameat2; return False if the system or the file system lacks it. Raises OSError."""
     if not hasattr(LIBC, "renameat2"):
         return False
-    here, there = (_AT_FDCWD if one is None else one for one in (source, target))
-    if not LIBC.renameat2(here, old, there, new, _RENAME_NOREPLACE):
+    if not LIBC.renameat2(source, old, target, new, flags):
         return True
     number = ctypes.get_errno()
     if number in UNSUPPORTED:

@@ -23,6 +23,7 @@ from hicachectl.backends.disk.directory import Directory, Trust
 from hicachectl.backends.disk.io import CHECK_MOUNT, OPEN_DIRECTORY, closing_descriptor, errors_as
 from hicachectl.backends.disk.names import OWN_PREFIX, check_key
 from hicachectl.backends.file.folders import ObjectDirectory, folder_of
+from hicachectl.backends.object_files.adoption import FileAdopter
 from hicachectl.backends.object_files.epochs import Epochs
 from hicachectl.backends.object_files.faults import usable
 from hicachectl.backends.object_files.store import ObjectFiles
@@ -35,7 +36,7 @@ from hicachectl.formats.eviction import Policy
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from hicachectl.formats.arrays import BoolArray
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.identity import Identity
     from hicachectl.formats.keys.base import Affix
     from hicachectl.formats.marker import Marker
@@ -166,6 +167,13 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
     def write_trailers(self, identities: Mapping[Affix, Identity], digest: str) -> None:
         """See `Trailed`. Raises UsageError for an unknown digest."""
         self._writer.trailers = NewTrailers(identities, digest)
+
+    def adopt(self, rows: Rows, sizes: IntArray) -> Result:
+        """See `Trailed`."""
+        self._refuse_untrusted()
+        trailers = self._writer.trailers
+        assert trailers is not None, "write_trailers comes first"
+        return FileAdopter(self._files, self._writer, trailers).adopt(rows, sizes)
 
     def eviction(self) -> Policy:
         """Return the policy of the plug-in if it has written to the store, else HiCacheFile's."""

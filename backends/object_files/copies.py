@@ -1,4 +1,4 @@
-"""Copies between file stores by the system, with the trailers that the copies shall have."""
+"""Copies of object files by the system, with the trailers that the copies shall have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hicachectl.formats.errors import UntrustedError
 from hicachectl.formats.trailer import TRAILER_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from hicachectl.backends.object_files.faults import StoreFiles
     from hicachectl.backends.object_files.markers import Marker
@@ -26,20 +26,55 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.trailer import Trailer
 
-_Tail = bytes | Verdict  # what follows a copy's bytes, or why there is no copy
 
+class CopiedObject(NamedTuple):
+    """One object to copy.
 
-class _Object(NamedTuple):
-    """One object to copy. nbytes: without a trailer. source: its open file."""
+    nbytes: bytes of the object, without a trailer.
+    source: descriptor of its file.
+    """
 
     key: bytes
     new_key: bytes
     nbytes: int
     source: int
 
-    def bytes(self) -> Iterator[memoryview]:
+    def value(self) -> Iterator[memoryview]:
         """Return `chunks` of the object."""
         return chunks(self.source, self.nbytes)
+
+    def copy_to(self, copy: int, tail: bytes) -> None:
+        """Copy the object to a new file, and add a trailer or no bytes. Raises OSError, EOFError.
+
+        copy: descriptor of the new file.
+        """
+        copy_bytes(self.source, self.nbytes, copy)
+        if tail:
+            write_all(copy, (tail,), self.nbytes)
+
+    def is_still(self, before: os.stat_result) -> bool:
+        """Return whether the file was not written to since a stat."""
+        now = os.fstat(self.source)
+        return (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def excess_of(facts: os.stat_result, nbytes: int) -> int | Verdict:
+    """Return the bytes of a file after its object's, or why it is no such object.
+
+    nbytes: bytes of the object. Raises OSError for a file that is not regular.
+    """
+    if not stat.S_ISREG(facts.st_mode):
+        raise OSError(errno.ENXIO, "")
+    excess = facts.st_size - nbytes
+    if excess in (0, TRAILER_BYTES):
+        return excess
+    return Verdict(Status.SHORT if excess < 0 else Status.OVERSIZED)
+
+
+def discarded(file: Temporary) -> Verdict:
+    """Remove a copy of a file that was written to meanwhile; return the verdict on the object."""
+    os.unlink(file.name, dir_fd=file.directory)
+    return Verdict(Status.CHANGED)
 
 
 class FileCopier:
@@ -69,26 +104,45 @@ class FileCopier:
         nbytes = sizes.tolist()
 
         def stage(index: int, errors: dict[int, str]) -> Temporary | Status:
-            try:
-                check_key(files[index])
-                directory, name = self._origin.objects.place(files[index])
-                source = open_file(name, directory)
-            except (OSError, UntrustedError) as error:
-                return self._origin.status(index, error, errors)
-            try:
-                one = _Object(files[index], keys[index], nbytes[index], source)
-                made = self._copy_temporary(one, times[index])
-            finally:
-                os.close(source)
-            if not isinstance(made, Verdict):
-                return made
-            if made.why:
-                errors[index] = made.why
-            return made.status
+            def make(source: int) -> Temporary | Verdict:
+                one = CopiedObject(files[index], keys[index], nbytes[index], source)
+                return self._copy_temporary(one, times[index])
 
-        return self._writer.publish(
-            keys, stage, self._new_markers(files, keys, nbytes), if_absent=if_absent
-        )
+            return self.staged(index, files[index], make, errors)
+
+        markers = self._new_markers(files, keys, nbytes)
+        naming = self._writer.naming(keys, if_absent=if_absent)
+        return self._writer.publish(keys, stage, markers, naming)
+
+    def staged(
+        self,
+        index: int,
+        key: bytes,
+        make: Callable[[int], Temporary | Verdict],
+        errors: dict[int, str],
+    ) -> Temporary | Status:
+        """Open an object's file, and return what `make` makes of it, or the row's status.
+
+        index: row of the object.
+        make: takes the open file; returns a copy, or why there is none.
+        """
+        try:
+            check_key(key)
+            directory, name = self._origin.objects.place(key)
+            source = open_file(name, directory)
+        except (OSError, UntrustedError) as error:
+            return self._origin.status(index, error, errors)
+        try:
+            made = make(source)
+        except EOFError:
+            made = Verdict(Status.SHORT)
+        finally:
+            os.close(source)
+        if not isinstance(made, Verdict):
+            return made
+        if made.why:
+            errors[index] = made.why
+        return made.status
 
     def _new_markers(self, files: list[bytes], keys: list[bytes], nbytes: list[int]) -> set[Marker]:
         """Return the markers of all trailers that the copies may have."""
@@ -106,44 +160,33 @@ class FileCopier:
             if suffix in suffixes and size in sizes
         }
 
-    def _copy_temporary(self, one: _Object, mtime_ns: int | None) -> Temporary | Verdict:
+    def _copy_temporary(self, one: CopiedObject, mtime_ns: int | None) -> Temporary | Verdict:
         """Copy an open file, which must stay unchanged, to a temporary file."""
         before = os.fstat(one.source)
-        if not stat.S_ISREG(before.st_mode):
-            raise OSError(errno.ENXIO, "")
-        excess = before.st_size - one.nbytes
-        if excess not in (0, TRAILER_BYTES):
-            return Verdict(Status.SHORT if excess < 0 else Status.OVERSIZED)
+        excess = excess_of(before, one.nbytes)
+        if isinstance(excess, Verdict):
+            return excess
         new = Ownership(0o600, None)
         if not self._preserve:
             mode, owner = self._writer.ownership(self._within.both(Permissions.of_file(before)))
             new = Ownership(mode & before.st_mode | 0o600, owner)
-        try:
-            tail = self._tail(one, excess)
-            if isinstance(tail, Verdict):
-                return tail
+        tail = self.tail(one, excess)
+        if isinstance(tail, Verdict):
+            return tail
 
-            def fill(copy: int) -> None:
-                if self._preserve:
-                    give_file(copy, before.st_uid, before.st_gid, mode=before.st_mode)
-                copy_bytes(one.source, one.nbytes, copy)
-                if tail:
-                    write_all(copy, (tail,), one.nbytes)
+        def fill(copy: int) -> None:
+            if self._preserve:
+                give_file(copy, before.st_uid, before.st_gid, mode=before.st_mode)
+            one.copy_to(copy, tail)
 
-            nbytes = one.nbytes + len(tail or b"")
-            file = self._writer.write_temporary(one.new_key, fill, mtime_ns, new, nbytes=nbytes)
-        except EOFError:
-            return Verdict(Status.SHORT)
-        after = os.fstat(one.source)
-        if (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns):
-            return file
-        os.unlink(file.name, dir_fd=file.directory)
-        return Verdict(Status.CHANGED)
+        nbytes = one.nbytes + len(tail)
+        file = self._writer.write_temporary(one.new_key, fill, mtime_ns, new, nbytes=nbytes)
+        return file if one.is_still(before) else discarded(file)
 
     # trailers
 
-    def _tail(self, one: _Object, excess: int) -> _Tail:
-        """Return the trailer of the copy, or no bytes.
+    def tail(self, one: CopiedObject, excess: int) -> bytes | Verdict:
+        """Return the trailer of the copy, no bytes, or why there is no copy.
 
         excess: bytes of the source after the object's.
         """
@@ -161,14 +204,14 @@ class FileCopier:
             if self._keeps(one, trailer):
                 return old
             # Without its trailer, a damaged object would look like a whole one.
-            verdict = self._origin.checks.check(one.key, trailer, one.bytes(), one.nbytes)
+            verdict = self._origin.checks.check(one.key, trailer, one.value(), one.nbytes)
             if verdict.status != Status.OK:
                 return verdict
         trailers = self._writer.trailers
-        made = trailers.make(one.new_key, one.bytes(), one.nbytes) if trailers else None
+        made = trailers.make(one.new_key, one.value(), one.nbytes) if trailers else None
         return made or b""
 
-    def _keeps(self, one: _Object, trailer: Trailer) -> bool:
+    def _keeps(self, one: CopiedObject, trailer: Trailer) -> bool:
         """Return whether the copy gets its source's trailer."""
         if not self._writer.files.checks.belongs(one.new_key, one.nbytes, trailer):
             return False

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.disk.durable import (
+    exchange,
     is_linked,
     move_noreplace,
     sync_directory,
@@ -248,6 +249,34 @@ class Temporaries:
                 return False
         os.unlink(temporary, dir_fd=here)
         return same
+
+    def replace_seen(self, temporary: bytes, key: bytes, seen: os.stat_result) -> bool:
+        """Put a temporary file in place of an object's file if that is the one seen.
+
+        Return False if a writer has replaced it. The name always names a whole file, and a removed
+        file stays removed: the names are exchanged, and then the old file is compared. A file
+        system that cannot exchange names gets a plain rename, right after the comparison.
+        Raises OSError, and FileNotFoundError if one of the files is gone.
+        """
+        here, name = self._objects.place(key)
+        now = os.stat(name, dir_fd=here, follow_symlinks=False)
+        if _state(now) != _state(seen):
+            return False
+        if now.st_atime_ns != seen.st_atime_ns:  # used since it was seen
+            os.utime(temporary, ns=(now.st_atime_ns, now.st_mtime_ns), dir_fd=here)
+        ours = os.stat(temporary, dir_fd=here, follow_symlinks=False)
+        if not exchange(here, temporary, name):
+            os.replace(temporary, name, src_dir_fd=here, dst_dir_fd=here)
+            return True
+        taken = os.stat(temporary, dir_fd=here, follow_symlinks=False)
+        if _state(taken) == _state(seen):
+            os.unlink(temporary, dir_fd=here)
+            return True
+        exchange(here, temporary, name)
+        taken = os.stat(temporary, dir_fd=here, follow_symlinks=False)
+        if taken.st_ino != ours.st_ino:  # replaced once more: the last writer's file gets the name
+            exchange(here, temporary, name)
+        return False
 
 
 def owner_in(name: str) -> str:

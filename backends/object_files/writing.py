@@ -164,19 +164,19 @@ class FileWriter:
             return self.write_temporary(keys[index], fill, times[index], nbytes=nbytes)
 
         markers = trailers.markers(keys, sizes.tolist()) if trailers else set()
-        return self.publish(keys, stage, markers, if_absent=if_absent)
+        return self.publish(keys, stage, markers, self.naming(keys, if_absent=if_absent))
 
     def publish(
         self,
         keys: list[bytes],
         stage: Callable[[int, dict[int, str]], Temporary | Status],
         markers: set[Marker],
-        *,
-        if_absent: bool,
+        name: Callable[[int, Temporary], Status],
     ) -> Result:
         """Write markers; create, sync and rename temporary files; sync their directories.
 
         stage: creates a row's file; returns it, or a status.
+        name: gives a row's file the name of the object; returns the status.
         """
         statuses = np.zeros(len(keys), dtype=np.uint8)
         errors: dict[int, str] = {}
@@ -192,14 +192,16 @@ class FileWriter:
             return Status.OK
 
         def rename(index: int) -> Status:
+            changed.add(written[index].directory)
             try:
-                self._rename(written[index], keys[index], if_absent=if_absent)
+                status = name(index, written[index])
             except FileNotFoundError as error:  # HiCacheFile.clear deletes temporary files too
                 raise OSError(
                     errno.ECANCELED, "another process cleared the store; run again"
                 ) from error
-            changed.add(written.pop(index).directory)
-            return Status.OK
+            if status == Status.OK:
+                del written[index]
+            return status
 
         every = range(len(keys))
         ensure = partial(self.files.sizes.ensure, markers)
@@ -217,6 +219,15 @@ class FileWriter:
             for file in written.values():
                 _remove(file)
         return Result(statuses, errors)
+
+    def naming(self, keys: list[bytes], *, if_absent: bool) -> Callable[[int, Temporary], Status]:
+        """Return a function that gives a row's temporary file the name of the row's key."""
+
+        def name(index: int, file: Temporary) -> Status:
+            self._rename(file, keys[index], if_absent=if_absent)
+            return Status.OK
+
+        return name
 
     def _rename(self, file: Temporary, key: bytes, *, if_absent: bool) -> None:
         """Rename a temporary file to its key. Raises FileExistsError."""

@@ -32,7 +32,14 @@ if TYPE_CHECKING:
 
 
 # Groups left incomplete by an earlier run come first.
-_ORDER = (Action.COMPLETE, Action.COPY, Action.COMPARE, Action.CLEAR, Action.REPLACE)
+_ORDER = (
+    Action.COMPLETE,
+    Action.COPY,
+    Action.COMPARE,
+    Action.CLEAR,
+    Action.REPLACE,
+    Action.ADOPT,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,13 @@ import pyarrow as pa
 
 from hicachectl.backends.arena import place
 from hicachectl.backends.base import Result, Status, in_batches
-from hicachectl.backends.capabilities import Confirm, RacyWrites, copier_of, keep_as_private
+from hicachectl.backends.capabilities import (
+    Confirm,
+    RacyWrites,
+    Trailed,
+    copier_of,
+    keep_as_private,
+)
 from hicachectl.formats.wording import conflict
 from hicachectl.io.pipeline import Loaded, Pace, Pipeline
 from hicachectl.move.order import OF_MIGRATION, publish, remove_once, roll_back
@@ -183,7 +189,10 @@ class Executor:
         rows, sizes = batch.targets.take(pa.array(places)), batch.sizes[places]
         if_absent = batch.action is not Action.REPLACE
         with self._writing:
-            if self._copier is None or not (batch.by_system or self._keeps_trailers):
+            if batch.action is Action.ADOPT:
+                assert isinstance(self.destination, Trailed)
+                written = self.destination.adopt(rows, sizes)
+            elif self._copier is None or not (batch.by_system or self._keeps_trailers):
                 keep_as_private(self.destination, self._source)
                 written = self.destination.write_from(rows, offsets, sizes, if_absent=if_absent)
             else:
@@ -221,6 +230,8 @@ class _BatchCopy:
         if batch.action is Action.REPLACE and self._store.traits.deletes:
             remove_once(batch.objects, existing, remove=self._delete, on_error=self._not_replaced)
         missing = self._open() & ~self._equal
+        if batch.action is Action.ADOPT:
+            missing &= batch.existing == ABSENT  # the others need no trailer
         if batch.action is Action.CLEAR:  # a rest is no page to write
             result.statuses[batch.objects.owners[missing]] = GroupStatus.KEPT
         self._written = publish(
@@ -260,6 +271,8 @@ class _BatchCopy:
         return self._each(places, lambda some: self._store.delete(self._targets(some)))
 
     def _undo(self, places: IntArray) -> Result:
+        if self._batch.action is Action.ADOPT:  # an object with its trailer stays
+            return Result(np.zeros(len(places), dtype=np.uint8), {})
         return self._each(places, lambda some: self._store.undo_writes(self._targets(some)))
 
     def _targets(self, places: IntArray) -> pa.Table:

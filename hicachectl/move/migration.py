@@ -21,7 +21,7 @@ from hicachectl.move.removal_plan import plan_repair
 from hicachectl.move.run_mark import RequestHeldError, held_mark
 from hicachectl.move.runs import CopyRun
 from hicachectl.move.store_pair import CopyOptions, StorePair
-from hicachectl.move.survey import Action, compare, decide
+from hicachectl.move.survey import WRITING, Action, compare, decide
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.group_table import WHOLE
 from hicachectl.pages.groups import PageGroups
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 
 MOVE, OVERWRITE = "--move", "--if-exists overwrite"
+_BLOCK_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +136,13 @@ class Migration(StorePair):
             )
         self.request = request
         target = request.destination_profile or request.profile
-        super().__init__(source, destination, request.profile, target, request.options)
+        super().__init__(
+            source, destination, request.profile, target, request.options, may_adopt=True
+        )
+        if self.adopts and request.damaged:
+            raise UsageError(
+                "--include-damaged: a trailer would prove damaged bytes right; leave it out"
+            )
         if request.options.move:
             self.refuse_removals(MOVE)
         elif request.if_exists == "overwrite":
@@ -144,17 +151,22 @@ class Migration(StorePair):
         self.columns = {"version"} & source.traits.columns if request.options.move else set[str]()
 
     @property
+    def urls(self) -> tuple[str, str]:
+        """URLs of both stores, equal if they are one."""
+        return self.source.url, self.source.url if self.adopts else self.destination.url
+
+    @property
     def identity(self) -> bytes:
         """Text that is equal for migrations that do the same between the same stores."""
         urls = map(os.fsencode, (self.source.url, self.destination.url))
         return b"\0".join((*urls, self.request.text))
 
     def listing_time(self) -> ListingTime:
-        """Note the start of the listing of the source, which a copy does not change.
+        """Note the start of the listing of the source, which most copies do not change.
 
         Raises StoreUnavailable.
         """
-        changes = self.request.options.move and not self.request.dry_run
+        changes = (self.request.options.move or self.adopts) and not self.request.dry_run
         return ListingTime.now(self.source, changes=changes)
 
 
@@ -164,13 +176,13 @@ class MigrationPlan:
 
     plans: the surveys with their actions.
     facts: the sums so far, of groups that are not written.
-    nbytes: number of bytes to write.
+    room: number of bytes that must be free in the destination.
     """
 
     groups: PageGroups
     plans: list[CopyPlan]
     facts: MigrationFacts
-    nbytes: int
+    room: int
 
 
 def plan_groups(
@@ -204,14 +216,25 @@ def plan_groups(
     for survey in surveys:
         actions = decide(survey, choice.chosen[survey.groups], request.compares)
         actions[choice.rests[survey.groups]] = Action.CLEAR
+        if migration.adopts:
+            actions[np.isin(actions, WRITING)] = Action.ADOPT
         order = oldest_first(survey, groups.newest_ns[survey.groups])
         plan = CopyPlan(groups, survey, order, actions)
         plan.leave_too_large(request.options, facts)
         facts.refused += int((survey.foreign & (actions == Action.CONFLICT)).sum())
         facts.skipped += plan.count(Action.SKIP)
         plans.append(plan)
-    nbytes = sum(plan.demand()[1] for plan in plans)
-    return MigrationPlan(groups, plans, facts, nbytes)
+    return MigrationPlan(groups, plans, facts, _room(migration, plans))
+
+
+def _room(migration: Migration, plans: Sequence[CopyPlan]) -> int:
+    """Return the bytes that must be free in the destination."""
+    demands = [plan.demand() for plan in plans]
+    objects, nbytes = sum(demand[0] for demand in demands), sum(demand[1] for demand in demands)
+    if not migration.adopts:
+        return nbytes
+    # A batch of copies lies beside the old files; a trailer can take a block.
+    return min(nbytes, migration.options.buffer_bytes) + objects * _BLOCK_BYTES
 
 
 class _Choice:
@@ -280,9 +303,10 @@ class _Choice:
                 "not whole; --include-partial copies them",
             )
         if not request.damaged:
+            option = "" if self._migration.adopts else ", --include-damaged copies them"
             yield (
                 self._damaged(tables, listing, in_flight) & ~self.rests,
-                "with errors; hicachectl verify lists them, --include-damaged copies them",
+                f"with errors; hicachectl verify lists them{option}",
             )
         unfit = np.zeros(len(groups), dtype=np.bool_)
         for survey in self._surveys:
@@ -382,13 +406,12 @@ def migrate(
             with held_mark(migration.identity) as mark:
                 facts = carry_out(migration, plan, mark, on_begun=on_begun, on_moved=on_moved)
         except RequestHeldError as held:
-            nothing = result_of([MigrationFacts()], source.url, destination.url)
+            nothing = result_of([MigrationFacts()], *migration.urls)
             return nothing.stopped_by_lock(str(held))
     facts.seconds = time.monotonic() - started
     result = result_of(
         [facts],
-        source.url,
-        destination.url,
+        *migration.urls,
         labelled=request.labelled,
         dry_run=request.dry_run,
     )
@@ -403,7 +426,7 @@ def rehearse(migration: Migration, plan: MigrationPlan) -> MigrationFacts:
     facts = plan.facts
     for each in plan.plans:
         each.rehearse(facts)
-    facts.free_bytes = migration.destination.free_bytes()
+    facts.room, facts.free_bytes = plan.room, migration.destination.free_bytes()
     facts.remarks += [*migration.remarks, *migration.source.remarks]
     return facts
 
@@ -426,7 +449,7 @@ def carry_out(
     if moves:
         mark.put(source)  # a killed run can leave its probe there
     free = destination.free_bytes()
-    lack = "" if free is None else lack_of_room(destination.url, plan.nbytes, free)
+    lack = "" if free is None else lack_of_room(destination.url, plan.room, free)
     if lack and migration.request.space_check:
         raise StoreUnavailable(lack)
     if moves:

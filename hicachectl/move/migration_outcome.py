@@ -32,8 +32,12 @@ _WORDS = {
     "conflicts": "in conflict",
     "failed": "failed",
 }
-
-
+# Of a store whose objects get trailers where they are.
+_ADOPTED = {
+    **_WORDS,
+    "skipped": "with trailers already",
+    "gone": "removed by a server during the run",
+}
 _SUMS = ("pages", "objects", "bytes", *_WORDS)
 
 
@@ -70,6 +74,7 @@ class MigrationFacts(CopyFacts, kw_only=True):
     unknown_keys: number of objects with unknown keys.
     left_out: number of groups not copied, by reason.
     refused: number of groups in conflict because servers refuse the destination's objects.
+    room: number of bytes that a rehearsed migration needs free in the destination.
     free_bytes: free bytes of the destination in a rehearsal; None if not known.
     """
 
@@ -81,6 +86,7 @@ class MigrationFacts(CopyFacts, kw_only=True):
     left_out: dict[str, int] = msgspec.field(default_factory=dict)
     refused: Count = 0
     seconds: float = 0.0
+    room: Count = 0
     free_bytes: Count | None = None
 
 
@@ -113,7 +119,7 @@ def result_of(
     undone = list(_not_copied(parts, source, destination, labelled))
     free = [part.free_bytes for part in parts if part.free_bytes is not None]
     if dry_run and free:
-        said += filter(None, [lack_of_room(destination, document.bytes, min(free))])
+        said += filter(None, [lack_of_room(destination, total(parts, "room"), min(free))])
     troubles = list(problem_lines(problems, troubled))
     return Result(
         document=msgspec.to_builtins(document),
@@ -129,12 +135,15 @@ def result_of(
 
 def _lines(document: dict[str, Any], _screen: Screen, _shown: Shown) -> Iterator[str]:
     """Yield the line of the `table` format."""
-    verb = "to copy" if "estimated_seconds" in document else "copied"
+    words, verbs = _WORDS, ("copied", "to copy")
+    if document["source"] == document["destination"]:
+        words, verbs = _ADOPTED, ("given trailers", "to give trailers")
+    verb = verbs["estimated_seconds" in document]
     parts = [
         f"{counted(document['pages'], 'page')} {verb}, "
         f"{counted(document['objects'], 'object')}, {human_size(document['bytes'])}"
     ]
-    parts += [f"{document[name]} {text}" for name, text in _WORDS.items() if document[name]]
+    parts += [f"{document[name]} {text}" for name, text in words.items() if document[name]]
     if document["stopped_by"]:
         parts.append(f"stopped: {document['stopped_by']}")
     yield "; ".join(parts)

@@ -55,6 +55,7 @@ class CopyRun:
         stores.claim()
         self.facts = facts
         self._source = stores.source
+        self._adopts = stores.adopts
         self._groups = groups
         self._destination = stores.destination
         self._options = stores.options
@@ -174,7 +175,10 @@ class CopyRun:
         works = []
         for listed, items in self._raced.items():
             chosen = np.array(sorted(items))
-            works.append(PageWork(listed.as_if_written(chosen), chosen, Action.COMPLETE))
+            if self._adopts:
+                works.append(PageWork(listed, chosen, Action.ADOPT))
+            else:
+                works.append(PageWork(listed.as_if_written(chosen), chosen, Action.COMPLETE))
         self._raced.clear()
         self._pass(works, on_done)
 

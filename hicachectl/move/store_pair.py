@@ -83,6 +83,7 @@ class StorePair:
     target: profile of the destination; None for the source's.
     grammar: grammar of the keys to write: the destination's, or the source's for a new pack.
     trailers: how the trailers of objects are copied.
+    adopts: whether both stores are one, and its objects get trailers where they are.
     options: options of the copies.
     remarks: messages about the pair, also on objects that lie where no server looks for them.
     """
@@ -94,9 +95,12 @@ class StorePair:
         profile: Profile | None,
         target: Profile | None,
         options: CopyOptions,
+        *,
+        may_adopt: bool = False,
     ) -> None:
         """Plan the transfer; set the destination's grammar, profile and trailers.
 
+        may_adopt: let both stores be one if trailers are to be written.
         Raises UsageError, ProfileError or UnsupportedByBackend if that is impossible, and
         StoreUnavailable.
         """
@@ -110,6 +114,8 @@ class StorePair:
                 self.grammar = source.grammar
             destination.use_grammar(self.grammar)
         self._shared = _shared_places(source, destination)
+        self.adopts = False
+        self._may_adopt = may_adopt and options.trailers == "write"
         # Whether an object can have the same key in both stores.
         self._keeps_keys = True
         self._plan = self._planned()
@@ -158,15 +164,16 @@ class StorePair:
     def _planned(self) -> TransferPlan | None:
         """Return a page's transfer; None if all objects keep key and bytes."""
         source, profile = self.source, self.profile
-        same = self._shared and source.places == self.destination.places
+        same = bool(self._shared) and source.places == self.destination.places
         if self.target in (None, profile) and self.grammar == source.grammar:
-            if same:
+            if same and not self._may_adopt:
                 raise UsageError(
                     f"{source.url}: source and destination are the same, and the pages would "
                     "not change; to convert pages inside a store, give --profile of the servers "
-                    "that wrote them and another --to-tp or --to-profile; else give another "
-                    "destination"
+                    "that wrote them and another --to-tp or --to-profile; to give its files "
+                    "trailers, --trailers write; else give another destination"
                 )
+            self.adopts = same
             return None
         if profile is None or profile.inferred:
             raise UsageError(f"{source.url}: {inferred_refused('changing keys or bytes')}")
@@ -184,12 +191,16 @@ class StorePair:
         """Return the route of each deployment to copy."""
         if self._plan is not None:
             return [planned_route(table.deployments[0], self._plan)]
+        if self.adopts:  # only pages of the profile's deployment
+            return list(verbatim_routes(table.deployments[:1]))
         return list(verbatim_routes(table.deployments))
 
     def refuse_destination(
         self, table: AffixTable, *, on_batch: Callable[[int], None] = lambda objects: None
     ) -> None:
         """Raise ProfileError as `survey` does. table: affixes of the source."""
+        if self.adopts:
+            return
         refuse_destination(self.destination, self.routes(table), self.grammar, on_batch=on_batch)
 
     def survey(
@@ -208,9 +219,12 @@ class StorePair:
         under the same keys, StoreUnavailable.
         """
         routes = self.routes(groups.inventory.table)
+        surveyed = survey_source(groups, routes[:1] if first_only else routes)
+        if self.adopts:
+            return list(map(self.trailers.with_adopted, surveyed))
         surveys = survey_destination(
             self.destination,
-            survey_source(groups, routes[:1] if first_only else routes),
+            surveyed,
             self.grammar,
             asks=asks,
             on_batch=on_batch,
@@ -295,6 +309,34 @@ class TrailerPlan:
             foreign[at[some][refused]] = True
         return replace(survey, foreign=foreign, unproven=unproven)
 
+    def with_adopted(self, survey: Survey) -> Survey:
+        """Return the survey of one store: the targets that need no trailer are in the destination.
+
+        Opens each object that may have a trailer.
+        """
+        assert isinstance(self.destination, Trailed)
+        hashes = [
+            None if identity is None else identity.hash()
+            for identity in (self.identities.get(one.affix) for one in survey.route.targets)
+        ]
+        marked = {marker.suffix for marker in self.destination.markers()}
+        asked = np.array(
+            [
+                ours is not None and target.affix[1] in marked
+                for ours, target in zip(hashes, survey.route.targets, strict=True)
+            ]
+        )
+        unnamed = np.array([ours is None for ours in hashes])
+        at, targets, sizes = survey.wanted.objects(np.arange(len(survey.groups)))
+        done = unnamed[targets]
+        may_have = np.flatnonzero(asked[targets])
+        for start in range(0, len(may_have), _ASKED_AT_ONCE):
+            some = may_have[start : start + _ASKED_AT_ONCE]
+            found = _identities_in(self.destination, survey.keys(at[some], targets[some]))
+            ours = (hashes[target] for target in targets[some].tolist())
+            done[some] = [one == wanted for one, wanted in zip(found, ours, strict=True)]
+        return survey.having([(at[done], targets[done], sizes[done])])
+
     def _doubtful(self, survey: Survey, markers: list[Marker]) -> BoolArray:
         """Return which targets can have another trailer in the destination: [targets]."""
         known: dict[str, set[bytes]] = defaultdict(set)
@@ -342,12 +384,13 @@ def plan_trailers(stores: StorePair, mode: TrailerMode) -> TrailerPlan:
         and bool(identities)
         and (bool(markers) or bool(markers_of(destination)) or isinstance(source, Archive))
     )
-    if markers and not keeps:
+    if markers and not keeps and not stores.adopts:
         _refuse_mixtures(stores, markers, expected)
     if isinstance(destination, Trailed):
         destination.expect_identities(identities)
         if not keeps:
-            others = _others(markers, identities) if stores.unchanged and writes else {}
+            copies_others = stores.unchanged and writes and not stores.adopts
+            others = _others(markers, identities) if copies_others else {}
             new = {**others, **identities} if writes else {}
             destination.write_trailers(new, _digest(destination, markers, new))
     return TrailerPlan(

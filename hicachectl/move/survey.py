@@ -40,9 +40,10 @@ class Action(IntEnum):
     REPLACE = 5  # remove from the destination, then copy
     CONFLICT = 6  # the destination has another object under one of the keys
     CLEAR = 7  # the source has only a rest of what the destination has whole: compare the rest
+    ADOPT = 8  # both stores are one: give the objects of the group trailers
 
 
-WRITING = (Action.COPY, Action.COMPLETE, Action.REPLACE)
+WRITING = (Action.COPY, Action.COMPLETE, Action.REPLACE, Action.ADOPT)
 COMPARING = (Action.COMPARE, Action.CLEAR)
 READS_BACK = (Action.COMPLETE, *COMPARING)
 

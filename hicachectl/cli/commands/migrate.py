@@ -107,6 +107,9 @@ def command(ctx: click.Context, /, source: str, destination: str, **options: Any
     After an interruption at any point, the same command completes the work. Without --verify, it
     reads only the objects that did not arrive.
 
+    With one directory as SRC and DST, --trailers write gives its files the trailers of the SGLang
+    plug-in, without a second copy; see TRAILERS IN PLACE.
+
     --shard divides the work among processes, also on several hosts: each copies the pages of its
     part. After a kill, run the part again with the same options. After exit status 4, another run
     (--run) copies the rest. DST cannot be a pack then. Nothing is printed on stdout; see
@@ -119,6 +122,7 @@ def command(ctx: click.Context, /, source: str, destination: str, **options: Any
       hicachectl migrate /mnt/hicache /backup/monday.hcpack --profile prod.toml
       hicachectl migrate /backup/monday.hcpack mooncake://master:50051
       hicachectl migrate /mnt/hicache /mnt/new --profile prod.toml --to-tp 8
+      hicachectl migrate /mnt/hicache /mnt/hicache --profile prod.toml --trailers write
       hicachectl migrate prod: new: --profile prod.toml --to-model Qwen/Qwen3-32B-v2 --dry-run
       hicachectl migrate prod: new: --profile prod.toml --move --yes --bwlimit 200MiB
       hicachectl migrate prod: new: --profile prod.toml --shard 0/8 --run /shared/$(date +%F)

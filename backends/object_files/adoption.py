@@ -1,0 +1,153 @@
+"""Adoption: the objects of a file store get trailers where they are.
+
+Each file is replaced by a copy that ends with a trailer. Servers may read, write, evict and clear
+the store meanwhile. This is why that is safe:
+
+- Readers. The name of an object always names a whole file: the old one, or the new one under
+  `Temporaries.replace_seen`. HiCacheFile opens a file and reads the bytes that it expects from the
+  beginning (hicache_storage.py :: HiCacheFile.get), so it reads both alike. The plug-in accepts the
+  new file, and treats the old one as `unstamped` says. An open file stays readable after its name
+  is gone.
+- Listings. The markers are durable before the first file is replaced. They say that a file of 128
+  more bytes is whole; a file without a trailer keeps its size. Unfinished copies have names that
+  SGLang ignores and that `rm --temporaries` knows.
+- Writers. HiCacheFile never writes over an object; the plug-in replaces an object that it refuses,
+  by a rename. The exchange of names shows what was replaced. A writer's new file gets its name
+  back, and the object is tried again.
+- Removals. HiCacheFile's evictor and `clear` unlink names. The plug-in's evictor takes a file away
+  under another name, and looks at it once more. An exchange fails if the name is missing, so a
+  removed object never comes back. HiCacheFile counts a file's size when it writes or first sees
+  the file: it learns of the 128 bytes at its next start.
+- The order of eviction. The new file has the mtime and the atime of the old one, also if the old
+  one was used during the copy.
+- The plug-in's `clear`. It is an epoch: files whose ctime is not later are stale. The new file has
+  a new ctime. So the epoch is read again after the exchange, and a stale object is removed.
+- Rights. The new file has the owner, group and mode of the old one, else there is none: a server
+  could no longer read, mark or evict it.
+- Hard links. The old bytes of a file with a second name would stay on the disk, and the store
+  would grow. Such files stay as they are.
+- Room. A batch of copies is on the disk at a time; each old file is removed right after the
+  exchange.
+- Kills and power failures. The copies are durable before the exchange. Before and after it, the
+  name names a whole file. The other name is that of a temporary file, which the next run of the
+  same request removes. An object that has its trailer is left alone.
+- A second adoption is a writer, too: the first copy stays.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from hicachectl.backends.base import Result, Rows, Status, keys_of
+from hicachectl.backends.disk.permissions import give_file
+from hicachectl.backends.object_files.copies import (
+    CopiedObject,
+    FileCopier,
+    discarded,
+    excess_of,
+)
+from hicachectl.backends.object_files.epochs import EpochReader
+from hicachectl.backends.object_files.trailers import Verdict, split_key
+from hicachectl.backends.object_files.writing import Ownership
+
+if TYPE_CHECKING:
+    from hicachectl.backends.object_files.faults import StoreFiles
+    from hicachectl.backends.object_files.trailers import NewTrailers
+    from hicachectl.backends.object_files.writing import FileWriter, Temporary
+    from hicachectl.formats.arrays import IntArray
+
+_OTHER_RIGHTS = "its owner, group or mode cannot be kept; run as the owner of the files, or as root"
+_LINKED = (
+    "the file has another hard link, so its old bytes would stay on the disk; remove the other "
+    "name, or migrate to another directory"
+)
+
+
+class FileAdopter(FileCopier):
+    """Replaces the files of one store by copies with trailers."""
+
+    def __init__(self, files: StoreFiles, writer: FileWriter, trailers: NewTrailers) -> None:
+        super().__init__(files, writer, preserve=False)
+        self._trailers = trailers
+        self._epochs: dict[bytes, EpochReader] = {}
+
+    def adopt(self, rows: Rows, sizes: IntArray) -> Result:
+        """Replace objects as `Trailed.adopt` does."""
+        keys, nbytes = keys_of(rows), sizes.tolist()
+        seen: dict[int, os.stat_result] = {}
+
+        def stage(index: int, errors: dict[int, str]) -> Temporary | Status:
+            def make(source: int) -> Temporary | Verdict:
+                seen[index] = os.fstat(source)
+                one = CopiedObject(keys[index], keys[index], nbytes[index], source)
+                return self._copy_with_trailer(one, seen[index])
+
+            return self.staged(index, keys[index], make, errors)
+
+        def name(index: int, file: Temporary) -> Status:
+            return self._replace(keys[index], file, seen[index])
+
+        markers = self._trailers.markers(keys, nbytes)
+        return self._writer.publish(keys, stage, markers, name)
+
+    def _copy_with_trailer(self, one: CopiedObject, before: os.stat_result) -> Temporary | Verdict:
+        """Copy an open file to a temporary file, with its rights and times.
+
+        The verdict is OK for an object that needs no trailer. before: stat of the open file.
+        """
+        excess = excess_of(before, one.nbytes)
+        if isinstance(excess, Verdict):
+            return excess
+        tail = self.tail(one, excess)
+        if isinstance(tail, Verdict):
+            return tail
+        if tail == os.pread(one.source, excess, one.nbytes):
+            return Verdict(Status.OK)
+        if before.st_nlink > 1:
+            return Verdict(Status.ERROR, _LINKED)
+
+        def fill(copy: int) -> None:
+            give_file(copy, before.st_uid, before.st_gid, mode=before.st_mode)
+            if _rights(os.fstat(copy)) != _rights(before):
+                raise OSError(errno.EPERM, _OTHER_RIGHTS)
+            one.copy_to(copy, tail)
+            os.utime(copy, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+        new, nbytes = Ownership(0o600, None), one.nbytes + len(tail)
+        file = self._writer.write_temporary(one.key, fill, None, new, nbytes=nbytes)
+        return file if one.is_still(before) else discarded(file)
+
+    def _replace(self, key: bytes, file: Temporary, seen: os.stat_result) -> Status:
+        """Put a copy in place of the file seen. Raises FileNotFoundError after a `clear`."""
+        temporaries = self._writer.temporaries
+        try:
+            replaced = temporaries.replace_seen(file.name, key, seen)
+        except FileNotFoundError:
+            os.stat(file.name, dir_fd=file.directory, follow_symlinks=False)
+            return Status.GONE
+        if not replaced:
+            return Status.EXISTS
+        epoch = self._epoch(key)
+        epoch.look()
+        if epoch.stale(seen):  # the copy is newer than the epoch
+            with suppress(FileNotFoundError):
+                here, name = self._writer.files.objects.place(key)
+                now = os.stat(name, dir_fd=here, follow_symlinks=False)
+                temporaries.remove_seen(key, now, used_since=True)
+            return Status.GONE
+        return Status.OK
+
+    def _epoch(self, key: bytes) -> EpochReader:
+        parts = split_key(key)
+        suffix = b"" if parts is None else parts[1]
+        if suffix not in self._epochs:
+            self._epochs[suffix] = EpochReader(self._writer.files.objects, suffix)
+        return self._epochs[suffix]
+
+
+def _rights(facts: os.stat_result) -> tuple[int, int, int]:
+    return facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode) & 0o777
