@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 CONFIG_VARIABLE = "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH"
+# Chooses the implementation of the store that Mooncake's package loads, from 0.3.14 on.
+BACKEND_VARIABLE, _BACKEND = "MOONCAKE_STORE_BACKEND", "cpp"
 
 _DEFAULT_METRICS_PORT = 9003
 _DEFAULT_METADATA = "P2PHANDSHAKE"
@@ -122,6 +124,7 @@ def settings_from(url: StoreUrl, environ: Mapping[str, str]) -> MooncakeSettings
         raise UsageError(
             f"{_shown(url)}{url.path}: a Mooncake URL has no path; write {_shown(url)}"
         )
+    _refuse_backend(environ)
     path = environ.get(CONFIG_VARIABLE)
     given = _from_environment(environ) if path is None else _from_file(path, environ)
     master = _master(url, given)
@@ -224,6 +227,15 @@ def _protocol(url: StoreUrl, given: _SettingsSource) -> str:
 def _device(value: str) -> str:
     """Return a device name; return "" for SGLang's map from ranks to devices."""
     return "" if value.strip().startswith("{") else value
+
+
+def _refuse_backend(environ: Mapping[str, str]) -> None:
+    backend = environ.get(BACKEND_VARIABLE, _BACKEND)
+    if backend != _BACKEND:
+        raise UsageError(
+            f"{BACKEND_VARIABLE}: {backend!r} is not supported: hicachectl uses the store in C++, "
+            f"and reads no other; set {_BACKEND}, or unset it"
+        )
 
 
 def _refuse_tenant(url: StoreUrl, given: _SettingsSource) -> None:

@@ -54,6 +54,16 @@ def settings(text: str, environ: dict[str, str] | None = None) -> MooncakeSettin
     return settings_from(parse_url(text), environ or {})
 
 
+@pytest.mark.parametrize("backend", ["rs", "", "CPP"])
+def test_another_implementation_of_the_store_is_refused_by_name(backend: str) -> None:
+    with pytest.raises(UsageError, match=f"MOONCAKE_STORE_BACKEND: '{backend}' is not supported"):
+        settings("mooncake://m:50051", {"MOONCAKE_STORE_BACKEND": backend})
+
+
+def test_the_implementation_in_c_is_accepted() -> None:
+    assert settings("mooncake://m:50051", {"MOONCAKE_STORE_BACKEND": "cpp"}) == DEFAULTS
+
+
 def test_a_bare_url_has_the_defaults_of_sglang() -> None:
     assert settings("mooncake://m:50051") == DEFAULTS
     assert settings("mooncake://m:50051/") == DEFAULTS
