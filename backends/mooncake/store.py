@@ -204,7 +204,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
         used = sum(one.used_bytes for one in usable) / max(1, capacity)
         text = (
             f"Segments: {len(usable)}, {capacity / (1 << 30):.1f} GiB in all, {used:.0%} used; "
-            "the master evicts above its --eviction_high_watermark_ratio, by default 95%"
+            "the master evicts above its --eviction_high_watermark_ratio, by default 90%"
         )
         leaving = len(segments) - len(usable)
         problem = (
