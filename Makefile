@@ -6,10 +6,11 @@ BIN := .venv/bin
 DEMO := demo-store
 DAMAGED := demo-damaged
 
-# The wheels of SGLang's conformance environment, and of the oldest Triton, need this interpreter.
+# The wheels of SGLang's environment, of the oldest Triton and of the newest Mooncake need this
+# interpreter.
 SGLANG_RUNS := $(shell $(PYTHON) -c 'import sys, platform; print(int(sys.version_info[:2] == (3, 11) and platform.machine() == "x86_64"))')
 ifeq ($(SGLANG_RUNS),1)
-REFERENCE_ENVIRONMENTS := .venv-sglang/.imported .venv-triton/.installed
+REFERENCE_ENVIRONMENTS := .venv-sglang/.imported .venv-triton/.installed .venv-mooncake/.installed
 else
 REFERENCE_ENVIRONMENTS :=
 endif
@@ -46,6 +47,11 @@ $(BIN)/python:
 # The oldest Triton that pyproject.toml allows: the kernels must compile with it, too.
 .venv-triton/.installed: tests/kernels/requirements-oldest.txt | $(BIN)/python
 	$(BIN)/python $(INSTALL) --no-deps --upgrade --target .venv-triton -r $<
+	@touch $@
+
+# The newest Mooncake, and the CUDA library that it loads also where there is no GPU.
+.venv-mooncake/.installed: tests/backends/mooncake/requirements-newest.txt | $(BIN)/python
+	$(BIN)/python $(INSTALL) --no-deps --upgrade --target .venv-mooncake -r $<
 	@touch $@
 
 .venv-sglang/.installed: tests/conformance/requirements.txt tests/conformance/requirements-legacy.txt tests/conformance/requirements-nixl.txt
@@ -112,4 +118,4 @@ html:
 	for page in man/*.[157]; do mandoc -T html -O man=%N.%S.html "$$page" > "html/$${page#man/}.html"; done
 
 clean:
-	rm -rf .venv .venv-sglang .venv-triton html $(DEMO) $(DAMAGED)
+	rm -rf .venv .venv-mooncake .venv-sglang .venv-triton html $(DEMO) $(DAMAGED)

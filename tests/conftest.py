@@ -89,13 +89,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave weekly tests out; mark tests as slow that need a server or lie in slow folders."""
+    """Leave weekly tests out; mark tests that need a server, and those in slow folders."""
     if not ALL:
         weekly = [item for item in items if item.get_closest_marker("weekly")]
         config.hook.pytest_deselected(items=weekly)
         items[:] = [item for item in items if not item.get_closest_marker("weekly")]
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
+        if "mooncake_package" in fixtures:
+            item.add_marker(pytest.mark.mooncake)
         if _SERVERS.intersection(fixtures) or _SLOW_FOLDERS.intersection(item.path.parts):
             item.add_marker(pytest.mark.slow)
 

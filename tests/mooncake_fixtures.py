@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.mooncake_cluster import Cluster
+from tests.mooncake_release import release_of_process
 from tests.skips import need_module
 
 if TYPE_CHECKING:
@@ -16,10 +18,12 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def mooncake_package() -> None:
     """Skip if the package is missing or does not load."""
-    need_module(
+    module = need_module(
         "mooncake.store",
         "`pip install -e '.[dev]'` and `apt-get install libcurl4 libibverbs1 libnuma1` install it",
     )
+    for folder in release_of_process():
+        assert Path(module.__file__).is_relative_to(folder)
 
 
 @pytest.fixture(scope="session")

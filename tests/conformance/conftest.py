@@ -21,6 +21,7 @@ import pytest
 from tests.conformance import tiny_llama
 from tests.conformance.cpu_server import CpuServer
 from tests.hf3fs_fixtures import REMEDY
+from tests.mooncake_release import release_of_process
 from tests.skips import missing
 from tests.waiting import alive, wait_until
 
@@ -96,10 +97,11 @@ class SglangSession:
         address = blake2b(bytes(folder), digest_size=16).hexdigest()
         with _locked(folder / "session.lock"):
             if not self._connects(address):
+                packages = [str(_nixl_packages(python)), *release_of_process()]
                 with self._log.open("ab") as stderr:
                     self._started = process = subprocess.Popen(
                         [python, HERE / "session.py", address],
-                        env={**environment(), "PYTHONPATH": str(_nixl_packages(python))},
+                        env={**environment(), "PYTHONPATH": os.pathsep.join(packages)},
                         stdin=subprocess.DEVNULL,
                         stdout=stderr,
                         stderr=stderr,
