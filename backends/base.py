@@ -168,6 +168,18 @@ class Traits:
     logs_natively: bool = False  # the store's library logs to file descriptor 2 itself
 
 
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How much a store can hold.
+
+    nbytes: bytes stored and free, also those of others on the same file system.
+    unit: an object takes a multiple of this many bytes.
+    """
+
+    nbytes: int
+    unit: int = 1
+
+
 class Store(Closing, ABC):
     """One place with objects. Optional abilities are classes in `backends.capabilities`.
 
@@ -304,6 +316,13 @@ class Store(Closing, ABC):
 
     def free_bytes(self) -> int | None:
         """Return the free space in bytes; None if the store does not report it."""
+        return None
+
+    def capacity(self) -> Capacity | None:
+        """Return how much the store can hold, as of `free_bytes`.
+
+        None if the store does not report it, or if a removal does not add to `free_bytes`.
+        """
         return None
 
     def eviction(self) -> Policy:

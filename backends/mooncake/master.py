@@ -246,6 +246,10 @@ class MasterAdmin:
             if segment.status == "OK"
         )
 
+    def capacity_bytes(self) -> int:
+        """Return the bytes of the segments with status OK."""
+        return sum(s.capacity_bytes for s in self.segments() if s.status == "OK")
+
     def _check_looking(self) -> None:
         # The change that stopped lease extension also added `nof_values` to each answer.
         # A query of a missing key grants no lease in any version.

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.base import (
+    Capacity,
     Limits,
     ReadResult,
     Result,
@@ -216,6 +217,10 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
     def free_bytes(self) -> int | None:
         """Return the free bytes of the cluster's segments."""
         return self._admin.free_bytes()
+
+    def capacity(self) -> Capacity | None:
+        """Return the size of the cluster's segments."""
+        return Capacity(self._admin.capacity_bytes())
 
     def _described(self, schema: Any, keys: Any) -> Any:
         """Return a batch of listed keys; query the master only if a column needs it."""

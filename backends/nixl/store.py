@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Self
 
+    from hicachectl.backends.base import Capacity
     from hicachectl.backends.urls import StoreUrl
 
 _GRAMMARS = {"on": DIRECT, "off": BUFFERED}
@@ -309,6 +310,10 @@ class NixlStore(ObjectFiles, Emptied):
     def free_bytes(self) -> int | None:
         """Return the bytes that fit below the servers' high watermark."""
         return self.objects.free_bytes()
+
+    def capacity(self) -> Capacity | None:
+        """Return None: above the watermark, a removal frees no byte that servers fill."""
+        return None
 
 
 class NixlStoreWithSideFiles(NixlStore, SideFiles):

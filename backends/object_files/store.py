@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from hicachectl.backends.base import (
+    Capacity,
     Limits,
     ReadResult,
     Result,
@@ -319,6 +320,12 @@ class ObjectFiles(
         """Return the file system's free bytes for users other than root."""
         space = os.fstatvfs(self.objects.descriptor)
         return space.f_bavail * space.f_frsize
+
+    def capacity(self) -> Capacity | None:
+        """Return the size of the file system without the blocks that are root's, as df does."""
+        space = os.fstatvfs(self.objects.descriptor)
+        blocks = space.f_blocks - space.f_bfree + space.f_bavail
+        return Capacity(blocks * space.f_frsize, space.f_frsize)
 
 
 def _times(directories: Iterable[int], refusals: list[OSError]) -> Iterator[int]:

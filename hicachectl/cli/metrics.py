@@ -60,7 +60,7 @@ def write_metrics(
     else:
         samples["succeeded"] = [({}, succeeded)]
     samples["last_run_timestamp_seconds"] = [({}, at)]
-    store = document["store" if command == "verify" else "destination"]
+    store = document["destination"] if "destination" in document else document["store"]
     with whole_file(path, "w", permissions=0o644) as stream:  # the collector runs as another user
         for short, values in samples.items():
             name = f"hicachectl_{command}_{short}"

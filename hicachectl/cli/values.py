@@ -64,6 +64,13 @@ def _share(text: str) -> float:
     return share
 
 
+def _room(text: str) -> Any:
+    """Return the bytes of a size, or the share of a percentage."""
+    from hicachectl.prewarming.targets import parse_room
+
+    return parse_room(text)
+
+
 def moment(text: str) -> float:
     """Return the Unix seconds of a time in ISO 8601; an `Ago` for an age such as 7d."""
     if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?[smhd]", text):
@@ -97,6 +104,7 @@ SHARE = Parsed("share", _share)
 TIME = Parsed("time", moment)
 SIZE = Parsed("size", parse_size)
 POSITIVE_SIZE = Parsed("size", partial(parse_size, least=1))
+ROOM = Parsed("room", _room)
 REPAIR_CODE = Parsed("code", _repair_code, page_codes)
 
 

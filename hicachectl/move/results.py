@@ -249,10 +249,15 @@ class UnnamedDeployment(TypedDict):
 
 
 class FreeDocument(TypedDict):
-    """Member of a removal that frees space: the loss, and the groups that stay."""
+    """Member of a removal that frees space: the target, the loss, and the groups that stay."""
 
+    target: str
+    limit_bytes: int
     asked_bytes: int
     bytes: int
+    stored_bytes: int | None
+    incomplete_pages: int
+    incomplete_bytes: int
     order: str
     last_use: float | None
     kept_pages: int
@@ -263,6 +268,7 @@ class FreeDocument(TypedDict):
     usable_tokens_before: int | None
     usable_tokens_after: int | None
     unnamed: list[UnnamedDeployment] | None
+    in_place_bytes: int | None
 
 
 class RemovalDocument(msgspec.Struct, kw_only=True):
@@ -277,6 +283,8 @@ class RemovalDocument(msgspec.Struct, kw_only=True):
     in_flight: int
     failed: int
     remaining: int
+    lacking_bytes: int | None
+    free_bytes: int | None
     seconds: float
     complete: bool = True
     stopped_by: str | None = None

@@ -69,6 +69,7 @@ def remove_groups(
     buffer_bytes: int = MEMORY_BYTES,
     on_progress: Callable[[int], None] = lambda groups: None,
     on_end: Callable[[Taken], None] = lambda taken: None,
+    then: Callable[[npt.NDArray[np.uint8]], RepairPlan | None] = lambda statuses: None,
 ) -> GroupReport:
     """Remove the groups of a plan from the store.
 
@@ -76,6 +77,8 @@ def remove_groups(
     shows which objects were rewritten since the scan.
     buffer_bytes: memory for copies, at most `MEMORY_BYTES`.
     on_end: called if a signal or a lost store ends the removal.
+    then: takes the GroupStatus of each group of a plan, once they were removed, and returns a plan
+        with other groups to remove, or None.
     Of several repairs at once, the one that takes a group's first object takes the group; for the
     others the group is gone.
     Raises StoreUnavailable, and UsageError if the quarantine is unusable. Failures of objects are
@@ -96,9 +99,13 @@ def remove_groups(
         _Worker(store, groups, run, watches=live, memory_bytes=memory_bytes) as worker,
         telling(worker.taken, on_end),
     ):
-        worker.work(listed, on_progress)
+        wanted, following = len(listed), then(worker.work(listed, on_progress))
+        while following is not None:
+            listed = ListedGroups(groups, following)
+            wanted += len(listed)
+            following = then(worker.work(listed, on_progress))
         worker.settle()
-        return worker.result(untried=len(listed) - worker.tried)
+        return worker.result(untried=wanted - worker.tried)
 
 
 def withdraw_listed(store: Store, groups: PageGroups, numbers: IntArray) -> MoveResult:
@@ -319,8 +326,14 @@ class _Worker:
             except OSError as error:
                 raise self._unusable(error) from error
 
-    def work(self, listed: ListedGroups, on_progress: Callable[[int], None]) -> None:
-        """Remove the groups of a plan. on_progress: takes the number of new groups."""
+    def work(
+        self, listed: ListedGroups, on_progress: Callable[[int], None]
+    ) -> npt.NDArray[np.uint8]:
+        """Remove the groups of a plan; return the status of each group that was tried.
+
+        on_progress: takes the number of new groups.
+        """
+        earlier = len(self._results)
         copied: list[_Removal] = []
         with ExitStack() as exits:
             for batch in listed.batches():
@@ -344,6 +357,8 @@ class _Worker:
                 if self._full:
                     break
         self._leave_copied(copied)
+        statuses = [result.statuses for result in self._results[earlier:]]
+        return np.concatenate([np.zeros(0, dtype=np.uint8), *statuses])
 
     def _opened(self, removal: _Removal) -> Store | None:
         """Return the run as a store; None, and fail the groups, if it cannot be written to."""

@@ -1,7 +1,8 @@
 """Choose the page groups to remove from a store to make room: the least useful first.
 
-A trace or a plan gives the value of pages, as for `prewarm`: no page ranks before its prefix, so
-tails are removed first. Pages that it lacks are removed before, the longest unused first.
+Incomplete pages are removed first. A trace or a plan gives the value of the others, as for
+`prewarm`: no page ranks before its prefix, so tails are removed first. Pages that it lacks are
+removed before, the longest unused first.
 """
 
 from __future__ import annotations
@@ -17,22 +18,30 @@ from hicachectl.formats.errors import UnsupportedByBackend, UsageError
 from hicachectl.formats.keys.labels import label_text
 from hicachectl.formats.restorable import leading_runs
 from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.move.removal_plan import plan_removal
+from hicachectl.move.results import GroupStatus
 from hicachectl.pages.census import byte_sum, byte_sums
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import UNKNOWN_BYTES
 from hicachectl.prewarming.ranking import places_among, rank_by_value, read_plan
+from hicachectl.prewarming.targets import Gauge
 from hicachectl.profiles.identities import acceptance_of
 from hicachectl.requests.hits import find_hits
 from hicachectl.text.units import counted, first_of, human_age, human_size
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
+
+    import numpy.typing as npt
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.profile import Profile
+    from hicachectl.move.removal_plan import RepairPlan
     from hicachectl.move.results import FreeDocument, UnnamedDeployment
     from hicachectl.pages.groups import PageGroups
+    from hicachectl.prewarming.targets import Target
     from hicachectl.requests.chains import Requests
 
 
@@ -50,21 +59,205 @@ class Worth:
     requests: Requests | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Freeing:
-    """Groups to remove, and what is known of the loss.
+_LOOK_PAGES = 256  # removed between two looks at a store's free bytes
 
-    groups: numbers, the least useful first. facts: the member "free" of the document.
-    remarks: about groups that were no candidates.
+
+class Freeing:
+    """Groups to remove in their order, until a target is reached.
+
+    groups: numbers of the groups that reach the target as the store is now.
+    remarks: messages on groups that are no candidates.
+    lacking: bytes still to be removed for the target.
+    facts: the member "free" of the document.
     """
 
-    groups: IntArray
-    facts: FreeDocument
-    remarks: tuple[str, ...] = ()
+    def __init__(
+        self,
+        store: Store,
+        candidates: _Candidates,
+        gauge: Gauge,
+        *,
+        worth: Worth | None,
+        profile: Profile | None,
+        never_all: bool,
+    ) -> None:
+        self.remarks = list(candidates.remarks)
+        self.gauge = gauge
+        self._store = store
+        self._candidates = candidates
+        self._worth = worth
+        self._profile = profile
+        # Without the last one, a store keeps a page, whatever servers write meanwhile.
+        self._most = len(candidates) - (1 if never_all else 0)
+        self._taken = candidates.end(0, gauge.asked)
+        self._last: IntArray = candidates.order[:0]
+        self._removed = 0
+        self._emptied = ""  # bytes of all pages that may leave, if the target would take them
+        self.groups = candidates.order[: self._taken]
+        self.lacking = max(0, gauge.asked - candidates.space(self.groups))
+        if never_all and 0 < len(candidates) == self._taken:
+            self._refuse_all()
+        self.facts = self._stated()
+        if spared := candidates.spared:
+            cost = human_size(self.facts["in_place_bytes"])
+            self.remarks.append(
+                f"{spared} of deployments that no request names left alone: {cost} of others leave "
+                "in their place; --and-unnamed removes them first"
+            )
 
-    def lacking(self, stayed: int = 0) -> int:
-        """Return the bytes asked for beyond those of the groups. stayed: bytes not removed."""
-        return max(0, int(self.facts["asked_bytes"]) - int(self.facts["bytes"]) + stayed)
+    def begin(self) -> RepairPlan | None:
+        """Return the first groups to remove; None if there is nothing to remove."""
+        self._taken = 0
+        return self.next(np.zeros(0, dtype=np.uint8))
+
+    def next(self, statuses: npt.NDArray[np.uint8]) -> RepairPlan | None:
+        """Return the groups to remove next; None at the target, or if nothing more can leave.
+
+        statuses: GroupStatus of each group of the last plan. Raises StoreUnavailable.
+        """
+        stayed = self._last[np.isin(statuses, (GroupStatus.KEPT, GroupStatus.FAILED))]
+        space = self._candidates.space
+        self._removed += space(self._last) - space(stayed)
+        self.lacking = self.gauge.lacking(self._removed)
+        start, end = self._taken, self._taken
+        if self.lacking and not (self.gauge.is_held or (statuses == GroupStatus.FAILED).any()):
+            end = self._candidates.end(start, self.gauge.step(self.lacking))
+            if self.gauge.is_measured:
+                end = min(end, start + _LOOK_PAGES, max(start, self._most))
+        self._taken = end
+        self._last = np.sort(self._candidates.order[start:end])
+        return plan_removal(self._last) if end > start else None
+
+    def _refuse_all(self) -> None:
+        """Choose no group, because the target would take every page that may leave.
+
+        Raises UsageError, unless free space is the target: other files may take it.
+        """
+        gauge, nbytes = self.gauge, human_size(self._candidates.sum(self.groups))
+        if not gauge.is_measured:
+            size = "larger" if gauge.target.kind == "max-size" else "smaller"
+            raise UsageError(
+                f"{gauge.target}: {self._store.url} has only {nbytes} in pages that may leave, so "
+                f"{human_size(gauge.limit)} would take all; give a {size} SIZE, or a filter too"
+            )
+        self._most = self._taken = 0
+        self.groups = self.groups[:0]
+        self.lacking = gauge.asked
+        self._emptied = nbytes
+
+    def why_short(self, in_flight: int) -> str:
+        """Return why the target is not reached, and what would reach it.
+
+        in_flight: number of matching pages that servers may still be writing.
+        """
+        target, lacking = self.gauge.target, human_size(self.lacking)
+        start = f"{target}: {lacking} short of {human_size(self.gauge.limit)}"
+        if self._emptied:
+            return (
+                f"{start}: the pages that may leave have only {self._emptied}, so nothing was "
+                "removed; make room beside them, or give a smaller SIZE"
+            )
+        if self.gauge.is_held:
+            return (
+                f"{start}: the removed bytes are not free; look for hard links, snapshots and "
+                "files that servers hold open, or whether servers write as fast, then run again"
+            )
+        if self.facts["in_place_bytes"]:
+            return f"{start}: no further page matches; --and-unnamed removes more"
+        if self._taken < len(self._candidates):
+            return f"{start}: pages failed, or only one is left; see above, then run again"
+        later = ", once the pages in flight are old enough" if in_flight else ""
+        return f"{start}: no further page matches; give fewer filters, or run again{later}"
+
+    def conclude(self) -> None:
+        """Set the facts to those of the groups that were removed, and those that stayed."""
+        self.facts = self._stated()
+
+    def _stated(self) -> FreeDocument:
+        candidates, worth, gauge = self._candidates, self._worth, self.gauge
+        chosen, known = candidates.order[: self._taken], candidates.places[: self._taken]
+        nbytes, incomplete = candidates.sum(chosen), candidates.incomplete[: self._taken]
+        last_use = None
+        if worth is None and len(chosen):
+            last_use = float(candidates.groups.used_ns[chosen].max()) / 1e9
+        stated: Any = {
+            "target": gauge.target.kind,
+            "limit_bytes": gauge.limit,
+            "asked_bytes": gauge.asked,
+            "bytes": nbytes,
+            "stored_bytes": gauge.stored_bytes,
+            "incomplete_pages": int(incomplete.sum()),
+            "incomplete_bytes": candidates.sum(chosen[incomplete]),
+            "order": "last-use" if worth is None else worth.source,
+            "last_use": last_use,
+            "kept_pages": len(candidates) + candidates.unsized - len(chosen),
+            "kept_bytes": None
+            if candidates.unsized
+            else candidates.sum(candidates.order[self._taken :]),
+            "valued_pages": None if worth is None else int((candidates.places >= 0).sum()),
+            "valued_pages_removed": None if worth is None else int((known >= 0).sum()),
+            **_tokens(self._store, candidates.groups, chosen, worth, self._profile),
+            "unnamed": candidates.unnamed,
+            "in_place_bytes": candidates.in_place(self._taken),
+        }
+        document: FreeDocument = stated
+        return document
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Candidates:
+    """Groups that may leave, in the order of their removal.
+
+    order: numbers, [n].
+    places: place of each in the trace or plan, -1 without: [n].
+    incomplete: whether each is incomplete: [n].
+    sizes: bytes of each group of the store.
+    spaces: bytes that each group of the store takes.
+    unsized: number of matching groups with an object of unknown size.
+    unnamed: deployments that no request names; None if that is not known.
+    spared: number and size of the complete pages of these deployments that are no candidates, in
+        words; empty without such pages.
+    spared_bytes: bytes of these pages; None without such pages, or if a size is not known.
+    """
+
+    groups: PageGroups
+    order: IntArray
+    places: IntArray
+    incomplete: BoolArray
+    sizes: IntArray
+    spaces: IntArray
+    unsized: int
+    unnamed: list[UnnamedDeployment] | None
+    spared: str
+    spared_bytes: int | None
+    remarks: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def space(self, numbers: IntArray) -> int:
+        """Return the bytes that some groups take."""
+        return int(self.spaces[numbers].sum())
+
+    def sum(self, numbers: IntArray) -> int:
+        """Return the bytes of the objects of some groups."""
+        return int(self.sizes[numbers].sum())
+
+    def end(self, start: int, nbytes: int) -> int:
+        """Return where the groups from a start on take at least so many bytes, or the end."""
+        if nbytes <= 0:
+            return start
+        ends = np.cumsum(self.spaces[self.order[start:]])
+        return min(len(self), start + int(np.searchsorted(ends, nbytes)) + 1)
+
+    def in_place(self, taken: int) -> int | None:
+        """Return the bytes that leave in place of pages that no request names; None if unknown.
+
+        taken: number of groups that leave.
+        """
+        if self.spared_bytes is None:
+            return None
+        return min(self.spared_bytes, self.sum(self.order[:taken][~self.incomplete[:taken]]))
 
 
 def worth_of_trace(requests: Requests) -> Worth:
@@ -82,47 +275,69 @@ def worth_of_plan(path: Path) -> Worth:
 def choose_groups(
     store: Store,
     groups: PageGroups,
-    candidates: IntArray,
-    asked: int,
+    matching: IntArray,
+    target: Target,
     *,
+    incomplete: BoolArray,
     worth: Worth | None = None,
     profile: Profile | None = None,
     and_unnamed: bool = False,
+    never_all: bool = False,
 ) -> Freeing:
-    """Choose groups to remove, so that their objects have at least `asked` bytes.
+    """Choose groups to remove, so that a target is reached.
 
-    candidates: numbers. If they have less, all are chosen. Groups with an object of unknown size
-    are none.
-    worth: with a profile, requests name its deployment only. Groups of other deployments leave
-    first if and_unnamed is True, else they stay.
+    matching: numbers. If all do not reach the target, all are chosen. Groups with an object of
+        unknown size are never chosen.
+    incomplete: [groups of the store] whether no server can use the group; these leave first.
+    worth: with a profile, requests name its deployment only. Complete groups of other deployments
+        leave next if and_unnamed is True, else they stay.
+    never_all: whether a target that takes every group that may leave is refused.
     groups: groups of an inventory that has `atime_ns` if the store has it.
-    Raises UsageError if worth is of other pages than the store's, and UnsupportedByBackend if the
-    order or all sizes are unknown.
+    Raises UsageError if worth is of other pages than the store's, or for a target that the store
+    cannot reach, UnsupportedByBackend if the order, all sizes or the free bytes are unknown, and
+    StoreUnavailable.
     """
-    _refuse_unordered(store, groups, candidates, worth, profile)
+    _refuse_unordered(store, groups, matching, target, worth, profile)
+    gauge = Gauge.of(target, store, _stored_bytes(groups))
+    candidates = _candidates(
+        store, groups, matching, gauge, incomplete, worth, profile, and_unnamed=and_unnamed
+    )
+    return Freeing(store, candidates, gauge, worth=worth, profile=profile, never_all=never_all)
+
+
+def _candidates(
+    store: Store,
+    groups: PageGroups,
+    matching: IntArray,
+    gauge: Gauge,
+    incomplete: BoolArray,
+    worth: Worth | None,
+    profile: Profile | None,
+    *,
+    and_unnamed: bool,
+) -> _Candidates:
+    """Return the matching groups in the order of their removal. Arguments as in `choose_groups`."""
     sizes = _sizes(groups)
-    own, remarks, unnamed = candidates, list[str](), None
+    own, remarks, unnamed, spared, spared_pages = matching, list[str](), None, None, ""
     if worth is not None and profile is not None:
-        of_candidates = groups.deployment_ids[candidates]
-        others = candidates[(of_candidates != 0) & (of_candidates != UNRESOLVED)]
-        own = candidates[of_candidates == 0]
-        if ambiguous := len(candidates) - len(own) - len(others):
+        of_matching = groups.deployment_ids[matching]
+        others = matching[(of_matching != 0) & (of_matching != UNRESOLVED)]
+        own = matching[of_matching == 0]
+        if ambiguous := len(matching) - len(own) - len(others):
             remarks.append(f"{counted(ambiguous, 'page')} with ambiguous keys left alone")
         unnamed = _by_label(groups, sizes, others)
-        if and_unnamed:
-            own = np.union1d(own, others)
-        elif len(others):
-            size = human_size(_known_sum(sizes[others]))
-            remarks.append(
-                f"{counted(len(others), 'page')} ({size}) of deployments that no "
-                "request names left alone; --and-unnamed removes them first"
-            )
+        left = others[~incomplete[others]]
+        own = np.union1d(own, others if and_unnamed else others[incomplete[others]])
+        if not and_unnamed and len(left):
+            spared = _known_sum(sizes[left])
+            spared_pages = f"{counted(len(left), 'page')} ({human_size(spared)})"
     sized = own[sizes[own] != UNKNOWN_BYTES]
     if unsized := len(own) - len(sized):
         if not len(sized):
             raise UnsupportedByBackend(
-                f"--free: {store.url} does not tell the sizes of its objects; give --profile with "
-                "--trace or --keep-plan, or choose pages by another filter than --free"
+                f"{gauge.target}: {store.url} does not tell the sizes of its objects; give "
+                "--profile with --trace or --keep-plan, or choose pages by another filter than "
+                f"{gauge.target}"
             )
         remarks.append(f"{counted(unsized, 'page')} with objects of unknown size left alone")
     known = _places(groups, sized, worth, profile)
@@ -131,39 +346,43 @@ def choose_groups(
     named = np.ones(len(sized), dtype=np.bool_)
     if unnamed is not None:
         named = groups.deployment_ids[sized] == 0
-    order = _least_useful_first(groups.used_ns[sized], known, named)
+    order = _least_useful_first(groups.used_ns[sized], known, named, ~incomplete[sized])
     # Sums of sparse files of exbibytes must not overflow: the order of removal needs them.
-    sizes = np.minimum(sizes[sized], np.iinfo(np.int64).max // max(1, len(sized)))
-    ends = np.cumsum(sizes[order])
-    taken = order[: int(np.searchsorted(ends, asked)) + 1]
-    chosen = sized[taken]
-    nbytes = int(sizes[taken].sum())
-    last_use = None
-    if worth is None and len(chosen):
-        last_use = float(groups.used_ns[chosen].max()) / 1e9
-    facts: Any = {
-        "asked_bytes": asked,
-        "bytes": nbytes,
-        "order": "last-use" if worth is None else worth.source,
-        "last_use": last_use,
-        "kept_pages": len(own) - len(chosen),
-        "kept_bytes": None if unsized else int(ends[-1:].sum()) - nbytes,
-        "valued_pages": None if worth is None else int((known >= 0).sum()),
-        "valued_pages_removed": None if worth is None else int((known[taken] >= 0).sum()),
-        **_tokens(store, groups, chosen, worth, profile),
-        "unnamed": unnamed,
-    }
-    return Freeing(chosen, facts, tuple(remarks))
+    most = np.iinfo(np.int64).max // max(1, len(sized))
+    return _Candidates(
+        groups=groups,
+        order=sized[order],
+        places=known[order],
+        incomplete=incomplete[sized[order]],
+        sizes=np.minimum(sizes, most),
+        spaces=np.minimum(_sizes(groups, gauge.unit), most),
+        unsized=unsized,
+        unnamed=unnamed,
+        spared=spared_pages,
+        spared_bytes=spared,
+        remarks=tuple(remarks),
+    )
 
 
-def freeing_lines(facts: FreeDocument, now: float) -> list[str]:
-    """Return what is lost and kept, in words. now: Unix seconds."""
-    lines = []
-    if facts["bytes"] < facts["asked_bytes"]:
+def freeing_lines(document: Mapping[str, Any], now: float) -> list[str]:
+    """Return what is lost and kept, in words. now: Unix seconds.
+
+    document: see `RemovalDocument`.
+    """
+    lines, facts = [], document["free"]
+    option, limit = f"--{facts['target']}", human_size(facts["limit_bytes"])
+    for nbytes, verb in ((document["free_bytes"], "free"), (facts["stored_bytes"], "stored")):
+        if nbytes is not None:
+            ending = "" if facts["asked_bytes"] else "; nothing to remove"
+            lines.append(f"{human_size(nbytes)} {verb}, {option} {limit}{ending}")
+    if document["lacking_bytes"]:
         lines.append(
-            f"--free: the matching pages have only {human_size(facts['bytes'])} of "
+            f"{option}: the matching pages have only {human_size(facts['bytes'])} of "
             f"{human_size(facts['asked_bytes'])}"
         )
+    if facts["incomplete_pages"]:
+        size = human_size(facts["incomplete_bytes"])
+        lines.append(f"Incomplete: {counted(facts['incomplete_pages'], 'page')}, {size}")
     lines.append(f"Kept: {counted(facts['kept_pages'], 'page')}, {human_size(facts['kept_bytes'])}")
     for row in facts["unnamed"] or ():
         size = f"{counted(row['pages'], 'page')}, {human_size(row['bytes'])}"
@@ -186,7 +405,8 @@ def freeing_lines(facts: FreeDocument, now: float) -> list[str]:
 def _refuse_unordered(
     store: Store,
     groups: PageGroups,
-    candidates: IntArray,
+    matching: IntArray,
+    target: Target,
     worth: Worth | None,
     profile: Profile | None,
 ) -> None:
@@ -194,11 +414,11 @@ def _refuse_unordered(
     if worth is None:
         if "mtime_ns" not in store.traits.columns:
             raise UnsupportedByBackend(
-                f"--free: {store.url} keeps no timestamps, so the oldest pages are unknown; give "
+                f"{target}: {store.url} keeps no timestamps, so the oldest pages are unknown; give "
                 "--trace or --keep-plan"
             )
     elif profile is None:
-        labels = {groups.labels[n] for n in np.unique(groups.label_ids[candidates]).tolist()}
+        labels = {groups.labels[n] for n in np.unique(groups.label_ids[matching]).tolist()}
         if len(labels) > 1:
             raise UsageError(
                 f"--keep-plan: {store.url} has pages of {len(labels)} deployments "
@@ -220,21 +440,33 @@ def _refuse_of_other_pages(
         )
 
 
-def _sizes(groups: PageGroups) -> IntArray:
-    """Return the listed bytes of each group, else those that the specs state.
+def _stored_bytes(groups: PageGroups) -> int | None:
+    """Return the bytes of all listed objects; None if a size is not known."""
+    sizes = _object_sizes(groups)
+    return None if (sizes == UNKNOWN_SIZE).any() else byte_sum(sizes)
 
-    UNKNOWN_BYTES if neither tells the size of an object.
+
+def _object_sizes(groups: PageGroups) -> IntArray:
+    """Return the listed bytes of each object, else those that its spec states: [objects].
+
+    UNKNOWN_SIZE if neither tells the size.
     """
     inventory = groups.inventory
-    column = inventory.objects.column("nbytes")
-    if not column.null_count:
-        return groups.nbytes
     stated = inventory.table.expected_sizes[inventory.affix_ids]
-    nbytes = np.where(column.is_null().to_numpy(), stated, column.fill_null(0).to_numpy())
+    sizes: IntArray = np.where(inventory.sizes == UNKNOWN_SIZE, stated, inventory.sizes)
+    return sizes
+
+
+def _sizes(groups: PageGroups, unit: int = 1) -> IntArray:
+    """Return the bytes of each group, UNKNOWN_BYTES if the size of an object is not known.
+
+    unit: size to whose multiple each object is rounded up.
+    """
     grouped = groups.of_object >= 0
-    owners, nbytes = groups.of_object[grouped], nbytes[grouped]
+    owners, nbytes = groups.of_object[grouped], _object_sizes(groups)[grouped]
     unknown = nbytes == UNKNOWN_SIZE
-    sizes = byte_sums(np.where(unknown, 0, nbytes), owners, len(groups))
+    rounded = nbytes + -nbytes % unit
+    sizes = byte_sums(np.where(unknown, 0, rounded), owners, len(groups))
     sizes[owners[unknown]] = UNKNOWN_BYTES
     return sizes
 
@@ -274,16 +506,21 @@ def _places(
     return places
 
 
-def _least_useful_first(used_ns: IntArray, places: IntArray, named: BoolArray) -> IntArray:
+def _least_useful_first(
+    used_ns: IntArray, places: IntArray, named: BoolArray, complete: BoolArray
+) -> IntArray:
     """Return the order of removal: [n].
 
-    Deployments that no request names come first, then pages without a value, both by their last
-    use, in the order of SGLang's evictor and our plug-in; then the others, the worst first. Without
-    chains, the prefix of a page is unknown. Servers use the pages of a request within seconds, so
-    only requests at the limit lose a prefix before its tail.
+    Incomplete pages come first: no server reads them. Then come deployments that no request names,
+    then pages without a value, all by their last use, in the order of SGLang's evictor and our
+    plug-in; then the others, the worst first. Without chains, the prefix of a page is unknown.
+    Servers use the pages of a request within seconds, so only requests at the limit lose a prefix
+    before its tail.
     named: [n] whether requests name the deployment.
     """
-    order: IntArray = np.lexsort((np.where(places < 0, used_ns, 0), -places, places >= 0, named))
+    order: IntArray = np.lexsort(
+        (np.where(places < 0, used_ns, 0), -places, places >= 0, named, complete)
+    )
     return order
 
 

@@ -98,6 +98,8 @@ def test_the_document_has_the_members_of_the_contract(invoke: Invoke, store: Pat
         "in_flight",
         "failed",
         "remaining",
+        "lacking_bytes",
+        "free_bytes",
         "seconds",
         "complete",
         "stopped_by",

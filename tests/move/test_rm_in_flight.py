@@ -150,7 +150,7 @@ def test_free_takes_other_pages_instead(invoke: Invoke, store: Path) -> None:
     assert (document["pages"], document["in_flight"]) == (1, 1)
     assert (store / indexer(YOUNG)).exists()
     said = invoke("rm", store, "--free", "1PiB", "--yes", exit_code=2).stderr
-    assert "would empty it" in said
+    assert "would take all" in said
 
 
 # stores without times

@@ -17,11 +17,14 @@ from hicachectl.cli.asked import (
     selection_of,
 )
 from hicachectl.cli.command import Command
+from hicachectl.cli.metrics import metrics_if_empty
 from hicachectl.cli.options import (
+    allow_empty_option,
     changing_options,
     filter_options,
     grace_option,
     lease_wait_option,
+    metrics_option,
     output_options,
     profile_option,
     store_argument,
@@ -39,11 +42,11 @@ from hicachectl.cli.session import (
     store_name,
 )
 from hicachectl.cli.settings import contradiction_remark
-from hicachectl.cli.values import FILE, POSITIVE_SIZE
+from hicachectl.cli.values import FILE, POSITIVE_SIZE, ROOM
 from hicachectl.formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     import pyarrow as pa
 
@@ -55,8 +58,10 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.selection import Selection
     from hicachectl.prewarming.freeing import Freeing, Worth
+    from hicachectl.prewarming.targets import Target
     from hicachectl.results import Result, Shown
     from hicachectl.text.tables import Screen
+    from hicachectl.verification.part_result import Refusal
 
 
 class _Removal(NamedTuple):
@@ -64,7 +69,7 @@ class _Removal(NamedTuple):
 
     question: the question before it; None if there is nothing to remove.
     remove: function that removes.
-    freeing: the choice of --free; None without it.
+    freeing: the choice for a target; None without one.
     in_flight: number of matching groups that stay, because servers may still be writing them.
     steps: what to do about servers if the removed pages are wrong.
     """
@@ -76,8 +81,11 @@ class _Removal(NamedTuple):
     steps: tuple[str, ...] = ()
 
 
+_TARGETS = ("free", "keep_free", "max_size")
+_ANY_TARGET = "--free SIZE, --keep-free SIZE or --max-size SIZE"
 _OF_PAGES = (
-    "free", "trace", "keep_plan", "all_deployments", "profile_file", "grace", "and_unnamed",
+    *_TARGETS, "trace", "keep_plan", "all_deployments", "profile_file", "grace", "and_unnamed",
+    "allow_empty",
 )  # fmt: skip
 
 
@@ -96,17 +104,31 @@ _OF_PAGES = (
     help="Remove only the least useful of these pages, until SIZE (such as 200GiB) is freed. "
     "Without --trace or --keep-plan: the longest unused.",
 )
+@own_option(
+    "--keep-free",
+    type=ROOM,
+    metavar="SIZE|PERCENT",
+    help="As --free, until the file system or the Mooncake cluster has SIZE (or 30%) free. "
+    "Removes nothing if it has.",
+)
+@own_option(
+    "--max-size",
+    type=POSITIVE_SIZE,
+    metavar="SIZE",
+    help="As --free, until the objects of the store have at most SIZE. Removes nothing if they "
+    "have.",
+)
 @trace_options(
-    "With --free: keep what requests use. First other pages are removed, then those of least "
-    "value. Needs --profile.",
-    needs="--free SIZE",
+    "With --free, --keep-free or --max-size: keep what requests use. First other pages are "
+    "removed, then those of least value. Needs --profile.",
+    needs=_ANY_TARGET,
 )
 @own_option(
     "--keep-plan",
-    needs="--free SIZE",
+    needs=_ANY_TARGET,
     type=FILE,
-    help="With --free: keep the pages of a prewarm plan. First other pages are removed, then the "
-    "plan's, from its last.",
+    help="With --free, --keep-free or --max-size: keep the pages of a prewarm plan. First other "
+    "pages are removed, then the plan's, from its last.",
 )
 @own_option(
     "--and-unnamed",
@@ -124,6 +146,7 @@ _OF_PAGES = (
     "--token-ids",
     "pages behind removed ones age out, or --free SIZE --trace FILE removes them before others",
 )
+@allow_empty_option
 @grace_option("Leave pages younger than this that are not whole")
 @own_option(
     "--despite-profile",
@@ -135,20 +158,25 @@ _OF_PAGES = (
 @changing_options("removed", "removing")
 @lease_wait_option
 @output_options
+@metrics_option
 @profile_option
 @click.pass_context
 def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     """Remove pages from a store for good.
 
-    Give at least one filter, or --free. Pages that match all filters are removed with all their
-    objects, the kv objects first, so servers never see half a page. hicachectl ls with the same
-    filters lists them. Pages stay that servers may still be writing (--grace), that servers write
-    to during the run, or whose keys are ambiguous, unless --state unknown or --pages names these.
+    Give at least one filter, or a target such as --free. Pages that match all filters are removed
+    with all their objects, the kv objects first, so servers never see half a page. hicachectl ls
+    with the same filters lists them. Pages stay that servers may still be writing (--grace), that
+    servers write to during the run, or whose keys are ambiguous, unless --state unknown or --pages
+    names these.
     --state partial needs --profile. The exit status is 4 if something could not be removed, or if
-    --free did not reach its size.
+    a target was not reached.
 
-    --free removes pages, the least useful first, until their objects have SIZE. With --trace or
-    --keep-plan, tails leave before the prefixes they hang on. --dry-run shows what is lost.
+    A target removes pages, the least useful first, and no more than it needs: --free until their
+    objects have SIZE, --keep-free until so much is free, --max-size until the store has no more.
+    The last two have nothing to do in a store that is at the target: run them from cron. Pages that
+    are not whole leave first. With --trace or --keep-plan, tails leave before the prefixes they
+    hang on. --dry-run shows what is lost.
 
     One page can have objects of several deployments. A row of ls in --pages removes the group of
     one deployment. A bare hash that several deployments have is refused, unless --all-deployments
@@ -163,6 +191,8 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
       hicachectl rm prod: --before 7d --yes --lock /run/hicachectl.lock
       hicachectl rm prod: --state orphan
       hicachectl rm prod: --free 200GiB --trace day.jsonl --profile prod.toml --dry-run
+      hicachectl rm prod: --keep-free 20% --profile prod.toml --yes
+      hicachectl rm prod: --max-size 2TiB --profile prod.toml --dry-run
       hicachectl rm prod: --temporaries --before 1d
       hicachectl rm prod: --pages bad-pages.txt
     """
@@ -175,7 +205,7 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
 
     def run() -> Result | None:
         """Remove what the options choose; None if the operator declined."""
-        with opened(ctx, store) as source:
+        with opened(ctx, store) as source, metrics_if_empty(ctx, lambda: nothing().document):
             plan = _plan_temporaries if options["temporaries"] else _plan_pages
             removal = plan(ctx, source, options)
             started = time.monotonic()
@@ -203,7 +233,7 @@ def _result(
 
     freeing = None if removal is None else removal.freeing
     in_flight = 0 if removal is None else removal.in_flight
-    lacking = 0 if freeing is None else freeing.lacking(report.kept_bytes)
+    lacking = None if freeing is None else freeing.lacking
     document = RemovalDocument(
         store=store,
         pages=report.groups,
@@ -214,6 +244,8 @@ def _result(
         in_flight=in_flight,
         failed=len(report.failures),
         remaining=report.remaining,
+        lacking_bytes=lacking,
+        free_bytes=None if freeing is None else freeing.gauge.free_bytes,
         seconds=round(seconds, 3),
         dry_run=dry_run,
         free=None if freeing is None else freeing.facts,
@@ -227,7 +259,7 @@ def _result(
         rows_name="groups",
         lines=partial(_lines, report.rows),
         remarks=steps,
-        undone=[*_left_alone(report, in_flight, lacking), *(steps if failed else ())],
+        undone=[*_left_alone(report, in_flight, freeing), *(steps if failed else ())],
         failed=failed,
         dry_run=dry_run,
     )
@@ -244,10 +276,16 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
                 f"--temporaries removes files that belong to no page; leave out --{name}"
             )
         return
-    if not given and options["free"] is None:
+    targets = [f"--{name.replace('_', '-')}" for name in _TARGETS if options[name] is not None]
+    if len(targets) > 1:
         raise click.UsageError(
-            "Give a filter, such as --model, --before or --state, or give --free or --temporaries; "
-            "to wipe the whole store, use SGLang's clear_hicache_storage_backend"
+            f"{targets[0]} cannot be combined with {targets[1]}; leave out one of them"
+        )
+    if not given and not targets:
+        raise click.UsageError(
+            "Give a filter, such as --model, --before or --state, or give --free, --keep-free, "
+            "--max-size or --temporaries; to wipe the whole store, use SGLang's "
+            "clear_hicache_storage_backend"
         )
     if options["and_unnamed"] and not (
         (options["trace"] or options["keep_plan"]) and options["profile_file"]
@@ -305,7 +343,6 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
     import numpy as np
 
     from hicachectl.move.removal_plan import plan_removal
-    from hicachectl.move.withdrawal import remove_groups
     from hicachectl.pages.group_table import WHOLE
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.in_flight import (
@@ -323,7 +360,8 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
     selection = selection_of(ctx, store, options, changes=not options["dry_run"])
     profile = profile_from_options({"profile_file": options["profile_file"]}, store)
     worth = _worth(ctx, options, profile)
-    wanted = {"version"} if options["free"] is None else {"version", "atime_ns"}
+    target = _target(options)
+    wanted = {"version"} if target is None else {"version", "atime_ns"}
     # What the profile decides: the hashes of requests, by its page size, and the states of pages.
     decides = options["trace"] or options["state"]
     listing = ListingTime.now(store, changes=not options["dry_run"])
@@ -332,6 +370,7 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
             store,
             profile,
             columns=tuple(wanted & store.traits.columns),
+            needs_pages=target is not None and target.stands and not options["allow_empty"],
             on_contradiction=None if decides else contradiction_remark(ctx),
             on_batch=advance,
         )
@@ -343,17 +382,18 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
     def choose(in_flight: BoolArray) -> tuple[RepairPlan, Freeing | None]:
         """Choose the groups to remove. in_flight: [groups], which stay."""
         chosen, freeing = matching[~in_flight[matching]], None
-        if options["free"] is not None:
+        if target is not None:
             freeing = choose_groups(
                 store,
                 groups,
                 chosen,
-                options["free"],
+                target,
+                incomplete=_incomplete(ctx, store, groups, in_flight),
                 worth=worth,
                 profile=profile,
                 and_unnamed=options["and_unnamed"],
+                never_all=not given_filters(options),
             )
-            _refuse_to_empty(store, groups, freeing, int(in_flight.sum()), options)
             chosen = freeing.groups
         return plan_removal(chosen), freeing
 
@@ -368,24 +408,45 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
         plan, freeing = choose(in_flight)
     _remark_choice(ctx, store, groups, selection, plan, freeing)
 
-    def remove() -> GroupReport:
-        with progress(ctx, "removing", " pages") as advance:
-            return remove_groups(
-                store,
-                groups,
-                plan,
-                mode="delete",
-                dry_run=options["dry_run"],
-                on_progress=advance,
-                on_end=lambda taken: _say_how_to_go_on(
-                    ctx, taken, taken.text(len(plan.groups)), options["free"]
-                ),
-            )
-
     pages = f"{counted(len(plan.groups), 'page')} ({human_size(groups.total_bytes(plan.groups))})"
-    question = f"Remove {pages} from {store.url}?" if len(plan.groups) else None
+    more = ", and more if servers write meanwhile" if options["keep_free"] is not None else ""
+    question = f"Remove {pages} from {store.url}{more}?" if len(plan.groups) else None
     steps = _steps(ctx, groups, plan, profile)
+    remove = partial(_remove_pages, ctx, store, groups, plan, freeing)
     return _Removal(question, remove, freeing, int(in_flight[matching].sum()), steps)
+
+
+def _remove_pages(
+    ctx: click.Context,
+    store: Store,
+    groups: PageGroups,
+    plan: RepairPlan,
+    freeing: Freeing | None,
+) -> GroupReport:
+    """Remove the groups of a plan; for a target, those that it needs while servers write."""
+    from hicachectl.move.removal_plan import plan_removal
+    from hicachectl.move.withdrawal import remove_groups
+
+    options = ctx.params
+    first = plan
+    if freeing is not None and not options["dry_run"]:
+        first = freeing.begin() or plan_removal(plan.groups[:0])
+    with progress(ctx, "removing", " pages") as advance:
+        report = remove_groups(
+            store,
+            groups,
+            first,
+            mode="delete",
+            dry_run=options["dry_run"],
+            on_progress=advance,
+            on_end=lambda taken: _say_how_to_go_on(
+                ctx, taken, taken.text(len(plan.groups)), options["free"]
+            ),
+            then=freeing.next if freeing is not None else lambda statuses: None,
+        )
+    if freeing is not None:
+        freeing.conclude()
+    return report
 
 
 def _steps(
@@ -394,9 +455,9 @@ def _steps(
     plan: RepairPlan,
     profile: Profile | None,
 ) -> tuple[str, ...]:
-    """Return what to do about servers if the removed pages are wrong; nothing with --free."""
+    """Return what to do about servers if the removed pages are wrong; nothing with a target."""
     options = ctx.params
-    if options["free"] is not None or not len(plan.groups):
+    if _target(options) is not None or not len(plan.groups):
         return ()
     model = options["model"] or ("" if profile is None else profile.key_model)
     mending = structs.replace(mending_without_options(ctx, options["store"]), model=model)
@@ -418,15 +479,58 @@ def _say_how_to_go_on(ctx: click.Context, taken: Taken, text: str, free: int | N
 
 def _refuse_doubtful(store: Store, groups: PageGroups, in_flight: BoolArray) -> None:
     """Raise UsageError if the pages that look partial show that the profile may be wrong."""
-    from hicachectl.checks.registry import CheckInput
-    from hicachectl.move.doubt import doubt_missing
     from hicachectl.verification.report import doubted
 
-    given = CheckInput(store=store, groups=groups, in_flight=in_flight)
-    refused = doubt_missing(given)
+    refused = _doubt(store, groups, in_flight)
     if refused is not None:
         why = doubted(refused, "removes")
         raise UsageError(f"{store.url}: nothing was removed: {why}")
+
+
+def _doubt(store: Store, groups: PageGroups, in_flight: BoolArray) -> Refusal | None:
+    """Return why the profile must not be believed about missing objects; None if it may."""
+    from hicachectl.checks.registry import CheckInput
+    from hicachectl.move.doubt import doubt_missing
+
+    return doubt_missing(CheckInput(store=store, groups=groups, in_flight=in_flight))
+
+
+def _incomplete(
+    ctx: click.Context, store: Store, groups: PageGroups, in_flight: BoolArray
+) -> BoolArray:
+    """Return which groups no server can use, as far as that is certain: [groups].
+
+    Only a profile shows which pages are partial. Groups in flight are not judged.
+    """
+    from hicachectl.move.removal_plan import described_groups
+    from hicachectl.pages.group_table import ORPHAN, PARTIAL
+    from hicachectl.text.units import counted
+
+    incomplete: BoolArray = (groups.states == ORPHAN) & ~in_flight
+    partial_ones = (groups.states == PARTIAL) & described_groups(groups) & ~in_flight
+    if not partial_ones.any():
+        return incomplete
+    if _doubt(store, groups, in_flight) is not None and not ctx.params["despite_profile"]:
+        pages = counted(int(partial_ones.sum()), "page")
+        remark(
+            ctx,
+            f"{pages} not whole by --profile not removed first: most of the newest pages lack the "
+            "same pool, so the profile may be wrong; check it",
+            failure=True,
+        )
+        return incomplete
+    incomplete |= partial_ones
+    return incomplete
+
+
+def _target(options: Mapping[str, Any]) -> Target | None:
+    """Return the target that the options give; None without one."""
+    from hicachectl.prewarming.targets import KINDS, Target
+
+    for kind in KINDS:
+        if (amount := options[kind.replace("-", "_")]) is not None:
+            return Target(kind, amount)
+    return None
 
 
 def _removable(
@@ -504,32 +608,23 @@ def _worth(ctx: click.Context, options: dict[str, Any], profile: Profile | None)
     return worth_of_plan(options["keep_plan"]) if options["keep_plan"] else None
 
 
-def _refuse_to_empty(
-    store: Store, groups: PageGroups, freeing: Freeing, in_flight: int, options: dict[str, Any]
-) -> None:
-    """Raise if --free without a filter would remove every page, except those in flight."""
-    from hicachectl.text.units import human_size
-
-    none_left = len(freeing.groups) + in_flight == len(groups)
-    if not given_filters(options) and len(freeing.groups) and none_left:
-        raise UsageError(
-            f"--free: {store.url} has only {human_size(freeing.facts['bytes'])} in pages, so "
-            f"{human_size(options['free'])} would empty it; give a smaller SIZE, or a filter too"
-        )
-
-
-def _left_alone(report: GroupReport, in_flight: int, lacking: int) -> Iterator[str]:
-    """Yield messages on pages that stay, because servers write to them.
+def _left_alone(report: GroupReport, in_flight: int, freeing: Freeing | None) -> Iterator[str]:
+    """Yield messages on pages that stay, and on a target that was not reached.
 
     in_flight: number of pages that servers may still be writing.
-    lacking: bytes that --free lacks.
     """
     from hicachectl.text.units import counted, human_size
 
     noun = "file" if _are_files(report.rows) else "page"
-    if lacking and report.kept:
-        kept = f"{counted(report.kept, 'page')} ({human_size(report.kept_bytes)})"
-        yield f"--free: servers rewrote {kept}, left alone; run again with --free {lacking}"
+    if freeing is not None and freeing.lacking:
+        if freeing.gauge.target.kind == "free" and report.kept:
+            kept = f"{counted(report.kept, 'page')} ({human_size(report.kept_bytes)})"
+            yield (
+                f"--free: servers rewrote {kept}, left alone; run again with --free "
+                f"{freeing.lacking}"
+            )
+        else:
+            yield freeing.why_short(in_flight)
     if in_flight:
         yield (
             f"{counted(in_flight, 'page')} in flight left alone: not whole, and servers "
@@ -559,7 +654,7 @@ def _lines(
     if _are_files(rows):
         noun, counts = "file", {"file": document["objects"]}
     if document["free"] is not None:
-        yield from freeing_lines(document["free"], time.time())
+        yield from freeing_lines(document, time.time())
     left = document["remaining"]
     remaining = f", {counted(left, noun)} not removed" if left else ""
     yield last_line(document, counts, f"removed{remaining}")

@@ -1,0 +1,169 @@
+"""Targets of removals: how many bytes are still to be freed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Literal, Self
+
+from hicachectl.formats.documents import shown
+from hicachectl.formats.errors import UnsupportedByBackend, UsageError
+from hicachectl.formats.sizes import parse_size
+from hicachectl.text.units import human_size
+
+if TYPE_CHECKING:
+    from hicachectl.backends.base import Store
+
+Kind = Literal["free", "keep-free", "max-size"]
+KINDS: tuple[Kind, ...] = ("free", "keep-free", "max-size")
+
+_PERCENTAGE = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?%")
+# Removed bytes stay in use if so often enough was removed, and less than this share became free.
+_SHORT = 3
+_LEAST_GAIN = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a removal is to reach.
+
+    kind: what has so many bytes in the end: the removed objects (free), the free space (keep-free),
+        or the objects of the store (max-size).
+    amount: bytes; with keep-free also a share of what the store can hold.
+    """
+
+    kind: Kind
+    amount: int | Fraction
+
+    def __str__(self) -> str:
+        return f"--{self.kind}"
+
+    @property
+    def stands(self) -> bool:
+        """Whether the target is a state of the store, so that a further run has nothing to do."""
+        return self.kind != "free"
+
+
+def parse_room(text: str) -> int | Fraction:
+    """Return the bytes of a size such as 200GiB, or the share of a percentage such as 30%.
+
+    Raises UsageError for other text, for nothing, and for 100% or more.
+    """
+    if not text.endswith("%"):
+        return parse_size(text, least=1)
+    if not _PERCENTAGE.fullmatch(text):
+        raise UsageError(f"{shown(text)} is not a share; write 30% or a size such as 200GiB")
+    share = Fraction(text[:-1]) / 100
+    if not 0 < share < 1:
+        raise UsageError(f"{text} is not between 0% and 100%; write 30%, for example")
+    return share
+
+
+class Gauge:
+    """Measure of the bytes that a removal still has to free.
+
+    limit: bytes of the target; a share is resolved.
+    asked: bytes to remove, as of the start.
+    unit: bytes to which the space of an object is rounded up.
+    free_bytes: the store's free bytes at the last look; None unless the target is about them.
+    stored_bytes: bytes of the store's objects as listed; None unless the target is about them.
+    is_held: whether removed bytes did not become free.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        limit: int,
+        asked: int,
+        *,
+        store: Store | None = None,
+        unit: int = 1,
+        stored_bytes: int | None = None,
+    ) -> None:
+        self.target = target
+        self.limit = limit
+        self.asked = asked
+        self.unit = unit
+        self.stored_bytes = stored_bytes
+        self.free_bytes = None if store is None else limit - asked
+        self.is_held = False
+        self._store = store
+        self._short = 0  # how often enough was removed, but the store lacked space
+        # The free bytes, and the bytes removed before, when both were last known to agree.
+        self._known_free, self._known_removed = limit - asked, 0
+
+    @classmethod
+    def of(cls, target: Target, store: Store, stored_bytes: int | None) -> Self:
+        """Look at the store and return the gauge.
+
+        stored_bytes: bytes of all objects of the store; None if a size is not known.
+        Raises UsageError for a target that the store cannot reach, UnsupportedByBackend for one
+        that it cannot tell, and StoreUnavailable.
+        """
+        if target.kind == "free":
+            return cls(target, int(target.amount), int(target.amount))
+        if target.kind == "max-size":
+            if stored_bytes is None:
+                raise UnsupportedByBackend(
+                    f"{target}: {store.url} does not tell the sizes of its objects; give "
+                    "--profile, or --free SIZE"
+                )
+            limit = int(target.amount)
+            return cls(target, limit, max(0, stored_bytes - limit), stored_bytes=stored_bytes)
+        capacity = store.capacity()
+        free = None if capacity is None else store.free_bytes()
+        if capacity is None or free is None:
+            raise UnsupportedByBackend(
+                f"{target}: {store.url} does not tell its free space after a removal; give "
+                "--max-size SIZE or --free SIZE"
+            )
+        amount = target.amount
+        limit = int(amount * capacity.nbytes) if isinstance(amount, Fraction) else amount
+        if limit >= capacity.nbytes:
+            raise UsageError(
+                f"{target}: {store.url} can hold only {human_size(capacity.nbytes)}, so "
+                f"{human_size(limit)} are never free; give a smaller SIZE"
+            )
+        gauge = cls(target, limit, max(0, limit - free), store=store, unit=capacity.unit)
+        gauge.free_bytes = gauge._known_free = free
+        return gauge
+
+    def lacking(self, removed: int) -> int:
+        """Return the bytes still to be removed; look at the store if the target needs it.
+
+        removed: bytes of the objects removed so far. A file system may show freed space late: what
+        it does not show yet counts as free until a sync, so that nothing leaves needlessly.
+        Raises StoreUnavailable.
+        """
+        if self._store is None:
+            return max(0, self.asked - removed)
+        lacking = self._look()
+        unseen = self.limit - self._known_free - (removed - self._known_removed)
+        if lacking <= 0 or unseen > 0:
+            return max(0, min(lacking, unseen))
+        self._store.flush()
+        lacking = self._look()
+        assert self.free_bytes is not None
+        gain = self.free_bytes - (self.limit - self.asked)
+        self._short += 1 if removed and lacking > 0 else 0
+        self.is_held = self._short >= _SHORT and gain < _LEAST_GAIN * removed
+        self._known_free, self._known_removed = self.free_bytes, removed
+        return max(0, lacking)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the free bytes of the store decide, which servers change meanwhile."""
+        return self._store is not None
+
+    def step(self, lacking: int) -> int:
+        """Return how many of the lacking bytes to remove before the next look.
+
+        Objects may take more space than their bytes, so a measured target is approached by halves.
+        """
+        return lacking if self._store is None else -(-lacking // 2)
+
+    def _look(self) -> int:
+        assert self._store is not None
+        self.free_bytes = self._store.free_bytes() or 0
+        return self.limit - self.free_bytes

@@ -1,0 +1,423 @@
+"""`rm --keep-free` and `--max-size`: what leaves is enough, needed, and the least useful."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hicachectl.backends.file.store import FileStore
+from hicachectl.formats.profile import dump_profile
+from hicachectl.formats.sizes import parse_size
+from hicachectl.move import withdrawal
+from hicachectl.prewarming.targets import parse_room
+from tests.move.repairs import DSA, INDEXER_BYTES, KV_BYTES, dsa_store, indexer, kv
+from tests.prewarming.test_prewarm import tokens
+from tests.skips import needs_root
+from tests.small_file_system import small_file_system
+from tests.speed import chance_of_run
+from tests.stores import OLD, page, put, put_pages
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+BLOCK = 4096
+KV_SPACE, INDEXER_SPACE = 3 * BLOCK, BLOCK
+PAGE_SPACE = KV_SPACE + INDEXER_SPACE
+PAGE_BYTES = KV_BYTES + INDEXER_BYTES
+DISK = 4 << 20
+HOUR_S = 3600.0
+
+
+def free_bytes(path: Path) -> int:
+    space = os.statvfs(path)
+    return space.f_bavail * space.f_frsize
+
+
+def removed(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
+    return invoke("rm", *arguments, "--yes", "--format", "json", exit_code=exit_code).document
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "dsa.toml"
+    path.write_text(dump_profile(DSA))
+    return path
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system of 4 MiB for 256 pages."""
+    with small_file_system(tmp_path / "disk", DISK) as directory:
+        yield directory
+
+
+def pages_of(store: Path) -> set[str]:
+    return {path.name[:64] for path in store.glob("*.bin")}
+
+
+# --- a small file system ---
+
+
+@needs_root
+@pytest.mark.parametrize(("asked", "limit"), [("30%", DISK * 3 // 10), ("1MiB", 1 << 20)])
+def test_as_much_is_free_as_asked_and_no_page_more(
+    invoke: Invoke, disk: Path, asked: str, limit: int
+) -> None:
+    """Objects take whole blocks, more than their bytes. A second run has nothing to do."""
+    store = dsa_store(disk / "store", 240)
+    document = removed(invoke, store, "--keep-free", asked)
+    assert limit <= free_bytes(disk) < limit + PAGE_SPACE
+    assert document["free_bytes"] == free_bytes(disk)
+    assert (document["lacking_bytes"], document["free"]["limit_bytes"]) == (0, limit)
+    assert pages_of(store) == {page(n) for n in range(document["pages"], 240)}
+    again = invoke("rm", store, "--keep-free", asked, "--yes")
+    assert "; nothing to remove" in again.stdout
+    assert "0 pages, 0 objects, 0 B removed" in again.stdout
+    assert len(pages_of(store)) == 240 - document["pages"]
+
+
+@needs_root
+def test_a_dry_run_foretells_what_leaves(invoke: Invoke, disk: Path) -> None:
+    store = dsa_store(disk / "store", 240)
+    arguments = ("rm", store, "--keep-free", "30%", "--format", "json")
+    foretold = invoke(*arguments, "--dry-run").document
+    assert len(pages_of(store)) == 240
+    document = invoke(*arguments, "--yes").document
+    assert foretold["pages"] == document["pages"] > 0
+    assert foretold["free"] == document["free"]
+
+
+@needs_root
+def test_a_disk_that_others_fill_costs_no_page(invoke: Invoke, disk: Path, tmp_path: Path) -> None:
+    """To empty the store would not help; the metrics tell the alert."""
+    store = dsa_store(disk / "store", 10)
+    (disk / "other").write_bytes(bytes(free_bytes(disk) - BLOCK))
+    path = tmp_path / "rm.prom"
+    output = invoke("rm", store, "--keep-free", "50%", "--yes", "--metrics-file", path, exit_code=4)
+    assert len(pages_of(store)) == 10
+    assert "short of 2.0 MiB: the pages that may leave have only 100.3 KiB" in output.stderr
+    assert "make room beside them, or give a smaller SIZE" in output.stderr
+    metrics = path.read_text()
+    assert f'hicachectl_rm_lacking_bytes{{store="file://{store}"}} {2 << 20}' not in metrics
+    assert f'hicachectl_rm_succeeded{{store="file://{store}"}} 0\n' in metrics
+    assert f'hicachectl_rm_pages{{store="file://{store}"}} 0\n' in metrics
+
+
+@needs_root
+def test_filters_limit_what_leaves_for_free_space(invoke: Invoke, disk: Path) -> None:
+    store = dsa_store(disk / "store", 200)
+    put_pages(store, range(300, 310), "_other_0_1", nbytes=BLOCK, mtime=OLD - 9)
+    output = invoke("rm", store, "--keep-free", "90%", "--model", "other", "--yes", exit_code=4)
+    assert "no further page matches; give fewer filters, or run again" in output.stderr
+    assert pages_of(store) == {page(n) for n in range(200)}
+
+
+@needs_root
+def test_removed_bytes_that_stay_in_use_end_the_run(invoke: Invoke, disk: Path) -> None:
+    """Hard links keep the space, as snapshots do: a store is not emptied for nothing."""
+    store, backup = dsa_store(disk / "store", 240), disk / "backup"
+    backup.mkdir()
+    for path in store.iterdir():
+        os.link(path, backup / path.name)
+    needed = DISK * 3 // 10 - free_bytes(disk)
+    output = invoke("rm", store, "--keep-free", "30%", "--yes", exit_code=4)
+    assert "the removed bytes are not free; look for hard links, snapshots" in output.stderr
+    assert len(pages_of(store)) >= 240 - 3 * (needed // PAGE_SPACE + 1)
+
+
+@needs_root
+def test_space_that_shows_late_costs_no_page_more(
+    invoke: Invoke, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems count freed blocks only after a sync."""
+    store = dsa_store(disk / "store", 240)
+    shown = [free_bytes(disk)]
+    monkeypatch.setattr(FileStore, "free_bytes", lambda opened: shown[0])
+    monkeypatch.setattr(FileStore, "flush", lambda opened: shown.__setitem__(0, free_bytes(disk)))
+    removed(invoke, store, "--keep-free", "30%")
+    assert DISK * 3 // 10 <= free_bytes(disk) < DISK * 3 // 10 + PAGE_SPACE
+
+
+class Disk:
+    """A store on a small disk under a writer, with a clock that is stepped.
+
+    step: make all files older.
+    write: write one page, sometimes only a part of it.
+    """
+
+    def __init__(self, store: Path, chance: random.Random) -> None:
+        self.store = store
+        self.chance = chance
+        self.numbers = count()
+        self.parts: dict[str, set[str]] = {}
+        self.taken = 0
+        store.mkdir()
+
+    def write(self) -> None:
+        number = next(self.numbers)
+        names = [(indexer(number), INDEXER_BYTES), (kv(number), KV_BYTES)]
+        shape = self.chance.random()
+        names = names[:1] if shape < 0.1 else names[1:] if shape < 0.2 else names
+        for name, nbytes in names:
+            put(self.store, name, nbytes, time.time())
+            self.taken += 1
+        self.parts[page(number)] = {name for name, _ in names}
+
+    def fill(self, leave: int) -> None:
+        """Write pages until less than `leave` bytes are free."""
+        while free_bytes(self.store) >= leave + PAGE_SPACE:
+            self.write()
+
+    def step(self, seconds: float) -> None:
+        for path in self.store.glob("*.bin"):
+            facts = path.stat()
+            os.utime(path, (facts.st_atime - seconds, facts.st_mtime - seconds))
+
+    def newest(self) -> dict[str, float]:
+        """Return the time of each page."""
+        times: dict[str, float] = {}
+        for path in self.store.glob("*.bin"):
+            times[path.name[:64]] = max(times.get(path.name[:64], 0.0), path.stat().st_mtime)
+        return times
+
+
+@needs_root
+@pytest.mark.slow
+def test_the_target_is_kept_under_a_writer(
+    invoke: Invoke, disk: Path, profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each of 60 rounds servers write, also while pages leave: see `check_round`."""
+    chance, repeat = chance_of_run()
+    monkeypatch.setattr(withdrawal, "SETTLE_SECONDS", 0.01)
+    place = Disk(disk / "store", chance)
+    delete = FileStore.delete
+
+    def meanwhile(store: FileStore, rows: Any) -> Any:
+        """Write less than leaves."""
+        for _ in range(len(rows)):
+            if chance.random() < 0.1 and free_bytes(disk) > 2 * PAGE_SPACE:
+                place.write()
+        return delete(store, rows)
+
+    leaving = 0
+    for number in range(60):
+        place.fill(chance.randrange(1 << 20))
+        place.step(chance.choice([0, 30, 90, 600]))
+        for _ in range(chance.randrange(8)):
+            if free_bytes(disk) > 2 * PAGE_SPACE:
+                place.write()
+        with monkeypatch.context() as patched:
+            patched.setattr(FileStore, "delete", meanwhile)
+            leaving += check_round(invoke, place, profile, f"round {number}, {repeat}")
+    assert leaving > 60
+
+
+def check_round(invoke: Invoke, place: Disk, profile: Path, told: str) -> int:
+    """Make room once; return how many pages left.
+
+    The target is reached; the last page that left was needed; a whole page left only if no
+    incomplete page of age was left in the store, and only if no older one was.
+    """
+    chance, store = place.chance, place.store
+    limit = chance.choice([DISK // 10, DISK * 3 // 10, 1_234_567])
+    judges = chance.random() < 0.8
+    options = ("--profile", profile) if judges else ()
+    before, listed = place.newest(), time.time()
+    document = removed(invoke, store, "--keep-free", limit, *options)
+    left = place.newest()
+    assert free_bytes(store) >= limit, told
+    gone = before.keys() - left.keys()
+    assert len(gone) == document["pages"], told
+    if gone:
+        assert free_bytes(store) - PAGE_SPACE < limit, told
+    whole = {name for name in before if len(place.parts[name]) == 2}
+    orphans = {name for name in before if not any("_x-dsa" in n and "indexer" not in n
+                                                  for n in place.parts[name])}  # fmt: skip
+    incomplete = before.keys() - whole if judges else orphans
+    assert not {name for name in gone if name in incomplete and listed - before[name] < 55}, told
+    if healthy := gone - incomplete:
+        assert not {n for n in incomplete & left.keys() if listed - before[n] > 65}, told
+        kept = [before[name] for name in left.keys() & (before.keys() - incomplete)
+                if name in whole or listed - before[name] > 65]  # fmt: skip
+        assert max(before[name] for name in healthy) <= min(kept, default=listed), told
+    return len(gone)
+
+
+# --- the order ---
+
+
+def damaged(store: Path) -> tuple[set[str], set[str]]:
+    """Make 20 pages, the newest of which are incomplete; return those without indexer and kv."""
+    dsa_store(store, 20)
+    for number in (15, 16):
+        (store / indexer(number)).unlink()
+    for number in (17, 18):
+        (store / kv(number)).unlink()
+    return {page(15), page(16)}, {page(17), page(18)}
+
+
+@pytest.mark.parametrize("option", ["--free", "--max-size"])
+def test_incomplete_pages_leave_first(
+    invoke: Invoke, tmp_path: Path, profile: Path, option: str
+) -> None:
+    store = tmp_path / "store"
+    partial, orphans = damaged(store)
+    nbytes = 2 * KV_BYTES + 2 * INDEXER_BYTES
+    stored = sum(path.stat().st_size for path in store.glob("*.bin"))
+    size = nbytes + 1 if option == "--free" else stored - nbytes - 1
+    document = removed(invoke, store, option, size, "--profile", profile)
+    assert document["free"]["incomplete_pages"] == 4
+    assert document["free"]["incomplete_bytes"] == nbytes
+    assert pages_of(store) == {page(n) for n in range(1, 20)} - partial - orphans
+
+
+def test_without_a_profile_only_orphans_are_certain(invoke: Invoke, tmp_path: Path) -> None:
+    _, orphans = damaged(tmp_path / "store")
+    text = invoke("rm", tmp_path / "store", "--free", 2 * INDEXER_BYTES + 1, "--yes").stdout
+    assert "Incomplete: 2 pages, 2.1 KiB" in text
+    assert pages_of(tmp_path / "store") == {page(n) for n in range(1, 20)} - orphans
+
+
+def test_a_doubtful_profile_decides_nothing(invoke: Invoke, tmp_path: Path, profile: Path) -> None:
+    """Most of the newest pages lack the indexer: they may be of servers without one."""
+    store = dsa_store(tmp_path / "store", 40)
+    for number in range(20, 40):
+        (store / indexer(number)).unlink()
+    output = invoke("rm", store, "--free", 1, "--profile", profile, "--yes")
+    assert "20 pages not whole by --profile not removed first" in output.stderr
+    assert pages_of(store) == {page(n) for n in range(1, 40)}
+
+
+def test_a_young_incomplete_page_stays(invoke: Invoke, tmp_path: Path, profile: Path) -> None:
+    store = dsa_store(tmp_path / "store", 4)
+    put(store, indexer(7), INDEXER_BYTES, time.time())
+    removed(invoke, store, "--free", 1, "--profile", profile)
+    assert pages_of(store) == {page(n) for n in (1, 2, 3, 7)}
+
+
+@pytest.fixture
+def named(source: Path, tmp_path: Path) -> tuple[Path, Path, Path]:
+    """Return a store with pages of another deployment, a trace, and what its pages lack."""
+    put_pages(source, range(3), "_other_0_1", nbytes=1000, mtime=time.time() - 900)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"timestamp": 1, "token_ids": tokens()}))
+    return source, trace, tmp_path
+
+
+def test_the_cost_of_sparing_other_deployments_is_told(
+    invoke: Invoke, named: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    from hicachectl.cli.demo_store import PROFILE
+
+    store, trace, _ = named
+    own = tmp_path / "own.toml"
+    own.write_text(dump_profile(PROFILE))
+    options = ("--free", 1, "--trace", trace, "--profile", own, "--dry-run")
+    output = invoke("rm", store, *options)
+    assert (
+        "3 pages (2.9 KiB) of deployments that no request names left alone: 2.9 KiB of others "
+        "leave in their place; --and-unnamed removes them first"
+    ) in output.stderr
+    facts = invoke("rm", store, *options, "--format", "json").document["free"]
+    assert facts["in_place_bytes"] == 3000
+    facts = invoke("rm", store, *options, "--and-unnamed", "--format", "json").document["free"]
+    assert facts["in_place_bytes"] is None
+    assert facts["bytes"] == 1000
+
+
+# --- the size of a store ---
+
+
+def test_a_size_is_kept_by_a_page(invoke: Invoke, tmp_path: Path) -> None:
+    store = dsa_store(tmp_path / "store", 10)
+    put(store, "notes.txt", 100)  # as ls --summary, it counts every file
+    size = 4 * PAGE_BYTES + 100
+    document = removed(invoke, store, "--max-size", size)
+    facts = document["free"]
+    assert (document["pages"], document["lacking_bytes"]) == (6, 0)
+    assert (facts["target"], facts["limit_bytes"]) == ("max-size", size)
+    assert (facts["stored_bytes"], facts["asked_bytes"]) == (10 * PAGE_BYTES + 100, 6 * PAGE_BYTES)
+    assert document["free_bytes"] is None
+    again = invoke("rm", store, "--max-size", size, "--yes")
+    assert "nothing to remove" in again.stdout
+    assert len(pages_of(store)) == 4
+
+
+def test_a_size_that_only_an_empty_store_has_is_refused(invoke: Invoke, tmp_path: Path) -> None:
+    store = dsa_store(tmp_path / "store", 10)
+    said = invoke("rm", store, "--max-size", 1, "--yes", exit_code=2).stderr
+    assert "1 B would take all; give a larger SIZE, or a filter too" in said
+    assert len(pages_of(store)) == 10
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("0", "is less than 1 bytes; give more"),
+        ("0%", "0% is not between 0% and 100%"),
+        ("100%", "100% is not between 0% and 100%"),
+        ("130%", "130% is not between 0% and 100%"),
+        ("-5%", "'-5%' is not a share; write 30% or a size such as 200GiB"),
+        ("%", "'%' is not a share"),
+        (".%", "'.%' is not a share"),
+        ("\N{ARABIC-INDIC DIGIT ONE}%", "is not a share"),
+        ("half", "'half' is not a size"),
+    ],
+)
+def test_room_that_makes_no_sense_is_refused(
+    invoke: Invoke, tmp_path: Path, text: str, why: str
+) -> None:
+    store = dsa_store(tmp_path / "store", 2)
+    assert why in invoke("rm", store, f"--keep-free={text}", "--yes", exit_code=2).stderr
+
+
+def test_a_share_and_a_size_are_read_exactly() -> None:
+    assert parse_room("30%") * 10 == 3
+    assert parse_room("0.5%") * 200 == 1
+    assert parse_room("200GiB") == parse_size("200GiB")
+
+
+def test_targets_exclude_each_other(invoke: Invoke, tmp_path: Path) -> None:
+    store = dsa_store(tmp_path / "store", 2)
+    both = ("rm", store, "--max-size", 1, "--keep-free", 1, "--yes")
+    said = invoke(*both, exit_code=2).stderr
+    assert "--keep-free cannot be combined with --max-size; leave out one of them" in said
+
+
+def test_more_than_the_file_system_is_refused(invoke: Invoke, tmp_path: Path) -> None:
+    store = dsa_store(tmp_path / "store", 2)
+    said = invoke("rm", store, "--keep-free", "1EiB", "--yes", exit_code=2).stderr
+    assert f"--keep-free: file://{store} can hold only " in said
+    assert "so 1.0 EiB are never free; give a smaller SIZE" in said
+
+
+def test_a_store_that_cannot_tell_is_refused(invoke: Invoke, tmp_path: Path, profile: Path) -> None:
+    url = f"nixl://{tmp_path / 'disk'}"
+    invoke("migrate", dsa_store(tmp_path / "store", 2), url, "--profile", profile)
+    said = invoke("rm", url, "--keep-free", "10%", "--yes", exit_code=2).stderr
+    assert "does not tell its free space after a removal; give --max-size SIZE" in said
+
+
+@pytest.mark.parametrize("target", [("--keep-free", "1%"), ("--max-size", "1GiB")])
+def test_a_store_that_is_not_mounted_is_no_success(
+    invoke: Invoke, tmp_path: Path, target: tuple[str, str]
+) -> None:
+    store, path = tmp_path / "store", tmp_path / "rm.prom"
+    store.mkdir()
+    arguments = ("rm", store, *target, "--yes")
+    said = invoke(*arguments, "--metrics-file", path, exit_code=3).stderr
+    assert "has no page: not mounted?" in said
+    assert f'hicachectl_rm_succeeded{{store="file://{store}"}} 0\n' in path.read_text()
+    invoke(*arguments, "--allow-empty")
