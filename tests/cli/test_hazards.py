@@ -88,6 +88,8 @@ migrate STORE NEW --move --yes                          | 0 | STORE is empty; ch
 merge RUN                                               | 2 | RUN: has no run.json              | 0
 rm STORE --before 0s --yes                              | 0 | STORE is empty; check the URL     | 0
 rm STORE --free 1KiB --yes                              | 4 | only 0 B of 1.0 KiB               | 0
+rm STORE --keep-free 1% --yes                           | 3 | STORE has no page: not mounted?   | 0
+rm STORE --max-size 1KiB --yes                          | 3 | STORE has no page: not mounted?   | 0
 rm STORE --temporaries --yes                            | 0 | no temporary file                 | 0
 pack info PACK                                          | 2 | PACK: not a pack; check the path  | 0
 pack repair PACK                                        | 2 | PACK: not a pack; check the path  | 0
@@ -115,6 +117,7 @@ migrate STORE NEW --profile PROFILE --move --yes        | 0 | 6 removed from the
 migrate STORE NEW --profile PROFILE --since 1h          | 0 | 6 pages copied                    | 0
 merge RUN                                               | 0 | no findings                       | 0
 rm STORE --before 1h --yes                              | 0 | --before: no page matches         | 0
+rm STORE --max-size 400KiB --profile PROFILE --yes      | 0 | --max-size 400.0 KiB              | 2
 rm STORE --temporaries --yes                            | 0 | no temporary file                 | 0
 pack info PACK                                          | 0 | 16, 434.0 KiB                     | 0
 pack repair PACK                                        | 0 | nothing to repair                 | 0
@@ -141,6 +144,7 @@ migrate STORE NEW --profile PROFILE --move --yes        | 0 | 1 page still being
 merge RUN                                               | 0 | no findings                       | 0
 rm STORE --before 150s --yes                            | 0 | 6 pages                           | 6
 rm STORE --state partial,orphan --profile PROFILE --yes | 0 | 1 page in flight left alone       | 0
+rm STORE --max-size 400KiB --profile PROFILE --yes      | 0 | 1 page in flight left alone       | 1
 rm STORE --temporaries --yes                            | 0 | no temporary file                 | 0
 pack info PACK                                          | 0 | 16, 434.0 KiB                     | 0
 pack repair PACK                                        | 0 | nothing to repair                 | 0

@@ -285,6 +285,8 @@ def rm(stores: Stores) -> Documents:
     yield stores.run(
         "rm", stores.whole, "--free", "1", "--trace", trace, *stores.profile, "--dry-run"
     )
+    yield stores.run("rm", stores.whole, "--max-size", "1TiB", "--yes")
+    yield stores.run("rm", stores.whole, "--keep-free", "1", "--yes")
     yield stores.run("rm", stores.damaged, "--before", "0s", "--yes")
     yield stores.run("rm", stores.whole, "--temporaries", "--yes")
 
@@ -460,6 +462,8 @@ def test_a_metrics_file_has_the_metrics_of_the_page(
     path = tmp_path / "metrics.prom"
     if command == "verify":
         stores.run("verify", stores.damaged, "--metrics-file", path, exit_code=4)
+    elif command == "rm":
+        stores.run("rm", stores.whole, "--keep-free", "1", "--yes", "--metrics-file", path)
     else:
         requests = prompts(tmp_path / "requests.jsonl", 8)
         copy = ("--from", stores.whole, *stores.profile, "--token-ids", requests)

@@ -100,6 +100,10 @@ rm STORE --model m --keep-plan TEXT --yes         | --keep-plan needs --free SIZ
 rm STORE --free 1 --trace TRACE --yes             | --trace needs --profile
 rm STORE --free 1 --trace TRACE --keep-plan TEXT --profile PROFILE --yes | --trace | --keep-plan
 rm STORE --free 1 --temporaries --yes             | leave out --free
+rm STORE --keep-free 5% --temporaries --yes       | leave out --keep-free
+rm STORE --free 1 --max-size 1 --yes              | --free cannot be combined with --max-size
+rm STORE --max-size 0 --yes                       | --max-size
+rm STORE --keep-free 100% --yes                   | --keep-free | 100%
 rm STORE --free 1 --trace TRACE --profile PROFILE --yes | TRACE | keys of pages | --keep-plan
 rm STORE --pages TEXT --yes                       | TEXT | line 1 | hicachectl ls --format jsonl
 rm TABLES --before 1d --yes --profile PROFILE     | --before | no timestamps | leave out --before

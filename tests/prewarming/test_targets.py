@@ -404,7 +404,7 @@ def test_more_than_the_file_system_is_refused(invoke: Invoke, tmp_path: Path) ->
 
 
 def test_a_store_that_cannot_tell_is_refused(invoke: Invoke, tmp_path: Path, profile: Path) -> None:
-    url = f"nixl://{tmp_path / 'disk'}"
+    url = f"nixl://{tmp_path / 'disk'}?direct_io=off"
     invoke("migrate", dsa_store(tmp_path / "store", 2), url, "--profile", profile)
     said = invoke("rm", url, "--keep-free", "10%", "--yes", exit_code=2).stderr
     assert "does not tell its free space after a removal; give --max-size SIZE" in said
