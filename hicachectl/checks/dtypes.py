@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.checks.registry import ValueIssue
-from hicachectl.checks.tables import sections_of
+from hicachectl.checks.tables import WORD_BYTES, sections_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.checks.tables import Section
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
 
 # Mantissa bits and exponent bits.
 _FORMS = {"bfloat16": (7, 8), "float16": (10, 5)}
-_PAIR_BYTES = 4
-_PAIRS = 2048  # the most pairs of an object that are compared
+_PAIRS = 2048  # the most pairs of an object that are compared; each is a word
 # A first look at a few pieces of consecutive pairs spares most objects the full one.
 _LOOK_PIECES, _LOOK_PIECE = 2, 16
 _LOOK_PAIRS = _LOOK_PIECES * _LOOK_PIECE
@@ -131,13 +129,14 @@ class _Differences:
 
 def dtype_check(expected: ObjectSpec, profile: Profile) -> DtypeCheck | None:
     """Return the check for one spec; None if its tensors are not of one such format, or small."""
-    if expected.nbytes % _PAIR_BYTES:
+    if expected.nbytes % WORD_BYTES:
         return None
-    plain = [section for section in sections_of(expected, profile) if _is_plain(section)]
+    sections = sections_of(expected, profile)
+    plain = [section for section in sections if section.plain and section.dtype in _FORMS]
     dtypes = {section.dtype for section in plain}
     if len(dtypes) != 1:
         return None
-    places = np.concatenate([_pairs(section) for section in plain])
+    places = np.concatenate([section.some_words(_PAIRS) for section in plain])
     if len(places) < _LEAST_PAIRS:
         return None
     (dtype,) = dtypes
@@ -146,31 +145,5 @@ def dtype_check(expected: ObjectSpec, profile: Profile) -> DtypeCheck | None:
     chosen = draw.permutation(places)[:_PAIRS]
     # Inside a row that is as long; where rows are shorter, a piece may go on in the next row.
     starts = chosen[:_LOOK_PIECES] // _LOOK_PIECE * _LOOK_PIECE
-    starts = np.minimum(starts, expected.nbytes // _PAIR_BYTES - _LOOK_PIECE)
+    starts = np.minimum(starts, expected.nbytes // WORD_BYTES - _LOOK_PIECE)
     return DtypeCheck(dtype, other, tuple(starts.tolist()), np.sort(chosen))
-
-
-def _is_plain(section: Section) -> bool:
-    """Return whether a tensor's rows are numbers of one of the formats, in whole pairs."""
-    table = section.table
-    return (
-        section.dtype in _FORMS
-        and len(table.columns) == 1
-        and not table.pitch % _PAIR_BYTES
-        and not table.offset % _PAIR_BYTES
-    )
-
-
-def _pairs(section: Section) -> IntArray:
-    """Return the places of some pairs of a tensor, without those of padding layers."""
-    table = section.table
-    rows = np.concatenate([np.arange(*run) for run in table.runs] or [np.zeros(0, np.int64)])
-    width = table.pitch // _PAIR_BYTES
-    if not len(rows):
-        return rows
-    draw = np.random.default_rng(0)
-    numbers: IntArray = draw.choice(len(rows) * width, min(len(rows) * width, _PAIRS), False)
-    places: IntArray = (
-        table.offset // _PAIR_BYTES + rows[numbers // width] * width + numbers % width
-    )
-    return places

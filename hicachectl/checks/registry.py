@@ -81,10 +81,14 @@ class Scope(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CheckSums:
-    """Input of checks of `Scope.SUMS`."""
+    """Input of checks of `Scope.SUMS`.
+
+    evidence: facts about some objects that were read, of `checks.changes.EVIDENCE_SCHEMA`.
+    """
 
     table: AffixTable
     tally: Tally
+    evidence: pa.Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -453,6 +457,14 @@ for _check in (
         codes=("layout-mismatch",),
         prepare="hicachectl.checks.layouts:layout_check",
         kernel="hicachectl.device.check_kernels:OrderKernel",
+    ),
+    Check(
+        name="changes",
+        group=VALUES,
+        codes=("values-changed",),
+        needs=frozenset({Need.PROFILE, Need.TENSORS, Need.BYTES}),
+        scope=Scope.SUMS,
+        function="hicachectl.checks.changes:check_changes",
     ),
     Check(
         name="digests",

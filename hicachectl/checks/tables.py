@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # Longer rows (recurrent states) are cut along the next axis.
 _ROW_BYTES = 64 << 10
 _ROW_AXES = ("layer", "token")
+WORD_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,27 @@ class Section:
     def stored_layer(self, rows: IntArray) -> IntArray:
         """Return the index of each row's layer among the stored layers."""
         return self._unravelled(rows)["layer"]
+
+    @property
+    def plain(self) -> bool:
+        """Whether each row has only numbers of the dtype, in whole words of WORD_BYTES."""
+        table = self.table
+        return len(table.columns) == 1 and not (table.pitch | table.offset) % WORD_BYTES
+
+    def some_words(self, most: int) -> IntArray:
+        """Return the places in the object of words of a plain tensor, without padding layers.
+
+        The same `most` words at random in each run, or all if there are no more.
+        """
+        table = self.table
+        rows = np.concatenate([np.arange(*run) for run in table.runs] or [np.zeros(0, np.int64)])
+        width = table.pitch // WORD_BYTES
+        if not len(rows):
+            return rows
+        count = len(rows) * width
+        words: IntArray = np.random.default_rng(0).choice(count, min(count, most), False)
+        places: IntArray = table.offset // WORD_BYTES + rows[words // width] * width + words % width
+        return places
 
     def _unravelled(self, rows: IntArray) -> dict[str, IntArray]:
         table = self.table

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from hicachectl.checks.registry import TensorStats, ValueCheck, ValueIssue, checks, resolved
+from hicachectl.checks.changes import quartiles_of
+from hicachectl.checks.registry import (
+    VALUES,
+    TensorStats,
+    ValueCheck,
+    ValueIssue,
+    checks,
+    resolved,
+)
 from hicachectl.checks.tables import Section, sections_of
 from hicachectl.kernels.values import (
     RowTable,
@@ -61,6 +69,7 @@ class ValueChecker:
     """Value checks for objects of one spec. Threads may share a checker.
 
     prepared: the function of each check that applies to the spec.
+    quartiles: for `checks.changes`; None if they say nothing about the spec.
     """
 
     def __init__(
@@ -75,11 +84,18 @@ class ValueChecker:
                 find: FindIssues | None = resolved(check.prepare)(expected, profile)
                 if find is not None:
                     self.prepared[check] = find
+        wanted = groups is None or VALUES.name in groups
+        self.quartiles = quartiles_of(expected, profile) if wanted else None
 
     @property
     def groups(self) -> frozenset[str]:
         """Groups of the prepared checks."""
         return frozenset(check.group.name for check in self.prepared)
+
+    @property
+    def judges_layout(self) -> bool:
+        """Whether a check can tell the layouts of the spec."""
+        return any("layout-mismatch" in check.code_names for check in self.prepared)
 
     def check(
         self,

@@ -12,6 +12,7 @@ import pyarrow as pa
 from hicachectl.backends.capabilities import permissions_of, trust_of
 from hicachectl.backends.urls import without_secrets
 from hicachectl.checks.catalogs import of_another_store, save_catalog, streamed_catalog
+from hicachectl.checks.changes import EVIDENCE_SCHEMA, LEAST_OBJECTS, is_evidence
 from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.findings import LOCATED_SCHEMA, NAMED_SCHEMA, combine, located, packed
 from hicachectl.checks.page_tables import check_tables, saved_tables
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
 
 _OBJECTS = "objects"
 _FOUND = "found"
+_EVIDENCE = "evidence"
 _CATALOG = "catalog"
 _CATALOG_PREFIX = "catalog-"
 
@@ -155,6 +157,7 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
             of_lister,
             Tally.nothing(table),
             _known(pa.Table.from_pylist(facts.found, schema=NAMED_SCHEMA), MANIFEST),
+            EVIDENCE_SCHEMA.empty_table(),
         ),
         *(_part_result(record, table) for _, record in sorted(results.items())),
     ]
@@ -189,7 +192,7 @@ def _refused(refusal: Refusal) -> str:
     return f"nothing was repaired: {doubted(refusal)}"
 
 
-_SCHEMAS = {_FOUND: NAMED_SCHEMA, _CATALOG: CATALOG_SCHEMA}
+_SCHEMAS = {_FOUND: NAMED_SCHEMA, _EVIDENCE: EVIDENCE_SCHEMA, _CATALOG: CATALOG_SCHEMA}
 KIND = Kind("verify", _SCHEMAS, merge, said, parts_fail=False)
 
 
@@ -322,7 +325,10 @@ class VerifyJob(Job):
             self._repair_part(given, checked, self._repair)
         result = checked.result
         form = _ResultForm(facts=result.facts, tally=result.tally.to_mapping())
-        found = {_FOUND: result.found.select(NAMED_SCHEMA.names)}
+        found = {
+            _FOUND: result.found.select(NAMED_SCHEMA.names),
+            _EVIDENCE: result.evidence,
+        }
         if checked.catalog is not None:
             found[_CATALOG] = checked.catalog.entries
         settled = result.facts.reading.complete and not result.facts.unrepaired
@@ -387,6 +393,7 @@ class VerifyJob(Job):
             jobs=given.jobs(request.jobs, usual, store),
             selection=replace(decided.selection, pages=request.selection.pages),
             sample=decided.sample,
+            noted_objects=max(LEAST_OBJECTS, request.noted_objects // given.divided),
             bytes_per_second=given.share_of(request.bytes_per_second),
             time_limit_seconds=None if limit is None else given.seconds_of(limit),
         )
@@ -442,7 +449,15 @@ def _part_result(record: Record, table: AffixTable) -> PartResult:
     except FormatError as error:
         raise FormatError(f"{error}; {record.next_step}") from error
     found = _known(record.table(_FOUND), record.path, record.next_step)
-    return PartResult(form.facts, tally, packed(found))  # all parts are in memory at once
+    # All parts are in memory at once.
+    return PartResult(form.facts, tally, packed(found), _evidence(record, table))
+
+
+def _evidence(record: Record, table: AffixTable) -> pa.Table:
+    seen = record.table(_EVIDENCE)
+    if not is_evidence(seen, len(table.affixes)):
+        raise FormatError(f"{record.path}: has evidence about unknown objects; {record.next_step}")
+    return seen
 
 
 def _known(found: pa.Table, path: str, next_step: str = LIST_AGAIN) -> pa.Table:

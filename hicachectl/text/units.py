@@ -67,6 +67,11 @@ def minute(ns: int) -> str:
     return datetime.fromtimestamp(ns // 10**9, UTC).strftime("%Y-%m-%d %H:%M")
 
 
+def second(seconds: int) -> str:
+    """Return a time, Unix seconds, as options take it: `2023-11-14T22:13:20Z`."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
 def written_between(oldest_ns: int, newest_ns: int) -> str:
     """Return when objects were written: `written 2023-11-14 22:13 to 2023-11-15 08:00 UTC`."""
     ends = dict.fromkeys((minute(oldest_ns), minute(newest_ns)))

@@ -197,6 +197,7 @@ def _read(
         rows=rows,
         capacities=sizes[rows],
         digest=np.ones(len(rows), dtype=np.bool_),
+        noted=np.ones(len(rows), dtype=np.bool_),
         expected={},  # Only devices use this.
         checkers=checkers,
         sizes=expected,

@@ -151,11 +151,13 @@ class PartResult:
     """Result of a part for the report.
 
     found: findings, of `checks.findings.RUN_SCHEMA`, or of NAMED_SCHEMA from a run directory.
+    evidence: facts about some objects that were read, of `checks.changes.EVIDENCE_SCHEMA`.
     """
 
     facts: VerifyFacts
     tally: Tally
     found: pa.Table
+    evidence: pa.Table
 
 
 def _distinct(texts: Iterable[str]) -> tuple[str, ...]:

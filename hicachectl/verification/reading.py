@@ -19,6 +19,7 @@ from hicachectl.backends.arena import ALIGNMENT
 from hicachectl.backends.base import Status
 from hicachectl.backends.capabilities import Confirm
 from hicachectl.checks.catalogs import Digested, compare, digested_objects
+from hicachectl.checks.changes import QUARTILES
 from hicachectl.checks.findings import object_findings
 from hicachectl.checks.registry import code_named
 from hicachectl.checks.sizes import oversized_rule
@@ -42,8 +43,9 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.checks.registry import ValueIssue
+    from hicachectl.checks.values import ValueChecker
     from hicachectl.device.checker import DeviceChecker
-    from hicachectl.formats.arrays import IntArray
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.io.pipeline import Loaded
     from hicachectl.pages.inventory import Inventory
     from hicachectl.verification.reading_plan import ReadingChoice, ReadingPlan, Window
@@ -69,6 +71,9 @@ _FAILED = {
 }
 
 
+_ARRAYS = ("digests", "versions", "digested", "tried", "whole", "identified", "quartiles")
+
+
 @dataclass(slots=True)
 class ReadingResult:
     """Digests and findings of a reading.
@@ -80,6 +85,7 @@ class ReadingResult:
     tried: [objects] bool, objects that were not gone when read.
     whole: [objects] bool, objects that were read whole.
     identified: [objects] bool, objects whose identity or digest the store compared.
+    quartiles: [objects, 3] uint16, see `checks.changes`; zeros if not noted.
     """
 
     digests: npt.NDArray[np.uint8]
@@ -88,6 +94,7 @@ class ReadingResult:
     tried: npt.NDArray[np.bool_]
     whole: npt.NDArray[np.bool_]
     identified: npt.NDArray[np.bool_]
+    quartiles: npt.NDArray[np.uint16]
     counts: ReadCounts = field(default_factory=ReadCounts)
     # Code, row, detail, severity rule.
     _issues: list[tuple[str, int, str, str | None]] = field(default_factory=list)
@@ -113,16 +120,17 @@ class ReadingResult:
         for issue in issues:
             self.report(*issue)
 
-    def suspects(self) -> IntArray:
-        """Return the rows with findings, ascending."""
-        return np.array(sorted({row for _, row, _, _ in self._issues}), dtype=np.int64)
+    def suspects(self, code: str | None = None) -> IntArray:
+        """Return the rows with findings of a code, None: of any code; ascending."""
+        rows = {row for name, row, _, _ in self._issues if code in (None, name)}
+        return np.array(sorted(rows), dtype=np.int64)
 
     def replace(self, rows: IntArray, again: ReadingResult) -> None:
         """Replace the results of some rows by those of a second reading."""
         redone = set(rows.tolist())
         self._issues = [issue for issue in self._issues if issue[1] not in redone] + again._issues
         self.counts.gone += again.counts.gone
-        for name in ("digests", "versions", "digested", "tried", "whole", "identified"):
+        for name in _ARRAYS:
             getattr(self, name)[rows] = getattr(again, name)[rows]
 
     def findings(self, inventory: Inventory) -> Iterator[pa.Table]:
@@ -142,6 +150,7 @@ class _Done:
     loaded: Loaded
     digests: npt.NDArray[np.uint8]
     issues: list[ValueIssue]
+    quartiles: npt.NDArray[np.uint16]
 
     def without(self, gone: npt.NDArray[np.bool_]) -> _Done:
         """Return the results with some objects, [n] bool, marked as gone."""
@@ -171,6 +180,7 @@ def read_objects(
         tried=_shared_zeros((count,), np.dtype(np.bool_)),
         whole=_shared_zeros((count,), np.dtype(np.bool_)),
         identified=_shared_zeros((count,), np.dtype(np.bool_)),
+        quartiles=_shared_zeros((count, len(QUARTILES)), np.dtype(np.uint16)),
     )
     if not len(plan.rows):
         return result
@@ -271,6 +281,8 @@ class _Reader:
         self._sizes = plan.capacities
         self._wants_digest = np.zeros(len(inventory.objects), dtype=np.bool_)
         self._wants_digest[plan.rows] = plan.digest
+        self._noted = np.zeros(len(inventory.objects), dtype=np.bool_)
+        self._noted[plan.rows] = plan.noted
 
     @property
     def processes(self) -> int:
@@ -387,22 +399,41 @@ class _Reader:
         """Digest and check one task's objects; runs in a reader thread."""
         plan, rows = self._plan, loaded.task.rows
         wanted = loaded.read.ok & self._wants_digest[rows]
+        quartiles = self._quartiles(loaded)
         if plan.device is not None:  # Tasks for a device have one affix.
             affix = self._known_affix(loaded, 0)
             expected, checker = plan.expected.get(affix), plan.checkers.get(affix)
             if checker is not None or wanted.any():
                 examined = plan.device.examine(loaded, wanted, expected, checker)
                 if examined is not None:
-                    return _Done(loaded, *examined)
+                    return _Done(loaded, *examined, quartiles)
         issues: list[ValueIssue] = []
-        if plan.checkers:
+        for checker, places in self._checked(loaded, loaded.read.ok):
+            issues += checker.check(loaded.block(), places)
+        return _Done(loaded, _digests(loaded, np.flatnonzero(wanted)), issues, quartiles)
+
+    def _quartiles(self, loaded: Loaded) -> npt.NDArray[np.uint16]:
+        """Return the quartiles of a task's noted objects, zeros for others: [n, 3]."""
+        found = np.zeros((len(loaded.task.rows), len(QUARTILES)), dtype=np.uint16)
+        noted = loaded.read.ok & self._noted[loaded.task.rows]
+        if noted.any():
+            for checker, places in self._checked(loaded, noted):
+                if checker.quartiles is not None:
+                    found[places] = checker.quartiles(loaded.block(), places)
+        return found
+
+    def _checked(
+        self, loaded: Loaded, chosen: BoolArray
+    ) -> Iterator[tuple[ValueChecker, IntArray]]:
+        """Yield each checker and the places of the chosen objects of a task that it checks."""
+        rows = loaded.task.rows
+        if self._plan.checkers:
             edges = np.flatnonzero(np.diff(self._inventory.affix_ids[rows])) + 1
             for start, stop in pairwise([0, *edges.tolist(), len(rows)]):
-                checker = plan.checkers.get(self._known_affix(loaded, start))
-                places = start + np.flatnonzero(loaded.read.ok[start:stop])
+                checker = self._plan.checkers.get(self._known_affix(loaded, start))
+                places = start + np.flatnonzero(chosen[start:stop])
                 if checker is not None and len(places):
-                    issues += checker.check(loaded.block(), places)
-        return _Done(loaded, _digests(loaded, np.flatnonzero(wanted)), issues)
+                    yield checker, places
 
     def _known_affix(self, loaded: Loaded, index: int) -> int:
         """Return the affix id of a task's object; -1 if its size is not the expected one."""
@@ -427,6 +458,7 @@ class _Reader:
         result.digests[rows[wanted]] = done.digests[wanted]
         result.versions[rows[wanted]] = read.versions[wanted]
         result.digested[rows[wanted]] = True
+        result.quartiles[rows] = done.quartiles
         counts.gone += int((read.statuses == Status.GONE).sum())
         for issue in done.issues:
             result.report(issue.code, int(rows[issue.index]), issue.detail)

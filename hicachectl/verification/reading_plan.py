@@ -57,6 +57,7 @@ class ReadingPlan:
     rows: [n] int64, objects to read.
     capacities: [n] int64, bytes to read of each.
     digest: [n] bool.
+    noted: [n] bool, objects whose quartiles are noted.
     expected: known specs by affix id.
     checkers: value checkers by affix id, for objects of `sizes[affix]` bytes.
     sizes: expected sizes by affix id; the last is for foreign keys.
@@ -68,6 +69,7 @@ class ReadingPlan:
     rows: IntArray
     capacities: IntArray
     digest: npt.NDArray[np.bool_]
+    noted: npt.NDArray[np.bool_]
     expected: Mapping[int, ObjectSpec]
     checkers: Mapping[int, ValueChecker]
     sizes: IntArray
@@ -98,6 +100,7 @@ class ReadingPlan:
             rows=self.rows[chosen],
             capacities=self.capacities[chosen],
             digest=self.digest[chosen],
+            noted=self.noted[chosen],
         )
 
 
@@ -203,6 +206,7 @@ def choose_objects(
         rows=rows,
         capacities=sizes[rows],
         digest=digest[rows],
+        noted=_spread_in_time(inventory, rows, sizes, checkers, request.noted_objects),
         expected=known,
         checkers=checkers,
         sizes=expected,
@@ -217,6 +221,32 @@ def choose_objects(
         huge=np.flatnonzero(huge & (expected[ids] == UNKNOWN_SIZE)),
         undigested=int((chosen & ~read).sum()),
     )
+
+
+def _spread_in_time(
+    inventory: Inventory,
+    rows: IntArray,
+    sizes: IntArray,
+    checkers: Mapping[int, ValueChecker],
+    most: int,
+) -> BoolArray:
+    """Choose at most so many objects of each checked affix, evenly in the order of writes.
+
+    rows: [n] objects to read. sizes: [objects] bytes. Returns [n].
+    """
+    ids = inventory.affix_ids[rows]
+    checked = np.zeros(len(inventory.table.affixes) + 1, dtype=np.bool_)
+    checked[list(checkers)] = True
+    judged = np.flatnonzero(checked[ids] & (sizes[rows] == inventory.table.expected_sizes[ids]))
+    times = inventory.objects.column("mtime_ns").fill_null(0).to_numpy()[rows[judged]]
+    order = judged[np.lexsort((times, ids[judged]))]
+    counts = np.bincount(ids[order], minlength=len(checked))
+    rank = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    count = counts[ids[order]]
+    taken = (rank + 1) * most // count > rank * most // count
+    chosen = np.zeros(len(rows), dtype=np.bool_)
+    chosen[order[taken | (count <= most)]] = True
+    return chosen
 
 
 def known_specs(table: AffixTable) -> dict[int, ObjectSpec]:

@@ -8,6 +8,7 @@ from operator import add
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pyarrow as pa
 import pyarrow.compute as pc
 from msgspec import UNSET, UnsetType
 
@@ -49,8 +50,6 @@ from hicachectl.verification.report_text import Mending, report_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    import pyarrow as pa
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.arrays import IntArray
@@ -236,8 +235,9 @@ def report_of(
     """Return the report of a store from the results of all its parts, in their order."""
     facts = reduce(add, (part.facts for part in parts))
     tally = reduce(add, (part.tally for part in parts))
+    sums = CheckSums(table, tally, pa.concat_tables(part.evidence for part in parts))
     of_sums = (
-        (check.name, check.find(CheckSums(table, tally)))
+        (check.name, check.find(sums))
         for check in checks(request.checks)
         if check.scope is Scope.SUMS and check.needs.isdisjoint(store.unmet)
     )

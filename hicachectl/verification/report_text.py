@@ -6,7 +6,6 @@ import re
 import textwrap
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ from hicachectl.formats.keys.labels import label_text
 from hicachectl.formats.objects import AXES
 from hicachectl.text.tables import table_lines
 from hicachectl.text.terminal import escape_controls, shortened
-from hicachectl.text.units import counted, human_age, human_size
+from hicachectl.text.units import counted, human_age, human_size, second
 from hicachectl.text.vocabulary import DEADLINE
 
 if TYPE_CHECKING:
@@ -105,13 +104,22 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
             said += ["--quarantine", quote(self.quarantine)]
         return " ".join([*map(quote, self.program), *said])
 
-    def commands(self, code: Code, severity: str, deployment: str | None = None) -> list[str]:
+    def commands(
+        self,
+        code: Code,
+        severity: str,
+        deployment: str | None = None,
+        written: int | None = None,
+    ) -> list[str]:
         """Return the commands that mend findings of a code; one that keeps the pages comes first.
 
         severity: the least severity of the findings.
+        written: time of the findings, Unix seconds; None if not known.
         """
         keeping = [self.command(code.alternative)] if code.alternative and self.deletes else []
         template = code.mending_command(severity)
+        if written is not None:
+            template = template.replace(TIME, second(written))
         return [*keeping, *([self.command(template, deployment)] if template else [])]
 
     def next_steps(self, oldest_ns: int | None, *, doubtful: bool = False) -> tuple[str, str]:
@@ -126,8 +134,7 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
         command = self.command(template)
         if oldest_ns is not None:
             # The store's times are finer than those of the option.
-            since = datetime.fromtimestamp(oldest_ns // 10**9, UTC)
-            command = command.replace(TIME, since.strftime("%Y-%m-%dT%H:%M:%SZ"))
+            command = command.replace(TIME, second(oldest_ns // 10**9))
         server = SERVER
         if _SERVER in self.options:
             server = quote(self.options[self.options.index(_SERVER) + 1].rstrip("/"))
@@ -164,6 +171,7 @@ class FindingGroup:
     age: age of the youngest and of the oldest, as in `ls`; empty if the store keeps no times.
     age_class: index in AGE_CLASSES; None if the age is not known.
     examples: key and detail of the first findings.
+    written: latest time of a finding, Unix seconds; None if the age is not known.
     """
 
     severity: str
@@ -173,6 +181,7 @@ class FindingGroup:
     age_class: int | None
     count: int
     examples: tuple[tuple[str | None, str], ...]
+    written: int | None = None
 
 
 def group_findings(found: pa.Table, now: float) -> list[FindingGroup]:
@@ -195,6 +204,7 @@ def group_findings(found: pa.Table, now: float) -> list[FindingGroup]:
     starts = np.flatnonzero(np.diff(kinds[order], prepend=-1))
     counts = np.diff(starts, append=len(order))
     youngest, oldest = (f.reduceat(ages[order], starts) for f in (np.minimum, np.maximum))
+    latest = np.maximum.reduceat(written[order], starts)
     groups = []
     for number, start in enumerate(starts.tolist()):
         rows = order[start : start + min(_EXAMPLES, counts[number])]
@@ -209,6 +219,7 @@ def group_findings(found: pa.Table, now: float) -> list[FindingGroup]:
                 age_class=None if of_group == _UNKNOWN else of_group,
                 count=int(counts[number]),
                 examples=tuple((row["key"], row["detail"]) for row in first),
+                written=int(latest[number]) or None,
             )
         )
     return sorted(
@@ -343,13 +354,15 @@ def _mending_lines(
     done: the run has repaired the pages with errors.
     """
     steps: dict[str, dict[str, None]] = {}
-    kinds = dict.fromkeys((group.code, group.severity, group.deployment) for group in groups)
-    for name, severity, deployment in kinds:
+    kinds: dict[tuple[str, str, str | None], int | None] = {}
+    for group in groups:
+        kinds.setdefault((group.code, group.severity, group.deployment), group.written)
+    for (name, severity, deployment), written in kinds.items():
         code = code_named(name)
         repairs = is_repair(code.mending_command(severity)) and not code.remedy
         if done and repairs and severity == "error":
             continue
-        commands = mending.commands(code, severity, deployment)
+        commands = mending.commands(code, severity, deployment, written)
         if repairs and mending.deletes:
             refused = doubted.get("") or doubted.get(name if severity != "error" else "")
             if refused is not None:

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from hicachectl.backends.capabilities import keeps_digests
 from hicachectl.backends.page_tables import PageTables
+from hicachectl.checks.changes import MOST_OBJECTS
 from hicachectl.checks.registry import DIGESTS, Need, checks, group_names, value_groups
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.spec import object_specs
@@ -91,6 +92,7 @@ class VerifyRequest:
         their ages.
     devices: names, see `hicachectl.device.devices.parse_devices`.
     device_bytes: memory on each device.
+    noted_objects: most objects of an affix that are compared with others of another age.
     """
 
     profile: Profile | None = None
@@ -113,6 +115,7 @@ class VerifyRequest:
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
     bytes_per_second: int | None = None
     jobs: int | None = None
+    noted_objects: int = MOST_OBJECTS
 
     def __post_init__(self) -> None:
         """Raise UsageError for no check, and for a name that is not one of a check group."""

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from hicachectl.backends.capabilities import Losing
 from hicachectl.checks.catalogs import carry_forward
+from hicachectl.checks.changes import EVIDENCE_SCHEMA
 from hicachectl.checks.findings import (
     LOCATED_SCHEMA,
     combine_named,
@@ -247,7 +248,7 @@ def check_part(
             now_ns=start.listing.start_ns,
         )
     judged = _judged(inventory, choice.plan, reading)
-    result = PartResult(facts, tally, found)
+    result = PartResult(facts, tally, found, _evidence(inventory, choice.plan, reading))
     return PartCheck(result, catalog, start.listing, groups, in_flight, judged)
 
 
@@ -259,6 +260,32 @@ def _judged(inventory: Inventory, plan: ReadingPlan, reading: ReadingResult) -> 
     valued = np.zeros(len(inventory.objects), dtype=np.bool_)
     valued[plan.rows] = affixes[ids] & (plan.capacities == plan.sizes[ids])
     return Judged(reading.tried, valued & reading.whole, reading.identified)
+
+
+def _evidence(inventory: Inventory, plan: ReadingPlan, reading: ReadingResult) -> pa.Table:
+    """Return facts about the noted objects that were read: EVIDENCE_SCHEMA."""
+    rows = plan.rows[plan.noted & reading.whole[plan.rows]]
+    ids = inventory.affix_ids[rows]
+    widths = np.zeros(len(inventory.table.affixes) + 1, dtype=np.uint8)
+    ordered = np.zeros(len(widths), dtype=np.bool_)
+    for affix, checker in plan.checkers.items():
+        widths[affix] = 0 if checker.quartiles is None else checker.quartiles.width
+        ordered[affix] = checker.judges_layout
+    disordered = np.isin(rows, reading.suspects("layout-mismatch"))
+    columns = [
+        ids,
+        inventory.take(rows, ["mtime_ns"]).column("mtime_ns"),
+        widths[ids],
+        *reading.quartiles[rows].T,
+        pa.array(disordered, mask=~ordered[ids]),
+    ]
+    return pa.table(
+        [
+            pa.array(c, field.type) if isinstance(c, np.ndarray) else c
+            for c, field in zip(columns, EVIDENCE_SCHEMA, strict=True)
+        ],
+        schema=EVIDENCE_SCHEMA,
+    )
 
 
 def _findings(

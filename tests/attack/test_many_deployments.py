@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.base import open_store
+from hicachectl.checks.changes import EVIDENCE_SCHEMA
 from hicachectl.checks.findings import findings
 from hicachectl.checks.registry import CheckSums
 from hicachectl.checks.sizes import check_mixed_sizes
@@ -66,7 +67,8 @@ def calls_of_mixes(models: int) -> int:
         if spec is not None
     ]
     tally = replace(Tally.nothing(table), objects=np.ones(models + 1, dtype=np.int64))
-    given = CheckSums(table=replace(table, mixes=tuple(mixes)), tally=tally)
+    seen = EVIDENCE_SCHEMA.empty_table()
+    given = CheckSums(table=replace(table, mixes=tuple(mixes)), tally=tally, evidence=seen)
     calls, (found,) = counted(lambda: list(check_mixed_sizes(given)))
     assert len(found) == models
     return calls

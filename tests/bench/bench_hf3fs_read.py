@@ -133,6 +133,7 @@ def ours(store: Hf3fsStore, *, digest: bool = False, jobs: int | None = None) ->
         rows=rows,
         capacities=inventory.objects.column("nbytes").to_numpy(),
         digest=np.full(len(rows), digest),
+        noted=np.full(len(rows), False),
         expected={},
         checkers={},
         sizes=np.zeros(0, dtype=np.int64),

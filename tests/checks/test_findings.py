@@ -36,7 +36,7 @@ SEVERITIES = {
     "warning": {
         "missing-rank", "orphan-sidecar", "all-zero", "replica-mismatch", "page-leaked",
         "page-count-mismatch", "no-replica", "stale-temporary", "snapshot-stale", "ambiguous-key",
-        "mixed-sizes", "misplaced-object", "lost-objects",
+        "mixed-sizes", "misplaced-object", "lost-objects", "values-changed",
     },
     "info": {"foreign-object", "re-recorded", "disk-only", "other-deployment"},
 }  # fmt: skip

@@ -65,6 +65,7 @@ def planned(inventory: Inventory, **options: Any) -> ReadingPlan:
         rows=np.arange(count),
         capacities=inventory.objects.column("nbytes").to_numpy(),
         digest=np.arange(count) % 5 != 0,
+        noted=np.arange(count) % 3 != 0,
         expected={},
         checkers=value_checkers(known_specs(inventory.table), DSA),
         sizes=inventory.table.expected_sizes,

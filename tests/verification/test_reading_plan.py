@@ -46,6 +46,7 @@ def planned_tasks(nbytes: int, **options: Any) -> list[Task]:
         rows=np.arange(COUNT),
         capacities=np.full(COUNT, nbytes),
         digest=np.ones(COUNT, np.bool_),
+        noted=np.zeros(COUNT, np.bool_),
         expected={},
         checkers={},
         sizes=np.full(1, nbytes),

@@ -1,0 +1,329 @@
+"""Check whether servers with two settings wrote pages of equal keys and sizes, and since when.
+
+Dtypes of one width and memory layouts change no key and no size. The pages before and after such a
+change show it together, also if the profile states the wrong one of the two.
+
+Dtypes show in quartiles: the magnitudes that a quarter, half and three quarters of an object's
+numbers do not exceed. They depend on the model, and hardly on the prompt. Numbers without their
+signs have the same order in every float format, so that quartiles are numbers of the object in any
+of them. After a change, the quartiles are again those from before, read in the other dtype. Read
+in one dtype, their logarithms are twice as far apart (fp8), or eight times (16 bits): neither
+prompts nor new weights do that.
+
+Layouts show in the findings of `checks.layouts`: only before, or only after some time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.checks.findings import findings
+from hicachectl.checks.tables import WORD_BYTES, sections_of
+from hicachectl.formats.layouts import TENSOR_DTYPE_BYTES
+from hicachectl.kernels.values import is_inf, is_nan, to_float32
+from hicachectl.text.units import counted, second, written_between
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
+    from hicachectl.checks.registry import CheckSums
+    from hicachectl.formats.arrays import BoolArray, IntArray
+    from hicachectl.formats.profile import Profile
+    from hicachectl.formats.spec import ObjectSpec
+    from hicachectl.kernels.values import Bytes
+
+    Codes = npt.NDArray[np.uint16]
+    Octaves = npt.NDArray[np.float64]
+
+# Dtypes of one width, with the number of codes in an octave. The first has more.
+_WIDTHS = {
+    2: (("float16", 1024), ("bfloat16", 128)),
+    1: (("float8_e4m3fn", 8), ("float8_e4m3fnuz", 8), ("float8_e5m2", 4)),
+}
+# Bytes of an object that are looked at. Quartiles of half as many numbers vary by a tenth of an
+# octave, as much as from page to page.
+_BYTES = 1024
+_LEAST_BYTES = 512
+MOST_OBJECTS = 512  # objects of each affix whose quartiles are noted
+QUARTILES = (0.25, 0.5, 0.75)
+
+# written_ns: time of the object; null if the store keeps none.
+# width: bytes of a number; 0 without quartiles, which are codes.
+# disordered: whether the rows lie in the order of another layout; null if no check can tell.
+EVIDENCE_SCHEMA = pa.schema(
+    [
+        ("affix", pa.int32()),
+        ("written_ns", pa.int64()),
+        ("width", pa.uint8()),
+        *((f"quartile_{number}", pa.uint16()) for number in (1, 2, 3)),
+        ("disordered", pa.bool_()),
+    ]
+)
+
+# Fewer objects, or fewer than this share of those judged, show no change.
+LEAST_OBJECTS = 8
+_LEAST_SHARE = 0.01
+# Octaves. Between the pages of one model, quartiles vary by 0.1, and by 0.5 at most.
+_NEAR = 0.4  # most distance of the quartiles before a change from those after it
+_SCATTER = 0.75  # most distance of an object from the others
+_SCATTERED = 0.05  # share of objects that may be further apart
+# Logarithm of the factor between the distances of quartiles: three octaves or one, give or take.
+_FACTOR_ERROR = 0.35
+_ROUNDS = 20  # more than the search for two groups needs
+_MISPLACED = 0.05  # share of the fewer objects that may have been written on the wrong side
+
+
+@dataclass(frozen=True, slots=True)
+class Quartiles:
+    """Quartiles of objects of one spec.
+
+    width: bytes of a number. words: places that are looked at.
+    """
+
+    width: int
+    words: IntArray
+
+    def __call__(self, objects: Bytes, rows: IntArray) -> Codes:
+        """Return the codes of the quartiles of some of the objects [n, nbytes]: [rows, 3]."""
+        words = objects.view("<u4")[rows[:, np.newaxis], self.words]
+        codes = words.view(f"<u{self.width}") & ((1 << 8 * self.width - 1) - 1)
+        ranks = [int(share * (codes.shape[1] - 1)) for share in QUARTILES]
+        codes.partition(ranks, axis=1)
+        quartiles: Codes = codes[:, ranks].astype(np.uint16)
+        return quartiles
+
+
+def quartiles_of(expected: ObjectSpec, profile: Profile) -> Quartiles | None:
+    """Return the quartiles of one spec; None if its numbers are of several dtypes, or few.
+
+    None also if no other dtype has the same width, and for codes with scales, which have one.
+    """
+    if expected.nbytes % WORD_BYTES:
+        return None
+    known = {dtype for rivals in _WIDTHS.values() for dtype, _ in rivals}
+    plain = [
+        (section, section.table.columns[0].dtype)
+        for section in sections_of(expected, profile)
+        if section.plain and section.table.columns[0].dtype in known
+    ]
+    if len({dtype for _, dtype in plain}) != 1:
+        return None
+    words = np.concatenate([section.some_words(_BYTES // WORD_BYTES) for section, _ in plain])
+    if len(words) * WORD_BYTES < _LEAST_BYTES:
+        return None
+    chosen = np.random.default_rng(0).permutation(words)[: _BYTES // WORD_BYTES]
+    return Quartiles(TENSOR_DTYPE_BYTES[plain[0][1]], np.sort(chosen))
+
+
+def is_evidence(seen: pa.Table, affixes: int) -> bool:
+    """Return whether a table of EVIDENCE_SCHEMA is about so many affixes, in known widths."""
+    whole = seen.drop_columns(["written_ns", "disordered"])
+    ids, widths = whole.column("affix").to_numpy(), whole.column("width").to_numpy()
+    return (
+        not any(column.null_count for column in whole.columns)
+        and bool(((ids >= 0) & (ids < affixes)).all())
+        and bool(np.isin(widths, [0, *_WIDTHS]).all())
+    )
+
+
+def readings(codes: Codes, width: int) -> dict[str, list[float]]:
+    """Return the magnitudes of an object's quartiles [3], read in each dtype of a width."""
+    bits = codes.astype(f"<u{width}")
+    return {dtype: to_float32(bits, dtype).astype(float).tolist() for dtype, _ in _WIDTHS[width]}
+
+
+# --- judging ---
+
+
+@dataclass(frozen=True, slots=True)
+class _Kinds:
+    """Objects of a part that are of two kinds.
+
+    names: the kinds, as in texts.
+    second: [n] bool, objects of the second kind.
+    written_ns: [n] int64, 0 if not known.
+    evidence: how the kinds differ, as in texts.
+    """
+
+    names: tuple[str, str]
+    second: BoolArray
+    written_ns: IntArray
+    evidence: str = ""
+
+
+def check_changes(given: CheckSums) -> Iterator[pa.Table]:
+    """Yield values-changed for each pool and part with pages of two dtypes, or two layouts."""
+    table = given.table
+    by_part: dict[tuple[int, str, str | None], list[pa.Table]] = defaultdict(list)
+    affixes = given.evidence.column("affix").to_numpy()
+    for affix in np.unique(affixes).tolist():
+        spec = table.specs[affix]
+        if spec is not None:
+            key = (table.deployment_ids[affix], spec.coordinate.pool, spec.coordinate.part)
+            by_part[key].append(given.evidence.filter(pa.array(affixes == affix)))
+    for (owner, pool, part), tables in by_part.items():
+        deployment = table.deployments[owner]
+        for kinds in filter(None, (_dtypes(tables), _layouts(tables, deployment.profile))):
+            since, text = _described(kinds)
+            yield findings(
+                "values-changed",
+                keys=pa.nulls(1, pa.string()),
+                deployments=pa.array([deployment.label(table.grammar)]),
+                written=pa.array([since], pa.int64()),
+                pools=pa.array([pool]),
+                parts=pa.array([part], pa.string()),
+                detail=f"model {deployment.names.model!r} {deployment.shard.sizes_text()}: {text}",
+            )
+
+
+def _dtypes(tables: list[pa.Table]) -> _Kinds | None:
+    """Return the two dtypes of a part's objects; None without a change.
+
+    tables: evidence of each rank. Most of those with enough objects must show the same change.
+    """
+    found: dict[tuple[str, str], list[_Kinds]] = defaultdict(list)
+    judged = 0
+    for seen in tables:
+        codes = np.stack([seen.column(f"quartile_{n}").to_numpy() for n in (1, 2, 3)], axis=1)
+        width = int(seen.column("width").to_numpy().max())
+        known = codes[:, 0] > 0  # a quartile of zero has no logarithm
+        if width and np.count_nonzero(known) >= 2 * LEAST_OBJECTS:
+            judged += 1
+            kinds = _two_dtypes(codes[known], width, _times(seen)[known])
+            if kinds is not None:
+                found[kinds.names].append(kinds)
+    for names, ranks in found.items():
+        if 2 * len(ranks) > judged:
+            second = np.concatenate([kinds.second for kinds in ranks])
+            times = np.concatenate([kinds.written_ns for kinds in ranks])
+            return _Kinds(names, second, times, ranks[0].evidence)
+    return None
+
+
+def _two_dtypes(codes: Codes, width: int, written_ns: IntArray) -> _Kinds | None:
+    """Return the two dtypes of objects of one spec; None for one dtype. codes: [n, 3]."""
+    apart = np.log2(np.maximum(codes[:, 2].astype(np.float64) - codes[:, 0], 0.5))
+    narrow = _lower_half(apart)
+    if _few(narrow):
+        return None
+    factor = np.median(apart[~narrow]) - np.median(apart[narrow])
+    *rivals, (second, second_codes) = _WIDTHS[width]
+    for first, first_codes in rivals:
+        if abs(factor - np.log2(first_codes / second_codes)) > _FACTOR_ERROR:
+            continue
+        both = _octaves(codes[~narrow], first), _octaves(codes[narrow], second)
+        centres = [np.median(octaves, axis=0) for octaves in both]
+        if np.abs(centres[0] - centres[1]).max() <= _NEAR and all(map(_gathered, both)):
+            texts = (", ".join(f"{size:.2g}" for size in np.exp2(centre)) for centre in centres)
+            evidence = "quartiles of the magnitudes are {} and {} in these dtypes".format(*texts)
+            return _Kinds((first, second), narrow, written_ns, evidence)
+    return None
+
+
+def _few(chosen: BoolArray) -> bool:
+    """Return whether too few objects are chosen, or too few are not."""
+    fewer = min(np.count_nonzero(chosen), np.count_nonzero(~chosen))
+    return bool(fewer < max(LEAST_OBJECTS, _LEAST_SHARE * len(chosen)))
+
+
+def _gathered(octaves: Octaves) -> bool:
+    """Return whether the quartiles of nearly all objects, [n, 3], are near each other."""
+    furthest = np.abs(octaves - np.median(octaves, axis=0)).max(axis=1)
+    return bool(np.mean(furthest > _SCATTER) <= _SCATTERED)
+
+
+def _lower_half(values: Octaves) -> BoolArray:
+    """Return which values belong to the lower one of two groups: [n]."""
+    low, high = values.min(), values.max()
+    lower = values <= (low + high) / 2
+    for _ in range(_ROUNDS):
+        if lower.all() or not lower.any():
+            break
+        middle = (values[lower].mean() + values[~lower].mean()) / 2
+        again = values <= middle
+        if np.array_equal(again, lower):
+            break
+        lower = again
+    found: BoolArray = lower
+    return found
+
+
+def _octaves(codes: Codes, dtype: str) -> Octaves:
+    """Return the logarithms of codes read in a dtype; -100 where they are no numbers."""
+    bits = codes.astype(f"<u{TENSOR_DTYPE_BYTES[dtype]}")
+    values = to_float32(bits, dtype).astype(np.float64)
+    values[is_nan(bits, dtype) | is_inf(bits, dtype) | (values == 0)] = 2.0**-100
+    return np.log2(values)
+
+
+def _layouts(tables: list[pa.Table], profile: Profile | None) -> _Kinds | None:
+    """Return the two layouts of a part's objects; None unless one followed the other."""
+    seen = pa.concat_tables(tables)
+    seen = seen.filter(seen.column("disordered").is_valid())
+    second = seen.column("disordered").to_numpy(zero_copy_only=False).astype(np.bool_)
+    if profile is None or _few(second):
+        return None
+    kinds = _Kinds((profile.layout, "another layout"), second, _times(seen))
+    return None if _split(kinds) is None else kinds
+
+
+def _split(kinds: _Kinds) -> tuple[int, bool] | None:
+    """Return the time from which the objects are of the other kind, and whether of the second one.
+
+    None if both kinds were written in turns, or the times are not known.
+    """
+    order = np.argsort(kinds.written_ns, kind="stable")
+    times, second = kinds.written_ns[order], kinds.second[order]
+    if not len(times) or not times[0]:
+        return None
+    total = int(second.sum())
+    before = np.cumsum(second)[:-1]  # objects of the second kind before each place, but the first
+    places = np.arange(1, len(second))
+    wrong = before + (len(second) - total) - (places - before)
+    wrong = np.stack([len(second) - wrong, wrong]).astype(float)
+    wrong[:, times[1:] == times[:-1]] = np.inf
+    to_second, place = np.unravel_index(int(np.argmin(wrong)), wrong.shape)
+    if wrong[to_second, place] > _MISPLACED * min(total, len(second) - total):
+        return None
+    return int(times[place + 1]), bool(to_second)
+
+
+def _described(kinds: _Kinds) -> tuple[int | None, str]:
+    """Return the time of the change in Unix seconds, None if there is none, and the detail."""
+    counts = [int((~kinds.second).sum()), int(kinds.second.sum())]
+    evidence = f"; {kinds.evidence}" * bool(kinds.evidence)
+    change = _split(kinds)
+    if change is None:
+        both = zip(kinds.names, counts, (~kinds.second, kinds.second), strict=True)
+        texts = (f"{name} in {counted(n, 'object')}{_written(kinds, of)}" for name, n, of in both)
+        return None, (
+            f"numbers are {' and '.join(texts)}{evidence}; servers with both settings wrote them: "
+            "remove the pages of one with hicachectl rm --since --before, or all of them"
+        )
+    since_ns, to_second = change
+    old, new = kinds.names if to_second else kinds.names[::-1]
+    counts = counts if to_second else counts[::-1]
+    since = -(-since_ns // 10**9)
+    when = second(since)
+    return since, (
+        f"{old} before {when}, {new} since then ({counts[0]} and {counts[1]} objects compared)"
+        f"{evidence}; if the servers write {new} now, remove the older pages with hicachectl rm "
+        f"--before {when}; if {old}, the newer ones with --since {when}"
+    )
+
+
+def _written(kinds: _Kinds, chosen: BoolArray) -> str:
+    times = kinds.written_ns[chosen]
+    return f", {written_between(int(times.min()), int(times.max()))}" if times.all() else ""
+
+
+def _times(seen: pa.Table) -> IntArray:
+    times: IntArray = seen.column("written_ns").fill_null(0).to_numpy()
+    return times
