@@ -29,6 +29,7 @@ from hicachectl.formats.errors import (
 from hicachectl.formats.profile import Profile
 from hicachectl.formats.transfer import retargeted
 from hicachectl.io.opening import open_store
+from hicachectl.move.difference import DiffRequest
 from hicachectl.move.migration import MigrationRequest
 from hicachectl.move.store_pair import CopyOptions
 from hicachectl.pages.selection import PageList, Selection
@@ -51,6 +52,7 @@ __all__ = [
     "CollidingKeys",
     "CopyOptions",
     "DeviceError",
+    "DiffRequest",
     "DoctorRequest",
     "EmptyStore",
     "FormatError",
@@ -72,6 +74,7 @@ __all__ = [
     "UntrustedError",
     "UsageError",
     "VerifyRequest",
+    "diff",
     "examine",
     "hash_requests",
     "hits",
@@ -220,6 +223,26 @@ def migrate(
 
     request = replace(request, profile=agree_on_profile(source, request.profile))
     return migrated(source, destination, request, on_listed=on_listed, on_moved=on_moved)
+
+
+def diff(
+    a: Store,
+    b: Store,
+    request: DiffRequest = DiffRequest(),  # noqa: B008 - frozen
+    *,
+    on_listed: Callable[[int], None] = lambda objects: None,
+    on_read: Callable[[int, int], None] = lambda nbytes, total: None,
+) -> Result:
+    """Compare the pages of two stores, and change nothing.
+
+    Callbacks and errors: see `move.difference.compare_stores`.
+    """
+    from hicachectl.move.difference import compare_stores
+    from hicachectl.profiles.sources import agree_on_profile
+
+    profile = agree_on_profile(a, request.profile) or agree_on_profile(b, None)
+    request = replace(request, profile=profile)
+    return compare_stores(a, b, request, on_listed=on_listed, on_read=on_read)
 
 
 def prewarm(

@@ -11,7 +11,7 @@ import click
 
 from hicachectl.cli.command import words_of
 from hicachectl.cli.options import FILTER_NAMES, FLAG_FILTERS
-from hicachectl.cli.parameters import FILTERS, Option, on_command_line, options_of
+from hicachectl.cli.parameters import FILTERS, TRANSFORM, Option, on_command_line, options_of
 from hicachectl.cli.session import moment_of, remark, store_name
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.objects import AXES
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
+    from hicachectl.move.difference_outcome import Closers
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.selection import Selection
     from hicachectl.prewarming.page_plan import PrewarmRequest
@@ -316,6 +317,32 @@ def mending_without_options(ctx: click.Context, text: str) -> Mending:
     # A URL can have a password; NAME: of the config file has none.
     named = "://" not in text
     return Mending(program=_program(ctx), store=text if named else store_name(ctx, text))
+
+
+def closers_of(ctx: click.Context, texts: tuple[str, str]) -> Closers:
+    """Return what commands that make two stores equal have in common with this one.
+
+    texts: the arguments that name the stores.
+    """
+    from msgspec.structs import replace
+
+    from hicachectl.move.difference_outcome import Closers
+
+    to_b, to_a = (mending_without_options(ctx, text) for text in texts)
+    changes = {option.name for option in options_of(ctx.command) if option.section is TRANSFORM}
+    repeated = {option.name for option in options_of(ctx.command) if option.repeats}
+    words, changing = (tuple(next_words(ctx, only=o)) for o in ({*repeated, *changes}, changes))
+    back: tuple[str, ...] | None = words
+    if changing:
+        # The profiles change places; no other options say what the pages of B come from.
+        swapped = {"--profile": "--to-profile", "--to-profile": "--profile"}
+        back = tuple(swapped.get(word, word) for word in words)
+        if changing[:1] != ("--to-profile",) or "--profile" not in words:
+            back = None
+    return Closers(
+        replace(to_b, destination=to_a.store, options=words),
+        None if back is None else replace(to_a, destination=to_b.store, options=back),
+    )
 
 
 def mending_of(

@@ -23,6 +23,7 @@ COMMANDS = {
     "quarantine": "List the runs in a quarantine; delete old ones.",
     "prewarm": "Copy the most valuable pages into a store.",
     "migrate": "Copy or move pages to another store, layout or topology.",
+    "diff": "Show what one store has and another lacks, or has otherwise.",
     "merge": "Join the parts of a run.",
     "rm": "Remove pages from a store.",
     "pack": "Describe pack files, and repair truncated ones.",

@@ -318,12 +318,15 @@ parts_options = stack(
     ),
 )
 
+_jobs_option = RESOURCES.option(
+    "--jobs", type=click.IntRange(1, 256), metavar="N", help="Read and write with N threads."
+)
+# Of commands that compare a store with what a copy of another one would be.
+comparing_options = stack(_transform_options, _jobs_option, _buffer_option, _bwlimit_option)
 copy_options = stack(
     _transform_options,
     lock_option,
-    RESOURCES.option(
-        "--jobs", type=click.IntRange(1, 256), metavar="N", help="Read and write with N threads."
-    ),
+    _jobs_option,
     _buffer_option,
     _bwlimit_option,
     lease_wait_option,

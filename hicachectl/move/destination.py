@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.keys.base import Affix, Grammar
     from hicachectl.formats.profile import Profile
     from hicachectl.move.survey import Objects, Route, Survey
+    from hicachectl.pages.inventory import Inventory
 
 _ASKED_AT_ONCE = 8192
 
@@ -75,6 +76,25 @@ def survey_destination(
     finders = [_TargetFinder(survey) for survey in surveys]
     _listed(store, [survey.route for survey in surveys], finders, grammar, on_batch)
     return [survey.having(finder.found) for survey, finder in zip(surveys, finders, strict=True)]
+
+
+def listed_targets(surveys: Sequence[Survey], listed: Inventory) -> Iterator[Objects]:
+    """Yield the targets of each survey that a listing of the destination has.
+
+    In place of its bytes, a target has its row in the listing.
+    """
+    finders = [_TargetFinder(survey) for survey in surveys]
+    start = 0
+    for pages in listed.pages().chunks:
+        rows = np.arange(start, start + len(pages))
+        for finder in finders:
+            finder.add(list(listed.table.affixes), pages, listed.affix_ids[rows], rows)
+        start += len(pages)
+    nothing = np.zeros(0, dtype=np.int64)
+    for finder in finders:
+        columns = zip((nothing, nothing, nothing), *finder.found, strict=True)
+        at, targets, found = map(np.concatenate, columns)
+        yield at, targets, found
 
 
 def refuse_destination(

@@ -129,13 +129,13 @@ class _Page:
         if not self._is_known:
             return False
         self._trailers = _trailers_of(self._source, self._objects)
-        read = _read(self._source, self._objects, self._offsets, self._sizes)
+        read = read_now(self._source, self._objects, self._offsets, self._sizes)
         self._held = np.flatnonzero(read.ok)
         return bool((read.ok | (read.statuses == Status.GONE)).all())
 
     def is_in_destination(self) -> bool:
         """Read the copies; return whether the destination has all of them."""
-        return _read(self._destination, self._copies, self._back, self._copied).all_ok
+        return read_now(self._destination, self._copies, self._back, self._copied).all_ok
 
     def write_back(self) -> str:
         """Write the page to the source, unless it is there; return why that failed, or ""."""
@@ -168,7 +168,7 @@ class _Page:
         return next((problem.detail for problem in result.problems), "no room")
 
 
-def _read(store: Store, rows: pa.Table, offsets: IntArray, sizes: IntArray) -> Result:
+def read_now(store: Store, rows: pa.Table, offsets: IntArray, sizes: IntArray) -> Result:
     """Read objects where they are now, also those that a listing places elsewhere."""
     read = store.read_into
     if isinstance(store, Confirm) and store.confirms:

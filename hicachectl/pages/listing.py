@@ -210,22 +210,10 @@ def in_order(rows: pa.Table, column: str, *, asked: str) -> pa.Table:
 
 def page_rows(groups: PageGroups) -> pa.Table:
     """Return a row per page group in the columns of `ls`."""
-    ids = pa.array(groups.deployment_ids, mask=groups.deployment_ids == UNRESOLVED)
-    stated = [deployment.names.columns for deployment in groups.deployments]
-    shards = [deployment.shard for deployment in groups.deployments]
     newest = pa.array(groups.newest_ns, mask=np.full(len(groups), not groups.has_times))
     return pa.table(
         {
-            "page": groups.pages,
-            "group": pa.array(groups.labels, pa.string()).take(pa.array(groups.label_ids)),
-            **{
-                name: pa.array([names[name] for names in stated], pa.string()).take(ids)
-                for name in NAME_COLUMNS
-            },
-            **{
-                name: pa.array([getattr(shard, name) for shard in shards], pa.int32()).take(ids)
-                for name in _SIZES
-            },
+            **group_columns(groups, np.arange(len(groups))),
             "state": pa.array(STATES).take(pa.array(groups.states)),
             "nbytes": pa.array(groups.nbytes, mask=groups.nbytes == UNKNOWN_BYTES),
             "mtime": seconds(newest),
@@ -233,6 +221,26 @@ def page_rows(groups: PageGroups) -> pa.Table:
             "missing": _missing_keys(groups),
         }
     )
+
+
+def group_columns(groups: PageGroups, numbers: IntArray) -> dict[str, pa.Array]:
+    """Return the columns of `ls` that name some groups: page, label, model, tag and sizes."""
+    of_deployment = groups.deployment_ids[numbers]
+    ids = pa.array(of_deployment, mask=of_deployment == UNRESOLVED)
+    stated = [deployment.names.columns for deployment in groups.deployments]
+    shards = [deployment.shard for deployment in groups.deployments]
+    return {
+        "page": groups.pages_at(numbers),
+        "group": pa.array(groups.labels, pa.string()).take(pa.array(groups.label_ids[numbers])),
+        **{
+            name: pa.array([names[name] for names in stated], pa.string()).take(ids)
+            for name in NAME_COLUMNS
+        },
+        **{
+            name: pa.array([getattr(shard, name) for shard in shards], pa.int32()).take(ids)
+            for name in _SIZES
+        },
+    }
 
 
 def _pool_counts(groups: PageGroups) -> pa.StructArray:

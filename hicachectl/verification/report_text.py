@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 _REPAIR = ("--repair", "quarantine")
-_SIZE, _PROFILE = "SIZE", "FILE"
+_SIZE, _PROFILE, _DESTINATION = "SIZE", "FILE", "DST"
 _GIVEN, _TARGET, _SERVER = "--profile", "--to-profile", "--server"
 # A label of `keys.labels` whose name is not escaped.
 _LABEL = re.compile(r"([^\s%?]{2,}|[^\s%?-])((?: [a-z]+[0-9]+)*)")
@@ -56,6 +56,7 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
 
     program: words before the command's name.
     store: name of the store, as the user gave it.
+    destination: name of the store that copies of it go to.
     options: words of the options that a next run needs, too.
     profiled: whether the run had a profile.
     deletes: whether objects can be deleted.
@@ -67,6 +68,7 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
 
     program: tuple[str, ...] = ("hicachectl",)
     store: str = STORE
+    destination: str = _DESTINATION
     options: tuple[str, ...] = ()
     profiled: bool = True
     deletes: bool = True
@@ -82,7 +84,7 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
         """
         words = self._named(template.split()[1:], deployment)
         if not self.deletes and (words[0] == "rm" or _REPAIR[0] in words):
-            words = ["migrate", STORE, "DST"]
+            words = ["migrate", STORE, _DESTINATION]
         repairs = _REPAIR[0] in words
         said: list[str] = []
         had = False  # The run had the option, so that OPTIONS has it.
@@ -93,6 +95,8 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
                 continue
             if word == STORE:
                 said.append(quote(self.store))
+            elif word == _DESTINATION:
+                said.append(quote(self.destination))
             elif word == OPTIONS:
                 said += map(quote, self.options)
                 said += [] if self.profiled or not repairs else ["--profile", "FILE"]

@@ -85,6 +85,7 @@ prewarm NEW --from STORE --profile PROFILE --all --dry-run --min-usable 0 | 3 | 
 prewarm NEW --from STORE --all --min-usable 0 --open-after 0.1s | 0 | OPENED ANYWAY             | 0
 migrate STORE NEW                                       | 3 | STORE has no page: not mounted?   | 0
 migrate STORE NEW --move --yes                          | 0 | STORE is empty; check the URL     | 0
+diff STORE QUARANTINE                                   | 3 | STORE has no page: not mounted?   | 0
 merge RUN                                               | 2 | RUN: has no run.json              | 0
 rm STORE --before 0s --yes                              | 0 | STORE is empty; check the URL     | 0
 rm STORE --free 1KiB --yes                              | 4 | only 0 B of 1.0 KiB               | 0
@@ -115,6 +116,8 @@ migrate STORE NEW --profile PROFILE                     | 0 | ahead of this host
 migrate STORE NEW --profile PROFILE                     | 0 | Not copied: 1 page not whole      | 0
 migrate STORE NEW --profile PROFILE --move --yes        | 0 | 6 removed from the source         | 6
 migrate STORE NEW --profile PROFILE --since 1h          | 0 | 6 pages copied                    | 0
+diff STORE PACK                                         | 4 | 1 different                       | 0
+diff STORE PACK --since 1h                              | 4 | 1 different                       | 0
 merge RUN                                               | 0 | no findings                       | 0
 rm STORE --before 1h --yes                              | 0 | --before: no page matches         | 0
 rm STORE --max-size 400KiB --profile PROFILE --yes      | 0 | --max-size 400.0 KiB              | 2
@@ -141,6 +144,7 @@ quarantine purge QUARANTINE --before 150s --yes         | 0 | 0 runs, 0 pages   
 prewarm NEW --from STORE --profile PROFILE --all        | 0 | 6 pages copied                    | 0
 migrate STORE NEW --profile PROFILE                     | 0 | 6 pages copied                    | 0
 migrate STORE NEW --profile PROFILE --move --yes        | 0 | 1 page still being written        | 6
+diff STORE PACK --profile PROFILE                       | 4 | 1 different                       | 0
 merge RUN                                               | 0 | no findings                       | 0
 rm STORE --before 150s --yes                            | 0 | 6 pages                           | 6
 rm STORE --state partial,orphan --profile PROFILE --yes | 0 | 1 page in flight left alone       | 0
@@ -159,6 +163,7 @@ ls STORE --pages EMPTY                                  | 0 | --pages: no page m
 verify STORE --pages EMPTY --profile PROFILE            | 0 | --pages: no page matches          | 0
 migrate STORE NEW --pages EMPTY --move --yes            | 0 | --pages: no page matches          | 0
 migrate STORE NEW --pages-from EMPTY --move --yes       | 0 | --pages: no page matches          | 0
+diff STORE PACK --pages EMPTY                           | 2 | --pages: no page matches          | 0
 restore QUARANTINE STORE --pages EMPTY --yes            | 0 | no page that matches the filters  | 0
 """)
 

@@ -18,6 +18,7 @@ from hicachectl.cli.prose import Item, prose
 from hicachectl.formats.profile import parse_profile
 from hicachectl.move import quarantine as runs
 from hicachectl.move import results
+from hicachectl.move.difference_outcome import Kind
 from hicachectl.parts.results import RunDocument
 from hicachectl.prewarming import outcome
 from hicachectl.prewarming.ranking import PlanRow
@@ -249,6 +250,11 @@ def migrate(stores: Stores) -> Documents:
     yield stores.run("merge", run.path)
 
 
+def diff(stores: Stores) -> Documents:
+    yield stores.run("diff", stores.damaged, stores.target, *stores.profile, exit_code=4)
+    yield stores.run("diff", stores.damaged, stores.whole, "--verify", exit_code=4)
+
+
 def prewarm(stores: Stores) -> Documents:
     requests = prompts(stores.folder / "requests.jsonl", 8, 3)
     command = ("prewarm", stores.folder / "warm", "--from", stores.whole, *stores.profile)
@@ -340,6 +346,7 @@ SCENES: dict[str, Callable[[Stores], Documents]] = {
     "simulate": simulate,
     "doctor": doctor,
     "migrate": migrate,
+    "diff": diff,
     "prewarm": prewarm,
     "rm": rm,
     "restore": restore,
@@ -393,6 +400,7 @@ def test_a_document_has_the_members_of_the_page(
             (BUDGET, DEADLINE, FULL, outcome.EVICTS, LOCK),
         ),
         ("migrate", "stopped_by", (FULL, LOCK)),
+        ("diff", "sums[].difference", tuple(kind.text for kind in Kind)),
         ("verify", "stopped_by", (DEADLINE, LOCK)),
     ],
 )  # fmt: skip

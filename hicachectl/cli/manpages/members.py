@@ -26,6 +26,7 @@ from hicachectl.cli.commands.explain import ExplainDocument
 from hicachectl.cli.commands.pack import InfoDocument, RepairDocument
 from hicachectl.cli.prose import Item, prose
 from hicachectl.doctor.examine import DoctorDocument
+from hicachectl.move.difference_outcome import DiffDocument
 from hicachectl.move.migration_outcome import MigrationDocument
 from hicachectl.move.quarantine import PurgeDocument, RunsDocument
 from hicachectl.move.results import RemovalDocument, RestoreDocument
@@ -99,6 +100,7 @@ DOCUMENTS = (
     Document("hits --summary", HitsTotals, "causes"),
     Document("simulate", SimulateDocument, "capacities"),
     Document("migrate", MigrationDocument, "problems", divided=True),
+    Document("diff", DiffDocument, "differences"),
     Document("prewarm", PrewarmDocument, divided=True),
     Document("rm", RemovalDocument, "groups"),
     Document("restore", RestoreDocument, "groups"),

@@ -1,0 +1,311 @@
+"""Result of comparing two stores: sums by deployment, rows, and the commands that close it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.formats.keys.labels import label_text
+from hicachectl.results import Result
+from hicachectl.text.jsontext import schema_of
+from hicachectl.text.tables import table_lines
+from hicachectl.text.terminal import escape_controls
+from hicachectl.text.units import counted, human_size, human_sizes
+from hicachectl.verification.report_text import Mending
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from hicachectl.formats.arrays import IntArray
+    from hicachectl.results import Shown
+    from hicachectl.text.tables import Screen
+
+
+class Kind(IntEnum):
+    """How a page compares."""
+
+    EQUAL = 0
+    ONLY_IN_A = 1
+    ONLY_IN_B = 2
+    INCOMPLETE = 3  # one store lacks objects that the other store has
+    SIZE = 4  # an object has another size
+    IDENTITY = 5  # an object's trailer names other weights, another dtype or layout
+    BYTES = 6  # an object has other bytes
+    UNREADABLE = 7  # an object cannot be read in one of the stores
+    IN_FLIGHT = 8  # different, but a server may still be writing the page
+    GONE = 9  # an object vanished before its bytes were read
+
+    @property
+    def text(self) -> str:
+        """The word in documents."""
+        return self.name.lower().replace("_", "-")
+
+
+# Kinds of pages of which both stores have something, and different things.
+DIFFERENT = (Kind.INCOMPLETE, Kind.SIZE, Kind.IDENTITY, Kind.BYTES, Kind.UNREADABLE)
+_SHORT = 12  # digits of a page hash in a table
+# Kinds of pages for which neither store alone tells which one is right.
+_CONTESTED = (Kind.SIZE, Kind.IDENTITY, Kind.BYTES, Kind.UNREADABLE)
+
+
+class DifferenceRow(TypedDict):
+    """Row of a page that differs."""
+
+    page: str
+    group: str
+    model: str | None
+    tag: str | None
+    tp_size: int | None
+    pp_size: int | None
+    cp_size: int | None
+    dcp_size: int | None
+    difference: str
+    state_a: str | None
+    state_b: str | None
+    nbytes_a: int | None
+    nbytes_b: int | None
+    lacking_a: int
+    lacking_b: int
+    key: str | None
+
+
+class DifferenceSum(TypedDict):
+    """Pages of a deployment that compare alike."""
+
+    group: str
+    difference: str
+    pages: int
+    nbytes_a: int | None
+    nbytes_b: int | None
+    page: str
+
+
+class Closing(TypedDict):
+    """Commands that close differences."""
+
+    text: str
+    commands: list[str]
+
+
+class DiffDocument(msgspec.Struct, kw_only=True):
+    """Document of `diff`."""
+
+    a: str
+    b: str
+    equal: int
+    only_in_a: int
+    only_in_b: int
+    different: int
+    in_flight: int
+    gone: int
+    not_compared: int
+    unknown_keys: int
+    bytes_compared: int
+    seconds: float
+    complete: bool
+    sums: list[DifferenceSum]
+    next: list[Closing]
+    differences: list[DifferenceRow] | None = None
+
+
+class Closers(NamedTuple):
+    """The parts of command lines that close differences.
+
+    to_b: parts of copies from A to B.
+    to_a: parts of copies from B to A; None if no options state them.
+    """
+
+    to_b: Mending = Mending(store="A", destination="B")
+    to_a: Mending | None = Mending(store="B", destination="A")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffFacts:
+    """What the comparison of two stores has found.
+
+    urls: URLs of A and B.
+    writable: whether objects can be written to A, and to B.
+    counts: number of pages of each kind.
+    sums: rows in the columns of a `DifferenceSum`.
+    rows: rows in the columns of a `DifferenceRow`.
+    reads: whether bytes were compared.
+    nbytes: number of bytes compared.
+    left_out: number of pages not compared, by reason.
+    unknown_keys: number of objects in both stores that are not SGLang's.
+    remarks: messages about the stores.
+    allow_empty: whether to accept that no page was compared.
+    """
+
+    urls: tuple[str, str]
+    writable: tuple[bool, bool]
+    counts: IntArray
+    sums: pa.Table
+    rows: pa.Table
+    reads: bool
+    nbytes: int
+    left_out: Mapping[str, int]
+    unknown_keys: int
+    remarks: Sequence[str]
+    allow_empty: bool
+    seconds: float
+
+    def count(self, *kinds: Kind) -> int:
+        """Return the number of pages of some kinds."""
+        return int(self.counts[list(kinds)].sum())
+
+    def result(self, closers: Closers) -> Result:
+        """Return the result. It fails if a page differs, or if none was compared."""
+        undone = list(self._undone())
+        differing = self.count(Kind.ONLY_IN_A, Kind.ONLY_IN_B, *DIFFERENT)
+        compared = differing + self.count(Kind.EQUAL)
+        if not (compared or self.allow_empty):
+            undone.append("No page was compared")
+        document = DiffDocument(
+            a=self.urls[0],
+            b=self.urls[1],
+            equal=self.count(Kind.EQUAL),
+            only_in_a=self.count(Kind.ONLY_IN_A),
+            only_in_b=self.count(Kind.ONLY_IN_B),
+            different=self.count(*DIFFERENT),
+            in_flight=self.count(Kind.IN_FLIGHT),
+            gone=self.count(Kind.GONE),
+            not_compared=sum(self.left_out.values()),
+            unknown_keys=self.unknown_keys,
+            bytes_compared=self.nbytes,
+            seconds=round(self.seconds, 3),
+            complete=not self.count(Kind.IN_FLIGHT, Kind.GONE),
+            sums=self.sums.to_pylist(),
+            next=list(self._closings(closers)),
+        )
+        return Result(
+            document=msgspec.to_builtins(document),
+            rows=self.rows,
+            rows_name="differences",
+            lines=_lines,
+            remarks=[*undone, *self.remarks],
+            undone=undone,
+            failed=bool(differing) or not (compared or self.allow_empty),
+        )
+
+    def _undone(self) -> Iterator[str]:
+        """Yield messages about pages that were not compared."""
+        for why, count in self.left_out.items():
+            if count:
+                yield f"Not compared: {counted(count, 'page')} {why}"
+        if unknown := self.unknown_keys:
+            yield (
+                f"Not compared: {counted(unknown, 'object')} with unknown keys; hicachectl verify "
+                "lists them"
+            )
+        if young := self.count(Kind.IN_FLIGHT):
+            yield (
+                f"Not judged: {counted(young, 'page')} that differ, but are younger than --grace, "
+                "so servers may still be writing them; run again later"
+            )
+        if gone := self.count(Kind.GONE):
+            yield (
+                f"Not judged: {counted(gone, 'page')} that vanished before their bytes were read; "
+                "run again"
+            )
+
+    def _closings(self, closers: Closers) -> Iterator[Closing]:
+        """Yield what closes the differences: copies in both directions, then contested pages."""
+        for giver, taker, mending, only in (
+            ("a", "b", closers.to_b, Kind.ONLY_IN_A),
+            ("b", "a", closers.to_a, Kind.ONLY_IN_B),
+        ):
+            yield from self._copies(giver, taker, mending, only)
+        if contested := self.count(*_CONTESTED):
+            yield self._contested(contested, closers)
+
+    def _copies(
+        self, giver: str, taker: str, mending: Mending | None, only: Kind
+    ) -> Iterator[Closing]:
+        """Yield what copies the pages that a store lacks, or has in part.
+
+        giver, taker: letters of the stores in the columns of rows.
+        """
+        incomplete = pc.and_(
+            pc.equal(self.rows.column("difference"), Kind.INCOMPLETE.text),
+            pc.greater(self.rows.column(f"lacking_{taker}"), 0),
+        )
+        lacking = pc.or_(pc.equal(self.rows.column("difference"), only.text), incomplete)
+        pages = self.rows.filter(lacking)
+        if not len(pages):
+            return
+        whole: int = pc.sum(pc.equal(pages.column(f"state_{giver}"), "whole")).as_py() or 0
+        name = taker.upper()
+        text = f"{counted(len(pages), 'page')} that {name} lacks, or has in part"
+        commands = []
+        if not self.writable["ab".index(taker)]:
+            text += f"; objects cannot be written to {name}"
+        elif mending is None:
+            text += "; with --to-profile, not other --to options, a command copies them"
+        else:
+            partly = " --include-partial" if whole < len(pages) else ""
+            commands = [mending.command(f"hicachectl migrate STORE DST OPTIONS{partly}")]
+            if partly:
+                text += f", {len(pages) - whole} of them not whole in {giver.upper()}"
+        yield {"text": text, "commands": commands}
+
+    def _contested(self, pages: int, closers: Closers) -> Closing:
+        """Return what replaces B's pages by A's, where the same objects differ."""
+        verify = " --verify" if self.reads else ""
+        text = (
+            f"{counted(pages, 'page')} whose objects differ; which store is right, hicachectl "
+            "verify may show"
+        )
+        commands = []
+        if self.writable[1]:
+            text += "; if A is right"
+            commands = [
+                f"hicachectl diff STORE DST OPTIONS{verify} --format jsonl -o differences.jsonl",
+                "hicachectl migrate STORE DST OPTIONS --pages differences.jsonl "
+                "--if-exists overwrite",
+            ]
+        return {"text": text, "commands": [closers.to_b.command(one) for one in commands]}
+
+
+def _lines(document: dict[str, Any], screen: Screen, _shown: Shown) -> Iterator[str]:
+    """Yield the lines of the `table` format."""
+    sums = document["sums"]
+    if sums:
+        yield from table_lines(_sums_for_people(sums), screen)
+        yield ""
+    for letter in ("a", "b"):
+        yield f"{letter.upper()}: {escape_controls(document[letter])}"
+    for closing in document["next"]:
+        yield f"{closing['text']}:" if closing["commands"] else closing["text"]
+        yield from (f"  {escape_controls(command)}" for command in closing["commands"])
+    yield _sum_line(document)
+
+
+def _sums_for_people(sums: Sequence[DifferenceSum]) -> pa.Table:
+    """Return the text columns of the sums; ">" marks right-aligned columns."""
+    columns = pa.Table.from_pylist(list(sums), schema=schema_of(DifferenceSum))
+    return pa.table(
+        {
+            "deployment": [label_text(one["group"]) for one in sums],
+            "difference": columns.column("difference"),
+            ">pages": columns.column("pages").cast(pa.string()),
+            ">in a": human_sizes(columns.column("nbytes_a")),
+            ">in b": human_sizes(columns.column("nbytes_b")),
+            "first page": pc.utf8_slice_codeunits(columns.column("page"), 0, _SHORT),
+        }
+    )
+
+
+def _sum_line(document: Mapping[str, Any]) -> str:
+    """Return how many pages are equal, and by what, and how many differ."""
+    differing = sum(document[name] for name in ("only_in_a", "only_in_b", "different"))
+    by = "names and sizes, bytes not read"
+    if document["bytes_compared"]:
+        by = f"names, sizes and bytes, {human_size(document['bytes_compared'])} compared"
+    unjudged = document["in_flight"] + document["gone"] + document["not_compared"]
+    more = f"; {counted(unjudged, 'page')} not compared" if unjudged else ""
+    return f"{counted(document['equal'], 'page')} equal ({by}); {differing} different{more}"
