@@ -51,6 +51,23 @@ class NotUnderstood(Exception):
     """A call that the file-system model does not cover."""
 
 
+def calls_in(text: str) -> Iterator[tuple[str, str, int]]:
+    """Yield the name, the arguments and the result of each call, as it ends."""
+    pending: dict[str, str] = {}
+    for line in text.splitlines():
+        match = _LINE.fullmatch(line)
+        if match is None or match[2].startswith(("+++", "---")):
+            continue
+        thread, call = match[1], match[2]
+        if call.endswith(_UNFINISHED):
+            pending[thread] = call.removesuffix(_UNFINISHED)
+            continue
+        if (resumed := _RESUMED.fullmatch(call)) is not None:
+            call = pending.pop(thread) + resumed[2]
+        if (found := _CALL.fullmatch(call)) is not None:
+            yield found[1], found[2], int(found[3])
+
+
 def find(trees: Trees, tops: Mapping[str, Inode], path: str) -> Inode | None:
     """Return the inode of a path in trees; None if it is missing or outside."""
     for root, top in tops.items():
@@ -65,7 +82,7 @@ def find(trees: Trees, tops: Mapping[str, Inode], path: str) -> Inode | None:
 
 
 @dataclass(slots=True)
-class _Handle:
+class Handle:
     number: int
     path: str
 
@@ -144,20 +161,13 @@ class TraceReader:
             return Sync(name, "", None, None)
         if name not in _SYNCS.split():
             return None
-        handle = self._handles(arguments)[0]
+        handle = handles_in(arguments)[0]
         inode = self._at(handle.path)
         if inode is None:
             return None
         if name == "syncfs":
             return Sync(name, handle.path, None, inode.device)
         return Sync(name, handle.path, inode, inode.device)
-
-    def _handles(self, arguments: str) -> list[_Handle]:
-        found = []
-        for match in _HANDLE.finditer(arguments):
-            number = -1 if match[1] == "AT_FDCWD" else int(match[1])
-            found.append(_Handle(number, os.fsdecode(_decoded(match[2]))))
-        return found
 
     def _at(self, path: str) -> Inode | None:
         return find(self._trees, self._tops, os.path.normpath(path))
@@ -175,23 +185,12 @@ class TraceReader:
             return None
         return folder, os.path.basename(path)  # noqa: PTH119
 
-    def _paths(self, arguments: str) -> list[str]:
-        """Return the paths in a call's arguments, each joined to the handle before it."""
-        paths: list[str] = []
-        base = ""
-        for part in re.finditer(f"{_HANDLE.pattern}|{_STRING.pattern}", arguments):
-            if part[1] is not None:
-                base = os.fsdecode(_decoded(part[2]))
-            else:
-                paths.append(os.path.join(base, os.fsdecode(_decoded(part[3]))))  # noqa: PTH118
-        return paths
-
     def _events(self, name: str, arguments: str, result: int, made: str | None) -> Iterator[Event]:
         handler = getattr(self, f"_do_{name}", None)
         if handler is not None:
             yield from handler(arguments, result, made)
         elif name in _REFUSED:
-            inside = [h.path for h in self._handles(arguments)] + self._paths(arguments)
+            inside = [h.path for h in handles_in(arguments)] + paths_in(arguments)
             if any(map(self._is_inside, inside)):
                 raise NotUnderstood(f"{name}({arguments[:300]})")
 
@@ -199,7 +198,7 @@ class TraceReader:
 
     def _do_openat(self, arguments: str, result: int, made: str | None) -> Iterator[Event]:
         flags = arguments.rpartition('"')[2]
-        path = os.fsdecode(_decoded(made or ""))
+        path = os.fsdecode(decoded(made or ""))
         key = self._group, result
         self._positions[key] = 0
         self._appends.discard(key)
@@ -229,14 +228,14 @@ class TraceReader:
         return Names(folder, {name: inode})
 
     def _do_mkdir(self, arguments: str, result: int, made: str | None) -> Iterator[Event]:
-        place = self._place(self._paths(arguments)[0])
+        place = self._place(paths_in(arguments)[0])
         if place is not None:
             yield self._create(place, is_directory=True)
 
     _do_mkdirat = _do_mkdir
 
     def _do_unlink(self, arguments: str, result: int, made: str | None) -> Iterator[Event]:
-        place = self._place(self._paths(arguments)[0])
+        place = self._place(paths_in(arguments)[0])
         if place is not None:
             yield Names(place[0], {place[1]: None})
 
@@ -245,7 +244,7 @@ class TraceReader:
     def _do_rename(self, arguments: str, result: int, made: str | None) -> Iterator[Event]:
         if "RENAME_EXCHANGE" in arguments:
             raise NotUnderstood(f"rename({arguments[:300]})")
-        old, new = (self._place(path) for path in self._paths(arguments))
+        old, new = (self._place(path) for path in paths_in(arguments))
         if (old is None) != (new is None):
             raise NotUnderstood(f"rename({arguments[:300]}): into or out of the trees")
         if old is None or new is None:
@@ -264,7 +263,7 @@ class TraceReader:
     _do_renameat = _do_renameat2 = _do_rename
 
     def _do_link(self, arguments: str, result: int, made: str | None) -> Iterator[Event]:
-        old, new = self._paths(arguments)
+        old, new = paths_in(arguments)
         place = self._place(new)
         if place is None:
             return
@@ -278,7 +277,7 @@ class TraceReader:
     # contents
 
     def _do_write(self, arguments: str, result: int, made: str | None) -> Iterator[Event]:
-        handle = self._handles(arguments)[0]
+        handle = handles_in(arguments)[0]
         data = _strings(arguments)[:result]
         inode = self._at(handle.path)
         if inode is None:
@@ -289,7 +288,7 @@ class TraceReader:
 
     _do_writev = _do_write
 
-    def _advance(self, handle: _Handle, inode: Inode, nbytes: int) -> int:
+    def _advance(self, handle: Handle, inode: Inode, nbytes: int) -> int:
         """Move a file's position past a write; return where the write begins."""
         key = self._group, handle.number
         at = self._positions.get(key)
@@ -301,7 +300,7 @@ class TraceReader:
         return at
 
     def _do_pwrite64(self, arguments: str, result: int, made: str | None) -> Iterator[Event]:
-        inode = self._at(self._handles(arguments)[0].path)
+        inode = self._at(handles_in(arguments)[0].path)
         if inode is not None:
             after = re.split(r", ", arguments.rpartition('"')[2].rpartition("]")[2])
             numbers = [int(n) for n in after if n.isdigit()]
@@ -311,7 +310,7 @@ class TraceReader:
     _do_pwritev = _do_pwritev2 = _do_pwrite64
 
     def _do_copy_file_range(self, arguments: str, result: int, made: str | None) -> Iterator[Event]:
-        source, target = self._handles(arguments)[:2]
+        source, target = handles_in(arguments)[:2]
         offsets = re.findall(r">, (NULL|\[\d+\](?: => \[\d+\])?)", arguments)
         inode = self._at(target.path)
         if inode is None or not result:
@@ -320,7 +319,7 @@ class TraceReader:
         yield self._copied(source, begins[0], inode, target, begins[1], result)
 
     def _do_sendfile(self, arguments: str, result: int, made: str | None) -> Iterator[Event]:
-        target, source = self._handles(arguments)[:2]
+        target, source = handles_in(arguments)[:2]
         inode = self._at(target.path)
         if inode is None or not result:
             return
@@ -329,10 +328,10 @@ class TraceReader:
 
     def _copied(
         self,
-        source: _Handle,
+        source: Handle,
         begin: int | None,
         inode: Inode,
-        target: _Handle,
+        target: Handle,
         at: int | None,
         nbytes: int,
     ) -> Write:
@@ -346,17 +345,17 @@ class TraceReader:
         return Write(inode, at, self._trees.bytes[origin][begin : begin + nbytes])
 
     def _do_ftruncate(self, arguments: str, result: int, made: str | None) -> Iterator[Event]:
-        inode = self._at(self._handles(arguments)[0].path)
+        inode = self._at(handles_in(arguments)[0].path)
         if inode is not None:
             yield Resize(inode, int(arguments.rpartition(", ")[2]))
 
     def _do_truncate(self, arguments: str, result: int, made: str | None) -> Iterator[Event]:
-        inode = self._at(self._paths(arguments)[0])
+        inode = self._at(paths_in(arguments)[0])
         if inode is not None:
             yield Resize(inode, int(arguments.rpartition(", ")[2]))
 
     def _do_utimensat(self, arguments: str, result: int, made: str | None) -> Iterator[Event]:
-        paths = self._paths(arguments) or [handle.path for handle in self._handles(arguments)]
+        paths = paths_in(arguments) or [handle.path for handle in handles_in(arguments)]
         inode = self._at(paths[0])
         if inode is not None and not inode.is_directory:
             times = re.findall(r"tv_sec=(\d+), tv_nsec=(\d+)", arguments)
@@ -366,21 +365,21 @@ class TraceReader:
 
     def _do_mmap(self, arguments: str, result: int, made: str | None) -> Iterator[Event]:
         shared = "MAP_SHARED" in arguments and "PROT_WRITE" in arguments
-        if shared and any(self._at(handle.path) for handle in self._handles(arguments)):
+        if shared and any(self._at(handle.path) for handle in handles_in(arguments)):
             raise NotUnderstood(f"mmap({arguments[:300]}): writes through memory are not seen")
         yield from ()
 
     def _do_ioctl(self, arguments: str, result: int, made: str | None) -> Iterator[Event]:
-        if _FICLONE in arguments and self._is_inside(self._handles(arguments)[0].path):
+        if _FICLONE in arguments and self._is_inside(handles_in(arguments)[0].path):
             raise NotUnderstood(f"ioctl({arguments[:300]})")
         yield from ()
 
     def _do_lseek(self, arguments: str, result: int, made: str | None) -> Iterator[Event]:
-        self._positions[self._group, self._handles(arguments)[0].number] = result
+        self._positions[self._group, handles_in(arguments)[0].number] = result
         yield from ()
 
     def _do_dup(self, arguments: str, result: int, made: str | None) -> Iterator[Event]:
-        old = self._group, self._handles(arguments)[0].number
+        old = self._group, handles_in(arguments)[0].number
         self._positions[self._group, result] = self._positions.get(old, 0)
         yield from ()
 
@@ -390,12 +389,33 @@ class TraceReader:
         return self._do_dup(arguments, result, made) if "F_DUPFD" in arguments else iter(())
 
     def _do_sendto(self, arguments: str, result: int, made: str | None) -> Iterator[Event]:
-        yield Output(self._handles(arguments)[0].number, _strings(arguments)[:result])
+        yield Output(handles_in(arguments)[0].number, _strings(arguments)[:result])
 
     _do_sendmsg = _do_sendto
 
 
-def _decoded(text: str) -> bytes:
+def handles_in(arguments: str) -> list[Handle]:
+    """Return the descriptors in a call's arguments, with their paths."""
+    found = []
+    for match in _HANDLE.finditer(arguments):
+        number = -1 if match[1] == "AT_FDCWD" else int(match[1])
+        found.append(Handle(number, os.fsdecode(decoded(match[2]))))
+    return found
+
+
+def paths_in(arguments: str) -> list[str]:
+    """Return the paths in a call's arguments, each joined to the handle before it."""
+    paths: list[str] = []
+    base = ""
+    for part in re.finditer(f"{_HANDLE.pattern}|{_STRING.pattern}", arguments):
+        if part[1] is not None:
+            base = os.fsdecode(decoded(part[2]))
+        else:
+            paths.append(os.path.join(base, os.fsdecode(decoded(part[3]))))  # noqa: PTH118
+    return paths
+
+
+def decoded(text: str) -> bytes:
     """Return the bytes that strace writes as \\xNN."""
     if "\\" not in text:
         return text.encode()
@@ -408,5 +428,5 @@ def _strings(arguments: str) -> bytes:
     for match in _STRING.finditer(arguments):
         if match[2]:
             raise NotUnderstood("more bytes in one call than are recorded")
-        parts.append(_decoded(match[1]))
+        parts.append(decoded(match[1]))
     return b"".join(parts)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hicachectl.cli.prose import LITERAL, Item, is_literal, literal_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Set
+    from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
     from hicachectl.cli.prose import Block
 
@@ -42,6 +42,16 @@ def name_list(names: Set[str]) -> Iterator[str]:
     yield ".Bl -item -compact -offset indent"
     for name in sorted(names):
         yield from (".It", text_line(name))
+    yield ".El"
+
+
+def column_list(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield a table."""
+    table = [titles, *rows]
+    widths = [max(len(cell) for cell in column) + 2 for column in zip(*table, strict=True)]
+    yield " ".join([".Bl -column", *(f'"{"x" * width}"' for width in widths)])
+    for row in table:
+        yield re.sub("( Ta )+$", "", f".It {' Ta '.join(map(escaped, row))}")
     yield ".El"
 
 

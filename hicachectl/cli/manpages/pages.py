@@ -18,8 +18,10 @@ from hicachectl.checks.registry import codes
 from hicachectl.cli.command import GLOBAL
 from hicachectl.cli.commands.explain import SOURCES
 from hicachectl.cli.group import COMMANDS, cli
+from hicachectl.cli.manpages.access import VERBS, access
 from hicachectl.cli.manpages.mdoc import (
     SEE_ALSO,
+    column_list,
     escaped,
     example_section,
     flag_macros,
@@ -51,6 +53,7 @@ from hicachectl.prewarming.ranking import PlanRow
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from hicachectl.cli.manpages.access import Row
     from hicachectl.cli.manpages.members import Member
     from hicachectl.cli.parameters import Section
 
@@ -65,6 +68,7 @@ def build(directory: Path) -> None:
         "hicachectl-models.7": models_page(),
         "hicachectl-findings.7": findings_page(),
         "hicachectl-output.7": output_page(),
+        "hicachectl-security.7": security_page(),
         **{f"hicachectl-{name}.1": command_page(name) for name in COMMANDS},
     }
     for page, lines in pages.items():
@@ -240,6 +244,38 @@ def output_page() -> list[str]:
     lines += [".Sh SEE ALSO", ".Xr hicachectl 1 ,", ".Xr hicachectl-profile 1 ,"]
     lines += [".Xr hicachectl-findings 7 ,", ".Xr hicachectl-scheduling 7"]
     return lines
+
+
+def security_page() -> list[str]:
+    """Return the page with what commands read, write, connect to and trust."""
+    name = "hicachectl-security"
+    texts = dict(prose(name))
+    lines = list(_head(name, "what commands read, write, connect to and trust"))
+    rows = [[" ".join(row.words), *_places(row)] for row in access().commands]
+    known = {
+        "options": _by_verb(access().options),
+        "system": [Item("The system", f"Read: {', '.join(access().system)}, and what lies below.")],
+    }
+    for title in ("DESCRIPTION", SEE_ALSO):
+        texts.pop(title)
+    for title, blocks in texts.items():
+        lines += [f".Sh {title}", *section_lines(blocks, known)]
+        lines += column_list(["command", *VERBS], rows) if title == "COMMANDS" else []
+    return [*lines, f".Sh {SEE_ALSO}", *_see_also(name)]
+
+
+def _places(row: Row) -> Iterator[str]:
+    """Yield the places of each verb."""
+    for verb in VERBS:
+        yield ", ".join(row.places.get(verb, ()))
+
+
+def _by_verb(options: Mapping[str, str]) -> list[Item]:
+    """Return the options that name something, by what commands do with it."""
+    return [
+        Item(verb, ", ".join(name for name, done in options.items() if done == verb))
+        for verb in dict.fromkeys(options.values())
+    ]
 
 
 def _members(members: Iterable[Member]) -> Iterator[str]:

@@ -1,0 +1,41 @@
+"""What commands do to files and to the network, as hicachectl-security(7) states it."""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+VERBS = ("reads", "writes", "removes")
+
+
+class Row(NamedTuple):
+    """What a command does to places, or does in addition with some options.
+
+    words: the command and its options. places: names of places by verb.
+    """
+
+    words: tuple[str, ...]
+    places: dict[str, list[str]]
+
+
+class Access(NamedTuple):
+    """The tables of `access.toml`.
+
+    system: paths of the system that any command may read.
+    options: what any command does with the value of an option.
+    """
+
+    system: list[str]
+    commands: list[Row]
+    options: dict[str, str]
+
+
+@cache
+def access() -> Access:
+    """Read the tables."""
+    file = files("hicachectl.cli.manpages").joinpath("texts", "access.toml")
+    tables: dict[str, Any] = tomllib.loads(file.read_text("utf-8"))
+    rows = [Row(tuple(words.split()), places) for words, places in tables["commands"].items()]
+    return Access(tables["system"]["reads"], rows, tables["options"])

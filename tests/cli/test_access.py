@@ -1,0 +1,249 @@
+"""hicachectl-security(7): commands do to files and to the network what its tables state.
+
+`strace` records each command line below. The command tree says which commands and options exist: a
+new one needs its row in access.toml, and a line here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import click
+import pytest
+from msgspec.structs import replace
+
+from hicachectl.__main__ import run
+from hicachectl.cli.demo_store import PROFILE
+from hicachectl.cli.exit_codes import DONE, FINDINGS
+from hicachectl.cli.manpages.access import VERBS, access
+from tests.checkpoints import write_checkpoint
+from tests.cli.test_help import every_command
+from tests.cli.test_parameters import with_values
+from tests.doctor.replies import answering, info
+from tests.effects import ROOT, Effect, traced
+from tests.move.migrations import demo_store, profile_file
+from tests.move.repairs import shorten
+from tests.tiny_tokenizers import make_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.cli.manpages.access import Row
+
+ACCESS = access()
+# Words in capitals are places of `place_of`. Each lies in a directory of its own.
+LINES = """
+doctor STORE --profile PROFILE
+doctor STORE --server SERVER --watch 0s
+ls STORE --pages PAGES
+ls named: --config CONFIG
+show STORE PAGE --profile PROFILE
+verify STORE --profile PROFILE
+verify STORE --profile PROFILE --catalog CATALOG
+verify STORE --profile PROFILE --repair delete --yes --lock LOCK
+verify STORE --profile PROFILE --repair quarantine --quarantine HELD --yes
+verify STORE --profile PROFILE --repair quarantine --quarantine HELD --dry-run
+verify STORE --profile PROFILE --stamp --update-catalog --catalog CATALOG --metrics-file METRICS
+verify STORE --profile PROFILE --shard 0/1 --run WORK
+report STORE --output OUT
+explain missing-rank
+hits STORE --token-ids TOKENS --profile PROFILE
+hits STORE --prompts PROMPTS --tokenizer TOKENIZER --profile PROFILE
+simulate STORE --trace TOKENS --profile PROFILE
+restore QUARANTINE STORE --yes
+restore QUARANTINE STORE --dry-run
+quarantine list QUARANTINE
+quarantine purge QUARANTINE --before 0s --dry-run
+quarantine purge QUARANTINE --before 0s --yes
+prewarm DST --from SRC --profile PROFILE --all
+prewarm --profile PROFILE --trace TOKENS --dry-run --output OUT
+prewarm DST --from SRC --profile PROFILE --plan PLAN
+prewarm DST --from SRC --profile PROFILE --all --dry-run
+prewarm DST2 --profile PROFILE --token-ids TOKENS --through-server SERVER
+migrate SRC DST --profile PROFILE --pages-from PAGES
+migrate SRC DST --profile PROFILE --to-profile OTHER --move --yes
+migrate SRC DST --profile PROFILE --dry-run
+merge RUN --catalog CATALOG
+rm STORE --before 0s --yes
+rm STORE --before 0s --dry-run
+rm STORE --temporaries --yes
+rm STORE --profile PROFILE --free 1KiB --keep-plan PLAN --yes
+pack info PACK
+pack repair PACK
+profile STORE
+profile --profile PROFILE --weights WEIGHTS --draft-weights DRAFTWEIGHTS
+profile --model-config MODEL --page-size 16 --served-model-name x/m --draft-model-config DRAFT
+demo DIR
+completion bash
+"""
+
+# What makes the places that are there before a command.
+BEFORE = [
+    (FINDINGS, "verify STORE --profile PROFILE --repair quarantine --quarantine QUARANTINE --yes"),
+    (DONE, "verify SRC --profile PROFILE --update-catalog --catalog CATALOG"),
+    (DONE, "verify SRC --profile PROFILE --update-catalog --catalog CATALOG --shard 0/1 --run RUN"),
+    (DONE, "migrate SRC PACK"),
+    (DONE, "prewarm DST --from SRC --profile PROFILE --all --dry-run --output PLAN"),
+]
+LEAVES = {"PACK": "x.hcpack", "PROFILE": "p.toml", "OTHER": "p.toml", "CONFIG": "c.toml"}
+WORDS = {word for line in LINES.split() for word in line.split() if word.isupper()}
+PLACES = sorted(WORDS - {"PAGE", "SERVER"})
+UNTRACED = {"--ray"}  # Ray starts programs of its own
+COMMANDS = [" ".join(words) for words, _ in every_command()]
+CONFIGS = ROOT / "tests" / "data" / "configs"
+
+
+def lines_of(command: str) -> list[list[str]]:
+    """Return the command lines of a command, in words."""
+    words, lines = command.split(), map(str.split, LINES.strip().splitlines())
+    return [line for line in lines if line[: len(words)] == words]
+
+
+def names_a_place(option: click.Option) -> bool:
+    kinds = {"FILE", "DIR", "URL", "SRC", "ADDRESS"}
+    return isinstance(option.type, click.Path) or bool(kinds & {*str(option.metavar).split("|")})
+
+
+def test_every_command_and_every_option_that_names_a_place_has_a_row_and_a_line() -> None:
+    options = {
+        name
+        for _, command in every_command()
+        for option, name, _ in with_values(command)
+        if isinstance(option, click.Option) and names_a_place(option)
+    }
+    assert {*ACCESS.options} == options
+    assert {*COMMANDS} <= {" ".join(row.words) for row in ACCESS.commands}
+    assert all(lines_of(command) for command in COMMANDS)
+    assert options - {*LINES.split()} == UNTRACED
+
+
+class Site(NamedTuple):
+    """A folder with a directory for each place. server: URL of a server."""
+
+    folder: Path
+    server: str = "http://127.0.0.1:1"
+
+    def path(self, word: str) -> Path:
+        return self.folder / word / LEAVES.get(word, "it")
+
+    def filled(self, words: list[str]) -> list[str]:
+        """Return a command line with paths in place of the words in capitals."""
+        known = {word: str(self.path(word)) for word in PLACES} | {"SERVER": self.server}
+        if "PAGE" in words:
+            known["PAGE"] = max(self.path("STORE").glob("*.bin")).name[:64]
+        return [known.get(word, word) for word in words]
+
+    def about(self, effect: Effect) -> str | None:
+        """Return the place that an effect is about; None if any command may have the effect."""
+        verb, name = effect
+        path = Path(name)
+        if verb == "connects":
+            return "SERVER" if self.server == f"http://{name}" else name
+        if path.is_relative_to(self.folder) and len(path.relative_to(self.folder).parts) > 1:
+            return path.relative_to(self.folder).parts[0].rstrip("2")
+        if verb == "reads" and path.is_relative_to("/proc") and not self._is_common(path):
+            return "PROCESSES"
+        if verb == "runs" and path == Path(os.path.normpath(sys.executable)):
+            return None
+        if verb == "writes":
+            return None if path == Path("/dev/null") else self._created(path)
+        return None if verb == "reads" and self._is_common(path) else name
+
+    def _created(self, path: Path) -> str:
+        """Return the place of a temporary file beside it."""
+        return path.parent.name if path.parent.parent == self.folder else str(path)
+
+    def _is_common(self, path: Path) -> bool:
+        program = [sys.prefix, sys.base_prefix, str(ROOT)]
+        inside = any(path.is_relative_to(each) for each in (*program, *ACCESS.system))
+        return inside or self.folder.is_relative_to(path) or path.parent == self.folder
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the places once."""
+    site = Site(tmp_path_factory.mktemp("access"))
+    for word in (*PLACES, "MARKS"):
+        (site.folder / word).mkdir()
+    stores = [demo_store(site.path(word)) for word in ("STORE", "SRC", "DST2")]
+    anchors = sorted(path for path in stores[0].glob("*.bin") if "mamba" not in path.name)
+    profile_file(site.path("PROFILE"))
+    profile_file(site.path("OTHER"), replace(PROFILE, model="another/model"))
+    make_tokenizer(site.path("TOKENIZER"), "qwen")
+    for word in ("WEIGHTS", "DRAFTWEIGHTS"):
+        write_checkpoint(site.path(word), {"model.safetensors": {"a": ("BF16", (4, 4))}})
+    shutil.copy(CONFIGS / "llama-3.1-8b.json", site.path("MODEL"))
+    shutil.copy(CONFIGS / "llama-3.1-8b-eagle.json", site.path("DRAFT"))
+    site.path("TOKENS").write_text(json.dumps(list(range(200))) + "\n")
+    site.path("PROMPTS").write_text(json.dumps("the cat sat on the mat") + "\n")
+    site.path("PAGES").write_text(anchors[-1].name[:64] + "\n")
+    shorten(anchors[0])
+    for status, line in BEFORE:
+        assert run(["-q", *site.filled(line.split())]) == status, line
+    shorten(anchors[2])
+    return site.folder
+
+
+@pytest.fixture
+def site(template: Path, tmp_path: Path) -> Iterator[Site]:
+    with answering(info(), on_prompt=lambda _: None) as server:
+        yield Site(tmp_path / "site", server)
+
+
+def stated(words: list[str]) -> set[Effect]:
+    """Return the effects that the tables state for a command line."""
+    effects = {effect for row in rows_of(words) for effect in effects_of(row, words)}
+    for option, verbs in ACCESS.options.items():
+        if option in words:
+            effects |= {Effect(verb, value_of(option, words)) for verb in verbs.split(" and ")}
+    return effects
+
+
+def rows_of(words: list[str]) -> list[Row]:
+    return [row for row in ACCESS.commands if {*row.words} <= {*words}]
+
+
+def effects_of(row: Row, words: list[str]) -> set[Effect]:
+    return {
+        Effect(verb, value_of(place, words) if place.startswith("--") else place)
+        for verb in (VERBS if "--dry-run" in row.words or "--dry-run" not in words else VERBS[:1])
+        for place in row.places.get(verb, ())
+    }
+
+
+def value_of(option: str, words: list[str]) -> str:
+    return words[words.index(option) + 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_does_what_is_stated(
+    command: str, site: Site, template: Path, tmp_path: Path
+) -> None:
+    seen: set[Effect] = set()
+    expected: set[Effect] = set()
+    for words in lines_of(command):
+        shutil.rmtree(site.folder, ignore_errors=True)
+        shutil.copytree(template, site.folder)
+        site.path("CONFIG").write_text(f"[stores.named]\nurl = '{site.path('STORE')}'\n")
+        environment = {"PATH": os.environ["PATH"], "HOME": "/nonexistent"}
+        environment |= {
+            "XDG_STATE_HOME": str(site.folder / "MARKS"),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        done = traced(site.filled(words), environment, tmp_path / "trace")
+        assert done.status in (DONE, FINDINGS), (words, done.stderr)
+        about = ((effect, site.about(effect)) for effect in done.effects)
+        found = {Effect(effect.verb, place) for effect, place in about if place is not None}
+        allowed = stated(words)
+        touched = {effect.object for effect in allowed}
+        beyond = {e for e in found - allowed if e.verb != "reads" or e.object not in touched}
+        assert not beyond, (words, sorted(beyond))
+        seen |= found
+        expected |= allowed
+    assert expected <= seen, sorted(expected - seen)
