@@ -73,7 +73,10 @@ def space_checks(
     freed = math.ceil(lacking / unit)
     remedy = "give the store a larger file system, or remove other files from it"
     if 2 * freed * unit < byte_sum(sizes):
-        remedy = listed.mending.command(f"hicachectl rm STORE --free {freed}{name}")
+        target = f"--keep-free {math.ceil((free + lacking) / unit)}{name}"
+        if store.capacity() is None:
+            target = f"--free {freed}{name}"
+        remedy = listed.mending.command(f"hicachectl rm STORE {target}")
     yield _check(
         "space",
         status,

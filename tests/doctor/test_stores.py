@@ -291,8 +291,10 @@ def test_the_rate_of_the_last_day_tells_when_a_store_is_full(
             os.utime(path, (now - 7200 + 300 * number,) * 2)
         checks = checks_of(invoke, store)
         words = checks["store/space"]["next"].split()
-        assert words[:4] == ["hicachectl", "rm", str(store), "--free"]
+        assert words[:4] == ["hicachectl", "rm", str(store), "--keep-free"]
         assert "would be removed" in invoke(*words[1:], "--dry-run").stdout
+        invoke(*words[1:], "--yes")
+        assert "; nothing to remove" in invoke(*words[1:], "--yes").stdout
     assert checks["store/space"]["status"] == "warn"
     assert " last 1h at the rate of the last day" in checks["store/space"]["detail"]
 
