@@ -69,11 +69,11 @@ def test_the_commands_of_the_readme_are_understood(arguments: list[str]) -> None
 
 def test_both_documents_have_the_same_lines_for_cron() -> None:
     lines = crontab_lines()
-    assert len(lines) == 4
-    assert lines[:2] == lines[2:]
+    assert len(lines) == 6
+    assert lines[:3] == lines[3:]
 
 
-@pytest.mark.parametrize("line", crontab_lines()[:2], ids=["verify", "prewarm"])
+@pytest.mark.parametrize("line", crontab_lines()[:3], ids=["verify", "prewarm", "rm"])
 def test_a_crontab_line_is_understood(line: str) -> None:
     fields = line.split(None, 5)
     assert len(fields) == 6

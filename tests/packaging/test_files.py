@@ -125,7 +125,7 @@ def test_the_units_of_systemd_are_valid(tmp_path: Path) -> None:
 
 def test_each_timer_has_its_service() -> None:
     names = {path.name for path in UNITS}
-    assert len(names) == 4
+    assert len(names) == 6
     assert {name.removesuffix(".timer") + ".service" for name in names if "timer" in name} < names
 
 
@@ -203,6 +203,12 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
         'hicachectl_prewarm_requested_tokens{store="a"}': "100x20",
         'hicachectl_prewarm_requested_tokens{store="b"}': "100x20",
         'hicachectl_prewarm_requested_tokens{store="c"}': "0x20",
+        'hicachectl_rm_lacking_bytes{store="a"}': "0x20",
+        'hicachectl_rm_lacking_bytes{store="b"}': "4096x20",
+        'hicachectl_rm_succeeded{store="a"}': "1x20",
+        'hicachectl_rm_succeeded{store="b"}': "0x20",
+        'hicachectl_rm_succeeded{store="c"}': "0x20",
+        'hicachectl_rm_last_run_timestamp_seconds{store="b"}': "1x20",
     }
     fired = [
         ("HicacheDamaged", {"store": "a", "code": "truncated"}),
@@ -214,6 +220,9 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
         ("HicachePrewarmNotRun", {"store": "b"}),
         ("HicacheColdAfterPrewarm", {"store": "b"}),
         ("HicacheColdAfterPrewarm", {"store": "c"}),
+        ("HicacheNoRoom", {"store": "b"}),
+        ("HicacheRoomFailed", {"store": "c"}),
+        ("HicacheRoomNotKept", {"store": "b"}),
     ]
     _expect_firing(tmp_path, "6h", f"{4 * day + 360}m", series, fired)
 
