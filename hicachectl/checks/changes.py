@@ -15,6 +15,7 @@ Layouts show in the findings of `checks.layouts`: only before, or only after som
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -133,10 +134,17 @@ def is_evidence(seen: pa.Table, affixes: int) -> bool:
     )
 
 
-def readings(codes: Codes, width: int) -> dict[str, list[float]]:
-    """Return the magnitudes of an object's quartiles [3], read in each dtype of a width."""
+def readings(codes: Codes, width: int) -> dict[str, list[float | None]]:
+    """Return the magnitudes of an object's quartiles [3], read in each dtype of a width.
+
+    None where the bits are no finite number.
+    """
     bits = codes.astype(f"<u{width}")
-    return {dtype: to_float32(bits, dtype).astype(float).tolist() for dtype, _ in _WIDTHS[width]}
+    values = {dtype: to_float32(bits, dtype).tolist() for dtype, _ in _WIDTHS[width]}
+    return {
+        dtype: [size if math.isfinite(size) else None for size in sizes]
+        for dtype, sizes in values.items()
+    }
 
 
 # --- judging ---

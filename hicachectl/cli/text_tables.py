@@ -69,11 +69,7 @@ def objects_for_people(rows: pa.Table) -> pa.Table:
 
 def contents_for_people(rows: list[dict[str, Any]]) -> pa.Table:
     """Return the text columns of the value statistics of `show`."""
-
-    def column(name: str, form: str) -> pa.Array:
-        values = [row[name] for row in rows]
-        return pa.array([None if v is None else format(v, form) for v in values], pa.string())
-
+    column = partial(_formatted, rows)
     return pa.table(
         {
             "object": _object_ends([row["key"] for row in rows]),
@@ -85,6 +81,24 @@ def contents_for_people(rows: list[dict[str, Any]]) -> pa.Table:
             ">nan": column("nan", "d"),
             ">inf": column("inf", "d"),
             ">zero": column("zero", "d"),
+        }
+    )
+
+
+def _formatted(rows: list[dict[str, Any]], name: str, form: str) -> pa.Array:
+    values = [row[name] for row in rows]
+    return pa.array([None if v is None else format(v, form) for v in values], pa.string())
+
+
+def readings_for_people(rows: list[dict[str, Any]]) -> pa.Table:
+    """Return the text columns of the quartiles of `show`."""
+    return pa.table(
+        {
+            "object": _object_ends([row["key"] for row in rows]),
+            "read as": _formatted(rows, "dtype", ""),
+            ">1/4 |x| to": _formatted(rows, "quarter", ".4g"),
+            ">1/2 |x| to": _formatted(rows, "half", ".4g"),
+            ">3/4 |x| to": _formatted(rows, "three_quarters", ".4g"),
         }
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NotRequired
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import msgspec
 import numpy as np
@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from msgspec import UNSET, UnsetType
 
 from hicachectl.backends.capabilities import Trailed
+from hicachectl.checks.changes import readings
 from hicachectl.checks.findings import Finding, combine, listing_findings
 from hicachectl.checks.registry import CheckInput, TensorStats
 from hicachectl.checks.structure import cleared_objects
@@ -61,6 +62,16 @@ class Contents(TensorStats):
     key: str
 
 
+class Reading(TypedDict):
+    """Row of an object's quartiles, read in one dtype."""
+
+    key: str
+    dtype: str
+    quarter: float | None
+    half: float | None
+    three_quarters: float | None
+
+
 class ShowDocument(msgspec.Struct, kw_only=True):
     """Document of `show`; `identities` is what the markers of a store with trailers know."""
 
@@ -69,6 +80,7 @@ class ShowDocument(msgspec.Struct, kw_only=True):
     groups: list[Group]
     objects: list[ShownObject] | None = None
     contents: list[Contents]
+    readings: list[Reading]
     findings: list[Finding]
     identities: dict[str, Identity] | UnsetType = UNSET
 
@@ -172,6 +184,7 @@ def inspect_listed(
         page=pages[0],
         groups=states,
         contents=list(_contents(store, inventory, checkers)),
+        readings=list(_readings(inventory, checkers, reading)),
         findings=found.to_pylist(),
         identities=identities,
     )
@@ -229,6 +242,26 @@ def _with_trailers(objects: pa.Table, store: Trailed, inventory: Inventory) -> p
     for name, values in (("identity", identities), ("trailer_digest", digests)):
         objects = objects.append_column(name, pa.array(values, pa.string()))
     return objects
+
+
+def _readings(
+    inventory: Inventory, checkers: Mapping[int, ValueChecker], reading: ReadingResult
+) -> Iterator[Reading]:
+    """Yield the quartiles that `checks.changes` compares, read in each dtype of their width."""
+    keys = object_rows(inventory).column("key")
+    noted = np.flatnonzero(reading.quartiles.any(axis=1))
+    for row in noted.tolist():
+        quartiles = checkers[int(inventory.affix_ids[row])].quartiles
+        if quartiles is not None:
+            for dtype, sizes in readings(reading.quartiles[row], quartiles.width).items():
+                quarter, half, more = sizes
+                yield Reading(
+                    key=keys[row].as_py(),
+                    dtype=dtype,
+                    quarter=quarter,
+                    half=half,
+                    three_quarters=more,
+                )
 
 
 def _contents(

@@ -11,6 +11,7 @@ import pytest
 
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.profile import dump_profile, parse_profile
+from hicachectl.kernels.values import to_float32
 from hicachectl.verification.request import VerifyRequest
 from tests.checks.value_cases import expected_of, tiny
 from tests.kvgen import KvGenerator
@@ -336,3 +337,23 @@ def test_show_says_digests_and_statistics(invoke: Invoke, store: Path) -> None:
     first = document["contents"][0]
     assert first["nan"] == first["inf"] == 0
     assert first["minimum"] < 0 < first["maximum"]
+
+
+@pytest.mark.slow
+def test_show_reads_the_quartiles_in_each_dtype(invoke: Invoke, tmp_path: Path) -> None:
+    """They are those of the same numbers, rounded: quarters of the magnitudes lie between them."""
+    profile = tiny("float8_e4m3fn", page_size=16)[0]
+    directory = write_pages(tmp_path, profile)
+    file = tmp_path / "p.toml"
+    file.write_text(dump_profile(profile))
+    arguments = ["show", directory, page(1), "--profile", file]
+    readings = invoke(*arguments, "--format", "json").document["readings"]
+    assert [row["dtype"] for row in readings] == ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"]
+    (path,) = directory.glob(f"{page(1)}*")
+    magnitudes = np.abs(to_float32(np.fromfile(path, np.uint8), "float8_e4m3fn"))
+    shares = [
+        np.mean(magnitudes <= readings[0][name]) for name in ("quarter", "half", "three_quarters")
+    ]
+    np.testing.assert_allclose(shares, [0.25, 0.5, 0.75], atol=0.08)
+    assert readings[0]["half"] == 2 * readings[1]["half"]
+    assert "…_m_0_1.bin  float8_e5m2 " in invoke(*arguments).stdout

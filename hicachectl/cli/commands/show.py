@@ -40,9 +40,9 @@ def command(ctx: click.Context, /, store: str, page: str, **options: Any) -> Non
 
     PAGE is a page hash, or its first digits if unique in STORE. The page is read; nothing is
     changed. The result has the objects with their digests, the missing objects, the findings and,
-    with a profile, statistics of the values per layer. Objects with trailers are shown with the
-    identity and the digest in the trailer, and with what is known of the identity: weights, dtype,
-    layout.
+    with a profile, statistics of the values per layer, and the quartiles of the magnitudes, read in
+    each dtype that the numbers may have. Objects with trailers are shown with the identity and the
+    digest in the trailer, and with what is known of the identity: weights, dtype, layout.
 
     Examples:
       hicachectl show /tmp/hicache 4ebfa8a1f3c3
@@ -70,7 +70,11 @@ def command(ctx: click.Context, /, store: str, page: str, **options: Any) -> Non
 
 
 def _lines(report: PageReport, screen: Screen) -> Iterator[str]:
-    from hicachectl.cli.text_tables import contents_for_people, objects_for_people
+    from hicachectl.cli.text_tables import (
+        contents_for_people,
+        objects_for_people,
+        readings_for_people,
+    )
     from hicachectl.text.tables import table_lines
 
     yield f"page {report.document['page']}"
@@ -87,6 +91,9 @@ def _lines(report: PageReport, screen: Screen) -> Iterator[str]:
     if contents := report.document["contents"]:
         yield ""
         yield from table_lines(contents_for_people(contents), screen)
+    if readings := report.document["readings"]:
+        yield ""
+        yield from table_lines(readings_for_people(readings), screen)
     if len(report.findings):
         yield ""
         columns = report.findings.select(["severity", "code", "key", "detail"])
