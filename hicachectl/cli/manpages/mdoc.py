@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 SEE_ALSO = "SEE ALSO"  # title of the section with names of pages, such as hcpack(5)
 RELEASE_DATE = "November 20, 2026"  # changes with the version in hicachectl/__init__.py
 
+NO_TEXT = r"\&"
+
 # A line before its escapes; a break within --to-profile would show as a space.
 _WRAPPER = textwrap.TextWrapper(70, break_on_hyphens=False, break_long_words=False)
 
@@ -51,7 +53,7 @@ def column_list(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterato
     widths = [max(len(cell) for cell in column) + 2 for column in zip(*table, strict=True)]
     yield " ".join([".Bl -column", *(f'"{"x" * width}"' for width in widths)])
     for row in table:
-        yield re.sub("( Ta )+$", "", f".It {' Ta '.join(map(escaped, row))}")
+        yield f".It {' Ta '.join(escaped(cell) or NO_TEXT for cell in row)}"
     yield ".El"
 
 
@@ -103,7 +105,7 @@ def sentence_lines(text: str) -> list[str]:
 def text_line(line: str) -> str:
     """Return a line of text."""
     said = escaped(line)
-    return rf"\&{said}" if said[:1] in (".", "'") else said
+    return f"{NO_TEXT}{said}" if said[:1] in (".", "'") else said
 
 
 def literal_line(line: str) -> str:
