@@ -92,5 +92,5 @@ def undone_line(document: Mapping[str, Any]) -> str:
         parts.append(f"{counted(in_flight, 'page')} in flight, not judged")
     if not parts:
         return ""
-    places = (document.get(name) for name in ("store", "destination", "quarantine"))
+    places = (document.get(name) for name in ("store", "destination", "quarantine", "directory"))
     return f"{next(filter(None, places))}: not complete: {', '.join(parts)}; run again later"

@@ -106,9 +106,9 @@ class Trust:
 class JointTrust(Trust):
     """Users whom each of several directories trusts; without any, this process's user and root."""
 
-    def __init__(self, trusts: Sequence[Trust]) -> None:
-        """Join the trusts of several directories."""
-        super().__init__(None, writes=True)
+    def __init__(self, trusts: Sequence[Trust], *, writes: bool = True) -> None:
+        """Join the trusts of several directories. writes: see `Trust`."""
+        super().__init__(None, writes=writes)
         self._trusts = trusts
 
     def includes(self, facts: os.stat_result, directory: int) -> bool:

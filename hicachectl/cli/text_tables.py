@@ -284,14 +284,41 @@ def runs_for_people(rows: pa.Table) -> pa.Table:
     return pa.table(
         {
             "run": rows.column("run"),
-            "removed": human_column(
-                rows.column("removed").combine_chunks(),
-                lambda when: time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(when)),
-            ),
+            "removed": _times(rows.column("removed")),
             "store": rows.column("store"),
             ">pages": _text(rows, "groups"),
             ">size": human_sizes(rows.column("nbytes")),
             "found": pc.binary_join(rows.column("codes"), ","),
+            "state": rows.column("state"),
+        }
+    )
+
+
+def run_directories_for_people(rows: pa.Table) -> pa.Table:
+    """Return the text columns of `runs list` and `runs purge`."""
+    done, parts = (_text(rows, name) for name in ("done", "parts"))
+    return pa.table(
+        {
+            "run": rows.column("run"),
+            "command": rows.column("command"),
+            "stores": pc.binary_join(rows.column("stores"), " "),
+            "listed": _times(rows.column("listed")),
+            ">parts": pc.binary_join_element_wise(done, parts, "/"),
+            ">size": human_sizes(rows.column("nbytes")),
+            ">changed": _ages(rows.column("changed").combine_chunks()),
+            "state": rows.column("state"),
+        }
+    )
+
+
+def parts_for_people(rows: pa.Table) -> pa.Table:
+    """Return the text columns of `runs status`."""
+    return pa.table(
+        {
+            ">part": _text(rows, "part"),
+            "host": rows.column("host"),
+            "ended": _times(rows.column("ended")),
+            ">took": human_column(rows.column("seconds").combine_chunks(), human_age),
             "state": rows.column("state"),
         }
     )
@@ -307,6 +334,14 @@ def last_line(document: Mapping[str, Any], counts: Mapping[str, int], done: str)
     would = "would be " if document.get("dry_run") else ""
     stopped = f"; stopped: {document['stopped_by']}" if document.get("stopped_by") else ""
     return f"{numbers}, {human_size(document['bytes'])} {would}{done}{stopped}"
+
+
+def _times(moments: pa.ChunkedArray) -> pa.StringArray:
+    """Return Unix times, in seconds, as texts in UTC."""
+    return human_column(
+        moments.combine_chunks(),
+        lambda when: time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(when)),
+    )
 
 
 def _ages(mtimes: pa.Array) -> pa.StringArray:

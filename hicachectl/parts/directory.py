@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PARTS = "parts"
-_STORES = {"store", "source", "destination"}  # members of a run's identity
+STORES = ("store", "source", "destination")  # members of a run's identity
 _OTHER_RUN = "give another run directory"
-_LISTING = "listing-"
+LISTING_PREFIX = "listing-"
 # Entries before the manifest is published: ours, and what a mounted volume has by itself.
 _HARMLESS = re.compile(r"listing-[0-9a-f]{16}|\..*|lost\+found")
 _RESULT = re.compile(r"([0-9]{5})\.json")
@@ -82,18 +82,28 @@ class RunDirectory(Closing):
 
     @classmethod
     def existing(cls, path: Path) -> Self:
-        """Open a run directory for merging.
+        """Open a run directory for merging. Trusts as `of` does."""
+        with usage_errors(path), Directory.named(str(path), writes=False) as here:
+            return cls.of(here, path)
+
+    @classmethod
+    def of(
+        cls, here: Directory, path: Path, *, writes: bool = True, any_release: bool = False
+    ) -> Self:
+        """Return a run directory that is open already; `here` stays open, too.
 
         Trusted are the users whom those of the run's stores trust that are directories here.
+
+        writes: see `Trust`. any_release: see `manifest`.
         """
-        with usage_errors(path), Directory.named(str(path), writes=False) as here:
-            trust = JointTrust(list(_trusts(here, path)))
-            run = cls(path, Directory(os.dup(here.descriptor), here.path, trust))
-            try:
-                run.directory.check_owner(_OTHER_RUN)
-            except BaseException:
-                run.close()
-                raise
+        trusts = list(_trusts(here, path, writes=writes, any_release=any_release))
+        trust = JointTrust(trusts, writes=writes)
+        run = cls(path, Directory(os.dup(here.descriptor), here.path, trust))
+        try:
+            run.directory.check_owner(_OTHER_RUN)
+        except BaseException:
+            run.close()
+            raise
         return run
 
     def close(self) -> None:
@@ -102,14 +112,17 @@ class RunDirectory(Closing):
 
     # the manifest and its tables
 
-    def manifest(self) -> Manifest | None:
-        """Read the manifest; None if it is not published. Raises FormatError for a damaged one."""
+    def manifest(self, *, any_release: bool = False) -> Manifest | None:
+        """Read the manifest; None if it is not published. Raises FormatError for a damaged one.
+
+        any_release: accept the manifest of another release.
+        """
         with usage_errors(self.path):
             try:
                 content = self.directory.read(MANIFEST, MOST_BYTES + 1)
             except FileNotFoundError:
                 return None
-        return parse_manifest(content, str(self.path))
+        return parse_manifest(content, str(self.path), any_release=any_release)
 
     def permissions(self) -> Permissions:
         """Return the permissions of the manifest: those that the store's listing allows."""
@@ -140,7 +153,7 @@ class RunDirectory(Closing):
         probe = f".hicachectl-{lister}.tmp"
         self.directory.publish(probe, b"")
         self.directory.remove(probe)
-        return self.directory.make_directory(_LISTING + lister)
+        return self.directory.make_directory(LISTING_PREFIX + lister)
 
     def listing(self, manifest: Manifest) -> Directory:
         """Open the directory of the published tables."""
@@ -154,13 +167,13 @@ class RunDirectory(Closing):
         until then, another lister may still publish.
         """
         for name in self.directory.entries():
-            if name.startswith(_LISTING) and name != besides:
+            if name.startswith(LISTING_PREFIX) and name != besides:
                 with suppress(OSError, UntrustedError):  # others may be removing it too
                     _remove_tree(self.directory, name)
 
     def remove_unpublished(self, lister: str) -> None:
         """Remove the tables of a lister unless its manifest was published."""
-        name = _LISTING + lister
+        name = LISTING_PREFIX + lister
         with suppress(OSError, HicacheError):
             manifest = self.manifest()
             if manifest is None or manifest.folder != name:
@@ -195,15 +208,18 @@ class RunDirectory(Closing):
             )
 
 
-def _trusts(directory: Directory, path: Path) -> Iterator[Trust]:
+def _trusts(
+    directory: Directory, path: Path, *, writes: bool, any_release: bool
+) -> Iterator[Trust]:
     """Yield the trust of each store of a run that is a directory on this machine."""
     with suppress(FileNotFoundError):
-        manifest = parse_manifest(directory.read(MANIFEST, MOST_BYTES + 1), str(path))
-        for member in _STORES & manifest.identity.keys():
+        content = directory.read(MANIFEST, MOST_BYTES + 1)
+        manifest = parse_manifest(content, str(path), any_release=any_release)
+        for member in manifest.identity.keys() & set(STORES):
             with suppress(UsageError, OSError):
                 store = Path(parse_url(str(manifest.identity[member])).path)
                 if store.is_absolute() and store.is_dir():
-                    yield Trust(store.stat(), writes=True)
+                    yield Trust(store.stat(), writes=writes)
 
 
 def result_name(part: int) -> str:

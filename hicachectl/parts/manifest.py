@@ -104,15 +104,16 @@ def dump(form: Struct) -> bytes:
     return content
 
 
-def parse_manifest(content: bytes, source: str) -> Manifest:
+def parse_manifest(content: bytes, source: str, *, any_release: bool = False) -> Manifest:
     """Parse a manifest.
 
-    source: the run directory. Raises FormatError for other content, UsageError for the manifest of
-    another release.
+    source: the run directory. any_release: accept another release whose manifests have this form.
+    Raises FormatError for other content, UsageError for the manifest of another release.
     """
+    expected = {"form": FORM} if any_release else {"form": FORM, "version": __version__}
 
     def refuse_release(document: Mapping[str, Any]) -> None:
-        for name, mine in (("form", FORM), ("version", __version__)):
+        for name, mine in expected.items():
             if document.get(name) != mine:
                 theirs = shown(document.get(name))
                 raise UsageError(

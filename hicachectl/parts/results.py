@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hicachectl.text.tables import Screen
 
 FINISH = "finish"
-_MERGED = "merged.json"
+MERGED_FILE = "merged.json"
 _MOST_SPANS = 20  # named in one message
 
 
@@ -157,7 +157,7 @@ def merge_run(run: RunDirectory) -> Result:
     undone = [part for part, record in results.items() if not record.form.settled]
     if undone:
         said = (
-            f"{run.path}: {_spans(undone)} of {manifest.parts}: not complete; to complete the "
+            f"{run.path}: {spans(undone)} of {manifest.parts}: not complete; to complete the "
             "work, run all parts with another --run"
         )
         merged = merged.with_undone(said)
@@ -167,7 +167,7 @@ def merge_run(run: RunDirectory) -> Result:
     document = merged.document | msgspec.structs.asdict(of_run)
     incomplete = ""
     if missing:
-        incomplete = f"{_spans(missing)} of {manifest.parts}"
+        incomplete = f"{spans(missing)} of {manifest.parts}"
         document["complete"] = False
         said = f"{run.path}: {incomplete}: no result; run the missing parts"
         merged = replace(merged.with_undone(said), failed=True)
@@ -184,7 +184,7 @@ def refuse_merged(run: RunDirectory) -> None:
     """Raise UsageError if the run was merged before."""
     manifest = run.manifest()
     with usage_errors(run.path):
-        merged = run.directory.has(_MERGED)
+        merged = run.directory.has(MERGED_FILE)
     if manifest is not None and merged:
         raise UsageError(
             f"{run.path}: the run of {manifest.listed} was merged before; check that the parts "
@@ -200,18 +200,18 @@ def mark_merged(run: RunDirectory) -> None:
         run, manifest, kind_of(manifest.command, str(run.path))
     ):
         with usage_errors(run.path):
-            run.directory.publish(_MERGED, b"{}\n")
+            run.directory.publish(MERGED_FILE, b"{}\n")
 
 
-def _spans(parts: Sequence[int]) -> str:
+def spans(parts: Sequence[int]) -> str:
     """Return parts in words, such as "parts 3, 5-9"."""
-    spans: list[list[int]] = []
+    found: list[list[int]] = []
     for part in parts:
-        if spans and spans[-1][1] == part - 1:
-            spans[-1][1] = part
+        if found and found[-1][1] == part - 1:
+            found[-1][1] = part
         else:
-            spans.append([part, part])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+            found.append([part, part])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in found]
     more = f" and {len(texts) - _MOST_SPANS} more" if len(texts) > _MOST_SPANS else ""
     noun = "part" if len(parts) == 1 else "parts"
     return f"{noun} {', '.join(texts[:_MOST_SPANS])}{more}"

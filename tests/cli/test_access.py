@@ -69,6 +69,10 @@ migrate SRC DST --profile PROFILE --pages-from PAGES
 migrate SRC DST --profile PROFILE --to-profile OTHER --move --yes
 migrate SRC DST --profile PROFILE --dry-run
 merge RUN --catalog CATALOG
+runs list DIRECTORY
+runs status RUN
+runs purge DIRECTORY --before 0s --dry-run
+runs purge DIRECTORY --before 0s --yes
 rm STORE --before 0s --yes
 rm STORE --before 0s --dry-run
 rm STORE --temporaries --yes
@@ -80,6 +84,8 @@ profile --profile PROFILE --weights WEIGHTS --draft-weights DRAFTWEIGHTS
 profile --model-config MODEL --page-size 16 --served-model-name x/m --draft-model-config DRAFT
 demo DIR
 completion bash
+help
+version
 """
 
 # What makes the places that are there before a command.
@@ -87,6 +93,8 @@ BEFORE = [
     (FINDINGS, "verify STORE --profile PROFILE --repair quarantine --quarantine QUARANTINE --yes"),
     (DONE, "verify SRC --profile PROFILE --update-catalog --catalog CATALOG"),
     (DONE, "verify SRC --profile PROFILE --update-catalog --catalog CATALOG --shard 0/1 --run RUN"),
+    (DONE, "verify SRC --shard 0/1 --run DIRECTORY/night"),
+    (DONE, "merge DIRECTORY/night"),
     (DONE, "migrate SRC PACK"),
     (DONE, "prewarm DST --from SRC --profile PROFILE --all --dry-run --output PLAN"),
 ]
@@ -136,7 +144,8 @@ class Site(NamedTuple):
         known = {word: str(self.path(word)) for word in PLACES} | {"SERVER": self.server}
         if "PAGE" in words:
             known["PAGE"] = max(self.path("STORE").glob("*.bin")).name[:64]
-        return [known.get(word, word) for word in words]
+        split = (word.partition("/") for word in words)
+        return ["".join([known.get(first, first), *others]) for first, *others in split]
 
     def about(self, effect: Effect) -> str | None:
         """Return the place that an effect is about; None if any command may have the effect."""

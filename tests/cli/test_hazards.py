@@ -40,7 +40,7 @@ NAMES = {
 }  # fmt: skip
 
 # Arguments by what they name. Commands read those of the first kind.
-PLACES = {"store", "source", "destination", "quarantine", "run", "pack"}
+PLACES = {"store", "source", "destination", "quarantine", "run", "runs", "pack"}
 OTHERS = {"page", "named", "directory", "shell", "words"}
 # Options for files that do not hold requests or pages.
 NOT_REQUESTS = {
@@ -87,6 +87,9 @@ migrate STORE NEW                                       | 3 | STORE has no page:
 migrate STORE NEW --move --yes                          | 0 | STORE is empty; check the URL     | 0
 diff STORE QUARANTINE                                   | 3 | STORE has no page: not mounted?   | 0
 merge RUN                                               | 2 | RUN: has no run.json              | 0
+runs list RUN                                           | 0 | 0 runs                            | 0
+runs status RUN                                         | 2 | RUN: has no run.json              | 0
+runs purge RUN --before 0s --unmerged --yes             | 0 | 0 runs                            | 0
 rm STORE --before 0s --yes                              | 0 | STORE is empty; check the URL     | 0
 rm STORE --free 1KiB --yes                              | 4 | only 0 B of 1.0 KiB               | 0
 rm STORE --keep-free 1% --yes                           | 3 | STORE has no page: not mounted?   | 0
@@ -119,6 +122,9 @@ migrate STORE NEW --profile PROFILE --since 1h          | 0 | 6 pages copied    
 diff STORE PACK                                         | 4 | 1 different                       | 0
 diff STORE PACK --since 1h                              | 4 | 1 different                       | 0
 merge RUN                                               | 0 | no findings                       | 0
+runs list RUN                                           | 0 | finished                          | 0
+runs status RUN                                         | 0 | Next: hicachectl merge RUN        | 0
+runs purge RUN --before 1h --unmerged --yes             | 0 | 0 runs, 0 B deleted               | 0
 rm STORE --before 1h --yes                              | 0 | --before: no page matches         | 0
 rm STORE --max-size 400KiB --profile PROFILE --yes      | 0 | --max-size 400.0 KiB              | 2
 rm STORE --temporaries --yes                            | 0 | no temporary file                 | 0
@@ -146,6 +152,9 @@ migrate STORE NEW --profile PROFILE                     | 0 | 6 pages copied    
 migrate STORE NEW --profile PROFILE --move --yes        | 0 | 1 page still being written        | 6
 diff STORE PACK --profile PROFILE                       | 4 | 1 different                       | 0
 merge RUN                                               | 0 | no findings                       | 0
+runs list RUN                                           | 0 | finished                          | 0
+runs status RUN                                         | 0 | Next: hicachectl merge RUN        | 0
+runs purge RUN --before 150s --unmerged --yes           | 0 | 0 runs, 0 B deleted               | 0
 rm STORE --before 150s --yes                            | 0 | 6 pages                           | 6
 rm STORE --state partial,orphan --profile PROFILE --yes | 0 | 1 page in flight left alone       | 0
 rm STORE --max-size 400KiB --profile PROFILE --yes      | 0 | 1 page in flight left alone       | 1

@@ -20,6 +20,16 @@ from hicachectl.move import quarantine as runs
 from hicachectl.move import results
 from hicachectl.move.difference_outcome import Kind
 from hicachectl.parts.results import RunDocument
+from hicachectl.parts.runs import (
+    DAMAGED,
+    DONE,
+    FINISHED,
+    LISTING,
+    MERGED,
+    MISSING,
+    NOT_COMPLETE,
+    UNFINISHED,
+)
 from hicachectl.prewarming import outcome
 from hicachectl.prewarming.ranking import PlanRow
 from hicachectl.text.vocabulary import BUDGET, DEADLINE, FULL, LOCK
@@ -313,6 +323,34 @@ def quarantine_purge(stores: Stores) -> Documents:
     yield stores.run("quarantine", "purge", quarantine, "--before", "0s", "--yes")
 
 
+def divided(stores: Stores) -> Path:
+    """Return the directory of two runs, of which one was merged."""
+    for name, shards in (("merged", ["0/1"]), ("unfinished", ["0/2"])):
+        run = CommandRun(stores.invoke, stores.folder / "runs" / name, "verify", stores.whole)
+        for shard in shards:
+            stores.invoke(*run.command, "--shard", shard, "--run", run.path)
+    stores.invoke("merge", stores.folder / "runs" / "merged")
+    (stores.folder / "runs" / "unreadable").mkdir()
+    (stores.folder / "runs" / "unreadable" / "run.json").write_text("{}")
+    return stores.folder / "runs"
+
+
+def runs_list(stores: Stores) -> Documents:
+    yield stores.run("runs", "list", divided(stores))
+
+
+def runs_status(stores: Stores) -> Documents:
+    runs = divided(stores)
+    yield stores.run("runs", "status", runs / "merged")
+    yield stores.run("runs", "status", runs / "unfinished")
+
+
+def runs_purge(stores: Stores) -> Documents:
+    purge = ("runs", "purge", divided(stores), "--before", "0s", "--yes")
+    yield stores.held(*purge)
+    yield stores.run(*purge)
+
+
 def pack(stores: Stores) -> Path:
     path = stores.folder / "archive.hcpack"
     stores.run("migrate", stores.whole, f"pack://{path}", *stores.profile)
@@ -352,6 +390,9 @@ SCENES: dict[str, Callable[[Stores], Documents]] = {
     "restore": restore,
     "quarantine list": quarantine_list,
     "quarantine purge": quarantine_purge,
+    "runs list": runs_list,
+    "runs status": runs_status,
+    "runs purge": runs_purge,
     "pack info": pack_info,
     "pack repair": pack_repair,
     "explain": explain,
@@ -382,6 +423,13 @@ def test_a_document_has_the_members_of_the_page(
             "runs[].state",
             (runs.KEPT, runs.HALF_PURGED, runs.BUSY, runs.EARLIER, runs.UNREADABLE),
         ),
+        (
+            "runs list",
+            "runs[].state",
+            (LISTING, UNFINISHED, FINISHED, MERGED, runs.HALF_PURGED, runs.UNREADABLE,
+             runs.PURGED_RUN, runs.WOULD_PURGE, runs.BUSY, runs.FAILED),
+        ),
+        ("runs status", "results[].state", (DONE, NOT_COMPLETE, MISSING, DAMAGED)),
         ("quarantine purge", "runs[].state", (runs.PURGED_RUN, runs.WOULD_PURGE, runs.FAILED)),
         (
             "rm",

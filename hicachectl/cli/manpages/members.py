@@ -32,6 +32,7 @@ from hicachectl.move.quarantine import PurgeDocument, RunsDocument
 from hicachectl.move.results import RemovalDocument, RestoreDocument
 from hicachectl.pages.listing import ObjectsDocument, PagesDocument, SummaryDocument
 from hicachectl.parts.results import RunDocument
+from hicachectl.parts.runs import RunDirectoriesDocument, RunDirectoryPurge, RunStatusDocument
 from hicachectl.prewarming.outcome import PrewarmDocument
 from hicachectl.requests.measuring import HitsDocument, HitsTotals
 from hicachectl.simulation.simulate import SimulateDocument
@@ -106,6 +107,9 @@ DOCUMENTS = (
     Document("restore", RestoreDocument, "groups"),
     Document("quarantine list", RunsDocument, "runs"),
     Document("quarantine purge", PurgeDocument, "runs"),
+    Document("runs list", RunDirectoriesDocument, "runs"),
+    Document("runs status", RunStatusDocument, "results"),
+    Document("runs purge", RunDirectoryPurge, "runs"),
     Document("pack info", InfoDocument),
     Document("pack repair", RepairDocument),
     Document("explain", ExplainDocument, "codes"),

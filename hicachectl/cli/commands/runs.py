@@ -1,0 +1,191 @@
+"""`hicachectl runs`: list run directories, describe one, and delete old ones."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+from msgspec import to_builtins
+
+from hicachectl.cli.command import Group
+from hicachectl.cli.options import changing_options, output_options
+from hicachectl.cli.parameters import argument, own_option
+from hicachectl.cli.session import agreed, remark, require_consent
+from hicachectl.cli.values import TIME, RunPath
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import pyarrow as pa
+
+    from hicachectl.parts.runs import RunsReport, RunStatus
+    from hicachectl.results import Result
+    from hicachectl.text.tables import Screen
+
+_run = argument("run", metavar="RUN", type=RunPath())
+_runs = argument("runs", metavar="DIRECTORY", type=RunPath())
+
+
+@click.group("runs", cls=Group)
+def command() -> None:
+    """List run directories, show one, and delete old ones.
+
+    A run directory is that of --run, with which verify, migrate or prewarm divide a run. DIRECTORY
+    has run directories in it, such as one for each night, or is one.
+
+    Examples:
+      hicachectl runs list /shared
+      hicachectl runs status /shared/2026-11-23
+      hicachectl runs purge /shared --before 7d --dry-run
+      hicachectl runs purge /shared --before 7d --yes
+    """
+
+
+@command.command("list")
+@_runs
+@output_options
+@click.pass_context
+def list_(ctx: click.Context, /, runs: Path, **options: Any) -> None:
+    """List the run directories in a directory.
+
+    A run is listing (part 0 has not published the listing), unfinished (parts have no result, or
+    the run is not finished), finished (all have one, but nobody has merged them), merged,
+    half-purged (the next purge completes it) or unreadable (a file is damaged or not trusted). No
+    process says that it works on a run; CHANGED is when a file was last written.
+    """
+    from hicachectl.cli.output import write_report
+    from hicachectl.parts.runs import RunDirectoriesDocument, list_runs
+
+    report = list_runs(runs)
+    document = to_builtins(RunDirectoriesDocument(directory=str(runs), **_sums(report.rows)))
+    remark(ctx, *report.left)
+    write_report(ctx, document, report.rows, "runs", partial(_lines, document, report, "in runs"))
+
+
+@command.command("status")
+@_run
+@output_options
+@click.pass_context
+def status(ctx: click.Context, /, run: Path, **options: Any) -> None:
+    """Show the parts of a run, with the hosts that did them, and what to do next."""
+    from hicachectl.cli.output import write_report
+    from hicachectl.parts.runs import run_status
+
+    shown = run_status(run)
+    remark(ctx, *shown.remarks)
+    document = to_builtins(shown.document)
+    write_report(ctx, document, shown.rows, "results", partial(_status_lines, shown))
+
+
+@command.command("purge")
+@_runs
+@own_option(
+    "--before",
+    type=TIME,
+    required=True,
+    help="Delete runs in which nothing has changed since TIME (ISO 8601, or an age such as 7d).",
+)
+@own_option(
+    "--unmerged",
+    is_flag=True,
+    help="Delete runs that were not merged, too. Make sure that no process works on them.",
+)
+@changing_options("deleted", "deleting")
+@output_options
+@click.pass_context
+def purge(ctx: click.Context, /, runs: Path, before: float, unmerged: bool, **options: Any) -> None:
+    """Delete old run directories that were merged.
+
+    Only files of a run are deleted: a run directory with other files stays as it is. To complete an
+    interrupted purge, run the same command again. The exit status is 4 if a run could not be
+    deleted.
+    """
+    from hicachectl.cli.output import write_run
+    from hicachectl.move.quarantine import WOULD_PURGE
+    from hicachectl.parts.runs import RUN_DIRECTORIES, RunsReport, purge_runs
+    from hicachectl.text.units import counted, human_size
+
+    require_consent(options)
+    dry_run = options["dry_run"]
+
+    def run() -> Result | None:
+        """Delete old runs; None if the operator declined."""
+        if not (options["yes"] or dry_run):
+            report = purge_runs(runs, before, unmerged=unmerged, dry_run=True)
+            found = _sums(_of_state(report, WOULD_PURGE))
+            count, size = counted(found["count"], "run"), human_size(found["bytes"])
+            question = f"Delete {count} ({size}) in {runs} for good?"
+            if found["count"] and not agreed(ctx, question, "deleted"):
+                return None
+        report = purge_runs(runs, before, unmerged=unmerged, dry_run=dry_run)
+        return _result(runs, report, dry_run=dry_run)
+
+    def nothing() -> Result:
+        return _result(runs, RunsReport(RUN_DIRECTORIES.empty_table()), dry_run=dry_run)
+
+    write_run(ctx, run, nothing)
+
+
+def _result(directory: Path, report: RunsReport, *, dry_run: bool) -> Result:
+    from hicachectl.move.quarantine import PURGED_RUN, WOULD_PURGE
+    from hicachectl.parts.runs import RunDirectoryPurge
+    from hicachectl.results import Result
+    from hicachectl.text.units import counted
+
+    kept = f"{directory}: {counted(report.unmerged, 'run')} not merged, and kept; see --unmerged"
+    document = RunDirectoryPurge(
+        directory=str(directory),
+        **_sums(_of_state(report, WOULD_PURGE if dry_run else PURGED_RUN)),
+        unmerged=report.unmerged,
+        failed=len(report.failures),
+        dry_run=dry_run,
+    )
+    return Result(
+        document=to_builtins(document),
+        rows=report.rows,
+        rows_name="runs",
+        lines=lambda document, screen, shown: _lines(document, report, "deleted", screen),
+        remarks=[kept] if report.unmerged else (),
+        undone=[*report.left, *(f"{run}: {why}" for run, why in report.failures)],
+        failed=bool(report.failures),
+        dry_run=dry_run,
+    )
+
+
+def _of_state(report: RunsReport, state: str) -> pa.Table:
+    import pyarrow.compute as pc
+
+    return report.rows.filter(pc.equal(report.rows.column("state"), state))
+
+
+def _sums(rows: pa.Table) -> dict[str, Any]:
+    import pyarrow.compute as pc
+
+    return {"count": len(rows), "bytes": pc.sum(rows.column("nbytes")).as_py() or 0}
+
+
+def _lines(
+    document: dict[str, Any], report: RunsReport, what: str, screen: Screen
+) -> Iterator[str]:
+    from hicachectl.cli.text_tables import last_line, run_directories_for_people
+    from hicachectl.text.tables import table_lines
+
+    if len(report.rows):
+        yield from table_lines(run_directories_for_people(report.rows), screen)
+    yield last_line(document, {"run": document["count"]}, what)
+
+
+def _status_lines(status: RunStatus, screen: Screen) -> Iterator[str]:
+    from hicachectl.cli.text_tables import parts_for_people
+    from hicachectl.text.tables import table_lines
+    from hicachectl.text.terminal import message_text
+
+    run = status.document
+    if len(status.rows):
+        yield from table_lines(parts_for_people(status.rows), screen)
+    done = "" if run.parts is None else f", {run.done} of {run.parts} parts have a result"
+    of_stores = f" of {run.command} {' '.join(run.stores)}" if run.command else ""
+    yield message_text(f"{run.run}: {run.state} run{of_stores}{done}")
+    yield message_text(f"Next: {run.next}")

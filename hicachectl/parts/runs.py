@@ -1,0 +1,469 @@
+"""Run directories: list them, describe one, and delete old ones.
+
+A purge gives the directory of a run another name first, so that no process continues the run. It
+removes files of a run only. The manifest names the stores, whose owners are trusted, and so is
+removed last.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from shlex import quote
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import msgspec
+import pyarrow as pa
+
+from hicachectl.backends.disk.directory import Directory
+from hicachectl.backends.disk.io import Closing, file_system_ns
+from hicachectl.formats.documents import storable
+from hicachectl.formats.errors import FormatError, HicacheError, UntrustedError, UsageError
+from hicachectl.formats.quarantine import PURGED
+from hicachectl.formats.wording import reason_of
+from hicachectl.move.quarantine import (
+    BUSY,
+    FAILED,
+    HALF_PURGED,
+    PURGED_RUN,
+    UNREADABLE,
+    WOULD_PURGE,
+)
+from hicachectl.parts.directory import LISTING_PREFIX, PARTS, STORES, RunDirectory, usage_errors
+from hicachectl.parts.job import kind_of
+from hicachectl.parts.manifest import MANIFEST
+from hicachectl.parts.results import FINISH, MERGED_FILE, is_finished, result_of, spans
+from hicachectl.text.jsontext import schema_of
+from hicachectl.text.units import Ago
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Generator, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from hicachectl.parts.manifest import Manifest
+
+# States of a run, besides those of a quarantine's runs.
+LISTING, UNFINISHED, FINISHED, MERGED = "listing", "unfinished", "finished", "merged"
+# States of a part.
+DONE, NOT_COMPLETE, MISSING, DAMAGED = "done", "not-complete", "missing", "damaged"
+
+_ATTEMPT = r"[0-9a-f]{16}-\w+\.parquet"
+_TEMPORARY = r"\.hicachectl-[0-9a-f-]+\.tmp"
+_FILES = re.compile(
+    rf"{re.escape(MANIFEST)}|{re.escape(MERGED_FILE)}|{FINISH}(\.json|-{_ATTEMPT})|{_TEMPORARY}"
+)
+_LISTING_FOLDER = re.compile(rf"{LISTING_PREFIX}[0-9a-f]{{16}}")
+_LISTING_FILES = re.compile(rf"\w[\w.-]*\.parquet|{_TEMPORARY}", re.ASCII)
+_PARTS_FILES = re.compile(rf"[0-9]{{5}}(\.json|-{_ATTEMPT})|{_TEMPORARY}")
+
+
+class RunDirectoryRow(TypedDict):
+    """Row of a run directory; unknown values are None."""
+
+    run: str
+    command: str | None
+    stores: list[str]
+    listed: float | None
+    parts: int | None
+    done: int | None
+    changed: float | None
+    nbytes: int | None
+    state: str
+
+
+class RunDirectoriesDocument(msgspec.Struct, kw_only=True):
+    """Document of `runs list`."""
+
+    directory: str
+    count: int
+    bytes: int
+    runs: list[RunDirectoryRow] | None = None
+
+
+class RunDirectoryPurge(msgspec.Struct, kw_only=True):
+    """Document of `runs purge`."""
+
+    directory: str
+    count: int
+    bytes: int
+    unmerged: int
+    failed: int
+    complete: bool = True
+    stopped_by: str | None = None
+    dry_run: bool
+    runs: list[RunDirectoryRow] | None = None
+
+
+class PartRow(TypedDict):
+    """Row of a part; None without a result."""
+
+    part: int
+    host: str | None
+    ended: float | None
+    seconds: float | None
+    state: str
+
+
+class RunStatusDocument(msgspec.Struct, kw_only=True):
+    """Document of `runs status`."""
+
+    run: str
+    command: str | None
+    stores: list[str]
+    listed: float | None
+    parts: int | None
+    done: int | None
+    changed: float | None
+    nbytes: int | None
+    state: str
+    missing_parts: list[int]
+    next: str
+    results: list[PartRow] | None = None
+
+
+RUN_DIRECTORIES = schema_of(RunDirectoryRow)
+PART_ROWS = schema_of(PartRow)
+
+
+@dataclass(frozen=True, slots=True)
+class RunsReport:
+    """Runs, as `RUN_DIRECTORIES`.
+
+    failures: (run, message).
+    left: messages on runs that were left alone.
+    unmerged: number of old runs that stay, since they were not merged.
+    """
+
+    rows: pa.Table
+    failures: tuple[tuple[str, str], ...] = ()
+    left: tuple[str, ...] = ()
+    unmerged: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """A run, and its parts as `PART_ROWS`. remarks: why parts are damaged."""
+
+    document: RunStatusDocument
+    rows: pa.Table
+    remarks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found(Closing):
+    """A run directory.
+
+    name: its name in its parent.
+    path: its path, for messages.
+    row: what is known about the run.
+    run: the open directory; None if it is unreadable.
+    manifest: None if it is not published.
+    error: why the directory is unreadable.
+    """
+
+    name: str
+    path: Path
+    row: RunDirectoryRow
+    run: RunDirectory | None = None
+    manifest: Manifest | None = None
+    error: HicacheError | None = None
+
+    def close(self) -> None:
+        """Close the directory, which ends a lock."""
+        if self.run is not None:
+            self.run.close()
+
+
+def list_runs(path: Path) -> RunsReport:
+    """List the run directories in a directory by name, or the one that the path names.
+
+    Raises UsageError if the directory cannot be read.
+    """
+    rows, left = list[RunDirectoryRow](), list[str]()
+    with (
+        _directories(path, writes=False) as (parent, names),
+        closing(_runs(parent, names, left, writes=False)) as runs,
+    ):
+        rows.extend(found.row for found in runs)
+    return RunsReport(_table(rows), left=tuple(left))
+
+
+def run_status(path: Path) -> RunStatus:
+    """Describe a run and each of its parts.
+
+    Raises UsageError if the path names no run; FormatError, UsageError or UntrustedError if the run
+    is unreadable.
+    """
+    with usage_errors(path), Directory.named(str(path), writes=False) as folder:
+        found = _described(folder, path.absolute().name, path, writes=False)
+    if found is None:
+        raise UsageError(f"{path}: has no {MANIFEST}; run part 0 first, or check the path")
+    if found.error is not None:
+        raise found.error
+    remarks: list[str] = []
+    with found:
+        rows = list(_parts(found, remarks))
+    missing = [row["part"] for row in rows if row["state"] == MISSING]
+    members: dict[str, Any] = {**found.row, "run": storable(str(path))}
+    next_step = _next_step(path, found.row, missing)
+    document = RunStatusDocument(**members, missing_parts=missing, next=next_step)
+    return RunStatus(document, pa.Table.from_pylist(rows, schema=PART_ROWS), tuple(remarks))
+
+
+def purge_runs(
+    path: Path, before: float, *, unmerged: bool = False, dry_run: bool = False
+) -> RunsReport:
+    """Delete the merged runs in which nothing has changed since a time; complete earlier purges.
+
+    before: Unix seconds; an `Ago` counts by the clock of the directory's file system, unless this
+    is a dry run. unmerged: delete runs that were not merged, too. Raises UsageError if the
+    directory cannot be read.
+    """
+    rows, left, failures = list[RunDirectoryRow](), list[str](), list[tuple[str, str]]()
+    kept = 0
+    with (
+        _directories(path, writes=not dry_run) as (parent, names),
+        closing(_runs(parent, names, left, writes=not dry_run)) as runs,
+    ):
+        if isinstance(before, Ago) and not dry_run:
+            before = before.by(file_system_ns(parent.descriptor))
+        for found in runs:
+            state, changed = found.row["state"], found.row["changed"]
+            is_old = changed is not None and changed < before
+            if state == UNREADABLE or not (is_old or state == HALF_PURGED):
+                continue
+            if state not in (HALF_PURGED, MERGED) and not unmerged:
+                kept += 1
+                continue
+            state = WOULD_PURGE if dry_run else _purged(parent, found, failures, left)
+            rows.append({**found.row, "state": state})
+    return RunsReport(_table(rows), tuple(failures), tuple(left), kept)
+
+
+@contextmanager
+def _directories(path: Path, *, writes: bool) -> Iterator[tuple[Directory, list[Path]]]:
+    """Open a directory of runs; yield it with the paths of the directories in it.
+
+    If the path names a run, yield the directory above it, with the path. Raises UsageError for an
+    OSError, also of the block.
+    """
+    with usage_errors(path), Directory.named(str(path), writes=writes) as here:
+        entries = here.entries()
+        if _is_run(path.absolute().name, entries):
+            real = path.resolve()
+            with Directory.named(str(real.parent), writes=writes) as parent:
+                yield parent, [real]
+            return
+        names = [name for name, facts in entries.items() if stat.S_ISDIR(facts.st_mode)]
+        # A purge is completed first: its run's name may be in use again.
+        yield here, [path / name for name in sorted(names, key=lambda n: not n.endswith(PURGED))]
+
+
+def _is_run(name: str, entries: Iterable[str]) -> bool:
+    """Return whether a directory is one of a run, by its name and its entries."""
+    names = list(entries)
+    if MANIFEST in names or any(map(_LISTING_FOLDER.fullmatch, names)):
+        return True
+    return name.endswith(PURGED) and all(one == PARTS or _FILES.fullmatch(one) for one in names)
+
+
+def _runs(
+    parent: Directory, paths: Iterable[Path], left: list[str], *, writes: bool
+) -> Generator[_Found, None, None]:
+    """Yield each run directory, open until the next one. left: gets remarks."""
+    for path in paths:
+        try:
+            folder = parent.directory(path.name, any_owner=True)
+        except FileNotFoundError:  # another process may just have removed it
+            continue
+        except PermissionError as error:
+            left.append(f"{path}: cannot be read: {reason_of(error)}; run as its owner")
+            continue
+        with folder:
+            found = _described(folder, path.name, path, writes=writes)
+        if found is not None:
+            with found:
+                if found.error is not None:
+                    left.append(str(found.error))
+                yield found
+
+
+def _described(folder: Directory, name: str, path: Path, *, writes: bool) -> _Found | None:
+    """Return a run directory, which is open unless it is unreadable; None for another directory."""
+    if not _is_run(name, folder.entries()):
+        return None
+    row = RunDirectoryRow(
+        run=storable(name),
+        command=None,
+        stores=[],
+        listed=None,
+        parts=None,
+        done=None,
+        changed=None,
+        nbytes=None,
+        state=UNREADABLE,
+    )
+    run = None
+    try:
+        run = RunDirectory.of(folder, path, writes=writes, any_release=True)
+        manifest = run.manifest(any_release=True)
+        row["state"] = _fill(row, run, manifest)
+        if name.endswith(PURGED):
+            row["state"] = HALF_PURGED
+    except (FormatError, UntrustedError, UsageError) as error:
+        if run is not None:
+            run.close()
+        return _Found(name, path, row, error=error)
+    return _Found(name, path, row, run, manifest)
+
+
+def _fill(row: RunDirectoryRow, run: RunDirectory, manifest: Manifest | None) -> str:
+    """Fill the row of a run, and return its state."""
+    with usage_errors(run.path):
+        facts = list(_facts(run.directory))
+    of_files = [one for one in facts if stat.S_ISREG(one.st_mode)]
+    row["nbytes"] = sum(one.st_size for one in of_files)
+    # A lister makes its folder first.
+    row["changed"] = max((one.st_mtime for one in of_files or facts), default=None)
+    if manifest is None:
+        return LISTING
+    kind = kind_of(manifest.command, str(run.path))
+    stores = (manifest.identity.get(member) for member in STORES)
+    row["command"] = manifest.command
+    row["stores"] = [storable(str(store)) for store in stores if store is not None]
+    row["listed"] = manifest.published.listing_ns / 1e9
+    row["parts"] = manifest.parts
+    row["done"] = len(run.parts_with_result() & set(range(manifest.parts)))
+    if not is_finished(run, manifest, kind):
+        return UNFINISHED
+    with usage_errors(run.path):
+        return MERGED if run.directory.has(MERGED_FILE) else FINISHED
+
+
+def _facts(directory: Directory) -> Iterator[os.stat_result]:
+    """Yield the stat of each entry of a run directory, and of each in its folders."""
+    for name, facts in directory.entries().items():
+        yield facts
+        if stat.S_ISDIR(facts.st_mode) and (name == PARTS or _LISTING_FOLDER.fullmatch(name)):
+            with suppress(FileNotFoundError), directory.directory(name) as folder:
+                yield from folder.entries().values()
+
+
+def _parts(found: _Found, remarks: list[str]) -> Iterator[PartRow]:
+    """Yield the row of each part. remarks: gets why results are damaged."""
+    run, manifest = found.run, found.manifest
+    if run is None or manifest is None:
+        return
+    kind = kind_of(manifest.command, str(run.path))
+    have = run.parts_with_result()
+    for part in range(manifest.parts):
+        row = PartRow(part=part, host=None, ended=None, seconds=None, state=MISSING)
+        if part in have:
+            try:
+                form = result_of(run, manifest, kind, part).form
+            except (FormatError, UntrustedError) as error:
+                remarks.append(str(error))
+                row["state"] = DAMAGED
+            else:
+                row |= {"host": storable(form.host), "ended": form.ended_ns / 1e9}
+                row |= {"seconds": form.seconds, "state": DONE if form.settled else NOT_COMPLETE}
+        yield row
+
+
+def _next_step(path: Path, row: RunDirectoryRow, missing: list[int]) -> str:
+    run = quote(storable(str(path)))
+    if row["state"] == LISTING:
+        return "part 0 lists the store; run it again if it has ended"
+    if row["state"] == HALF_PURGED:
+        return f"hicachectl runs purge {run} --before 0s --yes"
+    if missing:
+        return (
+            f"run {spans(missing)} of {row['parts']} again with --run {run}, as the others were run"
+        )
+    if row["state"] == UNFINISHED:
+        return f"run any part again with --run {run}, which finishes the run"
+    return f"hicachectl merge {run}{' --again' if row['state'] == MERGED else ''}"
+
+
+def _purged(
+    parent: Directory, found: _Found, failures: list[tuple[str, str]], left: list[str]
+) -> str:
+    """Delete a run; return its state. failures, left: get messages."""
+    assert found.run is not None  # an unreadable one is not deleted
+    directory, name = found.run.directory, found.name
+    try:
+        if not directory.lock() or not directory.is_still(name, parent):
+            left.append(f"{found.path}: another process is working on it; run again after it")
+            return BUSY
+        files = _files_of(directory)
+        if not name.endswith(PURGED):
+            name += PURGED
+            parent.rename(found.name, name)
+            parent.sync()
+        _remove(parent, name, directory, files)
+    except OSError as error:
+        why = f"cannot be purged: {reason_of(error)}; check its files, then run again"
+        failures.append((str(found.path), why))
+        return FAILED
+    except (UsageError, UntrustedError) as error:
+        failures.append((str(found.path), f"not purged: {error}"))
+        return FAILED
+    return PURGED_RUN
+
+
+def _files_of(directory: Directory) -> dict[str, list[str]]:
+    """Return the names of the files of a run by folder, those beside the folders by "".
+
+    Raises UsageError for any other entry; OSError, UntrustedError.
+    """
+    files: dict[str, list[str]] = {"": []}
+    for name, facts in directory.entries().items():
+        known = _LISTING_FILES if _LISTING_FOLDER.fullmatch(name) else _PARTS_FILES
+        if stat.S_ISDIR(facts.st_mode) and (known is _LISTING_FILES or name == PARTS):
+            with directory.directory(name) as folder:
+                files[name] = _checked(folder, folder.entries(), known)
+        else:
+            files[""] += _checked(directory, {name: facts}, _FILES)
+    return files
+
+
+def _checked(
+    directory: Directory, entries: Mapping[str, os.stat_result], known: re.Pattern[str]
+) -> list[str]:
+    """Return the names of entries, if all are known ones of regular files of trusted owners."""
+    for name, facts in entries.items():
+        directory.check(name, facts)
+        if not stat.S_ISREG(facts.st_mode) or not known.fullmatch(name):
+            raise UsageError(
+                f"{directory.path}/{name}: is no file of a run; move it away, then run again"
+            )
+    return list(entries)
+
+
+def _remove(
+    parent: Directory, name: str, directory: Directory, files: Mapping[str, list[str]]
+) -> None:
+    """Remove the files of a run and its directory, the manifest last. Raises OSError."""
+    for folder_name, names in files.items():
+        if folder_name:
+            with suppress(FileNotFoundError):
+                with directory.directory(folder_name) as folder:
+                    _unlink(folder, names)
+                directory.remove_directory(folder_name)
+    _unlink(directory, [one for one in files[""] if one != MANIFEST])
+    _unlink(directory, [MANIFEST])
+    parent.remove_directory(name)
+    parent.sync()
+
+
+def _unlink(directory: Directory, names: Iterable[str]) -> None:
+    for name in names:
+        with suppress(FileNotFoundError):
+            directory.remove(name)
+
+
+def _table(rows: list[RunDirectoryRow]) -> pa.Table:
+    return pa.Table.from_pylist(rows, schema=RUN_DIRECTORIES)
