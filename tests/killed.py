@@ -197,6 +197,8 @@ class _Counter:
             setattr(of, method, self._stepped(getattr(of, method)))
         system = sys.modules["hicachectl.backends.disk.durable"]
         system.rename_noreplace = self._stepped(system.rename_noreplace)  # type: ignore[attr-defined]
+        tree = sys.modules["hicachectl.backends.object_files.tree"]
+        tree.exchange = self._stepped(tree.exchange)  # type: ignore[attr-defined]
         self._count_reads()
         sys.addaudithook(self._audited)
 

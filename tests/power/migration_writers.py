@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.identity import Identity
+from hicachectl.formats.trailer import digest_function, parse_trailer
 from tests.move.repairs import dsa_store, indexer, kv
 from tests.power.crash_states import Kind
 from tests.power.nixl_writers import (
@@ -148,6 +149,71 @@ class TrailedMigration(FileMigration):
         for place in (directory or self.store).glob("[0-9a-f][0-9a-f]"):
             found |= super().objects(place)
         return found or super().objects(directory)
+
+
+class Adoption(Writer):
+    """Objects get trailers where they are."""
+
+    kinds: ClassVar[dict[str, Kind]] = {
+        # The syncfs of the data makes the names of markers durable too.
+        "marker": Kind("fsync", "*/disk/store/.hicachectl/plugin/.*"),
+        "publish-data": Kind("syncfs", "*/disk/store"),
+        "publish-names": Kind("fsync", "*/disk/store"),
+    }
+
+    def arguments(self) -> list[object]:
+        write = ("--profile", self.profile, "--weights", 32 * "a", "--trailers", "write")
+        batches = ("--buffer-bytes", "64KiB", "--format", "json")
+        return ["migrate", self.store, self.store, *write, *batches]
+
+    def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
+        below = state.below(self.store)
+        markers = [document_of(data) for name, data in below.items() if _is_marker(name)]
+        if None in markers:
+            yield "a marker is torn"
+        known = {marker["suffix"] for marker in markers if marker}
+        for name, (data, _) in self.original.items():
+            found = below.get(name)
+            if found is None:
+                yield f"{name} is nowhere"
+            elif found == data:
+                if document is not None:
+                    yield f"the adoption was reported, and {name} has no trailer"
+            elif not _is_adopted(found, data, name):
+                yield f"{name} has other bytes"
+            elif name[64:] not in known:
+                yield f"{name} has a trailer, and no marker"
+
+    def recover(self, state: State) -> Iterator[str]:
+        yield from self.run(*self.arguments())
+        there = self.objects()
+        if there.keys() != self.original.keys():
+            yield "the adoption was run again, and objects are missing"
+        for name, (found, mtime_ns) in there.items():
+            data, before_ns = self.original[name]
+            if not _is_adopted(found, data, name):
+                yield f"the adoption was run again, and {name} has no trailer"
+            if mtime_ns != before_ns:
+                yield f"{name} has another time"
+
+
+class AdoptionWithoutSyncfs(Adoption):
+    """The same on a system without syncfs: each file is synced."""
+
+    inject: ClassVar[str | None] = "syncfs:error=ENOSYS"
+    kinds: ClassVar[dict[str, Kind]] = {
+        "publish-each": Kind("fsync", "*/disk/store/.hicachectl-*.tmp"),
+        "publish-names": Kind("fsync", "*/disk/store"),
+    }
+
+
+def _is_adopted(found: bytes, data: bytes, name: str) -> bool:
+    """Return whether a file has an object's bytes and a trailer of them."""
+    trailer = parse_trailer(found[len(data) :]) if found.startswith(data) else None
+    return trailer is not None and (
+        trailer.page.hex() == name[:64]
+        and trailer.digest == digest_function(trailer.digest_kind)((data,))
+    )
 
 
 class NixlMigration(FileMigration):
@@ -303,6 +369,8 @@ WRITERS = (
     NixlMigrationWithoutSyncfs,
     MoveFromNixl,
     TrailedMigration,
+    Adoption,
+    AdoptionWithoutSyncfs,
     Move,
     MigrationToCopies,
     MoveToCopies,

@@ -242,8 +242,6 @@ class TraceReader:
     _do_unlinkat = _do_rmdir = _do_unlink
 
     def _do_rename(self, arguments: str, result: int, made: str | None) -> Iterator[Event]:
-        if "RENAME_EXCHANGE" in arguments:
-            raise NotUnderstood(f"rename({arguments[:300]})")
         old, new = (self._place(path) for path in paths_in(arguments))
         if (old is None) != (new is None):
             raise NotUnderstood(f"rename({arguments[:300]}): into or out of the trees")
@@ -252,6 +250,12 @@ class TraceReader:
         inode = self._trees.names[old[0]].get(old[1])
         if inode is None:
             raise NotUnderstood(f"rename: {old[1]} is not known")
+        if "RENAME_EXCHANGE" in arguments:
+            if old[0] != new[0]:
+                raise NotUnderstood(f"rename({arguments[:300]}): between two directories")
+            other = self._trees.names[new[0]].get(new[1])
+            yield Names(old[0], {old[1]: other, new[1]: inode})
+            return
         if old[0] == new[0]:
             yield Names(old[0], {old[1]: None, new[1]: inode})
             return
