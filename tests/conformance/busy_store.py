@@ -37,6 +37,10 @@ class BusyStore(Closing):
         """Start a process that polls the store (poll_store.py); return its log."""
         return self._start("poll_store", backend=backend)
 
+    def use(self, question: dict[str, Any]) -> Path:
+        """Start a rank that reads or fills the store (use_adopted.py); return its log."""
+        return self._start("use_adopted", **question)
+
     def _start(self, script: str, **more: object) -> Path:
         name = f"{script}-{len(self._scripts)}"
         log = self._folder / f"{name}.jsonl"
