@@ -84,9 +84,11 @@ class Result:
 def undone_line(document: Mapping[str, Any]) -> str:
     """Return what a run did not do, as its document states it; "" if nothing.
 
-    A run that has used up its budget did what was asked.
+    A run that has used up its budget, or has reached its target, did what was asked.
     """
     reason, in_flight = document.get("stopped_by"), document.get("in_flight")
+    if document.get("lacking_bytes") == 0:
+        in_flight = 0
     parts = [f"stopped: {reason}"] if reason not in (None, BUDGET) else []
     if in_flight:
         parts.append(f"{counted(in_flight, 'page')} in flight, not judged")

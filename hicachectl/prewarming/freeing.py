@@ -80,6 +80,7 @@ class Freeing:
         worth: Worth | None,
         profile: Profile | None,
         never_all: bool,
+        doubtful: int,
     ) -> None:
         self.remarks = list(candidates.remarks)
         self.gauge = gauge
@@ -98,6 +99,11 @@ class Freeing:
         if never_all and 0 < len(candidates) == self._taken:
             self._refuse_all()
         self.facts = self._stated()
+        if doubtful and len(self.groups):
+            self.remarks.append(
+                f"{counted(doubtful, 'page')} not whole by --profile not removed first: most of "
+                "the newest pages lack the same pool, so the profile may be wrong; check it"
+            )
         if spared := candidates.spared:
             cost = human_size(self.facts["in_place_bytes"])
             self.remarks.append(
@@ -283,6 +289,7 @@ def choose_groups(
     profile: Profile | None = None,
     and_unnamed: bool = False,
     never_all: bool = False,
+    doubtful: int = 0,
 ) -> Freeing:
     """Choose groups to remove, so that a target is reached.
 
@@ -292,6 +299,7 @@ def choose_groups(
     worth: with a profile, requests name its deployment only. Complete groups of other deployments
         leave next if and_unnamed is True, else they stay.
     never_all: whether a target that takes every group that may leave is refused.
+    doubtful: number of groups that are partial by a profile that may be wrong.
     groups: groups of an inventory that has `atime_ns` if the store has it.
     Raises UsageError if worth is of other pages than the store's, or for a target that the store
     cannot reach, UnsupportedByBackend if the order, all sizes or the free bytes are unknown, and
@@ -302,7 +310,15 @@ def choose_groups(
     candidates = _candidates(
         store, groups, matching, gauge, incomplete, worth, profile, and_unnamed=and_unnamed
     )
-    return Freeing(store, candidates, gauge, worth=worth, profile=profile, never_all=never_all)
+    return Freeing(
+        store,
+        candidates,
+        gauge,
+        worth=worth,
+        profile=profile,
+        never_all=never_all,
+        doubtful=doubtful,
+    )
 
 
 def _candidates(

@@ -253,13 +253,14 @@ def _result(
     )
     failed = bool(report.failures or report.remaining or lacking)
     steps = () if removal is None or dry_run or not report.groups else removal.steps
+    left = [*_left_alone(report, in_flight, freeing)]
     return Result(
         document=to_builtins(document),
         rows=report.rows,
         rows_name="groups",
         lines=partial(_lines, report.rows),
-        remarks=steps,
-        undone=[*_left_alone(report, in_flight, freeing), *(steps if failed else ())],
+        remarks=[*steps, *left],
+        undone=[*(() if lacking == 0 else left), *(steps if failed else ())],
         failed=failed,
         dry_run=dry_run,
     )
@@ -383,12 +384,16 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
         """Choose the groups to remove. in_flight: [groups], which stay."""
         chosen, freeing = matching[~in_flight[matching]], None
         if target is not None:
+            incomplete, doubtful = _incomplete(
+                store, groups, in_flight, despite_profile=options["despite_profile"]
+            )
             freeing = choose_groups(
                 store,
                 groups,
                 chosen,
                 target,
-                incomplete=_incomplete(ctx, store, groups, in_flight),
+                incomplete=incomplete,
+                doubtful=doubtful,
                 worth=worth,
                 profile=profile,
                 and_unnamed=options["and_unnamed"],
@@ -496,31 +501,22 @@ def _doubt(store: Store, groups: PageGroups, in_flight: BoolArray) -> Refusal | 
 
 
 def _incomplete(
-    ctx: click.Context, store: Store, groups: PageGroups, in_flight: BoolArray
-) -> BoolArray:
+    store: Store, groups: PageGroups, in_flight: BoolArray, *, despite_profile: bool
+) -> tuple[BoolArray, int]:
     """Return which groups no server can use, as far as that is certain: [groups].
 
-    Only a profile shows which pages are partial. Groups in flight are not judged.
+    Only a profile shows which pages are partial. Groups in flight are not judged. Also returns how
+    many pages look partial by a profile that may be wrong, and so are not among them.
     """
     from hicachectl.move.removal_plan import described_groups
     from hicachectl.pages.group_table import ORPHAN, PARTIAL
-    from hicachectl.text.units import counted
 
     incomplete: BoolArray = (groups.states == ORPHAN) & ~in_flight
     partial_ones = (groups.states == PARTIAL) & described_groups(groups) & ~in_flight
-    if not partial_ones.any():
-        return incomplete
-    if _doubt(store, groups, in_flight) is not None and not ctx.params["despite_profile"]:
-        pages = counted(int(partial_ones.sum()), "page")
-        remark(
-            ctx,
-            f"{pages} not whole by --profile not removed first: most of the newest pages lack the "
-            "same pool, so the profile may be wrong; check it",
-            failure=True,
-        )
-        return incomplete
+    if partial_ones.any() and not despite_profile and _doubt(store, groups, in_flight) is not None:
+        return incomplete, int(partial_ones.sum())
     incomplete |= partial_ones
-    return incomplete
+    return incomplete, 0
 
 
 def _target(options: Mapping[str, Any]) -> Target | None:
@@ -582,7 +578,7 @@ def _remark_choice(
         remark(
             ctx,
             f"{counted(count, 'page group')} with ambiguous keys {verb}: {text}",
-            failure=not unclear,
+            failure=not unclear and (freeing is None or freeing.lacking > 0),
         )
     if selection.pages is not None:
         unmatched = selection.pages.labelled - NamedGroups(selection.pages, groups).matched
