@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +15,7 @@ from hicachectl.formats.sizes import parse_size
 from hicachectl.move import withdrawal
 from hicachectl.prewarming.targets import parse_room
 from tests.move.repairs import DSA, INDEXER_BYTES, KV_BYTES, dsa_store, indexer, kv
+from tests.prewarming.rooms import BLOCK, PAGE_BYTES, PAGE_SPACE, Room, free_bytes
 from tests.prewarming.test_prewarm import tokens
 from tests.skips import needs_root
 from tests.small_file_system import small_file_system
@@ -23,23 +23,12 @@ from tests.speed import chance_of_run
 from tests.stores import OLD, page, put, put_pages
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Iterator
     from pathlib import Path
 
     from tests.conftest import Invoke
 
-BLOCK = 4096
-KV_SPACE, INDEXER_SPACE = 3 * BLOCK, BLOCK
-PAGE_SPACE = KV_SPACE + INDEXER_SPACE
-PAGE_BYTES = KV_BYTES + INDEXER_BYTES
 DISK = 4 << 20
-HOUR_S = 3600.0
-
-
-def free_bytes(path: Path) -> int:
-    space = os.statvfs(path)
-    return space.f_bavail * space.f_frsize
 
 
 def removed(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
@@ -147,109 +136,72 @@ def test_space_that_shows_late_costs_no_page_more(
     assert DISK * 3 // 10 <= free_bytes(disk) < DISK * 3 // 10 + PAGE_SPACE
 
 
-class Disk:
-    """A store on a small disk under a writer, with a clock that is stepped.
-
-    step: make all files older.
-    write: write one page, sometimes only a part of it.
-    """
-
-    def __init__(self, store: Path, chance: random.Random) -> None:
-        self.store = store
-        self.chance = chance
-        self.numbers = count()
-        self.parts: dict[str, set[str]] = {}
-        self.taken = 0
-        store.mkdir()
-
-    def write(self) -> None:
-        number = next(self.numbers)
-        names = [(indexer(number), INDEXER_BYTES), (kv(number), KV_BYTES)]
-        shape = self.chance.random()
-        names = names[:1] if shape < 0.1 else names[1:] if shape < 0.2 else names
-        for name, nbytes in names:
-            put(self.store, name, nbytes, time.time())
-            self.taken += 1
-        self.parts[page(number)] = {name for name, _ in names}
-
-    def fill(self, leave: int) -> None:
-        """Write pages until less than `leave` bytes are free."""
-        while free_bytes(self.store) >= leave + PAGE_SPACE:
-            self.write()
-
-    def step(self, seconds: float) -> None:
-        for path in self.store.glob("*.bin"):
-            facts = path.stat()
-            os.utime(path, (facts.st_atime - seconds, facts.st_mtime - seconds))
-
-    def newest(self) -> dict[str, float]:
-        """Return the time of each page."""
-        times: dict[str, float] = {}
-        for path in self.store.glob("*.bin"):
-            times[path.name[:64]] = max(times.get(path.name[:64], 0.0), path.stat().st_mtime)
-        return times
-
-
 @needs_root
 @pytest.mark.slow
-def test_the_target_is_kept_under_a_writer(
+def test_free_space_is_kept_under_a_writer(
     invoke: Invoke, disk: Path, profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In each of 60 rounds servers write, also while pages leave: see `check_round`."""
+    """In each of 60 rounds servers write, also while pages leave, and the clock is stepped."""
     chance, repeat = chance_of_run()
     monkeypatch.setattr(withdrawal, "SETTLE_SECONDS", 0.01)
-    place = Disk(disk / "store", chance)
+    place = Room(disk / "store")
     delete = FileStore.delete
+
+    def has_room() -> bool:
+        return free_bytes(disk) > 2 * PAGE_SPACE
 
     def meanwhile(store: FileStore, rows: Any) -> Any:
         """Write less than leaves."""
         for _ in range(len(rows)):
-            if chance.random() < 0.1 and free_bytes(disk) > 2 * PAGE_SPACE:
+            if chance.random() < 0.1 and has_room():
                 place.write()
         return delete(store, rows)
 
     leaving = 0
     for number in range(60):
-        place.fill(chance.randrange(1 << 20))
+        told, target = f"round {number}, {repeat}", chance.randrange(1 << 20)
+        while free_bytes(disk) > target + PAGE_SPACE:
+            place.write()
         place.step(chance.choice([0, 30, 90, 600]))
         for _ in range(chance.randrange(8)):
-            if free_bytes(disk) > 2 * PAGE_SPACE:
+            if has_room():
                 place.write()
+        judging = profile if chance.random() < 0.8 else None
+        limit = chance.choice([DISK // 10, DISK * 3 // 10, 1_234_567])
+        options = ("--profile", judging) if judging else ()
         with monkeypatch.context() as patched:
             patched.setattr(FileStore, "delete", meanwhile)
-            leaving += check_round(invoke, place, profile, f"round {number}, {repeat}")
+            removal = place.watch()
+            document = removed(invoke, place.store, "--keep-free", limit, *options)
+        assert document["free_bytes"] == free_bytes(disk), told
+        removal.check_free(document, limit, told)
+        leaving += removal.check_order(document, judged=judging is not None, told=told)
     assert leaving > 60
 
 
-def check_round(invoke: Invoke, place: Disk, profile: Path, told: str) -> int:
-    """Make room once; return how many pages left.
-
-    The target is reached; the last page that left was needed; a whole page left only if no
-    incomplete page of age was left in the store, and only if no older one was.
-    """
-    chance, store = place.chance, place.store
-    limit = chance.choice([DISK // 10, DISK * 3 // 10, 1_234_567])
-    judges = chance.random() < 0.8
-    options = ("--profile", profile) if judges else ()
-    before, listed = place.newest(), time.time()
-    document = removed(invoke, store, "--keep-free", limit, *options)
-    left = place.newest()
-    assert free_bytes(store) >= limit, told
-    gone = before.keys() - left.keys()
-    assert len(gone) == document["pages"], told
-    if gone:
-        assert free_bytes(store) - PAGE_SPACE < limit, told
-    whole = {name for name in before if len(place.parts[name]) == 2}
-    orphans = {name for name in before if not any("_x-dsa" in n and "indexer" not in n
-                                                  for n in place.parts[name])}  # fmt: skip
-    incomplete = before.keys() - whole if judges else orphans
-    assert not {name for name in gone if name in incomplete and listed - before[name] < 55}, told
-    if healthy := gone - incomplete:
-        assert not {n for n in incomplete & left.keys() if listed - before[n] > 65}, told
-        kept = [before[name] for name in left.keys() & (before.keys() - incomplete)
-                if name in whole or listed - before[name] > 65]  # fmt: skip
-        assert max(before[name] for name in healthy) <= min(kept, default=listed), told
-    return len(gone)
+@pytest.mark.slow
+def test_a_size_is_kept_under_a_writer(
+    invoke: Invoke, tmp_path: Path, profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each of 60 rounds servers write between two runs."""
+    chance, repeat = chance_of_run()
+    monkeypatch.setattr(withdrawal, "SETTLE_SECONDS", 0.01)
+    place, leaving = Room(tmp_path / "store"), 0
+    for _ in range(150):
+        place.write()
+    for number in range(60):
+        told = f"round {number}, {repeat}"
+        place.step(chance.choice([0, 30, 90, 600]))
+        for _ in range(chance.randrange(20)):
+            place.write()
+        limit = chance.randrange(100, 150) * PAGE_BYTES
+        removal = place.watch()
+        document = removed(invoke, place.store, "--max-size", limit, "--profile", profile)
+        stored = sum(path.stat().st_size for path in place.store.glob("*.bin"))
+        assert stored <= limit, told
+        assert not document["pages"] or stored + PAGE_BYTES > limit, told
+        leaving += removal.check_order(document, judged=True, told=told)
+    assert leaving > 60
 
 
 # --- the order ---
@@ -357,6 +309,24 @@ def test_a_size_that_only_an_empty_store_has_is_refused(invoke: Invoke, tmp_path
     said = invoke("rm", store, "--max-size", 1, "--yes", exit_code=2).stderr
     assert "1 B would take all; give a larger SIZE, or a filter too" in said
     assert len(pages_of(store)) == 10
+
+
+def test_a_quiet_run_at_its_target_prints_nothing(
+    invoke: Invoke, tmp_path: Path, profile: Path
+) -> None:
+    """cron mails what is printed; a page in flight is none of the target's concern."""
+    store = dsa_store(tmp_path / "store", 10)
+    put(store, indexer(20), INDEXER_BYTES, time.time())
+    put_pages(store, range(30, 33), "_m_0_2")  # ambiguous keys
+    for size in ("1MiB", 8 * PAGE_BYTES):
+        arguments = ("rm", store, "--max-size", size, "--profile", profile, "--yes")
+        output = invoke("-q", *arguments)
+        assert output.stdout + output.stderr == ""
+    assert "1 page in flight left alone" in invoke(*arguments).stderr
+    short = ("rm", store, "--max-size", 1, "--model", "x/dsa", "--profile", profile, "--yes")
+    said = invoke("-q", *short, exit_code=4).stderr
+    assert "--max-size: " in said
+    assert "1 page in flight left alone" in said
 
 
 # --- refusals ---
