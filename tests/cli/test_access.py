@@ -26,6 +26,7 @@ from tests.cli.test_help import every_command
 from tests.cli.test_parameters import with_values
 from tests.doctor.replies import answering, info
 from tests.effects import ROOT, Effect, traced
+from tests.hf3fs_places import Place
 from tests.move.migrations import demo_store, profile_file
 from tests.move.repairs import shorten
 from tests.tiny_tokenizers import make_tokenizer
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hicachectl.cli.manpages.access import Row
+    from tests.hf3fs_server import MetadataServer
+    from tests.mooncake_cluster import Cluster
 
 ACCESS = access()
 # Words in capitals are places of `place_of`. Each lies in a directory of its own.
@@ -173,6 +176,16 @@ class Site(NamedTuple):
         return inside or self.folder.is_relative_to(path) or path.parent == self.folder
 
 
+def environment(site: Site) -> dict[str, str]:
+    """Return all variables of a command."""
+    return {
+        "PATH": os.environ["PATH"],
+        "HOME": "/nonexistent",
+        "XDG_STATE_HOME": str(site.folder / "MARKS"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make the places once."""
@@ -240,12 +253,7 @@ def test_a_command_does_what_is_stated(
         shutil.rmtree(site.folder, ignore_errors=True)
         shutil.copytree(template, site.folder)
         site.path("CONFIG").write_text(f"[stores.named]\nurl = '{site.path('STORE')}'\n")
-        environment = {"PATH": os.environ["PATH"], "HOME": "/nonexistent"}
-        environment |= {
-            "XDG_STATE_HOME": str(site.folder / "MARKS"),
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        done = traced(site.filled(words), environment, tmp_path / "trace")
+        done = traced(site.filled(words), environment(site), tmp_path / "trace")
         assert done.status in (DONE, FINDINGS), (words, done.stderr)
         about = ((effect, site.about(effect)) for effect in done.effects)
         found = {Effect(effect.verb, place) for effect, place in about if place is not None}
@@ -256,3 +264,61 @@ def test_a_command_does_what_is_stated(
         seen |= found
         expected |= allowed
     assert expected <= seen, sorted(expected - seen)
+
+
+# ---- stores on the network
+
+MOONCAKE = """
+moves prewarm STORE --from SRC --profile PROFILE --all
+lists ls STORE
+lists verify STORE
+lists rm STORE --model demo/hybrid-1b --dry-run
+moves verify STORE --profile PROFILE
+removes rm STORE --model demo/hybrid-1b --yes
+"""
+HF3FS = """
+lists ls STORE
+moves verify STORE --profile PROFILE
+removes rm STORE --page 0 --profile PROFILE --yes
+"""
+OWNERS = range(15000, 17001)
+
+
+def check_network(
+    kind: str, lines: str, paths: dict[str, object], services: dict[str, str], trace: Path
+) -> None:
+    """Compare the connections of command lines with a row. services: names by address."""
+    row = ACCESS.network[kind]
+    site = Site(trace.parent)
+    for use, *words in map(str.split, lines.strip().splitlines()):
+        done = traced([paths.get(word, word) for word in words], environment(site), trace)
+        assert done.status == DONE, (words, done.stderr)
+        asked = {effect.object for effect in done.effects if effect.verb == "connects"}
+        assert {service_of(address, services) for address in asked} == {*row[use]}, words
+        ports = [effect.object for effect in done.effects if effect.verb == "listens"]
+        assert {service_of(port, services) for port in ports} == (
+            {*row.get("listens", ())} if use != "lists" else set()
+        ), words
+
+
+def service_of(address: str, services: dict[str, str]) -> str:
+    """Return the name of a service; the owners of memory have the ports of Mooncake's range."""
+    own = "owners" if int(address.rpartition(":")[2]) in OWNERS else address
+    return services.get(address, own)
+
+
+@pytest.mark.slow
+def test_a_mooncake_cluster(template: Path, mooncake_cluster: Cluster, tmp_path: Path) -> None:
+    site = Site(template)
+    paths = {word: site.path(word) for word in ("SRC", "PROFILE")} | {"STORE": mooncake_cluster.url}
+    services = {mooncake_cluster.master: "master", mooncake_cluster.admin: "admin"}
+    check_network("mooncake", MOONCAKE, paths, services, tmp_path / "trace")
+
+
+@pytest.mark.slow
+def test_a_3fs_store(metadata_server: MetadataServer, tmp_path: Path) -> None:
+    (tmp_path / "3fs").mkdir()
+    place = Place(tmp_path / "3fs", metadata_server, metadata_server.snapshot)
+    services = {metadata_server.url.removeprefix("http://"): "server"}
+    paths = {"STORE": place.url(), "PROFILE": place.profile}
+    check_network("hf3fs", HF3FS, paths, services, tmp_path / "trace")

@@ -8,6 +8,12 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 VERBS = ("reads", "writes", "removes")
+USES = {
+    "lists": "to list",
+    "removes": "to remove",
+    "moves": "to read or write",
+    "listens": "listens",
+}
 
 
 class Row(NamedTuple):
@@ -25,11 +31,13 @@ class Access(NamedTuple):
 
     system: paths of the system that any command may read.
     options: what any command does with the value of an option.
+    network: services by kind of store, then by a key of `USES`.
     """
 
     system: list[str]
     commands: list[Row]
     options: dict[str, str]
+    network: dict[str, dict[str, list[str]]]
 
 
 @cache
@@ -38,4 +46,4 @@ def access() -> Access:
     file = files("hicachectl.cli.manpages").joinpath("texts", "access.toml")
     tables: dict[str, Any] = tomllib.loads(file.read_text("utf-8"))
     rows = [Row(tuple(words.split()), places) for words, places in tables["commands"].items()]
-    return Access(tables["system"]["reads"], rows, tables["options"])
+    return Access(tables["system"]["reads"], rows, tables["options"], tables["network"])

@@ -18,7 +18,7 @@ from hicachectl.checks.registry import codes
 from hicachectl.cli.command import GLOBAL
 from hicachectl.cli.commands.explain import SOURCES
 from hicachectl.cli.group import COMMANDS, cli
-from hicachectl.cli.manpages.access import VERBS, access
+from hicachectl.cli.manpages.access import USES, VERBS, access
 from hicachectl.cli.manpages.mdoc import (
     SEE_ALSO,
     column_list,
@@ -53,7 +53,6 @@ from hicachectl.prewarming.ranking import PlanRow
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from hicachectl.cli.manpages.access import Row
     from hicachectl.cli.manpages.members import Member
     from hicachectl.cli.parameters import Section
 
@@ -251,7 +250,16 @@ def security_page() -> list[str]:
     name = "hicachectl-security"
     texts = dict(prose(name))
     lines = list(_head(name, "what commands read, write, connect to and trust"))
-    rows = [[" ".join(row.words), *_places(row)] for row in access().commands]
+    tables = {
+        "COMMANDS": (
+            ["command", *VERBS],
+            [[" ".join(x.words), *_cells(x.places, VERBS)] for x in access().commands],
+        ),
+        "NETWORK": (
+            ["store", *USES.values()],
+            [[kind, *_cells(x, USES)] for kind, x in access().network.items()],
+        ),
+    }
     known = {
         "options": _by_verb(access().options),
         "system": [Item("The system", f"Read: {', '.join(access().system)}, and what lies below.")],
@@ -260,14 +268,14 @@ def security_page() -> list[str]:
         texts.pop(title)
     for title, blocks in texts.items():
         lines += [f".Sh {title}", *section_lines(blocks, known)]
-        lines += column_list(["command", *VERBS], rows) if title == "COMMANDS" else []
+        lines += column_list(*tables[title]) if title in tables else []
     return [*lines, f".Sh {SEE_ALSO}", *_see_also(name)]
 
 
-def _places(row: Row) -> Iterator[str]:
-    """Yield the places of each verb."""
-    for verb in VERBS:
-        yield ", ".join(row.places.get(verb, ()))
+def _cells(row: Mapping[str, Iterable[str]], columns: Iterable[str]) -> Iterator[str]:
+    """Yield the cells of a row of `access.toml`."""
+    for column in columns:
+        yield ", ".join(row.get(column, ()))
 
 
 def _by_verb(options: Mapping[str, str]) -> list[Item]:
