@@ -65,7 +65,7 @@ quarantine purge QUARANTINE --before 0s --dry-run
 quarantine purge QUARANTINE --before 0s --yes
 prewarm DST --from SRC --profile PROFILE --all
 prewarm --profile PROFILE --trace TOKENS --dry-run --output OUT
-prewarm DST --from SRC --profile PROFILE --plan PLAN
+prewarm DST --from SRC --profile PROFILE --plan PLAN --open-after 1m --open-since SINCE
 prewarm DST --from SRC --profile PROFILE --all --dry-run
 prewarm DST2 --profile PROFILE --token-ids TOKENS --through-server SERVER
 migrate SRC DST --profile PROFILE --pages-from PAGES
