@@ -32,7 +32,7 @@ from tests.move.repairs import shorten
 from tests.tiny_tokenizers import make_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from hicachectl.cli.manpages.access import Row
     from tests.hf3fs_server import MetadataServer
@@ -65,12 +65,14 @@ quarantine purge QUARANTINE --before 0s --dry-run
 quarantine purge QUARANTINE --before 0s --yes
 prewarm DST --from SRC --profile PROFILE --all
 prewarm --profile PROFILE --trace TOKENS --dry-run --output OUT
-prewarm DST --from SRC --profile PROFILE --plan PLAN --open-after 1m --open-since SINCE
+prewarm DST --from SRC --profile PROFILE --plan PLAN
+prewarm DST --from SRC --all --min-usable 0 --open-after 1m --open-since SINCE
 prewarm DST --from SRC --profile PROFILE --all --dry-run
 prewarm DST2 --profile PROFILE --token-ids TOKENS --through-server SERVER
 migrate SRC DST --profile PROFILE --pages-from PAGES
 migrate SRC DST --profile PROFILE --to-profile OTHER --move --yes
 migrate SRC DST --profile PROFILE --dry-run
+diff A B --profile PROFILE --verify
 merge RUN --catalog CATALOG
 runs list DIRECTORY
 runs status RUN
@@ -192,7 +194,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = Site(tmp_path_factory.mktemp("access"))
     for word in (*PLACES, "MARKS"):
         (site.folder / word).mkdir()
-    stores = [demo_store(site.path(word)) for word in ("STORE", "SRC", "DST2")]
+    stores = [demo_store(site.path(word)) for word in ("STORE", "SRC", "DST2", "A", "B")]
     anchors = sorted(path for path in stores[0].glob("*.bin") if "mamba" not in path.name)
     profile_file(site.path("PROFILE"))
     profile_file(site.path("OTHER"), replace(PROFILE, model="another/model"))
@@ -285,7 +287,7 @@ OWNERS = range(15000, 17001)
 
 
 def check_network(
-    kind: str, lines: str, paths: dict[str, object], services: dict[str, str], trace: Path
+    kind: str, lines: str, paths: Mapping[str, object], services: Mapping[str, str], trace: Path
 ) -> None:
     """Compare the connections of command lines with a row. services: names by address."""
     row = ACCESS.network[kind]
@@ -301,7 +303,7 @@ def check_network(
         ), words
 
 
-def service_of(address: str, services: dict[str, str]) -> str:
+def service_of(address: str, services: Mapping[str, str]) -> str:
     """Return the name of a service; the owners of memory have the ports of Mooncake's range."""
     own = "owners" if int(address.rpartition(":")[2]) in OWNERS else address
     return services.get(address, own)
