@@ -48,10 +48,10 @@ _WIDTHS = {
     2: (("float16", 1024), ("bfloat16", 128)),
     1: (("float8_e4m3fn", 8), ("float8_e4m3fnuz", 8), ("float8_e5m2", 4)),
 }
-# Bytes of an object that are looked at. Quartiles of half as many numbers vary by a tenth of an
-# octave, as much as from page to page.
-_BYTES = 1024
-_LEAST_BYTES = 512
+# Numbers of an object that are looked at. Their quartiles vary by a tenth of an octave, as much as
+# those of whole pages.
+_NUMBERS = 512
+_LEAST_NUMBERS = 256
 MOST_OBJECTS = 512  # objects of each affix whose quartiles are noted
 QUARTILES = (0.25, 0.5, 0.75)
 
@@ -94,10 +94,10 @@ class Quartiles:
     def __call__(self, objects: Bytes, rows: IntArray) -> Codes:
         """Return the codes of the quartiles of some of the objects [n, nbytes]: [rows, 3]."""
         words = objects.view("<u4")[rows[:, np.newaxis], self.words]
-        codes = words.view(f"<u{self.width}") & ((1 << 8 * self.width - 1) - 1)
-        ranks = [int(share * (codes.shape[1] - 1)) for share in QUARTILES]
-        codes.partition(ranks, axis=1)
-        quartiles: Codes = codes[:, ranks].astype(np.uint16)
+        codes = words.view(f"<u{self.width}").astype(np.uint16)
+        codes &= (1 << 8 * self.width - 1) - 1
+        codes.sort(axis=1)  # faster than a partition at three places
+        quartiles: Codes = codes[:, [int(share * (codes.shape[1] - 1)) for share in QUARTILES]]
         return quartiles
 
 
@@ -116,11 +116,12 @@ def quartiles_of(expected: ObjectSpec, profile: Profile) -> Quartiles | None:
     ]
     if len({dtype for _, dtype in plain}) != 1:
         return None
-    words = np.concatenate([section.some_words(_BYTES // WORD_BYTES) for section, _ in plain])
-    if len(words) * WORD_BYTES < _LEAST_BYTES:
+    width = TENSOR_DTYPE_BYTES[plain[0][1]]
+    most = _NUMBERS * width // WORD_BYTES
+    words = np.concatenate([section.some_words(most) for section, _ in plain])
+    if len(words) * WORD_BYTES < _LEAST_NUMBERS * width:
         return None
-    chosen = np.random.default_rng(0).permutation(words)[: _BYTES // WORD_BYTES]
-    return Quartiles(TENSOR_DTYPE_BYTES[plain[0][1]], np.sort(chosen))
+    return Quartiles(width, np.sort(np.random.default_rng(0).permutation(words)[:most]))
 
 
 def is_evidence(seen: pa.Table, affixes: int) -> bool:
