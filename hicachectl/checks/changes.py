@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from hicachectl.checks.evidence import LEAST_OBJECTS, QUARTILES
 from hicachectl.checks.findings import findings
 from hicachectl.checks.tables import WORD_BYTES, sections_of
 from hicachectl.formats.layouts import TENSOR_DTYPE_BYTES
@@ -52,25 +53,7 @@ _WIDTHS = {
 # those of whole pages.
 _NUMBERS = 512
 _LEAST_NUMBERS = 256
-MOST_OBJECTS = 512  # objects of each affix whose quartiles are noted
-QUARTILES = (0.25, 0.5, 0.75)
-
-# written_ns: time of the object; null if the store keeps none.
-# width: bytes of a number; 0 without quartiles, which are codes.
-# disordered: whether the rows lie in the order of another layout; null if no check can tell.
-EVIDENCE_SCHEMA = pa.schema(
-    [
-        ("affix", pa.int32()),
-        ("written_ns", pa.int64()),
-        ("width", pa.uint8()),
-        *((f"quartile_{number}", pa.uint16()) for number in (1, 2, 3)),
-        ("disordered", pa.bool_()),
-    ]
-)
-
-# Fewer objects, or fewer than this share of those judged, show no change.
-LEAST_OBJECTS = 8
-_LEAST_SHARE = 0.01
+_LEAST_SHARE = 0.01  # with fewer of the objects compared, there is no change
 # Octaves. Between the pages of one model, quartiles vary by 0.1, and by 0.5 at most.
 _NEAR = 0.4  # most distance of the quartiles before a change from those after it
 _SCATTER = 0.75  # most distance of an object from the others
@@ -122,17 +105,6 @@ def quartiles_of(expected: ObjectSpec, profile: Profile) -> Quartiles | None:
     if len(words) * WORD_BYTES < _LEAST_NUMBERS * width:
         return None
     return Quartiles(width, np.sort(np.random.default_rng(0).permutation(words)[:most]))
-
-
-def is_evidence(seen: pa.Table, affixes: int) -> bool:
-    """Return whether a table of EVIDENCE_SCHEMA is about so many affixes, in known widths."""
-    whole = seen.drop_columns(["written_ns", "disordered"])
-    ids, widths = whole.column("affix").to_numpy(), whole.column("width").to_numpy()
-    return (
-        not any(column.null_count for column in whole.columns)
-        and bool(((ids >= 0) & (ids < affixes)).all())
-        and bool(np.isin(widths, [0, *_WIDTHS]).all())
-    )
 
 
 def readings(codes: Codes, width: int) -> dict[str, list[float | None]]:

@@ -83,7 +83,7 @@ class Scope(Enum):
 class CheckSums:
     """Input of checks of `Scope.SUMS`.
 
-    evidence: facts about some objects that were read, of `checks.changes.EVIDENCE_SCHEMA`.
+    evidence: facts about some objects that were read, of `checks.evidence.EVIDENCE_SCHEMA`.
     """
 
     table: AffixTable

@@ -12,8 +12,8 @@ import pyarrow as pa
 from hicachectl.backends.capabilities import permissions_of, trust_of
 from hicachectl.backends.urls import without_secrets
 from hicachectl.checks.catalogs import of_another_store, save_catalog, streamed_catalog
-from hicachectl.checks.changes import EVIDENCE_SCHEMA, LEAST_OBJECTS, is_evidence
 from hicachectl.checks.codes import SEVERITIES
+from hicachectl.checks.evidence import EVIDENCE_SCHEMA, LEAST_OBJECTS, is_evidence
 from hicachectl.checks.findings import LOCATED_SCHEMA, NAMED_SCHEMA, combine, located, packed
 from hicachectl.checks.page_tables import check_tables, saved_tables
 from hicachectl.checks.registry import GROUPS

@@ -12,7 +12,6 @@ import pyarrow.compute as pc
 from msgspec import UNSET, UnsetType
 
 from hicachectl.backends.capabilities import Trailed
-from hicachectl.checks.changes import readings
 from hicachectl.checks.findings import Finding, combine, listing_findings
 from hicachectl.checks.registry import CheckInput, TensorStats
 from hicachectl.checks.structure import cleared_objects
@@ -250,6 +249,10 @@ def _readings(
     """Yield the quartiles that `checks.changes` compares, read in each dtype of their width."""
     keys = object_rows(inventory).column("key")
     noted = np.flatnonzero(reading.quartiles.any(axis=1))
+    if not len(noted):
+        return
+    from hicachectl.checks.changes import readings
+
     for row in noted.tolist():
         quartiles = checkers[int(inventory.affix_ids[row])].quartiles
         if quartiles is not None:

@@ -151,7 +151,7 @@ class PartResult:
     """Result of a part for the report.
 
     found: findings, of `checks.findings.RUN_SCHEMA`, or of NAMED_SCHEMA from a run directory.
-    evidence: facts about some objects that were read, of `checks.changes.EVIDENCE_SCHEMA`.
+    evidence: facts about some objects that were read, of `checks.evidence.EVIDENCE_SCHEMA`.
     """
 
     facts: VerifyFacts

@@ -19,7 +19,7 @@ from hicachectl.backends.arena import ALIGNMENT
 from hicachectl.backends.base import Status
 from hicachectl.backends.capabilities import Confirm
 from hicachectl.checks.catalogs import Digested, compare, digested_objects
-from hicachectl.checks.changes import QUARTILES
+from hicachectl.checks.evidence import QUARTILES
 from hicachectl.checks.findings import object_findings
 from hicachectl.checks.registry import code_named
 from hicachectl.checks.sizes import oversized_rule

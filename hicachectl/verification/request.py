@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from hicachectl.backends.capabilities import keeps_digests
 from hicachectl.backends.page_tables import PageTables
-from hicachectl.checks.changes import MOST_OBJECTS
+from hicachectl.checks.evidence import MOST_OBJECTS
 from hicachectl.checks.registry import DIGESTS, Need, checks, group_names, value_groups
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.spec import object_specs

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from hicachectl.backends.capabilities import Losing
 from hicachectl.checks.catalogs import carry_forward
-from hicachectl.checks.changes import EVIDENCE_SCHEMA
+from hicachectl.checks.evidence import EVIDENCE_SCHEMA
 from hicachectl.checks.findings import (
     LOCATED_SCHEMA,
     combine_named,

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.base import open_store
-from hicachectl.checks.changes import EVIDENCE_SCHEMA
+from hicachectl.checks.evidence import EVIDENCE_SCHEMA
 from hicachectl.checks.findings import findings
 from hicachectl.checks.registry import CheckSums
 from hicachectl.checks.sizes import check_mixed_sizes

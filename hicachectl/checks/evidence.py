@@ -1,0 +1,37 @@
+"""Facts about some objects that were read, by which checks compare pages of different age."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+MOST_OBJECTS = 512  # objects of each affix with facts, evenly in the order of their writes
+LEAST_OBJECTS = 8  # fewer of one kind show nothing
+
+# Shares of an object's numbers that do not exceed its quartiles.
+QUARTILES = (0.25, 0.5, 0.75)
+_WIDTHS = (0, 1, 2)
+
+# written_ns: time of the object; null if the store keeps none.
+# width: bytes of a number; 0 without quartiles, which are numbers without their signs.
+# disordered: whether the rows lie in the order of another layout; null if no check can tell.
+EVIDENCE_SCHEMA = pa.schema(
+    [
+        ("affix", pa.int32()),
+        ("written_ns", pa.int64()),
+        ("width", pa.uint8()),
+        *((f"quartile_{number}", pa.uint16()) for number in (1, 2, 3)),
+        ("disordered", pa.bool_()),
+    ]
+)
+
+
+def is_evidence(seen: pa.Table, affixes: int) -> bool:
+    """Return whether a table of EVIDENCE_SCHEMA is about so many affixes, in known widths."""
+    whole = seen.drop_columns(["written_ns", "disordered"])
+    ids, widths = whole.column("affix").to_numpy(), whole.column("width").to_numpy()
+    return (
+        not any(column.null_count for column in whole.columns)
+        and bool(((ids >= 0) & (ids < affixes)).all())
+        and bool(np.isin(widths, _WIDTHS).all())
+    )
