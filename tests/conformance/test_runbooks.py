@@ -9,10 +9,12 @@ import re
 import shlex
 import shutil
 import time
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from hicachectl.__main__ import run
@@ -20,6 +22,7 @@ from hicachectl.formats.hashing import page_hashes_hex
 from tests.conformance.cpu_server import KEY, page_files, prompt
 from tests.small_file_system import small_file_system
 from tests.test_readme import check_arguments, manual_blocks
+from tests.verification.drawn_stores import Model, write
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -233,6 +236,19 @@ def test_a_dtype_change(
     machine.follow("A DTYPE CHANGE POISONS THE STORE")
     files = {path.name: path.read_bytes() for path in machine.store.iterdir() if path.is_file()}
     assert files == {path.name: path.read_bytes() for path in before[0].iterdir()}
+
+
+def test_a_dtype_change_of_equal_size(machine: Machine) -> None:
+    changed = 1764235800  # the time in the page
+    old = Model(
+        name="Qwen/Qwen3-FP8-Tiny", kind="mha", dtype="float8_e4m3fn", layout="page_first",
+        layers=3, heads=4, width=64, page_size=8, tp=2, seed=1, noise=False,
+    )  # fmt: skip
+    write(machine.store, old, range(12), changed - 60.0 * np.arange(12, 0, -1))
+    new = replace(old, dtype="float8_e5m2")
+    write(machine.store, new, range(12, 20), changed + 60.0 * np.arange(8))
+    (machine.folder / "serve.sh").write_text(f"{LAUNCH}2 --kv-cache-dtype fp8_e5m2")
+    machine.follow("A DTYPE CHANGE THAT NO SIZE SHOWS")
 
 
 def test_a_tp_change(machine: Machine, before: tuple[Path, Manifest]) -> None:
