@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from hicachectl.backends.arena import place
 from hicachectl.backends.base import Status
 from hicachectl.backends.capabilities import Confirm
 from hicachectl.formats.errors import UsageError
-from hicachectl.formats.spec import fits
+from hicachectl.formats.objects import Coordinate, Names
+from hicachectl.formats.spec import ObjectSpec, fits
 from hicachectl.formats.wording import GIVE_PROFILE
 from hicachectl.io.pipeline import Pace, Pipeline
 from hicachectl.move.copy_plan import PageWork
@@ -26,8 +26,8 @@ from hicachectl.move.store_pair import CopyOptions, StorePair
 from hicachectl.move.survey import Action, survey_source
 from hicachectl.move.trial import read_now
 from hicachectl.pages.census import column_sums
-from hicachectl.pages.deployments import UNRESOLVED
-from hicachectl.pages.group_table import ABSENT, UNSIZED, fill_table
+from hicachectl.pages.deployments import UNRESOLVED, Deployment
+from hicachectl.pages.group_table import ABSENT, UNKNOWN, UNSIZED, fill_table
 from hicachectl.pages.groups import UNKNOWN_BYTES, PageGroups
 from hicachectl.pages.in_flight import (
     ListingTime,
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from hicachectl.io.pipeline import Loaded
     from hicachectl.move.copy_plan import PageBatch
     from hicachectl.move.survey import Objects, Survey
+    from hicachectl.pages.inventory import Inventory
     from hicachectl.results import Result
 
     OnWait = Callable[[float, int], None]
@@ -118,7 +119,8 @@ def compare_stores(
             on_contradiction=lambda text: remarks.append(f"{store.url}: {text}"),
             on_batch=on_listed,
         )
-        listing, groups = listing.ended(), PageGroups(inventory)
+        listing = listing.ended()
+        groups = PageGroups(_with_ambiguous(inventory) if pair.unchanged else inventory)
         remarks.extend(store.remarks)
         return _Side(store, groups, listing, selection.chosen(groups))
 
@@ -158,7 +160,8 @@ class _Side:
 
     def states(self, groups: IntArray) -> pa.Array:
         """Return the states of some groups, null for ABSENT."""
-        states = np.append(self.groups.states, 0)[groups]
+        ambiguous = self.groups.label_ids == 0
+        states = np.append(np.where(ambiguous, UNKNOWN, self.groups.states), 0)[groups]
         return pa.array(STATES).take(pa.array(states, mask=groups == ABSENT))
 
     def nbytes(self, groups: IntArray) -> pa.Array:
@@ -177,6 +180,43 @@ class _Side:
         if needs_second_look(store) and incomplete.any():
             young |= look_again(store, groups, self.listing, grace_seconds, on_wait=on_wait)[0]
         return np.append(young, False)
+
+
+def _with_ambiguous(inventory: Inventory) -> Inventory:
+    """Return an inventory whose ambiguous keys form one more deployment.
+
+    Objects of one key are compared whatever the key means.
+    """
+    table = inventory.table
+    ids = [
+        number
+        for number, (owner, one) in enumerate(
+            zip(table.deployment_ids, table.resolved, strict=True)
+        )
+        if owner == UNRESOLVED and one.readings
+    ]
+    if not ids:
+        return inventory
+    specs = tuple(
+        ObjectSpec(
+            affix=table.affixes[one],
+            coordinate=Coordinate(Names(), table.resolved[one].readings[0].pool),
+            trailing_pages=1,
+        )
+        for one in ids
+    )
+    owners, places = list(table.deployment_ids), list(table.spec_ids)
+    for place_, one in enumerate(ids):
+        owners[one], places[one] = len(table.deployments), place_
+    return replace(
+        inventory,
+        table=replace(
+            table,
+            deployments=(*table.deployments, Deployment(Names(), None, specs)),
+            deployment_ids=tuple(owners),
+            spec_ids=tuple(places),
+        ),
+    )
 
 
 class _Comparison:
@@ -210,11 +250,8 @@ class _Comparison:
             routed[survey.groups] = True
         also_b = np.append(second.chosen, False)[self._in_b]
         alone = self._in_a == ABSENT
-        unclear = self._ambiguous_in_a()
-        a = np.flatnonzero(
-            (first.chosen | also_b) & routed & ~np.append(unclear, False)[self._in_b]
-        )
-        b = np.flatnonzero(second.chosen & alone & (own > 0) & ~unclear)
+        a = np.flatnonzero((first.chosen | also_b) & routed)
+        b = np.flatnonzero(second.chosen & alone & (own > 0))
         self.a = np.append(a, np.full(len(b), ABSENT))
         self.b = np.append(self._in_b[a], b)
         extra = np.zeros(count_a + 1, dtype=np.int64)
@@ -239,19 +276,6 @@ class _Comparison:
             wanted = {target.affix for one in surveys for target in one.route.targets}
             known = [affix in wanted for affix in table.affixes]
         return inventory.by_affix(known, False)
-
-    def _ambiguous_in_a(self) -> BoolArray:
-        """Return which groups of B have an object that A has under an ambiguous key: [groups]."""
-        groups_a, groups_b = self._first.groups, self._second.groups
-        unclear = np.zeros(len(groups_b), dtype=np.bool_)
-        ambiguous = groups_a.rows_in(groups_a.deployment_ids == UNRESOLVED)
-        if self._pair.unchanged and len(ambiguous):
-            keys = groups_a.inventory.take(ambiguous, ["key"]).column("key").combine_chunks()
-            rows = np.flatnonzero(self._counted)
-            theirs = groups_b.inventory.take(rows, ["key"]).column("key")
-            shared = pc.is_in(theirs, value_set=keys).to_numpy()
-            unclear[groups_b.of_object[rows[shared]]] = True
-        return unclear
 
     def _with_b(self, bare: Survey, found: Objects) -> Survey:
         """Return a survey with the targets that B has. found: their rows in B's listing."""

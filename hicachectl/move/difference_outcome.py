@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
@@ -238,19 +239,22 @@ class DiffFacts:
         pages = self.rows.filter(lacking)
         if not len(pages):
             return
-        whole: int = pc.sum(pc.equal(pages.column(f"state_{giver}"), "whole")).as_py() or 0
-        name = taker.upper()
+        states = Counter(pages.column(f"state_{giver}").to_pylist())
+        name, ambiguous = taker.upper(), states["unknown"]
         text = f"{counted(len(pages), 'page')} that {name} lacks, or has in part"
+        partly = len(pages) - states["whole"] - ambiguous
         commands = []
+        if ambiguous:
+            text += f", {ambiguous} of them with ambiguous keys, which a profile must decide first"
+        if partly:
+            text += f", {partly} of them not whole in {giver.upper()}"
         if not self.writable["ab".index(taker)]:
             text += f"; objects cannot be written to {name}"
         elif mending is None:
             text += "; with --to-profile, not other --to options, a command copies them"
-        else:
-            partly = " --include-partial" if whole < len(pages) else ""
-            commands = [mending.command(f"hicachectl migrate STORE DST OPTIONS{partly}")]
-            if partly:
-                text += f", {len(pages) - whole} of them not whole in {giver.upper()}"
+        elif ambiguous < len(pages):
+            option = " --include-partial" if partly else ""
+            commands = [mending.command(f"hicachectl migrate STORE DST OPTIONS{option}")]
         yield {"text": text, "commands": commands}
 
     def _contested(self, pages: int, closers: Closers) -> Closing:

@@ -31,7 +31,7 @@ from hicachectl.backends.testing import StoreSuite
 from hicachectl.backends.urls import Scheme, StoreUrl, register_scheme
 from hicachectl.formats.errors import StoreUnavailable
 from tests.move.migrations import MODEL, PAGES, demo_store, profile_file
-from tests.stores import OLD, contents
+from tests.stores import OLD, contents, page, put
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterator, Mapping
@@ -236,6 +236,17 @@ def test_migrate_makes_the_directory_again(invoke: Invoke, directory: Path, arch
     document = invoke("migrate", f"tar://{archive}", target, "--format", "json").document
     assert (document["pages"], document["complete"]) == (PAGES, True)
     assert contents(target) == contents(directory)
+
+
+def test_diff_suggests_no_copy_into_the_archive(
+    invoke: Invoke, directory: Path, archive: Path
+) -> None:
+    compared = ("diff", directory, f"tar://{archive}", "--grace", "0s")
+    assert invoke.document(*compared, "--verify")["equal"] == PAGES
+    put(directory, f"{page(99)}_{MODEL}_0_2.bin")
+    (closing,) = invoke.document(*compared, exit_code=4)["next"]
+    assert closing["text"].endswith("; objects cannot be written to B")
+    assert closing["commands"] == []
 
 
 def test_what_would_change_the_archive_is_refused(

@@ -253,6 +253,17 @@ def test_sglang_reads_what_was_migrated_as_the_destination_it_was_made_for(
         "--profile", before, "--to-profile", after, "--verify", "--grace", "0s",
     )  # fmt: skip
     check(sglang_session, destination, manifest, profile)
+    compare(invoke, source, before, destination, after, manifest)
+    if "mooncake" not in (move.source, move.destination):  # whose clients take a second
+        compare(invoke, destination, after, source, before, manifest)
+
+
+def compare(invoke: Invoke, a: Place, of_a: Path, b: Place, of_b: Path, manifest: Manifest) -> None:
+    """Check that every page is equal, byte by byte, but for its conversion."""
+    profiles = ("--profile", of_a, "--to-profile", of_b)
+    compared = invoke.document("diff", a.url(), b.url(), *profiles, "--verify", "--grace", "0s")
+    assert compared["equal"] == len(manifest["pages"])
+    assert compared["bytes_compared"]
 
 
 @pytest.mark.parametrize(
