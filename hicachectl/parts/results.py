@@ -180,6 +180,26 @@ def merge_run(run: RunDirectory) -> Result:
     return replace(merged, document=document, lines=lines)
 
 
+def reason_to_wait(run: RunDirectory) -> str:
+    """Return why nothing is to be merged now: parts have no result, or the run was merged before.
+
+    Empty for a run that is to be merged, and for one without a manifest.
+    """
+    manifest = run.manifest()
+    if manifest is None:
+        return ""
+    with usage_errors(run.path):
+        if run.directory.has(_MERGED):
+            return f"{run.path}: not merged: the run of {manifest.listed} was merged before"
+    missing = sorted(set(range(manifest.parts)) - run.parts_with_result())
+    if missing:
+        spans = f"{_spans(missing)} of {manifest.parts}"
+        return f"{run.path}: not merged: {spans}: no result yet; the last one merges"
+    if not is_finished(run, manifest, kind_of(manifest.command, str(run.path))):
+        return f"{run.path}: not merged: the run is not finished; run any part again"
+    return ""
+
+
 def refuse_merged(run: RunDirectory) -> None:
     """Raise UsageError if the run was merged before."""
     manifest = run.manifest()

@@ -113,6 +113,27 @@ def test_why_nothing_was_checked_is_true_of_the_store(
 
 
 @pytest.mark.slow
+def test_the_process_of_the_last_part_merges(invoke: Invoke, damaged: Path, tmp_path: Path) -> None:
+    """Each process does its part, then merges if all are done; nothing is merged twice."""
+    run = CommandRun(invoke, tmp_path / "run", "verify", damaged)
+    merge = ("merge", run.path, "--if-complete", "--format", "json")
+    (tmp_path / "run").mkdir()
+    assert "has no run.json" in invoke(*merge, exit_code=2).stderr
+    for part, waits_for in enumerate(["parts 1-2", "part 2"]):
+        run.part(part, 3)
+        output = invoke(*merge)
+        assert f"run: not merged: {waits_for} of 3: no result yet" in output.stderr
+        assert output.stdout == ""
+    run.part(2, 3)
+    document = invoke(*merge, exit_code=4).document
+    assert (document["parts"], document["missing_parts"]) == (3, [])
+    output = invoke(*merge)
+    assert "was merged before" in output.stderr
+    assert output.stdout == ""
+    refused = invoke("merge", run.path, "--if-complete", "--again", exit_code=2).stderr
+    assert "--if-complete cannot be combined with --again" in refused
+
+
 def test_merge_writes_metrics(invoke: Invoke, damaged: Path, tmp_path: Path) -> None:
     """The metrics of a merged run have the labels and values of a run in one process."""
     options = ("--profile", profile_file(tmp_path / "p.toml"), "--fail-on", "error")

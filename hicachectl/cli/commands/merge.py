@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 @argument("run", metavar="RUN", type=RunPath())
 @own_option("--again", is_flag=True, help="Also join a run that was joined before.")
 @own_option(
+    "--if-complete",
+    is_flag=True,
+    help="Do nothing, and exit with 0, while a part has no result, and if the run was joined.",
+)
+@own_option(
     "--catalog", type=FILE, help="Write the digests that --update-catalog recorded to FILE."
 )
 @allow_shrink_option()
@@ -41,6 +46,7 @@ def command(
     /,
     run: Path,
     again: bool,
+    if_complete: bool,
     catalog: Path | None,
     allow_shrink: bool,
     **options: Any,
@@ -53,22 +59,29 @@ def command(
     status is 4.
 
     A whole run is joined once, so that a schedule which uses a directory twice notices: a second
-    merge ends with 2. --again joins it again.
+    merge ends with 2. --again joins it again. With --if-complete, each process can join the run
+    after its part: the last one does.
 
     Examples:
       hicachectl merge /shared/$(date +%F)
       hicachectl merge /shared/2026-11-23 --again --format json -o nightly.json
       hicachectl merge /shared/2026-11-23 --again --catalog prod.parquet
       hicachectl merge /shared/$(date +%F) --metrics-file /var/lib/node/hicache.prom
+      hicachectl merge /shared/$(date +%F) --if-complete
     """
     from hicachectl.cli.output import write_result
     from hicachectl.parts.directory import RunDirectory
-    from hicachectl.parts.results import mark_merged, merge_run, refuse_merged
+    from hicachectl.parts.results import mark_merged, merge_run, reason_to_wait, refuse_merged
 
     refuse_without_table(ctx, options["output_format"])
     files = {"--metrics-file": options["metrics_file"], "--output": options["output"]}
     refuse_inside(run, {"--catalog": catalog, **files})
+    if if_complete and again:
+        raise click.UsageError("--if-complete cannot be combined with --again; leave out one")
     with RunDirectory.existing(run) as opened:
+        if if_complete and (why := reason_to_wait(opened)):
+            remark(ctx, why)
+            return
         if not again:
             refuse_merged(opened)
         result = merge_run(opened)
