@@ -184,7 +184,7 @@ class Cluster(Closing):
     def _start_master(self, ports_before: Sequence[int] = ()) -> None:
         deadline = time.monotonic() + (PORT_TIMEOUT_S if ports_before else 0)
         for attempt in itertools.count(1):
-            ports = ports_before or _free_ports(2)
+            ports = ports_before or free_ports(2)
             self.master, self.admin = (f"{HOST}:{port}" for port in ports)
             flags = {
                 "rpc_address": HOST,
@@ -271,7 +271,8 @@ def _flag(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Return ports that no process has now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

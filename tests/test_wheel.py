@@ -9,17 +9,27 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import urllib.request
 import venv
 import zipfile
+from contextlib import contextmanager
 from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 from hicachectl import __version__
+from tests.mooncake_cluster import HOST, free_ports
+from tests.prewarming.test_prewarm import tokens
 from tests.skips import missing, need_tool
+from tests.waiting import PATIENCE_S, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 ROOT = Path(__file__).parents[1]
 PACKAGING = ROOT / "hicachectl" / "packaging"
@@ -109,23 +119,37 @@ def needed(names: list[str]) -> set[str]:
     return found
 
 
-def repacked(name: str, folder: Path, *, whole: bool) -> None:
-    """Make a wheel of a distribution that this environment has, without its scripts.
+def linked(names: set[str], folder: Path) -> Path:
+    """Make a folder with links to the modules of distributions, and to nothing else."""
+    folder.mkdir()
+    for name in names:
+        for top in {file.parts[0] for file in distribution(name).files or ()}:
+            if top not in ("..", "__pycache__") and not top.endswith(".dist-info"):
+                place = Path(str(distribution(name).locate_file(top)))
+                if not (folder / top).exists() and place.exists():
+                    (folder / top).symlink_to(place)
+    return folder
 
-    whole: with its modules, else with a pointer to them. To unpack all takes a minute.
+
+def repacked(name: str, folder: Path, modules: Path | None) -> None:
+    """Make a wheel of a distribution that this environment has.
+
+    modules: folder with its modules, to which the wheel points; to unpack all takes a minute. None:
+        the wheel has them.
     """
+    whole, kept = modules is None, ("METADATA", "WHEEL", "entry_points.txt")
     found = distribution(name)
     (tag,) = re.findall(r"^Tag: (\S+)$", found.read_text("WHEEL") or "", re.MULTILINE)[:1]
     title = re.sub("[^A-Za-z0-9]", "_", found.metadata["Name"])
     path = folder / f"{title}-{found.version}-{tag}.whl"
-    files = [file for file in found.files or () if whole or file.name in ("METADATA", "WHEEL")]
+    files = [file for file in found.files or () if whole or file.name in kept]
     with zipfile.ZipFile(path, "w") as archive:
         for file in files:
             if ".." not in file.parts and file.suffix != ".pyc" and file.name != "RECORD":
                 archive.write(Path(str(file.locate())), str(file))
         archive.writestr(f"{title}-{found.version}.dist-info/RECORD", "")
         if not whole:
-            archive.writestr(f"{title}.pth", str(Path(str(found.locate_file(""))).resolve()))
+            archive.writestr(f"{title}.pth", str(modules))
 
 
 def program_that_copies(folder: Path) -> Path:
@@ -162,12 +186,33 @@ def test_install_sh_is_clean() -> None:
     run(ROOT, tool, PACKAGING / "install.sh")
 
 
-def test_install_sh_installs_what_the_container_file_copies(
-    source: Path, wheel: Path, tmp_path: Path
-) -> None:
-    """In an empty environment, then a wheel in the same place, which runs; without a network."""
+class Image(NamedTuple):
+    """What the Containerfile installs, below another prefix.
+
+    given: the files that it copies.
+    variables: the whole environment of its programs.
+    """
+
+    prefix: Path
+    given: Path
+    variables: dict[str, str]
+
+    def clean(self, *, without: str = "", **more: object) -> list[str]:
+        """Return the words that run a program with these variables and no others."""
+        variables = {**self.variables, **{name: str(value) for name, value in more.items()}}
+        return [
+            "env",
+            "-i",
+            *(f"{name}={variables[name]}" for name in variables.keys() - {without}),
+        ]
+
+
+@pytest.fixture(scope="module")
+def image(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Image:
+    """Run the Containerfile's install.sh in an empty environment, without a network."""
+    folder = tmp_path_factory.mktemp("image")
     recipe = (PACKAGING / "Containerfile").read_text()
-    given = tmp_path / "source"
+    given, prefix, wheels, home = (folder / name for name in ("source", "prefix", "wheels", "home"))
     for copied in re.findall(r"^COPY (.*) /source/?\S*$", recipe, re.MULTILINE):
         for name in copied.split():
             target = given / name
@@ -176,56 +221,192 @@ def test_install_sh_installs_what_the_container_file_copies(
                 shutil.copytree(source / name, target, symlinks=True)
             else:
                 shutil.copy(source / name, target)
+    (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", recipe, re.MULTILINE)
     (command,) = re.findall(r"^RUN (sh .*)$", recipe, re.MULTILINE)
-    places = {"/source": str(given), "/usr/local": str(tmp_path / "prefix"), '"${EXTRAS}"': '""'}
+    (programs,) = re.findall(r"^ENV PATH=(\S+?):", recipe, re.MULTILINE)
+    places = {"/source": str(given), "/usr/local": str(prefix), "${EXTRAS}": extras}
     for name, place in places.items():
         command = command.replace(name, place)
-    wheels = tmp_path / "wheels"
     wheels.mkdir()
-    for name in needed(["setuptools", *DEPENDENCIES]):
-        repacked(name, wheels, whole=name == "setuptools")
-    home = tmp_path / "home"
     home.mkdir()
-    settings = {
+    wanted = [Requirement(text).name for text in PROJECT["optional-dependencies"][extras]]
+    names = needed([*DEPENDENCIES, *wanted])
+    modules = linked(names, folder / "modules")
+    for name in names:
+        repacked(name, wheels, modules)
+    repacked("setuptools", wheels, None)
+    variables = {
         "HOME": home,
-        "PATH": f"{program_that_copies(tmp_path)}:/usr/bin:/bin",
+        "PATH": f"{program_that_copies(folder)}:{prefix}{programs[10:]}:/usr/bin:/bin",
         "PIP_FIND_LINKS": wheels,
         "PIP_NO_INDEX": 1,
         "PIP_NO_COMPILE": 1,
         "PIP_NO_CACHE_DIR": 1,
     }
-    clean = ("env", "-i", *(f"{name}={value}" for name, value in settings.items()))
+    made = Image(prefix, given, {name: str(value) for name, value in variables.items()})
     before = set(given.rglob("*"))
-    prefix = tmp_path / "prefix"
-    again = f"sh {PACKAGING / 'install.sh'} --prefix {prefix} {wheel}"
-    for line in (command, again):
-        assert run(tmp_path, *clean, "sh", "-c", line) == f"hicachectl {__version__}\n"
+    assert run(folder, *made.clean(), "sh", "-c", command) == f"hicachectl {__version__}\n"
+    assert set(given.rglob("*")) == before
+    return made
+
+
+@pytest.mark.xdist_group("image")
+def test_install_sh_installs_what_the_container_file_copies(
+    image: Image, wheel: Path, tmp_path: Path
+) -> None:
+    """In an empty environment, then a wheel in the same place, which runs."""
+    prefix = image.prefix
+    again = f"sh {PACKAGING / 'install.sh'} --prefix {prefix} --extras mooncake-cpu {wheel}"
+    assert run(tmp_path, *image.clean(), "sh", "-c", again) == f"hicachectl {__version__}\n"
     assert {path.name for path in (prefix / "share" / "man").glob("*/*")} == {
         path.name for path in (ROOT / "man").iterdir()
     }
     shared = (
-        "hicachectl/kubernetes/server.yaml",
+        "hicachectl/kubernetes/kustomization.yaml",
         "bash-completion/completions/hicachectl",
         "zsh/site-functions/_hicachectl",
         "fish/vendor_completions.d/hicachectl.fish",
     )
     for name in shared:
         assert (prefix / "share" / name).is_file()
-    run(tmp_path, *clean, prefix / "bin" / "hicachectl", "demo", "store")
-    assert list(home.iterdir()) == []
-    assert set(given.rglob("*")) == before
-    nowhere = (*clean[:2], *(word for word in clean[2:] if "PIP_FIND_LINKS" not in word))
+    run(tmp_path, *image.clean(), prefix / "bin" / "hicachectl", "demo", "store")
+    assert list(Path(image.variables["HOME"]).iterdir()) == []
+    nowhere = image.clean(without="PIP_FIND_LINKS")
     failed = subprocess.run(
         [*nowhere, "sh", "-c", again], capture_output=True, text=True, check=False
     )
     assert failed.returncode == 2
     assert failed.stderr.endswith("without a network, see --help. Nothing was replaced\n")
-    listed = run(tmp_path, *clean, prefix / "bin" / "hicachectl", "ls", "store", "--format", "json")
+    listing = (prefix / "bin" / "hicachectl", "ls", "store", "--format", "json")
+    listed = run(tmp_path, *image.clean(), *listing)
     assert {page["state"] for page in json.loads(listed)["pages"]} == {"whole"}
     assert len(list((prefix / "lib").iterdir())) == 2  # the environment in use, and its link
     python = prefix / "lib" / "hicachectl" / "bin" / "python"
-    place = run(tmp_path, *clean, python, "-c", "import hicachectl; print(hicachectl.__file__)")
+    place = run(
+        tmp_path, *image.clean(), python, "-c", "import hicachectl; print(hicachectl.__file__)"
+    )
     assert Path(place.strip()).resolve().is_relative_to(prefix.resolve())
+
+
+class Pod:
+    """A container of the manifests, run in the image with other places and numbers.
+
+    instead: texts of the manifests, with what stands for them here.
+    """
+
+    def __init__(self, image: Image, container: dict[str, Any], instead: dict[str, str]) -> None:
+        variables: dict[str, object] = {"POD_IP": HOST, "RUN": "night", "JOB_COMPLETION_INDEX": 0}
+        for one in container.get("env", ()):
+            variables.setdefault(one["name"], one.get("value"))
+        words = [*container.get("command", ["hicachectl"]), *container["args"]]
+        for name, value in variables.items():
+            words = [word.replace(f"$({name})", str(value)) for word in words]
+        for name, value in instead.items():
+            words = [word.replace(name, value) for word in words]
+        self._image = image
+        self.words = words
+        self.variables = variables
+
+    def start(self, log: Path) -> subprocess.Popen[bytes]:
+        with log.open("wb") as stream:
+            return subprocess.Popen(
+                [*self._image.clean(self.variables), *self.words],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                cwd=log.parent,
+            )
+
+    def run(self, folder: Path, **variables: object) -> str:
+        """Run it to its end, which must be good; return stdout."""
+        return run(folder, *self._image.clean({**self.variables, **variables}), *self.words)
+
+
+@contextmanager
+def ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """End the processes after the block."""
+    try:
+        yield
+    finally:
+        for process in reversed(processes):
+            process.kill()
+            process.wait()
+
+
+def containers_of(name: str, kind: str = "containers") -> list[dict[str, Any]]:
+    """Return the containers of a manifest, in order."""
+    found: list[dict[str, Any]] = []
+    for manifest in yaml.safe_load_all((PACKAGING / "kubernetes" / name).read_text()):
+        spec = manifest["spec"]
+        spec = spec.get("jobTemplate", manifest)["spec"]
+        found += spec.get("template", {}).get("spec", {}).get(kind, [])
+    return found
+
+
+@pytest.mark.xdist_group("image")
+def test_the_gate_of_the_manifests_waits_for_their_store_without_cuda(
+    image: Image, mooncake_package: None, tmp_path: Path
+) -> None:
+    """The commands of the manifests in an empty environment; the store comes after the gate."""
+    python = image.prefix / "lib" / "hicachectl" / "bin" / "python"
+    found = "import importlib.util as u; print(*map(u.find_spec, ('torch', 'triton', 'numba')))"
+    assert run(tmp_path, *image.clean(), python, "-c", found) == "None None None\n"
+    archive, runs, profile = (tmp_path / name for name in ("archive", "runs", "profile"))
+    for folder in (archive, runs, profile, tmp_path / "gate"):
+        folder.mkdir()
+    hicachectl = [*image.clean(), "hicachectl"]
+    run(tmp_path, *hicachectl, "demo", "store", "--pages", 20)
+    shutil.copy(tmp_path / "store" / ".hicachectl" / "demo.toml", profile / "profile.toml")
+    pack = f"pack://{archive}/monday.hcpack"
+    run(tmp_path, *hicachectl, "migrate", "store", pack, "--profile", profile / "profile.toml")
+    request = [*tokens(20), 1]  # more than the prefetch threshold
+    (archive / "day.jsonl").write_text(json.dumps({"timestamp": 1, "token_ids": request}) + "\n")
+    rpc, admin, client = free_ports(3)
+    instead = {
+        "mooncake-master:50051?": f"{HOST}:{rpc}?admin={HOST}:{admin}&",
+        "mooncake-master:50051": f"{HOST}:{rpc}",
+        "rpc_port=50051": f"rpc_port={rpc}",
+        "metrics_port=9003": f"metrics_port={admin}",
+        "port=50052": f"port={client}",
+        "200GB": "64MB",
+        "/archive/": f"{archive}/",
+        "/gate/": f"{tmp_path}/gate/",
+        "/etc/hicache/": f"{profile}/",
+        "/runs/": f"{runs}/",
+    }
+    (gate,) = containers_of("server.yaml", "initContainers")
+    log = tmp_path / "gate.log"
+    processes = [Pod(image, gate, instead).start(log)]
+    with ended(processes):
+        wait_until(lambda: "attempt 1 failed: " in log.read_text())
+        master, store = containers_of("mooncake.yaml")
+        processes.append(Pod(image, master, instead).start(tmp_path / "master.log"))
+        probe = f"http://{HOST}:{admin}{master['livenessProbe']['httpGet']['path']}"
+        wait_until(lambda: "service_ready" in reply(probe))
+        processes.append(Pod(image, store, instead).start(tmp_path / "store.log"))
+        assert processes[0].wait(PATIENCE_S) == 0, log.read_text()
+        said = log.read_text()
+        document = json.loads(said[said.index("{") : said.rindex("}") + 1])
+        assert document["opened_anyway"] is False
+        assert document["attempts"] >= 2
+        assert document["usable_tokens"] == document["requested_tokens"] > 0
+        assert not list((tmp_path / "gate").iterdir())
+        (again,) = containers_of("prewarm-cronjob.yaml")
+        assert json.loads(Pod(image, again, instead).run(tmp_path))["copied_pages"] == 0
+        (verify,) = containers_of("verify-nightly.yaml", "initContainers")
+        (merge,) = containers_of("verify-nightly.yaml")
+        for index in range(4):
+            Pod(image, verify, instead).run(tmp_path, JOB_COMPLETION_INDEX=index)
+            merged = Pod(image, merge, instead).run(tmp_path, JOB_COMPLETION_INDEX=index)
+            assert ("no findings" in merged) == (index == 3)
+
+
+def reply(url: str) -> str:
+    """Return the answer of a server, or "" if it does not answer."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return str(answer.read().decode())
+    except OSError:
+        return ""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Completions, manifests, units, alerts and the dashboard in hicachectl/packaging."""
+"""Completions, units, alerts and the dashboard in hicachectl/packaging."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -20,13 +19,10 @@ from tests.skips import need_tool
 from tests.test_readme import check_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.conftest import Invoke
 
 FOLDER = Path(__file__).parents[2] / "hicachectl" / "packaging"
 COMPLETIONS = {"bash": "hicachectl", "zsh": "_hicachectl", "fish": "hicachectl.fish"}
-MANIFESTS = sorted((FOLDER / "kubernetes").iterdir())
 UNITS = sorted((FOLDER / "systemd").iterdir())
 RULES = FOLDER / "prometheus" / "hicachectl.rules.yml"
 DASHBOARD = json.loads((FOLDER / "grafana" / "hicachectl.json").read_text())
@@ -43,16 +39,6 @@ THEIRS = {
     "sglang:storage_prefetch_hit_tokens_total",
     "sglang:storage_prefetch_unfulfilled_tokens_total",
 }
-
-
-def containers(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield the containers with our image, at any depth of a manifest."""
-    if isinstance(value, dict):
-        if value.get("image", "").startswith("registry.example/hicachectl"):
-            yield value
-        value = list(value.values())
-    for one in value if isinstance(value, list) else ():
-        yield from containers(one)
 
 
 def expressions() -> list[str]:
@@ -76,38 +62,6 @@ def test_completions_are_those_that_the_command_prints(invoke: Invoke, shell: st
     """tests/cli/test_completion.py has bash complete with the printed script."""
     script = (FOLDER / "completions" / COMPLETIONS[shell]).read_text()
     assert script == invoke("completion", shell).stdout, "run `make man`"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_a_manifest_is_valid(path: Path) -> None:
-    manifest = yaml.safe_load(path.read_text())
-    kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
-    found = list(containers(manifest))
-    assert found
-    for container in found:
-        check_arguments(container["args"])
-    text = path.read_text()
-    mounts = set(re.findall(r"name: (\w+), mountPath", text))
-    volumes = re.findall(
-        r"^ +- name: (\w+)\n +(?:persistent|hostPath|configMap|emptyDir)", text, re.M
-    )
-    assert mounts == set(volumes)
-
-
-def test_a_manifest_that_is_wrong_would_be_noticed() -> None:
-    manifest = yaml.safe_load((FOLDER / "kubernetes" / "verify-cronjob.yaml").read_text())
-    manifest["spec"]["jobTemplate"]["spec"]["restartPolicy"] = "Never"
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
-
-
-def test_a_server_waits_for_its_store() -> None:
-    manifest = yaml.safe_load((FOLDER / "kubernetes" / "server.yaml").read_text())
-    (gate,) = manifest["spec"]["template"]["spec"]["initContainers"]
-    assert gate["args"][0] == "prewarm"
-    given = {text.partition("=")[0] for text in gate["args"]}
-    assert given >= {"--min-usable", "--open-after", "--open-since"}
 
 
 def test_the_units_of_systemd_are_valid(tmp_path: Path) -> None:

@@ -45,10 +45,10 @@ SEED = 20_251_120
 MINUTE_NS = 60 * 10**9
 
 
-def tokens() -> list[int]:
-    """Return the tokens of the demo's pages."""
+def tokens(pages: int = PAGES) -> list[int]:
+    """Return the tokens of the demo's first pages."""
     rng = np.random.default_rng(SEED)
-    drawn: list[int] = rng.integers(0, 150_000, PAGES * PROFILE.page_size).tolist()
+    drawn: list[int] = rng.integers(0, 150_000, pages * PROFILE.page_size).tolist()
     return drawn
 
 

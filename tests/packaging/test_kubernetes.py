@@ -1,0 +1,237 @@
+"""Manifests for Kubernetes: each is valid, and the base fits together.
+
+tests/test_wheel.py runs the commands of the base.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.skips import need_tool
+from tests.test_readme import check_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import Invoke
+
+    Manifest = dict[str, Any]
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "hicachectl" / "packaging" / "kubernetes"
+BASE = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
+PATHS = sorted(path for path in FOLDER.glob("*.yaml") if path.name != "kustomization.yaml")
+# Examples of other stores, and a run that is started by hand.
+BESIDE_THE_BASE = {"verify-cronjob.yaml", "verify-first.yaml", "verify-merge.yaml",
+                   "verify-parts.yaml"}  # fmt: skip
+OURS = "registry.example/hicachectl:latest"
+
+
+def manifests_of(text: str) -> list[Manifest]:
+    return list(yaml.safe_load_all(text))
+
+
+def base() -> list[Manifest]:
+    """Return the manifests of the base as they are written."""
+    return [one for name in BASE["resources"] for one in manifests_of((FOLDER / name).read_text())]
+
+
+def pods_of(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
+    """Yield the name of each workload with the template of its pods."""
+    for manifest in manifests:
+        spec = manifest.get("spec", {})
+        spec = spec["jobTemplate"]["spec"] if "jobTemplate" in spec else spec
+        if "template" in spec:
+            yield manifest["metadata"]["name"], spec["template"]
+
+
+def containers(template: Manifest) -> list[Manifest]:
+    spec = template["spec"]
+    return [*spec.get("initContainers", ()), *spec["containers"]]
+
+
+def words_of(manifests: list[Manifest]) -> Iterator[str]:
+    """Yield the arguments and the variables of all containers."""
+    for _, template in pods_of(manifests):
+        for container in containers(template):
+            yield from container["args"]
+            yield from (one["value"] for one in container.get("env", ()) if "value" in one)
+
+
+def names_of(manifests: list[Manifest], kind: str) -> set[str]:
+    return {one["metadata"]["name"] for one in manifests if one["kind"] == kind}
+
+
+def validate(manifest: Manifest) -> None:
+    kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name)
+def test_a_manifest_is_valid(path: Path) -> None:
+    manifests = manifests_of(path.read_text())
+    for manifest in manifests:
+        validate(manifest)
+    for _, template in pods_of(manifests):
+        own = [one for one in containers(template) if one["image"] == OURS]
+        assert own
+        for container in own:
+            if "command" not in container:
+                check_arguments(container["args"])
+        mounts = {
+            one["name"] for each in containers(template) for one in each.get("volumeMounts", ())
+        }
+        assert mounts == {one["name"] for one in template["spec"].get("volumes", ())}
+
+
+def test_a_manifest_that_is_wrong_would_be_noticed() -> None:
+    (manifest,) = manifests_of((FOLDER / "verify-cronjob.yaml").read_text())
+    manifest["spec"]["jobTemplate"]["spec"]["restartPolicy"] = "Never"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        validate(manifest)
+
+
+def test_each_manifest_is_in_the_base_or_beside_it() -> None:
+    names = {path.name for path in PATHS}
+    assert names == {*BASE["resources"], *BESIDE_THE_BASE}
+    assert not BESIDE_THE_BASE & set(BASE["resources"])
+
+
+@pytest.mark.slow
+def test_kubectl_builds_the_base() -> None:
+    tool = need_tool("kubectl", "kubernetes-client")
+    done = subprocess.run([tool, "kustomize", FOLDER], capture_output=True, text=True, check=True)
+    built = manifests_of(done.stdout)
+    for manifest in built:
+        validate(manifest)
+    assert len(built) == len(base()) + len(BASE["configMapGenerator"])
+    (profile,) = names_of(built, "ConfigMap")
+    mounted = set(re.findall(r"configMap:\n +name: (\S+)", done.stdout))
+    assert mounted == {profile}
+    assert profile.startswith("hicache-profile-")
+
+
+def test_a_server_waits_for_its_store() -> None:
+    ((_, template),) = pods_of(manifests_of((FOLDER / "server.yaml").read_text()))
+    (gate,) = template["spec"]["initContainers"]
+    assert gate["args"][0] == "prewarm"
+    given = {text.partition("=")[0] for text in gate["args"]}
+    assert given >= {"--min-usable", "--open-after", "--open-since"}
+
+
+def test_the_base_names_only_what_it_has() -> None:
+    """Hosts are services, with ports that pods open; claims and profiles are there."""
+    manifests = base()
+    services = {
+        f"{one['metadata']['name']}:{port['port']}": (one["spec"]["selector"], port["targetPort"])
+        for one in manifests if one["kind"] == "Service"
+        for port in one["spec"]["ports"]
+    }  # fmt: skip
+    hosts = {
+        host for word in words_of(manifests) for host in re.findall(r"[a-z][a-z-]+:\d{4,5}", word)
+    }
+    assert hosts <= services.keys()
+    assert {"mooncake-master:50051", "sglang:30000"} <= hosts
+    opened = [
+        (template["metadata"]["labels"], port["name"])
+        for _, template in pods_of(manifests)
+        for container in containers(template)
+        for port in container.get("ports", ())
+    ]
+    assert all(aimed in opened for aimed in services.values())
+    text = yaml.safe_dump_all(manifests)
+    assert set(re.findall(r"claimName: (\S+)", text)) == names_of(
+        manifests, "PersistentVolumeClaim"
+    )
+    configured = {one["name"] for one in BASE["configMapGenerator"]}
+    assert set(re.findall(r"configMap:\n +name: (\S+)", text)) == configured
+
+
+def test_the_policies_of_the_base_let_in_who_connects() -> None:
+    manifests = base()
+    policies = {
+        one["metadata"]["name"]: one["spec"] for one in manifests if one["kind"] == "NetworkPolicy"
+    }
+    apps = {template["metadata"]["labels"]["app"] for _, template in pods_of(manifests)}
+    assert {spec["podSelector"]["matchLabels"]["app"] for spec in policies.values()} == apps
+    assert set(policies) == apps
+    assert "ingress" not in policies["hicachectl"]  # nobody connects to a job
+    for name in ("mooncake-master", "mooncake-store"):
+        ((rule,),) = [policies[name]["ingress"]]
+        (place,) = rule["from"]
+        (chosen,) = place["podSelector"]["matchExpressions"]
+        assert set(chosen["values"]) == apps - {"mooncake-master"}
+    ports = {
+        (name, port["port"], port.get("endPort"))
+        for name, spec in policies.items()
+        for rule in spec.get("ingress", ())
+        for port in rule["ports"]
+    }
+    variables = {
+        one["name"]: one.get("value")
+        for name, template in pods_of(manifests) if name == "mooncake-store"
+        for one in containers(template)[0]["env"]
+    }  # fmt: skip
+    transfers = (int(variables["MC_MIN_RPC_PORT"]), int(variables["MC_MAX_RPC_PORT"]))
+    assert ports == {
+        ("mooncake-master", 50051, None), ("mooncake-master", 9003, None),
+        ("mooncake-store", *transfers), ("sglang", 30000, None),
+    }  # fmt: skip
+
+
+def test_the_base_runs_under_the_restricted_standard_of_pod_security() -> None:
+    """Except the servers: their image decides."""
+    for name, template in pods_of(base()):
+        of_pod = template["spec"].get("securityContext", {})
+        assert not any("hostPath" in volume for volume in template["spec"].get("volumes", ()))
+        for container in containers(template):
+            if container["image"] == OURS:
+                context = {**of_pod, **container["securityContext"]}
+                assert context["runAsNonRoot"], name
+                assert context["allowPrivilegeEscalation"] is False
+                assert context["capabilities"] == {"drop": ["ALL"]}
+                assert context["seccompProfile"] == {"type": "RuntimeDefault"}, name
+                assert "memory" in container["resources"]["limits"]
+
+
+def test_the_profile_of_the_base_is_that_of_its_servers(invoke: Invoke) -> None:
+    config = ROOT / "tests" / "data" / "configs" / "qwen3-32b.json"
+    launch = f"@{FOLDER / 'server.yaml'}"
+    printed = invoke("profile", "--launch", launch, "--model-config", config).stdout
+    assert printed == (FOLDER / "profile.toml").read_text()
+
+
+def test_the_image_has_the_libraries_that_mooncake_links(mooncake_package: None) -> None:
+    """The packages that the Containerfile installs, on the distribution that it is based on."""
+    import mooncake
+
+    reader, owners = need_tool("readelf", "binutils"), need_tool("dpkg-query", "dpkg")
+    recipe = (FOLDER.parent / "Containerfile").read_text()
+    (listed,) = re.findall(r'^ARG PACKAGES="(.*)"$', recipe, re.MULTILINE)
+    folder = Path(next(iter(mooncake.__path__)))
+    wanted: set[str] = set()
+    for name in ("store.so", "libasio.so", "mooncake_master", "mooncake_client"):
+        done = subprocess.run(
+            [reader, "-d", folder / name], capture_output=True, text=True, check=True
+        )
+        wanted |= set(re.findall(r"\(NEEDED\).*\[(.*)\]", done.stdout))
+    of_wheel = {path.name for place in (folder, *folder.parent.glob("mooncake*.libs"))
+                for path in place.iterdir()}  # fmt: skip
+    owners_of = {}
+    for library in wanted - of_wheel:
+        of_library = [owners, "-S", f"*/{library}"]
+        done = subprocess.run(of_library, capture_output=True, text=True, check=False)
+        owners_of[library] = {line.partition(":")[0] for line in done.stdout.splitlines()}
+    every_image_has = {"libc6", "libstdc++6", "libgcc-s1"}
+    installed = set(listed.split())
+    for library, packages in owners_of.items():
+        assert packages & {*every_image_has, *installed}, library
+    needless = installed - set().union(*owners_of.values())
+    assert needless == {"ibverbs-providers"}  # libibverbs1 loads them for RDMA
