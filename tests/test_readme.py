@@ -44,9 +44,13 @@ def check_arguments(arguments: list[str]) -> None:
     """Parse a command line with click without running the command."""
     own = next(at for at, text in enumerate(arguments) if not text.startswith("-"))
     with click.Context(cli, **cli.context_settings) as ctx:
-        command = cli.get_command(ctx, arguments[own])
-        assert command is not None, arguments[own]
-        with command.make_context(arguments[own], arguments[own + 1 :], parent=ctx):
+        command: click.Command | None = cli
+        while isinstance(command, click.Group):
+            name, arguments = arguments[own], arguments[own + 1 :]
+            command, own = command.get_command(ctx, name), 0
+            assert command is not None, name
+        assert command is not None
+        with command.make_context(name, arguments, parent=ctx):
             pass
 
 

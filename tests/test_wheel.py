@@ -197,14 +197,11 @@ class Image(NamedTuple):
     given: Path
     variables: dict[str, str]
 
-    def clean(self, *, without: str = "", **more: object) -> list[str]:
+    def clean(self, more: Mapping[str, object] | None = None, *, without: str = "") -> list[str]:
         """Return the words that run a program with these variables and no others."""
-        variables = {**self.variables, **{name: str(value) for name, value in more.items()}}
-        return [
-            "env",
-            "-i",
-            *(f"{name}={variables[name]}" for name in variables.keys() - {without}),
-        ]
+        variables = {**self.variables, **(more or {})}
+        given = (f"{name}={value}" for name, value in variables.items() if name != without)
+        return ["env", "-i", *given]
 
 
 @pytest.fixture(scope="module")

@@ -189,12 +189,12 @@ def reason_to_wait(run: RunDirectory) -> str:
     if manifest is None:
         return ""
     with usage_errors(run.path):
-        if run.directory.has(_MERGED):
+        if run.directory.has(MERGED_FILE):
             return f"{run.path}: not merged: the run of {manifest.listed} was merged before"
     missing = sorted(set(range(manifest.parts)) - run.parts_with_result())
     if missing:
-        spans = f"{_spans(missing)} of {manifest.parts}"
-        return f"{run.path}: not merged: {spans}: no result yet; the last one merges"
+        parts = f"{spans(missing)} of {manifest.parts}"
+        return f"{run.path}: not merged: {parts}: no result yet; the last one merges"
     if not is_finished(run, manifest, kind_of(manifest.command, str(run.path))):
         return f"{run.path}: not merged: the run is not finished; run any part again"
     return ""

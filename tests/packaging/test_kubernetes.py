@@ -6,6 +6,7 @@ tests/test_wheel.py runs the commands of the base.
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import pytest
 import yaml
 
 from tests.skips import need_tool
-from tests.test_readme import check_arguments
+from tests.test_readme import check_arguments, manual_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,8 +30,10 @@ FOLDER = ROOT / "hicachectl" / "packaging" / "kubernetes"
 BASE = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
 PATHS = sorted(path for path in FOLDER.glob("*.yaml") if path.name != "kustomization.yaml")
 # Examples of other stores, and a run that is started by hand.
-BESIDE_THE_BASE = {"verify-cronjob.yaml", "verify-first.yaml", "verify-merge.yaml",
-                   "verify-parts.yaml"}  # fmt: skip
+BESIDE_THE_BASE = {
+    "room-cronjob.yaml", "verify-cronjob.yaml", "verify-first.yaml", "verify-merge.yaml",
+    "verify-parts.yaml",
+}  # fmt: skip
 OURS = "registry.example/hicachectl:latest"
 
 
@@ -104,18 +107,46 @@ def test_each_manifest_is_in_the_base_or_beside_it() -> None:
     assert not BESIDE_THE_BASE & set(BASE["resources"])
 
 
+def kustomized(folder: Path) -> str:
+    """Return what kubectl builds of a folder."""
+    tool = need_tool("kubectl", "kubernetes-client")
+    done = subprocess.run([tool, "kustomize", folder], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_kubectl_builds_the_base() -> None:
-    tool = need_tool("kubectl", "kubernetes-client")
-    done = subprocess.run([tool, "kustomize", FOLDER], capture_output=True, text=True, check=True)
-    built = manifests_of(done.stdout)
+    text = kustomized(FOLDER)
+    built = manifests_of(text)
     for manifest in built:
         validate(manifest)
     assert len(built) == len(base()) + len(BASE["configMapGenerator"])
     (profile,) = names_of(built, "ConfigMap")
-    mounted = set(re.findall(r"configMap:\n +name: (\S+)", done.stdout))
+    mounted = set(re.findall(r"configMap:\n +name: (\S+)", text))
     assert mounted == {profile}
     assert profile.startswith("hicache-profile-")
+
+
+@pytest.mark.slow
+def test_kubectl_builds_the_overlay_of_the_page(tmp_path: Path) -> None:
+    """hicachectl-kubernetes(7) has it; the images, the profile and the namespace become its own."""
+    blocks = manual_blocks("hicachectl-kubernetes.7")
+    (block,) = (block for block in blocks if "behavior: replace" in block)
+    overlay = tmp_path / "overlay"
+    overlay.mkdir()
+    (overlay / "kustomization.yaml").write_text(block.replace("\\(dq", '"'))
+    (overlay / "profile.toml").write_text("own = 1\n")
+    shutil.copytree(FOLDER, tmp_path / "kubernetes")
+    built = manifests_of(kustomized(overlay))
+    assert len(built) == len(base()) + len(BASE["configMapGenerator"])
+    images = {one["image"] for _, pod in pods_of(built) for one in containers(pod)}
+    assert images == {"registry.local/hicachectl:1", "registry.example/sglang:latest"}
+    assert {one["metadata"]["namespace"] for one in built} == {"llm"}
+    (profile,) = (one for one in built if one["kind"] == "ConfigMap")
+    assert profile["data"] == {"profile.toml": "own = 1\n"}
+    (store,) = (one for one in built if one["metadata"]["name"] == "mooncake-store"
+                and one["kind"] == "Deployment")  # fmt: skip
+    assert store["spec"]["replicas"] == 2
 
 
 def test_a_server_waits_for_its_store() -> None:
