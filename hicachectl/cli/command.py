@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import nullcontext
 from difflib import get_close_matches
 from inspect import cleandoc
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource, augment_usage_errors
@@ -32,6 +33,9 @@ from hicachectl.cli.settings import (
 )
 from hicachectl.formats.errors import UsageError
 from hicachectl.text.terminal import MessageHandler
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
 
 GLOBAL = Section("Global options", repeats=False, divided=OWN_VALUE)
 _SCREEN = 40  # lines of --help
@@ -76,7 +80,7 @@ class Command(click.Command):
         ctx.obj = _begin(ctx.find_root().params)
         refuse_server_variables(self)
         remark(ctx, *unused_variables(ctx))
-        with named_sources(ctx):
+        with named_sources(ctx), _pinged(ctx):
             settle(ctx)
             refuse_lonely(ctx)
             return super().invoke(ctx)
@@ -216,6 +220,17 @@ def _with_examples(attributes: dict[str, Any]) -> dict[str, Any]:
     text, title, examples = cleandoc(attributes.get("help") or "").partition("\n\nExamples:\n")
     shown = {"help": text, "epilog": f"\b\nExamples:\n{examples}"} if title else {}
     return {**attributes, **shown}
+
+
+def _pinged(ctx: click.Context) -> AbstractContextManager[None]:
+    """Return the context of a run that --healthcheck-url reports; dry runs and parts are none."""
+    options = ctx.params
+    url = options.get("healthcheck_url")
+    if url is None or options.get("dry_run") or options.get("shard") is not None:
+        return nullcontext()
+    from hicachectl.cli.healthcheck import pinged
+
+    return pinged(ctx, url)
 
 
 def words_of(ctx: click.Context) -> list[str]:

@@ -40,6 +40,7 @@ from hicachectl.cli.values import (
     DURATION,
     FILE,
     FORMATS,
+    HEALTHCHECK_URL,
     INPUT,
     POSITIVE_SIZE,
     SHARE,
@@ -155,6 +156,13 @@ metrics_option = OUTPUT.option(
     variable=False,
     type=MetricsFile(),
     help="Write Prometheus textfile metrics to FILE.",
+)
+healthcheck_option = OUTPUT.option(
+    "--healthcheck-url",
+    type=HEALTHCHECK_URL,
+    metavar="URL",
+    hide_input=True,
+    help="Ping URL/start at the begin, and URL or URL/fail at the end, as for healthchecks.io.",
 )
 allow_leases_option = MOONCAKE.option(
     "--allow-leases",

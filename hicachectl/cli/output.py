@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from hicachectl import __version__
 from hicachectl.backends.disk.durable import whole_file
 from hicachectl.cli.exit_codes import FINDINGS
-from hicachectl.cli.session import locked, remark
+from hicachectl.cli.session import SUCCEEDED, locked, remark
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import lock_held, lost_stdout
 from hicachectl.results import DEFAULT_LIMIT, Shown, undone_line
@@ -109,9 +109,12 @@ def write_result(ctx: click.Context, result: Result, *, metrics: bool = True) ->
     With --quiet, remarks are left out, and so is the table of a run that ends with 0 and was no dry
     run. The table says what was not done; without it, a line does.
 
-    metrics: whether to write --metrics-file. Raises UsageError for a command without metrics.
+    metrics: whether there was a run, so that --metrics-file is written and --healthcheck-url knows
+        how it ended. Raises UsageError for a command without metrics.
     """
     options = ctx.params
+    if metrics:
+        ctx.meta[SUCCEEDED] = result.succeeded
     if metrics and (path := options.get("metrics_file")) is not None:
         from hicachectl.cli.metrics import write_metrics
 

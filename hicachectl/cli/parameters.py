@@ -16,7 +16,7 @@ from click.core import ParameterSource
 from hicachectl.formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from click.shell_completion import CompletionItem
 
@@ -150,9 +150,12 @@ class _Given(click.Parameter):
     """A parameter that refuses an empty text, and a second value if it takes one.
 
     A script with an unset variable gives an empty text, which must not choose everything.
+
+    hide_input: whether values are secrets, which messages do not show.
     """
 
     absence = ""
+    hide_input = False
 
     def consume_value(self, ctx: click.Context, opts: Any) -> tuple[Any, ParameterSource]:
         """Return the value as given, and its source.
@@ -173,7 +176,7 @@ class _Given(click.Parameter):
     def _single(self, ctx: click.Context, values: list[Any]) -> Any:
         different = list(dict.fromkeys(values))
         if len(different) > 1 and not ctx.resilient_parsing:
-            self._refuse(ctx, takes_one_value(different))
+            self._refuse(ctx, takes_one_value(different, secret=self.hide_input))
         return values[-1]
 
     def _refuse_empty(self, ctx: click.Context, text: Any) -> None:
@@ -189,9 +192,9 @@ class _Given(click.Parameter):
         raise click.BadParameter(text, ctx=ctx, param=self)
 
 
-def takes_one_value(given: Iterable[object]) -> str:
-    """Return the message on several values of a parameter that takes one."""
-    named = " and ".join(repr(str(value)) for value in given)
+def takes_one_value(given: Collection[object], *, secret: bool = False) -> str:
+    """Return the message on several values of a parameter that takes one. secret: hide them."""
+    named = len(given) if secret else " and ".join(repr(str(value)) for value in given)
     return f"takes one value, but has {named}; leave out all but one"
 
 

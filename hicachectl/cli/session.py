@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 PROGRESS_DELAY_S = 1.0
 _CONFIG = "hicachectl.config"  # in the meta of contexts
+SUCCEEDED = "hicachectl.succeeded"
+"""Key in the meta of contexts: whether the run succeeded, of which a result was written."""
 _LEASES = ("allow_leases", "lease_wait")
 
 

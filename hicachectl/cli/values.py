@@ -19,6 +19,7 @@ from hicachectl.formats.sizes import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from urllib.parse import SplitResult
 
     from click.shell_completion import CompletionItem
 
@@ -99,9 +100,22 @@ def _one_of(name: str, choices: tuple[str, ...]) -> str:
     return name
 
 
+def _healthcheck_url(text: str) -> SplitResult:
+    """Return the parts of a URL; errors do not show it, since its path is a secret."""
+    from hicachectl.backends.http import service_url
+
+    parts = service_url(text)
+    if parts is None or parts.scheme not in ("http", "https"):
+        raise ValueError("not an http or https URL; give https://HOST/…")
+    if parts.username is not None or parts.password is not None or parts.fragment:
+        raise ValueError("the URL must have no credentials and no #; give one without")
+    return parts
+
+
 DURATION = Parsed("duration", _duration)
 SHARE = Parsed("share", _share)
 TIME = Parsed("time", moment)
+HEALTHCHECK_URL = Parsed("url", _healthcheck_url)
 SIZE = Parsed("size", parse_size)
 POSITIVE_SIZE = Parsed("size", partial(parse_size, least=1))
 ROOM = Parsed("room", _room)

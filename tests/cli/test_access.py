@@ -73,7 +73,7 @@ migrate SRC DST --profile PROFILE --pages-from PAGES
 migrate SRC DST --profile PROFILE --to-profile OTHER --move --yes
 migrate SRC DST --profile PROFILE --dry-run
 diff A B --profile PROFILE --verify
-merge RUN --catalog CATALOG
+merge RUN --catalog CATALOG --healthcheck-url SERVER
 runs list DIRECTORY
 runs status RUN
 runs purge DIRECTORY --before 0s --dry-run

@@ -13,6 +13,7 @@ from hicachectl.cli.commands.parts import refuse_inside, write_catalog
 from hicachectl.cli.options import (
     allow_shrink_option,
     findings_options,
+    healthcheck_option,
     metrics_option,
     output_options,
     refuse_without_table,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 )
 @allow_shrink_option()
 @metrics_option
+@healthcheck_option
 @findings_options
 @output_options
 @click.pass_context

@@ -17,6 +17,7 @@ from hicachectl.cli.metrics import metrics_if_empty
 from hicachectl.cli.options import (
     allow_empty_option,
     copy_options,
+    healthcheck_option,
     metrics_option,
     min_usable_option,
     output_option,
@@ -132,6 +133,7 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
     "repeated.",
 )
 @metrics_option
+@healthcheck_option
 @copy_options
 @OUTPUT.option(
     "--format",

@@ -23,6 +23,7 @@ from hicachectl.cli.options import (
     changing_options,
     filter_options,
     grace_option,
+    healthcheck_option,
     lease_wait_option,
     metrics_option,
     output_options,
@@ -159,6 +160,7 @@ _OF_PAGES = (
 @lease_wait_option
 @output_options
 @metrics_option
+@healthcheck_option
 @profile_option
 @click.pass_context
 def command(ctx: click.Context, /, store: str, **options: Any) -> None:

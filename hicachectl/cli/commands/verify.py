@@ -19,6 +19,7 @@ from hicachectl.cli.options import (
     checking_options,
     filter_options,
     findings_options,
+    healthcheck_option,
     lease_wait_option,
     lock_option,
     metrics_option,
@@ -172,6 +173,7 @@ class _Command(Command):
     help="Weights version to record with --stamp, or to compare with the stamp.",
 )
 @metrics_option
+@healthcheck_option
 @own_setting(
     "--device",
     type=CommaList(),

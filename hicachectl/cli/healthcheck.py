@@ -1,0 +1,77 @@
+"""Pings of --healthcheck-url, by which a service knows whether a scheduled run happened.
+
+A run pings URL/start when it begins, and URL or URL/fail when it ends, as healthchecks.io has it. A
+run that did nothing, because another process has the lock, pings no end.
+"""
+
+from __future__ import annotations
+
+import http.client
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import click
+
+from hicachectl.backends.http import HttpService
+from hicachectl.cli.exit_codes import DONE
+from hicachectl.cli.session import SUCCEEDED, remark
+from hicachectl.formats.errors import StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from urllib.parse import SplitResult
+
+_TIMEOUT_S = 10.0
+_MAX_REPLY_BYTES = 1 << 20
+_ALLOWED = "/%:@!$&'()*+,;=~"
+
+
+@contextmanager
+def pinged(ctx: click.Context, url: SplitResult) -> Iterator[None]:
+    """Report the begin and the end of the block, which is the run of a command.
+
+    A ping that fails is a message on stderr, without the path of the URL, which is a secret.
+    """
+    tls = url.scheme == "https"
+    service = HttpService(
+        str(url.hostname),
+        url.port or (443 if tls else 80),
+        who="Health check service",
+        hint="check --healthcheck-url",
+        timeout_s=_TIMEOUT_S,
+        tls=tls,
+        max_reply_bytes=_MAX_REPLY_BYTES,
+    )
+    failed = True
+    try:
+        _ping(ctx, service, url, "/start")
+        yield
+        failed = False
+    except click.exceptions.Exit as request:
+        failed = request.exit_code != DONE
+        raise
+    except BrokenPipeError:  # the reader needs no more output
+        failed = False
+        raise
+    finally:
+        succeeded = ctx.meta.get(SUCCEEDED)
+        if failed or succeeded is False:
+            _ping(ctx, service, url, "/fail")
+        elif succeeded:
+            _ping(ctx, service, url, "")
+        service.close()
+
+
+def _ping(ctx: click.Context, service: HttpService, url: SplitResult, end: str) -> None:
+    query = f"?{quote(url.query, safe=_ALLOWED + '?')}" if url.query else ""
+    path = f"{quote(url.path.rstrip('/') + end, safe=_ALLOWED)}{query}"
+    try:
+        status = service.get(path or "/").status
+        if status // 100 == http.client.MULTIPLE_CHOICES // 100:
+            raise service.lost(f"HTTP {status}: redirects are not followed", "give the final URL")
+        if status // 100 != http.client.OK // 100:
+            raise service.lost(f"HTTP {status}")
+    except StoreUnavailable as error:
+        what = {"/start": "the begin", "/fail": "the failure", "": "the success"}[end]
+        remark(ctx, f"--healthcheck-url: {what} was not reported: {error}", failure=True)
