@@ -8,15 +8,19 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
 from hicachectl.backends.file.store import FileStore
+from hicachectl.cli.demo_store import PROFILE
 from hicachectl.formats.profile import dump_profile
 from hicachectl.formats.sizes import parse_size
 from hicachectl.move import withdrawal
 from hicachectl.prewarming.targets import parse_room
 from tests.move.repairs import DSA, INDEXER_BYTES, KV_BYTES, dsa_store, indexer, kv
+from tests.move.test_migrate_stores import place_of, settle
 from tests.prewarming.rooms import BLOCK, PAGE_BYTES, PAGE_SPACE, Room, free_bytes
-from tests.prewarming.test_prewarm import tokens
+from tests.prewarming.test_prewarm import HASHES, tokens
+from tests.served_stores import OTHER_WEIGHTS
 from tests.skips import needs_root
 from tests.small_file_system import small_file_system
 from tests.speed import chance_of_run
@@ -72,6 +76,44 @@ def test_as_much_is_free_as_asked_and_no_page_more(
     assert "; nothing to remove" in again.stdout
     assert "0 pages, 0 objects, 0 B removed" in again.stdout
     assert len(pages_of(store)) == 240 - document["pages"]
+
+
+@needs_root
+@pytest.mark.slow
+def test_objects_with_trailers_take_more_than_their_bytes(invoke: Invoke, tmp_path: Path) -> None:
+    """A trailer of 128 bytes needs a block of its own behind an object of whole blocks."""
+    profile = tmp_path / "own.toml"
+    profile.write_text(dump_profile(replace(PROFILE, weights=OTHER_WEIGHTS)))
+    invoke("demo", tmp_path / "demo", "--pages", 200)
+    with small_file_system(tmp_path / "disk", "64m") as disk:
+        store = disk / "store"
+        invoke("migrate", tmp_path / "demo", store, "--profile", profile, "--trailers", "write")
+        limit = free_bytes(disk) + (4 << 20)
+        document = removed(invoke, store, "--keep-free", limit)
+        largest = max(row["nbytes"] + row["objects"] * BLOCK for row in document["groups"])
+        assert limit <= free_bytes(disk) < limit + largest
+    assert document["pages"] > 20
+
+
+@needs_root
+@pytest.mark.slow
+def test_space_that_others_free_meanwhile_spares_pages(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server evicts as well: the free space is looked at after 256 pages at the latest."""
+    delete, needed = FileStore.delete, 700 * PAGE_SPACE
+    with small_file_system(tmp_path / "disk", 2000 * PAGE_SPACE) as disk:
+        filler = disk / "filler"
+        filler.write_bytes(bytes(needed))
+        dsa_store(disk / "store", 900)
+
+        def meanwhile(store: FileStore, rows: Any) -> Any:
+            filler.unlink(missing_ok=True)
+            return delete(store, rows)
+
+        monkeypatch.setattr(FileStore, "delete", meanwhile)
+        document = removed(invoke, disk / "store", "--keep-free", free_bytes(disk) + needed)
+    assert (document["pages"], document["lacking_bytes"]) == (256, 0)
 
 
 @needs_root
@@ -257,31 +299,28 @@ def test_a_young_incomplete_page_stays(invoke: Invoke, tmp_path: Path, profile: 
 
 
 @pytest.fixture
-def named(source: Path, tmp_path: Path) -> tuple[Path, Path, Path]:
-    """Return a store with pages of another deployment, a trace, and what its pages lack."""
-    put_pages(source, range(3), "_other_0_1", nbytes=1000, mtime=time.time() - 900)
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text(json.dumps({"timestamp": 1, "token_ids": tokens()}))
-    return source, trace, tmp_path
+def own_profile(tmp_path: Path) -> Path:
+    """Write the profile of the demo's pages."""
+    path = tmp_path / "own.toml"
+    path.write_text(dump_profile(PROFILE))
+    return path
 
 
 def test_the_cost_of_sparing_other_deployments_is_told(
-    invoke: Invoke, named: tuple[Path, Path, Path], tmp_path: Path
+    invoke: Invoke, source: Path, own_profile: Path, tmp_path: Path
 ) -> None:
-    from hicachectl.cli.demo_store import PROFILE
-
-    store, trace, _ = named
-    own = tmp_path / "own.toml"
-    own.write_text(dump_profile(PROFILE))
-    options = ("--free", 1, "--trace", trace, "--profile", own, "--dry-run")
-    output = invoke("rm", store, *options)
+    put_pages(source, range(3), "_other_0_1", nbytes=1000, mtime=time.time() - 900)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"timestamp": 1, "token_ids": tokens()}))
+    options = ("--free", 1, "--trace", trace, "--profile", own_profile, "--dry-run")
+    output = invoke("rm", source, *options)
     assert (
         "3 pages (2.9 KiB) of deployments that no request names left alone: 2.9 KiB of others "
         "leave in their place; --and-unnamed removes them first"
     ) in output.stderr
-    facts = invoke("rm", store, *options, "--format", "json").document["free"]
+    facts = invoke("rm", source, *options, "--format", "json").document["free"]
     assert facts["in_place_bytes"] == 3000
-    facts = invoke("rm", store, *options, "--and-unnamed", "--format", "json").document["free"]
+    facts = invoke("rm", source, *options, "--and-unnamed", "--format", "json").document["free"]
     assert facts["in_place_bytes"] is None
     assert facts["bytes"] == 1000
 
@@ -327,6 +366,52 @@ def test_a_quiet_run_at_its_target_prints_nothing(
     said = invoke("-q", *short, exit_code=4).stderr
     assert "--max-size: " in said
     assert "1 page in flight left alone" in said
+
+
+# --- other stores ---
+
+
+@pytest.mark.slow
+def test_segments_of_a_mooncake_cluster_are_kept_free(
+    invoke: Invoke,
+    source: Path,
+    own_profile: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Mooncake keeps no times, so a plan says what stays."""
+    url = place_of("mooncake", tmp_path, request)
+    invoke("migrate", source, url, "--profile", own_profile)
+    settle("mooncake", request)
+    plan = tmp_path / "plan.jsonl"
+    plan.write_text("".join(f"{json.dumps({'page': name})}\n" for name in HASHES))
+    free = invoke("ls", url, "--summary", "--format", "json").document["free_bytes"]
+    arguments = ("rm", url, "--keep-plan", plan, "--profile", own_profile, "--yes", "--format")
+    document = invoke(*arguments, "json", "--keep-free", free + 1).document
+    assert (document["pages"], document["lacking_bytes"]) == (1, 0)
+    assert document["free_bytes"] > free
+    again = invoke(*arguments, "table", "--keep-free", free + 1).stdout
+    assert "nothing to remove" in again
+    said = invoke(*arguments, "json", "--keep-free", "99.99999%", exit_code=4).stderr
+    assert "the pages that may leave have only" in said
+
+
+@pytest.mark.slow
+def test_snapshots_of_3fs_do_not_tell_what_a_removal_frees(
+    invoke: Invoke, source: Path, own_profile: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    url = place_of("hf3fs", tmp_path, request)
+    invoke("migrate", source, url, "--profile", own_profile)
+    settle("hf3fs", request)
+    plan = tmp_path / "plan.jsonl"
+    plan.write_text("".join(f"{json.dumps({'page': name})}\n" for name in HASHES))
+    arguments = ("rm", url, "--keep-plan", plan, "--profile", own_profile, "--yes")
+    said = invoke(*arguments, "--keep-free", 1, exit_code=2).stderr
+    assert "does not tell its free space after a removal; give --max-size SIZE" in said
+    arguments = (*arguments, "--format", "json")
+    stored = invoke(*arguments, "--max-size", "1TiB").document["free"]["stored_bytes"]
+    document = invoke(*arguments, "--max-size", stored - 1).document
+    assert document["pages"] == 1
 
 
 # --- refusals ---

@@ -507,13 +507,14 @@ def _incomplete(
 ) -> tuple[BoolArray, int]:
     """Return which groups no server can use, as far as that is certain: [groups].
 
-    Only a profile shows which pages are partial. Groups in flight are not judged. Also returns how
-    many pages look partial by a profile that may be wrong, and so are not among them.
+    Only a profile shows which pages are partial. Also returns how many pages look partial by a
+    profile that may be wrong, and so are not among them.
+    in_flight: [groups], which stay whatever they are.
     """
     from hicachectl.move.removal_plan import described_groups
     from hicachectl.pages.group_table import ORPHAN, PARTIAL
 
-    incomplete: BoolArray = (groups.states == ORPHAN) & ~in_flight
+    incomplete: BoolArray = groups.states == ORPHAN
     partial_ones = (groups.states == PARTIAL) & described_groups(groups) & ~in_flight
     if partial_ones.any() and not despite_profile and _doubt(store, groups, in_flight) is not None:
         return incomplete, int(partial_ones.sum())
