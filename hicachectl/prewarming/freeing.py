@@ -60,6 +60,7 @@ class Worth:
 
 
 _LOOK_PAGES = 256  # removed between two looks at a store's free bytes
+_MOST_FAILED = 100  # pages; after more, a removal ends, since the others would fail, too
 
 
 class Freeing:
@@ -92,7 +93,7 @@ class Freeing:
         self._most = len(candidates) - (1 if never_all else 0)
         self._taken = candidates.end(0, gauge.asked)
         self._last: IntArray = candidates.order[:0]
-        self._removed = 0
+        self._removed = self._failed = 0
         self._emptied = ""  # bytes of all pages that may leave, if the target would take them
         self.groups = candidates.order[: self._taken]
         self.lacking = max(0, gauge.asked - candidates.space(self.groups))
@@ -126,7 +127,8 @@ class Freeing:
         self._removed += space(self._last) - space(stayed)
         self.lacking = self.gauge.lacking(self._removed)
         start, end = self._taken, self._taken
-        if self.lacking and not (self.gauge.is_held or (statuses == GroupStatus.FAILED).any()):
+        self._failed += int((statuses == GroupStatus.FAILED).sum())
+        if self.lacking and not (self.gauge.is_held or self._failed > _MOST_FAILED):
             end = self._candidates.end(start, self.gauge.step(self.lacking))
             if self.gauge.is_measured:
                 end = min(end, start + _LOOK_PAGES, max(start, self._most))
@@ -169,11 +171,14 @@ class Freeing:
                 "files that servers hold open, or whether servers write as fast, then run again"
             )
         if self.facts["in_place_bytes"]:
-            return f"{start}: no further page matches; --and-unnamed removes more"
-        if self._taken < len(self._candidates):
-            return f"{start}: pages failed, or only one is left; see above, then run again"
+            return f"{start}: no further page may leave; --and-unnamed removes more"
+        if self._failed > _MOST_FAILED:
+            return f"{start}: {counted(self._failed, 'page')} failed; see above, then run again"
         later = ", once the pages in flight are old enough" if in_flight else ""
-        return f"{start}: no further page matches; give fewer filters, or run again{later}"
+        return (
+            f"{start}: no further page may leave; leave out filters, make room beside the pages, "
+            f"or run again{later}"
+        )
 
     def conclude(self) -> None:
         """Set the facts to those of the groups that were removed, and those that stayed."""

@@ -11,12 +11,13 @@ import pytest
 from msgspec.structs import replace
 
 from hicachectl.backends.file.store import FileStore
+from hicachectl.backends.object_files.writing import FileWriter
 from hicachectl.cli.demo_store import PROFILE
 from hicachectl.formats.profile import dump_profile
 from hicachectl.formats.sizes import parse_size
 from hicachectl.move import withdrawal
 from hicachectl.prewarming.targets import parse_room
-from tests.move.repairs import DSA, INDEXER_BYTES, KV_BYTES, dsa_store, indexer, kv
+from tests.move.repairs import DSA, INDEXER_BYTES, KV_BYTES, dsa_store, indexer, kv, stick
 from tests.move.test_migrate_stores import place_of, settle
 from tests.prewarming.rooms import BLOCK, PAGE_BYTES, PAGE_SPACE, Room, free_bytes
 from tests.prewarming.test_prewarm import HASHES, tokens
@@ -148,7 +149,9 @@ def test_filters_limit_what_leaves_for_free_space(invoke: Invoke, disk: Path) ->
     store = dsa_store(disk / "store", 200)
     put_pages(store, range(300, 310), "_other_0_1", nbytes=BLOCK, mtime=OLD - 9)
     output = invoke("rm", store, "--keep-free", "90%", "--model", "other", "--yes", exit_code=4)
-    assert "no further page matches; give fewer filters, or run again" in output.stderr
+    assert (
+        "no further page may leave; leave out filters, make room beside the pages" in output.stderr
+    )
     assert pages_of(store) == {page(n) for n in range(200)}
 
 
@@ -298,6 +301,33 @@ def test_a_young_incomplete_page_stays(invoke: Invoke, tmp_path: Path, profile: 
     assert pages_of(store) == {page(n) for n in (1, 2, 3, 7)}
 
 
+def test_pages_that_cannot_be_removed_are_passed_over(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One page in the way is no reason for a full disk."""
+    store = dsa_store(tmp_path / "store", 5)
+    stick(monkeypatch, kv(0))
+    output = invoke("rm", store, "--free", 2 * PAGE_BYTES, "--yes", exit_code=4)
+    assert pages_of(store) == {page(n) for n in (0, 3, 4)}
+    assert "Operation not permitted" in output.stdout
+    assert "short of" not in output.stderr
+
+
+def test_a_store_in_which_nothing_can_be_removed_is_given_up(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, tried = dsa_store(tmp_path / "store", 400), list[bytes]()
+
+    def stuck(writer: FileWriter, key: bytes, version: bytes | None = None) -> None:
+        tried.append(key)
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(FileWriter, "remove", stuck)
+    output = invoke("rm", store, "--free", 110 * PAGE_BYTES, "--yes", exit_code=4)
+    assert "short of 1.1 MiB: 110 pages failed; see above, then run again" in output.stderr
+    assert len(tried) == 110
+
+
 @pytest.fixture
 def own_profile(tmp_path: Path) -> Path:
     """Write the profile of the demo's pages."""
@@ -408,9 +438,9 @@ def test_snapshots_of_3fs_do_not_tell_what_a_removal_frees(
     arguments = ("rm", url, "--keep-plan", plan, "--profile", own_profile, "--yes")
     said = invoke(*arguments, "--keep-free", 1, exit_code=2).stderr
     assert "does not tell its free space after a removal; give --max-size SIZE" in said
-    arguments = (*arguments, "--format", "json")
-    stored = invoke(*arguments, "--max-size", "1TiB").document["free"]["stored_bytes"]
-    document = invoke(*arguments, "--max-size", stored - 1).document
+    listed = (*arguments, "--format", "json")
+    stored = invoke(*listed, "--max-size", "1TiB").document["free"]["stored_bytes"]
+    document = invoke(*listed, "--max-size", stored - 1).document
     assert document["pages"] == 1
 
 
