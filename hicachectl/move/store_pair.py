@@ -389,8 +389,7 @@ def plan_trailers(stores: StorePair, mode: TrailerMode) -> TrailerPlan:
     if isinstance(destination, Trailed):
         destination.expect_identities(identities)
         if not keeps:
-            copies_others = stores.unchanged and writes and not stores.adopts
-            others = _others(markers, identities) if copies_others else {}
+            others = _others(markers, identities) if stores.unchanged and writes else {}
             new = {**others, **identities} if writes else {}
             destination.write_trailers(new, _digest(destination, markers, new))
     return TrailerPlan(

@@ -221,3 +221,30 @@ def test_another_user_does_all_with_a_store_of_their_own_or_their_group(
     (gone,) = as_nobody([change["rm"]], place / "home")
     assert gone.status == 0, gone.stderr
     assert not list(store.glob("*.bin"))
+
+
+@needs_root
+def test_trailers_in_place_keep_owner_group_and_mode_or_are_not_written(place: Path) -> None:
+    """A file of the operator's own might not be evicted by the server, or not be read."""
+    store = demo_store(place / "store")
+    given(store, NOBODY, NOBODY, 0o777, 0o644)
+    theirs = min(store.glob("*_0_2.bin"))
+    os.chown(theirs, NOBODY + 1, NOBODY)
+    before = {path.name: path.stat() for path in store.glob("*.bin")}
+    adopt = ["migrate", store, store, "--profile", place / "p.toml", "--weights", 32 * "a"]
+    adopt += ["--trailers", "write", "--format", "json"]
+    (ended,) = as_nobody([adopt], place / "home")
+    document = json.loads(ended.stdout)
+    assert (ended.status, document["pages"], document["failed"]) == (4, PAGES - 1, 1)
+    assert f"{theirs.name}: its owner, group or mode cannot be kept" in ended.stderr
+    assert theirs.stat().st_ino == before[theirs.name].st_ino
+    done = run(*adopt)  # as root
+    assert json.loads(done.stdout)["pages"] == 1, done.stderr
+    for path in store.glob("*.bin"):
+        now, earlier = path.stat(), before[path.name]
+        assert now.st_size == earlier.st_size + 128
+        assert (now.st_uid, now.st_gid, now.st_mode) == (
+            earlier.st_uid,
+            earlier.st_gid,
+            earlier.st_mode,
+        )

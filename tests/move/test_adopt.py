@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,8 +12,10 @@ from msgspec.structs import replace
 
 from hicachectl.backends.disk import durable
 from hicachectl.backends.file.folders import ObjectDirectory
-from hicachectl.backends.object_files import tree
+from hicachectl.backends.file.store import FileStore
+from hicachectl.backends.object_files import copies, listing, tree, writing
 from hicachectl.backends.object_files.epochs import begin_epoch
+from hicachectl.formats.identity import profile_identities
 from hicachectl.formats.profile import dump_profile
 from hicachectl.formats.trailer import TRAILER_BYTES
 from tests.move.migrations import migrated
@@ -172,14 +175,14 @@ def test_only_whole_pages_of_the_profile_are_adopted(adoption: Adoption) -> None
     (adoption.store / ANCHOR).unlink()  # partial
     short = f"{page(2)}_demo-hybrid-1b_1_2.bin"
     (adoption.store / short).write_bytes(b"short")
-    other = f"{page(0)}_other-model_0_2.bin"
+    other = f"{page(0)}_x-dsa.bin"
     (adoption.store / other).write_bytes(bytes(100))
     for path in adoption.store.glob("*.bin"):
         os.utime(path, (OLD, OLD))
     adoption.objects = files(adoption.store)
     document = adoption.run()
-    assert document["pages"] == 2
-    for said in ("1 page not whole", "1 page with errors", "1 page with ambiguous keys"):
+    assert (document["pages"], document["skipped"]) == (2, 0)
+    for said in ("1 page not whole", "1 page with errors", "1 page of x-dsa"):
         assert said in document["stderr"]
     kept = {name for name in adoption.objects if name[:64] in (page(1), page(2))}
     assert adoption.bare == kept | {other}
@@ -196,6 +199,18 @@ def test_objects_of_another_identity_stay(adoption: Adoption) -> None:
     assert "1 page with objects of other weights" in document["stderr"]
     now = files(adoption.store)
     assert all(now[name] == before[name] for name in now if name.startswith(page(0)))
+
+
+def test_other_deployments_keep_their_trailers(adoption: Adoption) -> None:
+    """Their identities, of which one suffix has two here, need not be known."""
+    for weights, number in ((INDEXED.weights, 5), (OTHER_WEIGHTS, 6)):
+        served_store(adoption.store, replace(INDEXED, weights=weights), [number])
+    before = files(adoption.store)
+    assert adoption.run()["pages"] == 4
+    now = files(adoption.store)
+    assert [name for name in now if now[name] == before[name]] == [
+        name for name in now if name not in adoption.objects
+    ]
 
 
 def test_files_with_another_hard_link_stay(adoption: Adoption, tmp_path: Path) -> None:
@@ -242,6 +257,38 @@ def test_verified_adoption(adoption: Adoption) -> None:
     assert adoption.run("--verify")["skipped"] == 4
 
 
+def test_an_object_that_has_its_trailer_is_left_alone(adoption: Adoption) -> None:
+    """Another adoption may have been faster."""
+    adoption.run()
+    identities = profile_identities(HYBRID, "file")
+    with FileStore(adoption.store) as store:
+        rows = next(store.scan(("nbytes",)))
+        inodes = {path: path.stat().st_ino for path in adoption.store.glob("*.bin")}
+        store.write_trailers(identities, "xxh3")
+        assert store.adopt(rows, rows.column("nbytes").to_numpy()).all_ok
+    assert {path: path.stat().st_ino for path in adoption.store.glob("*.bin")} == inodes
+
+
+def test_a_listing_that_began_before_the_first_marker_has_the_right_sizes(
+    adoption: Adoption, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch_reader, runs = listing.batch_reader, list[object]()
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        if not runs:
+            runs.append(None)
+            adoption.run()
+        return batch_reader(*arguments, **options)
+
+    with FileStore(adoption.store) as store:
+        monkeypatch.setattr(listing, "batch_reader", late)
+        (batch,) = store.scan(("nbytes",))
+    listed = zip(batch.column("key").to_pylist(), batch.column("nbytes").to_pylist(), strict=True)
+    assert {key.decode(): size for key, size in listed} == {
+        name: len(data) for name, data in adoption.objects.items()
+    }
+
+
 @pytest.mark.slow
 @needs_root
 def test_the_store_grows_by_no_more_than_the_buffer(invoke: Invoke, tmp_path: Path) -> None:
@@ -276,6 +323,23 @@ def at_exchange(monkeypatch: pytest.MonkeyPatch, path: Path, act: Callable[[Path
         return exchange(directory, one, other)
 
     monkeypatch.setattr(tree, "exchange", hooked)
+
+
+def after_copies(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], stage: int = 0
+) -> None:
+    """Act each time when copies are on the disk and have no names yet.
+
+    stage: number of calls to leave out; the anchors come after the sidecars.
+    """
+    sync_data, calls = writing.FileWriter.sync_data, count()
+
+    def synced(writer: writing.FileWriter, found: Any) -> None:
+        sync_data(writer, found)
+        if next(calls) >= stage:
+            act()
+
+    monkeypatch.setattr(writing.FileWriter, "sync_data", synced)
 
 
 def rewrite(path: Path) -> None:
@@ -388,17 +452,64 @@ def test_a_file_that_is_used_meanwhile_stays_used(
     adoption: Adoption, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plug-in sets the atime of a page that it reads, and evicts by it."""
-    sync_data = "hicachectl.backends.object_files.writing.FileWriter.sync_data"
     path = adoption.store / ANCHOR
     mtime_ns = path.stat().st_mtime_ns
+    uses: list[int] = []
 
-    def used(*_: object) -> None:
-        os.utime(path, ns=(mtime_ns + 10**15, mtime_ns))
+    def use() -> None:
+        uses.append(mtime_ns + (len(uses) + 1) * 10**15)
+        os.utime(path, ns=(uses[-1], mtime_ns))
 
-    monkeypatch.setattr(sync_data, used)
+    after_copies(monkeypatch, use)
     adoption.run()
     now = path.stat()
-    assert (now.st_atime_ns, now.st_mtime_ns) == (mtime_ns + 10**15, mtime_ns)
+    assert (now.st_atime_ns, now.st_mtime_ns) == (uses[-1], mtime_ns)
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("act", [rewrite, os.unlink])
+def test_a_file_that_changes_after_its_copy_stays_as_the_server_left_it(
+    adoption: Adoption,
+    monkeypatch: pytest.MonkeyPatch,
+    act: Callable[[Path], object],
+    can_exchange: bool,
+) -> None:
+    """Also where names cannot be exchanged, except at the very moment of the rename."""
+    path = adoption.store / ANCHOR
+    inodes: list[int] = []
+
+    def once() -> None:
+        if path.exists() and not inodes and any(adoption.store.glob(".hicachectl-*")):
+            act(path)
+            inodes.append(path.stat().st_ino if path.exists() else 0)
+
+    if not can_exchange:
+        monkeypatch.setattr(tree, "exchange", lambda *_: False)
+    after_copies(monkeypatch, once, stage=1)
+    monkeypatch.setattr("hicachectl.move.runs._WAIT_SECONDS", ())
+    document = adoption.run(exit_code=4 if act is rewrite else 0)
+    assert document["pages"] == 3
+    assert ([path.stat().st_ino] if path.exists() else [0]) == inodes
+    assert adoption.leftovers == []
+
+
+def test_a_file_that_is_written_to_during_its_copy_keeps_its_bytes(
+    adoption: Adoption, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No server writes in place; another program may."""
+    path, copy_to = adoption.store / ANCHOR, copies.CopiedObject.copy_to
+
+    def copied(one: copies.CopiedObject, copy: int, tail: bytes) -> None:
+        copy_to(one, copy, tail)
+        if one.key == ANCHOR.encode():
+            path.write_bytes(bytes(len(adoption.objects[ANCHOR])))
+
+    monkeypatch.setattr(copies.CopiedObject, "copy_to", copied)
+    document = adoption.run(exit_code=4)
+    assert (document["pages"], document["failed"]) == (3, 1)
+    assert f"{ANCHOR}: rewritten during the copy; run again" in document["stderr"]
+    assert path.read_bytes() == bytes(len(adoption.objects[ANCHOR]))
+    assert adoption.leftovers == []
 
 
 def test_a_file_system_that_cannot_exchange_names(
