@@ -212,7 +212,7 @@ class Cluster(Closing):
         # its other port, and ends if that port is taken.
         port = int(self.master.rpartition(":")[2])
         ready = '"service_ready":true' in self.ask("health")
-        return ready and self._master is not None and _listens(self._master.pid, port)
+        return ready and self._master is not None and port in listening_ports(self._master.pid)
 
     def _segments(self) -> set[str]:
         return set(self.ask("get_all_segments").split())
@@ -280,16 +280,17 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def _listens(pid: int, port: int) -> bool:
-    """Return whether this process listens at a port."""
+def listening_ports(pid: int) -> set[int]:
+    """Return the ports at which a process listens."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    listening = (row for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A")
-    sockets = {f"socket:[{row[9]}]" for row in listening}
+    listening = {
+        f"socket:[{row[9]}]": int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"
+    }
     held = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
             held.add(str(link.readlink()))
-    return bool(sockets & held)
+    return {port for name, port in listening.items() if name in held}
 
 
 def _await(ready: Callable[[], Any], complaint: str, timeout_s: float) -> Any:

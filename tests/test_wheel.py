@@ -23,7 +23,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from hicachectl import __version__
-from tests.mooncake_cluster import HOST, free_ports
+from tests.mooncake_cluster import HOST, free_ports, listening_ports
 from tests.prewarming.test_prewarm import tokens
 from tests.skips import missing, need_tool
 from tests.waiting import PATIENCE_S, wait_until
@@ -387,6 +387,10 @@ def test_the_gate_of_the_manifests_waits_for_their_store_without_cuda(
         assert document["attempts"] >= 2
         assert document["usable_tokens"] == document["requested_tokens"] > 0
         assert not list((tmp_path / "gate").iterdir())
+        assert listening_ports(processes[1].pid) == {rpc, admin}
+        of_store = listening_ports(processes[2].pid) - {client}  # network-policy.yaml lets these in
+        assert of_store
+        assert all(15000 <= port <= 17000 for port in of_store)
         (again,) = containers_of("prewarm-cronjob.yaml")
         assert json.loads(Pod(image, again, instead).run(tmp_path))["copied_pages"] == 0
         (verify,) = containers_of("verify-nightly.yaml", "initContainers")
