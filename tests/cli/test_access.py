@@ -6,6 +6,7 @@ new one needs its row in access.toml, and a line here.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -58,6 +59,7 @@ explain missing-rank
 hits STORE --token-ids TOKENS --profile PROFILE
 hits STORE --prompts PROMPTS --tokenizer TOKENIZER --profile PROFILE
 simulate STORE --trace TOKENS --profile PROFILE
+simulate --trace PACKED --profile PROFILE --capacity 1MiB --what-if page_size=32
 restore QUARANTINE STORE --yes
 restore QUARANTINE STORE --dry-run
 quarantine list QUARANTINE
@@ -68,7 +70,7 @@ prewarm --profile PROFILE --trace TOKENS --dry-run --output OUT
 prewarm DST --from SRC --profile PROFILE --plan PLAN
 prewarm DST --from SRC --all --min-usable 0 --open-after 1m --open-since SINCE
 prewarm DST --from SRC --profile PROFILE --all --dry-run
-prewarm DST2 --profile PROFILE --token-ids TOKENS --through-server SERVER
+prewarm DST2 --profile PROFILE --token-ids PACKED --through-server SERVER
 migrate SRC DST --profile PROFILE --pages-from PAGES
 migrate SRC DST --profile PROFILE --to-profile OTHER --move --yes
 migrate SRC DST --profile PROFILE --dry-run
@@ -156,21 +158,14 @@ class Site(NamedTuple):
         """Return the place that an effect is about; None if any command may have the effect."""
         verb, name = effect
         path = Path(name)
-        if verb == "connects":
-            return "SERVER" if self.server == f"http://{name}" else name
-        if path.is_relative_to(self.folder) and len(path.relative_to(self.folder).parts) > 1:
+        if self.folder in path.parents and (verb != "reads" or path.parent != self.folder):
             return path.relative_to(self.folder).parts[0].rstrip("2")
-        if verb == "reads" and path.is_relative_to("/proc") and not self._is_common(path):
-            return "PROCESSES"
-        if verb == "runs" and path == Path(os.path.normpath(sys.executable)):
-            return None
-        if verb == "writes":
-            return None if path == Path("/dev/null") else self._created(path)
-        return None if verb == "reads" and self._is_common(path) else name
-
-    def _created(self, path: Path) -> str:
-        """Return the place of a temporary file beside it."""
-        return path.parent.name if path.parent.parent == self.folder else str(path)
+        if verb == "connects" and self.server == f"http://{name}":
+            return "SERVER"
+        if verb == "reads" and not self._is_common(path):
+            return "PROCESSES" if path.is_relative_to("/proc") else name
+        common = {"writes": "/dev/null", "runs": os.path.normpath(sys.executable)}
+        return None if verb == "reads" or common.get(verb) == name else name
 
     def _is_common(self, path: Path) -> bool:
         program = [sys.prefix, sys.base_prefix, str(ROOT)]
@@ -184,6 +179,7 @@ def environment(site: Site) -> dict[str, str]:
         "PATH": os.environ["PATH"],
         "HOME": "/nonexistent",
         "XDG_STATE_HOME": str(site.folder / "MARKS"),
+        "TMPDIR": str(site.folder / "TMPDIR"),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
 
@@ -192,7 +188,7 @@ def environment(site: Site) -> dict[str, str]:
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make the places once."""
     site = Site(tmp_path_factory.mktemp("access"))
-    for word in (*PLACES, "MARKS"):
+    for word in (*PLACES, "MARKS", "TMPDIR"):
         (site.folder / word).mkdir()
     stores = [demo_store(site.path(word)) for word in ("STORE", "SRC", "DST2", "A", "B")]
     anchors = sorted(path for path in stores[0].glob("*.bin") if "mamba" not in path.name)
@@ -204,6 +200,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(CONFIGS / "llama-3.1-8b.json", site.path("MODEL"))
     shutil.copy(CONFIGS / "llama-3.1-8b-eagle.json", site.path("DRAFT"))
     site.path("TOKENS").write_text(json.dumps(list(range(200))) + "\n")
+    site.path("PACKED").write_bytes(gzip.compress(site.path("TOKENS").read_bytes()))
     site.path("PROMPTS").write_text(json.dumps("the cat sat on the mat") + "\n")
     site.path("PAGES").write_text(anchors[-1].name[:64] + "\n")
     shorten(anchors[0])
