@@ -52,7 +52,8 @@ class Ended:
 _PROGRAM = """
 import importlib, json, os, pkgutil, resource, sys, tempfile
 import concurrent.futures.thread, csv, difflib, encodings.ascii, encodings.idna, encodings.latin_1
-import encodings.utf_8_sig, importlib.metadata, pwd, secrets, shutil, tomllib, uuid
+import encodings.unicode_escape, encodings.utf_8_sig, importlib.metadata, pwd, secrets, shutil
+import tomllib, uuid
 import blake3, click, numpy, prometheus_client.parser, pyarrow, pyarrow.compute, pyarrow.fs
 import pyarrow.parquet
 import hicachectl

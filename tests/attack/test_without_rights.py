@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+FOUND = (
+    "verify",
+    "prewarm from",
+    "doctor",
+    "report",
+)  # commands that end with 4 for a damaged page
+
+
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command line in a separate process."""
     return subprocess.run(
@@ -150,6 +158,10 @@ def looking(place: Path, store: Path, page: str) -> dict[str, list[object]]:
         "prewarm from": ["prewarm", target / "warm", "--from", store, "--all",
                          "--profile", profile],
         "pack info": ["pack", "info", target / "b.hcpack"],
+        "doctor": ["doctor", store],
+        "report": ["report", store, "-o", target / "page.html"],
+        "profile": ["profile", store],
+        "simulate": ["simulate", store, "--trace", place / "ids.jsonl", "--profile", profile],
     }  # fmt: skip
 
 
@@ -175,7 +187,7 @@ def test_another_user_changes_nothing_of_a_store_of_root(place: Path, kind: str)
         assert "Permission denied; run as the server's user" in answers["ls"].stderr
     else:
         status = {name: answers[name].status for name in looking(place, store, page)}
-        assert status == dict.fromkeys(status, 0) | {"verify": 4, "prewarm from": 4}
+        assert status == dict.fromkeys(status, 0) | dict.fromkeys(FOUND, 4)
         (copied,) = (place / "home").glob("copied")
         assert len({path.name[:64] for path in copied.glob("*.bin")}) == PAGES - 1
     for name, answer in refused.items():
