@@ -15,9 +15,10 @@ Layouts show in the findings of `checks.layouts`: only before, or only after som
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import isfinite
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +26,7 @@ import pyarrow as pa
 
 from hicachectl.checks.evidence import LEAST_OBJECTS, QUARTILES
 from hicachectl.checks.findings import findings
-from hicachectl.checks.tables import WORD_BYTES, sections_of
+from hicachectl.checks.tables import WORD_BYTES, code_dtype_of, sections_of
 from hicachectl.formats.layouts import TENSOR_DTYPE_BYTES
 from hicachectl.kernels.values import is_inf, is_nan, to_float32
 from hicachectl.text.units import counted, second, written_between
@@ -44,11 +45,10 @@ if TYPE_CHECKING:
     Codes = npt.NDArray[np.uint16]
     Octaves = npt.NDArray[np.float64]
 
-# Dtypes of one width, with the number of codes in an octave. The first has more.
-_WIDTHS = {
-    2: (("float16", 1024), ("bfloat16", 128)),
-    1: (("float8_e4m3fn", 8), ("float8_e4m3fnuz", 8), ("float8_e5m2", 4)),
-}
+# Dtypes of each width. The first one has so many times more codes in an octave: bits of the factor.
+_RIVALS = {2: ("float16", "bfloat16"), 1: ("float8_e4m3fn", "float8_e5m2")}
+_FACTORS = {2: 3, 1: 1}
+_FNUZ = "float8_e4m3fnuz"  # takes the place of float8_e4m3fn on some devices
 # Numbers of an object that are looked at. Their quartiles vary by a tenth of an octave, as much as
 # those of whole pages.
 _NUMBERS = 512
@@ -58,8 +58,7 @@ _LEAST_SHARE = 0.01  # with fewer of the objects compared, there is no change
 _NEAR = 0.4  # most distance of the quartiles before a change from those after it
 _SCATTER = 0.75  # most distance of an object from the others
 _SCATTERED = 0.05  # share of objects that may be further apart
-# Logarithm of the factor between the distances of quartiles: three octaves or one, give or take.
-_FACTOR_ERROR = 0.35
+_FACTOR_ERROR = 0.35  # most error of the factor between the distances of quartiles, in bits
 _ROUNDS = 20  # more than the search for two groups needs
 _MISPLACED = 0.05  # share of the fewer objects that may have been written on the wrong side
 
@@ -68,10 +67,11 @@ _MISPLACED = 0.05  # share of the fewer objects that may have been written on th
 class Quartiles:
     """Quartiles of objects of one spec.
 
-    width: bytes of a number. words: places that are looked at.
+    width: bytes of a number. dtypes: those that the numbers may have. words: places looked at.
     """
 
     width: int
+    dtypes: tuple[str, str]
     words: IntArray
 
     def __call__(self, objects: Bytes, rows: IntArray) -> Codes:
@@ -83,6 +83,14 @@ class Quartiles:
         quartiles: Codes = codes[:, [int(share * (codes.shape[1] - 1)) for share in QUARTILES]]
         return quartiles
 
+    def readings(self, codes: Codes) -> dict[str, list[float | None]]:
+        """Return the quartiles [3] of an object, read in each dtype; None for no finite number."""
+        bits = codes.astype(f"<u{self.width}")
+        return {
+            dtype: [size if isfinite(size) else None for size in to_float32(bits, dtype).tolist()]
+            for dtype in self.dtypes
+        }
+
 
 def quartiles_of(expected: ObjectSpec, profile: Profile) -> Quartiles | None:
     """Return the quartiles of one spec; None if its numbers are of several dtypes, or few.
@@ -91,7 +99,7 @@ def quartiles_of(expected: ObjectSpec, profile: Profile) -> Quartiles | None:
     """
     if expected.nbytes % WORD_BYTES:
         return None
-    known = {dtype for rivals in _WIDTHS.values() for dtype, _ in rivals}
+    known = {_FNUZ, *chain.from_iterable(_RIVALS.values())}
     plain = [
         (section, section.table.columns[0].dtype)
         for section in sections_of(expected, profile)
@@ -104,20 +112,17 @@ def quartiles_of(expected: ObjectSpec, profile: Profile) -> Quartiles | None:
     words = np.concatenate([section.some_words(most) for section, _ in plain])
     if len(words) * WORD_BYTES < _LEAST_NUMBERS * width:
         return None
-    return Quartiles(width, np.sort(np.random.default_rng(0).permutation(words)[:most]))
+    words = np.sort(np.random.default_rng(0).permutation(words)[:most])
+    return Quartiles(width, _rivals(width, profile, expected.coordinate.pool), words)
 
 
-def readings(codes: Codes, width: int) -> dict[str, list[float | None]]:
-    """Return the magnitudes of an object's quartiles [3], read in each dtype of a width.
-
-    None where the bits are no finite number.
-    """
-    bits = codes.astype(f"<u{width}")
-    values = {dtype: to_float32(bits, dtype).tolist() for dtype, _ in _WIDTHS[width]}
-    return {
-        dtype: [size if math.isfinite(size) else None for size in sizes]
-        for dtype, sizes in values.items()
-    }
+def _rivals(width: int, profile: Profile | None, pool: str) -> tuple[str, str]:
+    """Return the dtypes of one width that numbers of a pool may have."""
+    first, second = _RIVALS[width]
+    known = None if profile is None else profile.pool(pool)
+    if width == 1 and profile is not None and known is not None:
+        first = code_dtype_of(profile, known)
+    return first, second
 
 
 # --- judging ---
@@ -151,7 +156,8 @@ def check_changes(given: CheckSums) -> Iterator[pa.Table]:
             by_part[key].append(given.evidence.filter(pa.array(affixes == affix)))
     for (owner, pool, part), tables in by_part.items():
         deployment = table.deployments[owner]
-        for kinds in filter(None, (_dtypes(tables), _layouts(tables, deployment.profile))):
+        profile = deployment.profile
+        for kinds in filter(None, (_dtypes(tables, profile, pool), _layouts(tables, profile))):
             since, text = _described(kinds)
             yield findings(
                 "values-changed",
@@ -164,12 +170,12 @@ def check_changes(given: CheckSums) -> Iterator[pa.Table]:
             )
 
 
-def _dtypes(tables: list[pa.Table]) -> _Kinds | None:
+def _dtypes(tables: list[pa.Table], profile: Profile | None, pool: str) -> _Kinds | None:
     """Return the two dtypes of a part's objects; None without a change.
 
     tables: evidence of each rank. Most of those with enough objects must show the same change.
     """
-    found: dict[tuple[str, str], list[_Kinds]] = defaultdict(list)
+    ranks: list[_Kinds] = []
     judged = 0
     for seen in tables:
         codes = np.stack([seen.column(f"quartile_{n}").to_numpy() for n in (1, 2, 3)], axis=1)
@@ -177,35 +183,36 @@ def _dtypes(tables: list[pa.Table]) -> _Kinds | None:
         known = codes[:, 0] > 0  # a quartile of zero has no logarithm
         if width and np.count_nonzero(known) >= 2 * LEAST_OBJECTS:
             judged += 1
-            kinds = _two_dtypes(codes[known], width, _times(seen)[known])
-            if kinds is not None:
-                found[kinds.names].append(kinds)
-    for names, ranks in found.items():
-        if 2 * len(ranks) > judged:
-            second = np.concatenate([kinds.second for kinds in ranks])
-            times = np.concatenate([kinds.written_ns for kinds in ranks])
-            return _Kinds(names, second, times, ranks[0].evidence)
-    return None
+            rivals = _rivals(width, profile, pool)
+            kinds = _two_dtypes(codes[known], rivals, _FACTORS[width], _times(seen)[known])
+            ranks += [] if kinds is None else [kinds]
+    if 2 * len(ranks) <= judged:
+        return None
+    second = np.concatenate([kinds.second for kinds in ranks])
+    times = np.concatenate([kinds.written_ns for kinds in ranks])
+    return replace(ranks[0], second=second, written_ns=times)
 
 
-def _two_dtypes(codes: Codes, width: int, written_ns: IntArray) -> _Kinds | None:
+def _two_dtypes(
+    codes: Codes, rivals: tuple[str, str], factor: int, written_ns: IntArray
+) -> _Kinds | None:
     """Return the two dtypes of objects of one spec; None for one dtype. codes: [n, 3]."""
     apart = np.log2(np.maximum(codes[:, 2].astype(np.float64) - codes[:, 0], 0.5))
     narrow = _lower_half(apart)
     if _few(narrow):
         return None
-    factor = np.median(apart[~narrow]) - np.median(apart[narrow])
-    *rivals, (second, second_codes) = _WIDTHS[width]
-    for first, first_codes in rivals:
-        if abs(factor - np.log2(first_codes / second_codes)) > _FACTOR_ERROR:
-            continue
-        both = _octaves(codes[~narrow], first), _octaves(codes[narrow], second)
-        centres = [np.median(octaves, axis=0) for octaves in both]
-        if np.abs(centres[0] - centres[1]).max() <= _NEAR and all(map(_gathered, both)):
-            texts = (", ".join(f"{size:.2g}" for size in np.exp2(centre)) for centre in centres)
-            evidence = "quartiles of the magnitudes are {} and {} in these dtypes".format(*texts)
-            return _Kinds((first, second), narrow, written_ns, evidence)
-    return None
+    if abs(np.median(apart[~narrow]) - np.median(apart[narrow]) - factor) > _FACTOR_ERROR:
+        return None
+    both = [_octaves(codes[of], dtype) for of, dtype in zip((~narrow, narrow), rivals, strict=True)]
+    centres = [np.median(octaves, axis=0) for octaves in both]
+    if np.abs(centres[0] - centres[1]).max() > _NEAR or not all(map(_gathered, both)):
+        return None
+    texts = (
+        f"{', '.join(f'{size:.2g}' for size in np.exp2(centre))} in {dtype}"
+        for centre, dtype in zip(centres, rivals, strict=True)
+    )
+    evidence = f"quartiles of the magnitudes are {' and '.join(texts)}"
+    return _Kinds(rivals, narrow, written_ns, evidence)
 
 
 def _few(chosen: BoolArray) -> bool:
@@ -286,7 +293,7 @@ def _described(kinds: _Kinds) -> tuple[int | None, str]:
         texts = (f"{name} in {counted(n, 'object')}{_written(kinds, of)}" for name, n, of in both)
         return None, (
             f"numbers are {' and '.join(texts)}{evidence}; servers with both settings wrote them: "
-            "remove the pages of one with hicachectl rm --since --before, or all of them"
+            "remove the pages of the wrong one with hicachectl rm --since --before, or all pages"
         )
     since_ns, to_second = change
     old, new = kinds.names if to_second else kinds.names[::-1]

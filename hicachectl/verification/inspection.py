@@ -249,14 +249,10 @@ def _readings(
     """Yield the quartiles that `checks.changes` compares, read in each dtype of their width."""
     keys = object_rows(inventory).column("key")
     noted = np.flatnonzero(reading.quartiles.any(axis=1))
-    if not len(noted):
-        return
-    from hicachectl.checks.changes import readings
-
     for row in noted.tolist():
         quartiles = checkers[int(inventory.affix_ids[row])].quartiles
         if quartiles is not None:
-            for dtype, sizes in readings(reading.quartiles[row], quartiles.width).items():
+            for dtype, sizes in quartiles.readings(reading.quartiles[row]).items():
                 quarter, half, more = sizes
                 yield Reading(
                     key=keys[row].as_py(),

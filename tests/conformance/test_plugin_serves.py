@@ -6,13 +6,28 @@ killed by the last test.
 
 from __future__ import annotations
 
+import os
+import shutil
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
+from hicachectl.backends.file.store import FileStore
+from hicachectl.verification.request import VerifyRequest
+from tests.checks.value_cases import profile_of
 from tests.conformance import tiny_llama
-from tests.conformance.cpu_server import DEVICE_TOKENS, CpuServer, page_files, prompt
+from tests.conformance.cpu_server import (
+    DEVICE_TOKENS,
+    MODEL,
+    PAGE_SIZE,
+    CpuServer,
+    page_files,
+    prompt,
+)
 from tests.conformance.plugin_site import PAGE_BYTES, Site, full_hit, plugin_config
+from tests.conformance.tiny_llama import HEAD_DIM, KV_HEADS, LAYERS
+from tests.stores import OLD
+from tests.verification.in_process import verify_store
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -190,6 +205,37 @@ def _moved(server: CpuServer) -> tuple[int, ...]:
         ]
         counts.append(int(sum(float(line.rpartition(" ")[2]) for line in lines)))
     return tuple(counts)
+
+
+def test_pages_of_another_dtype_are_found_without_the_plugin(
+    cpu_server: CpuServer, direct_server: CpuServer, tmp_path: Path
+) -> None:
+    """HiCacheFile's keys and sizes are equal; prompts of one token and of few are among them."""
+    prompts = [prompt(seed) for seed in range(2)]
+    prompts += [[7] * len(PROMPT), [11, 12, 99, 5, 6] * (len(PROMPT) // 5)]
+    for server, name in ((cpu_server, "bfloat16"), (direct_server, "float16")):
+        (tmp_path / name).mkdir()
+        server.attach("file", {"file_storage_path": str(tmp_path / name)})
+        for tokens in prompts:
+            server.generate(tokens)
+        server.detach()
+    profile = profile_of(
+        {"kind": "mha", "dtype": "float16", "layers": LAYERS, "kv_heads": KV_HEADS,
+         "head_dim": HEAD_DIM}, page_size=PAGE_SIZE, model=MODEL,
+    )  # fmt: skip
+    names = sorted(path.name for path in (tmp_path / "float16").glob("*.bin"))
+    assert len(names) >= 20
+    found = {}
+    for later in (len(names), len(names) // 2, 9):
+        store = tmp_path / f"store-{later}"
+        store.mkdir()
+        for number, name in enumerate(names):
+            dtype = "float16" if number >= len(names) - later else "bfloat16"
+            shutil.copy(tmp_path / dtype / name, store)
+            os.utime(store / name, (OLD + number, OLD + number))
+        verified = verify_store(FileStore(store), VerifyRequest(profile=profile))
+        found[later] = verified.document["counts"].get("values-changed", 0)
+    assert list(found.values()) == [0, 1, 1]
 
 
 # the last test: it ends the second server

@@ -82,7 +82,7 @@ def write_store(
 
 def write_pages(directory: Path, profile: Profile, pages: int = PAGES) -> Path:
     store = directory / "store"
-    store.mkdir()
+    store.mkdir(parents=True)
     for expected in object_specs(profile, "file"):
         before, after = FileGrammar().affix(expected.coordinate)
         objects = KvGenerator(expected, profile, seed=3).objects(range(pages))
@@ -205,6 +205,25 @@ def test_the_host_runs_the_checks_that_have_no_kernel(
     assert {row["code"] for row in expected} == {"repeated-byte"} | (
         {"nan"} if "values" in checks else set()
     )
+
+
+@pytest.mark.slow
+@DEVICES
+def test_a_change_of_the_dtype_is_that_of_the_cpu(
+    tmp_path: Path, on_device: Callable[[str], None], device: str
+) -> None:
+    """Quartiles are those of the bytes in host memory, from which the device reads."""
+    store, profile = write_store(tmp_path, "float8_e4m3fn", 20)
+    later = write_pages(tmp_path / "later", tiny("float8_e5m2")[0], 20)
+    for path in sorted(later.iterdir())[:9]:
+        put(store / path.name, path.read_bytes())
+        os.utime(store / path.name, (OLD + 60, OLD + 60))
+    expected = found(verified(store, profile))
+    assert [row["code"] for row in expected] == ["values-changed"]
+    on_device(device)
+    report = verified(store, profile, "cuda")
+    assert found(report) == expected
+    assert report.document["device"] == device
 
 
 @pytest.mark.slow

@@ -348,12 +348,13 @@ def test_show_reads_the_quartiles_in_each_dtype(invoke: Invoke, tmp_path: Path) 
     file.write_text(dump_profile(profile))
     arguments = ["show", directory, page(1), "--profile", file]
     readings = invoke(*arguments, "--format", "json").document["readings"]
-    assert [row["dtype"] for row in readings] == ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"]
+    assert [row["dtype"] for row in readings] == ["float8_e4m3fn", "float8_e5m2"]
     (path,) = directory.glob(f"{page(1)}*")
     magnitudes = np.abs(to_float32(np.fromfile(path, np.uint8), "float8_e4m3fn"))
     shares = [
         np.mean(magnitudes <= readings[0][name]) for name in ("quarter", "half", "three_quarters")
     ]
     np.testing.assert_allclose(shares, [0.25, 0.5, 0.75], atol=0.08)
-    assert readings[0]["half"] == 2 * readings[1]["half"]
+    half, other = (to_float32(np.arange(128, dtype=np.uint8), row["dtype"]) for row in readings)
+    assert np.argmax(half == readings[0]["half"]) == np.argmax(other == readings[1]["half"]) > 0
     assert "…_m_0_1.bin  float8_e5m2 " in invoke(*arguments).stdout

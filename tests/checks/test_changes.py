@@ -1,0 +1,168 @@
+"""Which evidence of objects of different age shows a change of dtype or layout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from hicachectl.checks.changes import check_changes
+from hicachectl.checks.evidence import EVIDENCE_SCHEMA
+from hicachectl.checks.registry import CheckSums
+from hicachectl.formats.keys import grammar_of
+from hicachectl.pages.deployments import assign_affixes
+from hicachectl.pages.tally import Tally
+from tests.checks.value_cases import profile_of
+from tests.stores import OLD
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+TP = 4
+COUNT = 100
+NANOSECONDS = 10**9
+PROFILE = profile_of(
+    {"kind": "mha", "dtype": "float8_e4m3fn", "layers": 2, "kv_heads": 4, "head_dim": 16}, tp=TP
+)
+# Quartiles 0.35, 0.75 and 1.4 as codes of e4m3 and of e5m2, and those of numbers 2.8 times larger.
+E4M3, E5M2, LARGER = (43, 52, 59), (54, 58, 62), (55, 64, 71)
+
+
+def codes(*quartiles: tuple[int, int, int], spread: float = 0.5, seed: int = 1) -> NDArray[Any]:
+    """Return the quartiles of COUNT objects, in as many equal pieces as there are triples."""
+    each = np.repeat(np.array(quartiles), COUNT // len(quartiles), axis=0)
+    noise = np.random.default_rng(seed).normal(0, spread, each.shape)
+    return np.maximum(0, np.rint(each + noise)).astype(np.uint16)
+
+
+def evidence(
+    *ranks: NDArray[Any], disordered: NDArray[Any] | None = None, timed: bool = True
+) -> pa.Table:
+    """Return evidence of ranks, an object a minute."""
+    tables = []
+    for rank, quartiles in enumerate(ranks):
+        times = pa.array((OLD + 60 * np.arange(len(quartiles))) * NANOSECONDS)
+        columns = [
+            pa.repeat(pa.scalar(rank, pa.int32()), len(quartiles)),
+            times if timed else pa.nulls(len(quartiles), pa.int64()),
+            pa.repeat(pa.scalar(1, pa.uint8()), len(quartiles)),
+            *(pa.array(column) for column in quartiles.T),
+            pa.nulls(len(quartiles), pa.bool_()) if disordered is None else pa.array(disordered),
+        ]
+        tables.append(pa.table(columns, schema=EVIDENCE_SCHEMA))
+    return pa.concat_tables(tables)
+
+
+def found(seen: pa.Table) -> list[dict[str, Any]]:
+    affixes = [("", f"_m_{rank}_{TP}.bin") for rank in range(TP)]
+    table = assign_affixes(affixes, grammar_of("file"), PROFILE)
+    given = CheckSums(table, Tally.nothing(table), seen)
+    rows: list[dict[str, Any]] = pa.concat_tables(
+        [pa.table({"detail": pa.array([], pa.string()), "written": pa.array([], pa.int64())})]
+        + [one.select(["detail", "written"]) for one in check_changes(given)]
+    ).to_pylist()
+    return rows
+
+
+def one_rank(*quartiles: tuple[int, int, int], **options: Any) -> list[dict[str, Any]]:
+    return found(evidence(codes(*quartiles, **options)))
+
+
+@pytest.mark.parametrize("quartiles", [(E4M3, E5M2), (E5M2, E4M3), (E4M3, E4M3, E4M3, E5M2)])
+def test_quartiles_of_two_dtypes_show_the_change(quartiles: tuple[Any, ...]) -> None:
+    (change,) = one_rank(*quartiles)
+    later = quartiles.index(quartiles[-1]) * COUNT // len(quartiles)
+    assert change["written"] == OLD + 60 * later
+    first, last = ("float8_e5m2", "float8_e4m3fn")[:: 1 if quartiles[0] == E5M2 else -1]
+    assert f"{first} before 2023-11-1" in change["detail"]
+    assert f"Z, {last} since then ({later} and {COUNT - later} objects" in change["detail"]
+    evidence = "are 0.34, 0.75, 1.4 in float8_e4m3fn and 0.37, 0.75, 1.5 in float8_e5m2; if "
+    assert evidence in change["detail"]
+
+
+@pytest.mark.parametrize(
+    "quartiles",
+    [
+        (E4M3,),
+        (E5M2,),
+        (E4M3, LARGER),  # scales or weights
+        (E4M3, (50, 54, 58)),  # as near as numbers of e5m2, but of another size
+        (E4M3, (43, 58, 59)),  # only the middle differs
+        (E4M3, (46, 52, 58)),
+        ((0, 0, 4), E5M2),  # no logarithm
+    ],
+    ids=str,
+)
+def test_other_differences_are_no_change_of_the_dtype(quartiles: tuple[Any, ...]) -> None:
+    assert one_rank(*quartiles) == []
+
+
+def test_scattered_objects_show_no_change() -> None:
+    assert len(one_rank(E4M3, E5M2, spread=0.8)) == 1
+    assert one_rank(E4M3, E5M2, spread=4) == []
+    far = codes(E4M3, E5M2)
+    far[::9] += 12
+    assert found(evidence(far)) == []
+
+
+def test_most_ranks_must_show_the_same_change() -> None:
+    same, changed, little = codes(E4M3), codes(E4M3, E5M2), codes(E4M3)[:15]
+    assert len(found(evidence(changed, changed, changed, changed))) == 1
+    assert len(found(evidence(changed, changed, same, changed))) == 1
+    assert found(evidence(changed, changed, same, same)) == []
+    assert found(evidence(same, changed, same, same)) == []
+    assert len(found(evidence(changed, little, little, little))) == 1  # ranks of few objects
+
+
+@pytest.mark.parametrize(("fewer", "shown"), [(7, False), (8, True), (92, True), (93, False)])
+def test_a_few_objects_show_nothing(fewer: int, shown: bool) -> None:
+    quartiles = codes(E4M3)
+    quartiles[:fewer] = codes(E5M2)[:fewer]
+    assert len(found(evidence(quartiles))) == shown
+
+
+def test_one_in_a_hundred_shows_nothing_among_many() -> None:
+    many = np.concatenate([codes(E4M3, seed=n) for n in range(15)])
+    many[:14] = codes(E5M2)[:14]
+    assert found(evidence(many)) == []
+    many[:16] = codes(E5M2)[:16]
+    assert len(found(evidence(many))) == 1
+
+
+def test_a_few_late_writes_of_the_old_dtype_leave_the_time() -> None:
+    quartiles = codes(E4M3, E5M2)
+    quartiles[[60, 90]] = codes(E4M3)[:2]
+    (change,) = found(evidence(quartiles))
+    assert change["written"] == OLD + 60 * COUNT // 2
+    quartiles[52:60] = codes(E4M3)[:8]
+    (change,) = found(evidence(quartiles))
+    assert change["written"] is None
+
+
+def test_without_times_the_kinds_are_counted() -> None:
+    (change,) = found(evidence(codes(E4M3, E5M2), timed=False))
+    assert change["written"] is None
+    counts = "numbers are float8_e4m3fn in 50 objects and float8_e5m2 in 50 objects; "
+    assert counts in change["detail"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_pages_in_another_layout_before_or_after_a_time_show_the_change(first: bool) -> None:
+    disordered = (np.arange(COUNT) < 30) == first
+    (change,) = found(evidence(codes(E4M3), disordered=disordered))
+    assert change["written"] == OLD + 60 * 30
+    kinds = ["another layout", "page_first"][:: 1 if first else -1]
+    assert f"{kinds[0]} before 2023-11-14T22:43:20Z, {kinds[1]} since then" in change["detail"]
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.9, 1.0])
+def test_pages_in_another_layout_at_all_times_show_no_change(share: float) -> None:
+    disordered = np.random.default_rng(2).random(COUNT) < share
+    assert found(evidence(codes(E4M3), disordered=disordered)) == []
+    assert found(evidence(codes(E4M3), disordered=disordered, timed=False)) == []
+
+
+def test_no_evidence_shows_nothing() -> None:
+    assert found(EVIDENCE_SCHEMA.empty_table()) == []
