@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
 
-# Mooncake takes none of these ports; other threads of a server listen at them.
-_EPHEMERAL = range(32768, 61000)
+_PORTS = {"MIN": 15000, "MAX": 17000}  # Mooncake's default range
+_EPHEMERAL = range(32768, 61000)  # ports of other programs, which Mooncake refuses
 _SO_ATTACH_FILTER = 26
 # One instruction of linux/filter.h: BPF_RET | BPF_K with 0 bytes to keep, which drops a packet.
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
@@ -36,19 +36,34 @@ def names_of_sockets() -> frozenset[str]:
 def close_ports(before: Set[str]) -> list[int]:
     """Drop all packets to listeners that are not in `before`, and end their connections.
 
+    Other threads of a server may listen meanwhile, at ports outside of Mooncake's range.
     Returns the ports that stay open, since the kernel has no socket filters.
     """
-    ports, left = set(), []
+    ours, ports, left = _range_of_ports(), set(), []
     fresh = [number for number, name in _sockets() if name not in before]
     for found in _opened(fresh):
         port = _port_of(found)
-        if _listens(found) and port not in _EPHEMERAL:
+        if _listens(found) and port in ours:
             ports.add(port)
             left += [] if _drops_all(found) else [port]
     for found in _opened(fresh):
         if not _listens(found) and _port_of(found) in ports:
             found.shutdown(socket.SHUT_RDWR)
     return left
+
+
+def _range_of_ports() -> range:
+    """Return the ports from which Mooncake takes a free one, by its variables."""
+    first, last = (_stated_port(end, default) for end, default in _PORTS.items())
+    if not 1024 <= first <= last <= 65535 or {first, last} & {*_EPHEMERAL}:
+        first, last = _PORTS.values()
+    return range(first, last + 1)
+
+
+def _stated_port(end: str, default: int) -> int:
+    names = (f"MC_{end}_RPC_PORT", f"MC_{end}_PRC_PORT")
+    text = next((os.environ[name] for name in names if name in os.environ), str(default))
+    return int(text) if text.isdecimal() else 0
 
 
 def _sockets() -> Iterator[tuple[int, str]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 
 from hicachectl.backends.mooncake import client as module
 from hicachectl.backends.mooncake.client import MooncakeClient
@@ -16,8 +17,6 @@ from hicachectl.backends.mooncake.settings import settings_from
 from hicachectl.backends.urls import parse_url
 
 if TYPE_CHECKING:
-    import pytest
-
     from tests.mooncake_cluster import Cluster
 
 HOST = "127.0.0.1"
@@ -47,9 +46,9 @@ def accepts(port: int, host: str = HOST) -> bool:
     return True
 
 
-def listener() -> socket.socket:
+def listener(ports: range = range(15000, 17001)) -> socket.socket:
     """Return a listener at one of Mooncake's ports."""
-    for port in range(15000, 17000):
+    for port in ports:
         try:
             return socket.create_server((HOST, port))
         except OSError:  # another test's
@@ -69,6 +68,32 @@ def test_a_port_and_its_connections_end_and_others_stay() -> None:
             assert all(accepts(each.getsockname()[1]) for each in (other, old, elsewhere))
             peer.close()
             own.close()
+
+
+RANGES = [
+    ("", "", 15000),
+    ("21000", "21999", 21000),
+    ("21999", "21000", 15000),
+    ("40000", "41000", 15000),
+    ("21000", "x", 15000),
+    ("80", "21999", 15000),
+]
+
+
+@pytest.mark.parametrize(("first", "last", "begin"), RANGES)
+@pytest.mark.parametrize("spelling", ["RPC", "PRC"])
+def test_the_ports_are_those_of_mooncakes_variables(
+    monkeypatch: pytest.MonkeyPatch, spelling: str, first: str, last: str, begin: int
+) -> None:
+    """Mooncake takes its own range in place of one that it refuses."""
+    for end, value in (("MIN", first), ("MAX", last)):
+        if value:
+            monkeypatch.setenv(f"MC_{end}_{spelling}_PORT", value)
+    before = names_of_sockets()
+    with listener(range(15000, 16000)) as usual, listener(range(21000, 21999)) as chosen:
+        close_ports(before)
+        ports = {15000: usual.getsockname()[1], 21000: chosen.getsockname()[1]}
+        assert {name for name, port in ports.items() if not accepts(port)} == {begin}
 
 
 def test_nobody_connects_to_a_client_which_reads_and_writes(mooncake_cluster: Cluster) -> None:
