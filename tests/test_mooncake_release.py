@@ -55,6 +55,7 @@ def test_the_newest_release_is_the_one_that_is_pinned(newest: dict[str, str]) ->
     "module",
     some(
         modules_with_clusters(),
+        "tests/backends/mooncake/test_ports.py",
         "tests/backends/mooncake/test_store.py",
         "tests/prewarming/test_faults.py",
     ),

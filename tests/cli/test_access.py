@@ -175,8 +175,9 @@ class Site(NamedTuple):
 
 def environment(site: Site) -> dict[str, str]:
     """Return all variables of a command."""
+    search = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
     return {
-        "PATH": os.environ["PATH"],
+        **{name: os.environ[name] for name in search if name in os.environ},
         "HOME": "/nonexistent",
         "XDG_STATE_HOME": str(site.folder / "MARKS"),
         "TMPDIR": str(site.folder / "TMPDIR"),
