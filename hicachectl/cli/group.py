@@ -52,6 +52,7 @@ _OTHER_NAMES = {
     "estimate capacity": "simulate shows what caches of each size serve",
     "html dashboard graph chart plot": "report shows a store in one HTML file",
     "join combine": "merge joins the parts of a run",
+    "compare cmp": "diff shows how two stores differ",
     "compare cmp differences": "diff compares two stores",
 }
 

@@ -11,16 +11,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-import click
-
 from hicachectl.backends.http import HttpService
-from hicachectl.cli.exit_codes import DONE
 from hicachectl.cli.session import SUCCEEDED, remark
 from hicachectl.formats.errors import StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from urllib.parse import SplitResult
+
+    import click
 
 _TIMEOUT_S = 10.0
 _MAX_REPLY_BYTES = 1 << 20
@@ -48,9 +47,6 @@ def pinged(ctx: click.Context, url: SplitResult) -> Iterator[None]:
         _ping(ctx, service, url, "/start")
         yield
         failed = False
-    except click.exceptions.Exit as request:
-        failed = request.exit_code != DONE
-        raise
     except BrokenPipeError:  # the reader needs no more output
         failed = False
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import ssl
 import subprocess
@@ -233,6 +234,18 @@ def test_over_tls_a_certificate_is_needed(
         assert service.pings == []
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate.with_suffix(".crt")))
         invoke("verify", store, OPTION, service.url)
+    assert service.ends == ["/start", ""]
+
+
+@pytest.mark.slow
+def test_a_reader_that_needs_no_more_output_is_no_failure(service: Service, store: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "hicachectl", "verify", str(store), OPTION, service.url]
+    try:
+        assert subprocess.run(command, stdout=writer, check=False).returncode == 0
+    finally:
+        os.close(writer)
     assert service.ends == ["/start", ""]
 
 

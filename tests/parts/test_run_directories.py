@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl import __version__
+from hicachectl.backends.disk.directory import Directory
 from hicachectl.parts.directory import RunDirectory
 from hicachectl.parts.job import MODULES
 from hicachectl.parts.results import mark_merged
@@ -186,6 +187,7 @@ def test_the_last_change_decides_how_old_a_run_is(runs: ToyRun) -> None:
     os.utime(path / "merged.json", (time.time() - 6 * DAY_S,) * 2)
     assert len(purge_runs(runs.path, time.time() - 7 * DAY_S, unmerged=True).rows) == 0
     os.utime(path / "merged.json", (time.time() - 7.1 * DAY_S,) * 2)
+    os.utime(path / "parts")  # a look at its owner may have changed it
     assert len(purge_runs(runs.path, time.time() - 7 * DAY_S, unmerged=True).rows) == 1
     assert not path.exists()
 
@@ -223,12 +225,31 @@ def test_a_link_to_a_run_as_the_argument_is_the_run(runs: ToyRun) -> None:
     assert (runs.path / "latest").is_symlink()
 
 
+def test_a_directory_that_takes_the_place_of_a_run_stays(
+    runs: ToyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replaced(directory: Directory) -> bool:
+        (runs.path / "merged").rename(runs.path / "moved")
+        (runs.path / "merged").mkdir()
+        return True
+
+    monkeypatch.setattr(Directory, "lock", replaced)
+    report = purge_runs(runs.path, time.time() + 1)
+    assert [row["state"] for row in report.rows.to_pylist()] == ["busy"]
+    assert (runs.path / "merged").exists()
+    assert names_in(runs.path / "moved")
+
+
 @needs_root
 @pytest.mark.parametrize("name", [".", "parts", "parts/00000.json"])
 def test_the_run_of_a_stranger_stays(runs: ToyRun, name: str) -> None:
     path = runs.path / "merged"
     os.chown(path / name, 12345, 12345)
     before = tree(path)
+    list_runs(runs.path)
+    run_status(runs.path / "finished")
+    purge_runs(runs.path, time.time() + 1, dry_run=True)
+    assert tree(path) == before, "looking tries no file"
     report = purge_runs(runs.path, time.time() + 1)
     assert "belongs to user 12345" in str([*report.failures, *report.left])
     assert {*tree(path)} == {*before}
@@ -294,6 +315,7 @@ def purge_killed_at(path: Path, step: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.slow
 def test_a_purge_killed_anywhere_is_completed_by_the_next(runs: ToyRun) -> None:
     template = runs.folder / "template"
     shutil.copytree(runs.path, template, symlinks=True)
@@ -310,6 +332,8 @@ def test_a_purge_killed_anywhere_is_completed_by_the_next(runs: ToyRun) -> None:
         assert left.pop(killed) == ("merged" if steps == 0 else "half-purged")
         assert left == {name: state for name, state in STATES.items() if name != "merged"}
         assert (runs.path / "merged").exists() == (steps == 0)
+        files = names_in(runs.path / killed)
+        assert "run.json" in files or not files, "it says who is trusted"
         report = purge_runs(runs.path, time.time() - DAY_S if steps else time.time() + 1)
         assert [row["state"] for row in report.rows.to_pylist()] == ["purged"]
         assert set(names_in(runs.path)) == {*STATES, "other", "latest", "file"} - {"merged"}
