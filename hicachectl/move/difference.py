@@ -69,7 +69,6 @@ class DiffRequest:
     profile: profile of the first store; None if only its keys are known.
     other_profile: profile of the second store; None for the same as `profile`.
     selection: filters; a page is compared if they choose it in either store.
-    other_selection: filters by the second store's clock; None for the same as `selection`.
     allow_empty: whether to accept stores without pages, and filters that match no page.
     options: how to read; `verify` compares bytes, too.
     """
@@ -77,7 +76,6 @@ class DiffRequest:
     profile: Profile | None = None
     other_profile: Profile | None = None
     selection: Selection = EVERYTHING
-    other_selection: Selection | None = None
     grace_seconds: float = DEFAULT_GRACE_SECONDS
     allow_empty: bool = False
     options: CopyOptions = field(default_factory=CopyOptions)
@@ -109,12 +107,11 @@ def compare_stores(
     pair = StorePair(a, b, request.profile, target, request.options)
     remarks: list[str] = []
 
-    def listed(store: Store, profile: Profile | None, selection: Selection) -> _Side:
+    def listed(store: Store, profile: Profile | None) -> _Side:
         listing = ListingTime.now(store, changes=False)
         inventory = take_inventory(
             store,
             profile,
-            only_others=True,
             needs_pages=not request.allow_empty,
             on_contradiction=lambda text: remarks.append(f"{store.url}: {text}"),
             on_batch=on_listed,
@@ -122,10 +119,10 @@ def compare_stores(
         listing = listing.ended()
         groups = PageGroups(_with_ambiguous(inventory) if pair.unchanged else inventory)
         remarks.extend(store.remarks)
-        return _Side(store, groups, listing, selection.chosen(groups))
+        return _Side(store, groups, listing, request.selection.chosen(groups))
 
-    first = listed(a, request.profile, request.selection)
-    second = listed(b, target, request.other_selection or request.selection)
+    first = listed(a, request.profile)
+    second = listed(b, target)
     if not (first.chosen.any() or second.chosen.any() or request.allow_empty):
         why = explain_selection(a, first.groups.inventory, request.selection)
         raise UsageError(f"Nothing to compare: {why}")

@@ -227,9 +227,11 @@ def test_other_deployments_are_not_compared_with_a_conversion(
     b = tmp_path / "b"
     invoke("migrate", a, b, *options)
     put_pages(a, range(3), "_other-model")
+    put_pages(b, range(2), "_other-model")
     said = invoke("-q", "diff", a, b, *options)
     assert "Not compared: 3 pages of other deployments than the profile's in A" in said.stderr
-    assert invoke.document("diff", a, b, *options)["not_compared"] == 3
+    assert "Not compared: 2 pages of other deployments than the profile's in B" in said.stderr
+    assert invoke.document("diff", a, b, *options)["not_compared"] == 5
 
 
 @pytest.mark.parametrize("side", ["a", "b"])
@@ -243,6 +245,7 @@ def test_young_pages_that_differ_are_in_flight(invoke: Invoke, a: Path, b: Path,
     assert "; 0 different; 1 page not compared" in said.stdout
     document = invoke.document("diff", a, b)
     assert (document["in_flight"], document["complete"], document["different"]) == (1, False, 0)
+    assert document["differences"] == []
     invoke("diff", a, b, "--grace", "0s", exit_code=4)
     os.utime(changed[1][0])  # whole and equal
     assert invoke.document("diff", a, b)["in_flight"] == 1
@@ -272,7 +275,7 @@ def test_a_comparison_of_nothing_is_no_success(invoke: Invoke, a: Path, tmp_path
 def test_filters_choose_pages_in_either_store(invoke: Invoke, a: Path, b: Path) -> None:
     kinds = make_differ(a, b)
     whole = invoke.document("diff", a, b, "--state", "partial", exit_code=4)
-    assert {*kinds_of(whole).values()} == {"incomplete"}
+    assert [*kinds_of(whole).values()] == ["incomplete"] * 2  # partial in one of the stores
     assert whole["equal"] == 0
     for one, kind in list(kinds.items())[:5]:
         document = invoke.document("diff", a, b, "--page", one[:20], exit_code=4)
@@ -341,6 +344,27 @@ def test_a_rank_that_one_store_lacks_everywhere(invoke: Invoke, a: Path, b: Path
         document = invoke.document("diff", *pair, exit_code=4)
         assert {*kinds_of(document).values()} == {"incomplete"}
         assert document["different"] == PAGES
+
+
+def test_deployments_are_counted_apart(invoke: Invoke, a: Path, b: Path) -> None:
+    put_pages(a, range(3), "_first")
+    put_pages(b, range(2), "_second")
+    document = invoke.document("diff", a, b, exit_code=4)
+    sums = [(one["group"], one["difference"], one["pages"]) for one in document["sums"]]
+    assert sorted(sums) == [
+        ("demo-hybrid-1b tp2", "equal", PAGES),
+        ("first", "only-in-a", 3),
+        ("second", "only-in-b", 2),
+    ]
+    bytes_of = {one["group"]: (one["nbytes_a"], one["nbytes_b"]) for one in document["sums"]}
+    assert (bytes_of["first"], bytes_of["second"]) == ((3 * 64, 0), (0, 2 * 64))
+
+
+def test_a_pack_with_other_keys_states_the_profile(invoke: Invoke, a: Path, tmp_path: Path) -> None:
+    pack, profile = f"pack://{tmp_path}/x.hcpack", profile_file(tmp_path / "p.toml")
+    invoke("migrate", a, f"{pack}?keys=mooncake", "--profile", profile)
+    assert invoke.document("diff", a, pack, "--verify")["equal"] == PAGES
+    assert invoke.document("diff", pack, a, "--verify")["equal"] == PAGES
 
 
 def test_packs_hold_the_same_pages(invoke: Invoke, a: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from hicachectl.cli.options import (
     store_names,
 )
 from hicachectl.cli.parameters import argument, own_option
-from hicachectl.cli.session import moment_of, opened, remark, remark_wait, stages
+from hicachectl.cli.session import opened, remark, remark_wait, stages
 
 if TYPE_CHECKING:
     from hicachectl.backends.base import Store
@@ -95,14 +94,12 @@ def _request(ctx: click.Context, a: Store, b: Store, options: dict[str, Any]) ->
     )
 
     selection = selection_of(ctx, a, options)
-    since, before = (moment_of(b, options[name], changes=False) for name in ("since", "before"))
     profile = profile_from_options(options, a, warn=partial(remark, ctx))
     profile = profile or agree_on_profile(b, None)
     return DiffRequest(
         profile=profile,
         other_profile=destination_profile(profile, options),
         selection=selection,
-        other_selection=replace(selection, since=since, before=before),
         grace_seconds=options["grace"],
         allow_empty=options["allow_empty"],
         options=CopyOptions(
