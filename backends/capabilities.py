@@ -53,14 +53,30 @@ class Touch(Store):
 
 
 class Pins(Store):
-    """Store that can protect objects from eviction."""
+    """Store that can protect objects from eviction for a time."""
 
     @abstractmethod
-    def pin_writes(self, seconds: float | None) -> None:
-        """Pin all objects written from now on.
+    def pin_writes(self, seconds: float) -> None:
+        """Pin all objects written from now on. seconds: duration of each pin."""
 
-        seconds: duration of the pins; None for the store's default.
+    @abstractmethod
+    def can_pin(self, seconds: float) -> bool:
+        """Return whether `pin` and `unpin` work; else only `pin_writes` does.
+
+        seconds: duration of the pins. Raises UsageError if no pin may last so long, as far as the
+        store can tell; StoreUnavailable.
         """
+
+    @abstractmethod
+    def pin(self, rows: Rows, seconds: float) -> Result:
+        """Pin objects from now on, also those with a pin that ends sooner or later.
+
+        Statuses: OK, GONE, ERROR. Raises StoreUnavailable, and UsageError as `can_pin` does.
+        """
+
+    @abstractmethod
+    def unpin(self, rows: Rows) -> Result:
+        """Remove the pins of objects. Statuses, for objects without a pin too: see `pin`."""
 
 
 class Leases(Store):

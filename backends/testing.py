@@ -377,10 +377,21 @@ class StoreSuite(ABC):
             lack(store, "pins")
         with self.reopen(store) as other:
             assert isinstance(other, Pins)
-            other.pin_writes(None)
+            other.pin_writes(60)
             assert store.arena is not None
             other.attach(store.arena)
             assert write(other, {self.keys[0]: self.value(0)}, if_absent=True).all_ok
+        assert self.raw_get(store, self.keys[0]) == self.value(0)
+
+    def test_pins_come_and_go_and_what_is_missing_is_said(self, store: Store) -> None:
+        if not isinstance(store, Pins) or not store.can_pin(60):
+            lack(store, "pins of stored objects")
+        self.put(store, 1)
+        rows = rows_of(self.keys[:2])
+        for _ in range(2):
+            assert store.pin(rows, 60).statuses.tolist() == [Status.OK, Status.GONE]
+        for _ in range(2):
+            assert store.unpin(rows).statuses.tolist() == [Status.OK, Status.GONE]
         assert self.raw_get(store, self.keys[0]) == self.value(0)
 
     # the rest

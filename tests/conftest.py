@@ -23,6 +23,7 @@ from tests.hf3fs_fixtures import (  # noqa: F401 - fixtures
 from tests.mooncake_fixtures import (  # noqa: F401 - fixtures
     mooncake_cluster,
     mooncake_package,
+    pinning_cluster,
     shared_mooncake_cluster,
 )
 from tests.places import places  # noqa: F401 - a fixture

@@ -6,6 +6,7 @@ As in production, separate processes hold the data, so a test can kill any part.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import itertools
 import json
 import os
@@ -164,6 +165,15 @@ class Cluster(Closing):
         """Return the answer of a GET request to the master's admin port."""
         with urllib.request.urlopen(f"http://{self.admin}/{path}", timeout=10) as reply:
             return str(reply.read().decode())
+
+    @property
+    def can_pin(self) -> bool:
+        """Whether the master can pin the objects that it has, as from 0.3.14 on."""
+        try:
+            urllib.request.urlopen(f"http://{self.admin}/api/v1/soft_unpin", b"{}", timeout=10)
+        except urllib.error.HTTPError as refused:
+            return refused.code != http.client.NOT_FOUND
+        raise AssertionError("a request without keys succeeded")
 
     def clear(self) -> None:
         """Remove every object, leased or not."""

@@ -9,10 +9,13 @@ import pytest
 
 from tests.mooncake_cluster import Cluster
 from tests.mooncake_release import release_of_process
-from tests.skips import need_module
+from tests.skips import lacking, need_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+PINS = "pins of stored objects (Mooncake before 0.3.14)"
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +41,11 @@ def mooncake_cluster(shared_mooncake_cluster: Cluster) -> Cluster:
     """The worker's cluster, empty; a test that kills a process starts its own cluster."""
     shared_mooncake_cluster.clear()
     return shared_mooncake_cluster
+
+
+@pytest.fixture
+def pinning_cluster(mooncake_cluster: Cluster) -> Cluster:
+    """The worker's cluster, empty, with a master that can pin stored objects."""
+    if not mooncake_cluster.can_pin:
+        lacking(PINS)
+    return mooncake_cluster

@@ -55,6 +55,11 @@ def need_module(name: str, remedy: str = _DEV) -> Any:
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason=_NEEDS_ROOT)
 
 
+def lacking(what: str) -> NoReturn:
+    """Skip a test of something that the store under test cannot do."""
+    pytest.skip(f"{_LACKS}{what}")
+
+
 class Skip(NamedTuple):
     """One kind of skip: its reason, and whether it is allowed."""
 

@@ -57,6 +57,7 @@ def test_the_newest_release_is_the_one_that_is_pinned(newest: dict[str, str]) ->
         modules_with_clusters(),
         "tests/backends/mooncake/test_ports.py",
         "tests/backends/mooncake/test_store.py",
+        "tests/cli/test_pin.py",
         "tests/prewarming/test_faults.py",
     ),
 )
@@ -75,3 +76,4 @@ def test_the_tests_pass_with_the_newest_release(
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "pins of stored objects" not in done.stdout  # a skip with older releases

@@ -169,23 +169,21 @@ class MooncakeClient:
         addresses: Sequence[int],
         sizes: Sequence[int],
         *,
-        pin: bool = False,
         pin_seconds: float | None = None,
     ) -> Codes:
         """Write objects from registered memory; existing objects stay, but their code is also 0.
 
-        pin_seconds: see `MooncakeStore.pin_writes`.
+        pin_seconds: duration of soft pins; None sets none.
         """
         configuration = self._configuration()
-        if pin:
+        if pin_seconds is not None:
             if self._soft_pin is None:
                 raise UnsupportedByBackend(
                     "The mooncake package here cannot pin objects; install a newer version, or "
                     "leave out --pin"
                 )
             configuration.soft_pin_action = self._soft_pin.ENABLE
-            if pin_seconds is not None:
-                configuration.soft_pin_ttl_ms = int(pin_seconds * 1000)
+            configuration.soft_pin_ttl_ms = round(pin_seconds * 1000)
         return self._call(
             "batch_put_from", keys, addresses, sizes, configuration, nbytes=sum(sizes)
         )

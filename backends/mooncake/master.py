@@ -1,9 +1,10 @@
-"""HTTP client of a Mooncake master's admin service. Its requests change no object and no lease.
+"""HTTP client of a Mooncake master's admin service. It changes pins, but no object and no lease.
 
-Endpoints: `/health` and, for the default tenant only, `/get_all_keys`, `/batch_query_keys` and
-`/get_segments_detail`. Masters before 0.3.12 extend leases on `/batch_query_keys`; `check` refuses
-them.
-Source: Mooncake mooncake-store/src/master_admin_service.cpp, include/types.h :: ErrorCode.
+Endpoints: `/health` and, for the default tenant only, `/get_all_keys`, `/batch_query_keys`,
+`/get_segments_detail`, `/api/v1/soft_pin` and `/api/v1/soft_unpin`. Masters before 0.3.12 extend
+leases on `/batch_query_keys`; `check` refuses them. Those before 0.3.14 cannot pin.
+Source: Mooncake mooncake-store/src/master_admin_service.cpp, include/types.h :: ErrorCode; the
+endpoints of pins tried on 0.3.14.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain, pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -44,11 +45,13 @@ IN_FLIGHT = 2
 MAX_KEY_BYTES = 1 << 20
 MAX_OBJECT_BYTES = 1 << 40
 MAX_LISTING_BYTES = 64 << 30  # about 700 million keys
+PIN_KEYS = 4096  # the most that the master accepts in one request
 
 _SAFE = b",-./:_~" + (string.ascii_letters + string.digits).encode()  # the comma separates keys
 _UNSAFE = re.compile(b"[^" + re.escape(_SAFE) + b"]")
 _ESCAPES = {bytes([byte]): b"%%%02X" % byte for byte in range(256)}
 _PROBE = "hicachectl-probe-"
+_PIN, _UNPIN = "/api/v1/soft_pin", "/api/v1/soft_unpin"
 
 VERSION_BYTES = 24
 REPLICA_TYPE = pa.struct([("kind", pa.string()), ("location", pa.string()), ("nbytes", pa.int64())])
@@ -131,6 +134,20 @@ class _HealthReply(msgspec.Struct):
     leader_address: str | None = None
 
 
+class _PinRequest(msgspec.Struct, omit_defaults=True):
+    keys: list[str]
+    ttl_ms: int | None = None
+
+
+class _Pinned(msgspec.Struct, gc=False):
+    key: str
+    error_code: Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+
+
+class _PinReply(msgspec.Struct):
+    results: list[_Pinned]
+
+
 class _SegmentsReply(msgspec.Struct):
     segments: list[Segment]
 
@@ -138,6 +155,7 @@ class _SegmentsReply(msgspec.Struct):
 _HEALTH = msgspec.json.Decoder(_HealthReply)
 _SEGMENTS = msgspec.json.Decoder(_SegmentsReply)
 _BATCH = msgspec.json.Decoder(_BatchReply)
+_PINNED = msgspec.json.Decoder(_PinReply)
 _NO_BUFFERS = [_Buffer(0, 0, "")]
 # Kinds of replicas, by their members of an item.
 _KINDS = {
@@ -249,6 +267,41 @@ class MasterAdmin:
     def capacity_bytes(self) -> int:
         """Return the bytes of the segments with status OK."""
         return sum(s.capacity_bytes for s in self.segments() if s.status == "OK")
+
+    def can_pin(self, milliseconds: int) -> bool | None:
+        """Return whether the master pins objects; None if it refuses pins of this duration.
+
+        Asks for a key that no store has.
+        """
+        probe = _PROBE + secrets.token_hex(16)
+        reply = self._http.post(_PIN, _pin_body([probe], milliseconds), repeatable=True)
+        if reply.status == http.client.NOT_FOUND:
+            return False
+        codes = self._pin_codes(_PIN, reply, [probe])
+        return None if codes[0] == Code.INVALID_PARAMS else True
+
+    def pin(self, keys: Sequence[str], milliseconds: int | None) -> npt.NDArray[np.int64]:
+        """Soft-pin objects, or remove their pins; return the master's codes: [n].
+
+        milliseconds: duration of the pins from now on, in place of that of earlier pins; None
+            removes them. The master accepts 0 too, and protects nothing.
+        """
+        path = _UNPIN if milliseconds is None else _PIN
+        codes = np.zeros(len(keys), dtype=np.int64)
+        for start in range(0, len(keys), PIN_KEYS):
+            some = keys[start : start + PIN_KEYS]
+            reply = self._http.post(path, _pin_body(some, milliseconds), repeatable=True)
+            codes[start : start + len(some)] = self._pin_codes(path, reply, some)
+        return codes
+
+    def _pin_codes(self, path: str, reply: Reply, keys: Sequence[str]) -> list[int]:
+        try:
+            results = decode(_PINNED, self._checked(path, reply)).results
+        except FormatError as error:
+            raise self._http.lost(f"its reply to {path} is invalid: {error}") from None
+        if [result.key for result in results] != list(keys):
+            raise self._http.lost(f"its reply to {path} has other keys than the request")
+        return [result.error_code for result in results]
 
     def _check_looking(self) -> None:
         # The change that stopped lease extension also added `nof_values` to each answer.
@@ -363,6 +416,10 @@ def _url_keys(keys: Sequence[str]) -> str:
     if joined.translate(None, _SAFE):
         joined = _UNSAFE.sub(lambda match: _ESCAPES[match[0]], joined)
     return joined.decode("ascii")
+
+
+def _pin_body(keys: Sequence[str], milliseconds: int | None) -> bytes:
+    return msgspec.json.encode(_PinRequest(list(keys), milliseconds))
 
 
 # answers

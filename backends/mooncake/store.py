@@ -48,6 +48,7 @@ from hicachectl.backends.mooncake.client import (
 )
 from hicachectl.backends.mooncake.master import VERSION_BYTES, MasterAdmin, key_texts
 from hicachectl.backends.mooncake.settings import MooncakeSettings, settings_from
+from hicachectl.formats.errors import UsageError
 from hicachectl.formats.eviction import Policy
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ _TCP = "tcp"
 _CARD_READERS = 4  # not measured on an RDMA network
 _WITH_MESSAGE = (Status.ERROR, Status.UNREACHABLE)
 _NOT_TEXT = "the key is not UTF-8, which Mooncake does not support"
-_PIN_TOO_LONG = "--pin-ttl is longer than the master's --max_kv_soft_pin_ttl; give a shorter one"
+_PIN_TOO_LONG = "longer than the master's --max_kv_soft_pin_ttl; give a shorter time"
 _EVICTED_AT_ONCE = (
     "evicted right after the write, because the cluster is full; remove pages, or add a storage "
     "process"
@@ -108,7 +109,6 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
         self._kept: list[Any] = []
         self._registered: int | None = None  # address of the arena
         self._opening = threading.Lock()
-        self._pins = False
         self._pin_seconds: float | None = None
         with undo_on_error(self.close):
             self._admin.check()
@@ -350,14 +350,13 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
                 [keys[at] or "" for at in places],
                 self._addresses(offsets[places]),
                 sizes[places].tolist(),
-                pin=self._pins,
                 pin_seconds=self._pin_seconds,
             )
             statuses[places[codes == Code.EXISTS]] = Status.EXISTS
             _note_errors(statuses, errors, places, codes, (0, Code.EXISTS))
-            if self._pins and self._pin_seconds is not None:
+            if self._pin_seconds is not None:
                 refused = places[codes == Code.INVALID_PARAMS]
-                errors |= dict.fromkeys(refused.tolist(), _PIN_TOO_LONG)
+                errors |= dict.fromkeys(refused.tolist(), f"The pin is {_PIN_TOO_LONG}")
             self._settle_begun(rows, places[(codes == 0) & begun[places]], statuses)
             if self.confirms_writes:
                 put = places[(codes == 0) & (statuses[places] == Status.OK)]
@@ -439,12 +438,44 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
         finally:
             client.unregister(copy.address)
 
-    def pin_writes(self, seconds: float | None) -> None:
-        """Set soft pins on written objects.
+    def pin_writes(self, seconds: float) -> None:
+        """Set soft pins on written objects."""
+        self._pin_seconds = seconds
 
-        seconds: duration of the pins; default: the master's --default_kv_soft_pin_ttl.
-        """
-        self._pins, self._pin_seconds = True, seconds
+    def can_pin(self, seconds: float) -> bool:
+        """Ask the master; masters before 0.3.14 cannot pin the objects that they have."""
+        answer = self._admin.can_pin(_milliseconds(seconds))
+        if answer is None:
+            raise self._pin_too_long(seconds)
+        return answer
+
+    def pin(self, rows: Rows, seconds: float) -> Result:
+        """Set soft pins, which grant no leases."""
+        result, codes = self._pinned(rows, _milliseconds(seconds))
+        if (codes == Code.INVALID_PARAMS).any():  # no key is empty, so the time is at fault
+            raise self._pin_too_long(seconds)
+        return result
+
+    def unpin(self, rows: Rows) -> Result:
+        """Remove soft pins."""
+        return self._pinned(rows, None)[0]
+
+    def _pinned(self, rows: Rows, milliseconds: int | None) -> tuple[Result, Codes]:
+        """Set or remove soft pins; also return the master's codes."""
+        keys = key_texts(_key_array(rows))
+        places = np.flatnonzero([key is not None for key in keys])
+        codes = np.full(len(rows), Code.INVALID_KEY, dtype=np.int64)
+        codes[places] = self._admin.pin([keys[at] or "" for at in places], milliseconds)
+        statuses = np.zeros(len(rows), dtype=np.uint8)
+        errors: dict[int, str] = {}
+        missing = np.isin(codes, MISSING)
+        statuses[missing] = Status.GONE
+        _note_errors(statuses, errors, np.arange(len(rows)), codes, (0, *MISSING))
+        not_text = np.flatnonzero(codes == Code.INVALID_KEY).tolist()
+        return Result(statuses, errors | dict.fromkeys(not_text, _NOT_TEXT)), codes
+
+    def _pin_too_long(self, seconds: float) -> UsageError:
+        return UsageError(f"{self.url}: pins of {seconds:.0f} s are {_PIN_TOO_LONG}")
 
     def delete(self, rows: Rows) -> Result:
         """Remove objects after readers' leases have ended; never force removal."""
@@ -488,6 +519,11 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
             raise ValueError("No arena is attached; call attach first")
         addresses: list[int] = (self.arena.address + offsets).tolist()
         return addresses
+
+
+def _milliseconds(seconds: float) -> int:
+    """Return a duration for the master, at least 1: pins of 0 ms protect nothing."""
+    return max(1, round(seconds * 1000))
 
 
 def _note_errors(

@@ -22,6 +22,7 @@ from hicachectl.cli.parameters import (
     RECORDS,
     REQUESTS,
     RESOURCES,
+    SAME,
     SERVERS,
     SHARED,
     TRANSFORM,
@@ -42,6 +43,7 @@ from hicachectl.cli.values import (
     FORMATS,
     HEALTHCHECK_URL,
     INPUT,
+    POSITIVE_DURATION,
     POSITIVE_SIZE,
     SHARE,
     TIME,
@@ -169,6 +171,22 @@ allow_leases_option = MOONCAKE.option(
     is_flag=True,
     help="Mooncake: also use queries that grant leases, which delay eviction by some seconds.",
 )
+
+
+def pin_ttl_option(name: str, *, needs: str = "") -> Callable[[F], F]:
+    """Return the option for the duration of pins. needs: see `Option`."""
+    return MOONCAKE.option(
+        name,
+        "pin_seconds",
+        needs=needs,
+        variable=False,
+        type=POSITIVE_DURATION,
+        divided=SAME,
+        help="Keep pins this long, at most the master's --max_kv_soft_pin_ttl (a week unless set; "
+        "a day before Mooncake 0.3.14).  [default: 30m]",
+    )
+
+
 lease_wait_option = MOONCAKE.option(
     "--lease-wait",
     type=DURATION,

@@ -137,7 +137,7 @@ def summary_for_people(rows: pa.Table, total: Totals) -> pa.Table:
 
 
 def removals_for_people(rows: pa.Table) -> pa.Table:
-    """Return the text columns of `rm`: totals per model, tag and state."""
+    """Return the text columns of `rm` and `pin`: totals per model, tag and state."""
     keys = ["model", "tag", "state"]
     # Floats, since a sum of hostile sizes may not fit int64.
     sizes = rows.column("nbytes").cast(pa.float64(), safe=False)

@@ -56,6 +56,14 @@ def _duration(text: str) -> float:
     return seconds
 
 
+def _positive_duration(text: str) -> float:
+    """Return the seconds of a duration of a millisecond or more."""
+    seconds = _duration(text)
+    if seconds < 0.001:
+        raise ValueError(f"{_shown(text)} is no time; write 90s, 10m, 2h or 7d")
+    return seconds
+
+
 def _share(text: str) -> float:
     """Return a share from 0 to 1, such as 0.9 or 90%."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(%?)", text)
@@ -113,6 +121,7 @@ def _healthcheck_url(text: str) -> SplitResult:
 
 
 DURATION = Parsed("duration", _duration)
+POSITIVE_DURATION = Parsed("duration", _positive_duration)
 SHARE = Parsed("share", _share)
 TIME = Parsed("time", moment)
 HEALTHCHECK_URL = Parsed("url", _healthcheck_url)

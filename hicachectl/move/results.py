@@ -233,6 +233,12 @@ class RestoredGroup(_Group):
     detail: str | None
 
 
+class PinnedGroup(_Group):
+    """Row of a page group that was pinned, or lost its pins."""
+
+    state: str
+
+
 class Failure(TypedDict):
     """Row of an object that could not be removed."""
 
@@ -312,7 +318,22 @@ class RestoreDocument(msgspec.Struct, kw_only=True):
     groups: list[RestoredGroup] | None = None
 
 
-# Columns of a `RemovedGroup` without a key.
+class PinDocument(msgspec.Struct, kw_only=True):
+    """Document of `pin` and `unpin`."""
+
+    store: str
+    pages: int
+    objects: int
+    bytes: int | None
+    failed: int
+    not_whole: int
+    until: float | None
+    seconds: float
+    dry_run: bool
+    groups: list[PinnedGroup] | None = None
+
+
+# Columns of a `RemovedGroup` without a key, and of a `PinnedGroup`.
 ROWS = schema_of(RemovedGroup).remove(6)
 
 

@@ -83,6 +83,8 @@ quarantine purge QUARANTINE --before 0s --yes           | 0 | 0 runs, 0 pages   
 prewarm NEW --from STORE --profile PROFILE --all        | 3 | STORE has no page: not mounted?   | 0
 prewarm NEW --from STORE --profile PROFILE --all --dry-run --min-usable 0 | 3 | not mounted?    | 0
 prewarm NEW --from STORE --all --min-usable 0 --open-after 0.1s | 0 | OPENED ANYWAY             | 0
+pin STORE --state whole                                 | 2 | STORE: cannot pin objects         | 0
+unpin STORE --state whole                               | 2 | STORE: cannot pin objects         | 0
 migrate STORE NEW                                       | 3 | STORE has no page: not mounted?   | 0
 migrate STORE NEW --move --yes                          | 0 | STORE is empty; check the URL     | 0
 diff STORE QUARANTINE                                   | 3 | STORE has no page: not mounted?   | 0
@@ -115,6 +117,8 @@ quarantine list QUARANTINE                              | 0 | 1 run, 1 page     
 quarantine purge QUARANTINE --before 1h --yes           | 0 | 0 runs, 0 pages                   | 0
 prewarm NEW --from STORE --profile PROFILE --all        | 0 | 6 pages copied                    | 0
 prewarm NEW --from STORE --profile PROFILE --all        | 0 | ahead of this host's clock        | 0
+pin STORE --state whole                                 | 2 | STORE: cannot pin objects         | 0
+unpin STORE --state whole                               | 2 | STORE: cannot pin objects         | 0
 migrate STORE NEW --profile PROFILE                     | 0 | ahead of this host's clock        | 0
 migrate STORE NEW --profile PROFILE                     | 0 | Not copied: 1 page not whole      | 0
 migrate STORE NEW --profile PROFILE --move --yes        | 0 | 6 removed from the source         | 6
@@ -148,6 +152,8 @@ restore QUARANTINE STORE --yes                          | 0 | 1 page, 4 objects 
 quarantine list QUARANTINE                              | 0 | 1 run, 1 page                     | 0
 quarantine purge QUARANTINE --before 150s --yes         | 0 | 0 runs, 0 pages                   | 0
 prewarm NEW --from STORE --profile PROFILE --all        | 0 | 6 pages copied                    | 0
+pin STORE --state whole                                 | 2 | STORE: cannot pin objects         | 0
+unpin STORE --state whole                               | 2 | STORE: cannot pin objects         | 0
 migrate STORE NEW --profile PROFILE                     | 0 | 6 pages copied                    | 0
 migrate STORE NEW --profile PROFILE --move --yes        | 0 | 1 page still being written        | 6
 diff STORE PACK --profile PROFILE                       | 4 | 1 different                       | 0
@@ -173,6 +179,8 @@ verify STORE --pages EMPTY --profile PROFILE            | 0 | --pages: no page m
 migrate STORE NEW --pages EMPTY --move --yes            | 0 | --pages: no page matches          | 0
 migrate STORE NEW --pages-from EMPTY --move --yes       | 0 | --pages: no page matches          | 0
 diff STORE PACK --pages EMPTY                           | 2 | --pages: no page matches          | 0
+pin STORE --pages EMPTY                                 | 2 | STORE: cannot pin objects         | 0
+unpin STORE --pages EMPTY                               | 2 | STORE: cannot pin objects         | 0
 restore QUARANTINE STORE --pages EMPTY --yes            | 0 | no page that matches the filters  | 0
 """)
 

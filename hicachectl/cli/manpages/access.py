@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 VERBS = ("reads", "writes", "removes")
 USES = {
-    "lists": "to list",
+    "lists": "to list or pin",
     "removes": "to remove",
     "moves": "to read or write",
     "listens": "listens",

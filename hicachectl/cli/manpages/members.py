@@ -29,7 +29,7 @@ from hicachectl.doctor.examine import DoctorDocument
 from hicachectl.move.difference_outcome import DiffDocument
 from hicachectl.move.migration_outcome import MigrationDocument
 from hicachectl.move.quarantine import PurgeDocument, RunsDocument
-from hicachectl.move.results import RemovalDocument, RestoreDocument
+from hicachectl.move.results import PinDocument, RemovalDocument, RestoreDocument
 from hicachectl.pages.listing import ObjectsDocument, PagesDocument, SummaryDocument
 from hicachectl.parts.results import RunDocument
 from hicachectl.parts.runs import RunDirectoriesDocument, RunDirectoryPurge, RunStatusDocument
@@ -104,6 +104,8 @@ DOCUMENTS = (
     Document("diff", DiffDocument, "differences"),
     Document("prewarm", PrewarmDocument, divided=True),
     Document("rm", RemovalDocument, "groups"),
+    Document("pin", PinDocument, "groups"),
+    Document("unpin", PinDocument, "groups"),
     Document("restore", RestoreDocument, "groups"),
     Document("quarantine list", RunsDocument, "runs"),
     Document("quarantine purge", PurgeDocument, "runs"),

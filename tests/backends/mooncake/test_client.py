@@ -134,7 +134,7 @@ def test_a_master_that_does_not_answer_is_told_from_one_that_refuses(
         ),
         (
             {},
-            lambda one: one.put_from(["k"], [0], [8], pin=True),
+            lambda one: one.put_from(["k"], [0], [8], pin_seconds=60),
             "The mooncake package here cannot pin objects; install a newer version, or leave out "
             "--pin",
         ),

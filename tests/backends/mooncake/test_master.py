@@ -16,6 +16,7 @@ import pytest
 from hicachectl.backends.mooncake import master as mooncake_master
 from hicachectl.backends.mooncake.master import (
     ANSWER_SCHEMA,
+    PIN_KEYS,
     MasterAdmin,
     Segment,
 )
@@ -151,6 +152,19 @@ def test_many_requests_make_one_answer(
     for size, key in enumerate(keys, 1):
         mooncake_cluster.put(key, bytes(size))
     assert admin.query(binary(*keys)).column("nbytes").to_pylist() == list(range(1, 61))
+
+
+def test_odd_and_many_keys_are_pinned(pinning_cluster: Cluster, admin: MasterAdmin) -> None:
+    odd = [*ODD_KEYS, "with,comma", "new\nline"]
+    for key in odd:
+        pinning_cluster.put(key, b"x")
+    absent = [f"absent-{number}" for number in range(2 * PIN_KEYS)]
+    keys = [*odd[:3], *absent, *odd[3:]]
+    expected = [0] * 3 + [MISSING] * len(absent) + [0] * (len(odd) - 3)
+    assert admin.pin(keys, 60_000).tolist() == expected
+    assert f"master_soft_pin_key_count {len(odd)}\n" in pinning_cluster.ask("metrics")
+    assert admin.pin(keys, None).tolist() == expected
+    assert "master_soft_pin_key_count 0\n" in pinning_cluster.ask("metrics")
 
 
 def test_threads_share_one_admin(mooncake_cluster: Cluster, admin: MasterAdmin) -> None:
@@ -364,6 +378,57 @@ def test_garbage_about_keys_is_one_clear_line(body: bytes | str, message: str) -
     ):
         admin.query(binary("a"))
     assert str(refused.value).endswith(f"; {PORT}")
+
+
+PINS = [
+    (b"", "is invalid"),
+    (b'{"results":[{"key":"a"}]}', "is invalid"),
+    (b'{"results":[{"key":"a","error_code":"0"}]}', "is invalid"),
+    (b'{"results":[]}', "has other keys than the request"),
+    (b'{"results":[{"key":"b","error_code":0}]}', "has other keys than the request"),
+    (b'{"results":[{"key":"a","error_code":0},{"key":"a","error_code":0}]}', "has other keys"),
+    (b'{"results":[{"key":"a","error_code":%d}]}' % 10**30, "is invalid"),
+    (b'{"results":[{"key":"a","error_code":%d}]}' % 2**62, "is invalid"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), PINS)
+def test_garbage_about_pins_is_no_pin(body: bytes, message: str) -> None:
+    with (
+        scripted(lambda call: call.answer(body)) as admin,
+        pytest.raises(StoreUnavailable, match=f"^Mooncake master .*{message}"),
+    ):
+        admin.pin(["a"], 1000)
+
+
+@pytest.mark.parametrize(("status", "said"), [(503, "failed with HTTP 503"), (404, "no endpoint")])
+def test_a_master_that_refuses_to_unpin_is_said(status: int, said: str) -> None:
+    with (
+        scripted(lambda call: call.answer(b"", status)) as admin,
+        pytest.raises(StoreUnavailable, match=said),
+    ):
+        admin.pin(["a"], None)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "expected"),
+    [('{"results":[{"key":"KEY","error_code":-704}]}', 200, True), ("", 404, False),
+     ('{"results":[{"key":"KEY","error_code":-600}]}', 200, None)],
+)  # fmt: skip
+def test_whether_a_master_pins_is_asked_with_a_key_that_no_store_has(
+    body: str, status: int, expected: bool | None
+) -> None:
+    asked = []
+
+    def answer(call: Call) -> None:
+        asked.append((call.path, json.loads(call.body)))
+        call.answer(body.replace("KEY", asked[-1][1]["keys"][0]).encode(), status)
+
+    with scripted(answer) as admin:
+        assert admin.can_pin(1500) is expected
+    ((path, question),) = asked
+    assert path == "/api/v1/soft_pin"
+    assert (len(question["keys"][0]) > 40, question["ttl_ms"]) == (True, 1500)
 
 
 @pytest.mark.parametrize(

@@ -351,7 +351,7 @@ def test_pinning_is_known_to_the_master(store: MooncakeStore, cluster: Cluster) 
     with open_store(cluster.url) as pinning:
         assert isinstance(pinning, MooncakeStore)
         assert store.arena is not None
-        pinning.pin_writes(None)
+        pinning.pin_writes(60)
         pinning.attach(store.arena)
         written = pinning.write_from(
             rows_of([KEY]), np.zeros(1, dtype=np.int64), one, if_absent=True

@@ -1,0 +1,47 @@
+"""`hicachectl pin`: protect pages of a Mooncake cluster from eviction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from hicachectl.cli.command import Command
+from hicachectl.cli.commands.pins import pin_pages
+from hicachectl.cli.options import (
+    filter_options,
+    output_options,
+    pin_ttl_option,
+    profile_option,
+    store_argument,
+)
+from hicachectl.cli.parameters import own_option
+
+
+@click.command("pin", cls=Command)
+@store_argument
+@own_option("--dry-run", is_flag=True, help="Show what would be pinned; change nothing.")
+@filter_options()
+@pin_ttl_option("--ttl")
+@output_options
+@profile_option
+@click.pass_context
+def command(ctx: click.Context, /, store: str, **options: Any) -> None:
+    """Protect pages of a Mooncake cluster from eviction, for a time.
+
+    Give at least one filter, such as --pages FILE or --model NAME. All objects of the pages get
+    soft pins, which end after --ttl: a cluster evicts objects with such a pin only if it finds
+    nothing else to evict. A page whose object has been evicted meanwhile is not pinned; the exit
+    status is then 4. Pages that are not whole are left out, unless --state names them.
+
+    Pinning a page again sets a new end, sooner or later than before. hicachectl unpin removes
+    pins. The master must be of Mooncake 0.3.14 or later. hicachectl prewarm --pin pins the pages
+    that it copies or finds.
+
+    Examples:
+      hicachectl pin mooncake: --pages system-prompts.txt --ttl 2h
+      hicachectl pin prod: --model Qwen/Qwen3-32B --state whole --profile prod.toml --dry-run
+    """
+    from hicachectl.move.pinning import PIN_SECONDS
+
+    pin_pages(ctx, store, options, options["pin_seconds"] or PIN_SECONDS)
