@@ -19,6 +19,7 @@ from hicachectl.formats.transfer import transfer_plan
 from hicachectl.formats.wording import OTHER_BYTES, inferred_refused, one_place
 from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES
 from hicachectl.move.destination import refuse_destination, refuse_other_owner, survey_destination
+from hicachectl.move.pinning import PIN_SECONDS
 from hicachectl.move.survey import planned_route, survey_source, verbatim_routes
 from hicachectl.pages.group_table import ABSENT
 from hicachectl.profiles.identities import BARE, OTHER, Acceptance, expected_identities, markers_of
@@ -51,7 +52,8 @@ class CopyOptions:
 
     verify: whether to read back and compare each copy; always with move.
     move: whether to remove the originals of compared copies.
-    pin: whether to protect copies from eviction, for pin_seconds or the store's default.
+    pin: whether to protect pages from eviction.
+    pin_seconds: duration of the pins.
     deadline: `time.monotonic()` after which no batch is begun.
     trailers: choice of the trailers to write; see `plan_trailers`.
     """
@@ -62,7 +64,7 @@ class CopyOptions:
     verify: bool = False
     move: bool = False
     pin: bool = False
-    pin_seconds: float | None = None
+    pin_seconds: float = PIN_SECONDS
     deadline: float | None = None
     trailers: TrailerMode = "auto"
 

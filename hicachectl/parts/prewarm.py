@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -35,6 +36,7 @@ from hicachectl.prewarming.prewarm import (
     copy_pages,
     finish_facts,
     pages_with_problems,
+    pin_pages,
     plan_prewarm,
     touch_pages,
 )
@@ -193,5 +195,8 @@ class PrewarmJob(CopyJob):
         with persistent():
             touch_pages(self._destination, pages.survey, pages.order, until=until)
             without = pages_with_problems(slices)
-            facts, _ = finish_facts(self._destination, request, pages, names, without=without)
+            pin = partial(pin_pages, warming, pages)
+            facts, _ = finish_facts(
+                self._destination, request, pages, names, without=without, pin=pin
+            )
         return StageResult(msgspec.to_builtins(facts))

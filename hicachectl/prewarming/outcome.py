@@ -24,7 +24,7 @@ from hicachectl.pages.naming import DeploymentDocument, deployment_text
 from hicachectl.prewarming.through_server import PulledServer  # noqa: TC001 - hints are read
 from hicachectl.requests.measuring import failed_text, passes, served_share, served_text
 from hicachectl.results import Result
-from hicachectl.text.units import counted, human_size
+from hicachectl.text.units import counted, human_size, minute
 from hicachectl.text.vocabulary import BUDGET, DEADLINE, FULL
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class PrewarmDocument(msgspec.Struct, kw_only=True):
     requested_tokens: int
     deployment: DeploymentDocument | None
     not_pinned: int
+    pinned_until: float | None
     gone: int
     failed: int
     seconds: float
@@ -92,7 +93,8 @@ class PrewarmFacts(CopyFacts, kw_only=True):
     skipped: number of these that the destination has, and servers can restore from the source.
     missing: number of these that cannot be restored from the source.
     requested_tokens: tokens of all chains, or of the pages.
-    not_pinned: number of pages that the destination had, also in part, with --pin.
+    not_pinned: number of pages that the destination had, also in part, with --pin and a master
+        that pins only new objects.
     cut: whether the budget excludes pages.
     """
 
@@ -111,12 +113,17 @@ class FinishFacts(msgspec.Struct, kw_only=True):
     served_tokens: tokens of all chains that servers fetch; None if the prefixes of the pages are
         unknown.
     only_there: number of requested pages that only the destination has.
+    not_pinned: number of pages that --pin did not pin, although the destination has them.
+    pinned_until: Unix seconds of the end of the pins; None without pins, and if only copies are
+        pinned, each from its write on.
     deployment: the deployment for which tokens are counted; see `profile_document`.
     """
 
     usable_tokens: Count = 0
     served_tokens: Count | None = None
     only_there: Count = 0
+    not_pinned: Count = 0
+    pinned_until: float | None = None
     deployment: DeploymentDocument | None = None
     remarks: list[str] = msgspec.field(default_factory=list)
 
@@ -227,6 +234,10 @@ class PrewarmOutcome:
             f"{document['missing_pages']} not found in the source",
             served_text(document, now=dry_run),
         ]
+        if (until := document["pinned_until"]) is not None:
+            parts.append(f"pinned until {minute(int(until * 1e9))} UTC")
+        if document["not_pinned"]:
+            parts.append(f"{document['not_pinned']} not pinned")
         if document["stopped_by"]:
             parts.append(f"stopped: {document['stopped_by']}")
         return "; ".join(parts)
@@ -272,7 +283,8 @@ def outcome_of(
         served_tokens=finish.served_tokens,
         requested_tokens=total(parts, "requested_tokens"),
         deployment=finish.deployment,
-        not_pinned=total(parts, "not_pinned"),
+        not_pinned=total(parts, "not_pinned") + finish.not_pinned,
+        pinned_until=finish.pinned_until,
         gone=total(parts, "gone"),
         failed=total(parts, "failed") + total(parts, "conflicts"),
         seconds=round(seconds, 3),

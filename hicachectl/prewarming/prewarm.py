@@ -16,6 +16,7 @@ from hicachectl.backends.capabilities import Pins, Touch
 from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend
 from hicachectl.io.interrupts import persistent
 from hicachectl.move.destination import survey_destination
+from hicachectl.move.pinning import pin_keys
 from hicachectl.move.run_mark import RunMark
 from hicachectl.move.runs import CopyRun
 from hicachectl.move.store_pair import StorePair
@@ -70,7 +71,7 @@ def copy_pages(
     best: the first pages of the whole plan that others may have copied.
     Callback and exceptions: see `prewarm`.
     """
-    if warming.options.pin:
+    if warming.pins_only_writes:
         facts.not_pinned += pages.count(Action.COMPLETE)
     copying = CopyRun(warming, pages.groups, facts)
     watch = Watch(warming.destination, pages.survey)
@@ -158,6 +159,34 @@ def touch_pages(
             at = max(at, calls - max(affordable, 1))
 
 
+def pin_pages(
+    warming: Warming, pages: CopyPlan, others: pa.StringArray
+) -> tuple[int, float | None]:
+    """Pin the pages that the destination has, found or copied, if --pin asks for it.
+
+    Return how many of them are not pinned, and the Unix seconds of the end of the pins.
+    others: requested pages that only the destination has.
+    """
+    store, options, survey = warming.destination, warming.options, pages.survey
+    if not options.pin or warming.pins_only_writes:
+        return 0, None
+    assert isinstance(store, Pins)
+    until = time.time() + options.pin_seconds
+    of, targets, _ = survey.wanted.objects(pages.order)
+    keys = survey.keys(pages.order[of], targets)
+    bad = pin_keys(store, keys, options.pin_seconds)[0]
+    objects, unpinned = (np.bincount(rows, minlength=len(pages.order)) for rows in (of, of[bad]))
+    # A page without any pinned object was not copied.
+    not_pinned = int(((unpinned > 0) & (unpinned < objects)).sum())
+
+    # Nothing says which objects of other pages are optional, so any may be missing.
+    count = len(survey.route.targets)
+    of, targets = np.repeat(np.arange(len(others)), count), np.tile(np.arange(count), len(others))
+    keys = survey.route.keys(targets, others.take(pa.array(of)))
+    bad = pin_keys(store, keys, options.pin_seconds)[0]
+    return not_pinned + int(bad.reshape(-1, count).all(axis=1).sum()), until
+
+
 def finish_facts(
     destination: Store,
     request: PrewarmRequest,
@@ -166,6 +195,7 @@ def finish_facts(
     *,
     without: pa.StringArray | None = None,
     until: float | None = None,
+    pin: Callable[[pa.StringArray], tuple[int, float | None]] | None = None,
 ) -> tuple[FinishFacts, IntArray]:
     """Count what servers can restore from the destination; also return [chains] usable pages.
 
@@ -173,8 +203,10 @@ def finish_facts(
     names: see `PagePlan`.
     without: pages of which the destination has other objects.
     until: `time.monotonic()` of the end; if the listing is not done then, no page counts as usable.
+    pin: `pin_pages` for the planned pages; None to pin nothing.
     """
     page_size = request.target.page_size
+    others = pa.array([], pa.string())
     usable = np.zeros(0 if request.requests is None else len(request.requests), dtype=np.int64)
     facts = FinishFacts(
         served_tokens=None if request.requests is None else 0,
@@ -205,7 +237,8 @@ def finish_facts(
             held = hits.page_names.filter(pa.array(hits.needed().any(axis=1)))
             facts.usable_tokens = int(usable.sum()) * page_size
             facts.served_tokens = int(found.served.sum()) * page_size
-            facts.only_there = int(pc.invert(pc.is_in(held, value_set=names)).true_count)
+            others = held.filter(pc.invert(pc.is_in(held, value_set=names)))
+            facts.only_there = len(others)
             facts.deployment = profile_document(found.deployment)
             facts.remarks += found.remarks
     except TimeoutError:
@@ -213,6 +246,8 @@ def finish_facts(
             f"{destination.url}: listing took too long; usable tokens are unknown and reported as "
             "0; count them with hicachectl hits"
         )
+    if pin is not None:
+        facts.not_pinned, facts.pinned_until = pin(others)
     return facts, usable
 
 
@@ -237,12 +272,14 @@ class Warming(StorePair):
 
     def __init__(self, source: Store, destination: Store, request: PrewarmRequest) -> None:
         """Check the request. Raises UsageError, ProfileError, UnsupportedByBackend."""
+        self.pins_only_writes = False  # the destination cannot pin pages that it has
         if request.options.pin:
             if not isinstance(destination, Pins):
                 raise UnsupportedByBackend(
                     f"{destination.url}: cannot pin objects; leave out --pin"
                 )
             destination.pin_writes(request.options.pin_seconds)
+            self.pins_only_writes = not destination.can_pin(request.options.pin_seconds)
         self.request = request
         super().__init__(source, destination, request.profile, request.target, request.options)
         if self.trailers.keeps:
@@ -279,7 +316,7 @@ def plan_prewarm(
     left_out = [problem for problem in misfits if problem.page in asked]
     pages.leave_too_large(warming.options, plan.facts)
     plan.facts.fail(left_out)
-    if request.options.pin and not request.dry_run:
+    if warming.pins_only_writes and not request.dry_run:
         plan.facts.not_pinned = plan.facts.skipped + pages.count(Action.COMPARE)
     plan.facts.remarks += [*warming.remarks, *missed]
     return plan
@@ -340,7 +377,14 @@ def _executed(
     destination = warming.destination
     # Also finish a pack that a killed run left, even if no page is missing.
     RunMark.new().put(destination)
-    count = partial(finish_facts, destination, warming.request, plan.pages, plan.names)
+    count = partial(
+        finish_facts,
+        destination,
+        warming.request,
+        plan.pages,
+        plan.names,
+        pin=partial(pin_pages, warming, plan.pages),
+    )
     survey, wanted = plan.pages.survey, plan.pages.order
     try:
         with persistent():

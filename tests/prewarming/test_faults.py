@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import signal
 import threading
 import time
@@ -191,16 +192,58 @@ def test_a_cluster_that_evicts_ends_the_run_and_says_what_it_holds(
     assert document["usable_tokens"] == left[0] * SIZE
 
 
-def test_mooncake_protects_what_is_pinned_and_says_what_is_not(
+def test_mooncake_protects_what_is_copied_or_found_and_says_what_is_not(
     mooncake_cluster: Cluster, invoke: Invoke, source: Path, profile: Path, tmp_path: Path
 ) -> None:
     stores = (mooncake_cluster.url, "--from", source, "--profile", profile)
     warmed(invoke, *stores, "--token-ids", prompts(tmp_path / "four.jsonl", 4))
     assert "soft-pinned: 0" in mooncake_cluster.ask("metrics/summary")
-    document = warmed(invoke, *stores, "--token-ids", prompts(tmp_path / "eight.jsonl", 8), "--pin")
-    assert (document["copied_pages"], document["not_pinned"]) == (4, 4)
-    fresh = [k for k in mooncake_cluster.list_keys() if any(h in k for h in HASHES[4:8])]
-    assert f"soft-pinned: {len(fresh)}" in mooncake_cluster.ask("metrics/summary")
+    before = time.time()
+    both = prompts(tmp_path / "both.jsonl", 4, 8)
+    document = warmed(invoke, *stores, "--token-ids", both, "--pin")
+    assert document["copied_pages"] == 4
+    if mooncake_cluster.can_pin:
+        pinned, not_pinned = HASHES[:8], 0
+        assert before + 1800 - 0.001 <= document["pinned_until"] <= time.time() + 1800
+        assert "pinned until 2" in document["stderr"]
+    else:
+        pinned, not_pinned = HASHES[4:8], 4
+        assert document["pinned_until"] is None
+        assert "; 4 not pinned" in document["stderr"]
+    assert document["not_pinned"] == not_pinned
+    objects = [k for k in mooncake_cluster.list_keys() if any(h in k for h in pinned)]
+    assert f"soft-pinned: {len(objects)}" in mooncake_cluster.ask("metrics/summary")
+
+
+@pytest.mark.parametrize("parts", [[], ["--shard", "0/1"]], ids=["alone", "part"])
+def test_pages_that_only_the_destination_has_are_pinned(
+    pinning_cluster: Cluster,
+    invoke: Invoke,
+    source: Path,
+    profile: Path,
+    tmp_path: Path,
+    parts: list[str],
+) -> None:
+    asked = ("--profile", profile, "--token-ids", prompts(tmp_path / "eight.jsonl", 8))
+    warmed(invoke, pinning_cluster.url, "--from", source, *asked)
+    assert "soft-pinned: 0" in pinning_cluster.ask("metrics/summary")
+    shorter = tmp_path / "shorter"
+    shutil.copytree(source, shorter)
+    for path in shorter.iterdir():
+        if any(page in path.name for page in HASHES[4:]):
+            path.unlink()
+    stores = (pinning_cluster.url, "--from", shorter, *asked, "--pin")
+    if parts:
+        run = tmp_path / "run"
+        invoke("prewarm", *stores, *parts, "--run", run)
+        document = invoke.document("merge", run)
+    else:
+        document = warmed(invoke, *stores)
+    # The shorter source has a state that the copy above had no use for.
+    assert (document["already_there"], document["copied_pages"]) == (7, 1)
+    assert document["not_pinned"] == 0
+    objects = len(pinning_cluster.list_keys())
+    assert f"soft-pinned: {objects})" in pinning_cluster.ask("metrics/summary")
 
 
 def test_pins_last_as_long_as_is_asked(
@@ -209,9 +252,14 @@ def test_pins_last_as_long_as_is_asked(
     day_ms = 86_400_000  # newer masters allow a week by default
     with Cluster(max_kv_soft_pin_ttl=day_ms) as cluster:
         stores = (cluster.url, "--from", source, "--profile", profile, "--token-ids", asked)
-        refused = warmed(invoke, *stores, "--pin", "--pin-ttl", "2d", exit_code=4)
-        assert refused["failed"] == PAGES
-        assert "--pin-ttl" in refused["stderr"]
+        too_long = (*stores, "--pin", "--pin-ttl", "2d")
+        if cluster.can_pin:  # the master can be asked beforehand
+            said = invoke("prewarm", *too_long, exit_code=2).stderr
+        else:
+            refused = warmed(invoke, *too_long, exit_code=4)
+            assert refused["failed"] == PAGES
+            said = refused["stderr"]
+        assert "longer than the master's --max_kv_soft_pin_ttl; give a shorter time" in said
         assert not cluster.list_keys()
         assert warmed(invoke, *stores, "--pin", "--pin-ttl", "20h")["copied_pages"] == PAGES
         pinned = f"soft-pinned: {len(cluster.list_keys())})"

@@ -21,6 +21,7 @@ from hicachectl.cli.options import (
     metrics_option,
     min_usable_option,
     output_option,
+    pin_ttl_option,
     prefetch_threshold_option,
     profile_options,
     request_options,
@@ -104,18 +105,10 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
     variable=False,
     is_flag=True,
     divided=SAME,
-    help="Mooncake: protect the copied pages from eviction by soft pins; pages already in DST are "
-    "not pinned.",
+    help="Mooncake: protect the pages from eviction by soft pins, also those that DST has already, "
+    "if the master is of Mooncake 0.3.14 or later.",
 )
-@MOONCAKE.option(
-    "--pin-ttl",
-    needs="--pin",
-    variable=False,
-    type=DURATION,
-    divided=SAME,
-    help="Keep pins this long, at most the master's --max_kv_soft_pin_ttl (24h unless set).  "
-    "[default: the master's --default_kv_soft_pin_ttl, 30m unless set]",
-)
+@pin_ttl_option("--pin-ttl", needs="--pin")
 @own_option(
     "--dry-run",
     is_flag=True,
@@ -355,6 +348,7 @@ def _at_once(
 
 def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> PrewarmRequest:
     """Return the request, without chains and pages."""
+    from hicachectl.move.pinning import PIN_SECONDS
     from hicachectl.move.store_pair import CopyOptions
     from hicachectl.prewarming.page_plan import PrewarmRequest
     from hicachectl.profiles.sources import destination_profile, profile_from_options
@@ -375,7 +369,7 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Prewa
             jobs=options["jobs"],
             bytes_per_second=options["bwlimit"],
             pin=options["pin"],
-            pin_seconds=options["pin_ttl"],
+            pin_seconds=options["pin_seconds"] or PIN_SECONDS,
             trailers=options["trailers"],
         ),
     )
