@@ -334,6 +334,7 @@ def trailer_schema() -> Any:
 
     identity: 16 bytes. digest_kind: one of `trailer.DIGEST_KINDS`. digest: 32 bytes, zero-padded.
     own_rank: whether the trailer names the key's rank, or no rank.
+    ranked: whether the trailer names a rank.
     """
     import pyarrow as pa
 
@@ -343,6 +344,7 @@ def trailer_schema() -> Any:
             ("digest_kind", pa.string()),
             ("digest", pa.binary(32)),
             ("own_rank", pa.bool_()),
+            ("ranked", pa.bool_()),
         ]
     )
 

@@ -174,6 +174,7 @@ class FileReader:
             [None if one is None else one.digest_kind for _, one in found],
             [None if one is None else one.digest for _, one in found],
             [None if one is None else self._files.checks.has_rank(key, one) for key, one in found],
+            [None if one is None else one.rank != NO_RANK for _, one in found],
         )
         schema = trailer_schema()
         arrays = [pa.array(column, f.type) for column, f in zip(columns, schema, strict=True)]

@@ -14,7 +14,7 @@ from hicachectl.backends.capabilities import Archive, Losing, Mounted, Profiled,
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.formats.identity import profile_identities
 from hicachectl.formats.spec import object_specs
-from hicachectl.formats.trailer import DEFAULT_DIGEST
+from hicachectl.formats.trailer import DEFAULT_DIGEST, NO_RANK, trailer_rank
 from hicachectl.formats.transfer import transfer_plan
 from hicachectl.formats.wording import OTHER_BYTES, inferred_refused, one_place
 from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.keys.base import Affix
     from hicachectl.formats.marker import Marker
     from hicachectl.formats.profile import Profile
+    from hicachectl.formats.spec import ObjectSpec
     from hicachectl.formats.transfer import TransferPlan
     from hicachectl.move.survey import Route, Survey
     from hicachectl.pages.deployments import AffixTable
@@ -242,6 +243,7 @@ def _shared_places(source: Store, destination: Store) -> set[Hashable]:
 
 
 _ASKED_AT_ONCE = 8192
+_STATED = ["identity", "own_rank", "ranked"]  # columns of `read_trailers`
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,32 +314,32 @@ class TrailerPlan:
         return replace(survey, foreign=foreign, unproven=unproven)
 
     def with_adopted(self, survey: Survey) -> Survey:
-        """Return the survey of one store: the targets that need no trailer are in the destination.
+        """Return the survey of one store: the destination has the targets that need no trailer.
 
         Opens each object that may have a trailer.
         """
         assert isinstance(self.destination, Trailed)
-        hashes = [
-            None if identity is None else identity.hash()
-            for identity in (self.identities.get(one.affix) for one in survey.route.targets)
-        ]
-        marked = {marker.suffix for marker in self.destination.markers()}
-        asked = np.array(
-            [
-                ours is not None and target.affix[1] in marked
-                for ours, target in zip(hashes, survey.route.targets, strict=True)
-            ]
-        )
+        targets = survey.route.targets
+        hashes = [None if one is None else one.hash() for one in map(self._identity, targets)]
+        marked = {marker.suffix for marker in markers_of(self.destination)}
         unnamed = np.array([ours is None for ours in hashes])
-        at, targets, sizes = survey.wanted.objects(np.arange(len(survey.groups)))
-        done = unnamed[targets]
-        may_have = np.flatnonzero(asked[targets])
+        asked = ~unnamed & [target.affix[1] in marked for target in targets]
+        rankless = [trailer_rank(target.coordinate.shard) == NO_RANK for target in targets]
+        at, slots, sizes = survey.wanted.objects(np.arange(len(survey.groups)))
+        done, may_have = unnamed[slots], np.flatnonzero(asked[slots])
         for start in range(0, len(may_have), _ASKED_AT_ONCE):
             some = may_have[start : start + _ASKED_AT_ONCE]
-            found = _identities_in(self.destination, survey.keys(at[some], targets[some]))
-            ours = (hashes[target] for target in targets[some].tolist())
-            done[some] = [one == wanted for one, wanted in zip(found, ours, strict=True)]
-        return survey.having([(at[done], targets[done], sizes[done])])
+            keys = pa.table({"key": survey.keys(at[some], slots[some])})
+            trailers = self.destination.read_trailers(keys).select(_STATED).to_pydict()
+            stated = zip(slots[some].tolist(), *trailers.values(), strict=True)
+            done[some] = [
+                bool(own_rank) and identity == hashes[slot] and (ranked or rankless[slot])
+                for slot, identity, own_rank, ranked in stated
+            ]
+        return survey.having([(at[done], slots[done], sizes[done])])
+
+    def _identity(self, target: ObjectSpec) -> Identity | None:
+        return self.identities.get(target.affix)
 
     def _doubtful(self, survey: Survey, markers: list[Marker]) -> BoolArray:
         """Return which targets can have another trailer in the destination: [targets]."""

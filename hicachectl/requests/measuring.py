@@ -271,7 +271,11 @@ def hit_remarks(hits: Hits, inventory: Inventory, expected: Expected) -> Iterato
     for value, what in (
         (MISFIT, "of the wrong size stop {}; run hicachectl verify"),
         (FOREIGN, f"of {OTHER_BYTES} stop {{}}; run hicachectl verify"),
-        (UNTRAILED, 'without a trailer stop {}; servers with "unstamped": "read" use them'),
+        (
+            UNTRAILED,
+            'without a trailer stop {}; servers with "unstamped": "read" use them, and hicachectl '
+            "migrate STORE STORE --trailers write gives them trailers",
+        ),
         (CLEARED, "from before a server cleared the store stop {}"),
     ):
         if count := int(np.count_nonzero(hits.stop_faults == value)):

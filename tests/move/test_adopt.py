@@ -19,7 +19,14 @@ from hicachectl.formats.identity import profile_identities
 from hicachectl.formats.profile import dump_profile
 from hicachectl.formats.trailer import TRAILER_BYTES
 from tests.move.migrations import migrated
-from tests.served_stores import HYBRID, INDEXED, OTHER_WEIGHTS, served_by, served_store
+from tests.served_stores import (
+    HYBRID,
+    INDEXED,
+    OTHER_WEIGHTS,
+    forget_ranks,
+    served_by,
+    served_store,
+)
 from tests.skips import needs_root
 from tests.small_file_system import small_file_system
 from tests.stores import OLD, page
@@ -135,6 +142,15 @@ def test_a_further_run_changes_nothing(adoption: Adoption) -> None:
     document = adoption.run()
     assert (document["pages"], document["objects"], document["skipped"]) == (0, 0, 4)
     assert {path: path.stat().st_ino for path in adoption.store.glob("*.bin")} == before
+
+
+def test_trailers_of_older_releases_get_their_rank(adoption: Adoption) -> None:
+    adoption.run()
+    forget_ranks(adoption.store)
+    assert served_by(adoption.store, HYBRID, PAGES, unranked="refuse") == [False] * 4
+    assert adoption.run()["objects"] == len(adoption.objects)
+    assert served_by(adoption.store, HYBRID, PAGES, unranked="refuse") == [True] * 4
+    assert adoption.run()["skipped"] == 4
 
 
 def test_a_dry_run_counts_and_changes_nothing(adoption: Adoption) -> None:
