@@ -571,6 +571,16 @@ class StoreSuite(ABC):
         else:
             assert free is None or free > 0
 
+    def test_a_store_holds_more_than_is_free(self, store: Store) -> None:
+        """A store whose removals add to `free_bytes` says how much it can hold."""
+        capacity, free = store.capacity(), store.free_bytes()
+        if type(store).capacity is Store.capacity:
+            assert capacity is None
+        elif capacity is not None:
+            assert capacity.unit > 0
+            assert free is not None
+            assert free <= capacity.nbytes
+
     def test_another_client_sees_the_same_objects(self, store: Store) -> None:
         self.raw_put(store, self.keys[0], self.value(0))
         with self.reopen(store) as other:

@@ -60,6 +60,7 @@ class Worth:
 
 
 _LOOK_PAGES = 256  # removed between two looks at a store's free bytes
+_INT64_MAX = np.iinfo(np.int64).max
 _MOST_FAILED = 100  # pages; after more, a removal ends, since the others would fail, too
 
 
@@ -69,7 +70,7 @@ class Freeing:
     groups: numbers of the groups that reach the target as the store is now.
     remarks: messages on groups that are no candidates.
     lacking: bytes still to be removed for the target.
-    facts: the member "free" of the document.
+    facts: the member "free" of the document, once the removal or its rehearsal has ended.
     """
 
     def __init__(
@@ -99,14 +100,14 @@ class Freeing:
         self.lacking = max(0, gauge.asked - candidates.space(self.groups))
         if never_all and 0 < len(candidates) == self._taken:
             self._refuse_all()
-        self.facts = self._stated()
+        self.facts: FreeDocument | None = None
         if doubtful and len(self.groups):
             self.remarks.append(
                 f"{counted(doubtful, 'page')} not whole by --profile not removed first: most of "
                 "the newest pages lack the same pool, so the profile may be wrong; check it"
             )
         if spared := candidates.spared:
-            cost = human_size(self.facts["in_place_bytes"])
+            cost = human_size(candidates.in_place(self._taken))
             self.remarks.append(
                 f"{spared} of deployments that no request names left alone: {cost} of others leave "
                 "in their place; --and-unnamed removes them first"
@@ -130,8 +131,9 @@ class Freeing:
         self._failed += int((statuses == GroupStatus.FAILED).sum())
         if self.lacking and not (self.gauge.is_held or self._failed > _MOST_FAILED):
             end = self._candidates.end(start, self.gauge.step(self.lacking))
+            end = min(end, max(start, self._most))
             if self.gauge.is_measured:
-                end = min(end, start + _LOOK_PAGES, max(start, self._most))
+                end = min(end, start + _LOOK_PAGES)
         self._taken = end
         self._last = np.sort(self._candidates.order[start:end])
         return plan_removal(self._last) if end > start else None
@@ -170,7 +172,7 @@ class Freeing:
                 f"{start}: the removed bytes are not free; look for hard links, snapshots and "
                 "files that servers hold open, or whether servers write as fast, then run again"
             )
-        if self.facts["in_place_bytes"]:
+        if self._candidates.in_place(self._taken):
             return f"{start}: no further page may leave; --and-unnamed removes more"
         if self._failed > _MOST_FAILED:
             return f"{start}: {counted(self._failed, 'page')} failed; see above, then run again"
@@ -181,10 +183,7 @@ class Freeing:
         )
 
     def conclude(self) -> None:
-        """Set the facts to those of the groups that were removed, and those that stayed."""
-        self.facts = self._stated()
-
-    def _stated(self) -> FreeDocument:
+        """State the facts of the groups that were chosen, and of those that stay."""
         candidates, worth, gauge = self._candidates, self._worth, self.gauge
         chosen, known = candidates.order[: self._taken], candidates.places[: self._taken]
         nbytes, incomplete = candidates.sum(chosen), candidates.incomplete[: self._taken]
@@ -211,8 +210,7 @@ class Freeing:
             "unnamed": candidates.unnamed,
             "in_place_bytes": candidates.in_place(self._taken),
         }
-        document: FreeDocument = stated
-        return document
+        self.facts = stated
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -224,6 +222,7 @@ class _Candidates:
     incomplete: whether each is incomplete: [n].
     sizes: bytes of each group of the store.
     spaces: bytes that each group of the store takes.
+    ends: bytes that the groups up to each one take together: [n].
     unsized: number of matching groups with an object of unknown size.
     unnamed: deployments that no request names; None if that is not known.
     spared: number and size of the complete pages of these deployments that are no candidates, in
@@ -237,6 +236,7 @@ class _Candidates:
     incomplete: BoolArray
     sizes: IntArray
     spaces: IntArray
+    ends: IntArray
     unsized: int
     unnamed: list[UnnamedDeployment] | None
     spared: str
@@ -258,8 +258,8 @@ class _Candidates:
         """Return where the groups from a start on take at least so many bytes, or the end."""
         if nbytes <= 0:
             return start
-        ends = np.cumsum(self.spaces[self.order[start:]])
-        return min(len(self), start + int(np.searchsorted(ends, nbytes)) + 1)
+        reached = nbytes + (int(self.ends[start - 1]) if start else 0)
+        return min(len(self), int(np.searchsorted(self.ends, min(reached, _INT64_MAX))) + 1)
 
     def in_place(self, taken: int) -> int | None:
         """Return the bytes that leave in place of pages that no request names; None if unknown.
@@ -369,14 +369,16 @@ def _candidates(
         named = groups.deployment_ids[sized] == 0
     order = _least_useful_first(groups.used_ns[sized], known, named, ~incomplete[sized])
     # Sums of sparse files of exbibytes must not overflow: the order of removal needs them.
-    most = np.iinfo(np.int64).max // max(1, len(sized))
+    most = _INT64_MAX // max(1, len(sized))
+    spaces = np.minimum(_sizes(groups, gauge.unit), most)
     return _Candidates(
         groups=groups,
         order=sized[order],
         places=known[order],
         incomplete=incomplete[sized[order]],
         sizes=np.minimum(sizes, most),
-        spaces=np.minimum(_sizes(groups, gauge.unit), most),
+        spaces=spaces,
+        ends=np.cumsum(spaces[sized[order]]),
         unsized=unsized,
         unnamed=unnamed,
         spared=spared_pages,
@@ -396,7 +398,7 @@ def freeing_lines(document: Mapping[str, Any], now: float) -> list[str]:
         if nbytes is not None:
             ending = "" if facts["asked_bytes"] else "; nothing to remove"
             lines.append(f"{human_size(nbytes)} {verb}, {option} {limit}{ending}")
-    if document["lacking_bytes"]:
+    if facts["bytes"] < facts["asked_bytes"] and facts["target"] != "keep-free":
         lines.append(
             f"{option}: the matching pages have only {human_size(facts['bytes'])} of "
             f"{human_size(facts['asked_bytes'])}"

@@ -19,8 +19,9 @@ Kind = Literal["free", "keep-free", "max-size"]
 KINDS: tuple[Kind, ...] = ("free", "keep-free", "max-size")
 
 _PERCENTAGE = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?%")
-# Removed bytes stay in use if so often enough was removed, and less than this share became free.
-_SHORT = 3
+# Removed bytes stay in use if space lacked so often after enough was removed, and if less than this
+# share of them became free.
+_MOST_SHORT = 3
 _LEAST_GAIN = 0.1
 
 
@@ -78,6 +79,7 @@ class Gauge:
         asked: int,
         *,
         store: Store | None = None,
+        free_bytes: int | None = None,
         unit: int = 1,
         stored_bytes: int | None = None,
     ) -> None:
@@ -86,12 +88,13 @@ class Gauge:
         self.asked = asked
         self.unit = unit
         self.stored_bytes = stored_bytes
-        self.free_bytes = None if store is None else limit - asked
+        self.free_bytes = free_bytes
         self.is_held = False
         self._store = store
         self._short = 0  # how often enough was removed, but the store lacked space
         # The free bytes, and the bytes removed before, when both were last known to agree.
-        self._known_free, self._known_removed = limit - asked, 0
+        self._known_free = self._first_free = free_bytes or 0
+        self._known_removed = 0
 
     @classmethod
     def of(cls, target: Target, store: Store, stored_bytes: int | None) -> Self:
@@ -114,10 +117,7 @@ class Gauge:
         capacity = store.capacity()
         free = None if capacity is None else store.free_bytes()
         if capacity is None or free is None:
-            raise UnsupportedByBackend(
-                f"{target}: {store.url} does not tell its free space after a removal; give "
-                "--max-size SIZE or --free SIZE"
-            )
+            raise _untold(target, store)
         amount = target.amount
         limit = int(amount * capacity.nbytes) if isinstance(amount, Fraction) else amount
         if limit >= capacity.nbytes:
@@ -125,9 +125,8 @@ class Gauge:
                 f"{target}: {store.url} can hold only {human_size(capacity.nbytes)}, so "
                 f"{human_size(limit)} are never free; give a smaller SIZE"
             )
-        gauge = cls(target, limit, max(0, limit - free), store=store, unit=capacity.unit)
-        gauge.free_bytes = gauge._known_free = free
-        return gauge
+        asked = max(0, limit - free)
+        return cls(target, limit, asked, store=store, free_bytes=free, unit=capacity.unit)
 
     def lacking(self, removed: int) -> int:
         """Return the bytes still to be removed; look at the store if the target needs it.
@@ -138,18 +137,18 @@ class Gauge:
         """
         if self._store is None:
             return max(0, self.asked - removed)
-        lacking = self._look()
+        free = self._look(self._store)
         unseen = self.limit - self._known_free - (removed - self._known_removed)
-        if lacking <= 0 or unseen > 0:
-            return max(0, min(lacking, unseen))
+        if free >= self.limit or unseen > 0:
+            return max(0, min(self.limit - free, unseen))
         self._store.flush()
-        lacking = self._look()
-        assert self.free_bytes is not None
-        gain = self.free_bytes - (self.limit - self.asked)
-        self._short += 1 if removed and lacking > 0 else 0
-        self.is_held = self._short >= _SHORT and gain < _LEAST_GAIN * removed
-        self._known_free, self._known_removed = self.free_bytes, removed
-        return max(0, lacking)
+        free = self._look(self._store)
+        self._known_free, self._known_removed = free, removed
+        if removed and free < self.limit:
+            self._short += 1
+            gain = free - self._first_free
+            self.is_held = self._short >= _MOST_SHORT and gain < _LEAST_GAIN * removed
+        return max(0, self.limit - free)
 
     @property
     def is_measured(self) -> bool:
@@ -163,7 +162,15 @@ class Gauge:
         """
         return lacking if self._store is None else -(-lacking // 2)
 
-    def _look(self) -> int:
-        assert self._store is not None
-        self.free_bytes = self._store.free_bytes() or 0
-        return self.limit - self.free_bytes
+    def _look(self, store: Store) -> int:
+        self.free_bytes = free = store.free_bytes()
+        if free is None:
+            raise _untold(self.target, store)
+        return free
+
+
+def _untold(target: Target, store: Store) -> UnsupportedByBackend:
+    return UnsupportedByBackend(
+        f"{target}: {store.url} does not tell its free space after a removal; give --max-size SIZE "
+        "or --free SIZE"
+    )
