@@ -56,7 +56,8 @@ _LEAST_NUMBERS = 256
 _LEAST_SHARE = 0.01  # with fewer of the objects compared, there is no change
 # Octaves. Between the pages of one model, quartiles vary by 0.1, and by 0.5 at most.
 _NEAR = 0.4  # most distance of the quartiles before a change from those after it
-_SCATTER = 0.75  # most distance of an object from the others
+_FAR = 0.8  # least distance of the same, if all are read in the second dtype
+_SCATTER = 0.75  # most distance of an object's quartiles from those of the others
 _SCATTERED = 0.05  # share of objects that may be further apart
 _FACTOR_ERROR = 0.35  # most error of the factor between the distances of quartiles, in bits
 _ROUNDS = 20  # more than the search for two groups needs
@@ -201,11 +202,17 @@ def _two_dtypes(
     narrow = _lower_half(apart)
     if _few(narrow):
         return None
-    if abs(np.median(apart[~narrow]) - np.median(apart[narrow]) - factor) > _FACTOR_ERROR:
-        return None
-    both = [_octaves(codes[of], dtype) for of, dtype in zip((~narrow, narrow), rivals, strict=True)]
-    centres = [np.median(octaves, axis=0) for octaves in both]
-    if np.abs(centres[0] - centres[1]).max() > _NEAR or not all(map(_gathered, both)):
+    error = abs(np.median(apart[~narrow]) - np.median(apart[narrow]) - factor)
+    first, second = (_octaves(codes, dtype) for dtype in rivals)
+    centres = [np.median(first[~narrow], axis=0), np.median(second[narrow], axis=0)]
+    as_second = np.median(second[~narrow], axis=0)
+    if not (
+        error <= _FACTOR_ERROR
+        and np.abs(centres[0] - centres[1]).max() <= _NEAR
+        and np.abs(as_second - centres[1]).max() >= _FAR
+        and _gathered(first[~narrow])
+        and _gathered(second[narrow])
+    ):
         return None
     texts = (
         f"{', '.join(f'{size:.2g}' for size in np.exp2(centre))} in {dtype}"

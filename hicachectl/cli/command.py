@@ -198,9 +198,10 @@ def _set_above(ctx: click.Context, option: click.Parameter, value: Any) -> None:
     name, root = str(option.name), ctx.find_root()
     if not on_command_line(ctx, name):
         return
+    given = on_command_line(root, name)
     if getattr(option, "count", False):
-        value += root.params[name]
-    elif on_command_line(root, name) and root.params[name] != value:
+        value += root.params[name] if given else 0
+    elif given and root.params[name] != value:
         said = takes_one_value([root.params[name], value])
         raise click.BadParameter(said, ctx=ctx, param=option)
     root.params[name] = value

@@ -13,7 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from msgspec.structs import replace
 
+from hicachectl.checks.changes import check_changes
 from hicachectl.checks.page_tables import saved_tables
+from hicachectl.checks.registry import CheckSums
 from hicachectl.doctor.checks import FAIL, OK, STORE, UNKNOWN, WARN, Check
 from hicachectl.doctor.space import object_sizes
 from hicachectl.formats.spec import UNKNOWN_SIZE
@@ -120,6 +122,7 @@ def _sample(pages: int, inventory: Inventory) -> Sample:
 class _Findings:
     """Findings of a part.
 
+    changes: findings about changes of dtype or layout.
     pages: number of pages in the store.
     explained: number of pages with objects whose size another check explains.
     young: number of pages that a server may be writing.
@@ -141,6 +144,8 @@ class _Findings:
         told = sized & np.append(explained, False)[rows]  # NO_NUMBER is the last
         self.explained = self.damaged(table.filter(pa.array(told)))
         self._table = table.filter(pa.array(~told))
+        sums = CheckSums(part.groups.inventory.table, part.result.tally, part.result.evidence)
+        self.changes = [one for one in check_changes(sums) if len(one)]
 
     @property
     def judged(self) -> int:
@@ -359,6 +364,15 @@ def _values(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
         yield worst
     elif len(findings.of(_DTYPE | _LAYOUT)):
         return
+    elif findings.changes:
+        said, _, evidence = str(findings.changes[0].column("detail")[0]).partition("; ")
+        yield _check(
+            "changes",
+            WARN,
+            f"Servers of two settings wrote the pages: {said}",
+            evidence=evidence,
+            next=findings.verify(listed),
+        )
     elif valued := int(findings.part.judged.valued.sum()):
         yield _check("values", OK, f"The values of {counted(valued, 'object')} look as they should")
 

@@ -38,7 +38,7 @@ LIST_AGAIN = "give another --run"  # next step if the manifest or a published ta
 
 Owner = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 Moment = Annotated[int, Meta(ge=-(2**62), le=2**62)]
-Seconds = Annotated[float, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=1e10)]
 
 
 class Published(Struct, kw_only=True):

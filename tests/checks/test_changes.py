@@ -91,12 +91,20 @@ def test_quartiles_of_two_dtypes_show_the_change(quartiles: tuple[Any, ...]) -> 
         (E4M3, (50, 54, 58)),  # as near as numbers of e5m2, but of another size
         (E4M3, (43, 58, 59)),  # only the middle differs
         (E4M3, (46, 52, 58)),
+        ((44, 52, 59), (53, 58, 63)),  # a factor of 1.5
+        ((60, 64, 68), (62, 64, 66)),  # around 2, which has one code in both dtypes
         ((0, 0, 4), E5M2),  # no logarithm
     ],
     ids=str,
 )
 def test_other_differences_are_no_change_of_the_dtype(quartiles: tuple[Any, ...]) -> None:
     assert one_rank(*quartiles) == []
+
+
+def test_quartiles_that_are_too_near_to_tell_show_no_change() -> None:
+    """Rounded distances are 1 to 4 codes."""
+    assert one_rank((62, 64, 65), spread=0.7) == []
+    assert one_rank((40, 42, 43), spread=0.7) == []
 
 
 def test_scattered_objects_show_no_change() -> None:

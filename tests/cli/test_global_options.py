@@ -94,6 +94,10 @@ def test_one_config_may_be_given_twice(invoke: Invoke, config: Path) -> None:
 def test_the_command_line_beats_the_variable_anywhere(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch, config: Path
 ) -> None:
+    monkeypatch.setenv("HICACHECTL_VERBOSE", "1")
+    for words in (["-v", "ls"], ["ls", "-v"]):
+        invoke(*words, config.parent)
+        assert logging.getLogger().level == logging.INFO
     monkeypatch.setenv("HICACHECTL_CONFIG", "/none")
     said = invoke("ls", "prod:", exit_code=2).stderr
     assert said.startswith("hicachectl: HICACHECTL_CONFIG: config /none: cannot read")

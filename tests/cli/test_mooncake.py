@@ -202,6 +202,32 @@ def test_a_page_that_stays_incomplete_is_a_finding_after_the_grace(
     assert found(document) == [("missing-part", "error", key)]
 
 
+@pytest.mark.slow
+def test_a_comparison_looks_again_at_a_page_that_is_not_whole(
+    invoke: Invoke,
+    cluster: Cluster,
+    profile: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = tmp_path / "files"
+    invoke("migrate", cluster.url, files, "--profile", profile)
+    compared = ("diff", files, cluster.url, "--profile", profile)
+    for pair in (compared, ("diff", cluster.url, files, *compared[3:])):
+        assert invoke.document(*pair, "--verify", "--grace", "1h")["equal"] == PAGES
+    key = keys_of_page(cluster)[0]
+    value = cluster.client().get(key)
+    cluster.remove(key)
+    document = invoke.document(*compared, "--grace", "1s", exit_code=4)
+    assert [row["difference"] for row in document["differences"]] == ["incomplete"]
+    complete = SimpleNamespace(
+        sleep=lambda seconds: cluster.put(key, value), monotonic=time.monotonic
+    )
+    monkeypatch.setattr(in_flight, "time", complete)
+    document = invoke.document(*compared, "--grace", "1h")
+    assert (document["in_flight"], document["equal"]) == (1, PAGES - 1)
+
+
 def test_a_catalog_notices_changed_bytes(
     invoke: Invoke, cluster: Cluster, profile: Path, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -18,16 +19,21 @@ import pytest
 
 from hicachectl.formats.trailer import TRAILER_BYTES, parse_trailer
 from tests.conformance.busy_store import BusyStore, lines
+from tests.conformance.cpu_server import KEY, prompt
+from tests.conformance.plugin_site import Site, full_hit, is_whole
 from tests.conformance.store_cases import PLUGIN_CASES
 from tests.killed import Runner
 from tests.small_file_system import small_file_system
 from tests.speed import chance_of_run
+from tests.test_readme import manual_blocks
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from tests.conformance.conftest import SglangSession
+    from tests.conformance.cpu_server import Answer, CpuServer
     from tests.conftest import Invoke
     from tests.killed import Unit
 
@@ -37,6 +43,7 @@ KILLS = 50
 PAGES = 24
 PROMPTS = 6
 ADOPTIONS = 6
+PROMPTS_OF_SERVER = (prompt(61), prompt(62))
 ALONE: dict[str, Any] = {"tp": 1}
 WEIGHTS = "weights of the tests"
 BUFFER_BYTES = 1 << 20
@@ -192,7 +199,7 @@ def test_every_page_is_readable_at_every_moment_whatever_is_killed(
 def test_a_server_writes_and_evicts_beside_two_adoptions(
     sglang_session: SglangSession, tmp_path: Path
 ) -> None:
-    """No byte is wrong, and no file comes back that HiCacheFile has evicted."""
+    """No byte is wrong, and at the end every whole page has its trailers."""
     every = _all_prompts(sglang_session, tmp_path / "all")
     adopted = Adopted(sglang_session, tmp_path, tmp_path / "store", "mla_indexer", pages=8)
     most = sum(map(len, every.values())) // 2
@@ -217,7 +224,6 @@ def test_a_server_writes_and_evicts_beside_two_adoptions(
             runs = [pool.submit(adopt, one), pool.submit(adopt, two, "--include-partial")]
         assert [run.result() for run in runs] == [None, None]
         servers.stop()
-        held = set(lines(log)[-1]["held"])
         last = one.run(*adopted.command, home=tmp_path).document
     assert last["complete"]
     assert last["failed"] == 0
@@ -225,10 +231,54 @@ def test_a_server_writes_and_evicts_beside_two_adoptions(
     halves = {page for page, count in _counted(adopted.objects).items() if count < 2}
     assert adopted.bare() == {name for name in adopted.objects if name[:64] in halves}
     assert adopted.leftovers() == []
-    assert adopted.objects.keys() <= held
     assert min(sum(one[name] for one in documents) for name in ("pages", "gone")) > 0
     assert len(every) > len(adopted.objects)
     assert any(count == 2 for count in _counted(adopted.objects).values())
+
+
+@pytest.mark.xdist_group("sglang-server")
+def test_a_server_moves_to_the_plug_in_with_all_its_pages(
+    cpu_server: CpuServer,
+    tiny_model: Path,
+    invoke: Invoke,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the commands of hicachectl-plugin(7)."""
+    site, profile = Site(cpu_server, tmp_path / "hicache"), tmp_path / "prod.toml"
+    places = {
+        "/mnt/hicache": str(site.directory),
+        "prod.toml": str(profile),
+        "MODEL": str(tiny_model),
+        "http://127.0.0.1:30000": cpu_server.url,
+    }
+    monkeypatch.setenv("HICACHECTL_API_KEY", KEY)
+    (block,) = [text for text in manual_blocks("hicachectl-plugin.7") if "--trailers" in text]
+    for name, here in places.items():
+        block = block.replace(name, here)
+    commands = [shlex.split(line)[1:] for line in block.splitlines()]
+    commands[1].append("--yes")
+    cpu_server.attach("file", {"file_storage_path": str(site.directory)})
+    answers = [_stored(site, PROMPTS_OF_SERVER[0])]
+    for command in commands:
+        invoke(*command)
+    assert all(map(is_whole, site.files(PROMPTS_OF_SERVER[0])))
+    warm = site.warm(PROMPTS_OF_SERVER[0])  # HiCacheFile reads files with trailers
+    assert (warm.storage, warm.same(answers[0])) == (full_hit(PROMPTS_OF_SERVER[0]), True)
+    answers.append(_stored(site, PROMPTS_OF_SERVER[1]))
+    cpu_server.detach()
+    site.attach()
+    invoke(*commands[-1])
+    for tokens, cold in zip(PROMPTS_OF_SERVER, answers, strict=True):
+        warm = site.warm(tokens)
+        assert (warm.storage, warm.same(cold)) == (full_hit(tokens), True)
+
+
+def _stored(site: Site, tokens: list[int]) -> Answer:
+    """Answer a prompt, and wait until HiCacheFile has stored its pages."""
+    answer = site.server.generate(tokens)
+    wait_until(lambda: all(path.exists() for path in site.files(tokens)))
+    return answer
 
 
 def _counted(objects: Iterable[str]) -> Counter[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections import Counter, defaultdict
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -11,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.__main__ import run
-from tests.conformance.store_cases import VARIANTS, store_name
+from tests.conformance.busy_store import PATIENCE_S, BusyStore, lines
+from tests.conformance.store_cases import CASES, VARIANTS, store_name
 from tests.conformance.test_cli_stores import profile_files
+from tests.served_stores import age
 from tests.speed import some
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.conformance.conftest import Manifest, WriteStore
+    from tests.conformance.conftest import Manifest, SglangSession, WriteStore
     from tests.conftest import Invoke
 
     Files = dict[str, bytes]
@@ -39,6 +42,7 @@ PAIRS = some(
     (V4, ("side_states", "page_first")),
 )
 STORES = some(VARIANTS, ("hybrid_mamba", "page_first"), V4, TWO, PARTIAL, MLA)
+WATCHED_S = 2.5
 EACH = 7  # one object of so many is damaged in a way
 
 
@@ -174,3 +178,38 @@ def test_a_damaged_copy_differs_as_its_files_do(
     before = objects_in(a), objects_in(b)
     os.utime(a)
     assert (objects_in(a), objects_in(b)) == before
+
+
+def test_a_store_that_is_being_filled_differs_in_what_is_old(
+    sglang_store: WriteStore, sglang_session: SglangSession, invoke: Invoke, tmp_path: Path
+) -> None:
+    """Pages that SGLang's own file backend writes meanwhile are in flight, and no difference."""
+    pristine, manifest = sglang_store("hybrid_mamba")
+    manifest = {**manifest, "node_pages": CASES["hybrid_mamba"].node_pages}
+    a, b = tmp_path / "a", tmp_path / "b"
+    shutil.copytree(pristine, a)
+    age(a)
+    shutil.copytree(a, b)
+    lost, changed, *others = manifest["pages"]
+    for path in b.glob(f"{lost}*"):
+        path.unlink()
+    path = next(b.glob(f"{changed}*"))
+    path.write_bytes(path.read_bytes()[::-1])
+    age(b)
+    documents: list[dict[str, Any]] = []
+    with BusyStore(sglang_session, a, manifest, tmp_path / "server") as server:
+        rounds = [server.serve("fill", rank) for rank in range(2)]
+        server.wait_until(lambda: all(lines(log) for log in rounds))
+        began = time.monotonic()
+        while len(documents) < 2 or time.monotonic() < began + WATCHED_S:
+            assert time.monotonic() < began + PATIENCE_S
+            for pair, only in (((a, b), "only-in-a"), ((b, a), "only-in-b")):
+                document = invoke.document("diff", *pair, "--verify", exit_code=4)
+                kinds = {row["page"]: row["difference"] for row in document["differences"]}
+                assert kinds == {lost: only, changed: "bytes"}
+                assert document["equal"] == len(others)
+                documents.append(document)
+        server.stop()
+    in_flight = [document["in_flight"] for document in documents]
+    assert 0 < in_flight[0] < in_flight[-1]
+    shutil.rmtree(a)  # hundreds of megabytes

@@ -293,6 +293,26 @@ def test_a_full_disk(
         assert max(free) > 100 << 10
 
 
+def test_a_stranger(machine: Machine, before: tuple[Path, Manifest]) -> None:
+    """After the last catalog, an object gets other bytes, and a page appears."""
+    directory, manifest = before
+    machine.write(manifest, directory, 24 * 3600)
+    (machine.folder / "serve.sh").write_text(f"{LAUNCH}2")
+    recorded = machine.do(["verify", "prod:", "--catalog", "prod.parquet", "--update-catalog"])
+    assert recorded[0] == 0, recorded
+    changed, *_, other = sorted(machine.store.glob("*.bin"))
+    changed.write_bytes(bytes(reversed(changed.read_bytes())))
+    forged = [
+        shutil.copy(path, machine.store / f"{'ab' * 32}{path.name[64:]}")
+        for path in machine.store.glob(f"{other.name[:64]}*")
+    ]
+    for path in (changed, *forged):
+        os.utime(path, (time.time() - 3600,) * 2)
+    machine.follow("A STRANGER COULD WRITE TO THE STORE")
+    left = {path.name[:64] for path in machine.store.glob("*.bin")}
+    assert left == {path.name[:64] for path in directory.glob("*.bin")} - {changed.name[:64]}
+
+
 def test_a_new_cluster(machine: Machine, before: tuple[Path, Manifest]) -> None:
     directory, manifest = before
     machine.write(manifest, directory, 3600)

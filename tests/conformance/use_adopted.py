@@ -7,8 +7,7 @@ of one rank, with role, log and until (files), and prompts. The script goes on u
     read    prefetch the prompt with empty host pages, again and again: {"hit_pages", "pages",
             "wrong"} for each, and trailing: pages of each trailing pool
     fill    back up that many prompts in turn; with max_size in the settings, HiCacheFile evicts.
-            {"round": n} after each turn; at the end {"held"}: names of the files that HiCacheFile
-            takes into account
+            {"round": n} after each turn
 """
 
 from __future__ import annotations
@@ -77,5 +76,3 @@ def _fill(attached: AttachedRank, question: dict[str, Any], until: Path, log: IO
             attached.written()
         log.write(json.dumps({"round": number}) + "\n")
         time.sleep(_PAUSE_S)
-    held = attached.controller.storage_backend._evictor._lru
-    log.write(json.dumps({"held": [f"{stem}.bin" for stem in held]}) + "\n")

@@ -105,6 +105,28 @@ def test_a_directory_without_pages_is_said_to_have_none(invoke: Invoke, tmp_path
     assert "notes.txt" in checks["store/pages"]["detail"]
 
 
+@pytest.mark.parametrize("served", ["float8_e4m3fn", "float8_e5m2"])
+def test_a_change_of_the_fp8_dtype_is_dated(invoke: Invoke, tmp_path: Path, served: str) -> None:
+    directory = tmp_path / "store"
+    directory.mkdir()
+    for dtype, numbers in (("float8_e4m3fn", range(12)), ("float8_e5m2", range(12, 22))):
+        made = tiny(dtype)[0]
+        objects = KvGenerator(expected_of(made), made, 1).objects(numbers)
+        for number, content in zip(numbers, objects, strict=True):
+            path = directory / f"{page(number)}_m_0_1.bin"
+            path.write_bytes(content.tobytes())
+            os.utime(path, (OLD + 60 * number, OLD + 60 * number))
+    (tmp_path / "p.toml").write_text(dump_profile(tiny(served)[0]))
+    checks = checks_of(invoke, directory, "--profile", tmp_path / "p.toml")
+    found = checks["store/changes"]
+    assert found["status"] == "warn"
+    assert found["detail"].endswith(
+        ": float8_e4m3fn before 2023-11-14T22:25:20Z, float8_e5m2 since then (12 and 10 objects "
+        "compared)"
+    )
+    assert found["next"].startswith(f"hicachectl verify {directory}")
+
+
 @pytest.mark.parametrize(("written", "served"), [("float16", "bfloat16"), ("bfloat16", "float16")])
 def test_pages_of_another_16_bit_dtype_are_the_first_cause(
     invoke: Invoke, tmp_path: Path, written: str, served: str

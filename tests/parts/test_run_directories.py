@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -148,6 +149,15 @@ def test_parts_that_are_not_complete_or_damaged_are_told_apart(
     status = run_status(toy_run.path)
     assert [row["state"] for row in status.rows.to_pylist()] == ["done", "not-complete", "damaged"]
     assert "remove 00002.json and run part 2 again" in status.remarks[0]
+
+
+@pytest.mark.parametrize("seconds", ["1e999", "1e300", "-1", "NaN"])
+def test_a_duration_that_is_none_is_damage(invoke: Invoke, runs: ToyRun, seconds: str) -> None:
+    path = runs.path / "merged" / "parts" / "00001.json"
+    path.write_text(re.sub('"seconds": [^,]+', f'"seconds": {seconds}', path.read_text()))
+    shown = invoke("runs", "status", runs.path / "merged")
+    assert "damaged" in shown.stdout
+    assert "seconds" in shown.stderr
 
 
 @pytest.mark.parametrize(

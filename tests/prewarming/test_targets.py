@@ -23,7 +23,7 @@ from tests.prewarming.rooms import BLOCK, PAGE_BYTES, PAGE_SPACE, Room, free_byt
 from tests.prewarming.test_prewarm import HASHES, tokens
 from tests.served_stores import OTHER_WEIGHTS
 from tests.skips import needs_root
-from tests.small_file_system import small_file_system
+from tests.small_file_system import small_ext4, small_file_system
 from tests.speed import chance_of_run
 from tests.stores import OLD, page, put, put_pages
 
@@ -126,6 +126,22 @@ def test_a_dry_run_foretells_what_leaves(invoke: Invoke, disk: Path) -> None:
     document = invoke(*arguments, "--yes").document
     assert foretold["pages"] == document["pages"] > 0
     assert foretold["free"] == document["free"]
+
+
+@needs_root
+@pytest.mark.slow
+def test_a_share_is_that_of_df(invoke: Invoke, tmp_path: Path) -> None:
+    """Blocks that are reserved for root are neither used nor free."""
+    with small_ext4(tmp_path / "disk", 32 << 20, 20) as disk:
+        store = dsa_store(disk / "store", 1200)
+        before = os.statvfs(disk)
+        used = (before.f_blocks - before.f_bfree) * before.f_frsize
+        document = removed(invoke, store, "--keep-free", "40%")
+        assert (
+            document["free"]["limit_bytes"] == (used + before.f_bavail * before.f_frsize) * 2 // 5
+        )
+        assert 0 <= free_bytes(disk) - document["free"]["limit_bytes"] < PAGE_SPACE
+    assert document["pages"] > 100
 
 
 @needs_root
@@ -292,6 +308,9 @@ def test_a_doubtful_profile_decides_nothing(invoke: Invoke, tmp_path: Path, prof
     output = invoke("rm", store, "--free", 1, "--profile", profile, "--yes")
     assert "20 pages not whole by --profile not removed first" in output.stderr
     assert pages_of(store) == {page(n) for n in range(1, 40)}
+    despite = ("--free", KV_BYTES + 1, "--profile", profile, "--despite-profile")
+    removed(invoke, store, *despite)
+    assert pages_of(store) == {page(n) for n in range(1, 40) if n not in (20, 21)}
 
 
 def test_a_young_incomplete_page_stays(invoke: Invoke, tmp_path: Path, profile: Path) -> None:
@@ -353,6 +372,23 @@ def test_the_cost_of_sparing_other_deployments_is_told(
     facts = invoke("rm", source, *options, "--and-unnamed", "--format", "json").document["free"]
     assert facts["in_place_bytes"] is None
     assert facts["bytes"] == 1000
+
+
+def test_an_orphan_of_a_spared_deployment_leaves_first(
+    invoke: Invoke, source: Path, own_profile: Path, tmp_path: Path
+) -> None:
+    """It serves nobody, whoever wrote it; the whole pages of its deployment stay."""
+    before = pages_of(source)
+    put(source, kv(0), KV_BYTES)
+    for number in (0, 1):
+        put(source, indexer(number), INDEXER_BYTES)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"timestamp": 1, "token_ids": tokens()}))
+    options = ("--trace", trace, "--profile", own_profile)
+    output = invoke("rm", source, "--free", 1, *options, "--yes", "--format", "json")
+    assert output.document["free"]["incomplete_pages"] == output.document["pages"] == 1
+    assert "1 page (10.0 KiB) of deployments that no request names left alone" in output.stderr
+    assert pages_of(source) == {*before, page(0)}
 
 
 # --- the size of a store ---
@@ -486,6 +522,14 @@ def test_more_than_the_file_system_is_refused(invoke: Invoke, tmp_path: Path) ->
     said = invoke("rm", store, "--keep-free", "1EiB", "--yes", exit_code=2).stderr
     assert f"--keep-free: file://{store} can hold only " in said
     assert "so 1.0 EiB are never free; give a smaller SIZE" in said
+
+
+@needs_root
+def test_a_whole_file_system_is_never_free(invoke: Invoke, disk: Path) -> None:
+    store = dsa_store(disk / "store", 2)
+    said = invoke("rm", store, "--keep-free", DISK, "--yes", exit_code=2).stderr
+    assert "can hold only 4.0 MiB, so 4.0 MiB are never free; give a smaller SIZE" in said
+    assert len(pages_of(store)) == 2
 
 
 def test_a_store_that_cannot_tell_is_refused(invoke: Invoke, tmp_path: Path, profile: Path) -> None:

@@ -152,8 +152,8 @@ _OF_PAGES = (
 @own_option(
     "--despite-profile",
     is_flag=True,
-    help="Remove even if the profile looks wrong. Only with --state partial, which is refused if "
-    "most of the newest pages lack the same pool.",
+    help="Remove partial pages even if the profile looks wrong: most of the newest pages lack the "
+    "same pool. Else --state partial is refused, and a target does not prefer partial pages.",
 )
 @filter_options()
 @changing_options("removed", "removing")
@@ -306,8 +306,11 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
             "--state partial needs --profile, which states the objects of a page; without it, one "
             "stray object makes whole pages look partial"
         )
-    if options["despite_profile"] and "partial" not in (options["state"] or ()):
-        raise click.UsageError("--despite-profile needs --state partial")
+    judges = "partial" in (options["state"] or ()) or (targets and options["profile_file"])
+    if options["despite_profile"] and not judges:
+        raise click.UsageError(
+            "--despite-profile needs --state partial, or --profile and a target such as --free"
+        )
 
 
 def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Removal:
