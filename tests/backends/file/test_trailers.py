@@ -335,9 +335,9 @@ def test_trailers_are_shown_for_each_row(store: FileStore) -> None:
         "digest_kind": "xxh3",
         "digest": digest_function("xxh3")([VALUE]),
         "own_rank": True,
-        "ranked": False,
+        "ranked": True,
     }
-    none, theirs = dict.fromkeys(found), {**found, "own_rank": False, "ranked": True}
+    none, theirs = dict.fromkeys(found), {**found, "own_rank": False}
     assert shown.to_pylist() == [none, found, none, none, none, theirs]
 
 
