@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import HicacheError, UsageError
 from hicachectl.formats.wording import failed
-from hicachectl.text.terminal import message_text
 from hicachectl.text.units import counted, human_age
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ class Gate:
 
     def __init__(
         self,
-        option: str,
         seconds: float,
         nothing: Result,
         say: Callable[[str], None],
@@ -39,13 +37,11 @@ class Gate:
     ) -> None:
         """Set up the gate.
 
-        option: the option's name and value, for messages.
         seconds: time after which the gate opens.
         nothing: result of a run that did nothing.
         say: takes what failed, after each attempt.
         write: writes the result while an attempt hangs.
         """
-        self._option = option
         self._seconds = seconds
         self._result = nothing
         self._say = say
@@ -84,16 +80,16 @@ class Gate:
         if seconds > 0:
             latest = human_age(ends - time.monotonic())
             self._say(
-                f"{self._option}: attempt {self._attempts} failed: {self._failure}; tries again "
-                f"in {human_age(seconds)}, and opens in {latest} at the latest"
+                f"--open-after: attempt {self._attempts} failed: {self._failure}; tries again in "
+                f"{human_age(seconds)}, and opens in {latest} at the latest"
             )
             time.sleep(seconds)
 
     def _excused(self) -> Result:
         """Return the result of a gate that opens because its time is over."""
         said = (
-            f"{self._option}: OPENED ANYWAY after {counted(self._attempts, 'failed attempt')}, the "
-            f"store is not warm: {message_text(self._failure)}"
+            f"--open-after: OPENED ANYWAY after {human_age(self._seconds)} and "
+            f"{counted(self._attempts, 'failed attempt')}; the store is not warm: {self._failure}"
         )
         told = self._told(opened_anyway=True).with_undone(said)
         return replace(told, failed=True, ending=None, excused=True)

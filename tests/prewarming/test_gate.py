@@ -16,6 +16,7 @@ import pytest
 from hicachectl.cli.demo_store import PROFILE
 from tests.cli.test_lock_held import held
 from tests.freezable_mount import freezable_mount
+from tests.paused import paused
 from tests.prewarming.test_cli import prompts
 from tests.prewarming.test_prewarm import HASHES
 from tests.waiting import PATIENCE_S
@@ -108,8 +109,8 @@ def test_a_cold_gate_opens_after_its_time_and_says_so_loudly(
     assert output.document["usable_tokens"] < ALL_TOKENS
     (said,) = [line for line in output.stderr.splitlines() if "OPENED ANYWAY" in line]
     assert said.startswith(
-        "hicachectl: --open-after 0s: OPENED ANYWAY after 1 failed attempt, the store is not warm: "
-        "--min-usable 1: "
+        "hicachectl: --open-after: OPENED ANYWAY after 0s and 1 failed attempt; the store is not "
+        "warm: --min-usable 1: "
     )
     numbers = numbers_of(metrics)
     assert (numbers["succeeded"], numbers["opened_anyway"]) == (0, 1)
@@ -159,7 +160,7 @@ def test_a_gate_tries_again_until_the_store_is_warm(
             page = lacking_a_page(source)
             mend = lambda: page.rename(source / page.name)  # noqa: E731
             waiting = Waiting(*gate, "--open-after", "1h")
-        waiting.hear("--open-after 1h: attempt 1 failed: ")
+        waiting.hear("--open-after: attempt 1 failed: ")
         if cause != "locked":
             mend()
     status, document = waiting.ended()
@@ -219,6 +220,24 @@ def test_a_killed_gate_leaves_its_time_and_a_terminated_one_ends(
         assert made in (None, since.stat().st_mtime_ns)
 
 
+@pytest.mark.slow
+def test_a_gate_that_is_terminated_while_it_copies_does_not_try_again(
+    gate: Words, tmp_path: Path
+) -> None:
+    since = tmp_path / "since"
+    more = ("--jobs", 1, "--buffer-bytes", "300KiB", "--open-after", "1h", "--open-since", since)
+    copy = "hicachectl.backends.file.store:FileStore.copy_from"
+    with paused(tmp_path / "paused", copy, 2, *map(str, (*gate, *more))) as run:
+        run.send(signal.SIGTERM)
+        ended = run.resumed()
+    assert ended.code == 143
+    document = json.loads(ended.stdout)
+    assert (document["stopped_by"], document["attempts"]) == ("terminated", 1)
+    assert document["opened_anyway"] is False
+    assert "OPENED" not in ended.stderr
+    assert since.exists()
+
+
 def test_a_link_is_no_file_for_the_time(invoke: Invoke, gate: Words, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.touch()
@@ -247,10 +266,22 @@ def test_a_gate_opens_while_an_attempt_hangs(
             os.kill(server, signal.SIGCONT)
     assert status == 0
     assert (document["attempts"], document["opened_anyway"]) == (1, True)
-    assert "OPENED ANYWAY after 1 failed attempt, the store is not warm: attempt 1 hangs" in (
-        waiting.said
+    assert (
+        "OPENED ANYWAY after 1s and 1 failed attempt; the store is not warm: attempt 1 hangs"
+        in (waiting.said)
     )
     assert numbers_of(metrics)["opened_anyway"] == 1
+
+
+def test_a_gate_opens_although_its_metrics_cannot_be_written(
+    invoke: Invoke, gate: Words, tmp_path: Path
+) -> None:
+    since, metrics = tmp_path / "since", tmp_path / "nowhere" / "gate.prom"
+    more = ("--open-after", "1h", "--open-since", since, "--metrics-file", metrics)
+    said = invoke(*gate, *more).stderr
+    assert "nowhere/gate.prom: cannot write" in said
+    assert "The gate opens all the same" in said
+    assert not since.exists()
 
 
 @pytest.mark.parametrize(

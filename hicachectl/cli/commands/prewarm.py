@@ -261,9 +261,8 @@ def _gated(
     """
     from hicachectl.cli.gate import Gate, waited_since
     from hicachectl.cli.output import write_result
-    from hicachectl.text.units import human_age
 
-    lock, seconds, deadline = options["lock"], options["open_after"], options["deadline"]
+    lock, deadline = options["lock"], options["deadline"]
 
     def attempt(left: float) -> Result:
         with locked(lock) as is_ours:
@@ -272,16 +271,17 @@ def _gated(
             limit = left if deadline is None else min(left, deadline)
             return _at_once(ctx, source, destination, {**options, "deadline": limit})
 
-    gate = Gate(
-        f"--open-after {human_age(seconds)}",
-        seconds,
-        nothing,
-        say=partial(remark, ctx, failure=True),
-        write=partial(write_result, ctx),
-    )
+    def write(result: Result) -> None:
+        try:
+            write_result(ctx, result)
+        except UsageError as error:  # such as a full disk, for which no server is to wait
+            said = f"{error}. The gate opens all the same"
+            remark(ctx, *result.undone, said, failure=True)
+
+    say = partial(remark, ctx, failure=True)
+    gate = Gate(options["open_after"], nothing, say=say, write=write)
     with waited_since(options["open_since"]) as waited:
-        result = gate.passed(attempt, waited=waited)
-    write_result(ctx, result)
+        write(gate.passed(attempt, waited=waited))
 
 
 def _plan_trace(ctx: click.Context, options: dict[str, Any]) -> None:
