@@ -57,7 +57,6 @@ _OTHER_NAMES = {
     "html dashboard graph chart plot": "report shows a store in one HTML file",
     "join combine": "merge joins the parts of a run",
     "compare cmp": "diff shows how two stores differ",
-    "compare cmp differences": "diff compares two stores",
 }
 
 
