@@ -70,7 +70,7 @@ class DiffRequest:
     other_profile: profile of the second store; None for the same as `profile`.
     selection: filters; a page is compared if they choose it in either store.
     allow_empty: whether to accept stores without pages, and filters that match no page.
-    options: how to read; `verify` compares bytes, too.
+    options: options of reading, and `verify`, which compares bytes, too.
     """
 
     profile: Profile | None = None
@@ -148,7 +148,12 @@ def compare_stores(
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """A store, its listing, and the groups that the filters choose: [groups]."""
+    """One of the stores.
+
+    groups: the groups of its listing.
+    listing: time of the listing.
+    chosen: [groups] whether the filters choose the group.
+    """
 
     store: Store
     groups: PageGroups
@@ -203,8 +208,8 @@ def _with_ambiguous(inventory: Inventory) -> Inventory:
         for one in ids
     )
     owners, places = list(table.deployment_ids), list(table.spec_ids)
-    for place_, one in enumerate(ids):
-        owners[one], places[one] = len(table.deployments), place_
+    for position, one in enumerate(ids):
+        owners[one], places[one] = len(table.deployments), position
     return replace(
         inventory,
         table=replace(
@@ -328,7 +333,8 @@ class _Comparison:
         works = []
         for survey in self._surveys:
             pages = self._page_of[survey.groups]
-            items = np.flatnonzero((pages != ABSENT) & (self.kinds[pages] == Kind.EQUAL))
+            items = np.flatnonzero(pages != ABSENT)
+            items = items[self.kinds[pages[items]] == Kind.EQUAL]
             if survey.unfit[items].any():
                 raise UsageError(
                     f"{source.url}: the sizes of its objects are unknown; {GIVE_PROFILE}"

@@ -189,6 +189,24 @@ def test_the_way_back_of_a_conversion(invoke: Invoke, a: Path, tmp_path: Path) -
     assert invoke.document(*long, "--verify")["equal"] == PAGES
 
 
+def test_the_way_back_has_the_profile_that_the_config_states(
+    invoke: Invoke, a: Path, b: Path, tmp_path: Path
+) -> None:
+    config, profile = tmp_path / "config.toml", profile_file(tmp_path / "p.toml")
+    config.write_text(
+        f'[stores.prod]\nurl = "file://{a}"\nprofile = "{profile}"\n'
+        f'[stores.copy]\nurl = "file://{b}"\n'
+    )
+    objects(a)[0][0].unlink()
+    compared = ("--config", config, "diff", "prod:", "copy:")
+    (closing,) = invoke.document(*compared, exit_code=4)["next"]
+    assert closing["commands"] == [
+        f"hicachectl --config {config} migrate copy: prod: --profile {profile}"
+    ]
+    run_all(closing["commands"], exit_codes={0})
+    invoke(*compared)
+
+
 def tp(size: int) -> hicachectl.Profile:
     return replace(PROFILE, tp=size)
 
@@ -283,7 +301,7 @@ def test_filters_choose_pages_in_either_store(invoke: Invoke, a: Path, b: Path) 
     said = invoke("diff", a, b, "--model", "nobody", exit_code=2)
     assert said.stdout == ""
     assert "Nothing to compare: --model nobody: no page matches" in said.stderr
-    invoke("diff", a, b, "--model", "nobody", "--allow-empty")
+    invoke("diff", a, b, "--model", "nobody", "--allow-empty", "--verify")
 
 
 def test_rows_name_pages_for_other_commands(
