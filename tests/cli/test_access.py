@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -74,6 +75,7 @@ prewarm DST2 --profile PROFILE --token-ids PACKED --through-server SERVER
 migrate SRC DST --profile PROFILE --pages-from PAGES
 migrate SRC DST --profile PROFILE --to-profile OTHER --move --yes
 migrate SRC DST --profile PROFILE --dry-run
+migrate SRC SRC --profile NAMED --trailers write
 diff A B --profile PROFILE --verify
 merge RUN --catalog CATALOG --healthcheck-url SERVER
 runs list DIRECTORY
@@ -105,7 +107,13 @@ BEFORE = [
     (DONE, "migrate SRC PACK"),
     (DONE, "prewarm DST --from SRC --profile PROFILE --all --dry-run --output PLAN"),
 ]
-LEAVES = {"PACK": "x.hcpack", "PROFILE": "p.toml", "OTHER": "p.toml", "CONFIG": "c.toml"}
+LEAVES = {
+    "PACK": "x.hcpack",
+    "PROFILE": "p.toml",
+    "OTHER": "p.toml",
+    "NAMED": "p.toml",
+    "CONFIG": "c.toml",
+}
 WORDS = {word for line in LINES.split() for word in line.split() if word.isupper()}
 PLACES = sorted(WORDS - {"PAGE", "SERVER"})
 UNTRACED = {"--ray"}  # Ray starts programs of its own
@@ -160,7 +168,7 @@ class Site(NamedTuple):
         verb, name = effect
         path = Path(name)
         if self.folder in path.parents and (verb != "reads" or path.parent != self.folder):
-            return path.relative_to(self.folder).parts[0].rstrip("2")
+            return path.relative_to(self.folder).parts[0]
         if verb == "connects" and self.server == f"http://{name}":
             return "SERVER"
         if verb == "reads" and not self._is_common(path):
@@ -196,6 +204,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     anchors = sorted(path for path in stores[0].glob("*.bin") if "mamba" not in path.name)
     profile_file(site.path("PROFILE"))
     profile_file(site.path("OTHER"), replace(PROFILE, model="another/model"))
+    profile_file(site.path("NAMED"), replace(PROFILE, weights="one", draft_weights=""))
     make_tokenizer(site.path("TOKENIZER"), "qwen")
     for word in ("WEIGHTS", "DRAFTWEIGHTS"):
         write_checkpoint(site.path(word), {"model.safetensors": {"a": ("BF16", (4, 4))}})
@@ -232,11 +241,21 @@ def rows_of(words: list[str]) -> list[Row]:
 
 
 def effects_of(row: Row, words: list[str]) -> set[Effect]:
+    named = arguments_of(words)
     return {
-        Effect(verb, value_of(place, words) if place.startswith("--") else place)
+        Effect(verb, value_of(place, words) if place.startswith("--") else named.get(place, place))
         for verb in (VERBS if "--dry-run" in row.words or "--dry-run" not in words else VERBS[:1])
         for place in row.places.get(verb, ())
     }
+
+
+def arguments_of(words: list[str]) -> dict[str, str]:
+    """Return the arguments of a command line, which stand before its options, by name."""
+    own, command = next(x for x in every_command() if x[0] == words[: len(x[0])])
+    context = click.Context(command)
+    arguments = [x for x in command.params if isinstance(x, click.Argument)]
+    names = [x.make_metavar(context).strip("[]") for x in arguments]
+    return dict(zip(names, takewhile(lambda x: x[0] != "-", words[len(own) :]), strict=False))
 
 
 def value_of(option: str, words: list[str]) -> str:
