@@ -18,7 +18,7 @@ BLOCK = 4096
 PAGE_SPACE = 4 * BLOCK  # kv takes three blocks, the indexer one
 PAGE_BYTES = KV_BYTES + INDEXER_BYTES
 GRACE_S = 60.0
-_UNSURE_S = 5.0  # the ages of pages are judged so long after they were noted
+_UNSURE_S = 1.0  # the clock of the file system may be so far from ours
 
 
 def free_bytes(path: Path) -> int:
@@ -94,16 +94,16 @@ class Removal:
         A healthy page leaves only if no incomplete one of age is left, and no older healthy one.
         judged: whether a profile shows which pages are partial.
         """
-        left, before = self.room.newest(), self.before
+        left, before, ended = self.room.newest(), self.before, time.time()
         gone = before.keys() - left.keys()
         assert gone <= {row["page"] for row in document["groups"]}, told
         incomplete = {
             name for name in before if shape_of(name) == "orphan"
             or (judged and shape_of(name) == "partial")
         }  # fmt: skip
-        ages = {name: self.noted - at for name, at in before.items()}
-        young = {name for name in before if ages[name] < GRACE_S - _UNSURE_S}
-        old = {name for name in before if ages[name] > GRACE_S + _UNSURE_S}
+        # The run took the ages at some time in between.
+        young = {name for name in before if ended - before[name] < GRACE_S - _UNSURE_S}
+        old = {name for name in before if self.noted - before[name] > GRACE_S + _UNSURE_S}
         assert not gone & incomplete & young, told
         if healthy := gone - incomplete:
             assert not incomplete & old & left.keys(), told
