@@ -102,25 +102,25 @@ _OF_PAGES = (
     "--free",
     type=POSITIVE_SIZE,
     metavar="SIZE",
-    help="Remove only the least useful of these pages, until SIZE (such as 200GiB) is freed. "
-    "Without --trace or --keep-plan: the longest unused.",
+    help="Remove the least useful pages, until SIZE is freed. Without --trace or --keep-plan, "
+    "these are the longest unused.",
 )
 @own_option(
     "--keep-free",
     type=ROOM,
     metavar="SIZE|PERCENT",
-    help="As --free, until the file system or the Mooncake cluster has SIZE (or 30%) free. "
-    "Removes nothing if it has.",
+    help="Remove the least useful pages, until so much is free: SIZE or a share such as 30% of the "
+    "file system or the Mooncake cluster. Removes nothing if so much is free.",
 )
 @own_option(
     "--max-size",
     type=POSITIVE_SIZE,
     metavar="SIZE",
-    help="As --free, until the objects of the store have at most SIZE. Removes nothing if they "
-    "have.",
+    help="Remove the least useful pages, until the store has at most SIZE. Removes nothing if it "
+    "has no more.",
 )
 @trace_options(
-    "With --free, --keep-free or --max-size: keep what requests use. First other pages are "
+    "Keep what requests use. With --free, --keep-free or --max-size: first other pages are "
     "removed, then those of least value. Needs --profile.",
     needs=_ANY_TARGET,
 )
@@ -128,14 +128,14 @@ _OF_PAGES = (
     "--keep-plan",
     needs=_ANY_TARGET,
     type=FILE,
-    help="With --free, --keep-free or --max-size: keep the pages of a prewarm plan. First other "
+    help="Keep the pages of a prewarm plan. With --free, --keep-free or --max-size: first other "
     "pages are removed, then the plan's, from its last.",
 )
 @own_option(
     "--and-unnamed",
     is_flag=True,
-    help="With --trace or --keep-plan, and --profile: first remove pages of deployments that no "
-    "request names. Without it, these pages stay.",
+    help="First remove pages of deployments that no request names. With --trace or --keep-plan, "
+    "and --profile. Without it, these pages stay.",
 )
 @own_option(
     "--temporaries",
