@@ -51,6 +51,7 @@ _OTHER_NAMES = {
     "lock protect keep soft_pin": "pin protects pages of a Mooncake cluster from eviction",
     "release soft_unpin": "unpin lets a Mooncake cluster evict pinned pages",
     "warm warmup preload prefetch": "prewarm copies the most valuable pages",
+    "wait gate ready": "prewarm --min-usable --open-after waits until a store is warm",
     "undo undelete unquarantine": "restore puts quarantined pages back",
     "hitrate lookup miss misses": "hits shows how much of each request a store can serve",
     "estimate capacity": "simulate shows what caches of each size serve",

@@ -140,13 +140,20 @@ def test_kubectl_builds_the_overlay_of_the_page(tmp_path: Path) -> None:
     built = manifests_of(kustomized(overlay))
     assert len(built) == len(base()) + len(BASE["configMapGenerator"])
     images = {one["image"] for _, pod in pods_of(built) for one in containers(pod)}
-    assert images == {"registry.local/hicachectl:1", "registry.example/sglang:latest"}
+    assert images == {"registry.local/hicachectl:1", "registry.local/sglang:v0.5.23"}
     assert {one["metadata"]["namespace"] for one in built} == {"llm"}
     (profile,) = (one for one in built if one["kind"] == "ConfigMap")
     assert profile["data"] == {"profile.toml": "own = 1\n"}
     (store,) = (one for one in built if one["metadata"]["name"] == "mooncake-store"
                 and one["kind"] == "Deployment")  # fmt: skip
     assert store["spec"]["replicas"] == 2
+    for manifest in built:
+        validate(manifest)
+    (server,) = (pod for name, pod in pods_of(built) if name == "sglang")
+    (container,) = server["spec"]["containers"]
+    assert "--served-model-name=Qwen/Qwen3-8B" in container["args"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    assert {one["name"] for one in server["spec"]["initContainers"]} == {"prewarm"}
 
 
 def test_a_server_waits_for_its_store() -> None:
