@@ -115,6 +115,13 @@ def test_scattered_objects_show_no_change() -> None:
     assert found(evidence(far)) == []
 
 
+def test_objects_of_zeros_are_not_compared() -> None:
+    quartiles = codes(E4M3, E5M2)
+    quartiles[::4] = 0
+    (change,) = found(evidence(quartiles))
+    assert "(37 and 38 objects compared)" in change["detail"]
+
+
 def test_most_ranks_must_show_the_same_change() -> None:
     same, changed, little = codes(E4M3), codes(E4M3, E5M2), codes(E4M3)[:15]
     assert len(found(evidence(changed, changed, changed, changed))) == 1
