@@ -118,7 +118,7 @@ class StorePair:
             destination.use_grammar(self.grammar)
         self._shared = _shared_places(source, destination)
         self.adopts = False
-        self._may_adopt = may_adopt and options.trailers == "write"
+        self._may_adopt, self._writes_trailers = may_adopt, options.trailers == "write"
         # Whether an object can have the same key in both stores.
         self._keeps_keys = True
         self._plan = self._planned()
@@ -169,14 +169,15 @@ class StorePair:
         source, profile = self.source, self.profile
         same = bool(self._shared) and source.places == self.destination.places
         if self.target in (None, profile) and self.grammar == source.grammar:
-            if same and not self._may_adopt:
+            self.adopts = same and self._may_adopt and self._writes_trailers
+            if same and not self.adopts:
+                trailers = "to give its files trailers, --trailers write; " * self._may_adopt
                 raise UsageError(
                     f"{source.url}: source and destination are the same, and the pages would "
                     "not change; to convert pages inside a store, give --profile of the servers "
-                    "that wrote them and another --to-tp or --to-profile; to give its files "
-                    "trailers, --trailers write; else give another destination"
+                    f"that wrote them and another --to-tp or --to-profile; {trailers}else give "
+                    "another destination"
                 )
-            self.adopts = same
             return None
         if profile is None or profile.inferred:
             raise UsageError(f"{source.url}: {inferred_refused('changing keys or bytes')}")

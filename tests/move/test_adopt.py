@@ -96,10 +96,10 @@ class Adoption:
         write = ("--trailers", "write")
         return migrated(self._invoke, *command, *write, *arguments, exit_code=exit_code)
 
-    def refused(self, *arguments: object, trailers: str = "write") -> str:
+    def refused(self, *arguments: object, trailers: str = "write", exit_code: int = 2) -> str:
         """Return why an adoption is refused."""
         command = (self.store, self.store, "--profile", self.profile, "--trailers", trailers)
-        return self._invoke("migrate", *command, *arguments, exit_code=2).stderr
+        return self._invoke("migrate", *command, *arguments, exit_code=exit_code).stderr
 
     @property
     def bare(self) -> set[str]:
@@ -151,6 +151,17 @@ def test_trailers_of_older_releases_get_their_rank(adoption: Adoption) -> None:
     assert adoption.run()["objects"] == len(adoption.objects)
     assert served_by(adoption.store, HYBRID, PAGES, unranked="refuse") == [True] * 4
     assert adoption.run()["skipped"] == 4
+
+
+def test_parts_adopt_together(adoption: Adoption, invoke: Invoke, tmp_path: Path) -> None:
+    command = ("migrate", adoption.store, adoption.store, "--profile", adoption.profile)
+    for part in range(2):
+        shard = ("--shard", f"{part}/2", "--run", tmp_path / "run")
+        invoke(*command, "--trailers", "write", *shard)
+    merged = invoke("merge", tmp_path / "run").stdout
+    assert merged.startswith(f"4 pages given trailers, {len(adoption.objects)} objects")
+    assert (adoption.bare, adoption.leftovers) == (set(), [])
+    assert served_by(adoption.store, HYBRID, PAGES) == [True] * 4
 
 
 def test_a_dry_run_counts_and_changes_nothing(adoption: Adoption) -> None:
@@ -260,6 +271,13 @@ def test_without_trailers_to_write_nothing_would_change(adoption: Adoption, trai
     said = adoption.refused(trailers=trailers)
     assert "source and destination are the same" in said
     assert "to give its files trailers, --trailers write" in said
+
+
+def test_a_store_that_may_not_be_mounted(adoption: Adoption) -> None:
+    for path in adoption.store.iterdir():
+        path.unlink()
+    assert "has no page: not mounted?" in adoption.refused(exit_code=3)
+    assert list(adoption.store.iterdir()) == []
 
 
 def test_weights_are_needed(adoption: Adoption) -> None:
