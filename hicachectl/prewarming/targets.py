@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, Self
@@ -19,10 +20,10 @@ Kind = Literal["free", "keep-free", "max-size"]
 KINDS: tuple[Kind, ...] = ("free", "keep-free", "max-size")
 
 _PERCENTAGE = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?%")
-# Removed bytes stay in use if space lacked so often after enough was removed, and if less than this
-# share of them became free.
-_MOST_SHORT = 3
+# Removed bytes stay in use if less than this share of them is free after so long.
 _LEAST_GAIN = 0.1
+_LATE_SECONDS = 10.0
+_PAUSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,6 @@ class Gauge:
         self.free_bytes = free_bytes
         self.is_held = False
         self._store = store
-        self._short = 0  # how often enough was removed, but the store lacked space
         # The free bytes, and the bytes removed before, when both were last known to agree.
         self._known_free = self._first_free = free_bytes or 0
         self._known_removed = 0
@@ -142,12 +142,8 @@ class Gauge:
         if free >= self.limit or unseen > 0:
             return max(0, min(self.limit - free, unseen))
         self._store.flush()
-        free = self._look(self._store)
+        free = self._settled(self._store, removed)
         self._known_free, self._known_removed = free, removed
-        if removed and free < self.limit:
-            self._short += 1
-            gain = free - self._first_free
-            self.is_held = self._short >= _MOST_SHORT and gain < _LEAST_GAIN * removed
         return max(0, self.limit - free)
 
     @property
@@ -161,6 +157,20 @@ class Gauge:
         Objects may take more space than their bytes, so a measured target is approached by halves.
         """
         return lacking if self._store is None else -(-lacking // 2)
+
+    def _settled(self, store: Store, removed: int) -> int:
+        """Return the free bytes once removed ones show; decide whether they are held.
+
+        Some systems free space in the background. More pages must not leave for it.
+        """
+        ends = time.monotonic() + _LATE_SECONDS
+        while True:
+            free = self._look(store)
+            gain = free - self._first_free
+            self.is_held = removed > 0 and free < self.limit and gain < _LEAST_GAIN * removed
+            if not self.is_held or time.monotonic() >= ends:
+                return free
+            time.sleep(_PAUSE_SECONDS)
 
     def _look(self, store: Store) -> int:
         self.free_bytes = free = store.free_bytes()
