@@ -31,6 +31,7 @@ from tests.effects import ROOT, Effect, traced
 from tests.hf3fs_places import Place
 from tests.move.migrations import demo_store, profile_file
 from tests.move.repairs import shorten
+from tests.speed import ALL
 from tests.tiny_tokenizers import make_tokenizer
 
 if TYPE_CHECKING:
@@ -41,36 +42,29 @@ if TYPE_CHECKING:
     from tests.mooncake_cluster import Cluster
 
 ACCESS = access()
-# Words in capitals are places of `place_of`. Each lies in a directory of its own.
+# Words in capitals are places, each in a directory of its own. A whole run has the rare lines, too.
 LINES = """
 doctor STORE --profile PROFILE
 doctor STORE --server SERVER --watch 0s
 ls STORE --pages PAGES
-ls named: --config CONFIG
+ls STORE: --config CONFIG
 show STORE PAGE --profile PROFILE
-verify STORE --profile PROFILE
 verify STORE --profile PROFILE --catalog CATALOG
 verify STORE --profile PROFILE --repair delete --yes --lock LOCK
 verify STORE --profile PROFILE --repair quarantine --quarantine HELD --yes
-verify STORE --profile PROFILE --repair quarantine --quarantine HELD --dry-run
 verify STORE --profile PROFILE --stamp --update-catalog --catalog CATALOG --metrics-file METRICS
 verify STORE --profile PROFILE --shard 0/1 --run WORK
 report STORE --output OUT
 explain missing-rank
-hits STORE --token-ids TOKENS --profile PROFILE
 hits STORE --prompts PROMPTS --tokenizer TOKENIZER --profile PROFILE
 simulate STORE --trace TOKENS --profile PROFILE
 simulate --trace PACKED --profile PROFILE --capacity 1MiB --what-if page_size=32
 restore QUARANTINE STORE --yes
-restore QUARANTINE STORE --dry-run
 quarantine list QUARANTINE
-quarantine purge QUARANTINE --before 0s --dry-run
 quarantine purge QUARANTINE --before 0s --yes
-prewarm DST --from SRC --profile PROFILE --all
 prewarm --profile PROFILE --trace TOKENS --dry-run --output OUT
 prewarm DST --from SRC --profile PROFILE --plan PLAN
 prewarm DST --from SRC --all --min-usable 0 --open-after 1m --open-since SINCE
-prewarm DST --from SRC --profile PROFILE --all --dry-run
 prewarm DST2 --profile PROFILE --token-ids PACKED --through-server SERVER
 migrate SRC DST --profile PROFILE --pages-from PAGES
 migrate SRC DST --profile PROFILE --to-profile OTHER --move --yes
@@ -80,11 +74,8 @@ diff A B --profile PROFILE --verify
 merge RUN --catalog CATALOG --healthcheck-url SERVER
 runs list DIRECTORY
 runs status RUN
-runs purge DIRECTORY --before 0s --dry-run
 runs purge DIRECTORY --before 0s --yes
 rm STORE --before 0s --yes
-rm STORE --before 0s --dry-run
-rm STORE --temporaries --yes
 rm STORE --profile PROFILE --free 1KiB --keep-plan PLAN --yes
 pack info PACK
 pack repair PACK
@@ -95,6 +86,15 @@ demo DIR
 completion bash
 help
 version
+"""
+RARE = """
+verify STORE --profile PROFILE --repair quarantine --quarantine HELD --dry-run
+restore QUARANTINE STORE --dry-run
+quarantine purge QUARANTINE --before 0s --dry-run
+prewarm DST --from SRC --profile PROFILE --all --dry-run
+runs purge DIRECTORY --before 0s --dry-run
+rm STORE --before 0s --dry-run
+rm STORE --temporaries --yes
 """
 
 # What makes the places that are there before a command.
@@ -114,8 +114,7 @@ LEAVES = {
     "NAMED": "p.toml",
     "CONFIG": "c.toml",
 }
-WORDS = {word for line in LINES.split() for word in line.split() if word.isupper()}
-PLACES = sorted(WORDS - {"PAGE", "SERVER"})
+PLACES = sorted({w.rstrip(":") for w in LINES.split() if w.isupper()} - {"PAGE", "SERVER"})
 UNTRACED = {"--ray"}  # Ray starts programs of its own
 ON_CLUSTERS = {"pin", "unpin"}  # test_pin.py traces these
 COMMANDS = [" ".join(words) for words, _ in every_command()]
@@ -124,7 +123,8 @@ CONFIGS = ROOT / "tests" / "data" / "configs"
 
 def lines_of(command: str) -> list[list[str]]:
     """Return the command lines of a command, in words."""
-    words, lines = command.split(), map(str.split, LINES.strip().splitlines())
+    text = LINES + RARE if ALL else LINES
+    words, lines = command.split(), map(str.split, text.strip().splitlines())
     return [line for line in lines if line[: len(words)] == words]
 
 
@@ -255,7 +255,8 @@ def arguments_of(words: list[str]) -> dict[str, str]:
     context = click.Context(command)
     arguments = [x for x in command.params if isinstance(x, click.Argument)]
     names = [x.make_metavar(context).strip("[]") for x in arguments]
-    return dict(zip(names, takewhile(lambda x: x[0] != "-", words[len(own) :]), strict=False))
+    given = takewhile(lambda word: not word.startswith("-"), words[len(own) :])
+    return dict(zip(names, (word.rstrip(":") for word in given), strict=False))
 
 
 def value_of(option: str, words: list[str]) -> str:
@@ -272,7 +273,7 @@ def test_a_command_does_what_is_stated(
     for words in lines_of(command):
         shutil.rmtree(site.folder, ignore_errors=True)
         shutil.copytree(template, site.folder)
-        site.path("CONFIG").write_text(f"[stores.named]\nurl = '{site.path('STORE')}'\n")
+        site.path("CONFIG").write_text(f"[stores.STORE]\nurl = '{site.path('STORE')}'\n")
         done = traced(site.filled(words), environment(site), tmp_path / "trace")
         assert done.status in (DONE, FINDINGS), (words, done.stderr)
         about = ((effect, site.about(effect)) for effect in done.effects)
