@@ -173,9 +173,9 @@ allow_leases_option = MOONCAKE.option(
 )
 
 
-def pin_ttl_option(name: str, *, needs: str = "") -> Callable[[F], F]:
+def pin_ttl_option(name: str, section: Section, *, needs: str = "") -> Callable[[F], F]:
     """Return the option for the duration of pins. needs: see `Option`."""
-    return MOONCAKE.option(
+    return section.option(
         name,
         "pin_seconds",
         needs=needs,

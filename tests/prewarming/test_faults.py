@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from hicachectl.backends.file.store import FileStore
+from hicachectl.backends.mooncake.master import MasterAdmin
 from hicachectl.cli.demo_store import PROFILE
 from hicachectl.io import pipeline
 from tests.mooncake_cluster import Cluster
@@ -28,7 +29,10 @@ from tests.speed import slow, some
 from tests.stores import contents
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    import numpy.typing as npt
 
     from tests.conftest import Invoke
     from tests.hf3fs_server import MetadataServer
@@ -244,6 +248,31 @@ def test_pages_that_only_the_destination_has_are_pinned(
     assert document["not_pinned"] == 0
     objects = len(pinning_cluster.list_keys())
     assert f"soft-pinned: {objects})" in pinning_cluster.ask("metrics/summary")
+
+
+def test_a_page_that_loses_an_object_before_its_pin_is_not_pinned(
+    pinning_cluster: Cluster,
+    invoke: Invoke,
+    source: Path,
+    profile: Path,
+    asked: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stores = (pinning_cluster.url, "--from", source, "--profile", profile, "--token-ids", asked)
+    warmed(invoke, *stores)
+    (lost, *_), pin = pinning_cluster.list_keys(), MasterAdmin.pin
+
+    def evicted_before(
+        self: MasterAdmin, keys: Sequence[str], milliseconds: int | None
+    ) -> npt.NDArray[np.int64]:
+        if lost in pinning_cluster.list_keys():
+            pinning_cluster.remove(lost)
+        return pin(self, keys, milliseconds)
+
+    monkeypatch.setattr(MasterAdmin, "pin", evicted_before)
+    document = warmed(invoke, *stores, "--pin")
+    assert (document["already_there"], document["not_pinned"]) == (PAGES, 1)
+    assert "; 1 not pinned" in document["stderr"]
 
 
 def test_pins_last_as_long_as_is_asked(

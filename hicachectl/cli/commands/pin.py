@@ -15,14 +15,14 @@ from hicachectl.cli.options import (
     profile_option,
     store_argument,
 )
-from hicachectl.cli.parameters import own_option
+from hicachectl.cli.parameters import OWN, own_option
 
 
 @click.command("pin", cls=Command)
 @store_argument
+@pin_ttl_option("--ttl", OWN)
 @own_option("--dry-run", is_flag=True, help="Show what would be pinned; change nothing.")
 @filter_options()
-@pin_ttl_option("--ttl")
 @output_options
 @profile_option
 @click.pass_context

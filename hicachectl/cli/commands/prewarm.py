@@ -108,7 +108,7 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
     help="Mooncake: protect the pages from eviction by soft pins, also those that DST has already, "
     "if the master is of Mooncake 0.3.14 or later.",
 )
-@pin_ttl_option("--pin-ttl", needs="--pin")
+@pin_ttl_option("--pin-ttl", MOONCAKE, needs="--pin")
 @own_option(
     "--dry-run",
     is_flag=True,

@@ -29,7 +29,7 @@ from hicachectl.backends.testing import (
     scanned_rows,
     write,
 )
-from hicachectl.formats.errors import StoreUnavailable
+from hicachectl.formats.errors import StoreUnavailable, UsageError
 from tests.mooncake_cluster import Cluster
 
 if TYPE_CHECKING:
@@ -358,6 +358,18 @@ def test_pinning_is_known_to_the_master(store: MooncakeStore, cluster: Cluster) 
         )
     assert written.all_ok
     assert "soft-pinned: 1" in cluster.ask("metrics/summary")
+
+
+def test_a_pin_that_the_master_does_not_allow_is_refused(
+    pinning_cluster: Cluster, store: MooncakeStore
+) -> None:
+    for refused in (lambda: store.can_pin(864_000), lambda: store.pin(rows_of([KEY]), 864_000)):
+        with pytest.raises(UsageError, match="pins of 864000 s are longer than the master's"):
+            refused()
+    pinning_cluster.put(KEY.decode(), b"x")
+    odd = rows_of([KEY, b"\xff"])
+    assert store.pin(odd, 60).statuses.tolist() == [Status.OK, Status.ERROR]
+    assert "not UTF-8" in store.unpin(odd).errors[1]
 
 
 def test_a_client_that_is_closed_while_a_call_hangs_waits_no_longer_than_the_call(
