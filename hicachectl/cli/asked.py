@@ -332,7 +332,8 @@ def closers_of(ctx: click.Context, texts: tuple[str, str]) -> Closers:
     changes = {option.name for option in options_of(ctx.command) if option.section is TRANSFORM}
     repeated = {option.name for option in options_of(ctx.command) if option.repeats}
     words, changing = (tuple(next_words(ctx, only=o)) for o in ({*repeated, *changes}, changes))
-    if ctx.params["profile_file"] and "--profile" not in words:  # as one of the stores states
+    # The config file may state the profile for one of the stores only.
+    if ctx.params["profile_file"] and "--profile" not in words:
         words = (*words, "--profile", str(ctx.params["profile_file"]))
     back: tuple[str, ...] | None = words
     if changing:

@@ -241,9 +241,8 @@ class _Comparison:
         self._in_b, self._in_a = np.full(count_a, ABSENT), np.full(count_b, ABSENT)
         self._kind_of = np.full(count_a, Kind.EQUAL, dtype=np.int8)
         surveys = survey_source(groups_a, pair.routes(groups_a.inventory.table))
-        self._counted = self._comparable(surveys)
         # Number of objects of each group that only one store has.
-        own = np.bincount(groups_b.of_object[self._counted], minlength=count_b)
+        own = np.bincount(groups_b.of_object[self._comparable(surveys)], minlength=count_b)
         self._only_a, self._only_b = np.zeros(count_a, dtype=np.int64), own.copy()
         found = listed_targets(surveys, groups_b.inventory)
         self._surveys = [self._with_b(*each) for each in zip(surveys, found, strict=True)]
@@ -289,9 +288,7 @@ class _Comparison:
         table = fill_table(bare.route.targets, len(numbers), at, targets, rows)
         for block, theirs in zip(bare.wanted.blocks, table.blocks, strict=True):
             both = block.match(theirs)
-            counted = both[both != ABSENT]
-            counted = counted[self._counted[counted]]
-            self._only_b -= np.bincount(of_b[counted], minlength=len(groups_b))
+            self._only_b -= np.bincount(of_b[both[both != ABSENT]], minlength=len(groups_b))
         sizes = groups_b.inventory.sizes[rows]
         survey = bare.having([(at, targets, np.where(sizes < 0, UNSIZED, sizes))])
         objects = self._first.groups.inventory.objects

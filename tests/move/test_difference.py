@@ -123,6 +123,7 @@ def test_bytes_are_compared_only_if_asked(invoke: Invoke, a: Path, b: Path) -> N
     assert "; 1 different" in said.stdout
 
 
+@pytest.mark.slow
 def test_the_commands_close_the_differences(
     invoke: Invoke, a: Path, b: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +168,7 @@ def test_pages_that_are_not_whole_are_said_with_the_option_that_copies_them(
     invoke("diff", a, b)
 
 
+@pytest.mark.slow
 def test_the_way_back_of_a_conversion(invoke: Invoke, a: Path, tmp_path: Path) -> None:
     two, one = profile_file(tmp_path / "2.toml"), profile_file(tmp_path / "1.toml", tp(1))
     invoke("migrate", a, tmp_path / "b", "--profile", two, "--to-tp", 1)
@@ -325,6 +327,7 @@ def test_keys_without_pages_are_counted(invoke: Invoke, a: Path, b: Path) -> Non
     (b / "README").write_text("no object")
     said = invoke("-q", "diff", a, b)
     assert "Not compared: 1 object with unknown keys" in said.stderr
+    assert invoke.document("diff", a, b)["unknown_keys"] == 1
 
 
 def test_ambiguous_keys_are_compared_and_no_command_copies_them(
@@ -385,6 +388,7 @@ def test_a_pack_with_other_keys_states_the_profile(invoke: Invoke, a: Path, tmp_
     assert invoke.document("diff", pack, a, "--verify")["equal"] == PAGES
 
 
+@pytest.mark.slow
 def test_packs_hold_the_same_pages(invoke: Invoke, a: Path, tmp_path: Path) -> None:
     pack, profile = tmp_path / "x.hcpack", profile_file(tmp_path / "p.toml")
     invoke("migrate", a, pack, "--profile", profile)
@@ -415,6 +419,7 @@ def test_an_object_that_vanishes_is_no_difference(
     assert (document["gone"], document["equal"], document["complete"]) == (1, PAGES - 1, False)
 
 
+@pytest.mark.slow
 def test_trailers_tell_weights_apart(invoke: Invoke, tmp_path: Path) -> None:
     a, b, same = tmp_path / "a", tmp_path / "b", tmp_path / "same"
     for store, weights in ((a, HYBRID.weights), (b, OTHER_WEIGHTS), (same, HYBRID.weights)):
