@@ -89,6 +89,7 @@ migrate STORE NEW                                       | 3 | STORE has no page:
 migrate STORE NEW --move --yes                          | 0 | STORE is empty; check the URL     | 0
 diff STORE QUARANTINE                                   | 3 | STORE has no page: not mounted?   | 0
 merge RUN                                               | 2 | RUN: has no run.json              | 0
+merge RUN --if-complete                                 | 2 | RUN: has no run.json              | 0
 runs list RUN                                           | 0 | 0 runs                            | 0
 runs status RUN                                         | 2 | RUN: has no run.json              | 0
 runs purge RUN --before 0s --unmerged --yes             | 0 | 0 runs                            | 0
