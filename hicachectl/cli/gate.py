@@ -71,19 +71,20 @@ class Gate:
                         return self._told(opened_anyway=False)
                     ending = "" if result.ending is None else str(result.ending)
                     self._failure = ending or next(reversed(result.undone), "not done")
-                self._wait(min(pause, ends - time.monotonic()), ends)
+                self._wait(pause, ends - time.monotonic())
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         return self._excused()
 
-    def _wait(self, seconds: float, ends: float) -> None:
-        """Say what failed, and wait before the next attempt."""
-        if seconds > 0:
-            latest = human_age(ends - time.monotonic())
-            self._say(
-                f"--open-after: attempt {self._attempts} failed: {self._failure}; tries again in "
-                f"{human_age(seconds)}, and opens in {latest} at the latest"
-            )
-            time.sleep(seconds)
+    def _wait(self, pause: float, left: float) -> None:
+        """Say what failed, and wait before the next attempt, or for the end of the gate's time."""
+        if left <= 0:
+            return
+        again = f"tries again in {human_age(pause)}, and " if pause < left else ""
+        latest = f"opens in {human_age(left)}{' at the latest' if again else ''}"
+        self._say(
+            f"--open-after: attempt {self._attempts} failed: {self._failure}; {again}{latest}"
+        )
+        time.sleep(min(pause, left))
 
     def _excused(self) -> Result:
         """Return the result of a gate that opens because its time is over."""
