@@ -41,6 +41,12 @@ def removed(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str,
     return invoke("rm", *arguments, "--yes", "--format", "json", exit_code=exit_code).document
 
 
+@pytest.fixture(autouse=True)
+def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watch removed pages shortly: no server writes them again."""
+    monkeypatch.setattr(withdrawal, "SETTLE_SECONDS", 0.01)
+
+
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
     path = tmp_path / "dsa.toml"
@@ -225,7 +231,6 @@ def test_free_space_is_kept_under_a_writer(
 ) -> None:
     """In each of 60 rounds servers write, also while pages leave, and the clock is stepped."""
     chance, repeat = chance_of_run()
-    monkeypatch.setattr(withdrawal, "SETTLE_SECONDS", 0.01)
     place = Room(disk / "store")
     delete = FileStore.delete
 
@@ -262,12 +267,9 @@ def test_free_space_is_kept_under_a_writer(
 
 
 @pytest.mark.slow
-def test_a_size_is_kept_under_a_writer(
-    invoke: Invoke, tmp_path: Path, profile: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_size_is_kept_under_a_writer(invoke: Invoke, tmp_path: Path, profile: Path) -> None:
     """In each of 60 rounds servers write between two runs."""
     chance, repeat = chance_of_run()
-    monkeypatch.setattr(withdrawal, "SETTLE_SECONDS", 0.01)
     place, leaving = Room(tmp_path / "store"), 0
     for _ in range(150):
         place.write()
