@@ -213,15 +213,19 @@ _SECRETS = [
 ]
 
 
+MASK = "***"
+"""What stands for a secret in a URL that is safe to show."""
+
+
 def without_secrets(text: str) -> str:
-    """Replace passwords and tokens in URLs by ***. Used for every message."""
+    """Replace passwords and tokens in URLs by `MASK`. Used for every message."""
     for pattern in _SECRETS:
         text = pattern.sub(_masked, text)
     return text
 
 
 def _masked(match: re.Match[str]) -> str:
-    return match[0] if match["end"] is None else f"{match['begin']}***{match['end']}"
+    return match[0] if match["end"] is None else f"{match['begin']}{MASK}{match['end']}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,7 @@ PROGRESS_DELAY_S = 1.0
 _CONFIG = "hicachectl.config"  # in the meta of contexts
 SUCCEEDED = "hicachectl.succeeded"
 """Key in the meta of contexts: whether the run succeeded, of which a result was written."""
+_log = logging.getLogger(__name__)
 _LEASES = ("allow_leases", "lease_wait")
 
 
@@ -78,9 +80,18 @@ def opened_store(
     with open_store(
         text, config=config, create=create, allow_leases=allow_leases, lease_wait=lease_wait
     ) as store:
-        if store.traits.logs_natively and not verbose:
+        if store.traits.logs_natively and not (verbose and _is_open(store.url)):
             mute_native_logs()
         yield store
+
+
+def _is_open(url: str) -> bool:
+    """Return whether a store's URL has no secret, which the store's library would log."""
+    from hicachectl.backends.urls import MASK
+
+    if MASK in url:
+        _log.info("%s: the log of the store's library is left out: it shows the password", url)
+    return MASK not in url
 
 
 def moment_of(store: Store, moment: float | None, *, changes: bool) -> float | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -170,3 +173,22 @@ def test_a_wrong_port_of_the_master_is_said_and_not_tried_for_minutes(
         assert time.monotonic() - started < QUICK_S
         assert out.stdout == ""
         assert "--rpc_port" in out.stderr
+
+
+@pytest.mark.parametrize(("place", "shown"), [("user:LOST@127.0.0.1", False), ("127.0.0.1", True)])
+def test_no_password_is_in_the_log_of_the_library(
+    mooncake_cluster: Cluster, profile: Path, place: str, shown: bool
+) -> None:
+    """The library logs the URL of a metadata service that it cannot reach."""
+    put_pages(mooncake_cluster, 1)
+    url = f"{mooncake_cluster.url}&metadata={quote(f'http://{place}:1/metadata')}"
+    done = subprocess.run(
+        [sys.executable, "-m", "hicachectl", "-vv", "verify", url, "--profile", profile,
+         "--grace", "0s"],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert done.returncode == 3
+    assert "LOST" not in said
+    assert ("transfer_metadata" in said) == shown
+    assert ("left out: it shows the password" in said) != shown
