@@ -91,6 +91,8 @@ def test_pages_come_back_through_any_two_stores(
     }
     # A second run finds every page at the destination.
     assert migrated(invoke, first, second, *options)["skipped"] == PAGES
+    compared = invoke.document("diff", first, second, *options, "--grace", "0s")
+    assert (compared["equal"], compared["bytes_compared"] > 0) == (PAGES, True)
 
 
 @pytest.mark.slow
