@@ -3,14 +3,15 @@
 Each file is replaced by a copy that ends with a trailer. Servers may read, write, evict and clear
 the store meanwhile. This is why that is safe:
 
-- Readers. The name of an object always names a whole file: the old one, or the new one under
-  `Temporaries.replace_seen`. HiCacheFile opens a file and reads the bytes that it expects from the
-  beginning (hicache_storage.py :: HiCacheFile.get), so it reads both alike. The plug-in accepts the
-  new file, and treats the old one as `unstamped` says. An open file stays readable after its name
-  is gone.
+- Readers. The name of an object always names a whole file, the old one or the new one
+  (`Temporaries.replace_seen`). HiCacheFile opens a file and reads the bytes that it expects from
+  the beginning (hicache_storage.py :: HiCacheFile.get), so it reads both alike. The plug-in accepts
+  the new file, and treats the old one as `unstamped` says. An open file stays readable after its
+  name is gone.
 - Listings. The markers are durable before the first file is replaced. They say that a file of 128
   more bytes is whole; a file without a trailer keeps its size. Unfinished copies have names that
-  SGLang ignores and that `rm --temporaries` knows.
+  SGLang ignores and that `rm --temporaries` knows. ext4 lists each name once. tmpfs may miss or
+  repeat names that are renamed during a listing, whoever renames them (tried with Linux 6.18).
 - Writers. HiCacheFile never writes over an object; the plug-in replaces an object that it refuses,
   by a rename. The exchange of names shows what was replaced. A writer's new file gets its name
   back, and the object is tried again.
@@ -32,6 +33,9 @@ the store meanwhile. This is why that is safe:
   name names a whole file. The other name is that of a temporary file, which the next run of the
   same request removes. An object that has its trailer is left alone.
 - A second adoption is a writer, too: the first copy stays.
+- File systems without an exchange of names, such as NFS, get a comparison and then a rename. A file
+  that is removed between both calls comes back; one that is replaced there is replaced again, by
+  bytes of the same page.
 """
 
 from __future__ import annotations

@@ -153,6 +153,7 @@ def test_trailers_of_older_releases_get_their_rank(adoption: Adoption) -> None:
     assert adoption.run()["skipped"] == 4
 
 
+@pytest.mark.slow
 def test_parts_adopt_together(adoption: Adoption, invoke: Invoke, tmp_path: Path) -> None:
     command = ("migrate", adoption.store, adoption.store, "--profile", adoption.profile)
     for part in range(2):
