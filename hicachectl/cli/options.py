@@ -344,15 +344,20 @@ parts_options = stack(
     ),
 )
 
-_jobs_option = RESOURCES.option(
-    "--jobs", type=click.IntRange(1, 256), metavar="N", help="Read and write with N threads."
-)
+
+def _jobs_option(text: str) -> Callable[[F], F]:
+    """Return the option --jobs. text: what N threads do."""
+    return RESOURCES.option(
+        "--jobs", type=click.IntRange(1, 256), metavar="N", help=f"{text} with N threads."
+    )
+
+
 # Of commands that compare a store with what a copy of another one would be.
-comparing_options = stack(_transform_options, _jobs_option, _buffer_option, _bwlimit_option)
+comparing_options = stack(_transform_options, _jobs_option("Read"), _buffer_option, _bwlimit_option)
 copy_options = stack(
     _transform_options,
     lock_option,
-    _jobs_option,
+    _jobs_option("Read and write"),
     _buffer_option,
     _bwlimit_option,
     lease_wait_option,

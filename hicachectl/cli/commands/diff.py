@@ -1,4 +1,4 @@
-"""`hicachectl diff`: show what one store has and another lacks, or has otherwise."""
+"""`hicachectl diff`: show how two stores differ."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 @profile_options
 @click.pass_context
 def command(ctx: click.Context, /, source: str, destination: str, **options: Any) -> None:
-    """Show what one store has and another lacks, or has otherwise.
+    """Show how two stores differ; exit with 4 if they do.
 
     A and B can be stores of any kind. diff compares the names and sizes of their objects, page by
     page, and changes nothing. --verify also reads the pages that look equal, and compares bytes.
