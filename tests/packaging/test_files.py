@@ -14,6 +14,7 @@ import yaml
 
 from hicachectl.checks.registry import codes
 from hicachectl.cli.metrics import LABELS, metrics
+from hicachectl.cli.prose import is_literal, literal_of, prose
 from hicachectl.formats.plugin_status import COUNTED, metric_of
 from tests.skips import need_tool
 from tests.test_readme import check_arguments
@@ -75,6 +76,20 @@ def test_the_units_of_systemd_are_valid(tmp_path: Path) -> None:
     units = [str(tmp_path / path.name) for path in UNITS]
     done = subprocess.run([tool, "verify", *units], capture_output=True, text=True, check=False)
     assert "hicachectl" not in done.stderr
+
+
+def test_the_drop_in_for_units_is_valid(tmp_path: Path) -> None:
+    tool = need_tool("systemd-analyze", "systemd")
+    (shown,) = filter(is_literal, prose("hicachectl-security")["UNITS OF SYSTEMD"])
+    unit = tmp_path / "hicachectl-verify.service"
+    unit.write_text("[Service]\nType=oneshot\nExecStart=/bin/true\n")
+    (tmp_path / f"{unit.name}.d").mkdir()
+    for more, problem in (("", ""), ("ProtectSystem=wrong", "wrong"), ("Usr=sglang", "Usr")):
+        text = "\n".join([*literal_of(shown), more])
+        (tmp_path / f"{unit.name}.d" / "user.conf").write_text(text)
+        done = subprocess.run([tool, "verify", unit], capture_output=True, text=True, check=False)
+        assert bool(problem) == ("user.conf" in done.stderr), done.stderr
+        assert problem in done.stderr
 
 
 def test_each_timer_has_its_service() -> None:
