@@ -18,6 +18,7 @@ from hicachectl.backends.object_files.epochs import begin_epoch
 from hicachectl.formats.identity import profile_identities
 from hicachectl.formats.profile import dump_profile
 from hicachectl.formats.trailer import TRAILER_BYTES
+from tests.freezable_mount import freezable_mount
 from tests.move.migrations import migrated
 from tests.served_stores import (
     HYBRID,
@@ -32,7 +33,7 @@ from tests.small_file_system import small_file_system
 from tests.stores import OLD, page
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from hicachectl.formats.profile import Profile
@@ -501,31 +502,57 @@ def test_a_file_that_is_used_meanwhile_stays_used(
     assert (now.st_atime_ns, now.st_mtime_ns) == (uses[-1], mtime_ns)
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.fixture(params=["exchange", pytest.param("rename", marks=pytest.mark.slow)])
+def either(request: pytest.FixtureRequest, invoke: Invoke, tmp_path: Path) -> Iterator[Adoption]:
+    """Yield an adoption, also on a file system (FUSE) that cannot exchange two names."""
+    if request.param == "exchange":
+        yield Adoption(invoke, tmp_path)
+        return
+    (tmp_path / "disk").mkdir()
+    with freezable_mount(tmp_path / "disk", tmp_path / "mount"):
+        adoption = Adoption(invoke, tmp_path / "mount")
+        assert not _can_exchange(tmp_path / "mount")
+        yield adoption
+
+
+def _can_exchange(directory: Path) -> bool:
+    names = (b".one.tmp", b".two.tmp")
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        for name in names:
+            os.close(os.open(name, os.O_CREAT | os.O_WRONLY, dir_fd=descriptor))
+        return durable.exchange(descriptor, *names)
+    finally:
+        for name in names:
+            os.unlink(name, dir_fd=descriptor)
+        os.close(descriptor)
+
+
 @pytest.mark.parametrize("act", [rewrite, os.unlink])
 def test_a_file_that_changes_after_its_copy_stays_as_the_server_left_it(
-    adoption: Adoption,
-    monkeypatch: pytest.MonkeyPatch,
-    act: Callable[[Path], object],
-    can_exchange: bool,
+    either: Adoption, monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], object]
 ) -> None:
-    """Also where names cannot be exchanged, except at the very moment of the rename."""
-    path = adoption.store / ANCHOR
+    path = either.store / ANCHOR
     inodes: list[int] = []
 
     def once() -> None:
-        if path.exists() and not inodes and any(adoption.store.glob(".hicachectl-*")):
+        if not inodes:
             act(path)
             inodes.append(path.stat().st_ino if path.exists() else 0)
 
-    if not can_exchange:
-        monkeypatch.setattr(tree, "exchange", lambda *_: False)
     after_copies(monkeypatch, once, stage=1)
     monkeypatch.setattr("hicachectl.move.runs._WAIT_SECONDS", ())
-    document = adoption.run(exit_code=4 if act is rewrite else 0)
-    assert document["pages"] == 3
+    document = either.run("--page", page(1), exit_code=4 if act is rewrite else 0)
+    assert document["pages"] == 0
     assert ([path.stat().st_ino] if path.exists() else [0]) == inodes
-    assert adoption.leftovers == []
+    assert either.leftovers == []
+
+
+def test_every_file_gets_its_trailer_and_keeps_its_times(either: Adoption) -> None:
+    before = facts(either.store)
+    assert either.run()["pages"] == 4
+    assert facts(either.store) == before
+    assert (either.bare, either.leftovers) == (set(), [])
 
 
 def test_a_file_that_is_written_to_during_its_copy_keeps_its_bytes(
@@ -545,13 +572,3 @@ def test_a_file_that_is_written_to_during_its_copy_keeps_its_bytes(
     assert f"{ANCHOR}: rewritten during the copy; run again" in document["stderr"]
     assert path.read_bytes() == bytes(len(adoption.objects[ANCHOR]))
     assert adoption.leftovers == []
-
-
-def test_a_file_system_that_cannot_exchange_names(
-    adoption: Adoption, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tree, "exchange", lambda *_: False)
-    before = facts(adoption.store)
-    assert adoption.run()["pages"] == 4
-    assert facts(adoption.store) == before
-    assert (adoption.bare, adoption.leftovers) == (set(), [])
