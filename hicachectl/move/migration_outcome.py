@@ -115,6 +115,8 @@ def result_of(
         estimated_seconds=None if dry_run else UNSET,
     )
     troubled = document.failed + document.conflicts
+    adopted = source == destination
+    none_adopted = adopted and document.left_out and not (document.pages or document.skipped)
     said = [remark for part in parts for remark in part.remarks]
     undone = list(_not_copied(parts, source, destination, labelled))
     free = [part.free_bytes for part in parts if part.free_bytes is not None]
@@ -128,7 +130,7 @@ def result_of(
         lines=_lines,
         remarks=list(dict.fromkeys([*undone, *said, *troubles])),
         undone=[*undone, *troubles],
-        failed=bool(troubled) or document.stopped_by == FULL,
+        failed=bool(troubled or none_adopted) or document.stopped_by == FULL,
         dry_run=dry_run,
     )
 

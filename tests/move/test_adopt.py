@@ -230,6 +230,15 @@ def test_objects_of_another_identity_stay(adoption: Adoption) -> None:
     assert all(now[name] == before[name] for name in now if name.startswith(page(0)))
 
 
+def test_a_store_of_which_no_page_can_be_adopted_is_no_success(adoption: Adoption) -> None:
+    """Servers of the plug-in would find nothing."""
+    adoption.run()
+    path = adoption.profile.with_name("theirs.toml")
+    path.write_text(dump_profile(replace(HYBRID, weights=OTHER_WEIGHTS)))
+    document = adoption.run(profile=path, exit_code=4)
+    assert (document["pages"], document["skipped"], document["left_out"]) == (0, 0, 4)
+
+
 def test_other_deployments_keep_their_trailers(adoption: Adoption) -> None:
     """Their identities, of which one suffix has two here, need not be known."""
     for weights, number in ((INDEXED.weights, 5), (OTHER_WEIGHTS, 6)):
