@@ -276,8 +276,6 @@ def _split(kinds: _Kinds) -> tuple[int, bool] | None:
     """
     order = np.argsort(kinds.written_ns, kind="stable")
     times, second = kinds.written_ns[order], kinds.second[order]
-    if not len(times) or not times[0]:
-        return None
     total = int(second.sum())
     before = np.cumsum(second)[:-1]  # objects of the second kind before each place, but the first
     places = np.arange(1, len(second))

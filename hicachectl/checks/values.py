@@ -17,14 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicachectl.checks.changes import quartiles_of
-from hicachectl.checks.registry import (
-    VALUES,
-    TensorStats,
-    ValueCheck,
-    ValueIssue,
-    checks,
-    resolved,
-)
+from hicachectl.checks.registry import TensorStats, ValueCheck, ValueIssue, checks, resolved
 from hicachectl.checks.tables import Section, sections_of
 from hicachectl.kernels.values import (
     RowTable,
@@ -84,8 +77,7 @@ class ValueChecker:
                 find: FindIssues | None = resolved(check.prepare)(expected, profile)
                 if find is not None:
                     self.prepared[check] = find
-        wanted = groups is None or VALUES.name in groups
-        self.quartiles = quartiles_of(expected, profile) if wanted else None
+        self.quartiles = quartiles_of(expected, profile)
 
     @property
     def groups(self) -> frozenset[str]:

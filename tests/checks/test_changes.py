@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 TP = 4
 COUNT = 100
 NANOSECONDS = 10**9
-PROFILE = profile_of(
-    {"kind": "mha", "dtype": "float8_e4m3fn", "layers": 2, "kv_heads": 4, "head_dim": 16}, tp=TP
-)
+POOL = {"kind": "mha", "layers": 2, "kv_heads": 4, "head_dim": 16}
 # Quartiles 0.35, 0.75 and 1.4 as codes of e4m3 and of e5m2, and those of numbers 2.8 times larger.
 E4M3, E5M2, LARGER = (43, 52, 59), (54, 58, 62), (55, 64, 71)
 
@@ -38,12 +36,15 @@ def codes(*quartiles: tuple[int, int, int], spread: float = 0.5, seed: int = 1) 
 
 
 def evidence(
-    *ranks: NDArray[Any], disordered: NDArray[Any] | None = None, timed: bool = True
+    *ranks: NDArray[Any],
+    disordered: NDArray[Any] | None = None,
+    timed: bool = True,
+    seconds: int = 60,
 ) -> pa.Table:
-    """Return evidence of ranks, an object a minute."""
+    """Return evidence of ranks. seconds: between the writes of two objects."""
     tables = []
     for rank, quartiles in enumerate(ranks):
-        times = pa.array((OLD + 60 * np.arange(len(quartiles))) * NANOSECONDS)
+        times = pa.array((OLD + seconds * np.arange(len(quartiles))) * NANOSECONDS)
         columns = [
             pa.repeat(pa.scalar(rank, pa.int32()), len(quartiles)),
             times if timed else pa.nulls(len(quartiles), pa.int64()),
@@ -55,9 +56,11 @@ def evidence(
     return pa.concat_tables(tables)
 
 
-def found(seen: pa.Table) -> list[dict[str, Any]]:
+def found(seen: pa.Table, dtype: str = "float8_e4m3fn") -> list[dict[str, Any]]:
+    """Return the findings under a profile of a dtype."""
     affixes = [("", f"_m_{rank}_{TP}.bin") for rank in range(TP)]
-    table = assign_affixes(affixes, grammar_of("file"), PROFILE)
+    profile = profile_of(POOL | {"dtype": dtype}, tp=TP)
+    table = assign_affixes(affixes, grammar_of("file"), profile)
     given = CheckSums(table, Tally.nothing(table), seen)
     rows: list[dict[str, Any]] = pa.concat_tables(
         [pa.table({"detail": pa.array([], pa.string()), "written": pa.array([], pa.int64())})]
@@ -154,6 +157,22 @@ def test_a_few_late_writes_of_the_old_dtype_leave_the_time() -> None:
     quartiles[52:60] = codes(E4M3)[:8]
     (change,) = found(evidence(quartiles))
     assert change["written"] is None
+
+
+def test_the_other_e4m3_has_half_the_numbers() -> None:
+    """Codes of float8_e4m3fnuz are of half the number, so one more octave has the same number."""
+    seen = evidence(codes((51, 60, 67), E5M2))
+    assert found(seen) == []
+    (change,) = found(seen, "float8_e4m3fnuz")
+    assert "float8_e4m3fnuz before 2023-11-14T23:03:20Z, float8_e5m2 since then" in change["detail"]
+
+
+def test_objects_of_one_time_have_no_order() -> None:
+    (change,) = found(evidence(codes(E4M3, E5M2), seconds=0))
+    assert change["written"] is None
+    assert "in 50 objects, written 2023-11-14 22:13 UTC and" in change["detail"]
+    disordered = np.arange(COUNT) < 30
+    assert found(evidence(codes(E4M3), disordered=disordered, seconds=0)) == []
 
 
 def test_without_times_the_kinds_are_counted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,11 @@ import pytest
 
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.profile import dump_profile
+from hicachectl.pages.scanning import take_inventory
 from hicachectl.verification.request import VerifyRequest
+from hicachectl.verification.verify import check_store
 from tests.speed import slow, some
-from tests.stores import OLD
+from tests.stores import OLD, page
 from tests.verification.drawn_stores import (
     Model,
     write,
@@ -150,3 +153,42 @@ def test_pages_of_any_age_are_compared_evenly(tmp_path: Path) -> None:
     (found,) = verified.findings.to_pylist()
     assert "(10 and 40 objects compared)" in found["detail"]
     assert 0 <= seconds(found["detail"]) - times[40] <= 4 * 60
+
+
+def evidence(store: Path, profile: Profile, **options: Any) -> dict[str, list[Any]]:
+    """Return the evidence of a run, by column."""
+    checked = check_store(FileStore(store), VerifyRequest(profile=profile, **options))
+    columns: dict[str, list[Any]] = checked.result.evidence.to_pydict()
+    return columns
+
+
+@pytest.mark.slow
+def test_evidence_is_of_objects_that_were_judged(tmp_path: Path) -> None:
+    store = tmp_path / "s"
+    write(store, SMALL, range(20), OLD + np.arange(20.0))
+    seen = evidence(store, SMALL.profile)
+    assert seen["written_ns"] == [(OLD + n) * 10**9 for n in order_of(store)]
+    assert set(seen["width"]) == {1}
+    assert set(seen["disordered"]) == {False}
+    for path in sorted(store.iterdir())[:4]:
+        os.truncate(path, 100)
+        os.utime(path, (OLD, OLD))
+    assert len(evidence(store, SMALL.profile)["affix"]) == 16
+    assert evidence(store, SMALL.profile, time_limit_seconds=0.0)["affix"] == []
+    assert evidence(store, SMALL.profile, checks=("sizes",))["affix"] == []
+
+
+def order_of(store: Path) -> list[int]:
+    """Return the numbers of the pages, in the order of the listing."""
+    listed = take_inventory(FileStore(store), SMALL.profile).objects.column("key").to_pylist()
+    numbers = {page(number): number for number in range(20)}
+    return [numbers[key.decode()[:64]] for key in listed]
+
+
+@pytest.mark.slow
+def test_tiny_objects_give_no_evidence(tmp_path: Path) -> None:
+    """One token shows no layout, and 192 numbers no quartiles."""
+    tiny = Model(**{**SMALL.__dict__, "page_size": 1, "layers": 3, "width": 16})
+    write(tmp_path / "s", tiny, range(3), OLD + np.arange(3.0))
+    seen = evidence(tmp_path / "s", tiny.profile)
+    assert (seen["width"], seen["disordered"]) == ([0] * 3, [None] * 3)
