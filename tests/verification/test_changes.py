@@ -51,7 +51,7 @@ def seconds(text: str) -> float:
     return datetime.fromisoformat(word).timestamp()
 
 
-@pytest.mark.parametrize("seed", [slow(n) for n in some(range(200), *range(8))])
+@pytest.mark.parametrize("seed", [slow(n) for n in some(range(200), *range(5))])
 def test_a_healthy_store_has_not_changed(tmp_path: Path, seed: int) -> None:
     """Models, dtypes, layouts, pools, ranks, ages and new weights are drawn."""
     for model in write_healthy(tmp_path / "s", np.random.default_rng([7, seed])):
@@ -61,9 +61,7 @@ def test_a_healthy_store_has_not_changed(tmp_path: Path, seed: int) -> None:
         assert set(document["counts"]) <= {"other-deployment"}, model
 
 
-@pytest.mark.parametrize(
-    "seed", [slow(n) if n % 5 != 2 else n for n in some(range(100), *range(10))]
-)
+@pytest.mark.parametrize("seed", [slow(n) for n in some(range(100), *range(5))])
 def test_a_change_is_found_with_its_time(tmp_path: Path, seed: int) -> None:
     """The profile states the setting from before, or the one from after."""
     drawn = write_changed(tmp_path / "s", np.random.default_rng([7, seed]), WHAT[seed % 5])
