@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ import pytest
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import open_store
 from hicachectl.formats.errors import StoreUnavailable
+from hicachectl.formats.profile import dump_profile
 from hicachectl.report import charts
 from hicachectl.report.prefixes import KV_ONLY, LOST, USABLE
 from hicachectl.requests.chains import Hashing, requests_of_pages
@@ -25,6 +27,7 @@ from hicachectl.requests.measuring import HitsRequest
 from tests.report.page_texts import picture_of, text_of
 from tests.small_file_system import small_file_system
 from tests.stores import DSA, OLD, contents, page, put, put_pages
+from tests.verification.drawn_stores import Model, write
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -153,6 +156,25 @@ def test_a_mix_of_sizes_is_seen(tmp_path: Path, invoke: Invoke) -> None:
     assert "160.0 KiB in objects of 4.0 KiB, 2.0 KiB" in text
     assert "mixed-sizes" in text
     assert "No errors found; 1 warning: servers may read wrong data" in text
+
+
+@pytest.mark.slow
+def test_a_change_of_the_dtype_lets_servers_read_wrong_data(tmp_path: Path, invoke: Invoke) -> None:
+    before = Model(
+        name="m", kind="mha", dtype="float8_e4m3fn", layout="page_first", layers=4, heads=2,
+        width=64, page_size=16, tp=1, seed=5, noise=False,
+    )  # fmt: skip
+    after = replace(before, dtype="float8_e5m2")
+    write(tmp_path / "store", before, range(10), np.arange(OLD, OLD + 10.0))
+    write(tmp_path / "store", after, range(10, 20), np.arange(OLD + 10.0, OLD + 20.0))
+    profile = tmp_path / "p.toml"
+    profile.write_text(dump_profile(after.profile))
+    made = tmp_path / "page.html"
+    command = ["report", tmp_path / "store", "--profile", profile, "-o", made]
+    invoke(*command, "--checks", "values", exit_code=4)
+    text = text_of(made)
+    assert "No errors found; 1 warning: servers may read wrong data" in text
+    assert "--model m --before 2023-11-14T22:13:30Z" in text
 
 
 @pytest.mark.slow
