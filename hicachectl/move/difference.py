@@ -138,6 +138,7 @@ def compare_stores(
         rows=found.rows(),
         reads=request.options.verify,
         nbytes=found.nbytes,
+        unsized=int((found.unsized & (found.kinds == Kind.EQUAL)).sum()),
         left_out=found.left_out(),
         unknown_keys=sum(int(side.groups.inventory.is_foreign.sum()) for side in (first, second)),
         remarks=remarks,
@@ -228,6 +229,7 @@ class _Comparison:
     kinds: [pages] int8 of Kind.
     lacking_a, lacking_b: [pages] number of objects that only the other store has.
     nbytes: number of bytes compared.
+    unsized: [pages] whether the size of an object that both stores have is not known.
     """
 
     def __init__(self, pair: StorePair, first: _Side, second: _Side) -> None:
@@ -240,6 +242,7 @@ class _Comparison:
         # For each group, the group of the other store that has the same objects.
         self._in_b, self._in_a = np.full(count_a, ABSENT), np.full(count_b, ABSENT)
         self._kind_of = np.full(count_a, Kind.EQUAL, dtype=np.int8)
+        self._unsized = np.zeros(count_a, dtype=np.bool_)
         surveys = survey_source(groups_a, pair.routes(groups_a.inventory.table))
         # Number of objects of each group that only one store has.
         own = np.bincount(groups_b.of_object[self._comparable(surveys)], minlength=count_b)
@@ -255,6 +258,7 @@ class _Comparison:
         b = np.flatnonzero(second.chosen & alone & (own > 0))
         self.a = np.append(a, np.full(len(b), ABSENT))
         self.b = np.append(self._in_b[a], b)
+        self.unsized = np.append(self._unsized[a], np.zeros(len(b), dtype=np.bool_))
         extra = np.zeros(count_a + 1, dtype=np.int64)
         np.add.at(extra, self._in_a, self._only_b)
         self.lacking_a = np.append(extra[a], own[b])
@@ -295,6 +299,10 @@ class _Comparison:
         survey = self._pair.trailers.with_foreign(survey, objects)
         self._only_a[numbers] = survey.lacking.counts
         self._kind_of[numbers[survey.foreign]] = Kind.IDENTITY
+        for ours, theirs in zip(survey.wanted.blocks, survey.existing.blocks, strict=True):
+            found_sizes = ours.match(theirs)
+            unsized = (found_sizes != ABSENT) & ((found_sizes < 0) | (ours.values < 0))
+            self._unsized[numbers[ours.owners[unsized]]] = True
         items, unlike = self._unlike(survey)
         self._kind_of[numbers[items]] = Kind.SIZE
         self._keys.append((numbers[items], survey.keys(items, unlike)))

@@ -136,6 +136,7 @@ class DiffFacts:
     rows: rows in the columns of a `DifferenceRow`.
     reads: whether bytes were compared.
     nbytes: number of bytes compared.
+    unsized: number of equal pages with objects of unknown size.
     left_out: number of pages not compared, by reason.
     unknown_keys: number of objects in both stores that are not SGLang's.
     remarks: messages about the stores.
@@ -149,6 +150,7 @@ class DiffFacts:
     rows: pa.Table
     reads: bool
     nbytes: int
+    unsized: int
     left_out: Mapping[str, int]
     unknown_keys: int
     remarks: Sequence[str]
@@ -202,6 +204,11 @@ class DiffFacts:
             yield (
                 f"Not compared: {counted(unknown, 'object')} with unknown keys; hicachectl verify "
                 "lists them"
+            )
+        if self.unsized and not self.reads:
+            yield (
+                f"Compared by names alone: {counted(self.unsized, 'page')} with objects of unknown "
+                "size; give --profile"
             )
         if young := self.count(Kind.IN_FLIGHT):
             yield (

@@ -7,6 +7,7 @@ import shlex
 import shutil
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
 from msgspec.structs import replace
 
@@ -94,6 +95,25 @@ def test_equal_stores(invoke: Invoke, a: Path, b: Path) -> None:
     assert (contents(a), contents(b)) == before
     assert not (a / ".hicachectl").exists()
     assert invoke("-q", "diff", a, b) == ("", "")
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_sizes_that_a_store_does_not_tell_are_said(
+    invoke: Invoke, a: Path, b: Path, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    """As 3FS without a profile: the objects may differ all the same."""
+    truncate(objects(b)[0][0])
+    scan, silent = FileStore.scan, f"file://{a if side == 'a' else b}"
+
+    def without_sizes(store: FileStore, *arguments: Any, **options: Any) -> Any:
+        for batch in scan(store, *arguments, **options):
+            at = batch.schema.get_field_index("nbytes")
+            nothing = pa.nulls(len(batch), pa.int64())
+            yield batch.set_column(at, "nbytes", nothing) if store.url == silent else batch
+
+    monkeypatch.setattr(FileStore, "scan", without_sizes)
+    said = invoke("diff", a, b).stderr
+    assert f"Compared by names alone: {PAGES} pages with objects of unknown size" in said
 
 
 def test_each_kind_of_difference(invoke: Invoke, a: Path, b: Path) -> None:
