@@ -92,13 +92,13 @@ class Freeing:
         self._profile = profile
         # Without the last one, a store keeps a page, whatever servers write meanwhile.
         self._most = len(candidates) - (1 if never_all else 0)
-        self._taken = candidates.end(0, gauge.asked)
+        self._taken = 0  # number of groups chosen so far
         self._last: IntArray = candidates.order[:0]
         self._removed = self._failed = 0
         self._emptied = ""  # bytes of all pages that may leave, if the target would take them
-        self.groups = candidates.order[: self._taken]
+        self.groups = candidates.order[: candidates.end(0, gauge.asked)]
         self.lacking = max(0, gauge.asked - candidates.space(self.groups))
-        if never_all and 0 < len(candidates) == self._taken:
+        if never_all and 0 < len(candidates) == len(self.groups):
             self._refuse_all()
         self.facts: FreeDocument | None = None
         if doubtful and len(self.groups):
@@ -107,21 +107,17 @@ class Freeing:
                 "the newest pages lack the same pool, so the profile may be wrong; check it"
             )
         if spared := candidates.spared:
-            cost = human_size(candidates.in_place(self._taken))
+            cost = human_size(candidates.in_place(len(self.groups)))
             self.remarks.append(
                 f"{spared} of deployments that no request names left alone: {cost} of others leave "
                 "in their place; --and-unnamed removes them first"
             )
 
-    def begin(self) -> RepairPlan | None:
-        """Return the first groups to remove; None if there is nothing to remove."""
-        self._taken = 0
-        return self.next(np.zeros(0, dtype=np.uint8))
-
     def next(self, statuses: npt.NDArray[np.uint8]) -> RepairPlan | None:
         """Return the groups to remove next; None at the target, or if nothing more can leave.
 
-        statuses: GroupStatus of each group of the last plan. Raises StoreUnavailable.
+        statuses: GroupStatus of each group of the last plan; none before the first one.
+        Raises StoreUnavailable.
         """
         stayed = self._last[np.isin(statuses, (GroupStatus.KEPT, GroupStatus.FAILED))]
         space = self._candidates.space
@@ -150,7 +146,7 @@ class Freeing:
                 f"{gauge.target}: {self._store.url} has only {nbytes} in pages that may leave, so "
                 f"{human_size(gauge.limit)} would take all; give a {size} SIZE, or a filter too"
             )
-        self._most = self._taken = 0
+        self._most = 0
         self.groups = self.groups[:0]
         self.lacking = gauge.asked
         self._emptied = nbytes
@@ -182,8 +178,13 @@ class Freeing:
             f"or run again{later}"
         )
 
-    def conclude(self) -> None:
-        """State the facts of the groups that were chosen, and of those that stay."""
+    def conclude(self, *, rehearsed: bool) -> None:
+        """State the facts of the groups that were chosen, and of those that stay.
+
+        rehearsed: whether `groups` were chosen, without a removal.
+        """
+        if rehearsed:
+            self._taken = len(self.groups)
         candidates, worth, gauge = self._candidates, self._worth, self.gauge
         chosen, known = candidates.order[: self._taken], candidates.places[: self._taken]
         nbytes, incomplete = candidates.sum(chosen), candidates.incomplete[: self._taken]

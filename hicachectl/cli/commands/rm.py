@@ -437,25 +437,22 @@ def _remove_pages(
     from hicachectl.move.removal_plan import plan_removal
     from hicachectl.move.withdrawal import remove_groups
 
-    options = ctx.params
-    first = plan
+    options, wanted = ctx.params, len(plan.groups)
     if freeing is not None and not options["dry_run"]:
-        first = freeing.begin() or plan_removal(plan.groups[:0])
+        plan = plan_removal(plan.groups[:0])  # the store decides about each plan
     with progress(ctx, "removing", " pages") as advance:
         report = remove_groups(
             store,
             groups,
-            first,
+            plan,
             mode="delete",
             dry_run=options["dry_run"],
             on_progress=advance,
-            on_end=lambda taken: _say_how_to_go_on(
-                ctx, taken, taken.text(len(plan.groups)), options["free"]
-            ),
+            on_end=lambda taken: _say_how_to_go_on(ctx, taken, taken.text(wanted), options["free"]),
             then=freeing.next if freeing is not None else lambda statuses: None,
         )
     if freeing is not None:
-        freeing.conclude()
+        freeing.conclude(rehearsed=options["dry_run"])
     return report
 
 
