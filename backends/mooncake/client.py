@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,7 @@ MESSAGES: dict[int, str] = {
 }
 _LOCAL_BUFFER_BYTES = 16 << 20  # SGLang's value; our reads and writes use the arena instead
 _REACH_SECONDS = 5.0
+_AT_ONCE_SECONDS = 1.0
 # Time limit of a request to the master, unless the environment sets it; Mooncake's default: 30 s.
 _RPC_TIMEOUT_VARIABLE, _RPC_TIMEOUT_MS = "MC_RPC_TIMEOUT_MS", "15000"
 _PATIENCE_SECONDS = 25.0
@@ -122,17 +124,14 @@ class MooncakeClient:
         self._soft_pin = getattr(module, "SoftPinAction", None)
         _reach(settings.master)
         os.environ.setdefault(_RPC_TIMEOUT_VARIABLE, _RPC_TIMEOUT_MS)
-        self._store: Any = module.MooncakeDistributedStore()
+        self._store: Any = None
         before = names_of_sockets()
-        code = self._store.setup(
-            _with_port(settings.local_hostname),
-            settings.metadata,
-            0,  # bytes of our segment
-            _LOCAL_BUFFER_BYTES,
-            settings.protocol,
-            settings.device,
-            settings.master,
-        )
+        began = time.monotonic()
+        code = self._set_up(module)
+        if code and time.monotonic() - began < _AT_ONCE_SECONDS:
+            # The package keeps connections of this process, and 0.3.14 tries only one of them:
+            # after a restart of the master, the first one is dead.
+            code = self._set_up(module)
         if code:
             self._store = None
             raise StoreUnavailable(
@@ -144,6 +143,21 @@ class MooncakeClient:
             if settings.protocol == "tcp":
                 self._close_ports(before)
             self._probe()
+
+    def _set_up(self, module: Any) -> int:
+        """Make a client, and return Mooncake's code."""
+        settings = self._settings
+        self._store = module.MooncakeDistributedStore()
+        code: int = self._store.setup(
+            _with_port(settings.local_hostname),
+            settings.metadata,
+            0,  # bytes of our segment
+            _LOCAL_BUFFER_BYTES,
+            settings.protocol,
+            settings.device,
+            settings.master,
+        )
+        return code
 
     def register(self, address: int, nbytes: int) -> None:
         """Register memory for transfers. Raises StoreUnavailable if Mooncake refuses."""

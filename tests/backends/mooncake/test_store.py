@@ -360,6 +360,18 @@ def test_pinning_is_known_to_the_master(store: MooncakeStore, cluster: Cluster) 
     assert "soft-pinned: 1" in cluster.ask("metrics/summary")
 
 
+def test_a_master_that_was_restarted_is_reached_by_the_same_process(
+    mooncake_package: None,
+) -> None:
+    with Cluster() as cluster, Arena(ARENA_BYTES) as arena:
+        for life in range(2):
+            if life:
+                cluster.kill_master()
+                cluster.restart_master()
+            with open_store(cluster.url) as store:
+                store.attach(arena)
+
+
 def test_a_pin_that_the_master_does_not_allow_is_refused(
     pinning_cluster: Cluster, store: MooncakeStore
 ) -> None:
