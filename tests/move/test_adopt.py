@@ -284,6 +284,26 @@ def test_without_trailers_to_write_nothing_would_change(adoption: Adoption, trai
     assert "to give its files trailers, --trailers write" in said
 
 
+@pytest.mark.parametrize("url", ["pack://{}/a.hcpack", "nixl://{}/nixl"])
+def test_other_stores_are_refused_by_name(
+    adoption: Adoption, invoke: Invoke, tmp_path: Path, url: str
+) -> None:
+    (tmp_path / "nixl").mkdir()
+    place = url.format(tmp_path)
+    migrated(invoke, adoption.store, place, "--profile", adoption.profile)
+    write = ("--profile", adoption.profile, "--trailers", "write")
+    said = invoke("migrate", place, place, *write, exit_code=2).stderr
+    assert f"--trailers write: {place} keeps no trailers" in said
+
+
+def test_a_store_under_two_names(adoption: Adoption, invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(adoption.store)
+    write = ("--profile", adoption.profile, "--trailers", "write")
+    document = migrated(invoke, adoption.store, tmp_path / "link", *write)
+    assert (document["pages"], document["source"]) == (4, document["destination"])
+    assert adoption.bare == set()
+
+
 def test_a_store_that_may_not_be_mounted(adoption: Adoption) -> None:
     for path in adoption.store.iterdir():
         path.unlink()
