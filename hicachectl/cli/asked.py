@@ -15,6 +15,7 @@ from hicachectl.cli.parameters import FILTERS, TRANSFORM, Option, on_command_lin
 from hicachectl.cli.session import moment_of, remark, store_name
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.objects import AXES
+from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -72,7 +73,6 @@ def selection_of(
 
 def say_unjudged(ctx: click.Context, selection: Selection, groups: PageGroups) -> None:
     """Say how many groups may be partial, but are not selected: the profile is of others."""
-    from hicachectl.text.units import counted
 
     if unjudged := selection.unjudged(groups):
         remark(
@@ -186,7 +186,6 @@ def _listed_pages(
     from hicachectl.pages.deployments import profiled_deployment
     from hicachectl.requests.chains import Hashing, requests_of_pages
     from hicachectl.requests.reading import read_page_list
-    from hicachectl.text.units import counted
 
     profile, source = request.profile, str(options["pages"])
     listed = read_page_list(options["pages"], requests=True)

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.wording import failed
 from hicachectl.text.terminal import message_text, mute_native_logs
+from hicachectl.text.units import Ago, counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -100,7 +102,6 @@ def moment_of(store: Store, moment: float | None, *, changes: bool) -> float | N
     moment: a result of `values.moment`. changes: see `present_ns`.
     """
     from hicachectl.backends.capabilities import present_ns
-    from hicachectl.text.units import Ago
 
     return moment.by(present_ns(store, changes=changes)) if isinstance(moment, Ago) else moment
 
@@ -172,7 +173,6 @@ def locked(path: Path | None) -> Iterator[bool]:
         return
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.backends.disk.durable import lock
-    from hicachectl.formats.wording import failed
 
     parent, name = os.path.split(os.path.abspath(path))  # noqa: PTH100 - as in FileStore
     with ExitStack() as held:
@@ -249,7 +249,6 @@ def remark(ctx: click.Context, *texts: str, failure: bool = False) -> None:
 
 def remark_wait(ctx: click.Context, seconds: float, pages: int) -> None:
     """Print why a check of page groups waits, for the callback `on_wait` of `check_store`."""
-    from hicachectl.text.units import counted
 
     remark(
         ctx,

@@ -14,8 +14,8 @@ from hicachectl.formats.objects import AXES
 from hicachectl.pages.census import MOST_BYTES
 from hicachectl.results import DEFAULT_LIMIT
 from hicachectl.text.jsontext import join_present
-from hicachectl.text.tables import table_lines
-from hicachectl.text.units import counted, human_age, human_column, human_size, human_sizes
+from hicachectl.text.tables import human_column, human_sizes, table_lines
+from hicachectl.text.units import counted, human_age, human_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

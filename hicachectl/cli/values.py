@@ -16,6 +16,7 @@ from hicachectl.checks.registry import page_codes, remedies
 from hicachectl.cli.parameters import CommaList, Parsed
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.sizes import parse_size
+from hicachectl.text.units import Ago
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -83,8 +84,6 @@ def _room(text: str) -> Any:
 def moment(text: str) -> float:
     """Return the Unix seconds of a time in ISO 8601; an `Ago` for an age such as 7d."""
     if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?[smhd]", text):
-        from hicachectl.text.units import Ago
-
         return Ago(_duration(text))
     try:
         seconds = datetime.fromisoformat(text).timestamp()

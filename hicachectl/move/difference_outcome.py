@@ -14,9 +14,9 @@ import pyarrow.compute as pc
 from hicachectl.formats.keys.labels import label_text
 from hicachectl.results import Result
 from hicachectl.text.jsontext import schema_of
-from hicachectl.text.tables import table_lines
+from hicachectl.text.tables import human_sizes, table_lines
 from hicachectl.text.terminal import escape_controls
-from hicachectl.text.units import counted, human_size, human_sizes
+from hicachectl.text.units import counted, human_size
 from hicachectl.verification.report_text import Mending
 
 if TYPE_CHECKING:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.text.terminal import UNUSUAL_PATTERN, escape_controls
+from hicachectl.text.units import human_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _GAP = "  "
 # Columns whose long cells are shortened, with the width that they keep at least; in the middle,
@@ -149,3 +150,18 @@ def _coloured(padded: pa.StringArray, plain: pa.StringArray) -> pa.StringArray:
         painted = pc.binary_join_element_wise(f"\x1b[{style}m", padded, "\x1b[0m", "")
         padded = pc.if_else(pc.equal(plain, word), painted, padded)
     return padded
+
+
+def human_sizes(nbytes: pa.Array) -> pa.Array:
+    """Return `human_size` of each value of a column."""
+    return pc.fill_null(human_column(nbytes, human_size), human_size(None))
+
+
+def human_column(values: pa.Array, text: Callable[[Any], str]) -> pa.StringArray:
+    """Return each value's text, calling `text` once per distinct value. Nulls stay null."""
+    if isinstance(values, pa.ChunkedArray):
+        values = values.combine_chunks()
+    distinct = pc.dictionary_encode(values)
+    return pa.array([text(v) for v in distinct.dictionary.to_pylist()], pa.string()).take(
+        distinct.indices
+    )

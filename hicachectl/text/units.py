@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Self
-
-import pyarrow as pa
-import pyarrow.compute as pc
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -47,11 +44,6 @@ def unit_of(nbytes: int) -> tuple[str, int]:
     """Return the largest unit that is not more than a size, and the bytes of the unit."""
     power = min((max(int(nbytes), 1).bit_length() - 1) // 10, len(_UNITS) - 1)
     return _UNITS[power], 1 << 10 * power
-
-
-def human_sizes(nbytes: pa.Array) -> pa.Array:
-    """Return `human_size` of each value of a column."""
-    return pc.fill_null(human_column(nbytes, human_size), human_size(None))
 
 
 def human_age(seconds: float) -> str:
@@ -91,13 +83,3 @@ def first_of(texts: Iterable[str]) -> str:
     every = sorted(set(texts))
     more = [f"{len(every) - _NAMED} more"] if len(every) > _NAMED else []
     return ", ".join([*every[:_NAMED], *more])
-
-
-def human_column(values: pa.Array, text: Callable[[Any], str]) -> pa.StringArray:
-    """Return each value's text, calling `text` once per distinct value. Nulls stay null."""
-    if isinstance(values, pa.ChunkedArray):
-        values = values.combine_chunks()
-    distinct = pc.dictionary_encode(values)
-    return pa.array([text(v) for v in distinct.dictionary.to_pylist()], pa.string()).take(
-        distinct.indices
-    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from hicachectl.text.units import counted, human_age, human_column, human_size
+from hicachectl.text.tables import human_column
+from hicachectl.text.units import counted, human_age, human_size
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import click
 from hicachectl.cli.command import Command
 from hicachectl.cli.parameters import argument, own_option
 from hicachectl.cli.session import remark
+from hicachectl.text.units import counted
 
 
 @click.command("demo", cls=Command)
@@ -33,7 +34,6 @@ def command(ctx: click.Context, /, directory: Path, pages: int) -> None:
       hicachectl verify /tmp/demo-store --profile /tmp/demo-store/.hicachectl/demo.toml
     """
     from hicachectl.cli.demo_store import write_demo
-    from hicachectl.text.units import counted
 
     profile_path = write_demo(directory, pages)
     remark(ctx, f"Wrote {counted(pages, 'page')} to {directory}; the profile is {profile_path}")

@@ -19,6 +19,8 @@ from hicachectl.cli.options import (
 from hicachectl.cli.parameters import own_option
 from hicachectl.cli.session import opened, progress, remark
 from hicachectl.cli.settings import contradiction_remark
+from hicachectl.formats.wording import PAGES_COMPARED
+from hicachectl.text.units import human_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -91,7 +93,6 @@ def command(
     from hicachectl.profiles.identities import markers_of
     from hicachectl.profiles.sources import profile_to_look
     from hicachectl.text.tables import table_lines
-    from hicachectl.text.units import human_size
 
     with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
         selection = selection_of(ctx, source, options)
@@ -178,7 +179,6 @@ def _is_nested(hint: Any) -> bool:
 def _say_what_is_odd(ctx: click.Context, inventory: Inventory, *, judged: bool) -> None:
     if inventory.is_foreign.all():
         return
-    from hicachectl.formats.wording import PAGES_COMPARED
     from hicachectl.pages.naming import ambiguity_remark
     from hicachectl.pages.tally import object_counts
 

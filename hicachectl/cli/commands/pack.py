@@ -13,6 +13,7 @@ from hicachectl.cli.options import format_option
 from hicachectl.cli.parameters import argument, own_option
 from hicachectl.cli.session import bytes_progress, config_of, remark
 from hicachectl.cli.values import FILE
+from hicachectl.text.units import counted, human_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -149,7 +150,6 @@ def _write(document: dict[str, Any], output_format: str, lines: Iterator[str]) -
 
 def _described(document: dict[str, Any]) -> Iterator[str]:
     from hicachectl.text.terminal import escape_controls
-    from hicachectl.text.units import counted, human_size
 
     stored = document["stored_bytes"]
     ratio = f" ({document['bytes'] / stored:.2f}x)" if stored else ""
@@ -163,7 +163,6 @@ def _described(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _repaired(document: dict[str, Any]) -> Iterator[str]:
-    from hicachectl.text.units import counted, human_size
 
     saved = f"{counted(document['objects'], 'object')}, {human_size(document['bytes'])}"
     if document["was_valid"]:

@@ -15,6 +15,7 @@ from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.parameters import long_name, on_command_line, options_of
 from hicachectl.cli.session import bytes_progress, progress, remark, reopening
 from hicachectl.formats.errors import EmptyStore, StoreUnavailable, UsageError
+from hicachectl.text.units import minute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -135,7 +136,6 @@ def _do_part(ctx: click.Context, options: Mapping[str, Any], shard: Shard, job: 
     """Do a part of a run, and say on stderr how it ended; its findings are those of `merge`."""
     from hicachectl.parts.directory import RunDirectory
     from hicachectl.parts.running import begin, join, run_part
-    from hicachectl.text.units import minute
 
     say, path = partial(remark, ctx), options["run_directory"]
     with RunDirectory.create(path, job.permissions, job.trust) as run:

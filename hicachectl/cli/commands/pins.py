@@ -12,6 +12,8 @@ from msgspec import to_builtins
 from hicachectl.cli.asked import given_filters, say_unjudged, selection_of
 from hicachectl.cli.session import opened, progress, remark
 from hicachectl.cli.settings import contradiction_remark
+from hicachectl.results import Result, Shown
+from hicachectl.text.units import counted, minute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from hicachectl.move.pinning import PinReport
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.selection import Selection
-    from hicachectl.results import Result, Shown
     from hicachectl.text.tables import Screen
 
 # A command that only removes pins asks the master whether it could set one.
@@ -90,8 +91,6 @@ def _result(
 ) -> Result:
     from hicachectl.move.pinning import failure_lines
     from hicachectl.move.results import PinDocument
-    from hicachectl.results import Result
-    from hicachectl.text.units import counted
 
     pages = int(report.fine.sum())
     failed = len(report.fine) - pages
@@ -133,7 +132,6 @@ def _lines(
 ) -> Iterator[str]:
     from hicachectl.cli.text_tables import last_line, removals_for_people
     from hicachectl.text.tables import table_lines
-    from hicachectl.text.units import minute
 
     if len(report.rows):
         yield from table_lines(removals_for_people(report.rows), screen)

@@ -43,6 +43,7 @@ from hicachectl.cli.values import DURATION, FILE, FORMATS, SIZE
 from hicachectl.formats.errors import ProfileError, StoreUnavailable, UsageError
 from hicachectl.formats.wording import inferred_refused, lock_held
 from hicachectl.io.interrupts import raised_once
+from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -289,7 +290,6 @@ def _plan_trace(ctx: click.Context, options: dict[str, Any]) -> None:
     from hicachectl.prewarming.ranking import pages_within, plan_rows, rank_blocks
     from hicachectl.profiles.sources import profile_from_options
     from hicachectl.requests.chains import Hashing
-    from hicachectl.text.units import counted
 
     check_division(ctx, options)  # refuses --shard and --run
     if not options["dry_run"]:
@@ -383,7 +383,6 @@ def _wanted(
     trace: Trace | None = None,
 ) -> PrewarmRequest:
     """Return the request for what the options name, with a remark about what it leaves out."""
-    from hicachectl.text.units import counted
 
     wanted = asked_in(ctx, request, store.grammar, options, trace)
     if wanted.in_others is not None and len(wanted.in_others):

@@ -13,6 +13,8 @@ from hicachectl.cli.options import changing_options, output_options, store_names
 from hicachectl.cli.parameters import argument, own_option
 from hicachectl.cli.session import agreed, quarantine_directory, remark, require_consent
 from hicachectl.cli.values import TIME
+from hicachectl.results import Result
+from hicachectl.text.units import counted, human_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from hicachectl.move.quarantine import PurgeReport
-    from hicachectl.results import Result
     from hicachectl.text.tables import Screen
 
 
@@ -83,7 +84,6 @@ def purge(ctx: click.Context, /, quarantine: str, **options: Any) -> None:
     """
     from hicachectl.cli.output import write_run
     from hicachectl.move.quarantine import RUNS, WOULD_PURGE, PurgeReport, purge_runs
-    from hicachectl.text.units import counted, human_size
 
     require_consent(options)
     directory = quarantine_directory(ctx, quarantine)
@@ -108,7 +108,6 @@ def purge(ctx: click.Context, /, quarantine: str, **options: Any) -> None:
 
 def _result(directory: Path, report: PurgeReport, *, dry_run: bool) -> Result:
     from hicachectl.move.quarantine import PURGED_RUN, WOULD_PURGE, PurgeDocument
-    from hicachectl.results import Result
 
     document = PurgeDocument(
         quarantine=str(directory),

@@ -30,6 +30,8 @@ from hicachectl.cli.session import (
     require_consent,
     store_name,
 )
+from hicachectl.results import Result, Shown
+from hicachectl.text.units import counted, human_size
 from hicachectl.text.vocabulary import LOCK
 
 if TYPE_CHECKING:
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from hicachectl.move.results import GroupReport
-    from hicachectl.results import Result, Shown
     from hicachectl.text.tables import Screen
 
 _SHOWN = 20  # pages in a table
@@ -116,8 +117,6 @@ def _result(
     store: str, quarantine: Path, report: GroupReport, seconds: float, *, dry_run: bool
 ) -> Result:
     from hicachectl.move.results import RestoreDocument
-    from hicachectl.results import Result
-    from hicachectl.text.units import counted
 
     busy = ""
     if report.busy:
@@ -158,7 +157,6 @@ def _refuse_prefix(pages: Path | None) -> None:
 
 
 def _question(found: GroupReport, store: str) -> str:
-    from hicachectl.text.units import counted, human_size
 
     whose = f", taken from {' and '.join(found.origins)}," if found.origins else ""
     pages = f"{counted(found.groups, 'page')} ({human_size(found.nbytes)})"
@@ -170,7 +168,6 @@ def _lines(
 ) -> Iterator[str]:
     from hicachectl.cli.text_tables import last_line, restored_for_people, worst_first
     from hicachectl.text.tables import table_lines
-    from hicachectl.text.units import counted
 
     if len(rows):
         shown = worst_first(rows).slice(0, _SHOWN)

@@ -45,6 +45,8 @@ from hicachectl.cli.session import (
 from hicachectl.cli.settings import contradiction_remark
 from hicachectl.cli.values import FILE, POSITIVE_SIZE, ROOM
 from hicachectl.formats.errors import UsageError
+from hicachectl.results import Result, Shown
+from hicachectl.text.units import counted, human_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -60,7 +62,6 @@ if TYPE_CHECKING:
     from hicachectl.pages.selection import Selection
     from hicachectl.prewarming.freeing import Freeing, Worth
     from hicachectl.prewarming.targets import Target
-    from hicachectl.results import Result, Shown
     from hicachectl.text.tables import Screen
     from hicachectl.verification.part_result import Refusal
 
@@ -231,7 +232,6 @@ def _result(
     dry_run: bool,
 ) -> Result:
     from hicachectl.move.results import RemovalDocument
-    from hicachectl.results import Result
 
     freeing = None if removal is None else removal.freeing
     in_flight = 0 if removal is None else removal.in_flight
@@ -316,7 +316,6 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
 def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Removal:
     from hicachectl.move.temporaries import find_temporaries, remove_temporaries
     from hicachectl.pages.census import column_sum
-    from hicachectl.text.units import counted, human_size
 
     dry_run = options["dry_run"]
     before = moment_of(store, options["before"], changes=not dry_run)
@@ -361,7 +360,6 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
     from hicachectl.pages.scanning import take_inventory
     from hicachectl.prewarming.freeing import choose_groups
     from hicachectl.profiles.sources import profile_from_options
-    from hicachectl.text.units import counted, human_size
 
     selection = selection_of(ctx, store, options, changes=not options["dry_run"])
     profile = profile_from_options({"profile_file": options["profile_file"]}, store)
@@ -568,7 +566,6 @@ def _remark_choice(
     from hicachectl.pages.naming import ambiguity_remark
     from hicachectl.pages.selection import NamedGroups, explain_selection
     from hicachectl.pages.tally import object_counts
-    from hicachectl.text.units import counted
 
     if freeing is not None:
         remark(ctx, *freeing.remarks)
@@ -612,7 +609,6 @@ def _left_alone(report: GroupReport, in_flight: int, freeing: Freeing | None) ->
 
     in_flight: number of pages that servers may still be writing.
     """
-    from hicachectl.text.units import counted, human_size
 
     noun = "file" if _are_files(report.rows) else "page"
     if freeing is not None and freeing.lacking:
@@ -644,7 +640,6 @@ def _lines(
     from hicachectl.cli.text_tables import last_line, removals_for_people
     from hicachectl.prewarming.freeing import freeing_lines
     from hicachectl.text.tables import table_lines
-    from hicachectl.text.units import counted
 
     if len(rows):
         yield from table_lines(removals_for_people(rows), screen)

@@ -13,6 +13,8 @@ from hicachectl.cli.options import changing_options, output_options
 from hicachectl.cli.parameters import argument, own_option
 from hicachectl.cli.session import agreed, remark, require_consent
 from hicachectl.cli.values import TIME, RunPath
+from hicachectl.results import Result
+from hicachectl.text.units import counted, human_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from hicachectl.parts.runs import RunsReport, RunStatus
-    from hicachectl.results import Result
     from hicachectl.text.tables import Screen
 
 _run = argument("run", metavar="RUN", type=RunPath())
@@ -105,7 +106,6 @@ def purge(ctx: click.Context, /, runs: Path, before: float, unmerged: bool, **op
     from hicachectl.cli.output import write_run
     from hicachectl.move.quarantine import WOULD_PURGE
     from hicachectl.parts.runs import RUN_DIRECTORIES, RunsReport, purge_runs
-    from hicachectl.text.units import counted, human_size
 
     require_consent(options)
     dry_run = options["dry_run"]
@@ -131,8 +131,6 @@ def purge(ctx: click.Context, /, runs: Path, before: float, unmerged: bool, **op
 def _result(directory: Path, report: RunsReport, *, dry_run: bool) -> Result:
     from hicachectl.move.quarantine import PURGED_RUN, WOULD_PURGE
     from hicachectl.parts.runs import RunDirectoryPurge
-    from hicachectl.results import Result
-    from hicachectl.text.units import counted
 
     kept = f"{directory}: {counted(report.unmerged, 'run')} not merged, and kept; see --unmerged"
     document = RunDirectoryPurge(

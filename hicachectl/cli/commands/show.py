@@ -18,6 +18,7 @@ from hicachectl.cli.options import (
 from hicachectl.cli.parameters import argument
 from hicachectl.cli.session import opened, progress, remark
 from hicachectl.cli.settings import contradiction_remark
+from hicachectl.formats.wording import PAGES_COMPARED
 from hicachectl.text.terminal import escape_controls
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ def command(ctx: click.Context, /, store: str, page: str, **options: Any) -> Non
       hicachectl show prod: 4ebfa8a1f3c3 --profile prod.toml --format json
     """
     from hicachectl.cli.output import write_report
-    from hicachectl.formats.wording import PAGES_COMPARED
     from hicachectl.profiles.sources import profile_to_look
     from hicachectl.verification.inspection import inspect_page
 

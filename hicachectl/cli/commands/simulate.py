@@ -22,6 +22,7 @@ from hicachectl.cli.session import opened, progress, remark
 from hicachectl.cli.values import FILE, POSITIVE_SIZE, SHARE, NameList
 from hicachectl.formats.eviction import Policy
 from hicachectl.formats.sizes import parse_size
+from hicachectl.results import Result, Shown
 from hicachectl.text.vocabulary import GROUPINGS, WRITE_POLICIES
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.requests.chains import Hashing, Requests
-    from hicachectl.results import Result
     from hicachectl.text.tables import Screen
 
 _MANY = 5_000_000  # references that take a minute or more without compiled loops
@@ -152,7 +152,6 @@ def command(ctx: click.Context, /, store: str | None, **options: Any) -> None:
       hicachectl simulate --trace day.jsonl --policy lru,hicachefile --warm-up 10% --format csv
     """
     from hicachectl.cli.output import write_report
-    from hicachectl.results import Shown
 
     if store is None:
         result = _simulated(ctx, options, None)

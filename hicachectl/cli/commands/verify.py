@@ -61,6 +61,7 @@ from hicachectl.cli.session import (
 from hicachectl.cli.values import FILE, REPAIR_CODE, SIZE, NameList
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import inferred_refused
+from hicachectl.text.units import counted, human_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -493,7 +494,6 @@ def _repair(
     from hicachectl.move.removal_plan import newest_taken
     from hicachectl.move.repair import left_remarks, plan_of, repair
     from hicachectl.pages.census import SEVERAL
-    from hicachectl.text.units import counted, human_size
 
     chosen = _options_of_repair(options)
     plan = plan_of(checked, checked.findings, chosen)
