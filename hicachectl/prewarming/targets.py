@@ -24,6 +24,7 @@ _PERCENTAGE = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?%")
 _LEAST_GAIN = 0.1
 _LATE_SECONDS = 10.0
 _PAUSE_SECONDS = 0.5
+_MOST_FRUITLESS = 3  # times that enough was removed, and servers wrote as much
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class Gauge:
         self.stored_bytes = stored_bytes
         self.free_bytes = free_bytes
         self.is_held = False
+        self._fruitless = 0
         self._store = store
         # The free bytes, and the bytes removed before, when both were last known to agree.
         self._known_free = self._first_free = free_bytes or 0
@@ -161,16 +163,23 @@ class Gauge:
     def _settled(self, store: Store, removed: int) -> int:
         """Return the free bytes once removed ones show; decide whether they are held.
 
-        Some systems free space in the background. More pages must not leave for it.
+        Some systems free space in the background. More pages must not leave for it, but they must
+        for servers that write as much as was removed: then the free space goes on falling.
         """
+        free = first = self._look(store)
         ends = time.monotonic() + _LATE_SECONDS
-        while True:
-            free = self._look(store)
-            gain = free - self._first_free
-            self.is_held = removed > 0 and free < self.limit and gain < _LEAST_GAIN * removed
-            if not self.is_held or time.monotonic() >= ends:
-                return free
+        while is_fruitless := self._is_fruitless(free, removed):
+            if time.monotonic() >= ends:
+                break
             time.sleep(_PAUSE_SECONDS)
+            free = self._look(store)
+        self._fruitless += is_fruitless
+        self.is_held = is_fruitless and (free >= first or self._fruitless >= _MOST_FRUITLESS)
+        return free
+
+    def _is_fruitless(self, free: int, removed: int) -> bool:
+        gain = free - self._first_free
+        return removed > 0 and free < self.limit and gain < _LEAST_GAIN * removed
 
     def _look(self, store: Store) -> int:
         self.free_bytes = free = store.free_bytes()

@@ -168,6 +168,54 @@ def test_a_disk_that_others_fill_costs_no_page(invoke: Invoke, disk: Path, tmp_p
 
 
 @needs_root
+@pytest.mark.parametrize(("writes", "left"), [(True, 6), (False, 9)])
+def test_space_that_servers_fill_again_is_made_again(
+    invoke: Invoke, disk: Path, monkeypatch: pytest.MonkeyPatch, *, writes: bool, left: int
+) -> None:
+    """Servers that write as much as leaves go on writing; else the space is held by something."""
+    store, delete, other = dsa_store(disk / "store", 10), FileStore.delete, disk / "other"
+
+    def write(pages: int) -> None:
+        with other.open("ab") as stream:
+            stream.write(bytes(pages * PAGE_SPACE))
+
+    def meanwhile(opened: FileStore, rows: Any) -> Any:
+        if not other.exists():
+            write(2)
+        return delete(opened, rows)
+
+    def wait(seconds: float) -> None:
+        if writes and other.stat().st_size == 2 * PAGE_SPACE:
+            write(1)
+
+    monkeypatch.setattr(targets, "_LATE_SECONDS", 0.1)
+    monkeypatch.setattr(FileStore, "delete", meanwhile)
+    monkeypatch.setattr(time, "sleep", wait)
+    limit = free_bytes(disk) + PAGE_SPACE
+    document = removed(invoke, store, "--keep-free", limit, exit_code=0 if writes else 4)
+    assert len(pages_of(store)) == left
+    assert (document["lacking_bytes"] == 0) == writes
+
+
+@needs_root
+def test_a_disk_that_others_fill_meanwhile_costs_all_pages_but_one(
+    invoke: Invoke, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, delete, other = dsa_store(disk / "store", 20), FileStore.delete, disk / "other"
+
+    def meanwhile(opened: FileStore, rows: Any) -> Any:
+        """Take most of what has become free."""
+        other.write_bytes(bytes((20 - len(pages_of(store))) * PAGE_SPACE * 17 // 20))
+        return delete(opened, rows)
+
+    monkeypatch.setattr(FileStore, "delete", meanwhile)
+    limit = free_bytes(disk) + 10 * PAGE_SPACE
+    output = invoke("rm", store, "--keep-free", limit, "--yes", exit_code=4)
+    assert "short of 3.8 MiB: no further page may leave" in output.stderr
+    assert pages_of(store) == {page(19)}
+
+
+@needs_root
 def test_filters_limit_what_leaves_for_free_space(invoke: Invoke, disk: Path) -> None:
     store = dsa_store(disk / "store", 200)
     put_pages(store, range(300, 310), "_other_0_1", nbytes=BLOCK, mtime=OLD - 9)
@@ -237,11 +285,15 @@ def test_free_space_is_kept_under_a_writer(
     def has_room() -> bool:
         return free_bytes(disk) > 2 * PAGE_SPACE
 
+    credit = 0.0
+
     def meanwhile(store: FileStore, rows: Any) -> Any:
-        """Write less than leaves."""
-        for _ in range(len(rows)):
-            if chance.random() < 0.1 and has_room():
-                place.write()
+        """Write up to half of what has left."""
+        nonlocal credit
+        while credit > PAGE_SPACE and has_room():
+            credit -= PAGE_SPACE
+            place.write()
+        credit += chance.random() / 2 * BLOCK * len(rows)  # no object takes less
         return delete(store, rows)
 
     leaving = 0
@@ -258,7 +310,7 @@ def test_free_space_is_kept_under_a_writer(
         options = ("--profile", judging) if judging else ()
         with monkeypatch.context() as patched:
             patched.setattr(FileStore, "delete", meanwhile)
-            removal = place.watch()
+            removal, credit = place.watch(), 0.0
             document = removed(invoke, place.store, "--keep-free", limit, *options)
         assert document["free_bytes"] == free_bytes(disk), told
         removal.check_free(document, limit, told)
