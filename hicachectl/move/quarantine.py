@@ -12,7 +12,7 @@ import os
 import stat
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict
 
@@ -490,11 +490,20 @@ RUNS = schema_of(RunRow)
 
 @dataclass(frozen=True, slots=True)
 class PurgeReport:
-    """Runs, as `RUNS`. failures: (run, message). left: remarks on runs that were left alone."""
+    """Runs that were listed or purged.
+
+    rows: a row of `RUNS` for each, or of another table.
+    failures: (run, message).
+    left: messages on runs that were left alone.
+    remarks: messages on runs that stay, as the options say.
+    counts: further members of the document.
+    """
 
     rows: pa.Table
     failures: tuple[tuple[str, str], ...] = ()
     left: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 def list_runs(quarantine: Path) -> PurgeReport:

@@ -30,17 +30,18 @@ from hicachectl.move.quarantine import (
     PURGED_RUN,
     UNREADABLE,
     WOULD_PURGE,
+    PurgeReport,
 )
 from hicachectl.parts.directory import LISTING_PREFIX, PARTS, STORES, RunDirectory, usage_errors
 from hicachectl.parts.job import kind_of
 from hicachectl.parts.manifest import MANIFEST
 from hicachectl.parts.results import FINISH, MERGED_FILE, is_finished, result_of, spans
 from hicachectl.text.jsontext import schema_of
-from hicachectl.text.units import Ago
+from hicachectl.text.units import Ago, counted
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Generator, Iterable, Iterator, Mapping
+    from collections.abc import Generator, Iterable, Iterator
     from pathlib import Path
 
     from hicachectl.parts.manifest import Manifest
@@ -50,14 +51,17 @@ LISTING, UNFINISHED, FINISHED, MERGED = "listing", "unfinished", "finished", "me
 # States of a part.
 DONE, NOT_COMPLETE, MISSING, DAMAGED = "done", "not-complete", "missing", "damaged"
 
-_ATTEMPT = r"[0-9a-f]{16}-\w+\.parquet"
 _TEMPORARY = r"\.hicachectl-[0-9a-f-]+\.tmp"
+_ATTEMPT = r"(\.json|-[0-9a-f]{16}-\w+\.parquet)"
+_LISTING_FOLDER = rf"{LISTING_PREFIX}[0-9a-f]{{16}}"
+_FOLDERS = re.compile(rf"{PARTS}|{_LISTING_FOLDER}")
+# Files in a run directory, by their paths there.
 _FILES = re.compile(
-    rf"{re.escape(MANIFEST)}|{re.escape(MERGED_FILE)}|{FINISH}(\.json|-{_ATTEMPT})|{_TEMPORARY}"
+    rf"{re.escape(MANIFEST)}|{re.escape(MERGED_FILE)}|{FINISH}{_ATTEMPT}|{_TEMPORARY}"
+    rf"|{PARTS}/([0-9]{{5}}{_ATTEMPT}|{_TEMPORARY})"
+    rf"|{_LISTING_FOLDER}/(\w[\w.-]*\.parquet|{_TEMPORARY})",
+    re.ASCII,
 )
-_LISTING_FOLDER = re.compile(rf"{LISTING_PREFIX}[0-9a-f]{{16}}")
-_LISTING_FILES = re.compile(rf"\w[\w.-]*\.parquet|{_TEMPORARY}", re.ASCII)
-_PARTS_FILES = re.compile(rf"[0-9]{{5}}(\.json|-{_ATTEMPT})|{_TEMPORARY}")
 
 
 class RunDirectoryRow(TypedDict):
@@ -89,7 +93,7 @@ class RunDirectoryPurge(msgspec.Struct, kw_only=True):
     directory: str
     count: int
     bytes: int
-    unmerged: int
+    unmerged: int = 0
     failed: int
     complete: bool = True
     stopped_by: str | None = None
@@ -129,21 +133,6 @@ PART_ROWS = schema_of(PartRow)
 
 
 @dataclass(frozen=True, slots=True)
-class RunsReport:
-    """Runs, as `RUN_DIRECTORIES`.
-
-    failures: (run, message).
-    left: messages on runs that were left alone.
-    unmerged: number of old runs that stay, since they were not merged.
-    """
-
-    rows: pa.Table
-    failures: tuple[tuple[str, str], ...] = ()
-    left: tuple[str, ...] = ()
-    unmerged: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class RunStatus:
     """A run, and its parts as `PART_ROWS`. remarks: why parts are damaged."""
 
@@ -166,7 +155,7 @@ class _Found(Closing):
 
     name: str
     path: Path
-    row: RunDirectoryRow
+    row: dict[str, Any]
     run: RunDirectory | None = None
     manifest: Manifest | None = None
     error: HicacheError | None = None
@@ -177,18 +166,18 @@ class _Found(Closing):
             self.run.close()
 
 
-def list_runs(path: Path) -> RunsReport:
+def list_runs(path: Path) -> PurgeReport:
     """List the run directories in a directory by name, or the one that the path names.
 
     Raises UsageError if the directory cannot be read.
     """
-    rows, left = list[RunDirectoryRow](), list[str]()
+    rows, left = list[dict[str, Any]](), list[str]()
     with (
         _directories(path, writes=False) as (parent, names),
         closing(_runs(parent, names, left, writes=False)) as runs,
     ):
         rows.extend(found.row for found in runs)
-    return RunsReport(_table(rows), left=tuple(left))
+    return PurgeReport(_table(rows), left=tuple(left))
 
 
 def run_status(path: Path) -> RunStatus:
@@ -207,22 +196,21 @@ def run_status(path: Path) -> RunStatus:
     with found:
         rows = list(_parts(found, remarks))
     missing = [row["part"] for row in rows if row["state"] == MISSING]
-    members: dict[str, Any] = {**found.row, "run": storable(str(path))}
-    next_step = _next_step(path, found.row, missing)
-    document = RunStatusDocument(**members, missing_parts=missing, next=next_step)
+    members = {**found.row, "run": storable(str(path)), "missing_parts": missing}
+    document = RunStatusDocument(**members, next=_next_step(path, found.row, missing))
     return RunStatus(document, pa.Table.from_pylist(rows, schema=PART_ROWS), tuple(remarks))
 
 
 def purge_runs(
     path: Path, before: float, *, unmerged: bool = False, dry_run: bool = False
-) -> RunsReport:
+) -> PurgeReport:
     """Delete the merged runs in which nothing has changed since a time; complete earlier purges.
 
     before: Unix seconds; an `Ago` counts by the clock of the directory's file system, unless this
     is a dry run. unmerged: delete runs that were not merged, too. Raises UsageError if the
     directory cannot be read.
     """
-    rows, left, failures = list[RunDirectoryRow](), list[str](), list[tuple[str, str]]()
+    rows, left, failures = list[dict[str, Any]](), list[str](), list[tuple[str, str]]()
     kept = 0
     with (
         _directories(path, writes=not dry_run) as (parent, names),
@@ -240,7 +228,13 @@ def purge_runs(
                 continue
             state = WOULD_PURGE if dry_run else _purged(parent, found, failures, left)
             rows.append({**found.row, "state": state})
-    return RunsReport(_table(rows), tuple(failures), tuple(left), kept)
+    return PurgeReport(
+        _table(rows),
+        tuple(failures),
+        tuple(left),
+        remarks=(f"{path}: {counted(kept, 'run')} not merged, and kept; see --unmerged",)[:kept],
+        counts={"unmerged": kept},
+    )
 
 
 @contextmanager
@@ -265,7 +259,7 @@ def _directories(path: Path, *, writes: bool) -> Iterator[tuple[Directory, list[
 def _is_run(name: str, entries: Iterable[str]) -> bool:
     """Return whether a directory is one of a run, by its name and its entries."""
     names = list(entries)
-    if MANIFEST in names or any(map(_LISTING_FOLDER.fullmatch, names)):
+    if MANIFEST in names or any(re.fullmatch(_LISTING_FOLDER, one) for one in names):
         return True
     return name.endswith(PURGED) and all(one == PARTS or _FILES.fullmatch(one) for one in names)
 
@@ -295,17 +289,8 @@ def _described(folder: Directory, name: str, path: Path, *, writes: bool) -> _Fo
     """Return a run directory, which is open unless it is unreadable; None for another directory."""
     if not _is_run(name, folder.entries()):
         return None
-    row = RunDirectoryRow(
-        run=storable(name),
-        command=None,
-        stores=[],
-        listed=None,
-        parts=None,
-        done=None,
-        changed=None,
-        nbytes=None,
-        state=UNREADABLE,
-    )
+    row: dict[str, Any] = dict.fromkeys(RunDirectoryRow.__annotations__)
+    row |= {"run": storable(name), "stores": [], "state": UNREADABLE}
     run = None
     try:
         run = RunDirectory.of(folder, path, writes=writes, any_release=True)
@@ -320,10 +305,10 @@ def _described(folder: Directory, name: str, path: Path, *, writes: bool) -> _Fo
     return _Found(name, path, row, run, manifest)
 
 
-def _fill(row: RunDirectoryRow, run: RunDirectory, manifest: Manifest | None) -> str:
+def _fill(row: dict[str, Any], run: RunDirectory, manifest: Manifest | None) -> str:
     """Fill the row of a run, and return its state."""
     with usage_errors(run.path):
-        facts = list(_facts(run.directory))
+        facts = [facts for *_, facts in _entries(run.directory)]
     of_files = [one for one in facts if stat.S_ISREG(one.st_mode)]
     row["nbytes"] = sum(one.st_size for one in of_files)
     # A lister makes its folder first.
@@ -332,24 +317,31 @@ def _fill(row: RunDirectoryRow, run: RunDirectory, manifest: Manifest | None) ->
         return LISTING
     kind = kind_of(manifest.command, str(run.path))
     stores = (manifest.identity.get(member) for member in STORES)
-    row["command"] = manifest.command
-    row["stores"] = [storable(str(store)) for store in stores if store is not None]
-    row["listed"] = manifest.published.listing_ns / 1e9
-    row["parts"] = manifest.parts
-    row["done"] = len(run.parts_with_result() & set(range(manifest.parts)))
+    row |= {
+        "command": manifest.command,
+        "stores": [storable(str(store)) for store in stores if store is not None],
+        "listed": manifest.published.listing_ns / 1e9,
+        "parts": manifest.parts,
+        "done": len(run.parts_with_result() & set(range(manifest.parts))),
+    }
     if not is_finished(run, manifest, kind):
         return UNFINISHED
     with usage_errors(run.path):
         return MERGED if run.directory.has(MERGED_FILE) else FINISHED
 
 
-def _facts(directory: Directory) -> Iterator[os.stat_result]:
-    """Yield the stat of each entry of a run directory, and of each in its folders."""
+def _entries(directory: Directory) -> Iterator[tuple[Directory, str, str, os.stat_result]]:
+    """Yield the entries of a run directory and of its folders, which come after their files.
+
+    For each, yield the open directory that it is in, its name there, its path in the run directory
+    and its stat.
+    """
     for name, facts in directory.entries().items():
-        yield facts
-        if stat.S_ISDIR(facts.st_mode) and (name == PARTS or _LISTING_FOLDER.fullmatch(name)):
+        if stat.S_ISDIR(facts.st_mode) and _FOLDERS.fullmatch(name):
             with suppress(FileNotFoundError), directory.directory(name) as folder:
-                yield from folder.entries().values()
+                for inner, facts_of_inner in folder.entries().items():
+                    yield folder, inner, f"{name}/{inner}", facts_of_inner
+        yield directory, name, name, facts
 
 
 def _parts(found: _Found, remarks: list[str]) -> Iterator[PartRow]:
@@ -373,7 +365,7 @@ def _parts(found: _Found, remarks: list[str]) -> Iterator[PartRow]:
         yield row
 
 
-def _next_step(path: Path, row: RunDirectoryRow, missing: list[int]) -> str:
+def _next_step(path: Path, row: dict[str, Any], missing: list[int]) -> str:
     run = quote(storable(str(path)))
     if row["state"] == LISTING:
         return "part 0 lists the store; run it again if it has ended"
@@ -398,12 +390,12 @@ def _purged(
         if not directory.lock() or not directory.is_still(name, parent):
             left.append(f"{found.path}: another process is working on it; run again after it")
             return BUSY
-        files = _files_of(directory)
+        _refuse_other_entries(directory)
         if not name.endswith(PURGED):
             name += PURGED
             parent.rename(found.name, name)
             parent.sync()
-        _remove(parent, name, directory, files)
+        _remove(parent, name, directory)
     except OSError as error:
         why = f"cannot be purged: {reason_of(error)}; check its files, then run again"
         failures.append((str(found.path), why))
@@ -414,56 +406,37 @@ def _purged(
     return PURGED_RUN
 
 
-def _files_of(directory: Directory) -> dict[str, list[str]]:
-    """Return the names of the files of a run by folder, those beside the folders by "".
-
-    Raises UsageError for any other entry; OSError, UntrustedError.
-    """
-    files: dict[str, list[str]] = {"": []}
-    for name, facts in directory.entries().items():
-        known = _LISTING_FILES if _LISTING_FOLDER.fullmatch(name) else _PARTS_FILES
-        if stat.S_ISDIR(facts.st_mode) and (known is _LISTING_FILES or name == PARTS):
-            with directory.directory(name) as folder:
-                files[name] = _checked(folder, folder.entries(), known)
-        else:
-            files[""] += _checked(directory, {name: facts}, _FILES)
-    return files
+def _is_of_run(path: str, facts: os.stat_result) -> bool:
+    """Return whether an entry is a file or folder of a run, by its path in the run directory."""
+    known = _FILES if stat.S_ISREG(facts.st_mode) else _FOLDERS
+    return known.fullmatch(path) is not None
 
 
-def _checked(
-    directory: Directory, entries: Mapping[str, os.stat_result], known: re.Pattern[str]
-) -> list[str]:
-    """Return the names of entries, if all are known ones of regular files of trusted owners."""
-    for name, facts in entries.items():
-        directory.check(name, facts)
-        if not stat.S_ISREG(facts.st_mode) or not known.fullmatch(name):
+def _refuse_other_entries(directory: Directory) -> None:
+    """Raise UsageError for an entry that is no file or folder of a run; OSError, UntrustedError."""
+    for folder, name, path, facts in _entries(directory):
+        folder.check(name, facts)
+        if not _is_of_run(path, facts):
             raise UsageError(
-                f"{directory.path}/{name}: is no file of a run; move it away, then run again"
+                f"{directory.path}/{path}: is no file of a run; move it away, then run again"
             )
-    return list(entries)
 
 
-def _remove(
-    parent: Directory, name: str, directory: Directory, files: Mapping[str, list[str]]
-) -> None:
-    """Remove the files of a run and its directory, the manifest last. Raises OSError."""
-    for folder_name, names in files.items():
-        if folder_name:
+def _remove(parent: Directory, name: str, directory: Directory) -> None:
+    """Remove a run directory and its entries, the manifest last.
+
+    Raises OSError, also if a file that is not of the run has come since the check.
+    """
+    for folder, entry, path, facts in _entries(directory):
+        if path != MANIFEST and _is_of_run(path, facts):
+            remove = folder.remove_directory if stat.S_ISDIR(facts.st_mode) else folder.remove
             with suppress(FileNotFoundError):
-                with directory.directory(folder_name) as folder:
-                    _unlink(folder, names)
-                directory.remove_directory(folder_name)
-    _unlink(directory, [one for one in files[""] if one != MANIFEST])
-    _unlink(directory, [MANIFEST])
+                remove(entry)
+    with suppress(FileNotFoundError):
+        directory.remove(MANIFEST)
     parent.remove_directory(name)
     parent.sync()
 
 
-def _unlink(directory: Directory, names: Iterable[str]) -> None:
-    for name in names:
-        with suppress(FileNotFoundError):
-            directory.remove(name)
-
-
-def _table(rows: list[RunDirectoryRow]) -> pa.Table:
+def _table(rows: list[dict[str, Any]]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=RUN_DIRECTORIES)

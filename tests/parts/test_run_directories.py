@@ -179,7 +179,7 @@ def test_a_purge_deletes_merged_runs_and_others_if_told_so(
     report = purge_runs(runs.path, time.time() + 1, **options)
     assert {row["run"] for row in report.rows.to_pylist()} == gone
     assert {row["state"] for row in report.rows.to_pylist()} == {"purged"}
-    assert report.unmerged == dry.unmerged == len(set(STATES) - gone)
+    assert report.counts == dry.counts == {"unmerged": len(set(STATES) - gone)}
     assert set(names_in(runs.path)) == {*STATES, "other", "latest", "file"} - gone
     assert (runs.path / "other" / "notes.txt").read_text() == "mine"
     assert contents(runs.destination), "the stores stay as they are"

@@ -157,7 +157,6 @@ def _refuse_prefix(pages: Path | None) -> None:
 
 
 def _question(found: GroupReport, store: str) -> str:
-
     whose = f", taken from {' and '.join(found.origins)}," if found.origins else ""
     pages = f"{counted(found.groups, 'page')} ({human_size(found.nbytes)})"
     return f"Put {pages}{whose} back into {store}?"

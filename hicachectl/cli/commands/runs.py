@@ -9,20 +9,17 @@ import click
 from msgspec import to_builtins
 
 from hicachectl.cli.command import Group
+from hicachectl.cli.commands.purges import purge_runs, write_list
 from hicachectl.cli.options import changing_options, output_options
 from hicachectl.cli.parameters import argument, own_option
-from hicachectl.cli.session import agreed, remark, require_consent
+from hicachectl.cli.session import remark
 from hicachectl.cli.values import TIME, RunPath
-from hicachectl.results import Result
-from hicachectl.text.units import counted, human_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    import pyarrow as pa
-
-    from hicachectl.parts.runs import RunsReport, RunStatus
+    from hicachectl.parts.runs import RunStatus
     from hicachectl.text.tables import Screen
 
 _run = argument("run", metavar="RUN", type=RunPath())
@@ -56,13 +53,11 @@ def list_(ctx: click.Context, /, runs: Path, **options: Any) -> None:
     half-purged (the next purge completes it) or unreadable (a file is damaged or not trusted). No
     process says that it works on a run; CHANGED is when a file was last written.
     """
-    from hicachectl.cli.output import write_report
+    from hicachectl.cli.text_tables import run_directories_for_people
     from hicachectl.parts.runs import RunDirectoriesDocument, list_runs
 
-    report = list_runs(runs)
-    document = to_builtins(RunDirectoriesDocument(directory=str(runs), **_sums(report.rows)))
-    remark(ctx, *report.left)
-    write_report(ctx, document, report.rows, "runs", partial(_lines, document, report, "in runs"))
+    make = partial(RunDirectoriesDocument, directory=str(runs))
+    write_list(ctx, list_runs(runs), make, run_directories_for_people, "in runs")
 
 
 @command.command("status")
@@ -103,76 +98,13 @@ def purge(ctx: click.Context, /, runs: Path, before: float, unmerged: bool, **op
     interrupted purge, run the same command again. The exit status is 4 if a run could not be
     deleted.
     """
-    from hicachectl.cli.output import write_run
-    from hicachectl.move.quarantine import WOULD_PURGE
-    from hicachectl.parts.runs import RUN_DIRECTORIES, RunsReport, purge_runs
+    from hicachectl.cli.text_tables import run_directories_for_people
+    from hicachectl.parts.runs import RUN_DIRECTORIES, RunDirectoryPurge
+    from hicachectl.parts.runs import purge_runs as purge_directories
 
-    require_consent(options)
-    dry_run = options["dry_run"]
-
-    def run() -> Result | None:
-        """Delete old runs; None if the operator declined."""
-        if not (options["yes"] or dry_run):
-            report = purge_runs(runs, before, unmerged=unmerged, dry_run=True)
-            found = _sums(_of_state(report, WOULD_PURGE))
-            count, size = counted(found["count"], "run"), human_size(found["bytes"])
-            question = f"Delete {count} ({size}) in {runs} for good?"
-            if found["count"] and not agreed(ctx, question, "deleted"):
-                return None
-        report = purge_runs(runs, before, unmerged=unmerged, dry_run=dry_run)
-        return _result(runs, report, dry_run=dry_run)
-
-    def nothing() -> Result:
-        return _result(runs, RunsReport(RUN_DIRECTORIES.empty_table()), dry_run=dry_run)
-
-    write_run(ctx, run, nothing)
-
-
-def _result(directory: Path, report: RunsReport, *, dry_run: bool) -> Result:
-    from hicachectl.move.quarantine import PURGED_RUN, WOULD_PURGE
-    from hicachectl.parts.runs import RunDirectoryPurge
-
-    kept = f"{directory}: {counted(report.unmerged, 'run')} not merged, and kept; see --unmerged"
-    document = RunDirectoryPurge(
-        directory=str(directory),
-        **_sums(_of_state(report, WOULD_PURGE if dry_run else PURGED_RUN)),
-        unmerged=report.unmerged,
-        failed=len(report.failures),
-        dry_run=dry_run,
-    )
-    return Result(
-        document=to_builtins(document),
-        rows=report.rows,
-        rows_name="runs",
-        lines=lambda document, screen, shown: _lines(document, report, "deleted", screen),
-        remarks=[kept] if report.unmerged else (),
-        undone=[*report.left, *(f"{run}: {why}" for run, why in report.failures)],
-        failed=bool(report.failures),
-        dry_run=dry_run,
-    )
-
-
-def _of_state(report: RunsReport, state: str) -> pa.Table:
-    import pyarrow.compute as pc
-
-    return report.rows.filter(pc.equal(report.rows.column("state"), state))
-
-
-def _sums(rows: pa.Table) -> dict[str, Any]:
-    import pyarrow.compute as pc
-
-    return {"count": len(rows), "bytes": pc.sum(rows.column("nbytes")).as_py() or 0}
-
-
-def _lines(
-    document: dict[str, Any], report: RunsReport, what: str, screen: Screen
-) -> Iterator[str]:
-    from hicachectl.cli.text_tables import last_line, run_directories_for_people
-    from hicachectl.text.tables import table_lines
-
-    if len(report.rows):
-        yield from table_lines(run_directories_for_people(report.rows), screen)
-    yield last_line(document, {"run": document["count"]}, what)
+    delete = partial(purge_directories, runs, before, unmerged=unmerged)
+    make = partial(RunDirectoryPurge, directory=str(runs))
+    purge_runs(ctx, runs, delete, RUN_DIRECTORIES, make, run_directories_for_people)
 
 
 def _status_lines(status: RunStatus, screen: Screen) -> Iterator[str]:
