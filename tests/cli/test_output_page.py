@@ -306,7 +306,7 @@ def rm(stores: Stores) -> Documents:
         "rm", stores.whole, "--free", "1", "--trace", trace, *stores.profile, "--dry-run"
     )
     yield stores.run("rm", stores.whole, "--max-size", "1TiB", "--yes")
-    yield stores.run("rm", stores.whole, "--keep-free", "1", "--yes")
+    yield stores.run("rm", stores.whole, "--keep-free", "1KiB", "--yes")
     yield stores.run("rm", stores.damaged, "--before", "0s", "--yes")
     yield stores.run("rm", stores.whole, "--temporaries", "--yes")
 
@@ -532,7 +532,7 @@ def test_a_metrics_file_has_the_metrics_of_the_page(
     if command == "verify":
         stores.run("verify", stores.damaged, "--metrics-file", path, exit_code=4)
     elif command == "rm":
-        stores.run("rm", stores.whole, "--keep-free", "1", "--yes", "--metrics-file", path)
+        stores.run("rm", stores.whole, "--keep-free", "1KiB", "--yes", "--metrics-file", path)
     else:
         requests = prompts(tmp_path / "requests.jsonl", 8)
         copy = ("--from", stores.whole, *stores.profile, "--token-ids", requests)

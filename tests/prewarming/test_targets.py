@@ -125,6 +125,26 @@ def test_space_that_others_free_meanwhile_spares_pages(
 
 
 @needs_root
+def test_space_that_servers_fill_after_the_choice_costs_no_page(
+    invoke: Invoke, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that was at the target has no question, so nobody has agreed to a removal."""
+    store = dsa_store(disk / "store", 100)
+    limit = free_bytes(disk) - PAGE_SPACE
+    real = FileStore.free_bytes
+
+    def then_fill(opened: FileStore) -> int | None:
+        shown = real(opened)
+        (disk / "filler").write_bytes(bytes(8 * PAGE_SPACE))
+        return shown
+
+    monkeypatch.setattr(FileStore, "free_bytes", then_fill)
+    document = removed(invoke, store, "--keep-free", limit)
+    assert (document["pages"], document["lacking_bytes"]) == (0, 0)
+    assert len(pages_of(store)) == 100
+
+
+@needs_root
 def test_a_dry_run_foretells_what_leaves(invoke: Invoke, disk: Path) -> None:
     store = dsa_store(disk / "store", 240)
     arguments = ("rm", store, "--keep-free", "30%", "--format", "json")
@@ -548,7 +568,7 @@ def test_snapshots_of_3fs_do_not_tell_what_a_removal_frees(
     plan = tmp_path / "plan.jsonl"
     plan.write_text("".join(f"{json.dumps({'page': name})}\n" for name in HASHES))
     arguments = ("rm", url, "--keep-plan", plan, "--profile", own_profile, "--yes")
-    said = invoke(*arguments, "--keep-free", 1, exit_code=2).stderr
+    said = invoke(*arguments, "--keep-free", 1000, exit_code=2).stderr
     assert "does not tell its free space after a removal; give --max-size SIZE" in said
     listed = (*arguments, "--format", "json")
     stored = invoke(*listed, "--max-size", "1TiB").document["free"]["stored_bytes"]
@@ -588,7 +608,7 @@ def test_a_share_and_a_size_are_read_exactly() -> None:
 
 def test_targets_exclude_each_other(invoke: Invoke, tmp_path: Path) -> None:
     store = dsa_store(tmp_path / "store", 2)
-    both = ("rm", store, "--max-size", 1, "--keep-free", 1, "--yes")
+    both = ("rm", store, "--max-size", 1, "--keep-free", 1000, "--yes")
     said = invoke(*both, exit_code=2).stderr
     assert "--keep-free cannot be combined with --max-size; leave out one of them" in said
 

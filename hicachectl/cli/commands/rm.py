@@ -436,7 +436,9 @@ def _remove_pages(
     from hicachectl.move.withdrawal import remove_groups
 
     options, wanted = ctx.params, len(plan.groups)
-    if freeing is not None and not options["dry_run"]:
+    # Without groups nobody was asked, so what servers write since then removes none either.
+    goes_on = freeing if wanted and not options["dry_run"] else None
+    if goes_on is not None:
         plan = plan_removal(plan.groups[:0])  # the store decides about each plan
     with progress(ctx, "removing", " pages") as advance:
         report = remove_groups(
@@ -447,7 +449,7 @@ def _remove_pages(
             dry_run=options["dry_run"],
             on_progress=advance,
             on_end=lambda taken: _say_how_to_go_on(ctx, taken, taken.text(wanted), options["free"]),
-            then=freeing.next if freeing is not None else lambda statuses: None,
+            then=goes_on.next if goes_on is not None else lambda statuses: None,
         )
     if freeing is not None:
         freeing.conclude(rehearsed=options["dry_run"])
