@@ -591,6 +591,7 @@ def test_snapshots_of_3fs_do_not_tell_what_a_removal_frees(
         (".%", "'.%' is not a share"),
         ("\N{ARABIC-INDIC DIGIT ONE}%", "is not a share"),
         ("half", "'half' is not a size"),
+        ("30", "'30' is 30 bytes; write 30% or 30GiB"),
     ],
 )
 def test_room_that_makes_no_sense_is_refused(
