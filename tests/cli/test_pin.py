@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicachectl.backends.base import open_store
+from hicachectl.backends.capabilities import Pins
 from hicachectl.backends.mooncake.master import MasterAdmin
+from hicachectl.backends.testing import rows_of
 from hicachectl.cli.demo_store import PROFILE, fill
 from hicachectl.cli.exit_codes import DONE
 from hicachectl.cli.manpages.access import access
@@ -18,7 +20,9 @@ from tests.cli.test_access import Site, environment
 from tests.cli.test_output_page import compare_with_page, headless
 from tests.effects import Effect, traced
 from tests.mooncake_cluster import Cluster
-from tests.move.migrations import profile_file
+from tests.move.migrations import demo_store, profile_file
+from tests.prewarming.test_cli import prompts
+from tests.prewarming.test_prewarm import HASHES
 from tests.skips import lacking
 from tests.waiting import wait_until
 
@@ -163,6 +167,38 @@ def test_a_cluster_evicts_what_is_not_pinned(invoke: Invoke, pinning_cluster: Cl
 
         wait_until(only_pinned_are_left, "unpinned pages stay")
         assert [key for key in cluster.list_keys() if page in key] == before
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_pinned_pages_are_evicted_if_all_is_pinned_and_the_master_allows_it(
+    invoke: Invoke, pinning_cluster: Cluster, drops: bool
+) -> None:
+    with Cluster(16 << 20, lease_ms=50, allow_evict_soft_pinned_objects=drops) as cluster:
+        fill_with_pages(cluster)
+        invoke("pin", cluster.url, *WHOLE)
+        whole = set(cluster.list_keys())
+        with open_store(cluster.url) as store:
+            assert isinstance(store, Pins)
+            for number in range(40):
+                cluster.client().put(f"more-{number}", bytes(1 << 20))
+                time.sleep(0.05)  # the master evicts in the background
+                store.pin(rows_of([key.encode() for key in cluster.list_keys()]), 60)
+        assert (whole <= set(cluster.list_keys())) is not drops
+
+
+def test_the_pages_of_requests_are_pinned(
+    invoke: Invoke, pinning_cluster: Cluster, profile: Path, tmp_path: Path
+) -> None:
+    source, listed = demo_store(tmp_path / "source", 12), tmp_path / "pages.jsonl"
+    four, eight = (prompts(tmp_path / f"{count}.jsonl", count) for count in (4, 8))
+    invoke("prewarm", pinning_cluster.url, "--from", source, "--profile", profile,
+           "--token-ids", eight)  # fmt: skip
+    invoke("prewarm", "--trace", four, "--profile", profile, "--dry-run", "-o", listed)
+    document = invoke.document(
+        "pin", pinning_cluster.url, "--pages", listed, "--profile", profile, "--ttl", "12h"
+    )
+    assert document["pages"] == 4
+    assert {row["page"] for row in document["groups"]} == set(HASHES[:4])
 
 
 def test_a_time_that_the_master_does_not_allow_is_refused_before_the_listing(

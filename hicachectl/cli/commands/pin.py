@@ -36,10 +36,11 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
 
     Pinning a page again sets a new end, sooner or later than before. hicachectl unpin removes
     pins. The master must be of Mooncake 0.3.14 or later. hicachectl prewarm --pin pins the pages
-    that it copies or finds.
+    that it copies or finds. hicachectl-pin(1) says how to pin the pages of some requests, and what
+    a soft pin is worth.
 
     Examples:
-      hicachectl pin mooncake: --pages system-prompts.txt --ttl 2h
+      hicachectl pin mooncake: --pages pages.jsonl --ttl 12h
       hicachectl pin prod: --model Qwen/Qwen3-32B --state whole --profile prod.toml --dry-run
     """
     from hicachectl.move.pinning import PIN_SECONDS

@@ -27,7 +27,7 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     removed. The master must be of Mooncake 0.3.14 or later.
 
     Examples:
-      hicachectl unpin mooncake: --pages system-prompts.txt
+      hicachectl unpin mooncake: --pages pages.jsonl
       hicachectl unpin prod: --model Qwen/Qwen3-32B
     """
     pin_pages(ctx, store, options, None)
