@@ -36,8 +36,9 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
 
     Pinning a page again sets a new end, sooner or later than before. hicachectl unpin removes
     pins. The master must be of Mooncake 0.3.14 or later. hicachectl prewarm --pin pins the pages
-    that it copies or finds. hicachectl-pin(1) says how to pin the pages of some requests, and what
-    a soft pin is worth.
+    that it copies or finds.
+
+    hicachectl-pin(1) explains how to pin the pages of some requests, and what a soft pin is worth.
 
     Examples:
       hicachectl pin mooncake: --pages pages.jsonl --ttl 12h
