@@ -133,8 +133,8 @@ def waited_since(path: Path | None) -> Iterator[float]:
     """Yield the age of a file in seconds; make it if it is missing, and remove it at the end.
 
     If an exception or a kill ends the block, the file stays, so that the next process goes on
-    counting. Without a path, yield 0. Raises UsageError if the file cannot be made, UntrustedError
-    for a link or a file of an untrusted user.
+    counting. Without a path, yield 0. Raises UsageError if the file cannot be made or has content,
+    UntrustedError for a link or a file of an untrusted user.
     """
     if path is None:
         yield 0.0
@@ -147,12 +147,17 @@ def waited_since(path: Path | None) -> Iterator[float]:
             directory = held.enter_context(Directory.named(parent, writes=True))
             descriptor = directory.open_lock(name)
             held.callback(os.close, descriptor)
-            made = os.fstat(descriptor).st_mtime
+            facts = os.fstat(descriptor)
         except OSError as error:
             step = "give a file in a directory that exists and that you can write to"
             raise UsageError(
                 failed(f"--open-since {path}", "make the file", error, step)
             ) from error
-        yield max(0.0, time.time() - made)
+        if facts.st_size:  # it is removed in the end
+            raise UsageError(
+                f"--open-since {path}: has {counted(facts.st_size, 'byte')}, so it is no file of a "
+                "gate; give another name"
+            )
+        yield max(0.0, time.time() - facts.st_mtime)
         with suppress(OSError):  # a later gate then opens early
             directory.remove(name)

@@ -266,6 +266,15 @@ def test_a_link_is_no_file_for_the_time(invoke: Invoke, gate: Words, tmp_path: P
     assert "nowhere/since: cannot make the file" in missing
 
 
+def test_a_file_with_content_is_never_removed(invoke: Invoke, gate: Words, source: Path) -> None:
+    """A wrong path may name anything, such as an object of the store."""
+    before = sorted(source.iterdir())
+    precious = next(source.glob("*.bin"))
+    words = (*gate, "--open-after", "1h", "--open-since", precious)
+    assert "so it is no file of a gate" in invoke(*words, exit_code=2).stderr
+    assert sorted(source.iterdir()) == before
+
+
 @pytest.mark.slow
 def test_a_gate_opens_while_an_attempt_hangs(
     gate: Words, source: Path, target: Path, tmp_path: Path
