@@ -64,6 +64,31 @@ _INT64_MAX = np.iinfo(np.int64).max
 _MOST_FAILED = 100  # pages; after more, a removal ends, since the others would fail, too
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class FreeRequest:
+    """A target, and the groups that may leave for it.
+
+    groups: all groups of the store; their inventory has `atime_ns` if the store has it.
+    matching: numbers of the groups that may leave. All leave if they do not reach the target.
+    incomplete: [groups] whether no server can use the group; these leave first.
+    worth: value of pages. With a profile, requests name its deployment only.
+    and_unnamed: whether complete groups of other deployments leave next; else they stay.
+    never_all: whether a target that takes every group that may leave is refused.
+    doubtful: number of groups that are partial by a profile that may be wrong.
+    """
+
+    store: Store
+    groups: PageGroups
+    matching: IntArray
+    target: Target
+    incomplete: BoolArray
+    worth: Worth | None = None
+    profile: Profile | None = None
+    and_unnamed: bool = False
+    never_all: bool = False
+    doubtful: int = 0
+
+
 class Freeing:
     """Groups to remove in their order, until a target is reached.
 
@@ -73,44 +98,33 @@ class Freeing:
     facts: the member "free" of the document, once the removal or its rehearsal has ended.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        candidates: _Candidates,
-        gauge: Gauge,
-        *,
-        worth: Worth | None,
-        profile: Profile | None,
-        never_all: bool,
-        doubtful: int,
-    ) -> None:
+    def __init__(self, request: FreeRequest, candidates: _Candidates, gauge: Gauge) -> None:
         self.remarks = list(candidates.remarks)
         self.gauge = gauge
-        self._store = store
+        self._request = request
         self._candidates = candidates
-        self._worth = worth
-        self._profile = profile
         # Without the last one, a store keeps a page, whatever servers write meanwhile.
-        self._most = len(candidates) - (1 if never_all else 0)
+        self._most = len(candidates) - request.never_all
         self._taken = 0  # number of groups chosen so far
         self._last: IntArray = candidates.order[:0]
         self._removed = self._failed = 0
         self._emptied = ""  # bytes of all pages that may leave, if the target would take them
         self.groups = candidates.order[: candidates.end(0, gauge.asked)]
         self.lacking = max(0, gauge.asked - candidates.space(self.groups))
-        if never_all and 0 < len(candidates) == len(self.groups):
+        if request.never_all and 0 < len(candidates) == len(self.groups):
             self._refuse_all()
         self.facts: FreeDocument | None = None
-        if doubtful and len(self.groups):
+        if request.doubtful and len(self.groups):
             self.remarks.append(
-                f"{counted(doubtful, 'page')} not whole by --profile not removed first: most of "
-                "the newest pages lack the same pool, so the profile may be wrong; check it"
+                f"{counted(request.doubtful, 'page')} not whole by --profile not removed first: "
+                "most of the newest pages lack the same pool, so the profile may be wrong; check it"
             )
-        if spared := candidates.spared:
+        if spared := len(candidates.spared):
             cost = human_size(candidates.in_place(len(self.groups)))
             self.remarks.append(
-                f"{spared} of deployments that no request names left alone: {cost} of others leave "
-                "in their place; --and-unnamed removes them first"
+                f"{counted(spared, 'page')} ({human_size(candidates.spared_bytes)}) of deployments "
+                f"that no request names left alone: {cost} of others leave in their place; "
+                "--and-unnamed removes them first"
             )
 
     def next(self, statuses: npt.NDArray[np.uint8]) -> RepairPlan | None:
@@ -143,8 +157,9 @@ class Freeing:
         if not gauge.is_measured:
             size = "larger" if gauge.target.kind == "max-size" else "smaller"
             raise UsageError(
-                f"{gauge.target}: {self._store.url} has only {nbytes} in pages that may leave, so "
-                f"{human_size(gauge.limit)} would take all; give a {size} SIZE, or a filter too"
+                f"{gauge.target}: {self._request.store.url} has only {nbytes} in pages that may "
+                f"leave, so {human_size(gauge.limit)} would take all; give a {size} SIZE, or a "
+                "filter too"
             )
         self._most = 0
         self.groups = self.groups[:0]
@@ -185,12 +200,12 @@ class Freeing:
         """
         if rehearsed:
             self._taken = len(self.groups)
-        candidates, worth, gauge = self._candidates, self._worth, self.gauge
+        candidates, worth, gauge = self._candidates, self._request.worth, self.gauge
         chosen, known = candidates.order[: self._taken], candidates.places[: self._taken]
         nbytes, incomplete = candidates.sum(chosen), candidates.incomplete[: self._taken]
         last_use = None
         if worth is None and len(chosen):
-            last_use = float(candidates.groups.used_ns[chosen].max()) / 1e9
+            last_use = float(self._request.groups.used_ns[chosen].max()) / 1e9
         stated: Any = {
             "target": gauge.target.kind,
             "limit_bytes": gauge.limit,
@@ -207,7 +222,7 @@ class Freeing:
             else candidates.sum(candidates.order[self._taken :]),
             "valued_pages": None if worth is None else int((candidates.places >= 0).sum()),
             "valued_pages_removed": None if worth is None else int((known >= 0).sum()),
-            **_tokens(self._store, candidates.groups, chosen, worth, self._profile),
+            **_tokens(self._request, chosen),
             "unnamed": candidates.unnamed,
             "in_place_bytes": candidates.in_place(self._taken),
         }
@@ -226,12 +241,9 @@ class _Candidates:
     ends: bytes that the groups up to each one take together: [n].
     unsized: number of matching groups with an object of unknown size.
     unnamed: deployments that no request names; None if that is not known.
-    spared: number and size of the complete pages of these deployments that are no candidates, in
-        words; empty without such pages.
-    spared_bytes: bytes of these pages; None without such pages, or if a size is not known.
+    spared: numbers of the complete groups of these deployments that are no candidates.
     """
 
-    groups: PageGroups
     order: IntArray
     places: IntArray
     incomplete: BoolArray
@@ -240,12 +252,16 @@ class _Candidates:
     ends: IntArray
     unsized: int
     unnamed: list[UnnamedDeployment] | None
-    spared: str
-    spared_bytes: int | None
+    spared: IntArray
     remarks: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.order)
+
+    @property
+    def spared_bytes(self) -> int | None:
+        """Bytes of the spared groups; None if a size is not known."""
+        return _known_sum(self.sizes[self.spared])
 
     def space(self, numbers: IntArray) -> int:
         """Return the bytes that some groups take."""
@@ -263,13 +279,14 @@ class _Candidates:
         return min(len(self), int(np.searchsorted(self.ends, min(reached, _INT64_MAX))) + 1)
 
     def in_place(self, taken: int) -> int | None:
-        """Return the bytes that leave in place of pages that no request names; None if unknown.
+        """Return the bytes that leave in place of spared groups; None if unknown, or without any.
 
         taken: number of groups that leave.
         """
-        if self.spared_bytes is None:
+        spared = self.spared_bytes if len(self.spared) else None
+        if spared is None:
             return None
-        return min(self.spared_bytes, self.sum(self.order[:taken][~self.incomplete[:taken]]))
+        return min(spared, self.sum(self.order[:taken][~self.incomplete[:taken]]))
 
 
 def worth_of_trace(requests: Requests) -> Worth:
@@ -284,87 +301,45 @@ def worth_of_plan(path: Path) -> Worth:
     return Worth("plan", read_plan(path).pages)
 
 
-def choose_groups(
-    store: Store,
-    groups: PageGroups,
-    matching: IntArray,
-    target: Target,
-    *,
-    incomplete: BoolArray,
-    worth: Worth | None = None,
-    profile: Profile | None = None,
-    and_unnamed: bool = False,
-    never_all: bool = False,
-    doubtful: int = 0,
-) -> Freeing:
+def choose_groups(request: FreeRequest) -> Freeing:
     """Choose groups to remove, so that a target is reached.
 
-    matching: numbers. If all do not reach the target, all are chosen. Groups with an object of
-        unknown size are never chosen.
-    incomplete: [groups of the store] whether no server can use the group; these leave first.
-    worth: with a profile, requests name its deployment only. Complete groups of other deployments
-        leave next if and_unnamed is True, else they stay.
-    never_all: whether a target that takes every group that may leave is refused.
-    doubtful: number of groups that are partial by a profile that may be wrong.
-    groups: groups of an inventory that has `atime_ns` if the store has it.
+    Groups with an object of unknown size are never chosen.
     Raises UsageError if worth is of other pages than the store's, or for a target that the store
     cannot reach, UnsupportedByBackend if the order, all sizes or the free bytes are unknown, and
     StoreUnavailable.
     """
-    _refuse_unordered(store, groups, matching, target, worth, profile)
-    gauge = Gauge.of(target, store, _stored_bytes(groups))
-    candidates = _candidates(
-        store, groups, matching, gauge, incomplete, worth, profile, and_unnamed=and_unnamed
-    )
-    return Freeing(
-        store,
-        candidates,
-        gauge,
-        worth=worth,
-        profile=profile,
-        never_all=never_all,
-        doubtful=doubtful,
-    )
+    _refuse_unordered(request)
+    gauge = Gauge.of(request.target, request.store, _stored_bytes(request.groups))
+    return Freeing(request, _candidates(request, gauge), gauge)
 
 
-def _candidates(
-    store: Store,
-    groups: PageGroups,
-    matching: IntArray,
-    gauge: Gauge,
-    incomplete: BoolArray,
-    worth: Worth | None,
-    profile: Profile | None,
-    *,
-    and_unnamed: bool,
-) -> _Candidates:
-    """Return the matching groups in the order of their removal. Arguments as in `choose_groups`."""
+def _candidates(request: FreeRequest, gauge: Gauge) -> _Candidates:
+    """Return the matching groups in the order of their removal."""
+    groups, incomplete, worth = request.groups, request.incomplete, request.worth
     sizes = _sizes(groups)
-    own, remarks, unnamed, spared, spared_pages = matching, list[str](), None, None, ""
-    if worth is not None and profile is not None:
-        of_matching = groups.deployment_ids[matching]
-        others = matching[(of_matching != 0) & (of_matching != UNRESOLVED)]
-        own = matching[of_matching == 0]
-        if ambiguous := len(matching) - len(own) - len(others):
+    own, remarks, unnamed, spared = request.matching, list[str](), None, request.matching[:0]
+    if worth is not None and request.profile is not None:
+        ids = groups.deployment_ids[own]
+        others = own[(ids != 0) & (ids != UNRESOLVED)]
+        if ambiguous := int((ids == UNRESOLVED).sum()):
             remarks.append(f"{counted(ambiguous, 'page')} with ambiguous keys left alone")
         unnamed = _by_label(groups, sizes, others)
-        left = others[~incomplete[others]]
-        own = np.union1d(own, others if and_unnamed else others[incomplete[others]])
-        if not and_unnamed and len(left):
-            spared = _known_sum(sizes[left])
-            spared_pages = f"{counted(len(left), 'page')} ({human_size(spared)})"
+        if not request.and_unnamed:
+            spared = others[~incomplete[others]]
+        own = np.union1d(own[ids == 0], np.setdiff1d(others, spared))
     sized = own[sizes[own] != UNKNOWN_BYTES]
     if unsized := len(own) - len(sized):
         if not len(sized):
             raise UnsupportedByBackend(
-                f"{gauge.target}: {store.url} does not tell the sizes of its objects; give "
+                f"{gauge.target}: {request.store.url} does not tell the sizes of its objects; give "
                 "--profile with --trace or --keep-plan, or choose pages by another filter than "
                 f"{gauge.target}"
             )
         remarks.append(f"{counted(unsized, 'page')} with objects of unknown size left alone")
-    known = _places(groups, sized, worth, profile)
+    known = _places(request, sized)
     if worth is not None and len(known) and (known < 0).all():
-        _refuse_of_other_pages(store, groups, worth, profile)
+        _refuse_of_other_pages(request, worth)
     named = np.ones(len(sized), dtype=np.bool_)
     if unnamed is not None:
         named = groups.deployment_ids[sized] == 0
@@ -373,7 +348,6 @@ def _candidates(
     most = _INT64_MAX // max(1, len(sized))
     spaces = np.minimum(_sizes(groups, gauge.unit), most)
     return _Candidates(
-        groups=groups,
         order=sized[order],
         places=known[order],
         incomplete=incomplete[sized[order]],
@@ -382,8 +356,7 @@ def _candidates(
         ends=np.cumsum(spaces[sized[order]]),
         unsized=unsized,
         unnamed=unnamed,
-        spared=spared_pages,
-        spared_bytes=spared,
+        spared=spared,
         remarks=tuple(remarks),
     )
 
@@ -426,23 +399,18 @@ def freeing_lines(document: Mapping[str, Any], now: float) -> list[str]:
     return lines
 
 
-def _refuse_unordered(
-    store: Store,
-    groups: PageGroups,
-    matching: IntArray,
-    target: Target,
-    worth: Worth | None,
-    profile: Profile | None,
-) -> None:
+def _refuse_unordered(request: FreeRequest) -> None:
     """Raise if nothing tells which groups are the least useful."""
-    if worth is None:
+    store, groups = request.store, request.groups
+    if request.worth is None:
         if "mtime_ns" not in store.traits.columns:
             raise UnsupportedByBackend(
-                f"{target}: {store.url} keeps no timestamps, so the oldest pages are unknown; give "
-                "--trace or --keep-plan"
+                f"{request.target}: {store.url} keeps no timestamps, so the oldest pages are "
+                "unknown; give --trace or --keep-plan"
             )
-    elif profile is None:
-        labels = {groups.labels[n] for n in np.unique(groups.label_ids[matching]).tolist()}
+    elif request.profile is None:
+        ids = np.unique(groups.label_ids[request.matching])
+        labels = {groups.labels[n] for n in ids.tolist()}
         if len(labels) > 1:
             raise UsageError(
                 f"--keep-plan: {store.url} has pages of {len(labels)} deployments "
@@ -451,16 +419,15 @@ def _refuse_unordered(
             )
 
 
-def _refuse_of_other_pages(
-    store: Store, groups: PageGroups, worth: Worth, profile: Profile | None
-) -> None:
+def _refuse_of_other_pages(request: FreeRequest, worth: Worth) -> None:
     """Raise if the store has none of the pages of worth, not even pages that are no candidates."""
-    there = groups.pages_at(slice(None) if profile is None else groups.span(0))
-    if not pc.any(pc.is_in(there.cast(worth.pages.type), value_set=worth.pages)).as_py():
+    groups = request.groups
+    stored = groups.pages_at(slice(None) if request.profile is None else groups.span(0))
+    if not pc.any(pc.is_in(stored.cast(worth.pages.type), value_set=worth.pages)).as_py():
         option = "--trace" if worth.source == "trace" else "--keep-plan"
         raise UsageError(
-            f"{option}: {store.url} has none of its pages, so all would count as unused; give one "
-            f"of this deployment's page size and tokenizer, or leave out {option}"
+            f"{option}: {request.store.url} has none of its pages, so all would count as unused; "
+            f"give one of this deployment's page size and tokenizer, or leave out {option}"
         )
 
 
@@ -515,18 +482,16 @@ def _by_label(groups: PageGroups, sizes: IntArray, numbers: IntArray) -> list[Un
     return sorted(rows, key=lambda row: (-(row["bytes"] or 0), row["group"]))
 
 
-def _places(
-    groups: PageGroups, numbers: IntArray, worth: Worth | None, profile: Profile | None
-) -> IntArray:
+def _places(request: FreeRequest, numbers: IntArray) -> IntArray:
     """Return the place of each group's page in `worth`.
 
     -1 for pages that it lacks, ambiguous groups and, with a profile, groups of other deployments.
     """
-    if worth is None:
+    if request.worth is None:
         return np.full(len(numbers), -1, dtype=np.int64)
-    places = places_among(groups.pages_at(numbers), worth.pages)
-    ids = groups.deployment_ids[numbers]
-    places[ids == UNRESOLVED if profile is None else ids != 0] = -1
+    places = places_among(request.groups.pages_at(numbers), request.worth.pages)
+    ids = request.groups.deployment_ids[numbers]
+    places[ids == UNRESOLVED if request.profile is None else ids != 0] = -1
     return places
 
 
@@ -548,18 +513,13 @@ def _least_useful_first(
     return order
 
 
-def _tokens(
-    store: Store,
-    groups: PageGroups,
-    chosen: IntArray,
-    worth: Worth | None,
-    profile: Profile | None,
-) -> dict[str, int | None]:
+def _tokens(request: FreeRequest, chosen: IntArray) -> dict[str, int | None]:
     """Count the tokens of a trace's requests that servers can restore, before and after."""
     names = ("requested_tokens", "usable_tokens_before", "usable_tokens_after")
+    groups, worth, profile = request.groups, request.worth, request.profile
     if worth is None or worth.requests is None or profile is None:
         return dict.fromkeys(names)
-    acceptance = acceptance_of(store, groups.inventory, profile)
+    acceptance = acceptance_of(request.store, groups.inventory, profile)
     hits = find_hits(groups.inventory, 0, worth.requests, acceptance=acceptance)
     removed = groups.pages_at(chosen[groups.deployment_ids[chosen] == 0])
     leaves = pc.is_in(hits.page_names, value_set=removed.cast(hits.page_names.type))

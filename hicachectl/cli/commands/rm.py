@@ -358,7 +358,7 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
         needs_second_look,
     )
     from hicachectl.pages.scanning import take_inventory
-    from hicachectl.prewarming.freeing import choose_groups
+    from hicachectl.prewarming.freeing import FreeRequest, choose_groups
     from hicachectl.profiles.sources import profile_from_options
 
     selection = selection_of(ctx, store, options, changes=not options["dry_run"])
@@ -390,11 +390,11 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
             incomplete, doubtful = _incomplete(
                 store, groups, in_flight, despite_profile=options["despite_profile"]
             )
-            freeing = choose_groups(
-                store,
-                groups,
-                chosen,
-                target,
+            request = FreeRequest(
+                store=store,
+                groups=groups,
+                matching=chosen,
+                target=target,
                 incomplete=incomplete,
                 doubtful=doubtful,
                 worth=worth,
@@ -402,6 +402,7 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
                 and_unnamed=options["and_unnamed"],
                 never_all=not given_filters(options),
             )
+            freeing = choose_groups(request)
             chosen = freeing.groups
         return plan_removal(chosen), freeing
 
