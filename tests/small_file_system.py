@@ -9,17 +9,22 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.skips import missing, need_tool
+from tests.skips import lacking, missing, need_tool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+    from typing import NoReturn
 
 
 @contextmanager
 def small_file_system(directory: Path, size: int | str) -> Iterator[Path]:
     """Mount a tmpfs of a size at a directory; skip if mounting fails."""
-    with _mounted(directory, "-t", "tmpfs", "-o", f"size={size}", "tmpfs"):
+
+    def skip() -> NoReturn:
+        missing("the right to mount a tmpfs", "run the tests as root, with CAP_SYS_ADMIN")
+
+    with _mounted(directory, "-t", "tmpfs", "-o", f"size={size}", "tmpfs", skip=skip):
         yield directory
 
 
@@ -27,6 +32,7 @@ def small_file_system(directory: Path, size: int | str) -> Iterator[Path]:
 def small_ext4(directory: Path, size: int, reserved: int) -> Iterator[Path]:
     """Mount a file with an ext4 at a directory; skip if mounting fails.
 
+    Containers can lack loop devices, which no package installs.
     reserved: percentage of the blocks that only root may use.
     """
     tool = need_tool("mkfs.ext4", "e2fsprogs")
@@ -34,16 +40,16 @@ def small_ext4(directory: Path, size: int, reserved: int) -> Iterator[Path]:
     image.touch()
     os.truncate(image, size)
     subprocess.run([tool, "-q", "-m", str(reserved), image], check=True)
-    with _mounted(directory, "-o", "loop", str(image)):
+    with _mounted(directory, "-o", "loop", str(image), skip=lambda: lacking("a loop device")):
         yield directory
 
 
 @contextmanager
-def _mounted(directory: Path, *arguments: str) -> Iterator[Path]:
+def _mounted(directory: Path, *arguments: str, skip: Callable[[], NoReturn]) -> Iterator[Path]:
     directory.mkdir(exist_ok=True)
     mount = ["mount", *arguments, str(directory)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
-        missing(f"the right to mount a {arguments[1]}", "run the tests as root, with CAP_SYS_ADMIN")
+        skip()
     try:
         yield directory
     finally:
