@@ -6,6 +6,7 @@ import re
 import textwrap
 from importlib.resources import files
 from inspect import cleandoc
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from hicachectl.cli.prose import LITERAL, Item, is_literal, literal_of
@@ -47,14 +48,19 @@ def name_list(names: Set[str]) -> Iterator[str]:
     yield ".El"
 
 
-def column_list(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield a table."""
-    table = [titles, *rows]
-    widths = [max(len(cell) for cell in column) + 2 for column in zip(*table, strict=True)]
-    yield " ".join([".Bl -column", *(f'"{"x" * width}"' for width in widths)])
-    for row in table:
-        yield f".It {' Ta '.join(escaped(cell) or NO_TEXT for cell in row)}"
-    yield ".El"
+def table_lines(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield a table that fits a terminal: each member of a cell has a line of its own.
+
+    It is literal text, because groff breaks the rows of a `-column` list at their spaces.
+    """
+    members = [[cell.replace(", ", ",\n").split("\n") for cell in row] for row in (titles, *rows)]
+    lines = [line for row in members for line in zip_longest(*row, fillvalue="")]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    yield ".Bd -literal"
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        yield literal_line("  ".join(cells).rstrip())
+    yield ".Ed"
 
 
 def page_head(name: str, summary: str, section: int = 1) -> list[str]:

@@ -21,7 +21,6 @@ from hicachectl.cli.group import COMMANDS, cli
 from hicachectl.cli.manpages.access import USES, VERBS, access
 from hicachectl.cli.manpages.mdoc import (
     SEE_ALSO,
-    column_list,
     escaped,
     example_section,
     flag_macros,
@@ -31,6 +30,7 @@ from hicachectl.cli.manpages.mdoc import (
     page_head,
     section_lines,
     sentence_lines,
+    table_lines,
     text_line,
     with_listings,
 )
@@ -246,10 +246,10 @@ def output_page() -> list[str]:
 
 
 def security_page() -> list[str]:
-    """Return the page with what commands read, write, connect to and trust."""
+    """Return the page with the access, ports, rights, trust and secrets of commands."""
     name = "hicachectl-security"
     texts = dict(prose(name))
-    lines = list(_head(name, "what commands read, write, connect to and trust"))
+    lines = list(_head(name, "access, ports, rights, trust and secrets"))
     tables = {
         "COMMANDS": (
             ["command", *VERBS],
@@ -268,7 +268,7 @@ def security_page() -> list[str]:
         texts.pop(title)
     for title, blocks in texts.items():
         lines += [f".Sh {title}", *section_lines(blocks, known)]
-        lines += column_list(*tables[title]) if title in tables else []
+        lines += table_lines(*tables[title]) if title in tables else []
     return [*lines, f".Sh {SEE_ALSO}", *_see_also(name)]
 
 
@@ -281,7 +281,7 @@ def _cells(row: Mapping[str, Iterable[str]], columns: Iterable[str]) -> Iterator
 def _by_verb(options: Mapping[str, str]) -> list[Item]:
     """Return the options that name something, by what commands do with it."""
     return [
-        Item(verb, ", ".join(name for name, done in options.items() if done == verb))
+        Item(verb.capitalize(), ", ".join(x for x, done in options.items() if done == verb))
         for verb in dict.fromkeys(options.values())
     ]
 
