@@ -6,12 +6,12 @@ import os
 import sys
 import threading
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hicachectl.cli.session import held_file
 from hicachectl.formats.errors import HicacheError, UsageError
-from hicachectl.formats.wording import failed
 from hicachectl.text.units import counted, human_age
 
 if TYPE_CHECKING:
@@ -139,20 +139,7 @@ def waited_since(path: Path | None) -> Iterator[float]:
     if path is None:
         yield 0.0
         return
-    from hicachectl.backends.disk.directory import Directory
-
-    parent, name = os.path.split(os.path.abspath(path))  # noqa: PTH100 - as in `locked`
-    with ExitStack() as held:
-        try:
-            directory = held.enter_context(Directory.named(parent, writes=True))
-            descriptor = directory.open_lock(name)
-            held.callback(os.close, descriptor)
-            facts = os.fstat(descriptor)
-        except OSError as error:
-            step = "give a file in a directory that exists and that you can write to"
-            raise UsageError(
-                failed(f"--open-since {path}", "make the file", error, step)
-            ) from error
+    with held_file(f"--open-since {path}", path, "make the file", os.fstat) as (directory, facts):
         if facts.st_size:  # it is removed in the end
             raise UsageError(
                 f"--open-since {path}: has {counted(facts.st_size, 'byte')}, so it is no file of a "
@@ -160,4 +147,4 @@ def waited_since(path: Path | None) -> Iterator[float]:
             )
         yield max(0.0, time.time() - facts.st_mtime)
         with suppress(OSError):  # a later gate then opens early
-            directory.remove(name)
+            directory.remove(path.name)

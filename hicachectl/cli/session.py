@@ -8,7 +8,7 @@ import sys
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from hicachectl.backends.base import Store
+    from hicachectl.backends.disk.directory import Directory
     from hicachectl.backends.urls import Config
 
     Opening = Callable[..., AbstractContextManager[Store]]
+
+Used = TypeVar("Used")
 
 PROGRESS_DELAY_S = 1.0
 _CONFIG = "hicachectl.config"  # in the meta of contexts
@@ -171,8 +174,24 @@ def locked(path: Path | None) -> Iterator[bool]:
     if path is None:
         yield True
         return
-    from hicachectl.backends.disk.directory import Directory
     from hicachectl.backends.disk.durable import lock
+
+    with held_file(f"--lock {path}", path, "lock the file", lock) as (_, is_ours):
+        yield is_ours
+
+
+@contextmanager
+def held_file(
+    option: str, path: Path, doing: str, use: Callable[[int], Used]
+) -> Iterator[tuple[Directory, Used]]:
+    """Hold a file open during the block; create it if it is missing.
+
+    Yield its directory, and what `use` returns for its descriptor.
+    option: option and value, for messages.
+    doing: the action that failed, for messages.
+    Raises UsageError for an OSError, and UntrustedError as `locked` does.
+    """
+    from hicachectl.backends.disk.directory import Directory
 
     parent, name = os.path.split(os.path.abspath(path))  # noqa: PTH100 - as in FileStore
     with ExitStack() as held:
@@ -180,11 +199,11 @@ def locked(path: Path | None) -> Iterator[bool]:
             directory = held.enter_context(Directory.named(parent, writes=True))
             descriptor = directory.open_lock(name)
             held.callback(os.close, descriptor)
-            is_ours = lock(descriptor)
+            used = use(descriptor)
         except OSError as error:
             next_step = "give a file in a directory that exists and that you can write to"
-            raise UsageError(failed(f"--lock {path}", "lock the file", error, next_step)) from error
-        yield is_ours
+            raise UsageError(failed(option, doing, error, next_step)) from error
+        yield directory, used
 
 
 @contextmanager
