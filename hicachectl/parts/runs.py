@@ -64,7 +64,7 @@ _FILES = re.compile(
 )
 
 
-class RunDirectoryRow(TypedDict):
+class RunDirectoryRow(msgspec.Struct, kw_only=True):
     """Row of a run directory; unknown values are None."""
 
     run: str
@@ -111,18 +111,9 @@ class PartRow(TypedDict):
     state: str
 
 
-class RunStatusDocument(msgspec.Struct, kw_only=True):
+class RunStatusDocument(RunDirectoryRow, kw_only=True):
     """Document of `runs status`."""
 
-    run: str
-    command: str | None
-    stores: list[str]
-    listed: float | None
-    parts: int | None
-    done: int | None
-    changed: float | None
-    nbytes: int | None
-    state: str
     missing_parts: list[int]
     next: str
     results: list[PartRow] | None = None

@@ -21,7 +21,7 @@ _ARROW_TYPES = {
 
 
 def schema_of(row: type) -> pa.Schema:
-    """Return the Arrow schema of rows whose members a TypedDict declares."""
+    """Return the Arrow schema of rows. row: a class that declares their members."""
     fields = []
     for name, hint in get_type_hints(row).items():
         known = next(one for one in (hint, *get_args(hint)) if one in _ARROW_TYPES)
