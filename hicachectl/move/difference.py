@@ -29,13 +29,7 @@ from hicachectl.pages.census import column_sums
 from hicachectl.pages.deployments import UNRESOLVED, Deployment
 from hicachectl.pages.group_table import ABSENT, UNKNOWN, UNSIZED, fill_table
 from hicachectl.pages.groups import UNKNOWN_BYTES, PageGroups
-from hicachectl.pages.in_flight import (
-    ListingTime,
-    are_incomplete,
-    groups_in_flight,
-    look_again,
-    needs_second_look,
-)
+from hicachectl.pages.in_flight import ListingTime, groups_in_flight, look_if_needed
 from hicachectl.pages.listing import group_columns, key_text
 from hicachectl.pages.scanning import take_inventory
 from hicachectl.pages.selection import EVERYTHING, Selection, explain_selection
@@ -179,9 +173,10 @@ class _Side:
         """
         store, groups = self.store, self.groups
         young = groups_in_flight(store, groups, self.listing, grace_seconds)
-        incomplete = are_incomplete(groups)[suspects[suspects != ABSENT]]
-        if needs_second_look(store) and incomplete.any():
-            young |= look_again(store, groups, self.listing, grace_seconds, on_wait=on_wait)[0]
+        suspects = suspects[suspects != ABSENT]
+        young |= look_if_needed(
+            store, groups, self.listing, grace_seconds, suspects, on_wait=on_wait
+        )
         return np.append(young, False)
 
 

@@ -29,8 +29,7 @@ from hicachectl.pages.in_flight import (
     ListingTime,
     are_incomplete,
     groups_in_flight,
-    look_again,
-    needs_second_look,
+    look_if_needed,
 )
 from hicachectl.pages.naming import deployment_document, deployment_text
 from hicachectl.pages.scanning import take_inventory
@@ -337,13 +336,9 @@ class _Choice:
         grace = request.grace_seconds
         in_flight: BoolArray = groups.states != WHOLE
         in_flight &= groups_in_flight(source, groups, listing, grace)
-        leaving = self.chosen if request.partial else self.rests
-        if (
-            request.options.move
-            and needs_second_look(source)
-            and (leaving & are_incomplete(groups)).any()
-        ):
-            in_flight |= look_again(source, groups, listing, grace, on_wait=on_wait)[0]
+        leaving = np.flatnonzero(self.chosen if request.partial else self.rests)
+        if request.options.move:
+            in_flight |= look_if_needed(source, groups, listing, grace, leaving, on_wait=on_wait)
         return in_flight
 
     def _damaged(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hicachectl.backends.base import Store
-    from hicachectl.formats.arrays import BoolArray
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.pages.groups import PageGroups
 
 # This host's clock and a file server's may differ by this much.
@@ -66,11 +66,6 @@ def groups_in_flight(
     ahead = listed.duration_ns + max(grace_ns, _CLOCK_SKEW_NS)
     young: BoolArray = (age < grace_ns) & (age > -ahead)
     return young
-
-
-def needs_second_look(store: Store) -> bool:
-    """Return whether servers write to the store, but it keeps no times that would show it."""
-    return store.traits.live and "mtime_ns" not in store.traits.columns
 
 
 def are_incomplete(groups: PageGroups) -> BoolArray:
@@ -124,3 +119,23 @@ def look_again(
         on_wait(left, suspects)
         time.sleep(left)
     return changed_groups(store, groups, np.ones(len(groups), dtype=np.bool_), most=most)
+
+
+def look_if_needed(
+    store: Store,
+    groups: PageGroups,
+    listed: ListingTime,
+    grace_seconds: float,
+    numbers: IntArray,
+    *,
+    on_wait: Callable[[float, int], None],
+) -> BoolArray:
+    """Return which groups have changed since the listing: [groups].
+
+    Look again only at a store that servers write to, and that keeps no times which would show it,
+    and only if one of these groups lacks an object.
+    """
+    traits = store.traits
+    if not traits.live or "mtime_ns" in traits.columns or not are_incomplete(groups)[numbers].any():
+        return np.zeros(len(groups), dtype=np.bool_)
+    return look_again(store, groups, listed, grace_seconds, on_wait=on_wait)[0]

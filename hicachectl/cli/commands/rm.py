@@ -218,23 +218,18 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
         return _result(source.url, report, time.monotonic() - started, removal, dry_run=dry_run)
 
     def nothing() -> Result:
-        return _result(store_name(ctx, store), GroupReport(), 0.0, dry_run=dry_run)
+        removal = _Removal(None, GroupReport)
+        return _result(store_name(ctx, store), GroupReport(), 0.0, removal, dry_run=dry_run)
 
     write_run(ctx, run, nothing)
 
 
 def _result(
-    store: str,
-    report: GroupReport,
-    seconds: float,
-    removal: _Removal | None = None,
-    *,
-    dry_run: bool,
+    store: str, report: GroupReport, seconds: float, removal: _Removal, *, dry_run: bool
 ) -> Result:
     from hicachectl.move.results import RemovalDocument
 
-    freeing = None if removal is None else removal.freeing
-    in_flight = 0 if removal is None else removal.in_flight
+    freeing = removal.freeing
     lacking = None if freeing is None else freeing.lacking
     document = RemovalDocument(
         store=store,
@@ -243,7 +238,7 @@ def _result(
         bytes=report.nbytes,
         gone=report.gone,
         kept=report.kept,
-        in_flight=in_flight,
+        in_flight=removal.in_flight,
         failed=len(report.failures),
         remaining=report.remaining,
         lacking_bytes=lacking,
@@ -254,8 +249,8 @@ def _result(
         failures=[{"key": key, "detail": detail} for key, detail in report.failures],
     )
     failed = bool(report.failures or report.remaining or lacking)
-    steps = () if removal is None or dry_run or not report.groups else removal.steps
-    left = [*_left_alone(report, in_flight, freeing)]
+    steps = () if dry_run or not report.groups else removal.steps
+    left = [*_left_alone(report, removal.in_flight, freeing)]
     return Result(
         document=to_builtins(document),
         rows=report.rows,
@@ -350,16 +345,11 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
     from hicachectl.move.removal_plan import plan_removal
     from hicachectl.pages.group_table import WHOLE
     from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.in_flight import (
-        ListingTime,
-        are_incomplete,
-        groups_in_flight,
-        look_again,
-        needs_second_look,
-    )
+    from hicachectl.pages.in_flight import ListingTime, groups_in_flight, look_if_needed
     from hicachectl.pages.scanning import take_inventory
     from hicachectl.prewarming.freeing import FreeRequest, choose_groups
     from hicachectl.profiles.sources import profile_from_options
+    from hicachectl.verification.report import doubted
 
     selection = selection_of(ctx, store, options, changes=not options["dry_run"])
     profile = profile_from_options({"profile_file": options["profile_file"]}, store)
@@ -384,7 +374,7 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
     matching = np.flatnonzero(_removable(store, groups, selection, options))
 
     def choose(in_flight: BoolArray) -> tuple[RepairPlan, Freeing | None]:
-        """Choose the groups to remove. in_flight: [groups], which stay."""
+        """Choose the groups to remove. in_flight: [groups] whether the group stays."""
         chosen, freeing = matching[~in_flight[matching]], None
         if target is not None:
             incomplete, doubtful = _incomplete(
@@ -409,11 +399,15 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
     grace = options["grace"]
     in_flight = groups_in_flight(store, groups, listing, grace) & (groups.states != WHOLE)
     plan, freeing = choose(in_flight)
-    if "partial" in (options["state"] or ()) and not options["despite_profile"]:
-        _refuse_doubtful(store, groups, in_flight)
-    if needs_second_look(store) and are_incomplete(groups)[plan.groups].any():
-        wait = partial(remark_wait, ctx)
-        in_flight = look_again(store, groups, listing, grace, on_wait=wait)[0]
+    if "partial" in selection.states and not options["despite_profile"]:
+        refused = _doubt(store, groups, in_flight)
+        if refused is not None:
+            why = doubted(refused, "removes")
+            raise UsageError(f"{store.url}: nothing was removed: {why}")
+    wait = partial(remark_wait, ctx)
+    changed = look_if_needed(store, groups, listing, grace, plan.groups, on_wait=wait)
+    if changed.any():
+        in_flight |= changed
         plan, freeing = choose(in_flight)
     _remark_choice(ctx, store, groups, selection, plan, freeing)
 
@@ -485,16 +479,6 @@ def _say_how_to_go_on(ctx: click.Context, taken: Taken, text: str, free: int | N
     remark(ctx, f"{text}; to free the rest, run the command again with --free {left}")
 
 
-def _refuse_doubtful(store: Store, groups: PageGroups, in_flight: BoolArray) -> None:
-    """Raise UsageError if the pages that look partial show that the profile may be wrong."""
-    from hicachectl.verification.report import doubted
-
-    refused = _doubt(store, groups, in_flight)
-    if refused is not None:
-        why = doubted(refused, "removes")
-        raise UsageError(f"{store.url}: nothing was removed: {why}")
-
-
 def _doubt(store: Store, groups: PageGroups, in_flight: BoolArray) -> Refusal | None:
     """Return why the profile must not be believed about missing objects; None if it may."""
     from hicachectl.checks.registry import CheckInput
@@ -510,7 +494,7 @@ def _incomplete(
 
     Only a profile shows which pages are partial. Also returns how many pages look partial by a
     profile that may be wrong, and so are not among them.
-    in_flight: [groups], which stay whatever they are.
+    in_flight: [groups] whether the group stays whatever it is.
     """
     from hicachectl.move.removal_plan import described_groups
     from hicachectl.pages.group_table import ORPHAN, PARTIAL
