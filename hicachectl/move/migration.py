@@ -444,7 +444,8 @@ def carry_out(
     if moves:
         mark.put(source)  # a killed run can leave its probe there
     free = destination.free_bytes()
-    lack = "" if free is None else lack_of_room(destination.url, plan.room, free)
+    adopts = migration.adopts
+    lack = "" if free is None else lack_of_room(destination.url, plan.room, free, adopts=adopts)
     if lack and migration.request.space_check:
         raise StoreUnavailable(lack)
     if moves:

@@ -121,7 +121,8 @@ def result_of(
     undone = list(_not_copied(parts, source, destination, labelled))
     free = [part.free_bytes for part in parts if part.free_bytes is not None]
     if dry_run and free:
-        said += filter(None, [lack_of_room(destination, total(parts, "room"), min(free))])
+        room = total(parts, "room")
+        said += filter(None, [lack_of_room(destination, room, min(free), adopts=adopted)])
     troubles = list(problem_lines(problems, troubled))
     return Result(
         document=msgspec.to_builtins(document),
@@ -151,13 +152,17 @@ def _lines(document: dict[str, Any], _screen: Screen, _shown: Shown) -> Iterator
     yield "; ".join(parts)
 
 
-def lack_of_room(destination: str, nbytes: int, free: int) -> str:
-    """Return a message if a destination lacks room for bytes to write, else ""."""
+def lack_of_room(destination: str, nbytes: int, free: int, *, adopts: bool) -> str:
+    """Return a message if a destination lacks room for bytes to write, else "".
+
+    adopts: see `StorePair`.
+    """
     if nbytes <= free:
         return ""
+    fewer = "give a smaller --buffer-bytes" if adopts else "choose fewer pages (--page, --pages)"
     return (
         f"{destination}: {human_size(nbytes)} to write, but only {human_size(free)} "
-        "free; choose fewer pages (--page, --pages), make room or give --no-space-check"
+        f"free; {fewer}, make room or give --no-space-check"
     )
 
 

@@ -354,6 +354,17 @@ def test_a_listing_that_began_before_the_first_marker_has_the_right_sizes(
     }
 
 
+def test_a_smaller_buffer_is_what_a_full_disk_needs(
+    adoption: Adoption, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All files may be larger than the free space."""
+    monkeypatch.setattr(FileStore, "free_bytes", lambda store: 500 << 10)
+    said = adoption.refused(exit_code=3)
+    assert "free; give a smaller --buffer-bytes, make room or give --no-space-check" in said
+    assert "give a smaller --buffer-bytes" in adoption.run("--dry-run")["stderr"]
+    assert adoption.run("--buffer-bytes", "260KiB")["pages"] == 4
+
+
 @pytest.mark.slow
 @needs_root
 def test_the_store_grows_by_no_more_than_the_buffer(invoke: Invoke, tmp_path: Path) -> None:
