@@ -214,7 +214,7 @@ _SECRETS = [
 
 
 MASK = "***"
-"""What stands for a secret in a URL that is safe to show."""
+"""The text that messages show in place of a secret."""
 
 
 def without_secrets(text: str) -> str:

@@ -34,21 +34,22 @@ def names_of_sockets() -> frozenset[str]:
 
 
 def close_ports(before: Set[str]) -> list[int]:
-    """Drop all packets to listeners that are not in `before`, and end their connections.
+    """Drop all packets to the listeners opened since, and end their connections.
 
+    before: `names_of_sockets` before the client was set up.
     Other threads of a server may listen meanwhile, at ports outside of Mooncake's range.
     Returns the ports that stay open, since the kernel has no socket filters.
     """
     ours, ports, left = _range_of_ports(), set(), []
     fresh = [number for number, name in _sockets() if name not in before]
-    for found in _opened(fresh):
-        port = _port_of(found)
-        if _listens(found) and port in ours:
+    for opened in _opened(fresh):
+        port = _port_of(opened)
+        if _listens(opened) and port in ours:
             ports.add(port)
-            left += [] if _drops_all(found) else [port]
-    for found in _opened(fresh):
-        if not _listens(found) and _port_of(found) in ports:
-            found.shutdown(socket.SHUT_RDWR)
+            left += [] if _drops_all(opened) else [port]
+    for opened in _opened(fresh):
+        if not _listens(opened) and _port_of(opened) in ports:
+            opened.shutdown(socket.SHUT_RDWR)
     return left
 
 
@@ -78,17 +79,17 @@ def _sockets() -> Iterator[tuple[int, str]]:
 def _opened(descriptors: list[int]) -> Iterator[socket.socket]:
     """Yield the TCP sockets among some descriptors, each open in the loop only."""
     for descriptor in descriptors:
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
-            if found.family in (socket.AF_INET, socket.AF_INET6):
-                yield found
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as opened:
+            if opened.family in (socket.AF_INET, socket.AF_INET6):
+                yield opened
 
 
-def _listens(found: socket.socket) -> bool:
-    return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+def _listens(opened: socket.socket) -> bool:
+    return bool(opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _port_of(found: socket.socket) -> int:
-    port: int = found.getsockname()[1]
+def _port_of(opened: socket.socket) -> int:
+    port: int = opened.getsockname()[1]
     return port
 
 

@@ -80,8 +80,8 @@ def discarded(file: Temporary) -> Verdict:
 class FileCopier:
     """Copies objects into one store.
 
-    origin: files of the store that objects are copied from. preserve: keep mode, owner and every
-    trailer.
+    origin: files of the store that objects are copied from.
+    preserve: whether copies keep mode, owner and every trailer.
     """
 
     def __init__(self, origin: StoreFiles, writer: FileWriter, *, preserve: bool) -> None:

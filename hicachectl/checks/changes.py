@@ -68,7 +68,9 @@ _MISPLACED = 0.05  # share of the fewer objects that may have been written on th
 class Quartiles:
     """Quartiles of objects of one spec.
 
-    width: bytes of a number. dtypes: those that the numbers may have. words: places looked at.
+    width: bytes of a number.
+    dtypes: the two dtypes that the numbers may have.
+    words: places of the words that are read.
     """
 
     width: int
@@ -110,7 +112,7 @@ def quartiles_of(expected: ObjectSpec, profile: Profile) -> Quartiles | None:
         return None
     width = TENSOR_DTYPE_BYTES[plain[0][1]]
     most = _NUMBERS * width // WORD_BYTES
-    words = np.concatenate([section.some_words(most) for section, _ in plain])
+    words = np.concatenate([section.sample_words(most) for section, _ in plain])
     if len(words) * WORD_BYTES < _LEAST_NUMBERS * width:
         return None
     words = np.sort(np.random.default_rng(0).permutation(words)[:most])
@@ -133,10 +135,10 @@ def _rivals(width: int, profile: Profile | None, pool: str) -> tuple[str, str]:
 class _Kinds:
     """Objects of a part that are of two kinds.
 
-    names: the kinds, as in texts.
+    names: names of the kinds, for messages.
     second: [n] bool, objects of the second kind.
     written_ns: [n] int64, 0 if not known.
-    evidence: how the kinds differ, as in texts.
+    evidence: difference of the kinds, in words.
     """
 
     names: tuple[str, str]

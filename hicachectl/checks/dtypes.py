@@ -136,7 +136,7 @@ def dtype_check(expected: ObjectSpec, profile: Profile) -> DtypeCheck | None:
     dtypes = {section.dtype for section in plain}
     if len(dtypes) != 1:
         return None
-    places = np.concatenate([section.some_words(_PAIRS) for section in plain])
+    places = np.concatenate([section.sample_words(_PAIRS) for section in plain])
     if len(places) < _LEAST_PAIRS:
         return None
     (dtype,) = dtypes

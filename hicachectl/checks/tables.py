@@ -59,10 +59,11 @@ class Section:
         table = self.table
         return len(table.columns) == 1 and not (table.pitch | table.offset) % WORD_BYTES
 
-    def some_words(self, most: int) -> IntArray:
-        """Return the places in the object of words of a plain tensor, without padding layers.
+    def sample_words(self, most: int) -> IntArray:
+        """Choose words of a plain tensor at random, without padding layers; return their places.
 
-        The same `most` words at random in each run, or all if there are no more.
+        Each run chooses the same words.
+        most: number of words; all are chosen if there are no more.
         """
         table = self.table
         rows = np.concatenate([np.arange(*run) for run in table.runs] or [np.zeros(0, np.int64)])

@@ -164,8 +164,8 @@ class Group(click.Group):
 def global_options(*, of_program: bool = False) -> list[click.Parameter]:
     """Return the options that stand before or behind the name of a command.
 
-    of_program: whether they belong to the program, which also reads their variables. Else they set
-        the program's.
+    of_program: whether the options are the program's own, which variables can also set. Options of
+        a command set the program's options.
     """
     own: dict[str, Any] = {"section": OWN, "variable": True}
     above: dict[str, Any] = {"section": GLOBAL, "expose_value": False, "callback": _set_above}

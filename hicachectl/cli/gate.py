@@ -39,8 +39,8 @@ class Gate:
 
         seconds: time after which the gate opens.
         nothing: result of a run that did nothing.
-        say: takes what failed, after each attempt.
-        write: writes the result while an attempt hangs.
+        say: prints a message; called after each failed attempt.
+        write: writes the result if an attempt hangs when the gate opens.
         """
         self._seconds = seconds
         self._result = nothing

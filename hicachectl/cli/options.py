@@ -346,7 +346,10 @@ parts_options = stack(
 
 
 def _jobs_option(text: str) -> Callable[[F], F]:
-    """Return the option --jobs. text: what N threads do."""
+    """Return the option --jobs.
+
+    text: the work of the threads, such as "Read".
+    """
     return RESOURCES.option(
         "--jobs", type=click.IntRange(1, 256), metavar="N", help=f"{text} with N threads."
     )

@@ -32,7 +32,7 @@ Used = TypeVar("Used")
 PROGRESS_DELAY_S = 1.0
 _CONFIG = "hicachectl.config"  # in the meta of contexts
 SUCCEEDED = "hicachectl.succeeded"
-"""Key in the meta of contexts: whether the run succeeded, of which a result was written."""
+"""Key in the meta of contexts. The value says whether the run succeeded; none without a result."""
 _log = logging.getLogger(__name__)
 _LEASES = ("allow_leases", "lease_wait")
 

@@ -125,7 +125,10 @@ PART_ROWS = schema_of(PartRow)
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """A run, and its parts as `PART_ROWS`. remarks: why parts are damaged."""
+    """A run, and its parts as `PART_ROWS`.
+
+    remarks: messages on damaged parts.
+    """
 
     document: RunStatusDocument
     rows: pa.Table
@@ -133,12 +136,12 @@ class RunStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found(Closing):
-    """A run directory.
+class _OpenRun(Closing):
+    """A run directory, open unless it is unreadable.
 
     name: its name in its parent.
     path: its path, for messages.
-    row: what is known about the run.
+    row: members of a `RunDirectoryRow`.
     run: the open directory; None if it is unreadable.
     manifest: None if it is not published.
     error: why the directory is unreadable.
@@ -158,7 +161,7 @@ class _Found(Closing):
 
 
 def list_runs(path: Path) -> PurgeReport:
-    """List the run directories in a directory by name, or the one that the path names.
+    """List the run directories in a directory by name, or the run directory that the path names.
 
     Raises UsageError if the directory cannot be read.
     """
@@ -167,7 +170,7 @@ def list_runs(path: Path) -> PurgeReport:
         _directories(path, writes=False) as (parent, names),
         closing(_runs(parent, names, left, writes=False)) as runs,
     ):
-        rows.extend(found.row for found in runs)
+        rows.extend(opened.row for opened in runs)
     return PurgeReport(_table(rows), left=tuple(left))
 
 
@@ -178,17 +181,17 @@ def run_status(path: Path) -> RunStatus:
     is unreadable.
     """
     with usage_errors(path), Directory.named(str(path), writes=False) as folder:
-        found = _described(folder, path.absolute().name, path, writes=False)
-    if found is None:
+        opened = _described(folder, path.absolute().name, path, writes=False)
+    if opened is None:
         raise UsageError(f"{path}: has no {MANIFEST}; run part 0 first, or check the path")
-    if found.error is not None:
-        raise found.error
+    if opened.error is not None:
+        raise opened.error
     remarks: list[str] = []
-    with found:
-        rows = list(_parts(found, remarks))
+    with opened:
+        rows = list(_parts(opened, remarks))
     missing = [row["part"] for row in rows if row["state"] == MISSING]
-    members = {**found.row, "run": storable(str(path)), "missing_parts": missing}
-    document = RunStatusDocument(**members, next=_next_step(path, found.row, missing))
+    members = {**opened.row, "run": storable(str(path)), "missing_parts": missing}
+    document = RunStatusDocument(**members, next=_next_step(path, opened.row, missing))
     return RunStatus(document, pa.Table.from_pylist(rows, schema=PART_ROWS), tuple(remarks))
 
 
@@ -198,8 +201,9 @@ def purge_runs(
     """Delete the merged runs in which nothing has changed since a time; complete earlier purges.
 
     before: Unix seconds; an `Ago` counts by the clock of the directory's file system, unless this
-    is a dry run. unmerged: delete runs that were not merged, too. Raises UsageError if the
-    directory cannot be read.
+        is a dry run.
+    unmerged: whether to delete runs that were not merged, too.
+    Raises UsageError if the directory cannot be read.
     """
     rows, left, failures = list[dict[str, Any]](), list[str](), list[tuple[str, str]]()
     kept = 0
@@ -209,16 +213,16 @@ def purge_runs(
     ):
         if isinstance(before, Ago) and not dry_run:
             before = before.by(file_system_ns(parent.descriptor))
-        for found in runs:
-            state, changed = found.row["state"], found.row["changed"]
+        for opened in runs:
+            state, changed = opened.row["state"], opened.row["changed"]
             is_old = changed is not None and changed < before
             if state == UNREADABLE or not (is_old or state == HALF_PURGED):
                 continue
             if state not in (HALF_PURGED, MERGED) and not unmerged:
                 kept += 1
                 continue
-            state = WOULD_PURGE if dry_run else _purged(parent, found, failures, left)
-            rows.append({**found.row, "state": state})
+            state = WOULD_PURGE if dry_run else _purged(parent, opened, failures, left)
+            rows.append({**opened.row, "state": state})
     return PurgeReport(
         _table(rows),
         tuple(failures),
@@ -257,8 +261,11 @@ def _is_run(name: str, entries: Iterable[str]) -> bool:
 
 def _runs(
     parent: Directory, paths: Iterable[Path], left: list[str], *, writes: bool
-) -> Generator[_Found, None, None]:
-    """Yield each run directory, open until the next one. left: gets remarks."""
+) -> Generator[_OpenRun, None, None]:
+    """Yield each run directory, open until the next one.
+
+    left: list to which messages on unreadable ones are added.
+    """
     for path in paths:
         try:
             folder = parent.directory(path.name, any_owner=True)
@@ -268,15 +275,15 @@ def _runs(
             left.append(f"{path}: cannot be read: {reason_of(error)}; run as its owner")
             continue
         with folder:
-            found = _described(folder, path.name, path, writes=writes)
-        if found is not None:
-            with found:
-                if found.error is not None:
-                    left.append(str(found.error))
-                yield found
+            opened = _described(folder, path.name, path, writes=writes)
+        if opened is not None:
+            with opened:
+                if opened.error is not None:
+                    left.append(str(opened.error))
+                yield opened
 
 
-def _described(folder: Directory, name: str, path: Path, *, writes: bool) -> _Found | None:
+def _described(folder: Directory, name: str, path: Path, *, writes: bool) -> _OpenRun | None:
     """Return a run directory, which is open unless it is unreadable; None for another directory."""
     if not _is_run(name, folder.entries()):
         return None
@@ -292,8 +299,8 @@ def _described(folder: Directory, name: str, path: Path, *, writes: bool) -> _Fo
     except (FormatError, UntrustedError, UsageError) as error:
         if run is not None:
             run.close()
-        return _Found(name, path, row, error=error)
-    return _Found(name, path, row, run, manifest)
+        return _OpenRun(name, path, row, error=error)
+    return _OpenRun(name, path, row, run, manifest)
 
 
 def _fill(row: dict[str, Any], run: RunDirectory, manifest: Manifest | None) -> str:
@@ -335,9 +342,12 @@ def _entries(directory: Directory) -> Iterator[tuple[Directory, str, str, os.sta
         yield directory, name, name, facts
 
 
-def _parts(found: _Found, remarks: list[str]) -> Iterator[PartRow]:
-    """Yield the row of each part. remarks: gets why results are damaged."""
-    run, manifest = found.run, found.manifest
+def _parts(opened: _OpenRun, remarks: list[str]) -> Iterator[PartRow]:
+    """Yield the row of each part.
+
+    remarks: list to which messages on damaged results are added.
+    """
+    run, manifest = opened.run, opened.manifest
     if run is None or manifest is None:
         return
     kind = kind_of(manifest.command, str(run.path))
@@ -372,27 +382,30 @@ def _next_step(path: Path, row: dict[str, Any], missing: list[int]) -> str:
 
 
 def _purged(
-    parent: Directory, found: _Found, failures: list[tuple[str, str]], left: list[str]
+    parent: Directory, opened: _OpenRun, failures: list[tuple[str, str]], left: list[str]
 ) -> str:
-    """Delete a run; return its state. failures, left: get messages."""
-    assert found.run is not None  # an unreadable one is not deleted
-    directory, name = found.run.directory, found.name
+    """Delete a run; return its state.
+
+    failures, left: see `PurgeReport`; messages are added to them.
+    """
+    assert opened.run is not None  # an unreadable one is not deleted
+    directory, name = opened.run.directory, opened.name
     try:
         if not directory.lock() or not directory.is_still(name, parent):
-            left.append(f"{found.path}: another process is working on it; run again after it")
+            left.append(f"{opened.path}: another process is working on it; run again after it")
             return BUSY
         _refuse_other_entries(directory)
         if not name.endswith(PURGED):
             name += PURGED
-            parent.rename(found.name, name)
+            parent.rename(opened.name, name)
             parent.sync()
         _remove(parent, name, directory)
     except OSError as error:
         why = f"cannot be purged: {reason_of(error)}; check its files, then run again"
-        failures.append((str(found.path), why))
+        failures.append((str(opened.path), why))
         return FAILED
     except (UsageError, UntrustedError) as error:
-        failures.append((str(found.path), f"not purged: {error}"))
+        failures.append((str(opened.path), f"not purged: {error}"))
         return FAILED
     return PURGED_RUN
 

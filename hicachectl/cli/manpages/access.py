@@ -17,9 +17,10 @@ USES = {
 
 
 class Row(NamedTuple):
-    """What a command does to places, or does in addition with some options.
+    """The places that a command reads, writes and removes, or does so with some options.
 
-    words: the command and its options. places: names of places by verb.
+    words: words of the command and its options.
+    places: names of places by verb.
     """
 
     words: tuple[str, ...]
@@ -30,7 +31,7 @@ class Access(NamedTuple):
     """The tables of `access.toml`.
 
     system: paths of the system that any command may read.
-    options: what any command does with the value of an option.
+    options: verb by option, for what all commands do with its value.
     network: services by kind of store, then by a key of `USES`.
     """
 
