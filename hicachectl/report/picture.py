@@ -19,7 +19,7 @@ from hicachectl.report.completeness import Completeness, completeness_of
 from hicachectl.report.filling import Filling, filling_of
 from hicachectl.report.names import deployment_name
 from hicachectl.report.prefixes import PrefixTree, prefix_tree
-from hicachectl.report.tenants import Tenancy, tenancies_of
+from hicachectl.report.tenants import Tenancy, Unused, tenancies_of, unused_of
 from hicachectl.report.worth import Worth, worth_of
 from hicachectl.report.writes import Writes, writes_of
 from hicachectl.requests.measuring import measure_listed
@@ -66,6 +66,7 @@ class Requested(NamedTuple):
 
     tree: None without requests.
     no_tree: why requests have no tree.
+    unused: pages that no request reaches; None if the requests name no pages of a deployment.
     tenancies: pages by salt and by adapter, where requests name these.
     worth: hits of caches, or why they are unknown; None without requests.
     remarks: messages on the requests.
@@ -73,6 +74,7 @@ class Requested(NamedTuple):
 
     tree: PrefixTree | None = None
     no_tree: str = ""
+    unused: Unused | None = None
     tenancies: tuple[Tenancy, ...] = ()
     worth: Worth | str | None = None
     remarks: tuple[str, ...] = ()
@@ -204,17 +206,18 @@ def _requested(store: Store, groups: PageGroups, request: PictureRequest) -> Req
     is_all = asked.profile is not None and not request.verify.selection
     worth = worth_of(asked, store.eviction(), (groups, hits) if is_all else None)
     told = tuple(f"Requests: {text}" for text in measured.remarks if text not in store.remarks)
-    name, tenancies = "", list[Tenancy]()
+    name, unused, tenancies = "", None, list[Tenancy]()
     if hits.deployment is not None:
         name = deployment_name(hits.deployment)
         number = list(groups.deployments).index(hits.deployment)
+        unused = unused_of(groups, number, asked.requests)
         tenancies = tenancies_of(groups, number, asked.requests)
     tree, no_tree = None, ""
     try:
         tree = prefix_tree(hits, measured, name)
     except FormatError as error:
         no_tree = str(error)
-    return Requested(tree, no_tree, tuple(tenancies), worth, told)
+    return Requested(tree, no_tree, unused, tuple(tenancies), worth, told)
 
 
 def _page(

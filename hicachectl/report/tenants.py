@@ -1,9 +1,9 @@
-"""Bytes of a deployment by the salt or the adapter of the requests that reach its pages."""
+"""Bytes of a deployment by the requests that reach its pages: unused, by salt and by adapter."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -55,6 +55,29 @@ class Tenancy:
     tenants: tuple[Tenant, ...]
     shared: tuple[int, int | None]
     unreached: tuple[int, int | None]
+
+
+class Unused(NamedTuple):
+    """Pages of a deployment that no request reaches.
+
+    pages: number of these pages.
+    nbytes: their bytes; None if a size is unknown.
+    of_pages: number of all pages of the deployment.
+    of_bytes: bytes of all pages; None if a size is unknown.
+    """
+
+    pages: int
+    nbytes: int | None
+    of_pages: int
+    of_bytes: int | None
+
+
+def unused_of(groups: PageGroups, deployment_id: int, requests: Requests) -> Unused:
+    """Return the pages of a deployment that no request reaches."""
+    span = groups.span(deployment_id)
+    every = np.arange(span.start, span.stop)
+    chosen = every[places_among(groups.pages_at(span), requests.page_names) < 0]
+    return Unused(len(chosen), groups.total_bytes(chosen), len(every), groups.total_bytes(every))
 
 
 def tenancies_of(groups: PageGroups, deployment_id: int, requests: Requests) -> list[Tenancy]:

@@ -84,6 +84,27 @@ def test_the_numbers_are_those_of_simulate_on_the_store(store: Path) -> None:
     assert served + sum(losses.values()) == worth.tokens
 
 
+def test_pages_that_no_request_uses_are_counted(store: Path, trace: Path, invoke: Invoke) -> None:
+    profile = parse_profile(DSA)
+
+    def unused() -> tuple[int, int | None, int, int | None] | None:
+        asked = HitsRequest(requests=requests(), profile=profile)
+        return picture_of(store, profile, hits=asked).requested.unused
+
+    held = sum(path.stat().st_size for path in store.iterdir())
+    assert unused() == (0, 0, 12, held)
+    for number in range(3):
+        put(store, f"{number:064x}_x-dsa.bin", 9216, OLD)
+    put(store, f"{7:064x}_y-other.bin", 9216, OLD)  # of a deployment that was not measured
+    assert unused() == (3, 3 * 9216, 15, held + 3 * 9216)
+    made = store.parent / "page.html"
+    words = ("--trace", trace, "--profile", store.parent / "dsa.toml", "--fail-on", "never")
+    invoke("report", store, *words, "-o", made)
+    text = text_of(made)
+    assert "Used by no request 3 of 15 pages, 27.0 KiB of " in text
+    assert "rm --free 27648 --trace FILE" in text
+
+
 @pytest.mark.slow
 def test_the_page_has_the_curve_and_the_losses_with_their_denominators(
     store: Path, trace: Path, tmp_path: Path, invoke: Invoke
