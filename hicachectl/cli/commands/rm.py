@@ -54,11 +54,12 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from hicachectl.backends.base import Store
-    from hicachectl.formats.arrays import BoolArray
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.profile import Profile
     from hicachectl.move.removal_plan import RepairPlan
     from hicachectl.move.results import GroupReport, Taken
     from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.in_flight import ListingTime
     from hicachectl.pages.selection import Selection
     from hicachectl.prewarming.freeing import Freeing, Worth
     from hicachectl.prewarming.targets import Target
@@ -339,26 +340,70 @@ def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any])
     return _Removal(question if len(stale) else None, remove)
 
 
+class _Pages(NamedTuple):
+    """The page groups of a store, and how the options choose among them.
+
+    worth: value of the pages, by --trace or --keep-plan; None without them.
+    """
+
+    ctx: click.Context
+    store: Store
+    groups: PageGroups
+    selection: Selection
+    profile: Profile | None
+    target: Target | None
+    worth: Worth | None
+
+
 def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Removal:
     import numpy as np
 
-    from hicachectl.move.removal_plan import plan_removal
     from hicachectl.pages.group_table import WHOLE
-    from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.in_flight import ListingTime, groups_in_flight, look_if_needed
-    from hicachectl.pages.scanning import take_inventory
-    from hicachectl.prewarming.freeing import FreeRequest, choose_groups
-    from hicachectl.profiles.sources import profile_from_options
+    from hicachectl.pages.in_flight import groups_in_flight, look_if_needed
     from hicachectl.verification.report import doubted
 
-    selection = selection_of(ctx, store, options, changes=not options["dry_run"])
+    pages, listing = _listed(ctx, store, options)
+    groups, grace = pages.groups, options["grace"]
+    matching = np.flatnonzero(_removable(pages))
+    in_flight = groups_in_flight(store, groups, listing, grace) & (groups.states != WHOLE)
+    plan, freeing = _choose(pages, matching, in_flight)
+    if "partial" in pages.selection.states and not options["despite_profile"]:
+        refused = _doubt(pages, in_flight)
+        if refused is not None:
+            why = doubted(refused, "removes")
+            raise UsageError(f"{store.url}: nothing was removed: {why}")
+    wait = partial(remark_wait, ctx)
+    changed = look_if_needed(store, groups, listing, grace, plan.groups, on_wait=wait)
+    if changed.any():
+        in_flight |= changed
+        plan, freeing = _choose(pages, matching, in_flight)
+    _remark_choice(pages, plan, freeing)
+
+    named = f"{counted(len(plan.groups), 'page')} ({human_size(groups.total_bytes(plan.groups))})"
+    more = ", and more if servers write meanwhile" if options["keep_free"] is not None else ""
+    question = f"Remove {named} from {store.url}{more}?" if len(plan.groups) else None
+    steps = _steps(pages, plan)
+    remove = partial(_remove_pages, pages, plan, freeing)
+    return _Removal(question, remove, freeing, int(in_flight[matching].sum()), steps)
+
+
+def _listed(
+    ctx: click.Context, store: Store, options: dict[str, Any]
+) -> tuple[_Pages, ListingTime]:
+    """List the store; return its page groups and the time of the listing."""
+    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.in_flight import ListingTime
+    from hicachectl.pages.scanning import take_inventory
+    from hicachectl.profiles.sources import profile_from_options
+
+    changes = not options["dry_run"]
+    selection = selection_of(ctx, store, options, changes=changes)
     profile = profile_from_options({"profile_file": options["profile_file"]}, store)
-    worth = _worth(ctx, options, profile)
-    target = _target(options)
+    worth, target = _worth(ctx, options, profile), _target(options)
     wanted = {"version"} if target is None else {"version", "atime_ns"}
     # What the profile decides: the hashes of requests, by its page size, and the states of pages.
     decides = options["trace"] or options["state"]
-    listing = ListingTime.now(store, changes=not options["dry_run"])
+    listing = ListingTime.now(store, changes=changes)
     with progress(ctx, "listing", " objects") as advance:
         inventory = take_inventory(
             store,
@@ -371,74 +416,55 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
     listing = listing.ended()
     remark(ctx, *store.remarks)
     groups = PageGroups(inventory)
-    matching = np.flatnonzero(_removable(store, groups, selection, options))
-
-    def choose(in_flight: BoolArray) -> tuple[RepairPlan, Freeing | None]:
-        """Choose the groups to remove. in_flight: [groups] whether the group stays."""
-        chosen, freeing = matching[~in_flight[matching]], None
-        if target is not None:
-            incomplete, doubtful = _incomplete(
-                store, groups, in_flight, despite_profile=options["despite_profile"]
-            )
-            request = FreeRequest(
-                store=store,
-                groups=groups,
-                matching=chosen,
-                target=target,
-                incomplete=incomplete,
-                doubtful=doubtful,
-                worth=worth,
-                profile=profile,
-                and_unnamed=options["and_unnamed"],
-                never_all=not given_filters(options),
-            )
-            freeing = choose_groups(request)
-            chosen = freeing.groups
-        return plan_removal(chosen), freeing
-
-    grace = options["grace"]
-    in_flight = groups_in_flight(store, groups, listing, grace) & (groups.states != WHOLE)
-    plan, freeing = choose(in_flight)
-    if "partial" in selection.states and not options["despite_profile"]:
-        refused = _doubt(store, groups, in_flight)
-        if refused is not None:
-            why = doubted(refused, "removes")
-            raise UsageError(f"{store.url}: nothing was removed: {why}")
-    wait = partial(remark_wait, ctx)
-    changed = look_if_needed(store, groups, listing, grace, plan.groups, on_wait=wait)
-    if changed.any():
-        in_flight |= changed
-        plan, freeing = choose(in_flight)
-    _remark_choice(ctx, store, groups, selection, plan, freeing)
-
-    pages = f"{counted(len(plan.groups), 'page')} ({human_size(groups.total_bytes(plan.groups))})"
-    more = ", and more if servers write meanwhile" if options["keep_free"] is not None else ""
-    question = f"Remove {pages} from {store.url}{more}?" if len(plan.groups) else None
-    steps = _steps(ctx, groups, plan, profile)
-    remove = partial(_remove_pages, ctx, store, groups, plan, freeing)
-    return _Removal(question, remove, freeing, int(in_flight[matching].sum()), steps)
+    return _Pages(ctx, store, groups, selection, profile, target, worth), listing
 
 
-def _remove_pages(
-    ctx: click.Context,
-    store: Store,
-    groups: PageGroups,
-    plan: RepairPlan,
-    freeing: Freeing | None,
-) -> GroupReport:
+def _choose(
+    pages: _Pages, matching: IntArray, in_flight: BoolArray
+) -> tuple[RepairPlan, Freeing | None]:
+    """Choose the groups to remove.
+
+    matching: numbers of the groups that may leave.
+    in_flight: [groups] whether the group stays.
+    """
+    from hicachectl.move.removal_plan import plan_removal
+    from hicachectl.prewarming.freeing import FreeRequest, choose_groups
+
+    chosen = matching[~in_flight[matching]]
+    if pages.target is None:
+        return plan_removal(chosen), None
+    incomplete, doubtful = _incomplete(pages, in_flight)
+    options = pages.ctx.params
+    request = FreeRequest(
+        store=pages.store,
+        groups=pages.groups,
+        matching=chosen,
+        target=pages.target,
+        incomplete=incomplete,
+        doubtful=doubtful,
+        worth=pages.worth,
+        profile=pages.profile,
+        and_unnamed=options["and_unnamed"],
+        never_all=not given_filters(options),
+    )
+    freeing = choose_groups(request)
+    return plan_removal(freeing.groups), freeing
+
+
+def _remove_pages(pages: _Pages, plan: RepairPlan, freeing: Freeing | None) -> GroupReport:
     """Remove the groups of a plan; for a target, those that it needs while servers write."""
     from hicachectl.move.removal_plan import plan_removal
     from hicachectl.move.withdrawal import remove_groups
 
-    options, wanted = ctx.params, len(plan.groups)
+    ctx, options, wanted = pages.ctx, pages.ctx.params, len(plan.groups)
     # Without groups nobody was asked, so what servers write since then removes none either.
     goes_on = freeing if wanted and not options["dry_run"] else None
     if goes_on is not None:
         plan = plan_removal(plan.groups[:0])  # the store decides about each plan
     with progress(ctx, "removing", " pages") as advance:
         report = remove_groups(
-            store,
-            groups,
+            pages.store,
+            pages.groups,
             plan,
             mode="delete",
             dry_run=options["dry_run"],
@@ -451,19 +477,14 @@ def _remove_pages(
     return report
 
 
-def _steps(
-    ctx: click.Context,
-    groups: PageGroups,
-    plan: RepairPlan,
-    profile: Profile | None,
-) -> tuple[str, ...]:
+def _steps(pages: _Pages, plan: RepairPlan) -> tuple[str, ...]:
     """Return what to do about servers if the removed pages are wrong; nothing with a target."""
-    options = ctx.params
-    if _target(options) is not None or not len(plan.groups):
+    ctx, options = pages.ctx, pages.ctx.params
+    if pages.target is not None or not len(plan.groups):
         return ()
-    model = options["model"] or ("" if profile is None else profile.key_model)
+    model = options["model"] or ("" if pages.profile is None else pages.profile.key_model)
     mending = structs.replace(mending_without_options(ctx, options["store"]), model=model)
-    steps = mending.next_steps(groups.oldest_ns(plan.groups), doubtful=True)
+    steps = mending.next_steps(pages.groups.oldest_ns(plan.groups), doubtful=True)
     return steps[:1] if options["since"] is not None else steps  # --since is the second step
 
 
@@ -479,17 +500,16 @@ def _say_how_to_go_on(ctx: click.Context, taken: Taken, text: str, free: int | N
     remark(ctx, f"{text}; to free the rest, run the command again with --free {left}")
 
 
-def _doubt(store: Store, groups: PageGroups, in_flight: BoolArray) -> Refusal | None:
+def _doubt(pages: _Pages, in_flight: BoolArray) -> Refusal | None:
     """Return why the profile must not be believed about missing objects; None if it may."""
     from hicachectl.checks.registry import CheckInput
     from hicachectl.move.doubt import doubt_missing
 
-    return doubt_missing(CheckInput(store=store, groups=groups, in_flight=in_flight))
+    given = CheckInput(store=pages.store, groups=pages.groups, in_flight=in_flight)
+    return doubt_missing(given)
 
 
-def _incomplete(
-    store: Store, groups: PageGroups, in_flight: BoolArray, *, despite_profile: bool
-) -> tuple[BoolArray, int]:
+def _incomplete(pages: _Pages, in_flight: BoolArray) -> tuple[BoolArray, int]:
     """Return which groups no server can use, as far as that is certain: [groups].
 
     Only a profile shows which pages are partial. Also returns how many pages look partial by a
@@ -499,27 +519,16 @@ def _incomplete(
     from hicachectl.move.removal_plan import described_groups
     from hicachectl.pages.group_table import ORPHAN, PARTIAL
 
+    groups = pages.groups
     incomplete: BoolArray = groups.states == ORPHAN
     partial_ones = (groups.states == PARTIAL) & described_groups(groups) & ~in_flight
-    if partial_ones.any() and not despite_profile and _doubt(store, groups, in_flight) is not None:
+    believed = pages.ctx.params["despite_profile"] or not partial_ones.any()
+    if not believed and _doubt(pages, in_flight) is not None:
         return incomplete, int(partial_ones.sum())
-    incomplete |= partial_ones
-    return incomplete, 0
+    return incomplete | partial_ones, 0
 
 
-def _target(options: Mapping[str, Any]) -> Target | None:
-    """Return the target that the options give; None without one."""
-    from hicachectl.prewarming.targets import KINDS, Target
-
-    for kind in KINDS:
-        if (amount := options[kind.replace("-", "_")]) is not None:
-            return Target(kind, amount)
-    return None
-
-
-def _removable(
-    store: Store, groups: PageGroups, selection: Selection, options: dict[str, Any]
-) -> BoolArray:
+def _removable(pages: _Pages) -> BoolArray:
     """Return which selected groups may leave: [groups].
 
     Groups of ambiguous keys stay unless the options name them. Raises UsageError if a page without
@@ -530,30 +539,25 @@ def _removable(
     from hicachectl.pages.deployments import UNRESOLVED
     from hicachectl.pages.selection import NamedGroups
 
+    groups, selection = pages.groups, pages.selection
     chosen = selection.chosen(groups)
     if selection.pages is not None:
-        if not options["all_deployments"]:
+        if not pages.ctx.params["all_deployments"]:
             among = replace(selection, pages=None).chosen(groups)
-            NamedGroups(selection.pages, groups).refuse_several(among, store.url)
+            NamedGroups(selection.pages, groups).refuse_several(among, pages.store.url)
     elif "unknown" not in selection.states:
         chosen &= groups.deployment_ids != UNRESOLVED
     return chosen
 
 
-def _remark_choice(
-    ctx: click.Context,
-    store: Store,
-    groups: PageGroups,
-    selection: Selection,
-    plan: RepairPlan,
-    freeing: Freeing | None,
-) -> None:
+def _remark_choice(pages: _Pages, plan: RepairPlan, freeing: Freeing | None) -> None:
     """Say which groups are left although the options could mean them, and which are unclear."""
     from hicachectl.pages.group_table import UNKNOWN
     from hicachectl.pages.naming import ambiguity_remark
     from hicachectl.pages.selection import NamedGroups, explain_selection
     from hicachectl.pages.tally import object_counts
 
+    ctx, groups, selection = pages.ctx, pages.groups, pages.selection
     if freeing is not None:
         remark(ctx, *freeing.remarks)
     ambiguous = int((groups.states == UNKNOWN).sum())
@@ -574,7 +578,17 @@ def _remark_choice(
             remark(ctx, f"{selection.pages.source}: the store has no group for {rows}")
     say_unjudged(ctx, selection, groups)
     if not selection.chosen(groups).any():
-        remark(ctx, explain_selection(store, groups.inventory, selection))
+        remark(ctx, explain_selection(pages.store, groups.inventory, selection))
+
+
+def _target(options: Mapping[str, Any]) -> Target | None:
+    """Return the target that the options give; None without one."""
+    from hicachectl.prewarming.targets import KINDS, Target
+
+    for kind in KINDS:
+        if (amount := options[kind.replace("-", "_")]) is not None:
+            return Target(kind, amount)
+    return None
 
 
 def _worth(ctx: click.Context, options: dict[str, Any], profile: Profile | None) -> Worth | None:
