@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.formats.keys.labels import label_text
+from hicachectl.pages.listing import GroupNames
 from hicachectl.results import Result
 from hicachectl.text.jsontext import schema_of
 from hicachectl.text.tables import human_sizes, table_lines
@@ -54,17 +55,9 @@ _SHORT = 12  # digits of a page hash in a table
 _CONTESTED = (Kind.SIZE, Kind.IDENTITY, Kind.BYTES, Kind.UNREADABLE)
 
 
-class DifferenceRow(TypedDict):
+class DifferenceRow(GroupNames):
     """Row of a page that differs."""
 
-    page: str
-    group: str
-    model: str | None
-    tag: str | None
-    tp_size: int | None
-    pp_size: int | None
-    cp_size: int | None
-    dcp_size: int | None
     difference: str
     state_a: str | None
     state_b: str | None

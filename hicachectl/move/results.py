@@ -17,7 +17,7 @@ from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.objects import NAME_COLUMNS
 from hicachectl.pages.census import byte_sum
-from hicachectl.pages.deployments import UNRESOLVED
+from hicachectl.pages.listing import group_columns
 from hicachectl.text.jsontext import schema_of
 from hicachectl.text.units import counted, human_size
 
@@ -452,10 +452,5 @@ def states_of(statuses: npt.NDArray[np.uint8], done: str) -> pa.StringArray:
 
 def page_columns(groups: PageGroups, numbers: IntArray) -> list[pa.Array]:
     """Return the pages, models and tags of some groups; null where the keys show none."""
-    ids = groups.deployment_ids[numbers]
-    which = pa.array(ids, mask=ids == UNRESOLVED)
-    names = [deployment.names.columns for deployment in groups.deployments]
-    return [
-        groups.pages_at(numbers),
-        *(pa.array([one[n] for one in names], pa.string()).take(which) for n in NAME_COLUMNS),
-    ]
+    columns = group_columns(groups, numbers)
+    return [columns[name] for name in ("page", *NAME_COLUMNS)]

@@ -42,25 +42,35 @@ class PoolCounts(TypedDict):
     expected: int
 
 
-class Group(TypedDict):
-    """Row of a page group of a known page."""
+class _Paged(TypedDict):
+    page: str
 
+
+class _Labelled(TypedDict):
     group: str
+
+
+class _Named(TypedDict):
     model: str | None
     tag: str | None
     tp_size: int | None
     pp_size: int | None
     cp_size: int | None
     dcp_size: int | None
+
+
+class GroupNames(_Paged, _Labelled, _Named):
+    """Columns of `group_columns`."""
+
+
+class Group(_Labelled, _Named):
+    """Row of a page group of a known page."""
+
     state: str
     nbytes: int | None
     mtime: float | None
     pools: dict[str, PoolCounts]
     missing: list[str]
-
-
-class _Paged(TypedDict):
-    page: str
 
 
 class PageRow(_Paged, Group):
@@ -122,13 +132,7 @@ class Totals(TypedDict):
     last_mtime: float | None
 
 
-class _Kind(TypedDict):
-    model: str | None
-    tag: str | None
-    tp_size: int | None
-    pp_size: int | None
-    cp_size: int | None
-    dcp_size: int | None
+class _Kind(_Named):
     layout: str | None
     pool: str | None
     object_nbytes: int | None
