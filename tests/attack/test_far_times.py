@@ -46,7 +46,7 @@ def test_commands_take_them_for_the_newest(store: Path, tmp_path: Path, invoke: 
     catalog = tmp_path / "catalog.parquet"
     for _ in range(2):  # the second compares
         invoke("verify", store, "--checks", "digests", "--catalog", catalog, "--update-catalog")
-    for choice in (("--before", "1d"), ("--free", "1")):
+    for choice in (("--before", "1d"), ("--free", "1B")):
         invoke("rm", store, *choice, "--yes")
         assert len(list(store.glob("*.bin"))) == len(FAR)
         put_pages(store, range(1), "_m_0_1", mtime=10**9)

@@ -296,14 +296,14 @@ def rm(stores: Stores) -> Documents:
         yield stores.run("rm", stores.whole, "--temporaries", "--yes", exit_code=4)
     yield stores.run("rm", stores.damaged, "--state", "partial", *stores.profile, "--dry-run")
     yield stores.held("rm", stores.damaged, "--state", "partial", *stores.profile, "--yes")
-    yield stores.run("rm", stores.whole, "--free", "1", "--dry-run")
+    yield stores.run("rm", stores.whole, "--free", "1B", "--dry-run")
     requests = prompts(stores.folder / "requests.jsonl", 8, 3)
     tokens = json.loads(requests.read_text().splitlines()[0])
     trace = stores.folder / "trace.jsonl"
     trace.write_text(json.dumps({"timestamp": 1, "token_ids": tokens}))
     put(stores.whole, f"{page(0)}_other_0_1.bin")
     yield stores.run(
-        "rm", stores.whole, "--free", "1", "--trace", trace, *stores.profile, "--dry-run"
+        "rm", stores.whole, "--free", "1B", "--trace", trace, *stores.profile, "--dry-run"
     )
     yield stores.run("rm", stores.whole, "--max-size", "1TiB", "--yes")
     yield stores.run("rm", stores.whole, "--keep-free", "1KiB", "--yes")

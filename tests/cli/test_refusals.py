@@ -97,18 +97,19 @@ rm STORE --free 0 --yes                           | --free
 rm STORE --free ten --yes                         | --free
 rm STORE --model m --trace TRACE --yes            | --trace needs --free SIZE
 rm STORE --model m --keep-plan TEXT --yes         | --keep-plan needs --free SIZE
-rm STORE --free 1 --trace TRACE --yes             | --trace needs --profile
-rm STORE --free 1 --trace TRACE --keep-plan TEXT --profile PROFILE --yes | --trace | --keep-plan
-rm STORE --free 1 --temporaries --yes             | leave out --free
+rm STORE --free 1B --trace TRACE --yes            | --trace needs --profile
+rm STORE --free 1B --trace TRACE --keep-plan TEXT --profile PROFILE --yes | --trace | --keep-plan
+rm STORE --free 1B --temporaries --yes            | leave out --free
 rm STORE --keep-free 5% --temporaries --yes       | leave out --keep-free
-rm STORE --free 1 --max-size 1 --yes              | --free cannot be combined with --max-size
+rm STORE --free 1B --max-size 1B --yes             | --free cannot be combined with --max-size
 rm STORE --max-size 0 --yes                       | --max-size
+rm STORE --max-size 500 --yes                     | --max-size | only 500 bytes | 500GiB
 rm STORE --keep-free 100% --yes                   | --keep-free | 100%
-rm STORE --free 1 --trace TRACE --profile PROFILE --yes | TRACE | keys of pages | --keep-plan
+rm STORE --free 1B --trace TRACE --profile PROFILE --yes | TRACE | keys of pages | --keep-plan
 rm STORE --pages TEXT --yes                       | TEXT | line 1 | hicachectl ls --format jsonl
 rm TABLES --before 1d --yes --profile PROFILE     | --before | no timestamps | leave out --before
--q rm TABLES --free 1 --yes                       | --free | TABLES | timestamps | --keep-plan
-rm STORE --free 1 --token-ids IDS --profile PROFILE --yes | --token-ids | --free | --trace
+-q rm TABLES --free 1B --yes                      | --free | TABLES | timestamps | --keep-plan
+rm STORE --free 1B --token-ids IDS --profile PROFILE --yes | --token-ids | --free | --trace
 rm STORE --temporaries --model x --yes            | --temporaries | leave out --model
 rm STORE --temporaries --tag x --yes              | --temporaries | leave out --tag
 rm STORE --temporaries --no-tag --yes             | --temporaries | leave out --no-tag
@@ -116,7 +117,7 @@ rm STORE --temporaries --state whole --yes        | --temporaries | leave out --
 rm STORE --temporaries --pages TEXT --yes         | --temporaries | leave out --pages
 rm STORE --temporaries --profile PROFILE --yes    | --temporaries | leave out --profile
 rm STORE --model x --and-unnamed --yes            | --and-unnamed needs --trace or --keep-plan
-rm STORE --free 1 --profile PROFILE --and-unnamed --yes | --and-unnamed needs --trace
+rm STORE --free 1B --profile PROFILE --and-unnamed --yes | --and-unnamed needs --trace
 show STORE zz                                     | 'zz' | hexadecimal
 show STORE ab                                     | STORE | 'ab' | hicachectl ls
 explain x                                         | 'x' | hicachectl explain

@@ -89,7 +89,7 @@ def test_a_trace_of_blocks_needs_no_profile(invoke: Invoke, tmp_path: Path) -> N
     path.write_text(f"{json.dumps(row)}\n" * 2)
     said = invoke("simulate", "--trace", path)
     assert "lru: 2 pages serve 50.0%; no cache of any size serves more than 50.0%" in said.stdout
-    said = invoke("simulate", "--trace", path, "--warm-up", "50%", "--capacity", "2")
+    said = invoke("simulate", "--trace", path, "--warm-up", "50%", "--capacity", "2B")
     assert "serve 100.0%" in said.stdout
     assert "the first 1 request only warm the caches" in said.stderr
 

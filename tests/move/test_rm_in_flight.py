@@ -146,7 +146,7 @@ def test_free_takes_other_pages_instead(invoke: Invoke, store: Path) -> None:
     for name in contents(store):
         os.utime(store / name, (time.time() + 30, time.time() + 30))
     os.utime(store / indexer(YOUNG), (time.time() - 30, time.time() - 30))
-    document = removed(invoke, store, "--free", 1)
+    document = removed(invoke, store, "--free", "1B")
     assert (document["pages"], document["in_flight"]) == (1, 1)
     assert (store / indexer(YOUNG)).exists()
     said = invoke("rm", store, "--free", "1PiB", "--yes", exit_code=2).stderr

@@ -65,7 +65,7 @@ def aged(tmp_path: Path) -> Path:
     ("asked", "left"), [(1, 5), (2 * NBYTES, 5), (2 * NBYTES + 1, 4), (7 * NBYTES, 2)]
 )
 def test_the_longest_unused_pages_leave(invoke: Invoke, aged: Path, asked: int, left: int) -> None:
-    document = freed(invoke, aged, "--free", asked, "--yes")
+    document = freed(invoke, aged, "--free", f"{asked}B", "--yes")
     assert pages_of(aged) == {page(n) for n in range(6 - left, 6)}
     facts = document["free"]
     assert (document["pages"], facts["kept_pages"]) == (6 - left, left)
@@ -77,13 +77,13 @@ def test_the_longest_unused_pages_leave(invoke: Invoke, aged: Path, asked: int, 
 
 def test_a_read_is_a_use(invoke: Invoke, aged: Path) -> None:
     os.utime(aged / f"{page(0)}_m_1_2.bin", (OLD + 9000, OLD))
-    freed(invoke, aged, "--free", 1, "--yes")
+    freed(invoke, aged, "--free", "1B", "--yes")
     assert pages_of(aged) == {page(n) for n in (0, 2, 3, 4, 5)}
 
 
 def test_other_filters_limit_what_leaves(invoke: Invoke, aged: Path) -> None:
     put_pages(aged, range(10, 12), "_other_0_1", nbytes=NBYTES, mtime=OLD - 5)
-    freed(invoke, aged, "--free", 1, "--model", "m", "--yes")
+    freed(invoke, aged, "--free", "1B", "--model", "m", "--yes")
     assert pages_of(aged) == {page(n) for n in (1, 2, 3, 4, 5, 10, 11)}
 
 
@@ -96,7 +96,7 @@ def test_too_little_that_matches_is_all_removed_and_said(invoke: Invoke, aged: P
 
 def test_a_store_is_never_emptied(invoke: Invoke, aged: Path) -> None:
     before = contents(aged)
-    said = invoke("rm", aged, "--free", 1101, "--yes", exit_code=2).stderr
+    said = invoke("rm", aged, "--free", "1101B", "--yes", exit_code=2).stderr
     assert f"--free: file://{aged} has only 1.2 KiB in pages" in said
     assert "give a smaller SIZE, or a filter too" in said
     assert contents(aged) == before
@@ -107,7 +107,7 @@ def test_a_dry_run_tells_people_what_is_lost(
 ) -> None:
     before = contents(source)
     trace = trace_file(tmp_path / "trace.jsonl", [[*tokens(), 1]])
-    text = invoke("rm", source, "--free", 1, "--trace", trace, "--profile", profile,
+    text = invoke("rm", source, "--free", "1B", "--trace", trace, "--profile", profile,
                   "--dry-run").stdout  # fmt: skip
     assert "Kept: 7 pages, " in text
     assert "Of 8 pages in the trace, 1 chosen" in text
@@ -148,8 +148,8 @@ def test_tails_leave_before_prefixes_and_the_loss_is_foretold(
     total = sum(len(data) for name, (data, _) in contents(store).items() if name[:64] in used)
     options = ("--trace", trace, "--profile", profile)
     asked = int(total * random.uniform(0.2, 0.8))
-    foretold = freed(invoke, store, "--free", asked, *options, "--dry-run")["free"]
-    output = invoke("rm", store, "--free", asked, *options, "--yes")
+    foretold = freed(invoke, store, "--free", f"{asked}B", *options, "--dry-run")["free"]
+    output = invoke("rm", store, "--free", f"{asked}B", *options, "--yes")
     left = pages_of(store)
     assert (
         "2 pages (128 B) of deployments that no request names left alone: 128 B of others leave in "
@@ -183,7 +183,7 @@ def test_deployments_that_no_request_names_can_go_first(
     options = ("--trace", trace_file(tmp_path / "trace", [tokens()]), "--profile", profile)
     named = [{"group": "other tp1", "pages": 2, "bytes": 128},
              {"group": "third tp1", "pages": 1, "bytes": NBYTES}]  # fmt: skip
-    arguments = ("--free", 2 * 64 + NBYTES, *options)
+    arguments = ("--free", f"{2 * 64 + NBYTES}B", *options)
     facts = freed(invoke, source, *arguments, "--dry-run")["free"]
     assert facts["unnamed"] == named
     document = freed(invoke, source, *arguments, "--and-unnamed", "--yes")
@@ -199,7 +199,7 @@ def test_ambiguous_keys_have_no_value(invoke: Invoke, tmp_path: Path) -> None:
     plan = tmp_path / "plan.jsonl"
     plan.write_text(json.dumps({"page": page(0)}))
     facts = freed(
-        invoke, store, "--free", 1, "--keep-plan", plan, "--state", "unknown", "--dry-run"
+        invoke, store, "--free", "1B", "--keep-plan", plan, "--state", "unknown", "--dry-run"
     )["free"]
     assert (facts["valued_pages"], facts["valued_pages_removed"]) == (0, 0)
 
@@ -211,14 +211,14 @@ def test_a_plan_says_what_is_kept(
     plan = tmp_path / "plan.jsonl"
     plan.write_text("".join(f"{json.dumps({'page': name})}\n" for name in held[:5]))
     put_pages(source, range(1), "_demo-hybrid-1b_0_2", "_demo-hybrid-1b_1_2", nbytes=10)
-    document = freed(invoke, source, "--free", "21", "--keep-plan", plan, "--yes")
+    document = freed(invoke, source, "--free", "21B", "--keep-plan", plan, "--yes")
     assert len({*held[5:]} - pages_of(source)) == 1
     assert {*held[:5]} < pages_of(source)
     assert document["free"]["order"] == "plan"
     assert (document["free"]["valued_pages"], document["free"]["valued_pages_removed"]) == (5, 0)
     most = sum(len(data) for name, (data, _) in contents(source).items()
                if name[:64] in held[5:]) + 1  # fmt: skip
-    freed(invoke, source, "--free", most, "--keep-plan", plan, "--yes")
+    freed(invoke, source, "--free", f"{most}B", "--keep-plan", plan, "--yes")
     assert pages_of(source) == {*held[:4]}
 
 
@@ -226,7 +226,7 @@ def test_a_plan_is_of_one_deployment(invoke: Invoke, aged: Path, tmp_path: Path)
     put_pages(aged, range(2), *(f"_m_{rank}_4" for rank in range(4)), nbytes=NBYTES)
     plan = tmp_path / "plan.jsonl"
     plan.write_text(json.dumps({"page": page(0)}))
-    arguments = ("rm", aged, "--free", 1, "--keep-plan", plan, "--yes")
+    arguments = ("rm", aged, "--free", "1B", "--keep-plan", plan, "--yes")
     said = invoke(*arguments, exit_code=2).stderr
     assert "has pages of 2 deployments (m tp 2, m tp 4), but a plan is of one" in said
     assert "give --profile, or choose one by --model, --tp, --pp or --cp" in said
@@ -247,7 +247,7 @@ def test_a_plan_or_trace_of_other_pages_is_refused(
     else:
         value = trace_file(tmp_path / "trace.jsonl", [[token + 1 for token in tokens()]])
     option = "--keep-plan" if what == "plan" else "--trace"
-    said = invoke("rm", source, "--free", 1, option, value, "--profile", profile, "--yes",
+    said = invoke("rm", source, "--free", "1B", option, value, "--profile", profile, "--yes",
                   exit_code=2).stderr  # fmt: skip
     assert said.count("\n") == 1
     assert f"{option}: file://{source} has none of its pages" in said
@@ -261,7 +261,7 @@ def test_filters_may_leave_out_every_page_of_a_plan(
     plan = tmp_path / "plan.jsonl"
     plan.write_text(json.dumps({"page": page(5)}))
     before = datetime.fromtimestamp(OLD + 2500, UTC).isoformat()
-    freed(invoke, aged, "--free", 1, "--keep-plan", plan, "--before", before, "--yes")
+    freed(invoke, aged, "--free", "1B", "--keep-plan", plan, "--before", before, "--yes")
     assert pages_of(aged) == {page(n) for n in range(1, 6)}
 
 
@@ -281,17 +281,17 @@ def test_every_store_makes_room_by_a_trace(
     trace = trace_file(tmp_path / "trace.jsonl", [[*tokens(), 1]])
     kv = sum(spec.nbytes for spec in object_specs(PROFILE, "file") if spec.pool == "kv")
     # The demo's last page has states too.
-    document = freed(invoke, place, "--free", kv + 1, "--trace", trace, "--profile", profile,
+    document = freed(invoke, place, "--free", f"{kv + 1}B", "--trace", trace, "--profile", profile,
                      "--yes")  # fmt: skip
     assert document["pages"] == 1
     settle(kind, request)
-    document = freed(invoke, place, "--free", kv + 1, "--trace", trace, "--profile", profile,
+    document = freed(invoke, place, "--free", f"{kv + 1}B", "--trace", trace, "--profile", profile,
                      "--yes")  # fmt: skip
     assert {row["page"] for row in document["groups"]} == {*HASHES[5:7]}
     assert document["free"]["usable_tokens_after"] == 4 * SIZE
     assert document["free"]["kept_pages"] == 5
     if kind in ("hf3fs", "mooncake"):
-        said = invoke("rm", place, "--free", 1, "--yes", exit_code=2).stderr
+        said = invoke("rm", place, "--free", "1B", "--yes", exit_code=2).stderr
         assert "keeps no timestamps, so the oldest pages are unknown; give --trace or" in said
 
 
@@ -309,9 +309,9 @@ def test_pages_of_unknown_size_stay(
             yield batch.set_column(at, "nbytes", pc.if_else(other, None, batch.column("nbytes")))
 
     monkeypatch.setattr(FileStore, "scan", without_sizes)
-    said = invoke("rm", aged, "--free", 1, "--model", "other", "--yes", exit_code=2).stderr
+    said = invoke("rm", aged, "--free", "1B", "--model", "other", "--yes", exit_code=2).stderr
     assert "does not tell the sizes of its objects" in said
-    output = invoke("rm", aged, "--free", 1, "--dry-run", "--format", "json")
+    output = invoke("rm", aged, "--free", "1B", "--dry-run", "--format", "json")
     assert "2 pages with objects of unknown size left alone" in output.stderr
     assert [row["page"] for row in output.document["groups"]] == [page(0)]
     facts = output.document["free"]
@@ -325,7 +325,7 @@ def test_sizes_of_exbibytes_do_not_disturb_the_order(invoke: Invoke) -> None:
             sparse = put(store, f"{page(n)}_m_0_1.bin", 0, OLD)
             os.truncate(sparse, 1 << (62 if n < 4 else 10))
             os.utime(sparse, (OLD + n, OLD + n))
-        freed(invoke, store, "--free", 1, "--model", "m", "--yes")
+        freed(invoke, store, "--free", "1B", "--model", "m", "--yes")
         left = {path.name[:64] for path in store.glob("*.bin")}
         assert left == {page(n) for n in range(1, 6)}
 
@@ -340,13 +340,13 @@ def test_a_page_that_a_server_rewrites_meanwhile_stays_and_others_leave(
         return look(store, *arguments)
 
     monkeypatch.setattr(FileStore, "look", meanwhile)
-    output = invoke("rm", aged, "--free", 3 * NBYTES, "--yes")
+    output = invoke("rm", aged, "--free", f"{3 * NBYTES}B", "--yes")
     assert "1 page left alone: written to after the listing" in output.stderr
     assert pages_of(aged) == {page(n) for n in (0, 3, 4, 5)}
     before = datetime.fromtimestamp(OLD + 3500, UTC).isoformat()
     put_pages(aged, range(1), "_m_0_2", "_m_1_2", nbytes=NBYTES, mtime=OLD + 8)
-    short = invoke("rm", aged, "--free", 3 * NBYTES, "--before", before, "--yes", exit_code=4)
-    assert "--free: servers rewrote 1 page (200 B), left alone; run again with --free 100" in (
+    short = invoke("rm", aged, "--free", f"{3 * NBYTES}B", "--before", before, "--yes", exit_code=4)
+    assert "--free: servers rewrote 1 page (200 B), left alone; run again with --free 100B" in (
         short.stderr
     )
     assert pages_of(aged) == {page(n) for n in (0, 4, 5)}
@@ -358,7 +358,7 @@ def test_a_further_hard_link_keeps_its_bytes(invoke: Invoke, aged: Path, tmp_pat
     backup.mkdir()
     for path in aged.iterdir():
         os.link(path, backup / path.name)
-    assert freed(invoke, aged, "--free", 1, "--yes")["bytes"] == 2 * NBYTES
+    assert freed(invoke, aged, "--free", "1B", "--yes")["bytes"] == 2 * NBYTES
     assert pages_of(aged) == {page(n) for n in range(1, 6)}
     assert len(contents(backup)) == 12
 
@@ -372,7 +372,7 @@ def test_a_page_that_a_server_is_writing_is_last_and_never_half(
     sidecar, anchor = store / indexer(7), store / kv(7)
     put(store, sidecar.name, INDEXER_BYTES, time.time())
     nbytes = KV_BYTES + INDEXER_BYTES
-    freed(invoke, store, "--free", nbytes, "--yes")
+    freed(invoke, store, "--free", f"{nbytes}B", "--yes")
     assert pages_of(store) == {page(1), page(7)}
 
     def finish() -> None:
@@ -382,7 +382,7 @@ def test_a_page_that_a_server_is_writing_is_last_and_never_half(
 
     writer = Thread(target=finish, daemon=True)
     writer.start()
-    freed(invoke, store, "--free", nbytes + 1, "--model", "x/dsa", "--grace", "0s", "--yes")
+    freed(invoke, store, "--free", f"{nbytes + 1}B", "--model", "x/dsa", "--grace", "0s", "--yes")
     writer.join(timeout=10)
     assert not writer.is_alive()
     assert pages_of(store) == set()
@@ -394,8 +394,8 @@ def test_a_read_only_store_loses_nothing(invoke: Invoke, tmp_path: Path) -> None
     with small_file_system(tmp_path / "fixed", 1 << 20) as fixed:
         put_pages(fixed, range(3), "_m_0_1", nbytes=NBYTES)
         subprocess.run(["mount", "-o", "remount,ro", fixed], check=True)
-        output = invoke("rm", fixed, "--free", 1, "--yes", exit_code=3)
-        rehearsed = freed(invoke, fixed, "--free", 1, "--dry-run")
+        output = invoke("rm", fixed, "--free", "1B", "--yes", exit_code=3)
+        rehearsed = freed(invoke, fixed, "--free", "1B", "--dry-run")
         assert len(contents(fixed)) == 3
     assert output.stdout == ""
     assert output.stderr.count("\n") == 1

@@ -210,7 +210,7 @@ class Place:
 
     def remove(self, *more: str) -> dict[str, Any] | None:
         case = self.case
-        words: list[object] = ["rm", self.store, "--free", case.asked, *more]
+        words: list[object] = ["rm", self.store, "--free", f"{case.asked}B", *more]
         if case.profiled:
             # tests/prewarming/test_targets.py has doubtful profiles.
             words += ["--profile", self._profile, "--despite-profile"]

@@ -92,9 +92,9 @@ def test_budgets_cut_the_plan(invoke: Invoke, tokens: Path, profile: Path) -> No
 
     page = sum(found.nbytes for found in object_specs(PROFILE, "file"))
     assert planned("--budget-pages", 2) == 2
-    assert planned("--budget", 2 * page) == 2
-    assert planned("--budget", 2 * page - 1) == 1
-    assert planned("--budget", 2 * page, "--budget-pages", 1) == 1
+    assert planned("--budget", f"{2 * page}B") == 2
+    assert planned("--budget", f"{2 * page - 1}B") == 1
+    assert planned("--budget", f"{2 * page}B", "--budget-pages", 1) == 1
     assert planned("--budget", "1TiB") == 3
 
 

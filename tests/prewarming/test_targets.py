@@ -353,7 +353,7 @@ def test_a_size_is_kept_under_a_writer(invoke: Invoke, tmp_path: Path, profile: 
             place.write()
         limit = chance.randrange(100, 150) * PAGE_BYTES
         removal = place.watch()
-        document = removed(invoke, place.store, "--max-size", limit, "--profile", profile)
+        document = removed(invoke, place.store, "--max-size", f"{limit}B", "--profile", profile)
         stored = sum(path.stat().st_size for path in place.store.glob("*.bin"))
         assert stored <= limit, told
         assert not document["pages"] or stored + PAGE_BYTES > limit, told
@@ -391,7 +391,7 @@ def test_incomplete_pages_leave_first(
 
 def test_without_a_profile_only_orphans_are_certain(invoke: Invoke, tmp_path: Path) -> None:
     _, orphans = damaged(tmp_path / "store")
-    text = invoke("rm", tmp_path / "store", "--free", 2 * INDEXER_BYTES + 1, "--yes").stdout
+    text = invoke("rm", tmp_path / "store", "--free", f"{2 * INDEXER_BYTES + 1}B", "--yes").stdout
     assert "Incomplete: 2 pages, 2.1 KiB" in text
     assert pages_of(tmp_path / "store") == {page(n) for n in range(1, 20)} - orphans
 
@@ -401,10 +401,10 @@ def test_a_doubtful_profile_decides_nothing(invoke: Invoke, tmp_path: Path, prof
     store = dsa_store(tmp_path / "store", 40)
     for number in range(20, 40):
         (store / indexer(number)).unlink()
-    output = invoke("rm", store, "--free", 1, "--profile", profile, "--yes")
+    output = invoke("rm", store, "--free", "1B", "--profile", profile, "--yes")
     assert "20 pages not whole by --profile not removed first" in output.stderr
     assert pages_of(store) == {page(n) for n in range(1, 40)}
-    despite = ("--free", KV_BYTES + 1, "--profile", profile, "--despite-profile")
+    despite = ("--free", f"{KV_BYTES + 1}B", "--profile", profile, "--despite-profile")
     removed(invoke, store, *despite)
     assert pages_of(store) == {page(n) for n in range(1, 40) if n not in (20, 21)}
 
@@ -412,7 +412,7 @@ def test_a_doubtful_profile_decides_nothing(invoke: Invoke, tmp_path: Path, prof
 def test_a_young_incomplete_page_stays(invoke: Invoke, tmp_path: Path, profile: Path) -> None:
     store = dsa_store(tmp_path / "store", 4)
     put(store, indexer(7), INDEXER_BYTES, time.time())
-    removed(invoke, store, "--free", 1, "--profile", profile)
+    removed(invoke, store, "--free", "1B", "--profile", profile)
     assert pages_of(store) == {page(n) for n in (1, 2, 3, 7)}
 
 
@@ -422,7 +422,7 @@ def test_pages_that_cannot_be_removed_are_passed_over(
     """One page in the way is no reason for a full disk."""
     store = dsa_store(tmp_path / "store", 5)
     stick(monkeypatch, kv(0))
-    output = invoke("rm", store, "--free", 2 * PAGE_BYTES, "--yes", exit_code=4)
+    output = invoke("rm", store, "--free", f"{2 * PAGE_BYTES}B", "--yes", exit_code=4)
     assert pages_of(store) == {page(n) for n in (0, 3, 4)}
     assert "Operation not permitted" in output.stdout
     assert "short of" not in output.stderr
@@ -438,7 +438,7 @@ def test_a_store_in_which_nothing_can_be_removed_is_given_up(
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(FileWriter, "remove", stuck)
-    output = invoke("rm", store, "--free", 110 * PAGE_BYTES, "--yes", exit_code=4)
+    output = invoke("rm", store, "--free", f"{110 * PAGE_BYTES}B", "--yes", exit_code=4)
     assert "short of 1.1 MiB: 110 pages failed; see above, then run again" in output.stderr
     assert len(tried) == 110
 
@@ -457,7 +457,7 @@ def test_the_cost_of_sparing_other_deployments_is_told(
     put_pages(source, range(3), "_other_0_1", nbytes=1000, mtime=time.time() - 900)
     trace = tmp_path / "trace.jsonl"
     trace.write_text(json.dumps({"timestamp": 1, "token_ids": tokens()}))
-    options = ("--free", 1, "--trace", trace, "--profile", own_profile, "--dry-run")
+    options = ("--free", "1B", "--trace", trace, "--profile", own_profile, "--dry-run")
     output = invoke("rm", source, *options)
     assert (
         "3 pages (2.9 KiB) of deployments that no request names left alone: 2.9 KiB of others "
@@ -481,7 +481,7 @@ def test_an_orphan_of_a_spared_deployment_leaves_first(
     trace = tmp_path / "trace.jsonl"
     trace.write_text(json.dumps({"timestamp": 1, "token_ids": tokens()}))
     options = ("--trace", trace, "--profile", own_profile)
-    output = invoke("rm", source, "--free", 1, *options, "--yes", "--format", "json")
+    output = invoke("rm", source, "--free", "1B", *options, "--yes", "--format", "json")
     assert output.document["free"]["incomplete_pages"] == output.document["pages"] == 1
     assert "1 page (10.0 KiB) of deployments that no request names left alone" in output.stderr
     assert pages_of(source) == {*before, page(0)}
@@ -494,20 +494,20 @@ def test_a_size_is_kept_by_a_page(invoke: Invoke, tmp_path: Path) -> None:
     store = dsa_store(tmp_path / "store", 10)
     put(store, "notes.txt", 100)  # as ls --summary, it counts every file
     size = 4 * PAGE_BYTES + 100
-    document = removed(invoke, store, "--max-size", size)
+    document = removed(invoke, store, "--max-size", f"{size}B")
     facts = document["free"]
     assert (document["pages"], document["lacking_bytes"]) == (6, 0)
     assert (facts["target"], facts["limit_bytes"]) == ("max-size", size)
     assert (facts["stored_bytes"], facts["asked_bytes"]) == (10 * PAGE_BYTES + 100, 6 * PAGE_BYTES)
     assert document["free_bytes"] is None
-    again = invoke("rm", store, "--max-size", size, "--yes")
+    again = invoke("rm", store, "--max-size", f"{size}B", "--yes")
     assert "nothing to remove" in again.stdout
     assert len(pages_of(store)) == 4
 
 
 def test_a_size_that_only_an_empty_store_has_is_refused(invoke: Invoke, tmp_path: Path) -> None:
     store = dsa_store(tmp_path / "store", 10)
-    said = invoke("rm", store, "--max-size", 1, "--yes", exit_code=2).stderr
+    said = invoke("rm", store, "--max-size", "1B", "--yes", exit_code=2).stderr
     assert "1 B would take all; give a larger SIZE, or a filter too" in said
     assert len(pages_of(store)) == 10
 
@@ -519,12 +519,12 @@ def test_a_quiet_run_at_its_target_prints_nothing(
     store = dsa_store(tmp_path / "store", 10)
     put(store, indexer(20), INDEXER_BYTES, time.time())
     put_pages(store, range(30, 33), "_m_0_2")  # ambiguous keys
-    for size in ("1MiB", 8 * PAGE_BYTES):
+    for size in ("1MiB", f"{8 * PAGE_BYTES}B"):
         arguments = ("rm", store, "--max-size", size, "--profile", profile, "--yes")
         output = invoke("-q", *arguments)
         assert output.stdout + output.stderr == ""
     assert "1 page in flight left alone" in invoke(*arguments).stderr
-    short = ("rm", store, "--max-size", 1, "--model", "x/dsa", "--profile", profile, "--yes")
+    short = ("rm", store, "--max-size", "1B", "--model", "x/dsa", "--profile", profile, "--yes")
     said = invoke("-q", *short, exit_code=4).stderr
     assert "--max-size: " in said
     assert "1 page in flight left alone" in said
@@ -568,11 +568,11 @@ def test_snapshots_of_3fs_do_not_tell_what_a_removal_frees(
     plan = tmp_path / "plan.jsonl"
     plan.write_text("".join(f"{json.dumps({'page': name})}\n" for name in HASHES))
     arguments = ("rm", url, "--keep-plan", plan, "--profile", own_profile, "--yes")
-    said = invoke(*arguments, "--keep-free", 1000, exit_code=2).stderr
+    said = invoke(*arguments, "--keep-free", "1000B", exit_code=2).stderr
     assert "does not tell its free space after a removal; give --max-size SIZE" in said
     listed = (*arguments, "--format", "json")
     stored = invoke(*listed, "--max-size", "1TiB").document["free"]["stored_bytes"]
-    document = invoke(*listed, "--max-size", stored - 1).document
+    document = invoke(*listed, "--max-size", f"{stored - 1}B").document
     assert document["pages"] == 1
 
 
@@ -591,7 +591,9 @@ def test_snapshots_of_3fs_do_not_tell_what_a_removal_frees(
         (".%", "'.%' is not a share"),
         ("\N{ARABIC-INDIC DIGIT ONE}%", "is not a share"),
         ("half", "'half' is not a size"),
-        ("30", "'30' is 30 bytes; write 30% or 30GiB"),
+        ("30", "'30' is only 30 bytes; write 30%, 30GiB, or 30B if bytes are meant"),
+        ("1.5", "'1.5' is only 1 bytes; write 1.5%, 1.5GiB"),
+        ("9999", "'9999' is only 9999 bytes; write 9999%, 9999GiB"),
     ],
 )
 def test_room_that_makes_no_sense_is_refused(
@@ -605,11 +607,12 @@ def test_a_share_and_a_size_are_read_exactly() -> None:
     assert parse_room("30%") * 10 == 3
     assert parse_room("0.5%") * 200 == 1
     assert parse_room("200GiB") == parse_size("200GiB")
+    assert [parse_room("10000"), parse_room("30B")] == [10_000, 30]
 
 
 def test_targets_exclude_each_other(invoke: Invoke, tmp_path: Path) -> None:
     store = dsa_store(tmp_path / "store", 2)
-    both = ("rm", store, "--max-size", 1, "--keep-free", 1000, "--yes")
+    both = ("rm", store, "--max-size", "1B", "--keep-free", "1000B", "--yes")
     said = invoke(*both, exit_code=2).stderr
     assert "--keep-free cannot be combined with --max-size; leave out one of them" in said
 

@@ -20,7 +20,7 @@ COMMANDS = {
     "report": ("report", "STORE", "--token-ids", "FILE", "-o", "-"),
     "prewarm": ("prewarm", "NEW", "--from", "STORE", "--token-ids", "FILE"),
     "plan": ("prewarm", "--trace", "FILE", "--dry-run"),
-    "rm": ("rm", "STORE", "--free", "1", "--trace", "FILE", "--yes"),
+    "rm": ("rm", "STORE", "--free", "1B", "--trace", "FILE", "--yes"),
 }
 
 

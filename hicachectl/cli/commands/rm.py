@@ -497,7 +497,7 @@ def _say_how_to_go_on(ctx: click.Context, taken: Taken, text: str, free: int | N
         remark(ctx, f"{text}; run the same command again to remove the others")
         return
     left = max(1, free - (taken.nbytes or 0))
-    remark(ctx, f"{text}; to free the rest, run the command again with --free {left}")
+    remark(ctx, f"{text}; to free the rest, run the command again with --free {left}B")
 
 
 def _doubt(pages: _Pages, in_flight: BoolArray) -> Refusal | None:
@@ -617,7 +617,7 @@ def _left_alone(report: GroupReport, in_flight: int, freeing: Freeing | None) ->
             kept = f"{counted(report.kept, 'page')} ({human_size(report.kept_bytes)})"
             yield (
                 f"--free: servers rewrote {kept}, left alone; run again with --free "
-                f"{freeing.lacking}"
+                f"{freeing.lacking}B"
             )
         else:
             yield freeing.why_short(in_flight)
