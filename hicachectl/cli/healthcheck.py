@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 10.0
 _MAX_REPLY_BYTES = 1 << 20
 _ALLOWED = "/%:@!$&'()*+,;=~"
+_ENDS = {"/start": "begin", "/fail": "failure", "": "success"}  # what each ping reports
 
 
 @contextmanager
 def pinged(ctx: click.Context, url: SplitResult) -> Iterator[None]:
     """Report the begin and the end of the block, which is the run of a command.
 
-    A ping that fails is a message on stderr, without the path of the URL, which is a secret.
+    Pings that fail are one message on stderr after the block, since cron mails what is printed. It
+    is without the path of the URL, which is a secret.
     """
     tls = url.scheme == "https"
     service = HttpService(
@@ -42,9 +44,9 @@ def pinged(ctx: click.Context, url: SplitResult) -> Iterator[None]:
         tls=tls,
         max_reply_bytes=_MAX_REPLY_BYTES,
     )
-    failed = True
+    failed, lost = True, dict[str, list[str]]()  # what was not reported, by its reason
     try:
-        _ping(ctx, service, url, "/start")
+        _ping(service, url, "/start", lost)
         yield
         failed = False
     except BrokenPipeError:  # the reader needs no more output
@@ -53,13 +55,17 @@ def pinged(ctx: click.Context, url: SplitResult) -> Iterator[None]:
     finally:
         succeeded = ctx.meta.get(SUCCEEDED)
         if failed or succeeded is False:
-            _ping(ctx, service, url, "/fail")
+            _ping(service, url, "/fail", lost)
         elif succeeded:
-            _ping(ctx, service, url, "")
+            _ping(service, url, "", lost)
         service.close()
+        if lost:
+            said = (f"{' and '.join(ends)} not reported: {why}" for why, ends in lost.items())
+            remark(ctx, f"--healthcheck-url: {'; '.join(said)}", failure=True)
 
 
-def _ping(ctx: click.Context, service: HttpService, url: SplitResult, end: str) -> None:
+def _ping(service: HttpService, url: SplitResult, end: str, lost: dict[str, list[str]]) -> None:
+    """Ping the service; enter an end that is not reported under its reason."""
     query = f"?{quote(url.query, safe=_ALLOWED + '?')}" if url.query else ""
     path = f"{quote(url.path.rstrip('/') + end, safe=_ALLOWED)}{query}"
     try:
@@ -69,5 +75,4 @@ def _ping(ctx: click.Context, service: HttpService, url: SplitResult, end: str) 
         if status // 100 != http.client.OK // 100:
             raise service.lost(f"HTTP {status}")
     except StoreUnavailable as error:
-        what = {"/start": "the begin", "/fail": "the failure", "": "the success"}[end]
-        remark(ctx, f"--healthcheck-url: {what} was not reported: {error}", failure=True)
+        lost.setdefault(str(error), []).append(_ENDS[end])
