@@ -174,7 +174,10 @@ allow_leases_option = MOONCAKE.option(
 
 
 def pin_ttl_option(name: str, section: Section, *, needs: str = "") -> Callable[[F], F]:
-    """Return the option for the duration of pins. needs: see `Option`."""
+    """Return the option for the duration of pins.
+
+    needs: see `Option`.
+    """
     return section.option(
         name,
         "pin_seconds",
@@ -355,7 +358,7 @@ def _jobs_option(text: str) -> Callable[[F], F]:
     )
 
 
-# Of commands that compare a store with what a copy of another one would be.
+# Options of commands that compare a store with the copy of another store that it should be.
 comparing_options = stack(_transform_options, _jobs_option("Read"), _buffer_option, _bwlimit_option)
 copy_options = stack(
     _transform_options,

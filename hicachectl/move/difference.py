@@ -120,20 +120,20 @@ def compare_stores(
     if not (first.chosen.any() or second.chosen.any() or request.allow_empty):
         why = explain_selection(a, first.groups.inventory, request.selection)
         raise UsageError(f"Nothing to compare: {why}")
-    found = _Comparison(pair, first, second)
-    found.judge_in_flight(request.grace_seconds, on_wait)
+    pages = _Comparison(pair, first, second)
+    pages.judge_in_flight(request.grace_seconds, on_wait)
     if request.options.verify:
-        found.read(on_read)
+        pages.read(on_read)
     return DiffFacts(
         urls=(a.url, b.url),
         writable=(a.traits.writes, b.traits.writes),
-        counts=np.bincount(found.kinds, minlength=len(Kind)),
-        sums=found.sums(),
-        rows=found.rows(),
+        counts=np.bincount(pages.kinds, minlength=len(Kind)),
+        sums=pages.sums(),
+        rows=pages.rows(),
         reads=request.options.verify,
-        nbytes=found.nbytes,
-        unsized=int((found.unsized & (found.kinds == Kind.EQUAL)).sum()),
-        left_out=found.left_out(),
+        nbytes=pages.nbytes,
+        unsized=int((pages.unsized & (pages.kinds == Kind.EQUAL)).sum()),
+        left_out=pages.left_out(),
         unknown_keys=sum(int(side.groups.inventory.is_foreign.sum()) for side in (first, second)),
         remarks=remarks,
         allow_empty=request.allow_empty,
@@ -143,7 +143,7 @@ def compare_stores(
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One of the stores.
+    """One of the two stores, as listed.
 
     groups: the groups of its listing.
     listing: time of the listing.
@@ -242,8 +242,8 @@ class _Comparison:
         # Number of objects of each group that only one store has.
         own = np.bincount(groups_b.of_object[self._comparable(surveys)], minlength=count_b)
         self._only_a, self._only_b = np.zeros(count_a, dtype=np.int64), own.copy()
-        found = listed_targets(surveys, groups_b.inventory)
-        self._surveys = [self._with_b(*each) for each in zip(surveys, found, strict=True)]
+        in_b = listed_targets(surveys, groups_b.inventory)
+        self._surveys = [self._with_b(*each) for each in zip(surveys, in_b, strict=True)]
         routed = np.zeros(count_a, dtype=np.bool_)
         for survey in self._surveys:
             routed[survey.groups] = True
@@ -278,7 +278,10 @@ class _Comparison:
         return inventory.by_affix(known, False)
 
     def _with_b(self, bare: Survey, found: Objects) -> Survey:
-        """Return a survey with the targets that B has. found: their rows in B's listing."""
+        """Return a survey with the targets that B has, and note how its groups compare.
+
+        found: see `listed_targets`.
+        """
         at, targets, rows = found
         groups_b = self._second.groups
         numbers, of_b = bare.groups, groups_b.of_object
@@ -467,15 +470,15 @@ class _Comparison:
 
     def left_out(self) -> dict[str, int]:
         """Return the number of pages that were not compared, by reason."""
-        found = {}
+        counts = {}
         sides = ((self._first, "A"), (self._second, "B"))
         for (side, letter), left_out in zip(sides, self._left_out, strict=True):
             ambiguous = side.groups.deployment_ids == UNRESOLVED
             why = f"with ambiguous keys in {letter}; hicachectl ls describes them"
-            found[why] = int((left_out & ambiguous).sum())
+            counts[why] = int((left_out & ambiguous).sum())
             why = f"of other deployments than the profile's in {letter}"
-            found[why] = int((left_out & ~ambiguous).sum())
-        return found
+            counts[why] = int((left_out & ~ambiguous).sum())
+        return counts
 
 
 # Kinds of objects that were read, or could not be. Others are UNREADABLE.

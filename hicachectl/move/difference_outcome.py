@@ -108,10 +108,10 @@ class DiffDocument(msgspec.Struct, kw_only=True):
 
 
 class Closers(NamedTuple):
-    """The parts of command lines that close differences.
+    """The parts of the commands that close differences.
 
-    to_b: parts of copies from A to B.
-    to_a: parts of copies from B to A; None if no options state them.
+    to_b: parts of commands that copy from A to B.
+    to_a: parts of commands that copy from B to A; None if no options state such a copy.
     """
 
     to_b: Mending = Mending(store="A", destination="B")
@@ -120,7 +120,7 @@ class Closers(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffFacts:
-    """What the comparison of two stores has found.
+    """Facts of a comparison of two stores.
 
     urls: URLs of A and B.
     writable: whether objects can be written to A, and to B.
@@ -215,7 +215,7 @@ class DiffFacts:
             )
 
     def _closings(self, closers: Closers) -> Iterator[Closing]:
-        """Yield what closes the differences: copies in both directions, then contested pages."""
+        """Yield the commands that close the differences: copies both ways, then contested pages."""
         for giver, taker, mending, only in (
             ("a", "b", closers.to_b, Kind.ONLY_IN_A),
             ("b", "a", closers.to_a, Kind.ONLY_IN_B),
@@ -227,7 +227,7 @@ class DiffFacts:
     def _copies(
         self, giver: str, taker: str, mending: Mending | None, only: Kind
     ) -> Iterator[Closing]:
-        """Yield what copies the pages that a store lacks, or has in part.
+        """Yield the commands that copy the pages which a store lacks, or has in part.
 
         giver, taker: letters of the stores in the columns of rows.
         """
@@ -258,7 +258,7 @@ class DiffFacts:
         yield {"text": text, "commands": commands}
 
     def _contested(self, pages: int, closers: Closers) -> Closing:
-        """Return what replaces B's pages by A's, where the same objects differ."""
+        """Return the commands that replace B's pages by A's, where the same objects differ."""
         verify = " --verify" if self.reads else ""
         text = (
             f"{counted(pages, 'page')} whose objects differ; which store is right, hicachectl "
