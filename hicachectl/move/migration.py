@@ -150,11 +150,6 @@ class Migration(StorePair):
         self.columns = {"version"} & source.traits.columns if request.options.move else set[str]()
 
     @property
-    def urls(self) -> tuple[str, str]:
-        """URLs of both stores, equal if they are one."""
-        return self.source.url, self.source.url if self.adopts else self.destination.url
-
-    @property
     def identity(self) -> bytes:
         """Text that is equal for migrations that do the same between the same stores."""
         urls = map(os.fsencode, (self.source.url, self.destination.url))
@@ -247,7 +242,7 @@ class _Choice:
     def __init__(self, migration: Migration, groups: PageGroups, surveys: Sequence[Survey]) -> None:
         self.chosen = np.ones(len(groups), dtype=np.bool_)
         self.rests = np.zeros(len(groups), dtype=np.bool_)
-        self.facts = MigrationFacts(groups=len(groups))
+        self.facts = MigrationFacts(groups=len(groups), adopts=migration.adopts)
         self._migration = migration
         self._request = migration.request
         self._groups = groups
@@ -401,12 +396,13 @@ def migrate(
             with held_mark(migration.identity) as mark:
                 facts = carry_out(migration, plan, mark, on_begun=on_begun, on_moved=on_moved)
         except RequestHeldError as held:
-            nothing = result_of([MigrationFacts()], *migration.urls)
+            nothing = result_of([MigrationFacts()], source.url, destination.url)
             return nothing.stopped_by_lock(str(held))
     facts.seconds = time.monotonic() - started
     result = result_of(
         [facts],
-        *migration.urls,
+        source.url,
+        destination.url,
         labelled=request.labelled,
         dry_run=request.dry_run,
     )

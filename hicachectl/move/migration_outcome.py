@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -74,6 +75,7 @@ class MigrationFacts(CopyFacts, kw_only=True):
     unknown_keys: number of objects with unknown keys.
     left_out: number of groups not copied, by reason.
     refused: number of groups in conflict because servers refuse the destination's objects.
+    adopts: see `StorePair`.
     room: number of bytes that a rehearsed migration needs free in the destination.
     free_bytes: free bytes of the destination in a rehearsal; None if not known.
     """
@@ -85,6 +87,7 @@ class MigrationFacts(CopyFacts, kw_only=True):
     unknown_keys: Count = 0
     left_out: dict[str, int] = msgspec.field(default_factory=dict)
     refused: Count = 0
+    adopts: bool = False
     seconds: float = 0.0
     room: Count = 0
     free_bytes: Count | None = None
@@ -115,7 +118,7 @@ def result_of(
         estimated_seconds=None if dry_run else UNSET,
     )
     troubled = document.failed + document.conflicts
-    adopted = source == destination
+    adopted = any(part.adopts for part in parts)
     none_adopted = adopted and document.left_out and not (document.pages or document.skipped)
     said = [remark for part in parts for remark in part.remarks]
     undone = list(_not_copied(parts, source, destination, labelled))
@@ -128,7 +131,7 @@ def result_of(
         document=msgspec.to_builtins(document),
         rows=pa.Table.from_pylist(document.problems, schema=schema_of(ProblemRow)),
         rows_name="problems",
-        lines=_lines,
+        lines=partial(_lines, adopted=adopted),
         remarks=list(dict.fromkeys([*undone, *said, *troubles])),
         undone=[*undone, *troubles],
         failed=bool(troubled or none_adopted) or document.stopped_by == FULL,
@@ -136,10 +139,12 @@ def result_of(
     )
 
 
-def _lines(document: dict[str, Any], _screen: Screen, _shown: Shown) -> Iterator[str]:
-    """Yield the line of the `table` format."""
+def _lines(
+    document: dict[str, Any], _screen: Screen, _shown: Shown, *, adopted: bool
+) -> Iterator[str]:
+    """Yield the line of the `table` format. adopted: whether objects got trailers in place."""
     words, verbs = _WORDS, ("copied", "to copy")
-    if document["source"] == document["destination"]:
+    if adopted:
         words, verbs = _ADOPTED, ("given trailers", "to give trailers")
     verb = verbs["estimated_seconds" in document]
     parts = [
