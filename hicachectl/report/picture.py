@@ -170,7 +170,8 @@ def take_picture(
     )
     groups, inventory = checked.groups, checked.groups.inventory
     verified = report_of([checked.result], describe_store(store, verify), inventory.table, verify)
-    requested = _requested(store, groups, request)
+    free_bytes = store.free_bytes()
+    requested = _requested(store, groups, request, free_bytes)
     page, why = _page(store, request, verified, checked)
     rows, total = summarise(inventory, markers_of(store))
     return Picture(
@@ -183,7 +184,7 @@ def take_picture(
         findings=tuple(group_findings(verified.placed, made)),
         rows=rows,
         total=total,
-        free_bytes=store.free_bytes(),
+        free_bytes=free_bytes,
         states=tuple(np.bincount(groups.states, minlength=len(STATES)).tolist()),
         writes=writes_of(inventory),
         filling=filling_of(groups, made, is_part=bool(verify.selection)),
@@ -195,7 +196,9 @@ def take_picture(
     )
 
 
-def _requested(store: Store, groups: PageGroups, request: PictureRequest) -> Requested:
+def _requested(
+    store: Store, groups: PageGroups, request: PictureRequest, free_bytes: int | None
+) -> Requested:
     if request.hits is None:
         return Requested()
     asked = replace(request.hits, requests=request.hits.requests.in_time_order())
@@ -204,7 +207,9 @@ def _requested(store: Store, groups: PageGroups, request: PictureRequest) -> Req
         return Requested(no_tree=why, worth=worth_of(asked, store.eviction(), None))
     hits, measured = measure_listed(store, groups.inventory, asked)
     is_all = asked.profile is not None and not request.verify.selection
-    worth = worth_of(asked, store.eviction(), (groups, hits) if is_all else None)
+    worth = worth_of(
+        asked, store.eviction(), (groups, hits) if is_all else None, free_bytes=free_bytes
+    )
     told = tuple(f"Requests: {text}" for text in measured.remarks if text not in store.remarks)
     name, unused, tenancies = "", None, list[Tenancy]()
     if hits.deployment is not None:

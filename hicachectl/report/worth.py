@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.eviction import Policy
 from hicachectl.simulation.losses import look_at_listed
-from hicachectl.simulation.shares import answer
+from hicachectl.simulation.shares import answer, served_text
 from hicachectl.simulation.simulate import SimulateRequest, simulate
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Worth:
     """Hits of caches of several capacities.
 
-    verdict: what the rows say, in a sentence.
+    verdict: what the rows say, and what the store serves as it is.
     rows: rows of `simulate` for all requests.
     document: its document.
     remarks: what the shares refer to, and what they do not show.
@@ -39,7 +39,10 @@ class Worth:
 
 
 def worth_of(
-    measured: HitsRequest, policy: Policy, held: tuple[PageGroups, Hits] | None
+    measured: HitsRequest,
+    policy: Policy,
+    held: tuple[PageGroups, Hits] | None,
+    free_bytes: int | None = None,
 ) -> Worth | str:
     """Return the hits of caches, or why they are unknown.
 
@@ -47,6 +50,7 @@ def worth_of(
     policy: policy by which the store evicts.
     held: all pages of the store, of which the first deployment is measured, and the hits of the
         requests in them; None leaves out what the store holds and loses today.
+    free_bytes: bytes that the store has free; None if it does not tell.
     """
     request = SimulateRequest(
         requests=measured.requests,
@@ -58,8 +62,10 @@ def worth_of(
         today = None
         if held is not None:
             today = look_at_listed(*held, measured.requests, request.prefetch_threshold)
+            today = replace(today, free_bytes=free_bytes)
         result = simulate(request, today=today)
     except (FormatError, UsageError) as error:
         return str(error)
     rows = result.rows.to_pylist()
-    return Worth(answer(rows, result.document), rows, result.document, tuple(result.remarks))
+    texts = (answer(rows, result.document), *served_text(result.document))
+    return Worth(". ".join(texts), rows, result.document, tuple(result.remarks))

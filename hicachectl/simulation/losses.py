@@ -74,12 +74,14 @@ class Today:
     nbytes: bytes of all objects of the measured deployment; None if the store does not tell.
     start: pages that it holds whole.
     losses: what it serves of the requests.
+    free_bytes: bytes that it has free; None if it does not tell.
     remarks: messages about what these do not show.
     """
 
     nbytes: int | None
     start: Start
     losses: Losses
+    free_bytes: int | None = None
     remarks: tuple[str, ...] = ()
 
 
@@ -114,7 +116,7 @@ def look_at(
         *hit_remarks(hits, inventory, expected_identities(store, profile)),
         *miss_remarks(store, inventory, hits, find_elsewhere(inventory, hits)),
     )
-    return replace(today, remarks=remarks)
+    return replace(today, free_bytes=store.free_bytes(), remarks=remarks)
 
 
 def look_at_listed(

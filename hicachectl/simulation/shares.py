@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _GIB, _TIB = 1 << 30, 1 << 40
 _BAR = 24
+_ROOM = 0.1  # a store that has more than this share of its size free is not at its limit
 _ENOUGH = 0.9  # a curve that reaches this share of the best possible hits is flat from there
 
 
@@ -291,6 +292,35 @@ def denominators(rows: Sequence[CapacityRow], document: Mapping[str, Any], least
         f"Shares are of {counted(whole['tokens'], 'prompt token')} of "
         f"{counted(whole['requests'], 'request')}, also those of the last page{below}{left}"
     )
+
+
+def room_texts(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a message if the size of a store is no limit that is known: it has room.
+
+    document: the document of `simulate`.
+    """
+    today, free = document["today_bytes"], document["free_bytes"]
+    if today and free is not None and free > today * _ROOM:
+        yield (
+            f"The size of today, {human_size(today)}, is no known limit: {human_size(free)} are "
+            "free. Unless max_size of the servers limits it, the store grows by itself, and pages "
+            "lost as evicted were removed by something else"
+        )
+
+
+def served_text(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a store serves as it is, and why a cache of its size can serve another share.
+
+    document: the document of `simulate`; without a store, nothing is said.
+    """
+    if document["losses"] is not None:
+        served = document["served_tokens"]
+        tokens = served + sum(loss["tokens"] for loss in document["losses"])
+        share = f"{served / tokens:.1%}" if tokens else "none"
+        yield (
+            f"The store as it is serves {share} of {counted(tokens, 'prompt token')}; the caches "
+            "above write and evict while the requests come"
+        )
 
 
 def chosen_row(rows: Sequence[CapacityRow], document: Mapping[str, Any]) -> CapacityRow:

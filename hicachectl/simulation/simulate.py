@@ -35,7 +35,9 @@ from hicachectl.simulation.shares import (
     groups_for_people,
     losses_for_people,
     prompt_tokens,
+    room_texts,
     rows_table,
+    served_text,
 )
 from hicachectl.simulation.sizes import PageSizes
 from hicachectl.simulation.starts import start_from_plan
@@ -80,6 +82,7 @@ class SimulateDocument(msgspec.Struct, kw_only=True):
     hours: float | None
     most_share: float | None
     today_bytes: int | None
+    free_bytes: int | None
     served_tokens: int | None
     losses: list[LossRow] | None
     capacities: list[CapacityRow] | UnsetType = UNSET
@@ -229,6 +232,7 @@ def simulate(
             hours=counting.hours,
             most_share=counting.share(most),
             today_bytes=None if today is None else today.nbytes,
+            free_bytes=None if today is None else today.free_bytes,
             served_tokens=None if today is None else today.losses.served_tokens,
             losses=None if today is None else today.losses.rows,
         )
@@ -241,6 +245,7 @@ def simulate(
         remarks=[
             denominators(rows, document, request.least_tokens),
             *case.remarks,
+            *room_texts(document),
             *(() if today is None else today.remarks),
         ],
     )
@@ -479,4 +484,5 @@ def _lines(rows: list[CapacityRow], document: Mapping[str, Any], screen: Screen)
     for table in tables:
         yield from table_lines(table, screen)
         yield ""
+    yield from served_text(document)
     yield answer(rows, document)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 from typing import TYPE_CHECKING
 
 import pyarrow.parquet as pq
 import pytest
 
 from hicachectl.cli.demo_store import PROFILE
+from hicachectl.text.units import human_size
+from tests.small_file_system import small_file_system
 from tests.stores import OLD, contents
 from tests.test_api import demo_tokens
 
@@ -48,10 +51,30 @@ def test_a_table_compares_today_with_half_and_double(
     assert losses.split("\n")[0].split() == ["LOST", "BY", "TOKENS", "SHARE"]
     assert groups.split("\n")[0].split() == ["SESSION-AGE", "REQUESTS", "TOKENS", "HITS", "CURVE"]
     assert [line.split()[:2] for line in groups.split("\n")[1:]] == [["first", "turn"], ["1", "h"]]
+    now, last = last.splitlines()
+    assert now.startswith("The store as it is serves 39.8% of 322 prompt tokens; ")
     assert last.startswith("lru: ")
     assert " would serve " in last
     assert last.strip().endswith("no cache of any size serves more than 79.5%")
     assert "prompt tokens of 4 requests" in said.stderr
+
+
+def test_a_store_with_room_has_no_known_limit(
+    invoke: Invoke, source: Path, profile: Path, trace: Path, tmp_path: Path
+) -> None:
+    said = "is no known limit: "
+    words = ("simulate", "--trace", trace, "--profile", profile, "--policy", "lru")
+    with small_file_system(tmp_path / "mounted", "64m") as mounted:
+        store = mounted / "store"
+        shutil.copytree(source, store)
+        size = sum(path.stat().st_size for path in store.iterdir())
+        found = invoke(*words, store)
+        assert f"The size of today, {human_size(size)}, {said}" in found.stderr
+        free = invoke.document(*words, store)["free_bytes"]
+        assert free > size
+        (mounted / "other").write_bytes(bytes(free - size // 20))
+        assert invoke.document(*words, store)["free_bytes"] <= size // 20
+        assert said not in invoke(*words, store).stderr
 
 
 def test_every_format_has_the_rows_of_the_document(

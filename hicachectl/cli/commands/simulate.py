@@ -138,7 +138,8 @@ def command(ctx: click.Context, /, store: str | None, **options: Any) -> None:
     the store does not serve the other tokens: their first use, an eviction, damage, or another
     deployment. STORE is only read.
 
-    The last line compares the capacity of today with its half and its double.
+    The last line compares the capacity of today with its half and its double; the one before says
+    what STORE serves as it is.
 
     With --l1 and --l2, the memory of the servers serves first. --what-if compares other settings.
 
