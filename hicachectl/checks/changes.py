@@ -29,7 +29,7 @@ from hicachectl.checks.findings import findings
 from hicachectl.checks.tables import WORD_BYTES, code_dtype_of, sections_of
 from hicachectl.formats.layouts import TENSOR_DTYPE_BYTES
 from hicachectl.kernels.values import is_inf, is_nan, to_float32
-from hicachectl.text.units import counted, second, written_between
+from hicachectl.text.units import counted, exact, written_between
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,6 +61,7 @@ _SCATTER = 0.75  # most distance of an object's quartiles from those of the othe
 _SCATTERED = 0.05  # share of objects that may be further apart
 _FACTOR_ERROR = 0.35  # most error of the factor between the distances of quartiles, in bits
 _ROUNDS = 20  # more than the search for two groups needs
+_UNITS_NS = (10**9, 10**6, 10**3)
 _MISPLACED = 0.05  # share of the fewer objects that may have been written on the wrong side
 
 
@@ -151,22 +152,25 @@ def check_changes(given: CheckSums) -> Iterator[pa.Table]:
     """Yield values-changed for each pool and part with pages of two dtypes, or two layouts."""
     table = given.table
     by_part: dict[tuple[int, str, str | None], list[pa.Table]] = defaultdict(list)
+    listed: dict[tuple[int, str, str | None], int] = defaultdict(int)
     affixes = given.evidence.column("affix").to_numpy()
     for affix in np.unique(affixes).tolist():
         spec = table.specs[affix]
         if spec is not None:
             key = (table.deployment_ids[affix], spec.coordinate.pool, spec.coordinate.part)
             by_part[key].append(given.evidence.filter(pa.array(affixes == affix)))
+            listed[key] += int(given.tally.objects[affix])
     for (owner, pool, part), tables in by_part.items():
         deployment = table.deployments[owner]
         profile = deployment.profile
         for kinds in filter(None, (_dtypes(tables, profile, pool), _layouts(tables, profile))):
-            since, text = _described(kinds)
+            every = len(kinds.second) == listed[owner, pool, part]
+            since_ns, text = _described(kinds, every=every)
             yield findings(
                 "values-changed",
                 keys=pa.nulls(1, pa.string()),
                 deployments=pa.array([deployment.label(table.grammar)]),
-                written=pa.array([since], pa.int64()),
+                written_ns=pa.array([since_ns], pa.int64()),
                 pools=pa.array([pool]),
                 parts=pa.array([part], pa.string()),
                 detail=f"model {deployment.names.model!r} {deployment.shard.sizes_text()}: {text}",
@@ -271,10 +275,11 @@ def _layouts(tables: list[pa.Table], profile: Profile | None) -> _Kinds | None:
     return None if _split(kinds) is None else kinds
 
 
-def _split(kinds: _Kinds) -> tuple[int, bool] | None:
-    """Return the time from which the objects are of the other kind, and whether of the second one.
+def _split(kinds: _Kinds) -> tuple[int, int, bool] | None:
+    """Return when the last object before a change and the first one after it were written.
 
-    None if both kinds were written in turns, or the times are not known.
+    Also return whether the later objects are of the second kind. None if both kinds were written in
+    turns, or the times are not known.
     """
     order = np.argsort(kinds.written_ns, kind="stable")
     times, second = kinds.written_ns[order], kinds.second[order]
@@ -287,11 +292,27 @@ def _split(kinds: _Kinds) -> tuple[int, bool] | None:
     to_second, place = np.unravel_index(int(np.argmin(wrong)), wrong.shape)
     if wrong[to_second, place] > _MISPLACED * min(total, len(second) - total):
         return None
-    return int(times[place + 1]), bool(to_second)
+    return int(times[place]), int(times[place + 1]), bool(to_second)
 
 
-def _described(kinds: _Kinds) -> tuple[int | None, str]:
-    """Return the time of the change in Unix seconds, None if there is none, and the detail."""
+def _rounded(after_ns: int, until_ns: int, *, early: bool) -> int:
+    """Return the roundest time that is later than one time and not later than another.
+
+    early: of equally round times, return the first one, not the last.
+    """
+    for unit in _UNITS_NS:
+        rounded = (after_ns // unit + 1 if early else until_ns // unit) * unit
+        if after_ns < rounded <= until_ns:
+            return int(rounded)
+    return until_ns
+
+
+def _described(kinds: _Kinds, *, every: bool) -> tuple[int | None, str]:
+    """Return the time of the change in Unix nanoseconds, and the detail.
+
+    The time is None if both kinds were written in turns. If not every object of the part was
+    compared, pages from between the compared ones can be of either kind: both removals take them.
+    """
     counts = [int((~kinds.second).sum()), int(kinds.second.sum())]
     evidence = f"; {kinds.evidence}" * bool(kinds.evidence)
     change = _split(kinds)
@@ -302,15 +323,17 @@ def _described(kinds: _Kinds) -> tuple[int | None, str]:
             f"numbers are {' and '.join(texts)}{evidence}; servers with both settings wrote them: "
             "remove the pages of the wrong one with hicachectl rm --since --before, or all pages"
         )
-    since_ns, to_second = change
+    last_ns, first_ns, to_second = change
     old, new = kinds.names if to_second else kinds.names[::-1]
     counts = counts if to_second else counts[::-1]
-    since = -(-since_ns // 10**9)
-    when = second(since)
-    return since, (
-        f"{old} before {when}, {new} since then ({counts[0]} and {counts[1]} objects compared)"
-        f"{evidence}; if the servers write {new} now, remove the older pages with hicachectl rm "
-        f"--before {when}; if {old}, the newer ones with --since {when}"
+    end_ns = _rounded(last_ns, first_ns, early=False)
+    start_ns = end_ns if every else _rounded(last_ns, first_ns, early=True)
+    start, end = exact(start_ns), exact(end_ns)
+    then, between = (end, ", none from between") if start != end else ("then", "")
+    return end_ns, (
+        f"{old} before {start}, {new} since {then} ({counts[0]} and {counts[1]} objects compared"
+        f"{between}){evidence}; if the servers write {new} now, remove the older pages with "
+        f"hicachectl rm --before {end}; if {old}, the newer ones with --since {start}"
     )
 
 

@@ -42,9 +42,9 @@ _NUMBERS = [pa.field("row", pa.int32()), pa.field("group", pa.int32())]
 # With the object and the page group that each finding is about, as the numbers that the inventory
 # and `PageGroups` of this process have for them; NO_NUMBER without an object, or without a group.
 LOCATED_SCHEMA = pa.schema([*SCHEMA, *_NUMBERS])
-# With the deployment, as the label of its groups in `ls`, and the last write, in Unix seconds. Null
-# if the finding is about no group, the store keeps no times, or ages were not asked for.
-PLACED_SCHEMA = pa.schema([*SCHEMA, ("deployment", pa.string()), ("written", pa.int64())])
+# With the deployment, as the label of its groups in `ls`, and the last write. Null if the finding
+# is about no group, the store keeps no times, or ages were not asked for.
+PLACED_SCHEMA = pa.schema([*SCHEMA, ("deployment", pa.string()), ("written_ns", pa.int64())])
 # With the name of the check.
 NAMED_SCHEMA = PLACED_SCHEMA.append(pa.field("check", pa.string()))
 RUN_SCHEMA = pa.schema([*NAMED_SCHEMA, *_NUMBERS])
@@ -61,7 +61,7 @@ def findings(
     rows: IntArray | None = None,
     groups: IntArray | None = None,
     deployments: pa.Array | None = None,
-    written: pa.Array | None = None,
+    written_ns: pa.Array | None = None,
     detail: str | pa.Array | None = None,
     rule: str | None = None,
 ) -> pa.Table:
@@ -70,7 +70,7 @@ def findings(
     rows, groups: [keys] objects and page groups that the findings are about. Without rows, the
     group of a finding about an object follows from the key; a finding about a missing object, or
     about a whole page, needs its group, or no repair acts on it.
-    deployments, written: [keys] labels and last writes, for findings about whole deployments.
+    deployments, written_ns: [keys] labels and last writes, for findings about whole deployments.
     detail: one text for all, or [keys]; None: the code's own.
     rule: the code's rule that applies.
     Raises ValueError if no registered check declares the code or the rule, even without keys.
@@ -84,7 +84,7 @@ def findings(
         else column
         for column in (code, severity, pages, pools, parts, keys, detail, deployments)
     ]
-    written = pa.nulls(len(keys), pa.int64()) if written is None else written
+    written_ns = pa.nulls(len(keys), pa.int64()) if written_ns is None else written_ns
     check = pa.nulls(len(keys), pa.string())
     numbers = [
         pa.repeat(pa.scalar(NO_NUMBER, pa.int32()), len(keys))
@@ -92,7 +92,7 @@ def findings(
         else pa.array(given.astype(np.int32))
         for given in (rows, groups)
     ]
-    return pa.table([*texts, written, check, *numbers], schema=RUN_SCHEMA)
+    return pa.table([*texts, written_ns, check, *numbers], schema=RUN_SCHEMA)
 
 
 def object_findings(
@@ -251,7 +251,7 @@ def _rows_of(keys: pa.ChunkedArray, inventory: Inventory) -> IntArray:
 
 
 def labelled(found: pa.Table, groups: PageGroups) -> pa.Table:
-    """Return located findings with their columns `deployment` and `written` filled.
+    """Return located findings with their columns `deployment` and `written_ns` filled.
 
     A finding about an object without a group has the time of the object.
     """
@@ -266,12 +266,11 @@ def labelled(found: pa.Table, groups: PageGroups) -> pa.Table:
     written_ns[grouped] = groups.newest_ns[about[grouped]]
     times = groups.inventory.take(rows[lone], ["mtime_ns"]).column("mtime_ns")
     written_ns[lone] = times.fill_null(0).to_numpy()
-    written = written_ns // 10**9
     labels = pa.array(groups.labels, pa.string())
     return _with(
         found,
         deployment=labels.take(pa.array(label_ids, mask=about == NO_NUMBER)),
-        written=pa.array(written, mask=written == 0),
+        written_ns=pa.array(written_ns, mask=written_ns == 0),
     )
 
 

@@ -86,7 +86,7 @@ def check_mixed_sizes(given: CheckSums) -> Iterator[pa.Table]:
         "mixed-sizes",
         keys=pa.nulls(len(mixes), pa.string()),
         deployments=pa.array(labels, pa.string()),
-        written=pa.array([ns // 10**9 or None for ns in newest], pa.int64()),
+        written_ns=pa.array([ns or None for ns in newest], pa.int64()),
         pools=pa.array([mix.coordinate.pool for mix in mixes], pa.string()),
         parts=pa.array([mix.coordinate.part for mix in mixes], pa.string()),
         detail=pa.array(details, pa.string()),

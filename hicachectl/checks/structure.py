@@ -77,7 +77,7 @@ def check_other_deployments(given: CheckSums) -> Iterator[pa.Table]:
         if number and tally.states[number].any() and same_model(deployment, own, table.grammar)
     ]
     labels = [deployment.label(table.grammar) for _, deployment in found]
-    written = [int(tally.newest_ns[number]) // 10**9 or None for number, _ in found]
+    newest = [int(tally.newest_ns[number]) or None for number, _ in found]
     details = [
         _described(deployment, number, given, sized=number not in unsized)
         for number, deployment in found
@@ -86,7 +86,7 @@ def check_other_deployments(given: CheckSums) -> Iterator[pa.Table]:
         "other-deployment",
         keys=pa.nulls(len(found), pa.string()),
         deployments=pa.array(labels, pa.string()),
-        written=pa.array(written, pa.int64()),
+        written_ns=pa.array(newest, pa.int64()),
         detail=pa.array(details, pa.string()),
     )
 

@@ -53,7 +53,7 @@ def find_temporaries(
     now_ns = present_ns(store, changes=not dry_run)
     newest_ns = settled_ns = now_ns - int(DEFAULT_GRACE_SECONDS * 1e9)
     if before is not None:
-        newest_ns = min(newest_ns, int(before * 1e9) - 1)
+        newest_ns = min(newest_ns, round(before * 1e6) * 1000 - 1)
     found = []
     for batch in store.scan(_COLUMNS) if store.traits.lists_temporaries else ():
         on_batch(len(batch))

@@ -233,7 +233,8 @@ class Selection:
                 continue
             if len(groups) and not groups.has_times:
                 raise no_times(option)
-            older = groups.newest_ns < int(moment * 1e9)
+            # A float of today's seconds is exact to the microsecond, as ISO 8601 here.
+            older = groups.newest_ns < round(moment * 1e6) * 1000
             chosen &= (groups.newest_ns > 0) & (older if option == "--before" else ~older)
         if self.states:
             chosen &= np.isin(groups.states, [STATES.index(state) for state in self.states])

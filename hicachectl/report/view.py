@@ -241,7 +241,7 @@ def _findings(groups: Sequence[FindingGroup], mending: Mending) -> list[dict[str
                 "groups": own,
                 "examples": [e for group in own for e in group.examples][:_EXAMPLES],
                 "texts": code.explanation(),
-                "command": "\n".join(mending.commands(code, severity, label, own[0].written)),
+                "command": "\n".join(mending.commands(code, severity, label, own[0].written_ns)),
             }
         )
     return found

@@ -59,9 +59,15 @@ def minute(ns: int) -> str:
     return datetime.fromtimestamp(ns // 10**9, UTC).strftime("%Y-%m-%d %H:%M")
 
 
-def second(seconds: int) -> str:
-    """Return a time, Unix seconds, as options take it: `2023-11-14T22:13:20Z`."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+def exact(ns: int) -> str:
+    """Return a time, Unix nanoseconds, as options take it: `2023-11-14T22:13:20Z`.
+
+    A fraction of a second has three or six digits; less than a microsecond is left out.
+    """
+    seconds, micros = divmod(ns // 1000, 10**6)
+    unit = "milliseconds" if micros % 1000 == 0 else "microseconds"
+    moment = datetime.fromtimestamp(seconds, UTC).replace(microsecond=micros, tzinfo=None)
+    return f"{moment.isoformat(timespec=unit if micros else 'seconds')}Z"
 
 
 def written_between(oldest_ns: int, newest_ns: int) -> str:

@@ -32,7 +32,7 @@ from hicachectl.formats.keys.labels import label_text
 from hicachectl.formats.objects import AXES
 from hicachectl.text.tables import table_lines
 from hicachectl.text.terminal import escape_controls, shortened
-from hicachectl.text.units import counted, human_age, human_size, second
+from hicachectl.text.units import counted, exact, human_age, human_size
 from hicachectl.text.vocabulary import DEADLINE
 
 if TYPE_CHECKING:
@@ -113,17 +113,17 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
         code: Code,
         severity: str,
         deployment: str | None = None,
-        written: int | None = None,
+        written_ns: int | None = None,
     ) -> list[str]:
         """Return the commands that mend findings of a code; one that keeps the pages comes first.
 
         severity: the least severity of the findings.
-        written: time of the findings, Unix seconds; None if not known.
+        written_ns: time of the findings, Unix nanoseconds; None if not known.
         """
         keeping = [self.command(code.alternative)] if code.alternative and self.deletes else []
         template = code.mending_command(severity)
-        if written is not None:
-            template = template.replace(TIME, second(written))
+        if written_ns is not None:
+            template = template.replace(TIME, exact(written_ns))
         return [*keeping, *([self.command(template, deployment)] if template else [])]
 
     def next_steps(self, oldest_ns: int | None, *, doubtful: bool = False) -> tuple[str, str]:
@@ -137,8 +137,7 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
             template = template.replace(f" --model {MODEL}", "")
         command = self.command(template)
         if oldest_ns is not None:
-            # The store's times are finer than those of the option.
-            command = command.replace(TIME, second(oldest_ns // 10**9))
+            command = command.replace(TIME, exact(oldest_ns))
         server = SERVER
         if _SERVER in self.options:
             server = quote(self.options[self.options.index(_SERVER) + 1].rstrip("/"))
@@ -175,7 +174,7 @@ class FindingGroup:
     age: age of the youngest and of the oldest, as in `ls`; empty if the store keeps no times.
     age_class: index in AGE_CLASSES; None if the age is not known.
     examples: key and detail of the first findings.
-    written: latest time of a finding, Unix seconds; None if the age is not known.
+    written_ns: latest time of a finding, Unix nanoseconds; None if the age is not known.
     """
 
     severity: str
@@ -185,7 +184,7 @@ class FindingGroup:
     age_class: int | None
     count: int
     examples: tuple[tuple[str | None, str], ...]
-    written: int | None = None
+    written_ns: int | None = None
 
 
 def group_findings(found: pa.Table, now: float) -> list[FindingGroup]:
@@ -197,9 +196,10 @@ def group_findings(found: pa.Table, now: float) -> list[FindingGroup]:
     """
     if not len(found):
         return []
-    written = found.column("written").fill_null(0).to_numpy()
-    ages = np.where(written == 0, _UNKNOWN, np.maximum(0, int(now) - written))
-    classes = np.where(written == 0, _UNKNOWN, np.searchsorted(AGE_BOUNDS, ages, side="right"))
+    written_ns = found.column("written_ns").fill_null(0).to_numpy()
+    known = written_ns != 0
+    ages = np.where(known, np.maximum(0, int(now) - written_ns // 10**9), _UNKNOWN)
+    classes = np.where(~known, _UNKNOWN, np.searchsorted(AGE_BOUNDS, ages, side="right"))
     kinds = classes + 1
     for name in ("severity", "code", "deployment"):
         numbers, distinct = _numbered(found.column(name))
@@ -208,7 +208,7 @@ def group_findings(found: pa.Table, now: float) -> list[FindingGroup]:
     starts = np.flatnonzero(np.diff(kinds[order], prepend=-1))
     counts = np.diff(starts, append=len(order))
     youngest, oldest = (f.reduceat(ages[order], starts) for f in (np.minimum, np.maximum))
-    latest = np.maximum.reduceat(written[order], starts)
+    latest = np.maximum.reduceat(written_ns[order], starts)
     groups = []
     for number, start in enumerate(starts.tolist()):
         rows = order[start : start + min(_EXAMPLES, counts[number])]
@@ -223,7 +223,7 @@ def group_findings(found: pa.Table, now: float) -> list[FindingGroup]:
                 age_class=None if of_group == _UNKNOWN else of_group,
                 count=int(counts[number]),
                 examples=tuple((row["key"], row["detail"]) for row in first),
-                written=int(latest[number]) or None,
+                written_ns=int(latest[number]) or None,
             )
         )
     return sorted(
@@ -360,13 +360,13 @@ def _mending_lines(
     steps: dict[str, dict[str, None]] = {}
     kinds: dict[tuple[str, str, str | None], int | None] = {}
     for group in groups:
-        kinds.setdefault((group.code, group.severity, group.deployment), group.written)
-    for (name, severity, deployment), written in kinds.items():
+        kinds.setdefault((group.code, group.severity, group.deployment), group.written_ns)
+    for (name, severity, deployment), written_ns in kinds.items():
         code = code_named(name)
         repairs = is_repair(code.mending_command(severity)) and not code.remedy
         if done and repairs and severity == "error":
             continue
-        commands = mending.commands(code, severity, deployment, written)
+        commands = mending.commands(code, severity, deployment, written_ns)
         if repairs and mending.deletes:
             refused = doubted.get("") or doubted.get(name if severity != "error" else "")
             if refused is not None:

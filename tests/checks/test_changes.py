@@ -39,12 +39,14 @@ def evidence(
     *ranks: NDArray[Any],
     disordered: NDArray[Any] | None = None,
     timed: bool = True,
-    seconds: int = 60,
+    seconds: float = 60,
+    start: float = OLD,
 ) -> pa.Table:
-    """Return evidence of ranks. seconds: between the writes of two objects."""
+    """Return evidence of ranks. seconds: between the writes of two objects. start: of the first."""
     tables = []
     for rank, quartiles in enumerate(ranks):
-        times = pa.array((OLD + seconds * np.arange(len(quartiles))) * NANOSECONDS)
+        after_ns = round(seconds * 10**6) * 1000 * np.arange(len(quartiles))
+        times = pa.array(round(start * 10) * 10**8 + after_ns)
         columns = [
             pa.repeat(pa.scalar(rank, pa.int32()), len(quartiles)),
             times if timed else pa.nulls(len(quartiles), pa.int64()),
@@ -56,15 +58,21 @@ def evidence(
     return pa.concat_tables(tables)
 
 
-def found(seen: pa.Table, dtype: str = "float8_e4m3fn") -> list[dict[str, Any]]:
-    """Return the findings under a profile of a dtype."""
+def found(seen: pa.Table, dtype: str = "float8_e4m3fn", *, unseen: int = 0) -> list[dict[str, Any]]:
+    """Return the findings under a profile of a dtype.
+
+    unseen: number of objects of rank 0 without evidence.
+    """
     affixes = [("", f"_m_{rank}_{TP}.bin") for rank in range(TP)]
     profile = profile_of(POOL | {"dtype": dtype}, tp=TP)
     table = assign_affixes(affixes, grammar_of("file"), profile)
-    given = CheckSums(table, Tally.nothing(table), seen)
+    tally = Tally.nothing(table)
+    tally.objects[:TP] = np.bincount(seen.column("affix").to_numpy(), minlength=TP)
+    tally.objects[0] += unseen
+    given = CheckSums(table, tally, seen)
     rows: list[dict[str, Any]] = pa.concat_tables(
-        [pa.table({"detail": pa.array([], pa.string()), "written": pa.array([], pa.int64())})]
-        + [one.select(["detail", "written"]) for one in check_changes(given)]
+        [pa.table({"detail": pa.array([], pa.string()), "written_ns": pa.array([], pa.int64())})]
+        + [one.select(["detail", "written_ns"]) for one in check_changes(given)]
     ).to_pylist()
     return rows
 
@@ -77,12 +85,43 @@ def one_rank(*quartiles: tuple[int, int, int], **options: Any) -> list[dict[str,
 def test_quartiles_of_two_dtypes_show_the_change(quartiles: tuple[Any, ...]) -> None:
     (change,) = one_rank(*quartiles)
     later = quartiles.index(quartiles[-1]) * COUNT // len(quartiles)
-    assert change["written"] == OLD + 60 * later
+    assert change["written_ns"] == (OLD + 60 * later) * NANOSECONDS
     first, last = ("float8_e5m2", "float8_e4m3fn")[:: 1 if quartiles[0] == E5M2 else -1]
     assert f"{first} before 2023-11-1" in change["detail"]
     assert f"Z, {last} since then ({later} and {COUNT - later} objects" in change["detail"]
     evidence = "are 0.34, 0.75, 1.4 in float8_e4m3fn and 0.37, 0.75, 1.5 in float8_e5m2; if "
     assert evidence in change["detail"]
+
+
+@pytest.mark.parametrize(
+    ("start", "seconds", "time"),
+    [
+        (OLD, 60, "2023-11-14T23:03:20Z"),
+        (OLD + 0.3, 60, "2023-11-14T23:03:20Z"),
+        (OLD + 0.3, 0.25, "2023-11-14T22:13:32.800Z"),
+        (OLD + 0.9, 0.25, "2023-11-14T22:13:33.400Z"),
+        (OLD + 0.6, 0.25, "2023-11-14T22:13:33Z"),
+        (OLD, 0.000_25, "2023-11-14T22:13:20.012500Z"),
+    ],
+)
+def test_the_time_divides_the_pages(start: float, seconds: float, time: str) -> None:
+    """It is the roundest of the times that do."""
+    (change,) = found(evidence(codes(E4M3, E5M2), start=start, seconds=seconds))
+    assert f"float8_e4m3fn before {time}, float8_e5m2 since then (" in change["detail"]
+    assert change["detail"].endswith(
+        f"--before {time}; if float8_e4m3fn, the newer ones with --since {time}"
+    )
+
+
+def test_pages_that_were_not_compared_leave_with_either_kind() -> None:
+    (change,) = found(evidence(codes(E4M3, E5M2), start=OLD + 0.5), unseen=1)
+    assert change["written_ns"] == (OLD + 3000) * NANOSECONDS
+    first, last = "2023-11-14T23:02:21Z", "2023-11-14T23:03:20Z"
+    assert f"float8_e4m3fn before {first}, float8_e5m2 since {last} (50 and 50 " in change["detail"]
+    assert (
+        f"--before {last}; if float8_e4m3fn, the newer ones with --since {first}"
+        in change["detail"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +161,7 @@ def test_objects_of_zeros_are_not_compared() -> None:
     quartiles = codes(E4M3, E5M2)
     quartiles[::4] = 0
     (change,) = found(evidence(quartiles))
-    assert "(37 and 38 objects compared)" in change["detail"]
+    assert "(37 and 38 objects compared, none from between)" in change["detail"]
 
 
 def test_most_ranks_must_show_the_same_change() -> None:
@@ -153,10 +192,10 @@ def test_a_few_late_writes_of_the_old_dtype_leave_the_time() -> None:
     quartiles = codes(E4M3, E5M2)
     quartiles[[60, 90]] = codes(E4M3)[:2]
     (change,) = found(evidence(quartiles))
-    assert change["written"] == OLD + 60 * COUNT // 2
+    assert change["written_ns"] == (OLD + 60 * COUNT // 2) * NANOSECONDS
     quartiles[52:60] = codes(E4M3)[:8]
     (change,) = found(evidence(quartiles))
-    assert change["written"] is None
+    assert change["written_ns"] is None
 
 
 def test_the_other_e4m3_has_half_the_numbers() -> None:
@@ -169,7 +208,7 @@ def test_the_other_e4m3_has_half_the_numbers() -> None:
 
 def test_objects_of_one_time_have_no_order() -> None:
     (change,) = found(evidence(codes(E4M3, E5M2), seconds=0))
-    assert change["written"] is None
+    assert change["written_ns"] is None
     assert "in 50 objects, written 2023-11-14 22:13 UTC and" in change["detail"]
     disordered = np.arange(COUNT) < 30
     assert found(evidence(codes(E4M3), disordered=disordered, seconds=0)) == []
@@ -177,7 +216,7 @@ def test_objects_of_one_time_have_no_order() -> None:
 
 def test_without_times_the_kinds_are_counted() -> None:
     (change,) = found(evidence(codes(E4M3, E5M2), timed=False))
-    assert change["written"] is None
+    assert change["written_ns"] is None
     counts = "numbers are float8_e4m3fn in 50 objects and float8_e5m2 in 50 objects; "
     assert counts in change["detail"]
 
@@ -186,7 +225,7 @@ def test_without_times_the_kinds_are_counted() -> None:
 def test_pages_in_another_layout_before_or_after_a_time_show_the_change(first: bool) -> None:
     disordered = (np.arange(COUNT) < 30) == first
     (change,) = found(evidence(codes(E4M3), disordered=disordered))
-    assert change["written"] == OLD + 60 * 30
+    assert change["written_ns"] == (OLD + 60 * 30) * NANOSECONDS
     kinds = ["another layout", "page_first"][:: 1 if first else -1]
     assert f"{kinds[0]} before 2023-11-14T22:43:20Z, {kinds[1]} since then" in change["detail"]
 

@@ -148,6 +148,18 @@ def test_filters(invoke: Invoke, store: Path, arguments: list[str], pages: list[
     assert of_objects == found
 
 
+def test_a_time_has_microseconds(invoke: Invoke, tmp_path: Path) -> None:
+    """It divides pages that are a microsecond apart."""
+    for number in range(40):
+        put_pages(tmp_path, range(number, number + 1), "_m_0_1", nbytes=10)
+        written_ns = OLD * 10**9 + number * 1000
+        os.utime(tmp_path / f"{page(number)}_m_0_1.bin", ns=(written_ns, written_ns))
+    for number in range(1, 40):
+        time = f"2023-11-14T22:13:20.{number:06}Z"
+        assert len(rows(invoke, tmp_path, "--since", time)) == 40 - number
+        assert len(rows(invoke, tmp_path, "--before", time)) == number
+
+
 def test_objects_of_one_pool(invoke: Invoke, store: Path) -> None:
     found = rows(invoke, store, "--objects", "--pool", "mamba")
     assert {row["pool"] for row in found} == {"mamba"}

@@ -157,10 +157,15 @@ def write_healthy(directory: Path, rng: np.random.Generator) -> list[Model]:
 
 @dataclass(frozen=True)
 class Changed:
-    """A store's models before and after a change. time: of the first page after it."""
+    """A store's models before and after a change.
+
+    last: time of the last page before it.
+    time: time of the first page after it.
+    """
 
     before: Model
     after: Model
+    last: float
     time: float
 
     @property
@@ -186,4 +191,4 @@ def write_changed(directory: Path, rng: np.random.Generator, what: str) -> Chang
     cut = int(count * rng.uniform(0.1, 0.9))
     write(directory, before, range(cut), times[:cut])
     write(directory, after, range(cut, count), times[cut:])
-    return Changed(before, after, float(times[cut]))
+    return Changed(before, after, float(times[cut - 1]), float(times[cut]))
