@@ -29,7 +29,7 @@ _ENDS = {"/start": "begin", "/fail": "failure", "": "success"}  # what each ping
 
 @contextmanager
 def pinged(ctx: click.Context, url: SplitResult) -> Iterator[None]:
-    """Report the begin and the end of the block, which is the run of a command.
+    """Report the start and the end of the block, which is the run of a command.
 
     Pings that fail are one message on stderr after the block, since cron mails what is printed. It
     is without the path of the URL, which is a secret.

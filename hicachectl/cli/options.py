@@ -164,7 +164,7 @@ healthcheck_option = OUTPUT.option(
     type=HEALTHCHECK_URL,
     metavar="URL",
     hide_input=True,
-    help="Ping URL/start at the begin, and URL or URL/fail at the end, as for healthchecks.io.",
+    help="Ping URL/start first, and URL or URL/fail at the end, as for healthchecks.io.",
 )
 allow_leases_option = MOONCAKE.option(
     "--allow-leases",
