@@ -97,8 +97,10 @@ class Gate:
 
     def _told(self, *, opened_anyway: bool) -> Result:
         """Return the last result with the members of its document about the gate."""
-        gate = {"attempts": self._attempts, "opened_anyway": opened_anyway}
-        return replace(self._result, document={**self._result.document, **gate})
+        document = {**self._result.document, "attempts": self._attempts}
+        document["opened_anyway"] = opened_anyway
+        document["complete"] &= not opened_anyway
+        return replace(self._result, document=document)
 
     @contextmanager
     def _watched(self, ends: float) -> Iterator[None]:

@@ -221,7 +221,11 @@ class PrewarmOutcome:
             return []
         if dry_run and served_share(self.document) is not None:
             return []
-        step = _NEXT_STEPS.get(self.document["stopped_by"], _OTHER_STEP)
+        document = self.document
+        step = _NEXT_STEPS.get(document["stopped_by"], _OTHER_STEP)
+        if document["source"] and document["missing_pages"] and step == _OTHER_STEP:
+            lacks = counted(document["missing_pages"], "requested page")
+            step = f"{document['source']} lacks {lacks}, which no further run copies; {step}"
         return [failed_text(self.document, min_usable, f"{step}, or give a lower share")]
 
     def _summary(self, *, dry_run: bool) -> str:

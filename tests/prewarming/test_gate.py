@@ -95,6 +95,7 @@ def test_a_gate_that_succeeds_at_once_says_so(invoke: Invoke, gate: Words, tmp_p
     document = output.document
     assert (document["attempts"], document["opened_anyway"]) == (1, False)
     assert document["usable_tokens"] == ALL_TOKENS
+    assert document["complete"] is True
     assert "open" not in output.stderr
     numbers = numbers_of(metrics)
     assert (numbers["succeeded"], numbers["attempts"], numbers["opened_anyway"]) == (1, 1, 0)
@@ -116,8 +117,10 @@ def test_a_cold_gate_opens_after_its_time_and_says_so_loudly(
         "hicachectl: --open-after: OPENED ANYWAY after 0s and 1 failed attempt; the store is not "
         "warm: --min-usable 1: "
     )
+    assert f"file://{source} lacks 8 requested pages, which no further run copies; " in said
+    assert output.document["complete"] is False
     numbers = numbers_of(metrics)
-    assert (numbers["succeeded"], numbers["opened_anyway"]) == (0, 1)
+    assert (numbers["succeeded"], numbers["opened_anyway"], numbers["complete"]) == (0, 1, 0)
     assert numbers["usable_tokens"] == output.document["usable_tokens"]
 
 
@@ -142,7 +145,7 @@ def test_a_gate_opens_whatever_is_missing(
     causes[cause]()
     document = invoke(*gate, "--open-after", "0.1s").document
     assert document["opened_anyway"] is True
-    assert document["copied_pages"] == 0
+    assert (document["copied_pages"], document["complete"]) == (0, False)
     assert document["destination"].endswith("/target")
 
 
