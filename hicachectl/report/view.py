@@ -53,7 +53,6 @@ _TEXT = 4000  # characters; names in a store may be longer
 _EXAMPLES = 3
 _STRIPS = 40
 _SERVED = "served from the store"
-_TWO_SETTINGS = ("mixed-sizes", "values-changed")
 _FEW_LEVELS = 1.05  # ratio of values that are shown as one level
 
 
@@ -148,7 +147,7 @@ def _verdict(picture: Picture) -> dict[str, str]:
         kind, text = "error", f"{counted(counts['error'], 'error')}: servers could read wrong data"
     elif counts["warning"]:
         kind = "warning"
-        mixed = any(group.code in _TWO_SETTINGS for group in picture.findings)
+        mixed = any(group.code == "mixed-sizes" for group in picture.findings)
         risk = "servers may read wrong data" if mixed else "lost hits or lost space"
         text = f"No errors found; {counted(counts['warning'], 'warning')}: {risk}"
     elif picture.page_only and picture.worst() != "info":

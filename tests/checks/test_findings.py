@@ -31,12 +31,12 @@ SEVERITIES = {
         "bad-scale", "digest-mismatch", "dtype-mismatch", "layout-mismatch", "stamp-mismatch",
         "identity-mismatch",
         "unwritten-page", "page-index-shared", "page-index-out-of-range", "page-index-free",
-        "colliding-keys",
+        "colliding-keys", "values-changed",
     },
     "warning": {
         "missing-rank", "orphan-sidecar", "all-zero", "replica-mismatch", "page-leaked",
         "page-count-mismatch", "no-replica", "stale-temporary", "snapshot-stale", "ambiguous-key",
-        "mixed-sizes", "misplaced-object", "lost-objects", "values-changed",
+        "mixed-sizes", "misplaced-object", "lost-objects",
     },
     "info": {"foreign-object", "re-recorded", "disk-only", "other-deployment"},
 }  # fmt: skip

@@ -69,7 +69,7 @@ def test_a_change_is_found_with_its_time(tmp_path: Path, seed: int) -> None:
         found = changes(tmp_path / "s", model.profile)
         assert {one["pool"] for one in found} == drawn.pools
         for one in found:
-            assert one["severity"] == "warning"
+            assert one["severity"] == "error"
             assert drawn.last < seconds(one["detail"]) <= drawn.time
 
 
