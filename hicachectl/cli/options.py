@@ -516,7 +516,7 @@ allow_empty_option = own_option(
     is_flag=True,
     repeats=False,
     divided=OWN_VALUE,
-    help="Accept a store without any page, which is refused else: it may not be mounted.",
+    help="Accept a store without any page, otherwise refused because it may not be mounted.",
 )
 
 checking_options = stack(

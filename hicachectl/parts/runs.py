@@ -374,7 +374,7 @@ def _next_step(path: Path, row: dict[str, Any], missing: list[int]) -> str:
         return f"hicachectl runs purge {run} --before 0s --yes"
     if missing:
         return (
-            f"run {spans(missing)} of {row['parts']} again with --run {run}, as the others were run"
+            f"run {spans(missing)} of {row['parts']} with --run {run} and the options of the others"
         )
     if row["state"] == UNFINISHED:
         return f"run any part again with --run {run}, which finishes the run"

@@ -113,7 +113,7 @@ def test_one_run_is_listed_by_its_own_path(runs: ToyRun, name: str) -> None:
     [
         ("merged", [], "hicachectl merge RUN --again"),
         ("finished", [], "hicachectl merge RUN"),
-        ("unfinished", [1], "run part 1 of 2 again with --run RUN, as the others were run"),
+        ("unfinished", [1], "run part 1 of 2 with --run RUN and the options of the others"),
         ("listing", [], "part 0 lists the store; run it again if it has ended"),
     ],
 )

@@ -52,7 +52,7 @@ def command(ctx: click.Context, /, source: str, destination: str, **options: Any
     then the commands that close the differences. Other formats have a row for each page that
     differs; --pages of other commands takes these rows.
 
-    Without a profile, objects are compared that have the same key. With a profile, B has the keys
+    Without a profile, objects with the same key are compared. With a profile, B has the keys
     that SGLang uses on B's kind of store; the --to options say which other deployment B's pages are
     for, as for migrate.
 

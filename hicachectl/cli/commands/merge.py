@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @own_option(
     "--if-complete",
     is_flag=True,
-    help="Do nothing, and exit with 0, while a part has no result, and if the run was joined.",
+    help="Do nothing and exit with 0 while a part has no result, or if the run was joined before.",
 )
 @own_option(
     "--catalog", type=FILE, help="Write the digests that --update-catalog recorded to FILE."

@@ -104,21 +104,21 @@ _OF_PAGES = (
     "--free",
     type=POSITIVE_SIZE,
     metavar="SIZE",
-    help="Remove the least useful pages, until SIZE is freed. Without --trace or --keep-plan, "
+    help="Remove the least useful pages until SIZE is freed. Without --trace or --keep-plan, "
     "these are the longest unused.",
 )
 @own_option(
     "--keep-free",
     type=ROOM,
     metavar="SIZE|PERCENT",
-    help="Remove the least useful pages, until so much is free: SIZE or a share such as 30% of the "
+    help="Remove the least useful pages until so much is free: SIZE or a share such as 30% of the "
     "file system or the Mooncake cluster. Removes nothing if so much is free.",
 )
 @own_option(
     "--max-size",
     type=POSITIVE_SIZE,
     metavar="SIZE",
-    help="Remove the least useful pages, until the store has at most SIZE. Removes nothing if it "
+    help="Remove the least useful pages until the store has at most SIZE. Removes nothing if it "
     "has no more.",
 )
 @trace_options(
@@ -176,11 +176,10 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     --state partial needs --profile. The exit status is 4 if something could not be removed, or if
     a target was not reached.
 
-    A target removes pages, the least useful first, and no more than it needs: --free until their
-    objects have SIZE, --keep-free until so much is free, --max-size until the store has no more.
-    The last two have nothing to do in a store that is at the target: run them from cron. Pages that
-    are not whole leave first. With --trace or --keep-plan, tails leave before the prefixes they
-    hang on. --dry-run shows what is lost.
+    --free, --keep-free and --max-size are targets: they remove the least useful pages, and no more
+    than they need. If --keep-free or --max-size is reached already, nothing is removed: run them
+    from cron. Pages that are not whole leave first. With --trace or --keep-plan, tails leave before
+    their prefixes. --dry-run shows what is lost.
 
     One page can have objects of several deployments. A row of ls in --pages removes the group of
     one deployment. A bare hash that several deployments have is refused, unless --all-deployments

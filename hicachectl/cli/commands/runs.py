@@ -30,8 +30,8 @@ _runs = argument("runs", metavar="DIRECTORY", type=RunPath())
 def command() -> None:
     """List run directories, show one, and delete old ones.
 
-    A run directory is that of --run, with which verify, migrate or prewarm divide a run. DIRECTORY
-    has run directories in it, such as one for each night, or is one.
+    verify, migrate and prewarm divide a run with --run RUN, its run directory. DIRECTORY is a run
+    directory, or has several, such as one for each night.
 
     Examples:
       hicachectl runs list /shared
@@ -65,7 +65,7 @@ def list_(ctx: click.Context, /, runs: Path, **options: Any) -> None:
 @output_options
 @click.pass_context
 def status(ctx: click.Context, /, run: Path, **options: Any) -> None:
-    """Show the parts of a run, with the hosts that did them, and what to do next."""
+    """Show the parts of a run, their hosts, and the next step."""
     from hicachectl.cli.output import write_report
     from hicachectl.parts.runs import run_status
 
