@@ -110,7 +110,8 @@ class Code:
     advice: what to look at before a repair.
     cost: what the remedy costs.
     command: the remedy; empty for a repair of pages, and if there is none.
-    alternative: a command that keeps the pages, to be preferred where it applies.
+    alternative: a command to be preferred where it applies: one that keeps the pages, or one that
+        frees their space, as a quarantine does not.
     detail: what is wrong with one object, if all findings of the code say the same.
     """
 
@@ -164,6 +165,11 @@ class Code:
             "afterwards": AFTERWARDS if self.misleads else "",
             "command": command,
         }
+
+
+def is_removal(command: str) -> bool:
+    """Return whether a command removes pages and keeps no copy."""
+    return command.startswith("hicachectl rm ")
 
 
 def is_repair(command: str) -> bool:

@@ -24,6 +24,7 @@ from hicachectl.checks.codes import (
     STORE,
     TIME,
     following_command,
+    is_removal,
     is_repair,
     next_steps,
 )
@@ -115,16 +116,16 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
         deployment: str | None = None,
         written_ns: int | None = None,
     ) -> list[str]:
-        """Return the commands that mend findings of a code; one that keeps the pages comes first.
+        """Return the commands that mend findings of a code; the alternative comes first.
 
         severity: the least severity of the findings.
         written_ns: time of the findings, Unix nanoseconds; None if not known.
         """
-        keeping = [self.command(code.alternative)] if code.alternative and self.deletes else []
+        preferred = [self.command(code.alternative)] if code.alternative and self.deletes else []
         template = code.mending_command(severity)
         if written_ns is not None:
             template = template.replace(TIME, exact(written_ns))
-        return [*keeping, *([self.command(template, deployment)] if template else [])]
+        return [*preferred, *([self.command(template, deployment)] if template else [])]
 
     def next_steps(self, oldest_ns: int | None, *, doubtful: bool = False) -> tuple[str, str]:
         """Return what to do about servers after wrong pages were removed.
@@ -370,7 +371,7 @@ def _mending_lines(
         if repairs and mending.deletes:
             refused = doubted.get("") or doubted.get(name if severity != "error" else "")
             if refused is not None:
-                commands = [*_doubt_lines(refused), *commands[:-1], _despite(commands[-1])]
+                commands = [*_doubt_lines(refused), *map(_despite, commands)]
             elif code.doubts and name in many:
                 commands = [_many_text(code), *commands]
         said = "\n  ".join(commands) or code.next_step
@@ -381,11 +382,20 @@ def _mending_lines(
         yield ""
         yield "To mend (hicachectl explain CODE has the meaning, the risk and the cost):"
     for step, names in steps.items():
-        converts = mending.deletes and any(code_named(name).alternative for name in names)
-        choice = " (convert the pages, or remove them)" if converts else ""
+        # Codes of one step have one alternative.
+        choice = _choice(code_named(next(iter(names)))) if mending.deletes else ""
         yield f"{', '.join(names)}{choice}:"
         yield from map(escape_controls, step.splitlines())
     yield ""
+
+
+def _choice(code: Code) -> str:
+    """Return what distinguishes the commands of a code, the alternative first; "" for one."""
+    if not code.alternative:
+        return ""
+    if is_removal(code.alternative):
+        return " (free their space, or keep them in quarantine)"
+    return " (convert the pages, or remove them)"
 
 
 def _doubt_lines(refused: Refusal) -> Iterator[str]:

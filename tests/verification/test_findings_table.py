@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicachectl.verification.report_text import Mending
+from tests.move.migrations import demo_store, profile_file
 from tests.move.repairs import dsa_store, indexer, kv, shorten
 from tests.stores import DSA, page, put
 
@@ -60,13 +61,13 @@ def profile(store: Path) -> tuple[str, Path, str, str]:
 
 
 def commands(table: str) -> dict[str, str]:
-    """Return the command under each list of codes."""
+    """Return the first command under each list of codes."""
     lines = table.splitlines()
     return {
         name: lines[at + 1].strip()
         for at, line in enumerate(lines)
         if line.endswith(":") and not line.startswith(("To mend", " "))
-        for name in line[:-1].split(", ")
+        for name in line[:-1].split(" (")[0].split(", ")
     }
 
 
@@ -139,11 +140,31 @@ def test_a_warning_is_mended_by_its_code_and_without_a_profile_one_is_asked_for(
     put(tmp_path, f"{page(0)}_m_0_2.bin")
     put(tmp_path, f"{page(1)}_m_0_2.bin")
     put(tmp_path, f"{page(1)}_m_1_2.bin")
-    said = commands(invoke("verify", tmp_path, exit_code=4).stdout)
-    assert said["missing-rank"] == (
-        f"hicachectl verify {shlex.quote(str(tmp_path))} --profile FILE --repair quarantine "
-        "--repair-code missing-rank"
-    )
+    table = invoke("verify", tmp_path, exit_code=4).stdout
+    store = shlex.quote(str(tmp_path))
+    repair = f"hicachectl verify {store} --profile FILE --repair quarantine"
+    assert f"  {repair} --repair-code missing-rank" in table.splitlines()
+
+
+def test_pages_that_only_take_space_can_be_removed(invoke: Invoke, tmp_path: Path) -> None:
+    """On a full disk, a quarantine inside the store frees nothing."""
+    store, described = demo_store(tmp_path / "store"), profile_file(tmp_path / "demo.toml")
+    for path in store.glob("*.bin"):
+        set_age(path, TWO_HOURS)
+    orphan = next(store.glob("*.mamba_*")).name[:64]
+    rank = next(path for path in store.glob("*_1_2.bin") if path.name[:64] != orphan)
+    for path in (rank, *store.glob(f"{orphan}_*.bin")):
+        path.unlink()
+    given = ("--profile", described, "--checks", "groups")
+    table = invoke("verify", store, *given, exit_code=4).stdout
+    lines = table.splitlines()
+    for code, state in (("missing-rank", "partial"), ("orphan-sidecar", "orphan")):
+        at = lines.index(f"{code} (free their space, or keep them in quarantine):")
+        assert lines[at + 2].endswith(f"--repair quarantine --repair-code {code}")
+        program, *words = shlex.split(lines[at + 1])
+        assert [program, *words[:4]] == ["hicachectl", "rm", str(store), "--state", state]
+        invoke(*words, "--yes")
+    assert "no findings" in invoke("verify", store, *given).stdout
 
 
 @pytest.mark.slow
