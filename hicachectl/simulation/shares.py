@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.text.jsontext import schema_of
-from hicachectl.text.units import counted, human_size
+from hicachectl.text.units import counted, human_size, unit_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hicachectl.requests.chains import Requests
     from hicachectl.requests.grouping import Grouping
 
-_GIB, _TIB = 1 << 30, 1 << 40
+_TIB = 1 << 40
 _BAR = 24
 _ROOM = 0.1  # a store that has more than this share of its size free is not at its limit
 _ENOUGH = 0.9  # a curve that reaches this share of the best possible hits is flat from there
@@ -214,7 +214,13 @@ def rows_table(rows: Sequence[CapacityRow]) -> pa.Table:
 
 
 def curve_for_people(rows: Sequence[CapacityRow]) -> pa.Table:
-    """Return the text columns of the rows of all requests, with a bar for each share."""
+    """Return the text columns of the rows of all requests, with a bar for each share.
+
+    The gain is for each TiB, or for the unit of the largest capacity if that is less. Rows of less
+    than a sixteenth of the unit have none: it would be a rate far beyond the curve.
+    """
+    largest = max((row["capacity_bytes"] or 0 for row in rows), default=0)
+    unit, scale = unit_of(min(largest, _TIB))
     columns: dict[str, list[str | None]] = {
         "what if": [row["what_if"] for row in rows],
         "policy": [row["policy"] for row in rows],
@@ -226,9 +232,9 @@ def curve_for_people(rows: Sequence[CapacityRow]) -> pa.Table:
             for row in rows
         ],
         **_shares(rows),
-        ">gain/TiB": [
-            f"{row['gain_per_tib'] * 100:+.2f}"
-            if row["gain_per_tib"] is not None and (row["capacity_bytes"] or 0) >= _GIB
+        f">gain/{unit}": [
+            f"{row['gain_per_tib'] * 100 * scale / _TIB:+.3g}"
+            if row["gain_per_tib"] is not None and (row["capacity_bytes"] or 0) * 16 >= scale
             else None
             for row in rows
         ],

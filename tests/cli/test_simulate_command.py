@@ -47,7 +47,9 @@ def test_a_table_compares_today_with_half_and_double(
     said = invoke("simulate", *words, "--policy", "lru", "--by", "session-age", source)
     assert contents(source) == before
     curve, groups, losses, last = said.stdout.split("\n\n")
-    assert curve.split("\n")[0].split() == ["POLICY", "CAPACITY", "HITS", "CURVE"]
+    assert curve.split("\n")[0].split() == [
+        "POLICY", "CAPACITY", "HITS", "CURVE", "GAIN/MIB"
+    ]  # fmt: skip
     assert losses.split("\n")[0].split() == ["LOST", "BY", "TOKENS", "SHARE"]
     assert groups.split("\n")[0].split() == ["SESSION-AGE", "REQUESTS", "TOKENS", "HITS", "CURVE"]
     assert [line.split()[:2] for line in groups.split("\n")[1:]] == [["first", "turn"], ["1", "h"]]
@@ -99,8 +101,14 @@ def test_every_format_has_the_rows_of_the_document(
     written = csv.DictReader(io.StringIO(invoke("simulate", *words, "--format", "csv").stdout))
     assert [int(row["hit_tokens"]) for row in written] == [row["hit_tokens"] for row in rows]
     table = invoke("simulate", *words).stdout.splitlines()
-    assert table[0].split()[-1] == "GAIN/TIB"  # of the second capacity, more than a GiB
-    assert [line.split()[-1][:1] for line in table[1:3]] == ["-", "+"]
+    assert table[0].split()[-1] == "GAIN/GIB"  # the second capacity is a GiB
+    (more,) = (row for row in rows[:2] if row["group"] is None and row["gain_per_tib"] is not None)
+    assert [line.split()[-1] for line in table[1:3]] == [
+        "-",
+        f"{more['gain_per_tib'] * 100 / 1024:+.3g}",
+    ]
+    table = invoke("simulate", *words[:-1], "1MiB,8TiB").stdout.splitlines()
+    assert table[0].split()[-1] == "GAIN/TIB"
     path = tmp_path / "rows.parquet"
     invoke("simulate", *words, "--format", "parquet", "-o", path)
     assert pq.read_table(path).to_pylist() == rows
