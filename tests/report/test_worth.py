@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -116,6 +117,8 @@ def test_the_page_has_the_curve_and_the_losses_with_their_denominators(
     invoke("report", store, *arguments)
     text = text_of(made)
     assert "What is it worth? hicachefile: " in text
+    sections = re.findall('<section id="([a-z]+)"', made.read_text("utf-8"))
+    assert (sections[:3], sections[-1]) == (["verdict", "worth", "findings"], "page")
     assert "They begin with the pages of the store" in text
     assert "Shares are of 153 prompt tokens of 9 requests" in text
     assert "capacity pages hicachefile optimal 16.0 KiB 1 " in text
