@@ -40,6 +40,10 @@ class EmptyStore(StoreUnavailable):
     """A store without pages where a command needs some: most likely one that is not mounted."""
 
 
+class DeniedError(StoreUnavailable):
+    """Objects that this user may not read, and about which a command therefore knows nothing."""
+
+
 class UntrustedError(StoreUnavailable):
     """A link, special file or other user's file where only this tool's files belong."""
 

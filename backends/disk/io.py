@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from hicachectl.formats.errors import StoreUnavailable
+from hicachectl.formats.errors import DeniedError, StoreUnavailable
 from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
@@ -30,8 +30,11 @@ CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXE
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 # Errors of a file system that is itself unreachable: no answer about any file is valid.
 LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
+# Errors of a read that say nothing about the file, but that this user may not read it.
+DENIED = frozenset({errno.EACCES, errno.EPERM})
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 CHECK_MOUNT = "check that the file system is mounted"
+MAY_READ = "run as the server's user, or let your group read its files (umask 027)"
 # Bytes per call, which fit the processor's cache. Larger calls cost up to four times the processor
 # time: Linux (6.18, ext4) searches the page cache for large folios.
 WRITE_BYTES = 256 << 10
@@ -109,6 +112,15 @@ def raise_lost(error: OSError, name: str, action: str, next_step: str = CHECK_MO
     """Raise StoreUnavailable if an error says that the whole file system is unreachable."""
     if error.errno in LOST:
         raise StoreUnavailable(failed(name, action, error, next_step)) from error
+
+
+def raise_denied(error: OSError, name: str) -> None:
+    """Raise DeniedError if an error says that this user may not read a file.
+
+    Such a file is not damaged: with a finding about it, a repair would remove a healthy page.
+    """
+    if error.errno in DENIED:
+        raise DeniedError(failed(name, "read", error, MAY_READ)) from error
 
 
 def locks_reach_all_hosts(descriptor: int) -> bool:

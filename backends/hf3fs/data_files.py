@@ -24,6 +24,7 @@ from hicachectl.backends.disk.io import (
     is_in_memory,
     is_on_fuse,
     open_regular,
+    raise_denied,
     raise_lost,
     write_all,
 )
@@ -265,3 +266,4 @@ def _runs(positions: IntArray, nbytes: int) -> list[Run]:
 
 def _raise_lost(path: str, error: OSError) -> None:
     raise_lost(error, path, "access the data file", CHECK_3FS_MOUNT)
+    raise_denied(error, path)

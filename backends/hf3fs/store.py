@@ -38,6 +38,7 @@ from hicachectl.backends.capabilities import (
     Serviced,
     Touch,
 )
+from hicachectl.backends.disk.io import raise_denied
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.hf3fs.creating import TableMaker, claimed_by
 from hicachectl.backends.hf3fs.data_files import DataFiles, FilePages
@@ -491,6 +492,7 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Serv
         result.statuses[at] = np.where(counts == nbytes, Status.OK, Status.SHORT)
         result.nbytes[at] = counts
         for code in set(counts[counts < 0].tolist()):
+            raise_denied(OSError(-code, os.strerror(-code)), path)  # from USRBIO
             _fail(result, at[counts == code], f"{path}: cannot read the page: {os.strerror(-code)}")
         return None
 

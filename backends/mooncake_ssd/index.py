@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 
 from hicachectl.backends.base import as_table
 from hicachectl.backends.capabilities import Loss
-from hicachectl.backends.disk.io import closing_descriptor, undo_on_error
+from hicachectl.backends.disk.io import closing_descriptor, raise_denied, undo_on_error
 from hicachectl.formats.errors import FormatError, UnsupportedByBackend, UntrustedError
 from hicachectl.formats.mooncake_ssd import (
     DEFAULT_TENANT,
@@ -238,7 +238,10 @@ class _Reader:
         for id_ in sorted(metas.keys() & buckets.keys(), key=int):
             try:
                 self._read_bucket(place, int(id_), metas[id_], buckets[id_])
-            except (FormatError, UntrustedError, FileNotFoundError, PermissionError) as error:
+            except PermissionError as error:
+                raise_denied(error, f"{path}/{metas[id_]}")
+                raise
+            except (FormatError, UntrustedError, FileNotFoundError) as error:
                 source = f"{path}/{metas[id_]}"
                 what = f"the objects of the bucket are left out: {_reason(source, error)}"
                 self._lose(source, what)

@@ -30,6 +30,7 @@ from hicachectl.backends.disk.io import (
     closing_descriptor,
     errors_as,
     fill,
+    raise_denied,
     raise_lost,
     undo_on_error,
 )
@@ -281,6 +282,7 @@ class Reading:
             self._report(at, Status.ERROR, str(error))
             return
         raise_lost(error, file.path, "read")
+        raise_denied(error, file.path)
         self._report(at, Status.ERROR, failed(file.path, "read", error))
 
     def _report(self, at: int, status: Status, problem: str) -> None:

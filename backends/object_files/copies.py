@@ -131,7 +131,7 @@ class FileCopier:
             directory, name = self._origin.objects.place(key)
             source = open_file(name, directory)
         except (OSError, UntrustedError) as error:
-            return self._origin.status(index, error, errors)
+            return self._origin.unread(index, key, error, errors)
         try:
             made = make(source)
         except EOFError:

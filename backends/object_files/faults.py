@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.base import Status
-from hicachectl.backends.disk.io import CHECK_MOUNT, NO_ROOM, raise_lost
+from hicachectl.backends.disk.io import CHECK_MOUNT, NO_ROOM, raise_denied, raise_lost
 from hicachectl.backends.object_files.markers import MarkedSizes
 from hicachectl.backends.object_files.trailers import TrailerChecks
 from hicachectl.formats.errors import StoreUnavailable, UntrustedError
+from hicachectl.formats.objects import PAGE_DIGITS
 from hicachectl.formats.wording import failed, reason_of
 
 if TYPE_CHECKING:
@@ -83,6 +84,17 @@ class StoreFiles:
         errors[index] = _WORDS.get(error.errno or 0) or reason_of(error)
         return Status.FULL if error.errno in NO_ROOM else Status.ERROR
 
+    def unread(
+        self, index: int, key: bytes, error: OSError | UntrustedError, errors: dict[int, str]
+    ) -> Status:
+        """Return the status of a row that cannot be read, as `status` does.
+
+        Raises DeniedError if this user may not read the object.
+        """
+        if isinstance(error, OSError):
+            raise_denied(error, f"{self.objects.path}: {_start_of(key)}")
+        return self.status(index, error, errors)
+
     def each(
         self,
         indices: Collection[int],
@@ -128,3 +140,9 @@ class StoreFiles:
     def _refuse_closed(self, error: OSError) -> None:
         if error.errno == errno.EBADF and self.objects.descriptor < 0:
             raise ValueError("The store is closed") from error
+
+
+def _start_of(key: bytes) -> str:
+    """Return a key, a page hash as its first digits."""
+    text = key.decode(errors="backslashreplace")
+    return f"page {text[:8]}…" if len(text) > PAGE_DIGITS else text

@@ -101,7 +101,7 @@ class FileReader:
                     here, _ = objects.place(key)
                 size, facts, tail = read_file(key, here, memory[offset : offset + capacity])
             except (OSError, UntrustedError) as error:
-                statuses[index] = self._files.status(index, error, errors)
+                statuses[index] = self._files.unread(index, key, error, errors)
                 continue
             sizes[index] = size
             if tail is not None:
@@ -185,7 +185,7 @@ class FileReader:
             try:
                 yield self._trailer(key)
             except (OSError, UntrustedError) as error:
-                self._files.status(index, error, {})
+                self._files.unread(index, key, error, {})
                 yield None
 
     def _trailer(self, key: bytes) -> Trailer | None:

@@ -30,7 +30,7 @@ from hicachectl.backends.base import (
     values_of,
 )
 from hicachectl.backends.capabilities import Announces, Archive, FilePermissions, Resumable
-from hicachectl.backends.disk.io import raise_lost, undo_on_error
+from hicachectl.backends.disk.io import raise_denied, raise_lost, undo_on_error
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.pack.file import (
     ObjectReader,
@@ -306,6 +306,7 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         if isinstance(error, FormatError):
             return f"damaged: {error} (offset {place.offset})"
         raise_lost(error, self.path, "read the pack")
+        raise_denied(error, self.path)
         return reason_of(error)
 
     def _check_keys_parameter(self, url: StoreUrl) -> None:

@@ -72,7 +72,8 @@ _DETAILS: dict[_Problem, str] = {
     "unreadable": "cannot be read, or is no regular file",
     "stale": "written before the store was cleared",
 }
-_BAD_FILE = {errno.EACCES, errno.EIO, errno.ELOOP}  # a rename can replace such a file
+# A rename can replace such a file. One that this user may not read stays: it serves others.
+_BAD_FILE = {errno.EIO, errno.ELOOP}
 _MODE = 0o666
 _TOUCHED_EVERY_NS = 3600 * 10**9
 _MOST_IN_USE = 1 << 15  # pages

@@ -9,7 +9,7 @@ from hicachectl.backends.capabilities import Serviced
 from hicachectl.doctor.checks import FAIL, OK, STORE, WARN, Check, verdict_of
 from hicachectl.doctor.sample import sample_checks
 from hicachectl.doctor.space import last_write_checks, object_sizes, space_checks
-from hicachectl.formats.errors import HicacheError, UsageError
+from hicachectl.formats.errors import DeniedError, HicacheError, UsageError
 from hicachectl.pages.census import byte_sum
 from hicachectl.pages.inventory import describe_empty
 from hicachectl.text.units import counted, human_size
@@ -46,7 +46,10 @@ def store_checks(listed: ListedStore) -> list[Check]:
                 _empty(listed, store, inventory, is_explained=verdict_of(checks) == WARN),
                 *space_checks(listed, store, inventory, listing),
             ]
-        checks += sample_checks(listed, store, inventory)
+        try:
+            checks += sample_checks(listed, store, inventory)
+        except DeniedError as error:  # the listing tells the rest
+            checks.append(Check.of_message("readable", FAIL, str(error), group=STORE))
         checks += space_checks(listed, store, inventory, listing)
         checks += last_write_checks(listed, inventory, listing)
     except UsageError:

@@ -235,6 +235,38 @@ def test_another_user_does_all_with_a_store_of_their_own_or_their_group(
     assert not list(store.glob("*.bin"))
 
 
+READING = (
+    "show", "verify", "from", "pack from", "prewarm from", "report", "stamp", "repair", "move",
+)  # commands that read objects of the store  # fmt: skip
+
+
+@needs_root
+def test_objects_that_a_user_may_not_read_are_not_damaged(place: Path) -> None:
+    """A member of the group may write to the directory, but not read the files of umask 077."""
+    store = demo_store(place / "store")
+    page = min(store.glob("*.bin")).name[:64]
+    for file in store.glob("*.bin"):
+        os.utime(file, (1, 1))  # old enough for a repair
+    given(store, 0, NOBODY, 0o2775, 0o600)
+    demo_store(place / "source", PAGES + 2)
+    before = contents(store)
+    change = changing(place, store)
+    commands = looking(place, store, page) | {name: change[name] for name in ("stamp", "repair")}
+    commands["move"] = ["migrate", store, place / "home/moved", "--move", "--yes"]
+    asked = [commands[name] for name in (*READING, "doctor", "ls")]
+    *answers, doctor, listed = as_nobody(asked, place / "home")
+    assert contents(store) == before
+    for name, answer in zip(READING, answers, strict=True):
+        assert answer.status == 3, (name, answer)
+        line = answer.stderr.strip().splitlines()[-1]
+        assert "…: cannot read: Permission denied; run as the server's user" in line, name
+        assert not answer.stdout, name
+    assert (doctor.status, listed.status) == (4, 0), (doctor, listed)
+    assert b"readable   " in doctor.stdout
+    assert b"cannot read: Permission denied" in doctor.stdout
+    assert b"structure" not in doctor.stdout
+
+
 @needs_root
 def test_trailers_in_place_keep_owner_group_and_mode_or_are_not_written(place: Path) -> None:
     """A file of the operator's own might not be evicted by the server, or not be read."""

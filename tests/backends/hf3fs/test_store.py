@@ -33,6 +33,7 @@ from hicachectl.backends.testing import (
     write,
 )
 from hicachectl.formats.errors import (
+    DeniedError,
     ProfileError,
     StoreUnavailable,
     UnsupportedByBackend,
@@ -40,7 +41,8 @@ from hicachectl.formats.errors import (
 )
 from hicachectl.formats.kinds.pool import Pool
 from tests.backends.hf3fs.place import FILE_SIZE, NUM_PAGES, PAGE_BYTES, PROFILE, FreshStore, Place
-from tests.skips import missing, need_tool
+from tests.other_user import as_other_user
+from tests.skips import missing, need_tool, needs_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -323,6 +325,19 @@ def test_a_missing_data_file_is_an_error_and_is_not_created(place: Place) -> Non
         assert write(store, {OTHER: page(1)}, if_absent=True).statuses.tolist() == [Status.ERROR]
     assert not place.file(KEY).exists()
     assert place.reserved() == 0
+
+
+@needs_root
+def test_a_data_file_that_this_user_may_not_read_is_no_damage(place: Place) -> None:
+    place.put(KEY, page(0))
+    place.file(KEY).chmod(0o600)
+    place.server.save()
+    with Arena(ARENA_BYTES) as arena, Hf3fsStore(place.settings()) as store:
+        store.use_sizes({("0:kv:", "-k"): PAGE_BYTES})
+        store.attach(arena)
+        rows = scanned_rows(store, [KEY])
+        with as_other_user(), pytest.raises(DeniedError, match="cannot read: Permission denied"):
+            read(store, rows, [PAGE_BYTES])
 
 
 def test_another_name_of_the_files_is_the_same_place(place: Place, tmp_path: Path) -> None:

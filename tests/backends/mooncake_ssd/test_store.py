@@ -13,10 +13,10 @@ import pytest
 
 from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.base import ReadResult, Status, Store, open_store
-from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.mooncake_ssd import index
 from hicachectl.backends.testing import PAGE_HASHES, StoreSuite, listing, read, scanned_rows
 from hicachectl.formats.errors import (
+    DeniedError,
     HicacheError,
     StoreUnavailable,
     UnsupportedByBackend,
@@ -24,6 +24,7 @@ from hicachectl.formats.errors import (
     UsageError,
 )
 from tests.mooncake_ssd_files import TENANT, Record, offset_meta, put_bucket, put_offset_files
+from tests.other_user import as_other_user
 from tests.processes import descriptors as open_descriptors
 from tests.skips import needs_root
 from tests.stores import OLD
@@ -604,23 +605,25 @@ def test_a_record_whose_key_is_cut_off_is_left_out(tmp_path: Path) -> None:
     assert f"{path}: 1 records are left out: their headers are damaged" in remarks_of(tmp_path)
 
 
-def test_a_meta_file_that_cannot_be_read_is_named_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@needs_root
+@pytest.mark.parametrize("name", ["2.meta", "2.bucket"])
+def test_a_file_that_this_user_may_not_read_is_no_loss(tmp_path: Path, name: str) -> None:
+    tmp_path.chmod(0o755)
     put_bucket(tmp_path, 1, {A: VALUES[A]})
     put_bucket(tmp_path, 2, {B: VALUES[B]})
-    really_read = Directory.read
+    (tmp_path / name).chmod(0o600)
+    with pytest.raises(DeniedError, match=rf"/{name}: cannot read: Permission denied; run as"):
+        read_all_as_other_user(tmp_path)
 
-    def read_all_but_one(directory: Directory, name: str, limit: int) -> bytes:
-        if name == "2.meta":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
-        return really_read(directory, name, limit)
 
-    monkeypatch.setattr(Directory, "read", read_all_but_one)
-    with open_store(url_of(tmp_path)) as store:
-        assert set(listing(store)) == {A}
-        said = "\n".join(store.remarks)
-    assert f"{tmp_path}/2.meta: the objects of the bucket are left out: Permission denied" in said
+def read_all_as_other_user(directory: Path) -> None:
+    """Read all objects as another user, who may enter only the directory itself."""
+    here = os.open(directory, os.O_PATH)
+    try:
+        with as_other_user():
+            read_all(Path(f"/proc/self/fd/{here}"))
+    finally:
+        os.close(here)
 
 
 def test_nothing_is_found_in_an_empty_store(tmp_path: Path) -> None:

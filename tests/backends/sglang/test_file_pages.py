@@ -28,7 +28,9 @@ from hicachectl.formats.keys.base import Ranks
 from hicachectl.formats.keys.file import FileGrammar
 from hicachectl.formats.trailer import TRAILER_BYTES, parse_trailer
 from tests.backends.sglang.pages import HostPool, hashes
+from tests.other_user import as_other_user
 from tests.served_stores import forget_ranks
+from tests.skips import needs_root
 from tests.small_file_system import small_file_system
 from tests.waiting import wait_until
 
@@ -441,6 +443,25 @@ def test_what_is_no_regular_file_is_a_miss_and_replaced(
         assert read(store, host) == [True, healed, True, True]
         assert not path.is_symlink()
         assert (tmp_path / "elsewhere").stat().st_size == NBYTES + TRAILER_BYTES
+
+
+@needs_root
+def test_a_page_that_this_user_may_not_read_is_a_miss_and_stays(
+    tmp_path: Path, host: HostPool
+) -> None:
+    """It serves the servers of its owner."""
+    with opened(tmp_path, host) as store:
+        assert write(store, host) == [True] * 4
+        path = file_of(tmp_path, PAGES[1])
+        path.chmod(0o600)
+        tmp_path.chmod(0o777)
+        before = path.stat()
+        with as_other_user():
+            assert exists(store, host) == [True, False, True, True]
+            assert read(store, host) == [True, False, True, True]
+            assert write(store, host) == [True, False, True, True]
+        assert path.stat().st_ino == before.st_ino
+        assert store.counters.tally.of("refused") == {"unreadable": 2, "unwritable": 1}
 
 
 def test_the_directory_is_made_again(tmp_path: Path, host: HostPool) -> None:
