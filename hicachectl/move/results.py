@@ -264,6 +264,8 @@ class FreeDocument(TypedDict):
     stored_bytes: int | None
     incomplete_pages: int
     incomplete_bytes: int
+    unused_pages: int | None
+    unused_bytes: int | None
     order: str
     last_use: float | None
     kept_pages: int

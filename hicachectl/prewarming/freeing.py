@@ -203,6 +203,7 @@ class Freeing:
         candidates, worth, gauge = self._candidates, self._request.worth, self.gauge
         chosen, known = candidates.order[: self._taken], candidates.places[: self._taken]
         nbytes, incomplete = candidates.sum(chosen), candidates.incomplete[: self._taken]
+        unused = candidates.named[: self._taken] & (known < 0) & ~incomplete
         last_use = None
         if worth is None and len(chosen):
             last_use = float(self._request.groups.used_ns[chosen].max()) / 1e9
@@ -214,6 +215,8 @@ class Freeing:
             "stored_bytes": gauge.stored_bytes,
             "incomplete_pages": int(incomplete.sum()),
             "incomplete_bytes": candidates.sum(chosen[incomplete]),
+            "unused_pages": None if worth is None else int(unused.sum()),
+            "unused_bytes": None if worth is None else candidates.sum(chosen[unused]),
             "order": "last-use" if worth is None else worth.source,
             "last_use": last_use,
             "kept_pages": len(candidates) + candidates.unsized - len(chosen),
@@ -235,6 +238,7 @@ class _Candidates:
 
     order: numbers, [n].
     places: place of each in the trace or plan, -1 without: [n].
+    named: whether the trace or plan names the deployment of each: [n].
     incomplete: whether each is incomplete: [n].
     sizes: bytes of each group of the store.
     spaces: bytes that each group of the store takes.
@@ -246,6 +250,7 @@ class _Candidates:
 
     order: IntArray
     places: IntArray
+    named: BoolArray
     incomplete: BoolArray
     sizes: IntArray
     spaces: IntArray
@@ -350,6 +355,7 @@ def _candidates(request: FreeRequest, gauge: Gauge) -> _Candidates:
     return _Candidates(
         order=sized[order],
         places=known[order],
+        named=named[order],
         incomplete=incomplete[sized[order]],
         sizes=np.minimum(sizes, most),
         spaces=spaces,
@@ -380,6 +386,10 @@ def freeing_lines(document: Mapping[str, Any], now: float) -> list[str]:
     if facts["incomplete_pages"]:
         size = human_size(facts["incomplete_bytes"])
         lines.append(f"Incomplete: {counted(facts['incomplete_pages'], 'page')}, {size}")
+    if facts["unused_pages"]:
+        which = "Used by no request" if facts["order"] == "trace" else "Not in the plan"
+        size = human_size(facts["unused_bytes"])
+        lines.append(f"{which}: {counted(facts['unused_pages'], 'page')}, {size}")
     lines.append(f"Kept: {counted(facts['kept_pages'], 'page')}, {human_size(facts['kept_bytes'])}")
     for row in facts["unnamed"] or ():
         size = f"{counted(row['pages'], 'page')}, {human_size(row['bytes'])}"

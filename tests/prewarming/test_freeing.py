@@ -20,6 +20,7 @@ from hicachectl.backends.file.store import FileStore
 from hicachectl.cli.demo_store import PROFILE
 from hicachectl.formats.hashing import page_hashes_hex
 from hicachectl.formats.spec import object_specs
+from hicachectl.text.units import human_size
 from tests.move.repairs import INDEXER_BYTES, KV_BYTES, dsa_store, indexer, kv
 from tests.move.test_migrate_stores import place_of, settle
 from tests.prewarming.test_prewarm import HASHES, tokens
@@ -112,7 +113,36 @@ def test_a_dry_run_tells_people_what_is_lost(
     assert "Kept: 7 pages, " in text
     assert "Of 8 pages in the trace, 1 chosen" in text
     assert "Usable tokens of the trace: 66.7% before, 33.3% after" in text
+    assert "Used by no request" not in text
     assert contents(source) == before
+
+
+@pytest.mark.parametrize("form", ["trace", "plan"])
+def test_pages_that_nothing_uses_are_told_from_incomplete_ones(
+    invoke: Invoke, source: Path, profile: Path, tmp_path: Path, form: str
+) -> None:
+    """Of the four pages that no request uses, one is incomplete; others are of another model."""
+    sizes = {
+        name: sum(path.stat().st_size for path in source.glob(f"{name}*"))
+        for name in page_hashes_hex(tokens(), SIZE)
+    }
+    incomplete, *unused = list(sizes)[4:]
+    next(source.glob(f"{incomplete}_*")).unlink()
+    put_pages(source, range(2), "_other_0_1", mtime=OLD)
+    trace = trace_file(tmp_path / "trace.jsonl", [[*tokens()[: 4 * SIZE], 1]])
+    options = ["--trace", trace, "--profile", profile]
+    if form == "plan":
+        given = ("prewarm", tmp_path / "none", "--from", source, *options, "--dry-run")
+        invoke(*given, "-o", tmp_path / "plan.jsonl")
+        options[:2] = "--keep-plan", tmp_path / "plan.jsonl"
+    options += ["--and-unnamed", "--grace", "0s", "--dry-run"]
+    options += ["--free", f"{sum(sizes.values()) // 2 + 128}B"]
+    output = invoke("rm", source, *options)
+    free = invoke.document("rm", source, *options)["free"]
+    nbytes = sum(sizes[name] for name in unused)
+    assert (free["incomplete_pages"], free["unused_pages"], free["unused_bytes"]) == (1, 3, nbytes)
+    which = "Used by no request" if form == "trace" else "Not in the plan"
+    assert f"{which}: 3 pages, {human_size(nbytes)}" in output.stdout
 
 
 def forest(random: np.random.Generator, requests: int) -> list[list[int]]:
