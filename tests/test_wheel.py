@@ -292,7 +292,9 @@ class Pod:
     """
 
     def __init__(self, image: Image, container: dict[str, Any], instead: dict[str, str]) -> None:
-        variables: dict[str, object] = {"POD_IP": HOST, "RUN": "night", "JOB_COMPLETION_INDEX": 0}
+        variables: dict[str, object] = {
+            "POD_IP": HOST, "RUN": "night", "JOB_COMPLETION_INDEX": 0, "MIN_USABLE": 0.9,
+        }  # fmt: skip
         for one in container.get("env", ()):
             variables.setdefault(one["name"], one.get("value"))
         words = [*container.get("command", ["hicachectl"]), *container["args"]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,10 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "hicachectl" / "packaging" / "kubernetes"
 BASE = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
 PATHS = sorted(path for path in FOLDER.glob("*.yaml") if path.name != "kustomization.yaml")
-# Examples of other stores, and a run that is started by hand.
+# Examples of other stores, a run that is started by hand, and a pod for copies.
 BESIDE_THE_BASE = {
-    "room-cronjob.yaml", "verify-cronjob.yaml", "verify-first.yaml", "verify-merge.yaml",
-    "verify-parts.yaml",
+    "copy-pod.yaml", "room-cronjob.yaml", "verify-cronjob.yaml", "verify-first.yaml",
+    "verify-merge.yaml", "verify-parts.yaml",
 }  # fmt: skip
 OURS = "registry.example/hicachectl:latest"
 
@@ -58,6 +59,21 @@ def pods_of(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
 def containers(template: Manifest) -> list[Manifest]:
     spec = template["spec"]
     return [*spec.get("initContainers", ()), *spec["containers"]]
+
+
+def arguments(container: Manifest) -> list[str]:
+    """Return the arguments, with the values of the variables that the base sets."""
+    given = {
+        each["name"]: dict(text.split("=") for text in each.get("literals", ()))
+        for each in BASE["configMapGenerator"]
+    }
+    words = container["args"]
+    for one in container.get("env", ()):
+        place = one.get("valueFrom", {}).get("configMapKeyRef")
+        if place is not None:
+            value = given[place["name"]][place["key"]]
+            words = [word.replace(f"$({one['name']})", value) for word in words]
+    return list(words)
 
 
 def words_of(manifests: list[Manifest]) -> Iterator[str]:
@@ -87,7 +103,7 @@ def test_a_manifest_is_valid(path: Path) -> None:
         assert own
         for container in own:
             if "command" not in container:
-                check_arguments(container["args"])
+                check_arguments(arguments(container))
         mounts = {
             one["name"] for each in containers(template) for one in each.get("volumeMounts", ())
         }
@@ -114,6 +130,11 @@ def kustomized(folder: Path) -> str:
     return done.stdout
 
 
+def used_maps(text: str) -> set[str]:
+    """Return the names of the ConfigMaps that the manifests of a text use."""
+    return set(re.findall(r"configMap(?:KeyRef)?:(?:\n +key: \S+)?\n +name: (\S+)", text))
+
+
 @pytest.mark.slow
 def test_kubectl_builds_the_base() -> None:
     text = kustomized(FOLDER)
@@ -121,14 +142,15 @@ def test_kubectl_builds_the_base() -> None:
     for manifest in built:
         validate(manifest)
     assert len(built) == len(base()) + len(BASE["configMapGenerator"])
-    (profile,) = names_of(built, "ConfigMap")
-    mounted = set(re.findall(r"configMap:\n +name: (\S+)", text))
-    assert mounted == {profile}
-    assert profile.startswith("hicache-profile-")
+    assert used_maps(text) == names_of(built, "ConfigMap")
+    assert {name.rpartition("-")[0] for name in used_maps(text)} == {
+        "hicache-gate",
+        "hicache-profile",
+    }
 
 
 @pytest.mark.slow
-def test_kubectl_builds_the_overlay_of_the_page(tmp_path: Path) -> None:
+def test_kubectl_builds_the_overlay_of_the_page(tmp_path: Path, invoke: Invoke) -> None:
     """hicachectl-kubernetes(7) has it; the images, the profile and the namespace become its own."""
     blocks = manual_blocks("hicachectl-kubernetes.7")
     (block,) = (block for block in blocks if "behavior: replace" in block)
@@ -137,13 +159,14 @@ def test_kubectl_builds_the_overlay_of_the_page(tmp_path: Path) -> None:
     (overlay / "kustomization.yaml").write_text(block.replace("\\(dq", '"'))
     (overlay / "profile.toml").write_text("own = 1\n")
     shutil.copytree(FOLDER, tmp_path / "kubernetes")
-    built = manifests_of(kustomized(overlay))
+    text = kustomized(overlay)
+    built = manifests_of(text)
     assert len(built) == len(base()) + len(BASE["configMapGenerator"])
     images = {one["image"] for _, pod in pods_of(built) for one in containers(pod)}
     assert images == {"registry.local/hicachectl:1", "registry.local/sglang:v0.5.23"}
     assert {one["metadata"]["namespace"] for one in built} == {"llm"}
-    (profile,) = (one for one in built if one["kind"] == "ConfigMap")
-    assert profile["data"] == {"profile.toml": "own = 1\n"}
+    maps = [one["data"] for one in built if one["kind"] == "ConfigMap"]
+    assert sorted(maps, key=str) == [{"min-usable": "0.4"}, {"profile.toml": "own = 1\n"}]
     (store,) = (one for one in built if one["metadata"]["name"] == "mooncake-store"
                 and one["kind"] == "Deployment")  # fmt: skip
     assert store["spec"]["replicas"] == 2
@@ -154,6 +177,38 @@ def test_kubectl_builds_the_overlay_of_the_page(tmp_path: Path) -> None:
     assert "--served-model-name=Qwen/Qwen3-8B" in container["args"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
     assert {one["name"] for one in server["spec"]["initContainers"]} == {"prewarm"}
+    (tmp_path / "rendered.yaml").write_text(text)
+    config = ROOT / "tests" / "data" / "configs" / "qwen3-32b.json"
+    launch = ("--launch", f"@{tmp_path / 'rendered.yaml'}", "--model-config", config)
+    profile_of_overlay = tomllib.loads(invoke("profile", *launch).stdout)
+    assert (profile_of_overlay["model"], profile_of_overlay["page_size"]) == ("Qwen/Qwen3-8B", 64)
+    assert profile_of_overlay["tp"] == 1  # the base has 8
+
+
+def test_the_pod_for_copies_writes_the_archive_as_the_user_of_the_gate() -> None:
+    path = FOLDER / "copy-pod.yaml"
+    (pod,) = manifests_of(path.read_text())
+    ((_, archive),) = pods_of(manifests_of((FOLDER / "archive-cronjob.yaml").read_text()))
+    ((_, server),) = pods_of(manifests_of((FOLDER / "server.yaml").read_text()))
+    (volume,) = pod["spec"]["volumes"]
+    assert volume in archive["spec"]["volumes"]
+    assert volume in server["spec"]["volumes"]
+    (container,) = pod["spec"]["containers"]
+    assert container["image"] == OURS
+    assert container["volumeMounts"] == archive["spec"]["containers"][0]["volumeMounts"][:1]
+    assert pod["spec"]["securityContext"] == archive["spec"]["securityContext"]
+    (command,) = re.findall(r"-- hicachectl (.+)", path.read_text())
+    check_arguments(command.split())
+    (gate,) = server["spec"]["initContainers"]
+    paths = set(re.findall(r"hicache-copy:(\S+)", path.read_text()))
+    assert paths == {*command.split()[1:2], *command.split()[3:]}
+    assert all(any(word.endswith(path) for word in gate["args"]) for path in paths)
+
+
+def test_run_directories_are_removed_each_night() -> None:
+    """As hicachectl-scaling(7) says."""
+    (job,) = manifests_of((FOLDER / "runs-cronjob.yaml").read_text())
+    assert job["spec"]["schedule"].split()[2:] == ["*"] * 3
 
 
 def test_a_server_waits_for_its_store() -> None:
@@ -189,7 +244,7 @@ def test_the_base_names_only_what_it_has() -> None:
         manifests, "PersistentVolumeClaim"
     )
     configured = {one["name"] for one in BASE["configMapGenerator"]}
-    assert set(re.findall(r"configMap:\n +name: (\S+)", text)) == configured
+    assert used_maps(text) == configured
 
 
 def test_the_policies_of_the_base_let_in_who_connects() -> None:
