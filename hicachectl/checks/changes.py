@@ -298,7 +298,7 @@ def _split(kinds: _Kinds) -> tuple[int, int, bool] | None:
 def _rounded(after_ns: int, until_ns: int, *, early: bool) -> int:
     """Return the roundest time that is later than one time and not later than another.
 
-    early: of equally round times, return the first one, not the last.
+    early: whether the first of equally round times is returned, not the last.
     """
     for unit in _UNITS_NS:
         rounded = (after_ns // unit + 1 if early else until_ns // unit) * unit

@@ -242,13 +242,17 @@ def report_of(
         if check.scope is Scope.SUMS and check.needs.isdisjoint(store.unmet)
     )
     found = combine_named([*(part.found for part in parts), name_findings(of_sums)])
+    counted_codes = pc.value_counts(found.column("code").combine_chunks()).to_pylist()
+    counts = dict(sorted((one["values"], one["counts"]) for one in counted_codes))
     impossible = request.impossible(store.unmet)
     skipped: dict[str, str] = {}
     if nothing_selected(tally, facts.reading):
         listed = ((part.facts.listed, part.facts.explained) for part in parts)
         skipped["everything"] = explain_parts(listed)
     else:
-        for name, why in _gaps(facts, tally, table, store, request, impossible):
+        for name, why in _gaps(
+            facts, tally, table, store, request, impossible, changed="values-changed" in counts
+        ):
             skipped[name] = f"{skipped[name]}; {why}" if name in skipped else why
     skipped |= facts.skipped
     ran = [
@@ -260,7 +264,6 @@ def report_of(
             else name not in impossible
         )
     ]
-    counted_codes = pc.value_counts(found.column("code").combine_chunks()).to_pylist()
     profile = request.real_profile
     same = msgspec.structs.asdict(facts) | msgspec.structs.asdict(facts.reading)
     document = VerifyDocument(
@@ -274,7 +277,7 @@ def report_of(
         device=",".join(facts.devices) or "cpu",
         checks=ran,
         skipped_checks=list(skipped),
-        counts=dict(sorted((one["values"], one["counts"]) for one in counted_codes)),
+        counts=counts,
         **{name: same[name] for name in _COUNTS},
     )
     reasons = {
@@ -305,8 +308,13 @@ def _gaps(
     store: StoreDescription,
     request: VerifyRequest,
     impossible: Mapping[str, str],
+    *,
+    changed: bool,
 ) -> Iterator[tuple[str, str]]:
-    """Yield the name and the reason of everything not judged, for stderr."""
+    """Yield the name and the reason of everything not judged, for stderr.
+
+    changed: whether pages of two settings were found.
+    """
     yield from impossible.items()
     planned = {check: n for check, n in facts.planned.items() if check not in impossible}
     yield from _unread(planned, facts, tally.groups, sampled=request.sample is not None)
@@ -316,7 +324,9 @@ def _gaps(
     # An identity states the dtype.
     stated = digests and store.marked and store.identified and not facts.reading.undigested
     if facts.planned.get(VALUES.name) and not stated:
-        yield from _indistinct_dtypes(known_specs(table).values(), request.real_profile)
+        for name, why in _indistinct_dtypes(known_specs(table).values(), request.real_profile):
+            told = "; values-changed tells two settings apart, not which one the servers have"
+            yield name, why + told * changed
     yield from _unjudged(table, tally, request)
 
 

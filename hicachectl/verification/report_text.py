@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.checks.codes import (
+    BELOW,
     DESPITE,
     MODEL,
     OPTIONS,
@@ -368,6 +369,7 @@ def _mending_lines(
         if done and repairs and severity == "error":
             continue
         commands = mending.commands(code, severity, deployment, written_ns)
+        commands = [*_condition(code, written_ns), *commands]
         if repairs and mending.deletes:
             refused = doubted.get("") or doubted.get(name if severity != "error" else "")
             if refused is not None:
@@ -396,6 +398,18 @@ def _choice(code: Code) -> str:
     if is_removal(code.alternative):
         return " (free their space, or keep them in quarantine)"
     return " (convert the pages, or remove them)"
+
+
+def _condition(code: Code, written_ns: int | None) -> Iterator[str]:
+    """Yield when the command of a code is right, if it can remove pages that servers use.
+
+    written_ns: time of the findings, Unix nanoseconds; None if not known.
+    """
+    if code.misleads and code.command:
+        said = code.remedy.format(command=BELOW)
+        if written_ns is not None:
+            said = said.replace(TIME, exact(written_ns))
+        yield f"{said[:1].upper()}{said[1:]}:"
 
 
 def _doubt_lines(refused: Refusal) -> Iterator[str]:

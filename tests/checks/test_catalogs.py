@@ -265,6 +265,10 @@ def test_stamps_notice_another_deployment(invoke: Invoke, store: Path) -> None:
     assert [f["detail"] for f in other["findings"]] == [
         "pools[kv]: dtype stamped 'float16', now 'bfloat16'"
     ]
+    said = invoke("verify", store, *arguments, exit_code=4).stdout
+    first, second = said.split("\nstamp-mismatch:\n")[1].splitlines()[:2]
+    assert "if the profile is wrong, or a flag was changed by mistake, correct it" in first
+    assert second.startswith("  hicachectl rm ")
     put(store, "clear-leaves-sub-directories")
     assert (store / ".hicachectl" / "stamps" / "m.json").is_file()
 

@@ -116,16 +116,25 @@ def test_the_removals_that_are_suggested_end_the_change(invoke: Invoke, tmp_path
     profile = tmp_path / "p.toml"
     profile.write_text(dump_profile(OTHER.profile))
     command = ["verify", tmp_path / "s", "--profile", profile]
-    said = invoke(*command, exit_code=4).stdout
+    verified = invoke(*command, exit_code=4)
+    said = verified.stdout
     (mend,) = [line for line in said.splitlines() if line.startswith("  hicachectl rm ")]
     assert mend.endswith(" --model m --before 2023-11-14T22:43:20Z")
     time = mend.split()[-1]
     assert f"before {time}, float8_e5m2 since then" in said
+    assert (
+        f"  If the servers still have the flags from after {time}, remove the older pages" in said
+    )
+    remarks = verified.stderr
+    assert "values-changed tells two settings apart, not which one the servers have" in remarks
     newer = invoke(*mend.replace("--before", "--since").split()[1:], "--dry-run").stdout
     assert "\n20 pages, 20 objects, " in newer
     removed = invoke(*mend.split()[1:], "--yes").stdout
     assert "\n30 pages, 30 objects, " in removed
-    assert "no findings" in invoke(*command).stdout
+    clean = invoke(*command)
+    assert "no findings" in clean.stdout
+    assert "values do not prove the dtypes" in clean.stderr
+    assert "values-changed" not in clean.stderr
 
 
 @pytest.mark.slow
