@@ -306,7 +306,8 @@ class Directory(Closing):
     def make_directory(self, name: str, *, exist_ok: bool = False) -> Directory:
         """Create a directory durably and open it.
 
-        Its permissions are within this directory's and `trust.permissions`.
+        Its permissions are within this directory's and `trust.permissions`. Its group may do what
+        it may do here, whatever the umask: members remove what other members have made.
         """
         try:
             os.mkdir(name, self._readable & 0o777 | 0o700, dir_fd=self.descriptor)
@@ -316,7 +317,12 @@ class Directory(Closing):
             return self.directory(name)
         made = self.directory(name)
         self._give_away(made.descriptor)
-        made._facts = os.fstat(made.descriptor)
+        made._facts = facts = os.fstat(made.descriptor)
+        if facts.st_gid == self._facts.st_gid and (
+            lacks := self._readable & 0o070 & ~facts.st_mode
+        ):
+            os.fchmod(made.descriptor, stat.S_IMODE(facts.st_mode) | lacks)
+            made._facts = os.fstat(made.descriptor)
         self.sync()
         return made
 

@@ -77,7 +77,7 @@ for line in sys.stdin:
         for limit, most in asked["limits"]:
             resource.setrlimit(limit, (most, most))
         if user := asked["user"]:
-            os.setgroups([]); os.setgid(user); os.setuid(user)
+            os.setgroups([]); os.setgid(asked["group"]); os.setuid(user)
         exec(asked["before"], {})
         main([os.fsdecode(word.encode("latin-1")) for word in asked["words"]])
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -111,6 +111,7 @@ class Forks(Closing):
         *arguments: object,
         variables: Mapping[str, str] | None = None,
         user: int = 0,
+        group: int = 0,
         bounded: bool = False,
         before: str = "",
     ) -> Ended:
@@ -121,6 +122,7 @@ class Forks(Closing):
             "words": [os.fsencode(str(word)).decode("latin-1") for word in arguments],
             "variables": _environment({**self._variables, **(variables or {})}),
             "user": user,
+            "group": group,
             "limits": _BOUNDS if bounded else (),
             "before": before,
         }
@@ -183,7 +185,15 @@ def all_attacked(
 def as_nobody(commands: Sequence[Sequence[object]], home: Path) -> list[Ended]:
     """Run commands one after another as user and group NOBODY."""
     home_of = {"HOME": str(home)}
-    return [_forks().run(*command, variables=home_of, user=NOBODY) for command in commands]
+    run = _forks().run
+    return [run(*command, variables=home_of, user=NOBODY, group=NOBODY) for command in commands]
+
+
+def as_user(command: Sequence[object], home: Path, user: int) -> Ended:
+    """Run a command as a user of group NOBODY, with umask 022."""
+    umask = "import os; os.umask(0o022)"
+    home_of = {"HOME": str(home)}
+    return _forks().run(*command, variables=home_of, user=user, group=NOBODY, before=umask)
 
 
 def _environment(variables: Mapping[str, str] | None) -> dict[str, str]:

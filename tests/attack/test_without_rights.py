@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.attack.children import NOBODY, as_nobody
+from tests.attack.children import NOBODY, as_nobody, as_user
 from tests.move.migrations import PAGES, demo_store, profile_file
 from tests.skips import missing, needs_root
 from tests.stores import contents
@@ -233,6 +233,30 @@ def test_another_user_does_all_with_a_store_of_their_own_or_their_group(
     (gone,) = as_nobody([change["rm"]], place / "home")
     assert gone.status == 0, gone.stderr
     assert not list(store.glob("*.bin"))
+
+
+@needs_root
+def test_the_owner_of_a_store_undoes_the_repair_of_a_group_member(place: Path) -> None:
+    """Whatever the umask of the member, here 022."""
+    store, owner, member = place / "store", NOBODY - 1, NOBODY
+    page = damaged_store(store)
+    given(store, owner, NOBODY, 0o2775, 0o664)
+    repair = ["verify", store, "--profile", place / "p.toml", "--repair", "quarantine", "--yes"]
+    quarantine = store / ".hicachectl" / "quarantine"
+    first, second = (as_user(repair, place / "home", member) for _ in range(2))
+    assert (first.status, second.status) == (4, 0), (first, second)
+    folders = [store, *(path for path in store.rglob("*") if path.is_dir())]
+    assert {path.stat().st_mode & 0o7777 for path in folders} == {0o2775}
+    restored = as_user(["restore", quarantine, store, "--yes"], place / "home", owner)
+    assert restored.status == 0, restored
+    assert list(store.glob(f"{page}*"))
+    again = as_user(repair, place / "home", member)
+    assert again.status == 4, again
+    purged = as_user(
+        ["quarantine", "purge", quarantine, "--before", "0s", "--yes"], place / "home", owner
+    )
+    assert purged.status == 0, purged
+    assert not list(quarantine.iterdir())
 
 
 READING = (
