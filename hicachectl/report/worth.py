@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.eviction import Policy
 from hicachectl.simulation.losses import look_at_listed
-from hicachectl.simulation.shares import answer, served_text
+from hicachectl.simulation.shares import answer, room_texts, served_text
 from hicachectl.simulation.simulate import SimulateRequest, simulate
 
 if TYPE_CHECKING:
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 class Worth:
     """Hits of caches of several capacities.
 
-    verdict: what the rows say, and what the store serves as it is.
+    verdicts: what the rows say, what the store serves as it is, and whether it has room.
     rows: rows of `simulate` for all requests.
     document: its document.
     remarks: what the shares refer to, and what they do not show.
     """
 
-    verdict: str
+    verdicts: tuple[str, ...]
     rows: list[dict[str, Any]]
     document: dict[str, Any]
     remarks: tuple[str, ...]
@@ -67,5 +67,7 @@ def worth_of(
     except (FormatError, UsageError) as error:
         return str(error)
     rows = result.rows.to_pylist()
-    texts = (answer(rows, result.document), *served_text(result.document))
-    return Worth(". ".join(texts), rows, result.document, tuple(result.remarks))
+    document, room = result.document, tuple(room_texts(result.document))
+    texts = (answer(rows, document), *served_text(document), *room)
+    remarks = tuple(text for text in result.remarks if text not in room)
+    return Worth(texts, rows, document, remarks)

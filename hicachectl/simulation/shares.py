@@ -324,8 +324,8 @@ def served_text(document: Mapping[str, Any]) -> Iterator[str]:
         tokens = served + sum(loss["tokens"] for loss in document["losses"])
         share = f"{served / tokens:.1%}" if tokens else "none"
         yield (
-            f"The store as it is serves {share} of {counted(tokens, 'prompt token')}; the caches "
-            "above write and evict while the requests come"
+            f"The store as it is serves {share} of {counted(tokens, 'prompt token')}; "
+            "simulated caches write and evict while the requests come"
         )
 
 

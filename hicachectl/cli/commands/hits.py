@@ -72,9 +72,11 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     sliding windows) are needed only at the end of a prefix. Servers fetch nothing if fewer tokens
     of a request are usable than their prefetch threshold: served tokens are what they fetch.
 
-    The last line names the deployment that was measured. Pages that only another deployment has
-    are shown as "exists at tp 4". Unreachable pages are whole, but behind the object that stops the
-    request. With --min-usable, the exit status is 4 if less is served.
+    The last line names the deployment that was measured. Its share is of the tokens in full pages
+    that servers look up; simulate and report count all prompt tokens, so they show less. Pages that
+    only another deployment has are shown as "exists at tp 4". Unreachable pages are whole, but
+    behind the object that stops the request. With --min-usable, the exit status is 4 if
+    less is served.
 
     Without a profile, --page-size (and --speculative-algorithm for EAGLE) decides how tokens are
     hashed, and the filters choose one of several deployments. Pages are then compared with each
