@@ -12,6 +12,7 @@ import numpy as np
 from hicachectl.backends.capabilities import Leases
 from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.findings import severity_ranks
+from hicachectl.checks.registry import group_names
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.pages.listing import summarise
 from hicachectl.profiles.identities import markers_of
@@ -127,7 +128,9 @@ class Picture:
     def line(self) -> str:
         """The sums of the checks in a line, and the findings of the page in full."""
         more = ", ".join(f"{count} {code}" for code, count in self.page_only.items())
-        return sum_line(self.verified.document) + (f"; in the page in full: {more}" if more else "")
+        unasked = [name for name in group_names() if name not in self.asked]
+        sums = sum_line(self.verified.document, unasked)
+        return sums + (f"; in the page in full: {more}" if more else "")
 
     def worst(self) -> str:
         """Return the worst severity of a finding, of the page in full too; "" without one."""

@@ -38,7 +38,7 @@ from hicachectl.text.units import counted, exact, human_age, human_size
 from hicachectl.text.vocabulary import DEADLINE
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from hicachectl.checks.codes import Code
     from hicachectl.results import Shown
@@ -278,8 +278,11 @@ def report_lines(
     yield sum_line(document)
 
 
-def sum_line(document: dict[str, Any]) -> str:
-    """Return the sums of a report in a line: bytes read, findings, and checks that did not run."""
+def sum_line(document: dict[str, Any], unasked: Sequence[str] = ()) -> str:
+    """Return the sums of a report in a line: bytes read, findings, and checks that did not run.
+
+    unasked: checks that nobody asked for, to be named with those that could not run.
+    """
     pages = counted(document["pages"], "page")
     in_flight = f", {document['in_flight']} in flight" if document["in_flight"] else ""
     gone = f", {document['gone']} vanished during the run" if document["gone"] else ""
@@ -294,7 +297,7 @@ def sum_line(document: dict[str, Any]) -> str:
     fixed = f"; {counted(document['repaired'], 'page')} repaired" if document["repaired"] else ""
     return (
         f"{counted(document['objects'], 'object')}, {pages}{in_flight}{gone}, "
-        f"{human_size(document['bytes'])}{read}{cut}: {_verdict(document)}{fixed}"
+        f"{human_size(document['bytes'])}{read}{cut}: {_verdict(document, unasked)}{fixed}"
     )
 
 
@@ -439,11 +442,12 @@ def _despite(command: str) -> str:
     return command if DESPITE in command.split() else f"{command} {DESPITE}"
 
 
-def _verdict(document: dict[str, Any]) -> str:
+def _verdict(document: dict[str, Any], unasked: Sequence[str]) -> str:
     """Return finding counts per code, and the checks that did not run."""
     found = ", ".join(f"{count} {code}" for code, count in document["counts"].items())
     skipped = document["skipped_checks"]
     if skipped == ["everything"]:
         return found or "nothing was checked"
-    left_out = f"; not checked: {', '.join(skipped)}" if skipped else ""
+    left_out = f"; not checked: {', '.join([*unasked, *skipped])}"
+    left_out *= bool(unasked or skipped)
     return (found or "no findings") + left_out

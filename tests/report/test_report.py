@@ -68,6 +68,22 @@ def test_findings_come_with_meaning_risk_and_command(
     assert contents(dsa) == before
 
 
+@pytest.mark.parametrize(
+    ("checks", "unchecked"),
+    [((), "values, digests"), (("--checks", "names"), "groups, sizes, values, digests")],
+)
+def test_the_line_names_the_checks_that_nobody_asked_for(
+    invoke: Invoke, dsa_profile: Path, tmp_path: Path, checks: tuple[str, ...], unchecked: str
+) -> None:
+    store, made = tmp_path / "store", tmp_path / "page.html"
+    put_pages(store, range(10), "_x-dsa", nbytes=9216)
+    put_pages(store, range(10), ".indexer_x-dsa", nbytes=1056)
+    options = ("--profile", dsa_profile, *checks, "--fail-on", "never")
+    said = invoke("report", store, *options, "-o", made).stdout
+    assert f": no findings; not checked: {unchecked}" in said
+    assert f"no findings; not checked: {unchecked}" in text_of(made)
+
+
 @pytest.mark.slow
 def test_the_exit_status_is_that_of_verify(
     invoke: Invoke, dsa: Path, dsa_profile: Path, tmp_path: Path

@@ -65,7 +65,8 @@ def command(ctx: click.Context, /, store: str, page: str, **options: Any) -> Non
         )
         remark(ctx, *source.remarks)
     if profile is None:
-        remark(ctx, f"{collision or 'No --profile'}: {PAGES_COMPARED}")
+        values = "values, and how they read in each dtype, are shown with a profile only"
+        remark(ctx, f"{collision or 'No --profile'}: {values}; {PAGES_COMPARED}")
     write_report(ctx, report.document, report.objects, "objects", partial(_lines, report))
 
 
