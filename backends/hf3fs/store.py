@@ -492,7 +492,9 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Serv
         result.statuses[at] = np.where(counts == nbytes, Status.OK, Status.SHORT)
         result.nbytes[at] = counts
         for code in set(counts[counts < 0].tolist()):
-            raise_denied(OSError(-code, os.strerror(-code)), path)  # from USRBIO
+            raise_denied(
+                OSError(-code, os.strerror(-code)), path
+            )  # USRBIO reports errors as negative counts
             _fail(result, at[counts == code], f"{path}: cannot read the page: {os.strerror(-code)}")
         return None
 
