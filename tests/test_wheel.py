@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 import urllib.request
 import venv
@@ -25,7 +26,7 @@ from packaging.requirements import Requirement
 from hicachectl import __version__
 from tests.mooncake_cluster import HOST, free_ports, listening_ports
 from tests.prewarming.test_prewarm import tokens
-from tests.skips import missing, need_tool
+from tests.skips import missing, need_tool, needs_root
 from tests.waiting import PATIENCE_S, wait_until
 
 if TYPE_CHECKING:
@@ -441,6 +442,25 @@ def test_install_sh_refuses(tmp_path: Path, arguments: tuple[str, ...], said: st
     assert said in done.stderr
     assert "; " in done.stderr
     assert not list(tmp_path.rglob("pyvenv.cfg"))
+
+
+@needs_root
+@pytest.mark.parametrize("closed", [True, False])
+def test_install_sh_warns_of_a_python_that_others_cannot_run(closed: bool) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o700 if closed else 0o755)
+        program = shutil.copy(Path(sys.executable).resolve(), folder / "python3")
+        done = subprocess.run(
+            ["sh", PACKAGING / "install.sh", "--python", program, "--prefix", "", "."],
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    warning = f"{folder}: closed to other users, so they cannot run {program} and hicachectl; give"
+    assert (warning in done.stderr) is closed
+    assert ("warning" in done.stderr) is closed
 
 
 def test_a_source_archive_passes_its_tests(source: Path, tmp_path: Path) -> None:

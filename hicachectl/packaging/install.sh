@@ -14,7 +14,8 @@ and the links to it.
 
   SOURCE            a wheel, a source archive or a checkout; default: the checkout of this script
   --prefix DIR      default: /usr/local for root, else ~/.local
-  --python PROGRAM  CPython 3.11 or later with the module venv; default: python3
+  --python PROGRAM  CPython 3.11 or later with the module venv; default: python3. The
+                    users who are to run hicachectl must be able to run it
   --extras NAMES    extras of hicachectl, such as mooncake,tokenizers; mooncake-cpu is
                     Mooncake's build for machines without CUDA
 
@@ -62,6 +63,20 @@ source=$(CDPATH='' cd -- "$(dirname -- "$source")" && pwd)/$(basename -- "$sourc
 command -v -- "$python" >/dev/null || fail "$python: not found; install Python 3.11 or later"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
   fail "$python: older than Python 3.11; give a later one with --python"
+if [ "$(id -u)" = 0 ]; then # the environment links to this Python
+  closed=$("$python" -I - <<'END'
+import os, sys
+
+path = os.path.realpath(sys._base_executable)
+program = path
+while os.stat(path).st_mode & 0o001 and path != "/":
+    path = os.path.dirname(path)
+print(f"{path}: closed to other users, so they cannot run {program} and hicachectl" if path != "/" else "")
+END
+  )
+  [ -z "$closed" ] || echo "install.sh: warning: $closed;" \
+    "give a Python that all users can run, such as --python /usr/bin/python3" >&2
+fi
 [ -n "$prefix" ] || fail "--prefix: is empty; give a directory"
 mkdir -p -- "$prefix/lib" || fail "$prefix: cannot be created; give another --prefix"
 prefix=$(CDPATH='' cd -- "$prefix" && pwd -P)
