@@ -371,7 +371,7 @@ def test_the_gate_of_the_manifests_waits_for_their_store_without_cuda(
         "/archive/": f"{archive}/",
         "/gate/": f"{tmp_path}/gate/",
         "/etc/hicache/": f"{profile}/",
-        "/runs/": f"{runs}/",
+        "/runs": f"{runs}",
     }
     (gate,) = containers_of("server.yaml", "initContainers")
     log = tmp_path / "gate.log"
@@ -389,7 +389,8 @@ def test_the_gate_of_the_manifests_waits_for_their_store_without_cuda(
         assert document["opened_anyway"] is False
         assert document["attempts"] >= 2
         assert document["usable_tokens"] == document["requested_tokens"] > 0
-        assert not list((tmp_path / "gate").iterdir())
+        (metrics,) = (tmp_path / "gate").iterdir()
+        assert "hicachectl_prewarm_opened_anyway{" in metrics.read_text()
         assert listening_ports(processes[1].pid) == {rpc, admin}
         of_store = listening_ports(processes[2].pid) - {client}  # network-policy.yaml lets these in
         assert of_store
@@ -402,6 +403,10 @@ def test_the_gate_of_the_manifests_waits_for_their_store_without_cuda(
             Pod(image, verify, instead).run(tmp_path, JOB_COMPLETION_INDEX=index)
             merged = Pod(image, merge, instead).run(tmp_path, JOB_COMPLETION_INDEX=index)
             assert ("no findings" in merged) == (index == 3)
+            assert (runs / "verify.prom").exists() == (index == 3)
+        (purge,) = containers_of("runs-cronjob.yaml")
+        Pod(image, purge, instead).run(tmp_path)
+        assert {path.name for path in runs.iterdir()} == {"night", "verify.prom"}
 
 
 def reply(url: str) -> str:

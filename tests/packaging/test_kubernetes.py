@@ -100,7 +100,7 @@ def test_a_manifest_is_valid(path: Path) -> None:
         validate(manifest)
     for _, template in pods_of(manifests):
         own = [one for one in containers(template) if one["image"] == OURS]
-        assert own
+        assert own or path.name == "metrics.yaml"
         for container in own:
             if "command" not in container:
                 check_arguments(arguments(container))
@@ -163,7 +163,11 @@ def test_kubectl_builds_the_overlay_of_the_page(tmp_path: Path, invoke: Invoke) 
     built = manifests_of(text)
     assert len(built) == len(base()) + len(BASE["configMapGenerator"])
     images = {one["image"] for _, pod in pods_of(built) for one in containers(pod)}
-    assert images == {"registry.local/hicachectl:1", "registry.local/sglang:v0.5.23"}
+    assert images == {
+        "registry.local/hicachectl:1",
+        "registry.local/sglang:v0.5.23",
+        "registry.local/node-exporter:v1.8.2",
+    }
     assert {one["metadata"]["namespace"] for one in built} == {"llm"}
     maps = [one["data"] for one in built if one["kind"] == "ConfigMap"]
     assert sorted(maps, key=str) == [{"min-usable": "0.4"}, {"profile.toml": "own = 1\n"}]
@@ -173,7 +177,8 @@ def test_kubectl_builds_the_overlay_of_the_page(tmp_path: Path, invoke: Invoke) 
     for manifest in built:
         validate(manifest)
     (server,) = (pod for name, pod in pods_of(built) if name == "sglang")
-    (container,) = server["spec"]["containers"]
+    container, exporter = server["spec"]["containers"]
+    assert exporter["name"] == "metrics"
     assert "--served-model-name=Qwen/Qwen3-8B" in container["args"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
     assert {one["name"] for one in server["spec"]["initContainers"]} == {"prewarm"}
@@ -260,7 +265,7 @@ def test_the_policies_of_the_base_let_in_who_connects() -> None:
         ((rule,),) = [policies[name]["ingress"]]
         (place,) = rule["from"]
         (chosen,) = place["podSelector"]["matchExpressions"]
-        assert set(chosen["values"]) == apps - {"mooncake-master"}
+        assert set(chosen["values"]) == apps - {"mooncake-master", "hicache-metrics"}
     ports = {
         (name, port["port"], port.get("endPort"))
         for name, spec in policies.items()
@@ -276,6 +281,7 @@ def test_the_policies_of_the_base_let_in_who_connects() -> None:
     assert ports == {
         ("mooncake-master", 50051, None), ("mooncake-master", 9003, None),
         ("mooncake-store", *transfers), ("sglang", 30000, None),
+        ("sglang", 9100, None), ("hicache-metrics", 9100, None),
     }  # fmt: skip
 
 
@@ -285,13 +291,46 @@ def test_the_base_runs_under_the_restricted_standard_of_pod_security() -> None:
         of_pod = template["spec"].get("securityContext", {})
         assert not any("hostPath" in volume for volume in template["spec"].get("volumes", ()))
         for container in containers(template):
-            if container["image"] == OURS:
+            if container["name"] != "sglang":
                 context = {**of_pod, **container["securityContext"]}
                 assert context["runAsNonRoot"], name
                 assert context["allowPrivilegeEscalation"] is False
                 assert context["capabilities"] == {"drop": ["ALL"]}
                 assert context["seccompProfile"] == {"type": "RuntimeDefault"}, name
                 assert "memory" in container["resources"]["limits"]
+
+
+@pytest.mark.parametrize(
+    ("reader", "writer"),
+    [("server.yaml", "server.yaml"), ("metrics.yaml", "verify-nightly.yaml")],
+    ids=["gate", "verify"],
+)
+def test_an_exporter_reads_the_metrics_that_the_base_writes(reader: str, writer: str) -> None:
+    """One file for each exporter: it drops the second of two files with the same metrics."""
+    ((_, reads),), ((_, writes),) = (
+        pods_of(manifests_of((FOLDER / name).read_text())) for name in (reader, writer)
+    )
+    exporters = [one for one in containers(reads) if one["name"] == "metrics"]
+    written = [
+        (container, word.partition("=")[2])
+        for container in containers(writes)
+        for word in container["args"]
+        if word.startswith("--metrics-file=")
+    ]
+    ((exporter,), ((container, path),)) = (exporters, written)
+    assert path.endswith(".prom")  # the exporter reads no others
+    assert f"--collector.textfile.directory={Path(path).parent}" in exporter["args"]
+    mounts = [
+        {one["mountPath"]: one["name"] for one in each["volumeMounts"]}[str(Path(path).parent)]
+        for each in (exporter, container)
+    ]
+    of_reader, of_writer = (
+        next(one for one in pod["spec"]["volumes"] if one["name"] == name)
+        for pod, name in zip((reads, writes), mounts, strict=True)
+    )
+    assert of_reader == of_writer
+    (port,) = exporter["ports"]
+    assert port == {"name": "metrics", "containerPort": 9100}
 
 
 def test_the_profile_of_the_base_is_that_of_its_servers(invoke: Invoke) -> None:
