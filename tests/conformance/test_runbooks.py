@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import time
 from dataclasses import replace
 from itertools import chain
@@ -20,6 +21,7 @@ import pytest
 from hicachectl.__main__ import run
 from hicachectl.formats.hashing import page_hashes_hex
 from tests.conformance.cpu_server import KEY, page_files, prompt
+from tests.skips import needs_root
 from tests.small_file_system import small_file_system
 from tests.test_readme import check_arguments, manual_blocks
 from tests.verification.drawn_stores import Model, write
@@ -47,6 +49,7 @@ LAUNCH = (
     "--hicache-storage-backend file "
     "--hicache-storage-backend-extra-config '{\"prefetch_threshold\": 8}' --tp "
 )
+SERVERS = 65534  # user and group of the servers
 FP8 = " --kv-cache-dtype fp8_e4m3"
 
 
@@ -58,13 +61,17 @@ class Step(NamedTuple):
     status: int
 
 
-def steps(title: str) -> list[Step]:
-    """Return the commands of a section."""
+def blocks(title: str) -> list[str]:
+    """Return what a section shows as it is typed."""
     section = PAGE.read_text().split(f"\n.Sh {title}\n")[1].split("\n.Sh ")[0]
     shown = re.findall(r"^\.Bd -literal$\n(.*?)^\.Ed$", section, re.MULTILINE | re.DOTALL)
+    return [block.replace("\\-", "-").replace("\\e", "\\").replace("\\&", "") for block in shown]
+
+
+def steps(title: str) -> list[Step]:
+    """Return the commands of a section."""
     found: list[Step] = []
-    texts = (block.replace("\\-", "-").replace("\\&", "") for block in shown)
-    tried = (text for text in texts if "$ hicachectl " in text)
+    tried = (text for text in blocks(title) if "$ hicachectl " in text)
     for line in chain.from_iterable(map(str.splitlines, tried)):
         if line.startswith("$ hicachectl "):
             found.append(Step(shlex.split(line)[2:], [], 0))
@@ -125,6 +132,13 @@ class Machine:
         for name, place in self._places.items():
             printed = printed.replace(place, name)
         return status, printed
+
+    def shell(self, title: str, **users: str) -> None:
+        """Do the commands of a section that are not hicachectl's. users: in place of the page's."""
+        text = "".join(text for text in blocks(title) if "$ hicachectl " not in text)
+        for name, user in users.items():
+            text = re.sub(rf"(?<=[ :]){name}\b", user, text)
+        subprocess.run(["sh", "-euc", self._here(text)], check=True)
 
     def follow(self, title: str, between: Callable[[Step], None] = lambda step: None) -> None:
         """Do the steps of a section. between: called after each of them."""
@@ -298,6 +312,7 @@ def test_a_full_disk(
         assert max(free) > 100 << 10
 
 
+@needs_root
 def test_a_stranger(machine: Machine, before: tuple[Path, Manifest]) -> None:
     """After the last catalog, an object gets other bytes, and a page appears."""
     directory, manifest = before
@@ -313,6 +328,18 @@ def test_a_stranger(machine: Machine, before: tuple[Path, Manifest]) -> None:
     ]
     for path in (changed, *forged):
         os.utime(path, (time.time() - 3600,) * 2)
+    planted = machine.store / ".hicachectl" / "quarantine" / "run"
+    planted.mkdir(parents=True)
+    for path in machine.store.iterdir():
+        if path not in forged and path.name != ".hicachectl":
+            os.chown(path, SERVERS, SERVERS)
+    machine.shell("A STRANGER COULD WRITE TO THE STORE", sglang=str(SERVERS))
+    evidence = machine.folder / "evidence"
+    listed = {line.split()[-1] for line in (evidence / "strangers").read_text().splitlines()}
+    assert listed >= {str(path) for path in (*forged, planted)}
+    assert str(changed) not in listed
+    assert (evidence / ".hicachectl" / "quarantine" / "run").is_dir()
+    assert {path.stat().st_uid for path in (machine.store, *machine.store.iterdir())} == {SERVERS}
     machine.follow("A STRANGER COULD WRITE TO THE STORE")
     left = {path.name[:64] for path in machine.store.glob("*.bin")}
     assert left == {path.name[:64] for path in directory.glob("*.bin")} - {changed.name[:64]}
