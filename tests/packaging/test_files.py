@@ -17,13 +17,17 @@ from hicachectl.cli.metrics import LABELS, metrics
 from hicachectl.cli.prose import is_literal, literal_of, prose
 from hicachectl.formats.plugin_status import COUNTED, metric_of
 from tests.skips import need_tool
-from tests.test_readme import check_arguments
+from tests.test_readme import check_arguments, manual_blocks
 
 if TYPE_CHECKING:
     from tests.conftest import Invoke
 
 FOLDER = Path(__file__).parents[2] / "hicachectl" / "packaging"
 COMPLETIONS = {"bash": "hicachectl", "zsh": "_hicachectl", "fish": "hicachectl.fish"}
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 256, "num_hidden_layers": 3,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "torch_dtype": "bfloat16",
+}  # fmt: skip
 UNITS = sorted((FOLDER / "systemd").iterdir())
 RULES = FOLDER / "prometheus" / "hicachectl.rules.yml"
 DASHBOARD = json.loads((FOLDER / "grafana" / "hicachectl.json").read_text())
@@ -76,6 +80,33 @@ def test_the_units_of_systemd_are_valid(tmp_path: Path) -> None:
     units = [str(tmp_path / path.name) for path in UNITS]
     done = subprocess.run([tool, "verify", *units], capture_output=True, text=True, check=False)
     assert "hicachectl" not in done.stderr
+
+
+def test_a_changed_flag_keeps_the_unit_of_the_servers_from_starting(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    lines = re.findall(r"^ExecStartPre=\S+ (.*)$", "\n".join(manual_blocks()), re.MULTILINE)
+    assert len(lines) == 2
+    (stamping,) = [text.split()[1:] for text in manual_blocks() if text.endswith(" --stamp\n")]
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "store").mkdir()
+
+    def launch(dtype: str, words: list[str], exit_code: int = 0) -> str:
+        """Do a command of the page before the servers are launched with a dtype."""
+        flags = f"--tp 2 --kv-cache-dtype {dtype} --hicache-mem-layout page_first"
+        text = f"python -m sglang.launch_server --model-path m --page-size 8 {flags}"
+        (tmp_path / "serve.sh").write_text(text)
+        places = {"/etc/hicache": str(tmp_path), "prod:": str(tmp_path / "store")}
+        for name, place in places.items():
+            words = [word.replace(name, place) for word in words]
+        return invoke(*words, exit_code=exit_code).stdout
+
+    make, compare = map(shlex.split, lines)
+    launch("fp8_e4m3", make)
+    launch("fp8_e4m3", [*stamping, "--allow-empty"])
+    for dtype, status in (("fp8_e4m3", 0), ("fp8_e5m2", 4), ("fp8_e4m3", 0)):
+        launch(dtype, make)
+        assert ("stamp-mismatch" in launch(dtype, compare, status)) == bool(status)
 
 
 def test_the_drop_in_for_units_is_valid(tmp_path: Path) -> None:
