@@ -100,18 +100,25 @@ def test_every_format_has_the_rows_of_the_document(
     assert document["hours"] == 1.5
     written = csv.DictReader(io.StringIO(invoke("simulate", *words, "--format", "csv").stdout))
     assert [int(row["hit_tokens"]) for row in written] == [row["hit_tokens"] for row in rows]
-    table = invoke("simulate", *words).stdout.splitlines()
-    assert table[0].split()[-1] == "GAIN/GIB"  # the second capacity is a GiB
-    (more,) = (row for row in rows[:2] if row["group"] is None and row["gain_per_tib"] is not None)
-    assert [line.split()[-1] for line in table[1:3]] == [
-        "-",
-        f"{more['gain_per_tib'] * 100 / 1024:+.3g}",
-    ]
-    table = invoke("simulate", *words[:-1], "1MiB,8TiB").stdout.splitlines()
-    assert table[0].split()[-1] == "GAIN/TIB"
     path = tmp_path / "rows.parquet"
     invoke("simulate", *words, "--format", "parquet", "-o", path)
     assert pq.read_table(path).to_pylist() == rows
+
+
+@pytest.mark.parametrize(
+    ("largest", "unit", "scale"), [("1GiB", "GIB", 1 << 30), ("8TiB", "TIB", 1 << 40)]
+)
+def test_the_gain_is_in_the_unit_of_the_largest_capacity(
+    invoke: Invoke, trace: Path, profile: Path, largest: str, unit: str, scale: int
+) -> None:
+    words = ("simulate", "--trace", trace, "--profile", profile, "--policy", "lru",
+             "--capacity", f"256KiB,{largest}", "--prefetch-threshold", 1)  # fmt: skip
+    head, *lines = invoke(*words).stdout.splitlines()[:3]
+    assert head.split()[-1] == f"GAIN/{unit}"
+    gain = invoke.document(*words)["capacities"][1]["gain_per_tib"]
+    assert gain > 0
+    percent = f"{gain * 100 * scale / (1 << 40):+.3g}"
+    assert [line.split()[-1] for line in lines] == ["-", percent]
 
 
 def test_a_trace_of_blocks_needs_no_profile(invoke: Invoke, tmp_path: Path) -> None:
