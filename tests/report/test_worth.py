@@ -108,8 +108,8 @@ def test_pages_that_no_request_uses_are_counted(store: Path, trace: Path, invoke
     invoke("report", store, *words, "-o", made)
     text = text_of(made)
     assert "Used by no request 3 of 15 pages, 27.0 KiB of " in text
-    assert "rm --free 27648 --trace FILE" in text
-    asked = ("--free", 27648, *words[:4], "--dry-run", "--format", "jsonl")
+    assert "rm --free 27648B --trace FILE" in text
+    asked = ("--free", "27648B", *words[:4], "--dry-run", "--format", "jsonl")
     rows = invoke("rm", store, *asked).rows
     assert {row["page"] for row in rows} == {f"{number:064x}" for number in range(3)}
 
