@@ -80,7 +80,7 @@ def next_steps(
     timed: whether the store keeps write times.
     doubtful: the removed pages may have been right.
     """
-    what = "those written since the first wrong one"
+    what = "those written since the first wrong one, which can be all that are left,"
     if not timed:
         what = "all pages of the model, because the store keeps no write times,"
     steps = (_IN_MEMORY.format(server=server), _COMPUTED.format(command=command, what=what))

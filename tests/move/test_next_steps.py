@@ -61,6 +61,7 @@ def test_a_repair_says_how_to_reach_what_servers_hold_and_computed(
     assert f"hicachectl: S{FLUSH}" in said
     assert f"hicachectl: P{COMPUTED}" in said
     assert "--model x-dsa --since 2023-11-14T22:15:20Z --dry-run" in said
+    assert "which can be all that are left" in said
     assert shown_by_the_second_step(invoke, said) == 4 - DAMAGED
 
 
