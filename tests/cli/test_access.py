@@ -243,7 +243,12 @@ def rows_of(words: list[str]) -> list[Row]:
 def effects_of(row: Row, words: list[str]) -> set[Effect]:
     named = arguments_of(words)
     return {
-        Effect(verb, value_of(place, words) if place.startswith("--") else named.get(place, place))
+        Effect(
+            verb,
+            value_of(place, words)
+            if place.startswith("--")
+            else named.get(place.removeprefix("a new "), place),
+        )
         for verb in (VERBS if "--dry-run" in row.words or "--dry-run" not in words else VERBS[:1])
         for place in row.places.get(verb, ())
     }

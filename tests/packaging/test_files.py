@@ -109,17 +109,21 @@ def test_a_changed_flag_keeps_the_unit_of_the_servers_from_starting(
         assert ("stamp-mismatch" in launch(dtype, compare, status)) == bool(status)
 
 
-def test_the_drop_in_for_units_is_valid(tmp_path: Path) -> None:
+def test_the_unit_for_another_user_is_valid(tmp_path: Path) -> None:
     tool = need_tool("systemd-analyze", "systemd")
     (shown,) = filter(is_literal, prose("hicachectl-security")["UNITS OF SYSTEMD"])
     unit = tmp_path / "hicachectl-verify.service"
-    unit.write_text("[Service]\nType=oneshot\nExecStart=/bin/true\n")
-    (tmp_path / f"{unit.name}.d").mkdir()
+    whole = "\n".join(literal_of(shown))
+    (line,) = re.findall(r"^ExecStart=((?:.*\\\n)*.*)$", whole, re.MULTILINE)
+    check_arguments(shlex.split(line.replace("\\\n", "").replace("%%", "%"))[1:])
+    shipped = (FOLDER / "systemd" / unit.name).read_text()
+    (lock,) = re.findall(r"--lock (\S+)", shipped)
+    assert [x for x in shipped.split() if x not in whole.split() and x != lock] == []
+    whole = whole.replace("/usr/local/bin/hicachectl", "/bin/true")
     for more, problem in (("", ""), ("ProtectSystem=wrong", "wrong"), ("Usr=sglang", "Usr")):
-        text = "\n".join([*literal_of(shown), more])
-        (tmp_path / f"{unit.name}.d" / "user.conf").write_text(text)
+        unit.write_text(f"{whole}\n{more}\n")
         done = subprocess.run([tool, "verify", unit], capture_output=True, text=True, check=False)
-        assert bool(problem) == ("user.conf" in done.stderr), done.stderr
+        assert bool(problem) == (unit.name in done.stderr), done.stderr
         assert problem in done.stderr
 
 
