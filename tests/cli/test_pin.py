@@ -232,6 +232,8 @@ def test_a_command_connects_to_the_master_only_and_writes_no_file(
     cluster: Cluster, tmp_path: Path, command: str
 ) -> None:
     assert {row.words: row.places for row in access().commands}[command,] == {}
+    (row,) = [row for row in access().network["mooncake"] if row.words == (command,)]
+    assert row.places == {"connects": ["admin"]}
     done = traced([command, cluster.url, *WHOLE], environment(Site(tmp_path)), tmp_path / "trace")
     assert done.status == DONE
     effects = {effect for effect in done.effects if effect.verb not in ("reads", "runs")}

@@ -8,19 +8,14 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 VERBS = ("reads", "writes", "removes")
-USES = {
-    "lists": "to list or pin",
-    "removes": "to remove",
-    "moves": "to read or write",
-    "listens": "listens",
-}
+USES = {"connects": "connects to", "listens": "listens"}
 
 
 class Row(NamedTuple):
     """The places that a command reads, writes and removes, or does so with some options.
 
     words: words of the command and its options.
-    places: names of places by verb.
+    places: names of places by verb, or of services by use.
     """
 
     words: tuple[str, ...]
@@ -32,13 +27,13 @@ class Access(NamedTuple):
 
     system: paths of the system that any command may read.
     options: verb by option, for what all commands do with its value.
-    network: services by kind of store, then by a key of `USES`.
+    network: rows by kind of store, with services by a key of `USES`.
     """
 
     system: list[str]
     commands: list[Row]
     options: dict[str, str]
-    network: dict[str, dict[str, list[str]]]
+    network: dict[str, list[Row]]
 
 
 @cache
@@ -46,5 +41,10 @@ def access() -> Access:
     """Read the tables."""
     file = files("hicachectl.cli.manpages").joinpath("texts", "access.toml")
     tables: dict[str, Any] = tomllib.loads(file.read_text("utf-8"))
-    rows = [Row(tuple(words.split()), places) for words, places in tables["commands"].items()]
-    return Access(tables["system"]["reads"], rows, tables["options"], tables["network"])
+    network = {kind: _rows(table) for kind, table in tables["network"].items()}
+    commands = _rows(tables["commands"])
+    return Access(tables["system"]["reads"], commands, tables["options"], network)
+
+
+def _rows(table: dict[str, dict[str, list[str]]]) -> list[Row]:
+    return [Row(tuple(words.split()), places) for words, places in table.items()]

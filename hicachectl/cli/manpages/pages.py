@@ -256,8 +256,12 @@ def security_page() -> list[str]:
             [[" ".join(x.words), *_cells(x.places, VERBS)] for x in access().commands],
         ),
         "NETWORK": (
-            ["store", *USES.values()],
-            [[kind, *_cells(x, USES)] for kind, x in access().network.items()],
+            ["store", "command", *USES.values()],
+            [
+                [kind, " ".join(x.words) or "all commands", *_cells(x.places, USES)]
+                for kind, rows in access().network.items()
+                for x in rows
+            ],
         ),
     }
     known = {
