@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Kind = Literal["free", "keep-free", "max-size"]
 KINDS: tuple[Kind, ...] = ("free", "keep-free", "max-size")
 
+_PERCENTS = 100
 _PERCENTAGE = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?%")
 # Removed bytes stay in use if less than this share of them is free after so long.
 _LEAST_GAIN = 0.1
@@ -51,10 +52,14 @@ class Target:
 def parse_room(text: str) -> int | Fraction:
     """Return the bytes of a size such as 200GiB, or the share of a percentage such as 30%.
 
-    Raises UsageError for other text, for nothing, for 100% or more, and as `parse_size`.
+    Raises UsageError for other text, for nothing, for 100% or more, and for a number that looks
+    like a percentage: a scheduled run that keeps 30 bytes free would always succeed.
     """
     if not text.endswith("%"):
-        return parse_size(text, least=1, or_share=True)
+        size = parse_size(text, least=1)
+        if size < _PERCENTS and text[-1].isdigit():
+            raise UsageError(f"{shown(text)} is {size} bytes; write {text}%, {text}GiB or {text}B")
+        return size
     if not _PERCENTAGE.fullmatch(text):
         raise UsageError(f"{shown(text)} is not a share; write 30% or a size such as 200GiB")
     share = Fraction(text[:-1]) / 100

@@ -103,7 +103,7 @@ rm STORE --free 1B --temporaries --yes            | leave out --free
 rm STORE --keep-free 5% --temporaries --yes       | leave out --keep-free
 rm STORE --free 1B --max-size 1B --yes             | --free cannot be combined with --max-size
 rm STORE --max-size 0 --yes                       | --max-size
-rm STORE --max-size 500 --yes                     | --max-size | only 500 bytes | 500GiB
+rm STORE --keep-free 30 --yes                     | --keep-free | 30 bytes | 30%
 rm STORE --keep-free 100% --yes                   | --keep-free | 100%
 rm STORE --free 1B --trace TRACE --profile PROFILE --yes | TRACE | keys of pages | --keep-plan
 rm STORE --pages TEXT --yes                       | TEXT | line 1 | hicachectl ls --format jsonl

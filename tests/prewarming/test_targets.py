@@ -591,9 +591,8 @@ def test_snapshots_of_3fs_do_not_tell_what_a_removal_frees(
         (".%", "'.%' is not a share"),
         ("\N{ARABIC-INDIC DIGIT ONE}%", "is not a share"),
         ("half", "'half' is not a size"),
-        ("30", "'30' is only 30 bytes; write 30%, 30GiB, or 30B if bytes are meant"),
-        ("1.5", "'1.5' is only 1 bytes; write 1.5%, 1.5GiB"),
-        ("9999", "'9999' is only 9999 bytes; write 9999%, 9999GiB"),
+        ("30", "'30' is 30 bytes; write 30%, 30GiB or 30B"),
+        ("1.5", "'1.5' is 1 bytes; write 1.5%, 1.5GiB or 1.5B"),
     ],
 )
 def test_room_that_makes_no_sense_is_refused(
@@ -607,7 +606,7 @@ def test_a_share_and_a_size_are_read_exactly() -> None:
     assert parse_room("30%") * 10 == 3
     assert parse_room("0.5%") * 200 == 1
     assert parse_room("200GiB") == parse_size("200GiB")
-    assert [parse_room("10000"), parse_room("30B")] == [10_000, 30]
+    assert [parse_room("100"), parse_room("30B")] == [100, 30]
 
 
 def test_targets_exclude_each_other(invoke: Invoke, tmp_path: Path) -> None:
