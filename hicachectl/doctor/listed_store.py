@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hicachectl.formats.errors import HicacheError, UsageError
 from hicachectl.pages.in_flight import ListingTime
 from hicachectl.pages.scanning import take_inventory
+from hicachectl.text.vocabulary import SAMPLE_PAGES
 from hicachectl.verification.report_text import Mending
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
     from hicachectl.pages.inventory import Inventory
-
-SAMPLE_PAGES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

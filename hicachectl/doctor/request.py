@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hicachectl.doctor.listed_store import SAMPLE_PAGES
+from hicachectl.text.vocabulary import SAMPLE_PAGES
 from hicachectl.verification.report_text import Mending
 
 if TYPE_CHECKING:

@@ -13,18 +13,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from msgspec.structs import replace
 
-from hicachectl.checks.changes import check_changes
 from hicachectl.checks.page_tables import saved_tables
-from hicachectl.checks.registry import CheckSums
 from hicachectl.doctor.checks import FAIL, OK, STORE, UNKNOWN, WARN, Check
-from hicachectl.doctor.space import object_sizes
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.formats.wording import GIVE_PROFILE
-from hicachectl.pages.census import byte_sum
 from hicachectl.profiles.identities import expect_identities
 from hicachectl.text.units import counted
 from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS
-from hicachectl.verification.request import Sample, VerifyRequest
+from hicachectl.verification.request import VerifyRequest
+from hicachectl.verification.sampling import changes_of, day_sample
 from hicachectl.verification.verify import RunStart, check_part, lister_findings
 
 if TYPE_CHECKING:
@@ -38,12 +35,10 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
     from hicachectl.verification.verify import PartCheck
 
-_SAMPLE_BYTES = 1 << 30  # the most bytes to read
 _READ_SECONDS = 20.0  # no read begins later
 # A server writes the objects of a page within seconds. A run of minutes leaves out more.
 _GRACE_SECONDS = 10.0
 _MOST_LOOKED_UP = 20_000  # groups; two seconds
-_DAY = 86400
 _FEW = 100  # one of so many pages with a warning is normal: servers evict object by object
 _UNREADABLE = frozenset({"unreadable", "no-replica"})
 _STAMP = frozenset({"stamp-mismatch"})
@@ -84,7 +79,7 @@ def _examined(
     request = VerifyRequest(
         profile=profile,
         grace_seconds=_GRACE_SECONDS,
-        sample=_sample(listed.sample_pages, inventory),
+        sample=day_sample(inventory, listed.sample_pages),
         time_limit_seconds=_READ_SECONDS if listed.sample_pages else 0.0,
         most_looked_up=_MOST_LOOKED_UP,
         # A catalog makes the run read all sampled objects, also where no profile describes them.
@@ -105,18 +100,6 @@ def _of_scales(inventory: Inventory, scales: Collection[Fraction]) -> BoolArray:
     for scale in scales:
         chosen |= known & (inventory.sizes * scale.denominator == expected * scale.numerator)
     return chosen
-
-
-def _sample(pages: int, inventory: Inventory) -> Sample:
-    """Return a slice with about so many pages, no more than _SAMPLE_BYTES, another one each day."""
-    paged = ~inventory.is_foreign
-    hashes = np.sort(inventory.page_words(paged, 0))
-    stored = len(hashes) - int((hashes[1:] == hashes[:-1]).sum())
-    most = int(_SAMPLE_BYTES * stored / max(1, byte_sum(object_sizes(inventory))))
-    slices = max(1, round(stored / max(1, min(pages, most))))
-    # The slice of a page, so that it is not empty.
-    page = int(hashes[int(time.time() // _DAY) % len(hashes)]) >> 32
-    return Sample(slices, page % slices)
 
 
 class _Findings:
@@ -144,8 +127,7 @@ class _Findings:
         told = sized & np.append(explained, False)[rows]  # NO_NUMBER is the last
         self.explained = self.damaged(table.filter(pa.array(told)))
         self._table = table.filter(pa.array(~told))
-        sums = CheckSums(part.groups.inventory.table, part.result.tally, part.result.evidence)
-        self.changes = [one for one in check_changes(sums) if len(one)]
+        self.changes = changes_of(part)
 
     @property
     def judged(self) -> int:

@@ -6,12 +6,10 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.doctor.checks import FAIL, OK, STORE, UNKNOWN, WARN, Check
-from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.pages.census import byte_sum
 from hicachectl.text.units import human_age, human_size
 
@@ -38,7 +36,7 @@ def space_checks(
     free = store.free_bytes()
     if free is None or not store.traits.live:
         return
-    sizes = object_sizes(inventory)
+    sizes = inventory.known_sizes
     if store.traits.evicts:
         yield _check(
             "space",
@@ -134,11 +132,3 @@ def last_write_checks(
         evidence="a server that has answered new prompts stores them elsewhere, or not at all",
         next=listed.command("doctor", "--write-probe"),
     )
-
-
-def object_sizes(inventory: Inventory) -> IntArray:
-    """Return the bytes of each object, 0 if unknown: [objects]."""
-    expected = inventory.table.expected_sizes[inventory.affix_ids]
-    sizes = np.where(inventory.sizes == UNKNOWN_SIZE, expected, inventory.sizes)
-    known: IntArray = np.where(sizes == UNKNOWN_SIZE, 0, sizes)
-    return known

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hicachectl.backends.capabilities import Serviced
 from hicachectl.doctor.checks import FAIL, OK, STORE, WARN, Check, verdict_of
 from hicachectl.doctor.sample import sample_checks
-from hicachectl.doctor.space import last_write_checks, object_sizes, space_checks
+from hicachectl.doctor.space import last_write_checks, space_checks
 from hicachectl.formats.errors import DeniedError, HicacheError, UsageError
 from hicachectl.pages.census import byte_sum
 from hicachectl.pages.inventory import describe_empty
@@ -60,7 +60,7 @@ def store_checks(listed: ListedStore) -> list[Check]:
 
 
 def _reachable(store: Store, inventory: Inventory, listing: ListingTime) -> Check:
-    nbytes = byte_sum(object_sizes(inventory))
+    nbytes = byte_sum(inventory.known_sizes)
     size = f", {human_size(nbytes)}" if nbytes else ""
     return _check(
         "reachable",

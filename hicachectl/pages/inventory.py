@@ -112,6 +112,14 @@ class Inventory:
         return sizes
 
     @property
+    def known_sizes(self) -> IntArray:
+        """Bytes of each object, those of its spec if none are listed, 0 if unknown: [objects]."""
+        stated = self.table.expected_sizes[self.affix_ids]
+        sizes = np.where(self.sizes == UNKNOWN_SIZE, stated, self.sizes)
+        known: IntArray = np.where(sizes == UNKNOWN_SIZE, 0, sizes)
+        return known
+
+    @property
     def is_foreign(self) -> npt.NDArray[np.bool_]:
         """[objects] bool: keys that are not SGLang's, and objects that a `clear` made misses."""
         return ~self.by_affix([bool(one.readings) for one in self.table.resolved], False)

@@ -4,6 +4,7 @@
 STATES = ("whole", "partial", "orphan", "unknown")
 LOCK = "lock"  # `stopped_by` of a run that another process's lock prevented
 DEFAULT_GRACE_SECONDS = 60.0  # younger objects may belong to a running write
+SAMPLE_PAGES = 256  # pages that are read of a store whose other pages are believed
 DEADLINE = "deadline"  # `stopped_by` of a run that its time limit ended
 FULL = "destination full"  # `stopped_by` of a copy for which the destination lacked room
 BUDGET = "budget"  # `stopped_by` of a prewarm that copied all that its budget allows
