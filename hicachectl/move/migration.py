@@ -14,6 +14,7 @@ from hicachectl.checks.findings import LOCATED_SCHEMA, combine, listing_findings
 from hicachectl.checks.page_tables import check_tables, saved_tables
 from hicachectl.checks.registry import CheckInput
 from hicachectl.formats.errors import StoreUnavailable, UsageError
+from hicachectl.move.adopted_values import doubtful_values
 from hicachectl.move.copy_plan import CopyPlan, oldest_first
 from hicachectl.move.destination import has_whole
 from hicachectl.move.migration_outcome import MigrationFacts, lack_of_room, result_of
@@ -195,7 +196,8 @@ def plan_groups(
     listing: time of the listing; groups that are young then may still be written.
     asks: see `StorePair.survey`.
     on_wait: see `look_again`.
-    Raises ProfileError, StoreUnavailable, and UsageError for a wrong selection.
+    Raises ProfileError, StoreUnavailable, UsageError for a wrong selection, and as
+    `doubtful_values`.
     """
     request = migration.request
     groups = PageGroups(select(listed, request.selection))
@@ -218,7 +220,30 @@ def plan_groups(
         facts.refused += int((survey.foreign & (actions == Action.CONFLICT)).sum())
         facts.skipped += plan.count(Action.SKIP)
         plans.append(plan)
+    if migration.adopts:
+        _leave_doubtful(migration, groups, plans, listing, facts)
     return MigrationPlan(groups, plans, facts, _room(migration, plans))
+
+
+def _leave_doubtful(
+    migration: Migration,
+    groups: PageGroups,
+    plans: Sequence[CopyPlan],
+    listing: ListingTime,
+    facts: MigrationFacts,
+) -> None:
+    """Leave out pages with doubtful values. Raises as `doubtful_values`."""
+    assert migration.profile is not None  # its weights are in the trailers
+    adopted = np.zeros(len(groups), dtype=np.bool_)
+    for plan in plans:
+        adopted[plan.survey.groups[plan.items]] = True
+    doubtful, remark = doubtful_values(
+        migration.source, migration.profile, groups, adopted, listing, migration.options
+    )
+    for plan in plans:
+        plan.actions[doubtful[plan.survey.groups]] = Action.NOTHING
+    facts.left_out["with doubtful values; hicachectl verify lists them"] = int(doubtful.sum())
+    facts.remarks += filter(None, [remark])
 
 
 def _room(migration: Migration, plans: Sequence[CopyPlan]) -> int:

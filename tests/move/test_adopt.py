@@ -18,12 +18,15 @@ from hicachectl.backends.object_files.epochs import begin_epoch
 from hicachectl.formats.identity import profile_identities
 from hicachectl.formats.profile import dump_profile
 from hicachectl.formats.trailer import TRAILER_BYTES
+from tests.checks.value_cases import expected_of, tiny
 from tests.freezable_mount import freezable_mount
-from tests.move.migrations import migrated
+from tests.kvgen import KvGenerator
+from tests.move.migrations import migrated, profile_file
 from tests.served_stores import (
     HYBRID,
     INDEXED,
     OTHER_WEIGHTS,
+    WEIGHTS,
     forget_ranks,
     served_by,
     served_store,
@@ -275,6 +278,77 @@ def test_files_with_another_hard_link_stay(adoption: Adoption, tmp_path: Path) -
 def test_refused_options(adoption: Adoption, arguments: tuple[object, ...], said: str) -> None:
     assert said in adoption.refused(*arguments)
     assert files(adoption.store) == adoption.objects
+
+
+FLOAT16 = replace(HYBRID, pools=(replace(HYBRID.pools[0], dtype="float16"), *HYBRID.pools[1:]))
+
+
+def assert_untouched(adoption: Adoption) -> None:
+    assert files(adoption.store) == adoption.objects
+    assert not (adoption.store / ".hicachectl").exists()
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=str)
+def test_pages_of_another_dtype_get_no_trailer(adoption: Adoption, dry: tuple[str, ...]) -> None:
+    adoption.profile.write_text(dump_profile(FLOAT16))
+    (said,) = adoption.refused(*dry).splitlines()
+    assert "4 of 4 pages read have values that contradict the profile (dtype-mismatch)" in said
+    assert f"hicachectl verify file://{adoption.store} --profile FILE" in said
+    assert_untouched(adoption)
+
+
+def test_pages_of_another_dtype_get_no_trailer_of_a_part(
+    adoption: Adoption, tmp_path: Path
+) -> None:
+    adoption.profile.write_text(dump_profile(FLOAT16))
+    for part in ("0/2", "1/2"):
+        said = adoption.refused("--shard", part, "--run", tmp_path / "run")
+        assert "read have values that contradict the profile (dtype-mismatch)" in said
+    assert_untouched(adoption)
+
+
+def test_a_page_of_no_numbers_shows_before_any_file_is_replaced(adoption: Adoption) -> None:
+    adoption.objects[ANCHOR] = b"\xff" * len(adoption.objects[ANCHOR])
+    overwrite(adoption, ANCHOR)
+    assert "1 of 4 pages read have values that contradict the profile" in adoption.refused()
+    assert "(nan)" in adoption.refused("--dry-run")
+    assert_untouched(adoption)
+    assert adoption.run("--page", page(2))["pages"] == 1
+
+
+def test_pages_of_zeros_get_no_trailer(adoption: Adoption) -> None:
+    """Zeros can be real, so that they do not speak against the profile."""
+    adoption.objects[ANCHOR] = bytes(len(adoption.objects[ANCHOR]))
+    overwrite(adoption, ANCHOR)
+    document = adoption.run()
+    assert (document["pages"], document["left_out"]) == (3, 1)
+    assert "1 page with doubtful values; hicachectl verify lists them" in document["stderr"]
+    assert adoption.bare == {name for name in adoption.objects if name.startswith(page(1))}
+
+
+def test_pages_of_servers_with_two_dtypes_get_no_trailer(invoke: Invoke, tmp_path: Path) -> None:
+    """No page by itself contradicts the profile."""
+    directory = tmp_path / "store"
+    directory.mkdir()
+    for dtype, numbers in (("float8_e4m3fn", range(12)), ("float8_e5m2", range(12, 22))):
+        made = tiny(dtype, weights=WEIGHTS)[0]
+        objects = KvGenerator(expected_of(made), made, 1).objects(numbers)
+        for number, content in zip(numbers, objects, strict=True):
+            path = directory / f"{page(number)}_m_0_1.bin"
+            path.write_bytes(content.tobytes())
+            os.utime(path, (OLD + 60 * number, OLD + 60 * number))
+    before = files(directory)
+    adopt = ("migrate", directory, directory, "--trailers", "write", "--profile")
+    said = invoke(*adopt, profile_file(tmp_path / "p.toml", made), exit_code=2).stderr
+    assert "22 pages read are of servers with two dtypes or layouts (values-changed)" in said
+    assert files(directory) == before
+
+
+def overwrite(adoption: Adoption, name: str) -> None:
+    """Write an object's bytes again, with old times."""
+    path = adoption.store / name
+    path.write_bytes(adoption.objects[name])
+    os.utime(path, (OLD, OLD))
 
 
 @pytest.mark.parametrize("trailers", ["auto", "drop"])
