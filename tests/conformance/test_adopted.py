@@ -229,7 +229,8 @@ def test_a_server_writes_and_evicts_beside_two_adoptions(
     assert last["failed"] == 0
     adopted.objects = {name: every[name] for name in adopted.files()}
     halves = {page for page, count in _counted(adopted.objects).items() if count < 2}
-    assert adopted.bare() == {name for name in adopted.objects if name[:64] in halves}
+    # Half a page has trailers, too, if it was adopted before the server evicted the other half.
+    assert adopted.bare() <= {name for name in adopted.objects if name[:64] in halves}
     assert adopted.leftovers() == []
     assert min(sum(one[name] for one in documents) for name in ("pages", "gone")) > 0
     assert len(every) > len(adopted.objects)
