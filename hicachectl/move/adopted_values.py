@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -37,14 +36,15 @@ def doubtful_values(
     adopted: BoolArray,
     listing: ListingTime,
     options: CopyOptions,
-) -> tuple[BoolArray, str]:
-    """Read a sample of the pages to adopt; return those with doubtful values, and a remark.
+) -> BoolArray:
+    """Read a sample of the pages to adopt; return those with doubtful values: [groups].
 
-    adopted, and the result: [groups]. The remark says why no value can be checked, else "".
-    Raises UsageError if values are wrong, which the profile or the store may explain;
-    StoreUnavailable.
+    profile: describes values, since it has identities.
+    adopted: [groups].
+    Raises UsageError if values contradict the profile, and StoreUnavailable.
     """
-    doubtful = np.zeros(len(groups), dtype=np.bool_)
+    if not adopted.any():
+        return adopted
     request = VerifyRequest(
         profile=profile,
         checks=(VALUES.name,),
@@ -53,10 +53,6 @@ def doubtful_values(
         bytes_per_second=options.bytes_per_second,
         jobs=options.jobs,
     )
-    if why := request.impossible(request.unmet(store)).get(VALUES.name):
-        return doubtful, f"{store.url}: no value is checked: {why}"
-    if not adopted.any():
-        return doubtful, ""
     sample = day_sample(groups.inventory.only(groups.rows_in(adopted)), SAMPLE_PAGES)
     sampled = adopted & sample.contains(groups.pages)
     part = check_part(
@@ -85,4 +81,5 @@ def doubtful_values(
             f"hicachectl verify {store.url} {PROFILE_OPTION} lists them"
         )
     of_found = pc.is_in(groups.pages, found.column("page").combine_chunks())
-    return sampled & of_found.to_numpy(zero_copy_only=False), ""
+    doubtful: BoolArray = sampled & of_found.to_numpy(zero_copy_only=False)
+    return doubtful

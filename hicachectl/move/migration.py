@@ -237,13 +237,12 @@ def _leave_doubtful(
     adopted = np.zeros(len(groups), dtype=np.bool_)
     for plan in plans:
         adopted[plan.survey.groups[plan.items]] = True
-    doubtful, remark = doubtful_values(
+    doubtful = doubtful_values(
         migration.source, migration.profile, groups, adopted, listing, migration.options
     )
     for plan in plans:
         plan.actions[doubtful[plan.survey.groups]] = Action.NOTHING
     facts.left_out["with doubtful values; hicachectl verify lists them"] = int(doubtful.sum())
-    facts.remarks += filter(None, [remark])
 
 
 def _room(migration: Migration, plans: Sequence[CopyPlan]) -> int:
