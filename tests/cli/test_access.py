@@ -64,7 +64,8 @@ quarantine list QUARANTINE
 quarantine purge QUARANTINE --before 0s --yes
 prewarm --profile PROFILE --trace TOKENS --dry-run --output OUT
 prewarm DST --from SRC --profile PROFILE --plan PLAN
-prewarm DST --from SRC --all --min-usable 0 --open-after 1m --open-since SINCE
+prewarm DST --from SRC --profile PROFILE --token-ids TOKENS --min-usable 0 \
+--open-after 1m --open-since SINCE
 prewarm DST2 --profile PROFILE --token-ids PACKED --through-server SERVER
 migrate SRC DST --profile PROFILE --pages-from PAGES
 migrate SRC DST --profile PROFILE --to-profile OTHER --move --yes
