@@ -7,6 +7,8 @@ import pyarrow as pa
 
 MOST_OBJECTS = 512  # objects of each affix with facts, evenly in the order of their writes
 LEAST_OBJECTS = 8  # fewer of one kind show nothing
+# A sample with fewer of an affix is not called compared: an eighth of them may be of one setting.
+ENOUGH_OBJECTS = 8 * LEAST_OBJECTS
 
 # Shares of an object's numbers that do not exceed its quartiles.
 QUARTILES = (0.25, 0.5, 0.75)

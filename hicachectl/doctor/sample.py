@@ -350,7 +350,7 @@ def _values(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
         said, _, evidence = str(findings.changes[0].column("detail")[0]).partition("; ")
         yield _check(
             "changes",
-            WARN,
+            FAIL,
             f"Servers of two settings wrote the pages: {said}",
             evidence=evidence,
             next=findings.verify(listed),

@@ -400,7 +400,7 @@ def freeing_lines(document: Mapping[str, Any], now: float) -> list[str]:
     if facts["valued_pages"] is not None:
         lines.append(
             f"Of {counted(facts['valued_pages'], 'page')} in the {facts['order']}, "
-            f"{facts['valued_pages_removed']} chosen"
+            f"{facts['valued_pages_removed']} leave"
         )
     if requested := facts["requested_tokens"]:
         before = (facts["usable_tokens_before"] or 0) / requested

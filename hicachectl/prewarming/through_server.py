@@ -308,7 +308,8 @@ class ThroughServer:
     def _refuse_for_all(self, reply: Reply) -> None:
         if reply.status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
             what = f"HTTP {reply.status}: the server requires its API key"
-            raise _RefusedForAllError(str(self._service.lost(what, f"set {API_KEY_VARIABLE}")))
+            step = f"set {API_KEY_VARIABLE} to the --api-key of the server"
+            raise _RefusedForAllError(str(self._service.lost(what, step)))
         if reply.status == http.client.NOT_FOUND or 300 <= reply.status < 400:
             raise _RefusedForAllError(str(self._service.refused(self._path, reply)))
 

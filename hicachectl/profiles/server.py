@@ -312,7 +312,7 @@ def _get_json(service: HttpService, path: str) -> dict[str, Any] | None:
         return None
     if reply.status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
         what = f"HTTP {reply.status}: the server requires its API key"
-        raise service.lost(what, f"set {API_KEY_VARIABLE}")
+        raise service.lost(what, f"set {API_KEY_VARIABLE} to the --api-key of the server")
     if 300 <= reply.status < 400:
         what = f"HTTP {reply.status}: redirects are not followed"
         raise service.lost(what, "give the server's own URL")

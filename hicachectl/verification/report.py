@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from hicachectl.checks.codes import DESPITE, SEVERITIES
 from hicachectl.checks.dtypes import dtype_check
+from hicachectl.checks.evidence import ENOUGH_OBJECTS
 from hicachectl.checks.findings import (
     PLACED_SCHEMA,
     SCHEMA,
@@ -251,7 +252,14 @@ def report_of(
         skipped["everything"] = explain_parts(listed)
     else:
         for name, why in _gaps(
-            facts, tally, table, store, request, impossible, changed="values-changed" in counts
+            facts,
+            tally,
+            table,
+            store,
+            request,
+            impossible,
+            sums.evidence,
+            changed="values-changed" in counts,
         ):
             skipped[name] = f"{skipped[name]}; {why}" if name in skipped else why
     skipped |= facts.skipped
@@ -308,11 +316,13 @@ def _gaps(
     store: StoreDescription,
     request: VerifyRequest,
     impossible: Mapping[str, str],
+    evidence: pa.Table,
     *,
     changed: bool,
 ) -> Iterator[tuple[str, str]]:
     """Yield the name and the reason of everything not judged, for stderr.
 
+    evidence: facts about the objects that were compared with others of another age.
     changed: whether pages of two settings were found.
     """
     yield from impossible.items()
@@ -327,6 +337,8 @@ def _gaps(
         for name, why in _indistinct_dtypes(known_specs(table).values(), request.real_profile):
             told = "; values-changed tells two settings apart, not which one the servers have"
             yield name, why + told * changed
+    if facts.planned.get(VALUES.name) and request.sample is not None and not changed:
+        yield from _uncompared_ages(evidence)
     yield from _unjudged(table, tally, request)
 
 
@@ -387,6 +399,19 @@ def _uncompared(
             "ranks",
             f"{counted(counts.unranked, 'object')} with a trailer that names no rank, so bytes of "
             "another rank would go unnoticed; hicachectl migrate --trailers write names the rank",
+        )
+
+
+def _uncompared_ages(evidence: pa.Table) -> Iterator[tuple[str, str]]:
+    """Yield at most one gap if a sample has too few objects to show a change of settings."""
+    told = evidence.filter(pc.greater(evidence.column("width"), 0)).column("affix")
+    counts = pc.value_counts(told.combine_chunks()).field("counts")
+    fewest = pc.min(counts).as_py()
+    if fewest is not None and fewest < ENOUGH_OBJECTS:
+        yield (
+            "changes",
+            f"the sample has only {counted(fewest, 'object')} of one kind, too few to show whether "
+            "servers changed their dtype; give a larger --sample, or leave it out",
         )
 
 

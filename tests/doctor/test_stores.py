@@ -117,9 +117,9 @@ def test_a_change_of_the_fp8_dtype_is_dated(invoke: Invoke, tmp_path: Path, serv
             path.write_bytes(content.tobytes())
             os.utime(path, (OLD + 60 * number, OLD + 60 * number))
     (tmp_path / "p.toml").write_text(dump_profile(tiny(served)[0]))
-    checks = checks_of(invoke, directory, "--profile", tmp_path / "p.toml")
+    checks = checks_of(invoke, directory, "--profile", tmp_path / "p.toml", exit_code=4)
     found = checks["store/changes"]
-    assert found["status"] == "warn"
+    assert found["status"] == "fail"
     assert found["detail"].endswith(
         ": float8_e4m3fn before 2023-11-14T22:25:20Z, float8_e5m2 since then (12 and 10 objects "
         "compared)"

@@ -111,7 +111,7 @@ def test_a_dry_run_tells_people_what_is_lost(
     text = invoke("rm", source, "--free", "1B", "--trace", trace, "--profile", profile,
                   "--dry-run").stdout  # fmt: skip
     assert "Kept: 7 pages, " in text
-    assert "Of 8 pages in the trace, 1 chosen" in text
+    assert "Of 8 pages in the trace, 1 leave" in text
     assert "Usable tokens of the trace: 66.7% before, 33.3% after" in text
     assert "Used by no request" not in text
     assert contents(source) == before

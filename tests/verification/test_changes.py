@@ -12,7 +12,7 @@ import pytest
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.profile import dump_profile
 from hicachectl.pages.scanning import take_inventory
-from hicachectl.verification.request import VerifyRequest
+from hicachectl.verification.request import Sample, VerifyRequest
 from hicachectl.verification.verify import check_store
 from tests.speed import slow, some
 from tests.stores import OLD, page
@@ -81,6 +81,20 @@ def test_little_data_shows_no_change(tmp_path: Path) -> None:
         write(store, SMALL, range(before), times[:before])
         write(store, OTHER, range(before, 40), times[before:])
         assert len(changes(store, SMALL.profile)) == (8 <= before <= 32)
+
+
+@pytest.mark.slow
+def test_a_sample_with_few_objects_of_a_kind_says_that_it_cannot_tell(tmp_path: Path) -> None:
+    times = OLD + 60.0 * np.arange(150)
+    write(tmp_path / "s", SMALL, range(75), times[:75])
+    write(tmp_path / "s", OTHER, range(75, 150), times[75:])
+    skipped, counts = [], []
+    for slices in (15, 2):  # about 10 and 75 pages
+        request = VerifyRequest(profile=SMALL.profile, sample=Sample(slices, 0))
+        document = verify_store(FileStore(tmp_path / "s"), request).document
+        skipped.append("changes" in document["skipped_checks"])
+        counts.append(CODE in document["counts"])
+    assert (skipped, counts) == ([True, False], [False, True])
 
 
 @pytest.mark.slow
