@@ -23,7 +23,6 @@ from hicachectl.backends.disk.directory import Directory, Trust
 from hicachectl.backends.disk.io import CHECK_MOUNT, OPEN_DIRECTORY, closing_descriptor, errors_as
 from hicachectl.backends.disk.names import OWN_PREFIX, check_key
 from hicachectl.backends.file.folders import ObjectDirectory, folder_of
-from hicachectl.backends.object_files.adoption import FileAdopter
 from hicachectl.backends.object_files.epochs import Epochs
 from hicachectl.backends.object_files.faults import usable
 from hicachectl.backends.object_files.store import ObjectFiles
@@ -170,6 +169,8 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
 
     def adopt(self, rows: Rows, sizes: IntArray) -> Result:
         """See `Trailed`."""
+        from hicachectl.backends.object_files.adoption import FileAdopter
+
         self._refuse_untrusted()
         trailers = self._writer.trailers
         assert trailers is not None, "write_trailers comes first"
