@@ -34,11 +34,14 @@ def raised_once() -> Iterator[None]:
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
-    """Defer signals until the end of the block; then handle the first."""
+def deferred() -> Iterator[Callable[[], bool]]:
+    """Defer signals until the end of the block; then handle the first.
+
+    Yields a function that returns whether one waits.
+    """
     waiting: list[Callable[[], None]] = []
     with _handled(waiting.append):
-        yield
+        yield lambda: bool(waiting)
     for act in waiting[:1]:
         act()
 
