@@ -413,6 +413,17 @@ class FilePermissions(Store):
         """
 
 
+class InFiles(Store):
+    """Store with each object in a file of its own, which the system's page cache holds."""
+
+    @abstractmethod
+    def place_of(self, key: bytes) -> tuple[int, bytes]:
+        """Return the open directory of an object's file, and the file's name.
+
+        Raises OSError, such as FileNotFoundError for a missing directory, and UntrustedError.
+        """
+
+
 class Mounted(Store):
     """Store in directories, to which mounts can give several paths and device numbers."""
 

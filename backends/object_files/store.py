@@ -28,6 +28,7 @@ from hicachectl.backends.capabilities import (
     Announces,
     FilePermissions,
     FileTimes,
+    InFiles,
     Mounted,
     Renames,
     Resumable,
@@ -67,6 +68,7 @@ class ObjectFiles(
     Announces,
     FilePermissions,
     FileTimes,
+    InFiles,
     Mounted,
     Renames,
     Resumable,
@@ -114,6 +116,11 @@ class ObjectFiles(
         """Return the outer directories; links and mounts give them several names."""
         facts = [os.fstat(root) for root in self.objects.roots]
         return tuple((one.st_dev, one.st_ino) for one in facts)
+
+    def place_of(self, key: bytes) -> tuple[int, bytes]:
+        """See `InFiles`."""
+        check_key(key)
+        return self.objects.place(key)
 
     @contextmanager
     def probe(self) -> Iterator[bytes]:

@@ -34,6 +34,7 @@ PROMPT_TOKENS = "sglang:prompt_tokens_total"
 REQUESTS = "sglang:num_requests_total"
 RESTORED = "sglang:prefetched_tokens_total"
 UNCACHED = "sglang:uncached_prompt_tokens_histogram"
+STAGE_SECONDS = "sglang:per_stage_req_latency_seconds_sum"
 PLUGIN = "hicachectl_plugin_"  # metrics of this package's storage plug-in begin so
 
 _SGLANG = b"sglang:"
@@ -46,6 +47,7 @@ _KEPT = tuple(
     for name in (
         *(f"{counter}{end}" for counter in _COUNTERS for end in "{ "),
         *(f"{UNCACHED}_{end}" for end in ("bucket", "count", "sum")),
+        f"{STAGE_SECONDS}{{",
         PLUGIN,
     )
 )

@@ -59,6 +59,8 @@ explain missing-rank
 hits STORE --prompts PROMPTS --tokenizer TOKENIZER --profile PROFILE
 simulate STORE --trace TOKENS --profile PROFILE
 simulate --trace PACKED --profile PROFILE --capacity 1MiB --what-if page_size=32
+bench STORE --profile PROFILE --compare SRC
+bench STORE --profile PROFILE --write --most 256KiB --device cpu
 restore QUARANTINE STORE --yes
 quarantine list QUARANTINE
 quarantine purge QUARANTINE --before 0s --yes
@@ -301,6 +303,7 @@ migrate STORE COPY --profile PROFILE
 ls STORE
 hits STORE --token-ids TOKENS --profile PROFILE
 verify STORE
+bench STORE --write --most 256KiB
 rm STORE --model demo/hybrid-1b --dry-run
 verify STORE --profile PROFILE
 rm STORE --model demo/hybrid-1b --yes

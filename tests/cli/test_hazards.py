@@ -77,6 +77,8 @@ verify STORE --profile PROFILE --repair delete --yes    | 3 | STORE has no page:
 report STORE -o OUT                                     | 3 | STORE has no page: not mounted?   | 0
 hits STORE --token-ids TOKENS --profile PROFILE         | 0 | 0% of 192 tokens served           | 0
 simulate STORE --trace TOKENS --profile PROFILE         | 3 | STORE has no page: not mounted?   | 0
+bench STORE                                             | 3 | STORE has no page: not mounted?   | 0
+bench STORE --write                                     | 3 | STORE has no page: not mounted?   | 0
 restore QUARANTINE STORE --yes                          | 0 | QUARANTINE: no quarantined page   | 0
 quarantine list QUARANTINE                              | 0 | 0 runs, 0 pages                   | 0
 quarantine purge QUARANTINE --before 0s --yes           | 0 | 0 runs, 0 pages                   | 0
@@ -113,6 +115,7 @@ verify STORE --profile PROFILE --repair delete --yes    | 4 | ahead of this host
 report STORE --profile PROFILE -o OUT                   | 4 | ahead of this host's clock        | 0
 hits STORE --token-ids TOKENS --profile PROFILE         | 0 | ahead of this host's clock        | 0
 simulate STORE --trace TOKENS --profile PROFILE         | 0 | ahead of this host's clock        | 0
+bench STORE --profile PROFILE --prefill 1               | 0 | reading is faster for every       | 0
 restore QUARANTINE STORE --yes                          | 0 | 1 page, 4 objects                 | 0
 quarantine list QUARANTINE                              | 0 | 1 run, 1 page                     | 0
 quarantine purge QUARANTINE --before 1h --yes           | 0 | 0 runs, 0 pages                   | 0
@@ -149,6 +152,7 @@ verify STORE --profile PROFILE --repair delete --yes    | 0 | 1 in flight       
 report STORE --profile PROFILE -o OUT                   | 4 | 1 missing-rank                    | 0
 hits STORE --token-ids TOKENS --profile PROFILE         | 0 | 0% of 192 tokens served           | 0
 simulate STORE --trace TOKENS --profile PROFILE         | 0 | no cache of any size serves more  | 0
+bench STORE --profile PROFILE --prefill 1               | 0 | reading is faster for every       | 0
 restore QUARANTINE STORE --yes                          | 0 | 1 page, 4 objects                 | 0
 quarantine list QUARANTINE                              | 0 | 1 run, 1 page                     | 0
 quarantine purge QUARANTINE --before 150s --yes         | 0 | 0 runs, 0 pages                   | 0

@@ -269,6 +269,12 @@ def diff(stores: Stores) -> Documents:
     yield stores.run("diff", stores.damaged, stores.whole, "--verify", exit_code=4)
 
 
+def bench(stores: Stores) -> Documents:
+    yield stores.run("bench", stores.whole, "--most", "64KiB", "--drop-cache")
+    words = (*stores.profile, "--write", "--most", "512KiB", "--device", "cpu")
+    yield stores.run("bench", stores.whole, *words, "--prefill", 1, "--time-limit", "0.001s")
+
+
 def prewarm(stores: Stores) -> Documents:
     requests = prompts(stores.folder / "requests.jsonl", 8, 3)
     command = ("prewarm", stores.folder / "warm", "--from", stores.whole, *stores.profile)
@@ -388,6 +394,7 @@ SCENES: dict[str, Callable[[Stores], Documents]] = {
     "simulate": simulate,
     "doctor": doctor,
     "migrate": migrate,
+    "bench": bench,
     "diff": diff,
     "prewarm": prewarm,
     "rm": rm,

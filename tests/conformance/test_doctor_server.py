@@ -589,3 +589,20 @@ def test_a_truncated_page_is_mended_by_the_next_commands(
     assert restored(cpu_server) == PAGE_SIZE
     await_stored(store, PROMPT)
     assert restored(cpu_server) == FULL
+
+
+def test_bench_takes_the_page_size_and_the_prefill_rate(
+    invoke: Invoke, cpu_server: CpuServer, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    stored(cpu_server, store)
+    document = invoke.document("bench", store, "--server", cpu_server.url)
+    assert document["page_size"] == PAGE_SIZE
+    assert document["rows"][0]["tokens_per_second"] > 0
+    page = cpu_server.metrics()
+    tokens = re.search(r"^sglang:uncached_prompt_tokens_histogram_sum{.*} (\S+)$", page, re.M)
+    stage = r'^sglang:per_stage_req_latency_seconds_sum{.*stage="prefill_forward".*} (\S+)$'
+    seconds = re.search(stage, page, re.M)
+    assert tokens is not None
+    assert seconds is not None
+    assert document["prefill_tokens_per_second"] == float(tokens[1]) / float(seconds[1])

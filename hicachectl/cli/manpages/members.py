@@ -22,6 +22,7 @@ from typing import (
 
 from msgspec import UnsetType
 
+from hicachectl.bench.report import BenchDocument
 from hicachectl.cli.commands.explain import ExplainDocument
 from hicachectl.cli.commands.pack import InfoDocument, RepairDocument
 from hicachectl.cli.prose import Item, prose
@@ -100,6 +101,7 @@ DOCUMENTS = (
     Document("hits", HitsDocument, "chains"),
     Document("hits --summary", HitsTotals, "causes"),
     Document("simulate", SimulateDocument, "capacities"),
+    Document("bench", BenchDocument, "rows"),
     Document("migrate", MigrationDocument, "problems", divided=True),
     Document("diff", DiffDocument, "differences"),
     Document("prewarm", PrewarmDocument, divided=True),

@@ -1,0 +1,8 @@
+"""Measure whether a store is faster than computing again.
+
+`sample.py` chooses pages of one deployment and cuts them into batches, as a server's prefetch does.
+`reads.py` times the batches, beside a bare loop over the same files. `writes.py` writes and removes
+pages of its own. `device.py` times the steps of the device loaders over the same objects.
+`estimate.py` makes times for prompts out of the batches, and compares them with the prefill rate.
+`bench.py` runs them all; `report.py` has the document and its lines.
+"""

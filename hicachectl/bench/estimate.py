@@ -1,0 +1,80 @@
+"""Times of prompts out of the times of batches, and what computing them takes instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicachectl.bench.sample import BATCH_PAGES
+from hicachectl.doctor.exposition import STAGE_SECONDS, UNCACHED, look_at
+from hicachectl.profiles.server import server_service
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicachectl.bench.reads import Timing
+
+_LONGEST_TOKENS = 1_000_000  # the longest prompt that is compared
+_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What reads take: a start for each batch, and a time for each page, in seconds."""
+
+    start: float
+    page: float
+
+    def seconds(self, pages: int) -> float:
+        """Return the time of some pages, read batch after batch by each rank."""
+        return -(-pages // BATCH_PAGES) * self.start + pages * self.page
+
+    def faster_from(self, page_tokens: int, threshold: int, prefill: float) -> int | None:
+        """Return the tokens from which on a prompt is read faster than computed; None: never.
+
+        threshold: tokens below which servers restore nothing. prefill: tokens computed in a second.
+        """
+        least = max(1, -(-threshold // page_tokens))
+        pages = np.arange(least, max(least, _LONGEST_TOKENS // page_tokens) + 1)
+        reading = -(-pages // BATCH_PAGES) * self.start + pages * self.page
+        slower = np.flatnonzero(reading >= pages * page_tokens / prefill)
+        first = int(slower[-1]) + 1 if len(slower) else 0
+        return int(pages[first]) * page_tokens if first < len(pages) else None
+
+
+def cost_of(timings: Sequence[Timing]) -> Cost:
+    """Return the cost of a batch and a page, from the medians of full and of short batches."""
+    full = max(timing.pages for timing in timings)
+    shorts = [timing for timing in timings if timing.pages < full]
+    whole = float(np.median([timing.seconds for timing in timings if timing.pages == full]))
+    if shorts:
+        few = shorts[0].pages
+        part = float(np.median([timing.seconds for timing in shorts]))
+        page = (whole - part) / (full - few)
+        if page > 0:
+            return Cost(max(0.0, part - few * page), page)
+    return Cost(0.0, whole / full)
+
+
+def prefill_of(url: str) -> tuple[float | None, str]:
+    """Return the prompt tokens that a live server has computed in a second of a request, and "".
+
+    None and why not, if its metrics do not tell. Requests that a server computes together take as
+    long as each other, so this is the rate of one prompt, not the server's. Source: sglang
+    srt/observability/metrics_collector.py and req_time_stats.py :: PREFILL_FORWARD. Raises
+    UsageError.
+    """
+    service, base = server_service(url, "--server", timeout_s=_TIMEOUT_S)
+    try:
+        look = look_at(service, base)
+    finally:
+        service.close()
+    if look.problem:
+        return None, look.problem
+    tokens = look.value(f"{UNCACHED}_sum")
+    seconds = look.value(STAGE_SECONDS, stage="prefill_forward")
+    if not tokens or not seconds:
+        return None, "The server has computed no prompt yet; send it some, or give --prefill"
+    return tokens / seconds, ""

@@ -1,0 +1,135 @@
+"""`hicachectl bench`: whether a store is faster than computing again."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import click
+
+from hicachectl.cli.command import Command
+from hicachectl.cli.options import (
+    allow_leases_option,
+    lease_wait_option,
+    output_options,
+    prefetch_threshold_option,
+    profile_options,
+    store_argument,
+)
+from hicachectl.cli.parameters import own_option
+from hicachectl.cli.session import opened, progress, remark
+from hicachectl.cli.values import POSITIVE_DURATION, POSITIVE_SIZE
+
+
+@click.command("bench", cls=Command)
+@store_argument
+@own_option(
+    "--write",
+    is_flag=True,
+    repeats=False,
+    writes=True,
+    help="Also write pages under a model name that no server has, and remove them.",
+)
+@own_option(
+    "--compare", metavar="STORE2", help="Measure another store in the same way, after STORE."
+)
+@own_option(
+    "--ranks",
+    type=click.IntRange(1, 64),
+    metavar="N",
+    help="Read as N ranks at once.  [default: as many as the keys name, at most 16]",
+)
+@own_option(
+    "--threads",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Read with N threads in each rank.",
+)
+@own_option(
+    "--prefill",
+    type=click.FloatRange(0, min_open=True),
+    metavar="TOKENS/s",
+    help="Prompt tokens that a server computes in a second.  [default: by the metrics of --server]",
+)
+@own_option(
+    "--most",
+    "most_bytes",
+    type=POSITIVE_SIZE,
+    default="1GiB",
+    show_default=True,
+    help="Choose pages of at most so many bytes, of all ranks together.",
+)
+@own_option(
+    "--time-limit",
+    type=POSITIVE_DURATION,
+    default="30s",
+    show_default=True,
+    help="Time for the reads of each store, and for its writes; no batch begins later.",
+)
+@own_option(
+    "--drop-cache",
+    is_flag=True,
+    repeats=False,
+    help="First drop the files that are read from the page cache of this host.",
+)
+@own_option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Also time value checks and digests there; on cuda copies and the sparse loader, too.",
+)
+@prefetch_threshold_option
+@allow_leases_option
+@lease_wait_option
+@output_options
+@profile_options
+@click.pass_context
+def command(
+    ctx: click.Context, /, store: str, compare: str | None, write: bool, **options: Any
+) -> None:
+    """Measure whether a store is faster than computing again.
+
+    Reads pages as servers' prefetch does, in batches of 128 by all ranks at once, and shows pages
+    and bytes per second, the latency of a batch, and the time to restore a prompt. With the prefill
+    rate of a server it says which prompts are read faster than computed.
+
+    Files are read as they are found, and again. Reads out of the page cache are told apart: their
+    figures are those of memory, never of the disk. They stand beside a bare loop of preadv over the
+    same files.
+
+    Only the listing and a random sample of whole pages are read, within --most and --time-limit.
+    Nothing is changed, except by --write and --drop-cache.
+
+    Examples:
+      hicachectl bench prod: --profile prod.toml --prefill 20000
+      hicachectl bench prod: --server http://localhost:30000
+      hicachectl bench prod: --profile prod.toml --compare file:///local/hicache --threads 4
+      hicachectl bench prod: --profile prod.toml --write --most 4GiB
+      hicachectl bench prod: --profile prod.toml --device cuda
+    """
+    from hicachectl.bench.bench import BenchRequest, bench
+    from hicachectl.cli.output import write_result
+    from hicachectl.profiles.sources import agree_on_profile, profile_from_options
+
+    request = BenchRequest(
+        most_bytes=options["most_bytes"],
+        seconds=options["time_limit"],
+        ranks=options["ranks"],
+        threads=options["threads"],
+        prefill=options["prefill"],
+        server=options["server"] or "",
+        device=options["device"] or "",
+        writes=write,
+        drop_cache=options["drop_cache"],
+    )
+    with ExitStack() as held, progress(ctx, "listing", " objects") as on_listed:
+        source = held.enter_context(opened(ctx, store))
+        profile = profile_from_options(options, source, warn=partial(remark, ctx))
+        stores = [(source, profile)]
+        if compare is not None:
+            other = held.enter_context(opened(ctx, compare))
+            stores.append((other, agree_on_profile(other, profile)))
+        result = bench(stores, request, on_listed=on_listed)
+    write_result(ctx, result)
