@@ -36,6 +36,8 @@ else:
 
 _CALLS = ("open", "writev", "pwritev", "rename", "link", "unlink")
 _LONGEST_REPORT = 1 << 16
+# A thread writes the status of the plug-in at any time, so a later backup may have fewer calls.
+_STATUS_CALLS = 6
 
 
 def answer(question: dict[str, Any]) -> Any:
@@ -50,7 +52,7 @@ def kill_backups(request: dict[str, Any], kills: int) -> list[dict[str, Any]]:
     steps: int = _in_child(_backed_up, request, deployment, 0, 0)
     results = []
     for number in range(1, kills + 1):
-        at = chance.randint(1, steps)
+        at = chance.randint(1, steps - _STATUS_CALLS)
         assert _in_child(_backed_up, request, deployment, number, at) is None
         results.append({"at": at, **_in_child(_left, request, deployment, number)})
     return results

@@ -490,7 +490,7 @@ def test_an_interrupted_removal_of_a_size_says_how_much_is_left_to_free(
         run.send(signal.SIGINT)
         ended = run.resumed()
     assert ended.code == 130
-    said = re.search(r"to free the rest, run the command again with --free (\d+)\n", ended.stderr)
+    said = re.search(r"to free the rest, run the command again with --free (\d+)B\n", ended.stderr)
     assert said, ended.stderr
     assert 0 < int(said[1]) <= 8 * (MANY - 10 - 1024)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.identity import Identity
+from hicachectl.formats.profile import parse_profile
+from hicachectl.formats.spec import object_specs
 from hicachectl.formats.trailer import digest_function, parse_trailer
+from tests.kvgen import KvGenerator
 from tests.move.repairs import dsa_store, indexer, kv
 from tests.power.crash_states import Kind
 from tests.power.nixl_writers import (
@@ -25,7 +29,7 @@ from tests.power.writers import (
     run_here,
     wrong_bytes,
 )
-from tests.stores import contents
+from tests.stores import DSA, contents, page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -160,6 +164,20 @@ class Adoption(Writer):
         "publish-data": Kind("syncfs", "*/disk/store"),
         "publish-names": Kind("fsync", "*/disk/store"),
     }
+
+    def prepare(self) -> None:
+        """Give the objects values that the profile describes."""
+        super().prepare()
+        profile = parse_profile(DSA)
+        for spec in object_specs(profile, "file"):
+            prefix, suffix = spec.affix
+            made = KvGenerator(spec, profile, 1).objects(range(PAGES))
+            for number, content in enumerate(made):
+                path = self.store / f"{prefix}{page(number)}{suffix}"
+                times = path.stat().st_mtime_ns
+                path.write_bytes(content.tobytes())
+                os.utime(path, ns=(0, times))
+        self.original = contents(self.store)
 
     def arguments(self) -> list[object]:
         write = ("--profile", self.profile, "--weights", 32 * "a", "--trailers", "write")
