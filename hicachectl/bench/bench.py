@@ -187,7 +187,7 @@ def _measure(
 
 
 def _note(store: Store, sample: Sample, timings: Sequence[Timing], found: _Found) -> None:
-    """Note what was read, and what was not."""
+    """Note the pages that were read, and the failed and omitted ones."""
     firsts = [timing for timing in timings if timing.bare_seconds is None]
     pages = sum(timing.pages for timing in firsts if timing.rank == 0)
     failed = sum(timing.failed for timing in firsts)

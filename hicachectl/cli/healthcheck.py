@@ -44,7 +44,8 @@ def pinged(ctx: click.Context, url: SplitResult) -> Iterator[None]:
         tls=tls,
         max_reply_bytes=_MAX_REPLY_BYTES,
     )
-    failed, lost = True, dict[str, list[str]]()  # what was not reported, by its reason
+    failed = True
+    lost = dict[str, list[str]]()  # Reason to the reports that did not arrive.
     try:
         _ping(service, url, "/start", lost)
         yield

@@ -32,7 +32,8 @@ NOT_UNPINNED = "not-unpinned"
 WOULD_UNPIN = "would-unpin"  # only dry runs say this
 
 NEEDS_MASTER = "upgrade the master to Mooncake 0.3.14 or later"
-_STEP = 1 << 16  # objects of a call, between two of which a signal may end the run
+# Objects of each call. A signal ends the run after a call.
+_STEP = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -368,7 +368,7 @@ def _candidates(request: FreeRequest, gauge: Gauge) -> _Candidates:
 
 
 def freeing_lines(document: Mapping[str, Any], now: float) -> list[str]:
-    """Return what is lost and kept, in words. now: Unix seconds.
+    """Return the lines about removed and kept pages. now: Unix seconds.
 
     document: see `RemovalDocument`.
     """

@@ -456,7 +456,7 @@ def _remove_pages(pages: _Pages, plan: RepairPlan, freeing: Freeing | None) -> G
     from hicachectl.move.withdrawal import remove_groups
 
     ctx, options, wanted = pages.ctx, pages.ctx.params, len(plan.groups)
-    # Without groups nobody was asked, so what servers write since then removes none either.
+    # Without groups there was no question: pages that servers write later must not cause a removal.
     goes_on = freeing if wanted and not options["dry_run"] else None
     if goes_on is not None:
         plan = plan_removal(plan.groups[:0])  # the store decides about each plan

@@ -1,4 +1,4 @@
-"""The ports of Mooncake's client: nobody connects to them, and reads and writes need none."""
+"""The ports of Mooncake's client refuse connections; reads and writes work without them."""
 
 from __future__ import annotations
 
