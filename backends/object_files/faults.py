@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.base import Status
+from hicachectl.backends.concurrency import Concurrency
 from hicachectl.backends.disk.io import CHECK_MOUNT, NO_ROOM, raise_denied, raise_lost
 from hicachectl.backends.object_files.markers import MarkedSizes
 from hicachectl.backends.object_files.trailers import TrailerChecks
@@ -58,13 +59,17 @@ def not_writable(path: str, error: OSError) -> StoreUnavailable:
 class StoreFiles:
     """The files of one store, and statuses for failed calls on them.
 
-    objects: their tree. sizes: the markers of the store. checks: comparisons with trailers.
+    objects: their tree.
+    sizes: the markers of the store.
+    checks: comparisons with trailers.
+    concurrency: the threads of all calls on them.
     """
 
     def __init__(self, objects: ObjectTree) -> None:
         self.objects = objects
         self.sizes = MarkedSizes(objects, self._unavailable)
         self.checks = TrailerChecks(self.sizes.facts)
+        self.concurrency = Concurrency()
 
     def status(self, index: int, error: OSError | UntrustedError, errors: dict[int, str]) -> Status:
         """Return a row's status, and enter its message unless the status says all.

@@ -163,6 +163,7 @@ class ObjectFiles(
 
     def close(self) -> None:
         """Close the directory; remove created directories that are empty."""
+        self._files.concurrency.close()
         if self.objects.descriptor >= 0:
             self.objects.close()
             with suppress(OSError):  # not empty

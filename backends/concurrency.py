@@ -1,0 +1,336 @@
+"""How many calls a store's file system gets at once, found while running.
+
+A call on a local file takes processor time; more threads than processors only compete for them,
+and for Python's lock. A call on a network file system waits, and many calls can wait at once. So
+the number of calls starts at one, doubles while calls wait and doubling pays, and halves again
+where that costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Sequence
+    from concurrent.futures import Future
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+MOST_CALLS = 256
+
+# A slice takes long beside its bookkeeping, and little beside a run.
+_SLICE_SECONDS = 0.005
+# Items of the first slice of a kind: how long they take is not known.
+_FIRST_ITEMS = 4
+# A number of calls is judged by so many slices, or more, in so many seconds, or more.
+_JUDGED_SLICES = 8
+_JUDGED_SECONDS = 0.02
+# A doubling stays if items per second grow by this factor, a halving if they keep this share.
+_GAIN, _LOSS = 1.15, 0.95
+# While less of the processors' time is used, calls wait.
+_BUSY = 0.7
+# The judgements for which a number stays after a failed trial.
+_REST = 32
+# Slices of a stream that may be done before an earlier one is, for each call at once.
+_AHEAD = 4
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Sums over the slices since the number of calls changed.
+
+    items: items done.
+    slices: slices done.
+    wall: seconds, summed over the slices.
+    cpu: seconds of processor time, summed over the slices.
+    beside: seconds, each slice's times the number of slices that ran at once.
+    """
+
+    items: int = 0
+    slices: int = 0
+    wall: float = 0.0
+    cpu: float = 0.0
+    beside: float = 0.0
+
+    @property
+    def at_once(self) -> float:
+        """Mean number of slices at once."""
+        return self.beside / self.wall
+
+    @property
+    def rate(self) -> float:
+        """Items per second of all threads, by Little's law."""
+        return self.at_once * self.items / self.wall
+
+    @property
+    def waits(self) -> bool:
+        """Whether the calls leave much of the processors' time unused."""
+        return self.at_once * self.cpu < _BUSY * self.wall * len(os.sched_getaffinity(0))
+
+
+@dataclass(slots=True)
+class _Calls:
+    """Calls of one kind, and the number of them that the file system gets at once.
+
+    level: the number now.
+    active: threads at work on such calls, or on the way there.
+    """
+
+    level: int
+    active: int = 0
+    _item_seconds: float = 0.0
+    _sums: _Sums = field(default_factory=_Sums)
+    _tried: tuple[int, float] | None = None  # level and rate before the change on trial
+    _rest: int = 0
+    _shrinks: bool = False  # the next trial is a halving
+
+    def slice_items(self, least: int) -> int:
+        """Return the number of items in the next slice."""
+        if not self._item_seconds:
+            return max(least, _FIRST_ITEMS)
+        return max(least, int(_SLICE_SECONDS / self._item_seconds))
+
+    def note(self, items: int, wall: float, cpu: float, *, most: int, fixed: bool) -> None:
+        """Enter a slice; after enough slices, change the level.
+
+        most: the highest level.
+        fixed: the level stays.
+        """
+        seconds = max(wall / items, 1e-9)
+        self._item_seconds = 0.75 * (self._item_seconds or seconds) + 0.25 * seconds
+        sums = self._sums
+        sums.items += items
+        sums.slices += 1
+        sums.wall += wall
+        sums.cpu += cpu
+        sums.beside += wall * self.active
+        enough = max(_JUDGED_SLICES, 2 * self.level)
+        if not fixed and sums.slices >= enough and sums.wall >= _JUDGED_SECONDS * sums.at_once:
+            self._judge(sums, most)
+            self._sums = _Sums()
+
+    def _judge(self, sums: _Sums, most: int) -> None:
+        """End a trial, or begin one."""
+        if self._tried is not None:
+            level, rate = self._tried
+            grew, self._tried = self.level > level, None
+            if sums.rate < rate * (_GAIN if grew else _LOSS):
+                self.level, self._rest, self._shrinks = level, _REST, grew
+                return
+            self._shrinks = not grew
+        elif self._rest:
+            self._rest -= 1
+            return
+        if self._shrinks:
+            wanted = self.level // 2
+        elif sums.waits:
+            wanted = 2 * max(self.level, round(sums.at_once))
+        else:
+            wanted = self.level
+        wanted = max(1, min(wanted, most))
+        if wanted == self.level:
+            self._rest, self._shrinks = _REST, not self._shrinks
+        else:
+            self._tried, self.level = (self.level, sums.rate), wanted
+
+
+@dataclass(slots=True)
+class _Run:
+    """The slices of one call of `Concurrency.each`.
+
+    next: the first item that no thread has taken.
+    helpers: threads besides the caller's that work on a slice.
+    error: the first error of a slice.
+    """
+
+    work: Callable[[int, int], object]
+    count: int
+    least: int
+    next: int = 0
+    helpers: int = 0
+    error: BaseException | None = None
+
+
+class Concurrency:
+    """The threads that call one store's file system, and how many of them call at once.
+
+    Kinds of calls are told apart by name, since each has a best number of its own. Several threads
+    may use one instance. A forked child starts threads of its own.
+    """
+
+    def __init__(self, jobs: int | None = None) -> None:
+        """jobs: calls at once; None: find the number while running."""
+        self._jobs = jobs
+        self._most = jobs or MOST_CALLS
+        self._last = jobs or 1  # the level found last, with which a new kind starts
+        self._kinds: dict[str, _Calls] = {}
+        self._changed = threading.Condition()
+        self._pool: ThreadPoolExecutor | None = None
+        self._process = os.getpid()
+
+    def level(self, kind: str) -> int:
+        """Return the number of calls of a kind at once, as found so far."""
+        return self._calls(kind).level
+
+    def each(
+        self, kind: str, work: Callable[[int, int], object], count: int, *, least: int = 1
+    ) -> None:
+        """Do `work` for slices of range(count), several at once; this thread works, too.
+
+        work: takes start and stop of a slice.
+        least: items of a slice, as far as there are so many.
+        Raises the first error of a slice, after all that had begun have ended.
+        """
+        calls, run = self._calls(kind), _Run(work, count, least)
+        with self._changed:
+            calls.active += 1
+        try:
+            while (part := self._take(calls, run)) is not None:
+                self._recruit(calls, run)
+                self._do(calls, run, *part)
+        finally:
+            with self._changed:
+                run.next = run.count  # after an interrupt, too
+                calls.active -= 1
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: not run.helpers)
+        if run.error is not None:
+            raise run.error
+
+    def stream(
+        self,
+        kind: str,
+        work: Callable[[Sequence[S]], T],
+        lists: Iterable[Sequence[S]],
+        *,
+        least: int = 1,
+    ) -> Generator[T, None, None]:
+        """Yield the results of `work` for slices of lists, in order; other threads work ahead.
+
+        least: items of a slice, as far as a list has so many.
+        Raises the error of a slice in its turn.
+        """
+        calls = self._calls(kind)
+        pending: deque[Future[T]] = deque()
+        try:
+            for items in lists:
+                start = 0
+                while start < len(items):
+                    while not self._may_begin(calls, pending):
+                        yield pending.popleft().result()
+                    part = items[start : start + calls.slice_items(least)]
+                    pending.append(self._threads().submit(self._timed, calls, work, part))
+                    start += len(part)
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            cancelled = sum(future.cancel() for future in pending)
+            with self._changed:
+                calls.active -= cancelled
+            wait([future for future in pending if not future.cancelled()])
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None and self._process == os.getpid():
+            self._pool.shutdown()
+        self._pool = None
+
+    def _calls(self, kind: str) -> _Calls:
+        with self._changed:
+            if kind not in self._kinds:
+                self._kinds[kind] = _Calls(self._last)
+            return self._kinds[kind]
+
+    def _threads(self) -> ThreadPoolExecutor:
+        with self._changed:
+            if self._pool is None or self._process != os.getpid():
+                self._process = os.getpid()
+                self._pool = ThreadPoolExecutor(self._most, thread_name_prefix="hicachectl-call")
+            return self._pool
+
+    def _may_begin(self, calls: _Calls, pending: deque[Future[T]]) -> bool:
+        """Wait until a slice of a stream may begin, which counts from now on, or until one is done.
+
+        Return which of both.
+        """
+
+        def is_done() -> bool:
+            return bool(pending) and pending[0].done()
+
+        def may_begin() -> bool:
+            return calls.active < calls.level and len(pending) < _AHEAD * calls.level
+
+        with self._changed:
+            self._changed.wait_for(lambda: is_done() or may_begin())
+            if is_done() or not may_begin():
+                return False
+            calls.active += 1
+            return True
+
+    def _timed(self, calls: _Calls, work: Callable[[Sequence[S]], T], part: Sequence[S]) -> T:
+        began, cpu = time.monotonic(), time.thread_time()
+        try:
+            return work(part)
+        finally:
+            self._note(calls, len(part), began, cpu)
+            with self._changed:
+                calls.active -= 1
+                self._changed.notify_all()
+
+    def _take(self, calls: _Calls, run: _Run) -> tuple[int, int] | None:
+        """Return the next slice of a run, not so large that other threads would have none."""
+        with self._changed:
+            start = run.next
+            if start >= run.count:
+                return None
+            fair = -(-(run.count - start) // max(1, calls.level))
+            run.next = min(run.count, start + max(run.least, min(fair, calls.slice_items(1))))
+            return start, run.next
+
+    def _recruit(self, calls: _Calls, run: _Run) -> None:
+        """Let other threads work on a run, as many as there may be, and as there are slices."""
+        with self._changed:
+            left = -(-(run.count - run.next) // max(run.least, calls.slice_items(1)))
+            wanted = min(calls.level - calls.active, left)
+            if wanted <= 0:
+                return
+            calls.active += wanted
+        for _ in range(wanted):
+            self._threads().submit(self._help, calls, run)
+
+    def _help(self, calls: _Calls, run: _Run) -> None:
+        with self._changed:
+            run.helpers += 1
+        try:
+            while calls.active <= calls.level and (part := self._take(calls, run)) is not None:
+                self._do(calls, run, *part)
+        finally:
+            with self._changed:
+                run.helpers -= 1
+                calls.active -= 1
+                self._changed.notify_all()
+
+    def _do(self, calls: _Calls, run: _Run, start: int, stop: int) -> None:
+        """Do a slice; an error ends the run."""
+        began, cpu = time.monotonic(), time.thread_time()
+        try:
+            run.work(start, stop)
+        except Exception as error:
+            with self._changed:
+                run.error = run.error or error
+                run.next = run.count
+        else:
+            self._note(calls, stop - start, began, cpu)
+
+    def _note(self, calls: _Calls, items: int, began: float, cpu: float) -> None:
+        wall, cpu = time.monotonic() - began, time.thread_time() - cpu
+        with self._changed:
+            calls.note(items, wall, cpu, most=self._most, fixed=self._jobs is not None)
+            self._last = calls.level

@@ -1,0 +1,185 @@
+"""Calls at once: every item once, in order, with errors; many where calls wait, few elsewhere."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicachectl.backends.concurrency import MOST_CALLS, Concurrency
+from hicachectl.formats.errors import StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+WAIT = 0.002
+
+
+class Calls:
+    """Calls that wait, and the most of them that there were at once."""
+
+    def __init__(self, seconds: float) -> None:
+        self.most = 0
+        self._seconds = seconds
+        self.now = 0
+        self._lock = threading.Lock()
+
+    def __call__(self) -> bool:
+        with self._lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        time.sleep(self._seconds)
+        with self._lock:
+            self.now -= 1
+        return True
+
+
+@pytest.fixture
+def concurrency() -> Iterator[Concurrency]:
+    one = Concurrency()
+    yield one
+    one.close()
+
+
+@given(st.integers(0, 300), st.integers(1, 50), st.sampled_from([None, 1, 7]))
+def test_each_item_is_done_once(count: int, least: int, jobs: int | None) -> None:
+    """Slices of `each` cover the range, whatever its length and the number of calls."""
+    done = [0] * count
+
+    def work(start: int, stop: int) -> None:
+        for index in range(start, stop):
+            done[index] += 1
+
+    one = Concurrency(jobs)
+    one.each("call", work, count, least=least)
+    one.close()
+    assert done == [1] * count
+
+
+@given(st.lists(st.lists(st.integers(), max_size=40), max_size=8), st.sampled_from([None, 1, 7]))
+def test_a_stream_keeps_the_order(lists: list[list[int]], jobs: int | None) -> None:
+    """The results of a stream, joined, are the items of the lists in order."""
+    one = Concurrency(jobs)
+    found = [item for part in one.stream("call", list, lists) for item in part]
+    one.close()
+    assert found == [item for items in lists for item in items]
+
+
+@pytest.mark.parametrize("jobs", [1, 5])
+def test_a_given_number_is_the_most_at_once(jobs: int | None) -> None:
+    """With a number given, there are so many calls at once, and never more."""
+    calls, one = Calls(WAIT), Concurrency(jobs)
+    one.each("each", lambda start, stop: [calls() for _ in range(start, stop)], 100)
+    list(one.stream("stream", lambda part: [calls() for _ in part], [range(50), range(50)]))
+    one.close()
+    assert calls.most == jobs
+
+
+@pytest.mark.parametrize("way", ["each", "stream"])
+def test_calls_that_wait_get_many_threads(concurrency: Concurrency, way: str) -> None:
+    """Where calls wait, their number grows far beyond the processors."""
+    calls = Calls(WAIT)
+    if way == "each":
+        concurrency.each(way, lambda start, stop: [calls() for _ in range(start, stop)], 5000)
+    else:
+        list(concurrency.stream(way, lambda part: [calls() for _ in part], [range(5000)]))
+    assert 4 * len(os.sched_getaffinity(0)) < calls.most <= MOST_CALLS
+
+
+def test_calls_that_use_the_processor_get_few(concurrency: Concurrency) -> None:
+    """Where calls take processor time, no threads join that would only compete for it."""
+
+    def work(start: int, stop: int) -> None:
+        for _ in range(start, stop):
+            sum(range(200))
+
+    concurrency.each("call", work, 200_000)
+    assert concurrency.level("call") <= 2 * len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("jobs", [1, 8])
+def test_an_error_ends_the_run_after_the_slices_that_began(jobs: int | None) -> None:
+    """`each` raises the error of a slice once no slice runs any more, and begins no other one."""
+    running, one = Calls(WAIT), Concurrency(jobs)
+    begun: list[int] = []
+
+    def work(start: int, stop: int) -> None:
+        for index in range(start, stop):
+            begun.append(index)
+            if index == 20:
+                raise StoreUnavailable("gone")
+            running()
+
+    with pytest.raises(StoreUnavailable, match="gone"):
+        one.each("call", work, 100_000)
+    one.close()
+    assert running.now == 0
+    assert len(begun) < 10_000
+
+
+def test_a_stream_that_is_closed_ends_its_slices(concurrency: Concurrency) -> None:
+    """A stream left early runs no slice after its close."""
+    calls = Calls(WAIT)
+    results = concurrency.stream("call", lambda part: [calls() for _ in part], [range(10_000)])
+    next(results)
+    results.close()
+    assert calls.now == 0
+    concurrency.each("call", lambda start, stop: None, 10)  # the threads still serve others
+
+
+def test_a_stream_raises_in_its_turn(concurrency: Concurrency) -> None:
+    """Results before a failed slice come first, then its error."""
+
+    def work(part: Sequence[int]) -> list[int]:
+        if 30 in part:
+            raise StoreUnavailable("gone")
+        return list(part)
+
+    found: list[int] = []
+
+    def take() -> None:
+        for part in concurrency.stream("call", work, [range(10), range(10, 20), range(20, 40)]):
+            found.extend(part)
+
+    with pytest.raises(StoreUnavailable, match="gone"):
+        take()
+    assert found == list(range(len(found)))
+    assert len(found) >= 20
+
+
+def test_several_threads_share_the_number(concurrency: Concurrency) -> None:
+    """Callers at the same time, and the threads that help them, stay within the number."""
+    calls, one = Calls(WAIT), Concurrency(8)
+
+    def call() -> None:
+        one.each("call", lambda start, stop: [calls() for _ in range(start, stop)], 100)
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    one.close()
+    assert 4 <= calls.most <= 8
+
+
+def test_a_forked_child_has_threads_of_its_own(concurrency: Concurrency) -> None:
+    """A child of a process with threads does not wait for those, which it does not have."""
+    concurrency.each("call", lambda start, stop: time.sleep(WAIT), 200)
+    child = os.fork()
+    if not child:
+        done = [False] * 500
+
+        def work(start: int, stop: int) -> None:
+            done[start:stop] = [True] * (stop - start)
+            time.sleep(WAIT)
+
+        concurrency.each("call", work, len(done))
+        os._exit(0 if all(done) else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
