@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from hicachectl.backends.base import ReadResult, Result, Rows, Status, StatusArray
+    from hicachectl.backends.concurrency import Concurrency
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.identity import Identity
@@ -42,6 +43,15 @@ class Announces(Store):
 
         capacities: [n] int64, expected bytes of each.
         """
+
+
+class Spreads(Store):
+    """Store that spreads the work of each call over threads, as many as calls at once pay."""
+
+    @property
+    @abstractmethod
+    def concurrency(self) -> Concurrency:
+        """Return the threads, and how many of them call at once."""
 
 
 class Touch(Store):

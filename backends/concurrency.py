@@ -13,11 +13,12 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
     from concurrent.futures import Future
 
 S = TypeVar("S")
@@ -166,14 +167,29 @@ class Concurrency:
     """
 
     def __init__(self, jobs: int | None = None) -> None:
-        """jobs: calls at once; None: find the number while running."""
-        self._jobs = jobs
+        """jobs: calls of all kinds at once; None: find the number while running."""
+        self._fixed = jobs is not None
         self._most = jobs or MOST_CALLS
         self._last = jobs or 1  # the level found last, with which a new kind starts
         self._kinds: dict[str, _Calls] = {}
+        self._turns = 0  # threads at work on calls of any kind, or on the way there
+        self._waiting = 0  # threads that wait for a turn
+        self._within = threading.local()  # its `turn` says that the thread has one
         self._changed = threading.Condition()
         self._pool: ThreadPoolExecutor | None = None
         self._process = os.getpid()
+
+    def limit(self, jobs: int) -> None:
+        """Make `jobs` calls at once, of all kinds together. Use it before the first call."""
+        self._fixed, self._most, self._last = True, jobs, jobs
+
+    def share(self, processes: int) -> None:
+        """Make this process's share of the calls from now on, beside other forked processes."""
+        with self._changed:
+            self._most = max(1, self._most // processes)
+            self._last = max(1, self._last // processes)
+            for calls in self._kinds.values():
+                calls.level = max(1, calls.level // processes)
 
     def level(self, kind: str) -> int:
         """Return the number of calls of a kind at once, as found so far."""
@@ -189,17 +205,14 @@ class Concurrency:
         Raises the first error of a slice, after all that had begun have ended.
         """
         calls, run = self._calls(kind), _Run(work, count, least)
-        with self._changed:
-            calls.active += 1
         try:
-            while (part := self._take(calls, run)) is not None:
-                self._recruit(calls, run)
-                self._do(calls, run, *part)
+            with self._turn(calls):
+                while (part := self._take(calls, run)) is not None:
+                    self._recruit(calls, run)
+                    self._do(calls, run, *part)
         finally:
             with self._changed:
                 run.next = run.count  # after an interrupt, too
-                calls.active -= 1
-                self._changed.notify_all()
                 self._changed.wait_for(lambda: not run.helpers)
         if run.error is not None:
             raise run.error
@@ -214,10 +227,14 @@ class Concurrency:
     ) -> Generator[T, None, None]:
         """Yield the results of `work` for slices of lists, in order; other threads work ahead.
 
+        lists: may call the file system, too; one call is left to them.
         least: items of a slice, as far as a list has so many.
         Raises the error of a slice in its turn.
         """
         calls = self._calls(kind)
+        if self._most == 1 or self._has_turn:
+            yield from map(work, filter(len, lists))
+            return
         pending: deque[Future[T]] = deque()
         try:
             for items in lists:
@@ -234,6 +251,8 @@ class Concurrency:
             cancelled = sum(future.cancel() for future in pending)
             with self._changed:
                 calls.active -= cancelled
+                self._turns -= cancelled
+                self._changed.notify_all()
             wait([future for future in pending if not future.cancelled()])
 
     def close(self) -> None:
@@ -252,8 +271,44 @@ class Concurrency:
         with self._changed:
             if self._pool is None or self._process != os.getpid():
                 self._process = os.getpid()
-                self._pool = ThreadPoolExecutor(self._most, thread_name_prefix="hicachectl-call")
+                self._pool = ThreadPoolExecutor(
+                    self._most, "hicachectl-call", initializer=self._begin_thread
+                )
             return self._pool
+
+    def _begin_thread(self) -> None:
+        self._within.turn = True  # tasks are submitted with a turn
+
+    @property
+    def _has_turn(self) -> bool:
+        return getattr(self._within, "turn", False)
+
+    @contextmanager
+    def _turn(self, calls: _Calls) -> Iterator[None]:
+        """Wait until this thread may call; calls within its turn need no other one."""
+        nested = self._has_turn
+        with self._changed:
+            if not nested:
+                self._wait_for(lambda: self._turns < self._most)
+                self._turns += 1
+            calls.active += 1
+        try:
+            self._within.turn = True
+            yield
+        finally:
+            self._within.turn = nested
+            with self._changed:
+                self._turns -= not nested
+                calls.active -= 1
+                self._changed.notify_all()
+
+    def _wait_for(self, may_call: Callable[[], bool]) -> None:
+        """Wait for a turn; helpers of others give theirs up meanwhile."""
+        self._waiting += 1
+        try:
+            self._changed.wait_for(may_call)
+        finally:
+            self._waiting -= 1
 
     def _may_begin(self, calls: _Calls, pending: deque[Future[T]]) -> bool:
         """Wait until a slice of a stream may begin, which counts from now on, or until one is done.
@@ -265,13 +320,17 @@ class Concurrency:
             return bool(pending) and pending[0].done()
 
         def may_begin() -> bool:
-            return calls.active < calls.level and len(pending) < _AHEAD * calls.level
+            few = calls.active < calls.level and len(pending) < _AHEAD * calls.level
+            return few and self._turns < self._most - 1
 
         with self._changed:
-            self._changed.wait_for(lambda: is_done() or may_begin())
+            (self._changed.wait_for if pending else self._wait_for)(
+                lambda: is_done() or may_begin()
+            )
             if is_done() or not may_begin():
                 return False
             calls.active += 1
+            self._turns += 1
             return True
 
     def _timed(self, calls: _Calls, work: Callable[[Sequence[S]], T], part: Sequence[S]) -> T:
@@ -282,6 +341,7 @@ class Concurrency:
             self._note(calls, len(part), began, cpu)
             with self._changed:
                 calls.active -= 1
+                self._turns -= 1
                 self._changed.notify_all()
 
     def _take(self, calls: _Calls, run: _Run) -> tuple[int, int] | None:
@@ -298,10 +358,11 @@ class Concurrency:
         """Let other threads work on a run, as many as there may be, and as there are slices."""
         with self._changed:
             left = -(-(run.count - run.next) // max(run.least, calls.slice_items(1)))
-            wanted = min(calls.level - calls.active, left)
-            if wanted <= 0:
+            wanted = min(calls.level - calls.active, left, self._most - self._turns)
+            if wanted <= 0 or self._waiting:
                 return
             calls.active += wanted
+            self._turns += wanted
         for _ in range(wanted):
             self._threads().submit(self._help, calls, run)
 
@@ -309,13 +370,17 @@ class Concurrency:
         with self._changed:
             run.helpers += 1
         try:
-            while calls.active <= calls.level and (part := self._take(calls, run)) is not None:
+            while self._may_go_on(calls) and (part := self._take(calls, run)) is not None:
                 self._do(calls, run, *part)
         finally:
             with self._changed:
                 run.helpers -= 1
                 calls.active -= 1
+                self._turns -= 1
                 self._changed.notify_all()
+
+    def _may_go_on(self, calls: _Calls) -> bool:
+        return calls.active <= calls.level and not self._waiting
 
     def _do(self, calls: _Calls, run: _Run, start: int, stop: int) -> None:
         """Do a slice; an error ends the run."""
@@ -332,5 +397,5 @@ class Concurrency:
     def _note(self, calls: _Calls, items: int, began: float, cpu: float) -> None:
         wall, cpu = time.monotonic() - began, time.thread_time() - cpu
         with self._changed:
-            calls.note(items, wall, cpu, most=self._most, fixed=self._jobs is not None)
+            calls.note(items, wall, cpu, most=self._most, fixed=self._fixed)
             self._last = calls.level

@@ -32,6 +32,7 @@ from hicachectl.backends.capabilities import (
     Mounted,
     Renames,
     Resumable,
+    Spreads,
     SystemCopy,
     Touch,
 )
@@ -57,6 +58,7 @@ from hicachectl.formats.errors import UnsupportedByBackend
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator
 
+    from hicachectl.backends.concurrency import Concurrency
     from hicachectl.backends.object_files.tree import ObjectTree
     from hicachectl.formats.arrays import BoolArray, IntArray
 
@@ -72,6 +74,7 @@ class ObjectFiles(
     Mounted,
     Renames,
     Resumable,
+    Spreads,
     SystemCopy,
     Touch,
 ):
@@ -116,6 +119,11 @@ class ObjectFiles(
         """Return the outer directories; links and mounts give them several names."""
         facts = [os.fstat(root) for root in self.objects.roots]
         return tuple((one.st_dev, one.st_ino) for one in facts)
+
+    @property
+    def concurrency(self) -> Concurrency:
+        """See `Spreads`."""
+        return self._files.concurrency
 
     def place_of(self, key: bytes) -> tuple[int, bytes]:
         """See `InFiles`."""

@@ -34,7 +34,7 @@ _CONFIG = "hicachectl.config"  # in the meta of contexts
 SUCCEEDED = "hicachectl.succeeded"
 """Key in the meta of contexts. The value says whether the run succeeded; none without a result."""
 _log = logging.getLogger(__name__)
-_LEASES = ("allow_leases", "lease_wait")
+_OPENING = ("allow_leases", "lease_wait", "jobs")  # options that `open_store` takes
 
 
 class Settings(NamedTuple):
@@ -51,19 +51,19 @@ def opened(ctx: click.Context, text: str, *, create: bool = False) -> AbstractCo
     create: see `Store`.
     """
     verbose = ctx.obj.verbose
-    return opened_store(text, config_of(ctx), create=create, verbose=verbose, **_leases(ctx))
+    return opened_store(text, config_of(ctx), create=create, verbose=verbose, **_opening(ctx))
 
 
 def reopening(ctx: click.Context, text: str) -> Opening:
     """Return `opened_store` for the store of a STORE argument in another process."""
     from hicachectl.backends.urls import parse_url
 
-    return partial(opened_store, str(parse_url(text, config_of(ctx))), **_leases(ctx))
+    return partial(opened_store, str(parse_url(text, config_of(ctx))), **_opening(ctx))
 
 
-def _leases(ctx: click.Context) -> dict[str, Any]:
-    """Return the command's options about leases, as `open_store` takes them."""
-    return {name: ctx.params[name] for name in _LEASES if name in ctx.params}
+def _opening(ctx: click.Context) -> dict[str, Any]:
+    """Return the command's options that `open_store` takes."""
+    return {name: ctx.params[name] for name in _OPENING if name in ctx.params}
 
 
 @contextmanager
@@ -73,6 +73,7 @@ def opened_store(
     *,
     allow_leases: bool = False,
     lease_wait: float | None = None,
+    jobs: int | None = None,
     create: bool = False,
     verbose: bool = False,
 ) -> Iterator[Store]:
@@ -83,7 +84,12 @@ def opened_store(
     from hicachectl.io.opening import open_store
 
     with open_store(
-        text, config=config, create=create, allow_leases=allow_leases, lease_wait=lease_wait
+        text,
+        config=config,
+        create=create,
+        allow_leases=allow_leases,
+        lease_wait=lease_wait,
+        jobs=jobs,
     ) as store:
         if store.traits.logs_natively and not (verbose and _is_open(store.url)):
             mute_native_logs()

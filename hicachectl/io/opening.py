@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.base import open_store as opened
-from hicachectl.backends.capabilities import Leases
+from hicachectl.backends.capabilities import Leases, Spreads
 from hicachectl.backends.urls import Config, load_config
 from hicachectl.io.interrupts import deferred
 
@@ -25,6 +25,7 @@ def open_store(
     create: bool = False,
     allow_leases: bool = False,
     lease_wait: float | None = None,
+    jobs: int | None = None,
 ) -> Iterator[Store]:
     """Open a store, and close it after the block.
 
@@ -33,6 +34,7 @@ def open_store(
     create: make a missing directory or pack.
     allow_leases: let look-ups on Mooncake grant leases.
     lease_wait: seconds to wait before a Mooncake object is replaced; None: the store's default.
+    jobs: calls that a store of files makes at once; None: find the number while running.
     Raises UsageError, FormatError and StoreUnavailable.
     """
     if not isinstance(config, Config):
@@ -43,6 +45,8 @@ def open_store(
             store.allow_leases = allow_leases
             if lease_wait is not None:
                 store.lease_wait_seconds = lease_wait
+        if isinstance(store, Spreads) and jobs is not None:
+            store.concurrency.limit(jobs)
         yield store
     finally:
         with deferred():  # close() writes the index of a pack

@@ -168,6 +168,66 @@ def test_several_threads_share_the_number(concurrency: Concurrency) -> None:
     assert 4 <= calls.most <= 8
 
 
+@pytest.mark.parametrize("jobs", [1, 2, 6])
+def test_all_kinds_together_stay_within_the_number(jobs: int) -> None:
+    """Callers of several kinds at the same time, and a stream with its lists, share the number."""
+    calls, one = Calls(WAIT), Concurrency(jobs)
+
+    def lists() -> Iterator[range]:
+        for _ in range(10):
+            calls()
+            yield range(10)
+
+    def stream() -> None:
+        for part in one.stream("stream", lambda part: [calls() for _ in part], lists()):
+            assert all(part)
+
+    def each(kind: str) -> None:
+        one.each(kind, lambda start, stop: [calls() for _ in range(start, stop)], 100)
+
+    callers = [threading.Thread(target=each, args=(kind,)) for kind in ("a", "b", "c")]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert calls.most == jobs
+    calls.most = 0
+    stream()
+    one.close()
+    assert jobs // 2 < calls.most <= jobs
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_calls_within_calls_end(jobs: int) -> None:
+    """Work that calls again goes on in its turn, where no other turn is free."""
+    calls, one = Calls(0), Concurrency(jobs)
+
+    def work(start: int, stop: int) -> None:
+        for _ in range(start, stop):
+            one.each("inner", lambda start, stop: [calls() for _ in range(start, stop)], 5)
+            assert len(list(one.stream("parts", lambda part: [calls() for _ in part], [[1]]))) == 1
+
+    one.each("outer", work, 20)
+    one.close()
+    assert calls.most <= jobs
+
+
+def test_processes_share_the_number(concurrency: Concurrency) -> None:
+    """A process that has a share of the calls makes so many at once, of old and new kinds."""
+    calls, one = Calls(WAIT), Concurrency()
+    one.limit(9)
+    for kind in ("old", "new"):
+        one.each(kind, lambda start, stop: [calls() for _ in range(start, stop)], 200)
+        one.share(3)
+        assert calls.most == (9 if kind == "old" else 3)
+        calls.most = 0
+    one.close()
+    concurrency.each("call", lambda start, stop: time.sleep(WAIT * (stop - start)), 5000)
+    found = concurrency.level("call")
+    concurrency.share(2)
+    assert concurrency.level("call") == max(1, found // 2)
+
+
 def test_a_forked_child_has_threads_of_its_own(concurrency: Concurrency) -> None:
     """A child of a process with threads does not wait for those, which it does not have."""
     concurrency.each("call", lambda start, stop: time.sleep(WAIT), 200)
