@@ -86,32 +86,36 @@ class FileReader:
         errors: dict[int, str] = {}
         sizes = [-1] * len(rows)
         tails: list[tuple[int, bytearray]] = []
-        modes, groups, owners = 0o777, set[int](), set[int]()
-        # This loop dominates reads of small objects: look up attributes once, and check keys
-        # together.
-        pack, objects, here = VERSION.pack_into, self._objects, self._objects.descriptor
         keys = keys_of(rows)
         check = None if are_plain(keys) else check_key
-        places = zip(keys, offsets.tolist(), capacities.tolist(), strict=True)
-        for index, (key, offset, capacity) in enumerate(places):
-            try:
-                if check is not None:
-                    check(key)
-                if objects.folders:
-                    here, _ = objects.place(key)
-                size, facts, tail = read_file(key, here, memory[offset : offset + capacity])
-            except (OSError, UntrustedError) as error:
-                statuses[index] = self._files.unread(index, key, error, errors)
-                continue
-            sizes[index] = size
-            if tail is not None:
-                tails.append((index, tail))
-            modes &= facts.st_mode
-            groups.add(facts.st_gid)
-            owners.add(facts.st_uid)
-            pack(versions, index * _VERSION_BYTES, *version_fields(facts))
-        if groups:
-            self._note_readable(modes, groups, owners)
+        places = list(zip(keys, offsets.tolist(), capacities.tolist(), strict=True))
+
+        def read_slice(start: int, stop: int) -> None:
+            modes, groups, owners = 0o777, set[int](), set[int]()
+            # This loop dominates reads of small objects: look up attributes once, and check keys
+            # together.
+            pack, objects, here = VERSION.pack_into, self._objects, self._objects.descriptor
+            for index, (key, offset, capacity) in enumerate(places[start:stop], start):
+                try:
+                    if check is not None:
+                        check(key)
+                    if objects.folders:
+                        here, _ = objects.place(key)
+                    size, facts, tail = read_file(key, here, memory[offset : offset + capacity])
+                except (OSError, UntrustedError) as error:
+                    statuses[index] = self._files.unread(index, key, error, errors)
+                    continue
+                sizes[index] = size
+                if tail is not None:
+                    tails.append((index, tail))
+                modes &= facts.st_mode
+                groups.add(facts.st_gid)
+                owners.add(facts.st_uid)
+                pack(versions, index * _VERSION_BYTES, *version_fields(facts))
+            if groups:
+                self._note_readable(modes, groups, owners)
+
+        self._files.concurrency.each("read", read_slice, len(rows))
         nbytes[:] = sizes
         if self._files.sizes.current():
             nbytes = self._files.sizes.payloads(rows, nbytes)
@@ -155,15 +159,20 @@ class FileReader:
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
         """Let the system start reading files not yet in memory."""
-        for key, capacity in zip(keys_of(rows), capacities.tolist(), strict=True):
-            with suppress(OSError, UntrustedError):  # the read will report the error
-                check_key(key)
-                directory, name = self._objects.place(key)
-                descriptor = open_file(name, directory)
-                try:
-                    read_ahead(descriptor, capacity)
-                finally:
-                    os.close(descriptor)
+        places = list(zip(keys_of(rows), capacities.tolist(), strict=True))
+
+        def expect_slice(start: int, stop: int) -> None:
+            for key, capacity in places[start:stop]:
+                with suppress(OSError, UntrustedError):  # the read will report the error
+                    check_key(key)
+                    directory, name = self._objects.place(key)
+                    descriptor = open_file(name, directory)
+                    try:
+                        read_ahead(descriptor, capacity)
+                    finally:
+                        os.close(descriptor)
+
+        self._files.concurrency.each("expect", expect_slice, len(places))
 
     def trailers(self, rows: Rows) -> Any:
         """Return what the trailers state, as `Trailed.read_trailers` does."""
@@ -205,7 +214,7 @@ class FileReader:
         return trailer
 
     def _note_readable(self, modes: int, groups: set[int], owners: set[int]) -> None:
-        """Record the permissions common to a call's files; modes: their bitwise AND."""
+        """Record the permissions common to some files; modes: their bitwise AND."""
         group = groups.pop() if len(groups) == 1 else None
         owner = owners.pop() if len(owners) == 1 else NOBODY
         seen = Permissions(modes & 0o777 | 0o700, group, None if modes & 0o004 else owner)
