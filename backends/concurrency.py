@@ -70,10 +70,9 @@ class _Sums:
         """Items per second of all threads, by Little's law."""
         return self.at_once * self.items / self.wall
 
-    @property
-    def waits(self) -> bool:
-        """Whether the calls leave much of the processors' time unused."""
-        return self.at_once * self.cpu < _BUSY * self.wall * len(os.sched_getaffinity(0))
+    def waits(self, processors: float) -> bool:
+        """Return whether the calls leave much of the time of so many processors unused."""
+        return self.at_once * self.cpu < _BUSY * self.wall * processors
 
 
 @dataclass(slots=True)
@@ -98,11 +97,13 @@ class _Calls:
             return max(least, _FIRST_ITEMS)
         return max(least, int(_SLICE_SECONDS / self._item_seconds))
 
-    def note(self, items: int, wall: float, cpu: float, *, most: int, fixed: bool) -> None:
+    def note(
+        self, items: int, wall: float, cpu: float, *, most: int, processors: float | None
+    ) -> None:
         """Enter a slice; after enough slices, change the level.
 
         most: the highest level.
-        fixed: the level stays.
+        processors: number of processors for the calls; None: the level stays.
         """
         seconds = max(wall / items, 1e-9)
         self._item_seconds = 0.75 * (self._item_seconds or seconds) + 0.25 * seconds
@@ -113,11 +114,13 @@ class _Calls:
         sums.cpu += cpu
         sums.beside += wall * self.active
         enough = max(_JUDGED_SLICES, 2 * self.level)
-        if not fixed and sums.slices >= enough and sums.wall >= _JUDGED_SECONDS * sums.at_once:
-            self._judge(sums, most)
+        if processors is None or sums.slices < enough:
+            return
+        if sums.wall >= _JUDGED_SECONDS * sums.at_once:
+            self._judge(sums, most, processors)
             self._sums = _Sums()
 
-    def _judge(self, sums: _Sums, most: int) -> None:
+    def _judge(self, sums: _Sums, most: int, processors: float) -> None:
         """End a trial, or begin one."""
         if self._tried is not None:
             level, rate = self._tried
@@ -131,7 +134,7 @@ class _Calls:
             return
         if self._shrinks:
             wanted = self.level // 2
-        elif sums.waits:
+        elif sums.waits(processors):
             wanted = 2 * max(self.level, round(sums.at_once))
         else:
             wanted = self.level
@@ -178,14 +181,19 @@ class Concurrency:
         self._changed = threading.Condition()
         self._pool: ThreadPoolExecutor | None = None
         self._process = os.getpid()
+        self._processors = float(len(os.sched_getaffinity(0)))
 
     def limit(self, jobs: int) -> None:
         """Make `jobs` calls at once, of all kinds together. Use it before the first call."""
         self._fixed, self._most, self._last = True, jobs, jobs
 
     def share(self, processes: int) -> None:
-        """Make this process's share of the calls from now on, beside other forked processes."""
+        """Make this process's share of the calls from now on, beside other forked processes.
+
+        Of the processors it has as large a share.
+        """
         with self._changed:
+            self._processors /= processes
             self._most = max(1, self._most // processes)
             self._last = max(1, self._last // processes)
             for calls in self._kinds.values():
@@ -397,5 +405,6 @@ class Concurrency:
     def _note(self, calls: _Calls, items: int, began: float, cpu: float) -> None:
         wall, cpu = time.monotonic() - began, time.thread_time() - cpu
         with self._changed:
-            calls.note(items, wall, cpu, most=self._most, fixed=self._fixed)
+            processors = None if self._fixed else self._processors
+            calls.note(items, wall, cpu, most=self._most, processors=processors)
             self._last = calls.level

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicachectl.backends import concurrency as concurrency_module
 from hicachectl.backends.concurrency import MOST_CALLS, Concurrency
 from hicachectl.formats.errors import StoreUnavailable
 
@@ -226,6 +228,27 @@ def test_processes_share_the_number(concurrency: Concurrency) -> None:
     found = concurrency.level("call")
     concurrency.share(2)
     assert concurrency.level("call") == max(1, found // 2)
+
+
+@pytest.mark.parametrize(("processes", "level"), [(1, 2), (4, 1)])
+def test_a_process_judges_by_its_share_of_the_processors(
+    monkeypatch: pytest.MonkeyPatch, processes: int, level: int
+) -> None:
+    """Calls that take 0.4 of a processor wait, unless each process has half a processor."""
+    now, used = [0.0], [0.0]
+    clocks = SimpleNamespace(monotonic=lambda: now[0], thread_time=lambda: used[0])
+    monkeypatch.setattr(concurrency_module, "time", clocks)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    one = Concurrency()
+    one.share(processes)
+
+    def work(start: int, stop: int) -> None:
+        now[0] += 0.01 * (stop - start)
+        used[0] += 0.004 * (stop - start)
+
+    one.each("call", work, 11)  # as many as are judged once
+    one.close()
+    assert one.level("call") == level
 
 
 def test_a_forked_child_has_threads_of_its_own(concurrency: Concurrency) -> None:
