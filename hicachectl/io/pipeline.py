@@ -21,7 +21,7 @@ import numpy as np
 
 from hicachectl.backends.arena import Arena, ReservationCancelledError, SlabAllocator, place
 from hicachectl.backends.base import batch_spans
-from hicachectl.backends.capabilities import Announces, Confirm
+from hicachectl.backends.capabilities import Announces, Confirm, Spreads
 from hicachectl.formats.errors import UsageError
 from hicachectl.io.interrupts import deferred, persistent
 
@@ -191,7 +191,10 @@ class Pipeline(Generic[T]):
         self._next = threading.Condition()
         self._work = work
         self._announces = store if isinstance(store, Announces) else None
-        self._jobs = jobs or min(store.limits.parallel_reads, len(os.sched_getaffinity(0)))
+        few = min(store.limits.parallel_reads, len(os.sched_getaffinity(0)))
+        if destination is None and isinstance(store, Spreads):
+            jobs = min(few, jobs or few)  # the store spreads each call over threads of its own
+        self._jobs = jobs or few
         # Jobs that also write do not read all the time, so only concurrent reads are limited.
         readers = self._jobs if destination is None else store.limits.parallel_reads
         self._most_at_once = None if destination is None else _TURNS_AHEAD * self._jobs

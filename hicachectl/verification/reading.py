@@ -17,7 +17,8 @@ import pyarrow as pa
 
 from hicachectl.backends.arena import ALIGNMENT
 from hicachectl.backends.base import Status
-from hicachectl.backends.capabilities import Confirm
+from hicachectl.backends.capabilities import Confirm, Spreads
+from hicachectl.backends.concurrency import MOST_CALLS
 from hicachectl.checks.catalogs import Digested, compare, digested_objects
 from hicachectl.checks.evidence import QUARTILES
 from hicachectl.checks.findings import object_findings
@@ -297,7 +298,7 @@ class _Reader:
         limit = self._plan.bytes_per_second
         if limit is not None and limit < _FORK_RATE:
             return 1
-        wanted = self._plan.jobs or min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+        wanted = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES, self._plan.jobs or MOST_CALLS)
         # Each process has a share of the buffer that must hold any task.
         fit = self._plan.buffer_bytes // max(int(self._sizes.max()) + ALIGNMENT, 2 * TASK_BYTES)
         return max(1, min(wanted, fit))
@@ -322,6 +323,8 @@ class _Reader:
         pipeline = self._pipeline(tickets.deal(windows), 1, share=processes)
 
         def work(send: Callable[[Any], None]) -> None:
+            if isinstance(self._store, Spreads):
+                self._store.concurrency.share(processes)
             unsent, sent_at = 0, time.monotonic()
             for nbytes in self._read(pipeline):
                 unsent += nbytes

@@ -51,9 +51,10 @@ class Forks:
 
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> Forks:
-    """Fork for few objects, and use small windows."""
+    """Fork for few objects, as if there were three processors, and use small windows."""
     monkeypatch.setattr(reading, "_FORK_OBJECTS", OBJECTS)
     monkeypatch.setattr(reading_plan, "_LEAST_WINDOW_OBJECTS", 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
     counter = Forks()
     monkeypatch.setattr(os, "fork", counter)
     return counter
