@@ -161,6 +161,11 @@ class _Run:
     helpers: int = 0
     error: BaseException | None = None
 
+    def slice_items(self, calls: _Calls) -> int:
+        """Return the items of the next slice, not so many that other threads would have none."""
+        fair = -(-(self.count - self.next) // max(1, calls.level))
+        return max(self.least, min(fair, calls.slice_items(1)))
+
 
 class Concurrency:
     """The threads that call one store's file system, and how many of them call at once.
@@ -353,19 +358,18 @@ class Concurrency:
                 self._changed.notify_all()
 
     def _take(self, calls: _Calls, run: _Run) -> tuple[int, int] | None:
-        """Return the next slice of a run, not so large that other threads would have none."""
+        """Return the next slice of a run; None if no items are left."""
         with self._changed:
             start = run.next
             if start >= run.count:
                 return None
-            fair = -(-(run.count - start) // max(1, calls.level))
-            run.next = min(run.count, start + max(run.least, min(fair, calls.slice_items(1))))
+            run.next = min(run.count, start + run.slice_items(calls))
             return start, run.next
 
     def _recruit(self, calls: _Calls, run: _Run) -> None:
         """Let other threads work on a run, as many as there may be, and as there are slices."""
         with self._changed:
-            left = -(-(run.count - run.next) // max(run.least, calls.slice_items(1)))
+            left = -(-(run.count - run.next) // run.slice_items(calls))
             wanted = min(calls.level - calls.active, left, self._most - self._turns)
             if wanted <= 0 or self._waiting:
                 return
