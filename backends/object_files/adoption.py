@@ -135,9 +135,8 @@ class FileAdopter(FileCopier):
             return Status.GONE
         if not replaced:
             return Status.EXISTS
-        epoch = self._epoch(key)
-        epoch.look()
-        if epoch.stale(seen):  # the copy is newer than the epoch
+        # Another thread may look at the same time: its epoch may be an earlier one.
+        if seen.st_ctime_ns <= self._epoch(key).look():  # the copy is newer than the epoch
             with suppress(FileNotFoundError):
                 here, name = self._writer.files.objects.place(key)
                 now = os.stat(name, dir_fd=here, follow_symlinks=False)

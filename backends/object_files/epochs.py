@@ -126,20 +126,21 @@ class EpochReader:
     def look(self) -> int:
         """Read and return `time_ns`; an unreadable epoch leaves it.
 
-        Call it once per call of SGLang.
+        Call it once per call of SGLang. Several threads may call it.
         """
         try:
             side = os.open(OWN_PREFIX, _OPEN_SIDE, dir_fd=self._directory.descriptor)
             try:
-                self._epoch = _Epoch.read(self._name, side, self._epoch)
-                self.time_ns = self._epoch.time_ns
+                epoch = _Epoch.read(self._name, side, self._epoch)
             finally:
                 os.close(side)
         except FileNotFoundError:
             self._epoch, self.time_ns = None, 0
+            return 0
         except OSError:
-            pass
-        return self.time_ns
+            return self.time_ns
+        self._epoch, self.time_ns = epoch, epoch.time_ns
+        return epoch.time_ns
 
     def stale(self, facts: os.stat_result) -> bool:
         """Return whether an object got its name before the epoch, or at its very moment."""

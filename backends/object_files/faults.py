@@ -102,17 +102,27 @@ class StoreFiles:
 
     def each(
         self,
+        kind: str,
         indices: Collection[int],
         act: Callable[[int], Status],
         statuses: StatusArray,
         errors: dict[int, str],
     ) -> None:
-        """Set the status of each row to what `act` returns or raises."""
-        for index in indices:
-            try:
-                statuses[index] = act(index)
-            except (OSError, UntrustedError) as error:
-                statuses[index] = self.status(index, error, errors)
+        """Set the status of each row to what `act` returns or raises, for several rows at once.
+
+        kind: kind of the calls, for `Concurrency.each`.
+        act: called in several threads.
+        """
+        rows = list(indices)
+
+        def work(start: int, stop: int) -> None:
+            for index in rows[start:stop]:
+                try:
+                    statuses[index] = act(index)
+                except (OSError, UntrustedError) as error:
+                    statuses[index] = self.status(index, error, errors)
+
+        self.concurrency.each(kind, work, len(rows))
 
     def synced(
         self,

@@ -276,7 +276,7 @@ class ObjectFiles(
         """
         statuses = np.zeros(count, dtype=np.uint8)
         errors: dict[int, str] = {}
-        self._files.each(range(count), remove, statuses, errors)
+        self._files.each("remove", range(count), remove, statuses, errors)
         # After a crash, an anchor must not reappear without its sidecars.
         removed = np.flatnonzero(statuses == Status.OK).tolist()
         if removed:

@@ -31,7 +31,7 @@ from hicachectl.backends.object_files.tree import Temporaries, owner_in
 from hicachectl.formats.errors import UntrustedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from hicachectl.backends.object_files.faults import StoreFiles
     from hicachectl.backends.object_files.markers import Marker
@@ -175,8 +175,9 @@ class FileWriter:
     ) -> Result:
         """Write markers; create, sync and rename temporary files; sync their directories.
 
-        stage: creates a row's file; returns it, or a status.
-        name: gives a row's file the name of the object; returns the status.
+        stage: creates a row's file; returns it, or a status. Called in several threads.
+        name: gives a row's file the name of the object; returns the status. Called in several
+            threads.
         """
         statuses = np.zeros(len(keys), dtype=np.uint8)
         errors: dict[int, str] = {}
@@ -208,17 +209,23 @@ class FileWriter:
         if not self.files.synced(ensure, every, statuses, errors):
             return Result(statuses, errors)
         try:
-            self.files.each(every, make, statuses, errors)
+            self.files.each("create", every, make, statuses, errors)
             staged = list(written)
             sync = partial(self.sync_data, list(written.values()))
             if staged and self.files.synced(sync, staged, statuses, errors):
-                self.files.each(staged, rename, statuses, errors)
+                self.files.each("rename", staged, rename, statuses, errors)
                 names = partial(self._objects.sync, changed)
                 self.files.synced(names, staged, statuses, errors)
         finally:
-            for file in written.values():
-                _remove(file)
+            self._remove_all(list(written.values()))
         return Result(statuses, errors)
+
+    def _remove_all(self, files: list[Temporary]) -> None:
+        def work(start: int, stop: int) -> None:
+            for file in files[start:stop]:
+                _remove(file)
+
+        self.files.concurrency.each("remove", work, len(files))
 
     def naming(self, keys: list[bytes], *, if_absent: bool) -> Callable[[int, Temporary], Status]:
         """Return a function that gives a row's temporary file the name of the row's key."""
@@ -278,13 +285,17 @@ class FileWriter:
             return Status.OK
         return Status.OK if removed else Status.CHANGED
 
-    def sync_data(self, files: Collection[Temporary]) -> None:
+    def sync_data(self, files: Sequence[Temporary]) -> None:
         """Sync files by one syncfs if possible, far cheaper than an fsync per file."""
         if self._objects.sync_file_systems():
             return
-        for directory, name in files:
-            with closing_descriptor(os.open(name, OPEN_FILE, dir_fd=directory)) as descriptor:
-                os.fsync(descriptor)
+
+        def work(start: int, stop: int) -> None:
+            for directory, name in files[start:stop]:
+                with closing_descriptor(os.open(name, OPEN_FILE, dir_fd=directory)) as descriptor:
+                    os.fsync(descriptor)
+
+        self.files.concurrency.each("sync", work, len(files))
 
     # temporary files
 
