@@ -12,7 +12,10 @@ import fcntl
 import gc
 import json
 import os
+import pickle
+import queue
 import signal
+import threading
 import traceback
 import warnings
 from contextlib import suppress
@@ -66,30 +69,30 @@ class SharedCounter:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Worker:
+class _Child:
     pid: int
-    inbox: connection.Connection
+    pipe: connection.Connection
 
 
-class Workers(Closing):
-    """Forked processes that do the same work; iterate once for their messages.
+class _Children(Closing):
+    """Forked processes, each with a pipe to this one.
 
-    Iterating raises a child's HicacheError unchanged, its other exceptions as RuntimeError with the
-    child's traceback, and UsageError if a child ends without a report, as when killed. Leaving the
-    with block kills working children. No child outlives this process, even if this process
-    is killed.
+    Leaving the with block kills them. No child outlives this process, even if this process is
+    killed.
     """
 
-    def __init__(self, count: int, work: Callable[[Send], None]) -> None:
-        """Start the work in `count` processes, or fewer if the system allows no more.
+    def __init__(self, count: int, live: Callable[[connection.Connection], None]) -> None:
+        """Start `count` processes, or fewer if the system allows no more.
 
-        work: called in each child with a function that sends the parent a message of JSON types.
+        live: called in each child with its end of the pipe.
         Raises OSError if no child can start.
         """
-        self._children: list[_Worker] = []
+        self._children: list[_Child] = []
+        self._lock = threading.Lock()
+        self._how = "ended without a result"
         try:
             for _ in range(count):
-                self._fork(work)
+                self._fork(live)
         except OSError:
             if not self._children:
                 raise
@@ -97,27 +100,13 @@ class Workers(Closing):
             self.close()
             raise
 
-    def __iter__(self) -> Iterator[Any]:
-        busy = {child.inbox: child for child in self._children}
-        while busy:
-            for inbox in connection.wait(list(busy)):
-                assert isinstance(inbox, connection.Connection)
-                try:
-                    received = inbox.recv_bytes()
-                except (EOFError, OSError):  # between messages, or within one
-                    raise self._killed(busy[inbox]) from None
-                kind, content = received[:1], received[1:]
-                if kind == _MESSAGE:
-                    yield json.loads(content)
-                elif kind == _ERROR:
-                    raise raised(*json.loads(content), where="In a forked process")
-                else:
-                    del busy[inbox]
+    def __len__(self) -> int:
+        return len(self._children)
 
     def close(self) -> None:
         """Kill every child; no child needs cleanup."""
         for child in self._children:
-            child.inbox.close()
+            child.pipe.close()
             with suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGKILL)
         while self._children:
@@ -125,12 +114,12 @@ class Workers(Closing):
                 os.waitpid(self._children[-1].pid, 0)
             self._children.pop()
 
-    def _fork(self, work: Callable[[Send], None]) -> None:
+    def _fork(self, live: Callable[[connection.Connection], None]) -> None:
         """Start and record a child.
 
         If a signal prevents the recording, the child ends once it cannot send.
         """
-        inbox, outbox = connection.Pipe(duplex=False)
+        ours, theirs = connection.Pipe()
         parent = os.getpid()
         # The parent's handlers must not run in the child.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
@@ -140,28 +129,122 @@ class Workers(Closing):
                 warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
                 pid = os.fork()
             if not pid:
-                others = [inbox, *(child.inbox for child in self._children)]
-                _live(work, outbox, others, parent, mask)
-            self._children.append(_Worker(pid, inbox))
+                others = [ours, *(child.pipe for child in self._children)]
+                _live(live, theirs, others, parent, mask)
+            self._children.append(_Child(pid, ours))
         except OSError:
-            inbox.close()
+            ours.close()
             raise
         finally:
-            outbox.close()
+            theirs.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def _killed(self, child: _Worker) -> UsageError:
-        self._children.remove(child)  # after waitpid, another process may get the pid
-        child.inbox.close()
-        how = "ended without a result"
-        with suppress(ChildProcessError):
-            _, status = os.waitpid(child.pid, 0)
-            if os.WIFSIGNALED(status):
-                number = os.WTERMSIG(status)
-                how = f"was killed by signal {number} ({signal.strsignal(number)})"
+    def _killed(self, child: _Child) -> UsageError:
+        """Reap a child that ended, and return the error to raise, each time the same."""
+        with self._lock:
+            if child in self._children:  # after waitpid, another process may get the pid
+                self._children.remove(child)
+                child.pipe.close()
+                with suppress(ChildProcessError):
+                    _, status = os.waitpid(child.pid, 0)
+                    if os.WIFSIGNALED(status):
+                        number = os.WTERMSIG(status)
+                        self._how = f"was killed by signal {number} ({signal.strsignal(number)})"
         return UsageError(
-            f"A reader process {how}; if memory ran out, give a smaller --buffer-bytes, or --jobs 1"
+            f"A reader process {self._how}; if memory ran out, give a smaller --buffer-bytes, or "
+            "--jobs 1"
         )
+
+
+class Workers(_Children):
+    """Forked processes that do the same work; iterate once for their messages.
+
+    Iterating raises a child's HicacheError unchanged, its other exceptions as RuntimeError with the
+    child's traceback, and UsageError if a child ends without a report, as when killed.
+    """
+
+    def __init__(self, count: int, work: Callable[[Send], None]) -> None:
+        """Start the work in `count` processes, or fewer if the system allows no more.
+
+        work: called in each child with a function that sends the parent a message of JSON types.
+        Raises OSError if no child can start.
+        """
+
+        def live(pipe: connection.Connection) -> None:
+            work(lambda message: pipe.send_bytes(_MESSAGE + json.dumps(message).encode()))
+            pipe.send_bytes(_END)
+
+        super().__init__(count, live)
+
+    def __iter__(self) -> Iterator[Any]:
+        busy = {child.pipe: child for child in self._children}
+        while busy:
+            for pipe in connection.wait(list(busy)):
+                assert isinstance(pipe, connection.Connection)
+                try:
+                    received = pipe.recv_bytes()
+                except (EOFError, OSError):  # between messages, or within one
+                    raise self._killed(busy[pipe]) from None
+                kind, content = received[:1], received[1:]
+                if kind == _MESSAGE:
+                    yield json.loads(content)
+                elif kind == _ERROR:
+                    raise _raised_by_child(content)
+                else:
+                    del busy[pipe]
+
+
+class Callees(_Children):
+    """Forked processes that call the methods of an object, each one call at a time. Thread-safe.
+
+    A call raises the errors that iterating `Workers` does. After a child has ended, so does each
+    later call.
+    """
+
+    def __init__(self, count: int, target: object) -> None:
+        """Start `count` processes, or fewer if the system allows no more.
+
+        target: object of which each child has a copy, as it is now.
+        Raises OSError if no child can start.
+        """
+
+        def live(pipe: connection.Connection) -> None:
+            while True:
+                try:
+                    method, arguments, options = pipe.recv()
+                except EOFError:  # the parent has closed the pipe
+                    return
+                try:
+                    result = getattr(target, method)(*arguments, **options)
+                    reply = _MESSAGE + pickle.dumps(result)
+                except Exception as error:
+                    reply = _error(error)
+                pipe.send_bytes(reply)
+
+        super().__init__(count, live)
+        self._free: queue.SimpleQueue[_Child] = queue.SimpleQueue()
+        for child in self._children:
+            self._free.put(child)
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call a method in a child, as soon as one is free; return its result.
+
+        Arguments and results are pickled.
+        """
+        child = self._free.get()
+        try:
+            child.pipe.send((method, arguments, options))
+            received = child.pipe.recv_bytes()
+        except (EOFError, OSError):
+            raise self._killed(child) from None
+        except BaseException:
+            child.pipe.close()  # the answer to this call must not be that to the next
+            raise
+        finally:
+            self._free.put(child)  # also one that has ended: who waits for it must end, too
+        if received[:1] == _ERROR:
+            raise _raised_by_child(received[1:])
+        return pickle.loads(received[1:])
 
 
 def end_with(parent: int) -> None:
@@ -172,28 +255,37 @@ def end_with(parent: int) -> None:
 
 
 def _live(
-    work: Callable[[Send], None],
-    outbox: connection.Connection,
+    live: Callable[[connection.Connection], None],
+    pipe: connection.Connection,
     others: list[connection.Connection],
     parent: int,
     mask: set[int],
 ) -> NoReturn:
-    """Run the work in the child, send its end or error, and exit without the parent's cleanup."""
+    """Live in the child, send an error that ends it, and exit without the parent's cleanup."""
     try:
-        for inherited in others:  # an open copy would hide that the parent has closed an inbox
+        for inherited in others:  # an open copy would hide that the parent has closed a pipe
             inherited.close()
         for number in _PARENTS_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         end_with(parent)
         gc.freeze()  # a collection would write to, and so copy, all shared memory
-        work(lambda message: outbox.send_bytes(_MESSAGE + json.dumps(message).encode()))
-        outbox.send_bytes(_END)
+        live(pipe)
     except BaseException as error:
         with suppress(OSError):  # if the parent has ended
-            outbox.send_bytes(_ERROR + json.dumps(told(error)).encode())
+            pipe.send_bytes(_error(error))
     finally:
         os._exit(0)
+
+
+def _error(error: BaseException) -> bytes:
+    """Return the message that a child sends of an exception."""
+    return _ERROR + json.dumps(told(error)).encode()
+
+
+def _raised_by_child(content: bytes) -> Exception:
+    """Return the exception in a message of `_error`, without its first byte."""
+    return raised(*json.loads(content), where="In a forked process")
 
 
 def told(error: BaseException) -> tuple[str, str]:

@@ -6,14 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hicachectl.formats.errors import StoreUnavailable, UsageError
-from hicachectl.io.forking import SharedCounter, Workers
+from hicachectl.formats.errors import HicacheError, StoreUnavailable, UsageError
+from hicachectl.io.forking import Callees, SharedCounter, Workers
 from tests.waiting import PATIENCE_S, alive, wait_until
 
 if TYPE_CHECKING:
@@ -185,3 +187,97 @@ def test_no_process_to_be_had_is_told_and_fewer_are_made_do(
         assert list(children) == [1, 1]
     with pytest.raises(BlockingIOError):
         Workers(5, lambda send: send(1))
+
+
+class Target:
+    """Methods that forked processes call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def pid_when(self, gate: Path) -> int:
+        wait_until(gate.exists)
+        return os.getpid()
+
+    def counted(self) -> int:
+        self.calls += 1
+        return self.calls
+
+    def doubled(self, content: bytes, *, times: int = 2) -> bytes:
+        return content * times
+
+    def fail(self, error: Exception) -> None:
+        raise error
+
+    def unpicklable(self) -> object:
+        return threading.Lock()
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_calls_run_in_other_processes_that_keep_what_they_have() -> None:
+    before, target = set(children_of(os.getpid())), Target()
+    target.calls = 7
+    with Callees(1, target) as children:
+        assert [children.call("counted") for _ in range(3)] == [8, 9, 10]
+        assert children.call("doubled", b"x" * 300_000, times=3) == b"x" * 900_000
+        assert children.call("pid") != os.getpid()
+    assert target.calls == 7
+    assert set(children_of(os.getpid())) == before
+
+
+def test_each_process_has_one_call_at_a_time(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with Callees(3, Target()) as children, ThreadPoolExecutor(5) as threads:
+        assert len(children) == 3
+        waiting = [threads.submit(children.call, "pid_when", gate) for _ in range(5)]
+        gate.touch()
+        pids = [one.result() for one in waiting]
+    assert len(set(pids)) == 3
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("what, and the remedy"), ZeroDivisionError()])
+def test_an_error_of_a_call_is_raised_and_the_process_goes_on(error: Exception) -> None:
+    ours = isinstance(error, HicacheError)
+    said = r"^what, and the remedy$" if ours else r"(?s)in fail\n.*ZeroDivisionError"
+    with Callees(1, Target()) as children:
+        with pytest.raises(type(error) if ours else RuntimeError, match=said):
+            children.call("fail", error)
+        with pytest.raises(RuntimeError, match="cannot pickle"):
+            children.call("unpicklable")
+        assert children.call("counted") == 1
+
+
+def test_a_call_that_kills_its_process_is_an_error_and_so_is_each_later_one() -> None:
+    before = set(children_of(os.getpid()))
+    with Callees(1, Target()) as children:
+        with ThreadPoolExecutor(3) as threads:  # two calls wait for the process that dies
+            dying = [threads.submit(children.call, "die") for _ in range(3)]
+            for one in dying:
+                with pytest.raises(UsageError, match=r"signal 9 \(Killed\).*--buffer-bytes"):
+                    one.result(PATIENCE_S)
+        with pytest.raises(UsageError, match="signal 9"):
+            children.call("pid")
+    assert set(children_of(os.getpid())) == before
+
+
+def test_the_answer_to_a_call_that_was_interrupted_is_not_that_to_the_next(
+    tmp_path: Path,
+) -> None:
+    gate = tmp_path / "gate"
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        with Callees(1, Target()) as children:
+            interrupt = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
+            interrupt.start()
+            with pytest.raises(KeyboardInterrupt):
+                children.call("pid_when", gate)
+            gate.touch()
+            with pytest.raises(UsageError, match="ended without a result"):
+                children.call("counted")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
