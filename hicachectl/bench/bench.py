@@ -27,7 +27,7 @@ from hicachectl.bench.report import (
 )
 from hicachectl.bench.sample import choose, own_rows
 from hicachectl.bench.writes import check_writable, timed_writes, writable_bytes
-from hicachectl.device.devices import CPU, cuda_devices
+from hicachectl.device.devices import CPU, open_devices
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import GIVE_PROFILE, needs_profile
 from hicachectl.pages.scanning import take_inventory
@@ -168,7 +168,7 @@ def _measure(
     if page_tokens is None:
         found.remarks.append(f"{store.url}: tokens are not known; {GIVE_PROFILE}")
     if request.device and profile is not None:
-        device = None if request.device == CPU else cuda_devices((request.device,))[0]
+        device = None if request.device == CPU else open_devices((request.device,))[0]
         stages = timed_stages(store, inventory.objects, sample, profile, device)
         found.rows += [stage_row(store.url, stage) for stage in stages]
     left = inventory.objects.take(pa.array(own_rows(inventory)))

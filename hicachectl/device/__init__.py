@@ -8,11 +8,12 @@ A server computes with the bytes in its device pools. So `verify --device` check
 
 A **slab** is the objects of one read task, or of a part if memory is short. A **lane** is one CUDA
 stream with a staging buffer and a pool buffer, for one slab at a time. A run allocates its lanes
-once, within `--device-bytes`, whatever the store's size. The thread that read a slab takes a free
-lane, copies the slab to the device, replays the captured launches, waits for one event and returns
-the lane. So reads, copies and kernels of different slabs overlap. A thread with a lane waits for no
-other lane, so threads do not deadlock. Staging is poisoned before pages are gathered back, so a
-digest covers only bytes from the pools.
+once, within `--device-bytes`, whatever the store's size. Forked processes read slabs into the
+arena, which they share with the command, because reads of many threads wait for Python's lock. A
+thread waits for the read of its slab, takes a free lane, copies the slab to the device, replays the
+captured launches, waits for one event and returns the lane. So reads, copies and kernels of
+different slabs overlap. A thread with a lane waits for no other lane, so threads do not deadlock.
+Staging is poisoned before pages are gathered back, so a digest covers only bytes from the pools.
 
 A `CopyPlan`, computed once per kind of object from its `TensorLayout`s, maps object bytes to pool
 slots. A Triton kernel carries out the plan. A `DeviceRun` prepares a lane for one form of object.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
@@ -42,7 +43,7 @@ def open_checker(
     if names == (CPU,):
         return nullcontext()
     try:
-        devices = cuda_devices(names)
+        devices = open_devices(names)
         from hicachectl.device.checker import DeviceChecker
 
         return DeviceChecker(
@@ -61,7 +62,7 @@ def open_checker(
 
 
 def refuse_missing(names: tuple[str, ...]) -> None:
-    """Raise UsageError or DeviceError if an explicitly named device cannot be used."""
+    """Raise UsageError if an explicitly named device is missing."""
     if names not in ((AUTO,), (CPU,)):
         cuda_devices(names)
 
@@ -81,9 +82,9 @@ def parse_devices(text: str) -> tuple[str, ...]:
 
 
 def cuda_devices(names: tuple[str, ...]) -> list[torch.device]:
-    """Return the named CUDA devices; the first for `auto` and `cuda`.
+    """Return the named CUDA devices; the first for `auto` and `cuda`. Nothing runs on them yet.
 
-    Raises UsageError with the reason if one is missing, DeviceError if one fails.
+    Raises UsageError with the reason if one is missing.
     """
     try:
         import torch
@@ -115,17 +116,28 @@ def cuda_devices(names: tuple[str, ...]) -> list[torch.device]:
                 f"--device {device}: this machine has {counted(count, 'CUDA device')}, from "
                 "cuda:0 on; name one of these"
             )
-        _touch(device)
     return devices
 
 
-def _touch(device: torch.device) -> None:
-    """Start using a device. Raises DeviceError if busy or broken."""
+def open_devices(names: tuple[str, ...]) -> list[torch.device]:
+    """Start to use the devices that `cuda_devices` returns.
+
+    Raises UsageError if one is missing, DeviceError if one is busy or broken.
+    """
+    devices = cuda_devices(names)
     import torch
 
-    try:
-        torch.zeros(1, device=device)
-    except RuntimeError as error:
-        raise DeviceError(
-            f"{device}: not usable: {reason_of(error)}; check with nvidia-smi"
-        ) from error
+    for device in devices:
+        try:
+            torch.zeros(1, device=device)
+        except RuntimeError as error:
+            raise DeviceError(
+                f"{device}: not usable: {reason_of(error)}; check with nvidia-smi"
+            ) from error
+    return devices
+
+
+def cuda_started() -> bool:
+    """Return whether this process has started to use a CUDA device."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())

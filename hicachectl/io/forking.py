@@ -201,14 +201,15 @@ class Callees(_Children):
     later call.
     """
 
-    def __init__(self, count: int, target: object) -> None:
+    def __init__(self, count: int, make: Callable[[], object]) -> None:
         """Start `count` processes, or fewer if the system allows no more.
 
-        target: object of which each child has a copy, as it is now.
+        make: called in each child; returns the object.
         Raises OSError if no child can start.
         """
 
         def live(pipe: connection.Connection) -> None:
+            target = make()
             while True:
                 try:
                     method, arguments, options = pipe.recv()

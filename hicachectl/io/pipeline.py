@@ -21,9 +21,10 @@ import numpy as np
 
 from hicachectl.backends.arena import Arena, ReservationCancelledError, SlabAllocator, place
 from hicachectl.backends.base import batch_spans
-from hicachectl.backends.capabilities import Announces, Confirm, Spreads
+from hicachectl.backends.capabilities import Announces, Spreads
 from hicachectl.formats.errors import UsageError
 from hicachectl.io.interrupts import deferred, persistent
+from hicachectl.io.reads import ObjectReads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import ReadResult, Store
     from hicachectl.formats.arrays import IntArray
+    from hicachectl.io.reads import ReadingProcesses
 
 
 class Pace:
@@ -102,11 +104,10 @@ class Task:
 
 @dataclass(slots=True, eq=False)
 class _Upcoming:
-    """A task, its number, and its objects (None until looked up)."""
+    """A task and its number."""
 
     task: Task
     number: int
-    named: pa.Table | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -167,6 +168,8 @@ class Pipeline(Generic[T]):
         identify: bool = True,
         confirm: bool = False,
         destination: Store | None = None,
+        processes: ReadingProcesses | None = None,
+        waiting: int = 0,
     ) -> None:
         """Prepare the run; iteration starts the readers.
 
@@ -177,12 +180,13 @@ class Pipeline(Generic[T]):
         confirm:  read with `Confirm.read_confirmed`, if the store has it.
         destination: store that the work writes to, from the same memory. A task then waits until
                   tasks far before it have ended.
+        processes: processes that read these objects; they have the arena, of buffer_bytes.
+        waiting:  further threads, for work that mostly waits.
         """
         self.complete = True  # after the iteration: whether every task began
         self._store = store
-        # Only columns that reads need, in one chunk: taking rows of a chunked table is slow.
-        wanted = [name for name in ("key", "locator") if name in objects.column_names]
-        self._objects = objects.select(wanted).combine_chunks()
+        self._processes = processes
+        self._reads = processes or ObjectReads(store, objects)
         self._tasks = iter(tasks)
         self._ahead: deque[_Upcoming] = deque()  # taken from the iterator, not begun
         self._ahead_bytes = 0
@@ -192,9 +196,11 @@ class Pipeline(Generic[T]):
         self._work = work
         self._announces = store if isinstance(store, Announces) else None
         few = min(store.limits.parallel_reads, len(os.sched_getaffinity(0)))
-        if destination is None and isinstance(store, Spreads):
+        if processes is not None:
+            jobs = processes.count
+        elif destination is None and isinstance(store, Spreads):
             jobs = min(few, jobs or few)  # the store spreads each call over threads of its own
-        self._jobs = jobs or few
+        self._jobs = (jobs or few) + waiting
         # Jobs that also write do not read all the time, so only concurrent reads are limited.
         readers = self._jobs if destination is None else store.limits.parallel_reads
         self._most_at_once = None if destination is None else _TURNS_AHEAD * self._jobs
@@ -203,16 +209,15 @@ class Pipeline(Generic[T]):
         self._deadline = deadline
         self._pace = pace
         self._identify = identify
-        self._read_call = store.read_into
-        if confirm and isinstance(store, Confirm):
-            self._read_call = store.read_confirmed
+        self._confirm = confirm
         self._stores = (store,) if destination is None else (store, destination)
         self._stopped = threading.Event()
         self._results: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(_QUEUED_RESULTS)
 
     def __iter__(self) -> Generator[T, None, None]:
         named = any(store.limits.named_arena for store in self._stores)
-        arena = Arena(self._buffer_bytes, named=named)
+        shared = None if self._processes is None else self._processes.arena
+        arena = shared or Arena(self._buffer_bytes, named=named)
         allocator = SlabAllocator(arena.nbytes)
         for store in self._stores:
             store.attach(arena)
@@ -244,7 +249,8 @@ class Pipeline(Generic[T]):
                         self._results.get(timeout=0.01)
                 for store in self._stores:
                     store.detach()
-                arena.close()
+                if shared is None:
+                    arena.close()
 
     def _read(self, arena: Arena, allocator: SlabAllocator) -> None:
         end: BaseException | None = None
@@ -297,9 +303,8 @@ class Pipeline(Generic[T]):
 
     def _announce(self, fresh: list[_Upcoming], *, but: _Upcoming) -> None:
         for upcoming in fresh:
-            if self._announces is not None and upcoming is not but:
-                upcoming.named = self._named(upcoming.task.rows)
-                self._announces.expect(upcoming.named, upcoming.task.capacities)
+            if upcoming is not but:
+                self._reads.expect(upcoming.task.rows, upcoming.task.capacities)
 
     def _look_ahead(self) -> list[_Upcoming]:
         """Take tasks from the iterator in advance; return those to announce."""
@@ -318,24 +323,22 @@ class Pipeline(Generic[T]):
             fresh.append(self._ahead[-1])
         return fresh
 
-    def _named(self, rows: IntArray) -> pa.Table:
-        """Return the objects of rows; consecutive rows need no copy."""
-        if len(rows) and rows[-1] - rows[0] + 1 == len(rows) and (np.diff(rows) == 1).all():
-            return self._objects.slice(int(rows[0]), len(rows))
-        return self._objects.take(rows)
-
     def _one(self, upcoming: _Upcoming, arena: Arena, allocator: SlabAllocator) -> T:
-        task, named = upcoming.task, upcoming.named  # read once: another thread may set `named`
+        task = upcoming.task
         offsets, nbytes = place(task.capacities)
         name = task.name or f"a task (objects: {len(task.rows)})"
         slab = allocator.reserve(max(nbytes + task.room, 1), name=name)
         try:
             offsets = np.asarray(offsets) + slab.offset
             self._keep_pace(task.nbytes)
-            if named is None:
-                named = self._named(task.rows)
             with self._reading:
-                read = self._read_call(named, offsets, task.capacities, identify=self._identify)
+                read = self._reads.read(
+                    task.rows,
+                    offsets,
+                    task.capacities,
+                    identify=self._identify,
+                    confirm=self._confirm,
+                )
             return self._work(Loaded(task, arena, offsets, slab.offset + nbytes, read))
         finally:
             slab.release()

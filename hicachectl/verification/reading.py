@@ -6,7 +6,7 @@ import mmap
 import os
 import time
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from hicachectl.formats.catalog import DIGEST_BYTES
 from hicachectl.formats.wording import over_buffer
 from hicachectl.io.forking import SharedCounter, Workers
 from hicachectl.io.pipeline import Pace, Pipeline
+from hicachectl.io.reads import ReadingProcesses
 from hicachectl.verification.part_result import ReadCounts
 from hicachectl.verification.reading_plan import (
     TASK_BYTES,
@@ -62,6 +63,8 @@ _FORK_MEAN_BYTES = 256 << 10
 # One process reads with a lower limit: shares of it would end unevenly.
 _FORK_RATE = 64 << 20
 _MOST_PROCESSES = 8
+# Processes that read for a device. They only copy, so each keeps a processor busy.
+_MOST_DEVICE_READERS = 16
 _TELL_SECONDS = 0.05
 # Code of each status of a failed read, and the detail if the store gives no reason; "": the code's.
 _FAILED = {
@@ -217,8 +220,8 @@ def read_chosen(
     Returns also the names of the devices, () for the CPU.
     """
     total = int(choice.plan.capacities.sum())
-    with _device(request, inventory, choice.plan, remark) as device:
-        plan = replace(choice.plan, device=device)
+    with _device(store, request, inventory, choice.plan, remark) as (device, processes):
+        plan = replace(choice.plan, device=device, processes=processes)
         hollow = unwritten(store, inventory, plan)
         reading = read_objects(
             store, inventory, plan.without(hollow), on_read=lambda n: on_read(n, total)
@@ -239,27 +242,59 @@ def read_chosen(
 
 @contextmanager
 def _device(
-    request: VerifyRequest, inventory: Inventory, plan: ReadingPlan, remark: Callable[[str], None]
-) -> Iterator[DeviceChecker | None]:
-    """Open the device; yield None for the CPU."""
+    store: Store,
+    request: VerifyRequest,
+    inventory: Inventory,
+    plan: ReadingPlan,
+    remark: Callable[[str], None],
+) -> Iterator[tuple[DeviceChecker | None, ReadingProcesses | None]]:
+    """Open the device, and the processes that read for it.
+
+    Yield None in place of the device for the CPU, in place of the processes if threads read.
+    """
     if not len(plan.rows) or not (plan.checkers or plan.digest.any()):
-        yield None
+        yield None, None
         return
     from hicachectl.device.devices import open_checker
 
     largest = int(plan.capacities.argmax())
     key = inventory.objects.column("key")[int(plan.rows[largest])].as_py()
-    with open_checker(
-        request.devices,
-        device_bytes=request.device_bytes,
-        buffer_bytes=request.buffer_bytes,
-        largest=int(plan.capacities[largest]),
-        largest_name=key.decode(errors="backslashreplace"),
-        remark=remark,
-    ) as device:
-        yield device
+    with ExitStack() as exits:
+        # A fork is safe only before CUDA starts threads of its own.
+        processes = _device_readers(store, request, inventory, plan)
+        if processes is not None:
+            exits.enter_context(processes)
+        device = exits.enter_context(
+            open_checker(
+                request.devices,
+                device_bytes=request.device_bytes,
+                buffer_bytes=request.buffer_bytes,
+                largest=int(plan.capacities[largest]),
+                largest_name=key.decode(errors="backslashreplace"),
+                remark=remark,
+            )
+        )
+        if device is None and processes is not None:
+            processes.close()
+        yield device, None if device is None else processes
         if device is not None and device.failure is not None:
             remark(f"The CPU did the rest: {device.failure}")
+
+
+def _device_readers(
+    store: Store, request: VerifyRequest, inventory: Inventory, plan: ReadingPlan
+) -> ReadingProcesses | None:
+    """Start the processes that read for a device; None if threads are to read."""
+    from hicachectl.device.devices import CPU, cuda_started
+
+    processors = len(os.sched_getaffinity(0))
+    count = min(processors, _MOST_DEVICE_READERS, plan.jobs or MOST_CALLS, len(plan.rows))
+    if request.devices == (CPU,) or not store.limits.forkable or count < 2 or cuda_started():
+        return None
+    try:
+        return ReadingProcesses(store, inventory.objects, count, buffer_bytes=request.buffer_bytes)
+    except OSError:
+        return None
 
 
 def _shared_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -306,10 +341,7 @@ class _Reader:
     def read(self, on_read: Callable[[int], None]) -> None:
         """Read in threads of this process."""
         windows = windows_of(len(self._plan.rows))
-        jobs, device = self._plan.jobs, self._plan.device
-        if jobs is None and device is not None:  # Threads that wait for the device do not read.
-            jobs = self._store.limits.parallel_reads + device.lanes
-        for nbytes in self._read(self._pipeline(windows, jobs)):
+        for nbytes in self._read(self._pipeline(windows, self._plan.jobs)):
             on_read(nbytes)
 
     def read_forked(self, processes: int, on_read: Callable[[int], None]) -> bool:
@@ -350,6 +382,9 @@ class _Reader:
         self, windows: Iterable[Window], jobs: int | None, *, share: int = 1
     ) -> Pipeline[_Done]:
         inventory, plan = self._inventory, self._plan
+        waiting = 0
+        if plan.device is not None and (plan.processes is not None or jobs is None):
+            waiting = plan.device.lanes  # threads that wait for the device do not read
         return Pipeline(
             self._store,
             inventory.objects,
@@ -361,6 +396,8 @@ class _Reader:
             pace=None if plan.bytes_per_second is None else Pace(plan.bytes_per_second // share),
             identify=self._identify and not self._store.traits.identifies_by_exists,
             confirm=plan.confirm,
+            processes=plan.processes,
+            waiting=waiting,
         )
 
     @property

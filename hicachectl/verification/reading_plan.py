@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.io.pipeline import Task
+    from hicachectl.io.reads import ReadingProcesses
     from hicachectl.pages.deployments import AffixTable
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
@@ -64,6 +65,7 @@ class ReadingPlan:
     jobs: number of reading threads or processes.
     confirm: rule out writers that interfere, see `Confirm.read_confirmed`.
     device: digests and checks in place of the CPU.
+    processes: read all objects, of the inventory, for the device.
     """
 
     rows: IntArray
@@ -79,6 +81,7 @@ class ReadingPlan:
     deadline: float | None = None
     confirm: bool = False
     device: DeviceChecker | None = None
+    processes: ReadingProcesses | None = None
 
     def without(self, left_out: npt.NDArray[np.bool_]) -> ReadingPlan:
         """Return the plan without some of the rows, [n] bool."""

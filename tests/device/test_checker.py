@@ -752,9 +752,10 @@ def test_devices_that_are_missing_or_busy_are_named(monkeypatch: pytest.MonkeyPa
     with pytest.raises(UsageError, match=said):
         devices.cuda_devices(("cuda:2",))
     monkeypatch.setattr(torch, "zeros", busy)
+    assert devices.cuda_devices(("cuda:1",)) == [torch.device("cuda:1")]  # not used yet
     said = "^cuda:1: not usable: CUDA error: all CUDA-.* are busy; check with nvidia-smi$"
     with pytest.raises(DeviceError, match=said):
-        devices.cuda_devices(("cuda:1",))
+        devices.open_devices(("cuda:1",))
 
 
 def test_an_old_triton_is_refused_with_the_one_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,7 +222,7 @@ class Target:
 def test_calls_run_in_other_processes_that_keep_what_they_have() -> None:
     before, target = set(children_of(os.getpid())), Target()
     target.calls = 7
-    with Callees(1, target) as children:
+    with Callees(1, lambda: target) as children:
         assert [children.call("counted") for _ in range(3)] == [8, 9, 10]
         assert children.call("doubled", b"x" * 300_000, times=3) == b"x" * 900_000
         assert children.call("pid") != os.getpid()
@@ -232,7 +232,7 @@ def test_calls_run_in_other_processes_that_keep_what_they_have() -> None:
 
 def test_each_process_has_one_call_at_a_time(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    with Callees(3, Target()) as children, ThreadPoolExecutor(5) as threads:
+    with Callees(3, Target) as children, ThreadPoolExecutor(5) as threads:
         assert len(children) == 3
         waiting = [threads.submit(children.call, "pid_when", gate) for _ in range(5)]
         gate.touch()
@@ -244,7 +244,7 @@ def test_each_process_has_one_call_at_a_time(tmp_path: Path) -> None:
 def test_an_error_of_a_call_is_raised_and_the_process_goes_on(error: Exception) -> None:
     ours = isinstance(error, HicacheError)
     said = r"^what, and the remedy$" if ours else r"(?s)in fail\n.*ZeroDivisionError"
-    with Callees(1, Target()) as children:
+    with Callees(1, Target) as children:
         with pytest.raises(type(error) if ours else RuntimeError, match=said):
             children.call("fail", error)
         with pytest.raises(RuntimeError, match="cannot pickle"):
@@ -254,7 +254,7 @@ def test_an_error_of_a_call_is_raised_and_the_process_goes_on(error: Exception) 
 
 def test_a_call_that_kills_its_process_is_an_error_and_so_is_each_later_one() -> None:
     before = set(children_of(os.getpid()))
-    with Callees(1, Target()) as children:
+    with Callees(1, Target) as children:
         with ThreadPoolExecutor(3) as threads:  # two calls wait for the process that dies
             dying = [threads.submit(children.call, "die") for _ in range(3)]
             for one in dying:
@@ -271,7 +271,7 @@ def test_the_answer_to_a_call_that_was_interrupted_is_not_that_to_the_next(
     gate = tmp_path / "gate"
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     try:
-        with Callees(1, Target()) as children:
+        with Callees(1, Target) as children:
             interrupt = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
             interrupt.start()
             with pytest.raises(KeyboardInterrupt):
