@@ -348,7 +348,7 @@ class _Comparison:
             work.batches(
                 verify=False,
                 copies=False,
-                most_bytes=min(_BATCH_BYTES, options.buffer_bytes // options.job_count),
+                most_bytes=min(_BATCH_BYTES, options.buffer_bytes // self._pair.jobs),
                 most_objects=destination.limits.batch_objects,
             )
             for work in works
@@ -360,7 +360,7 @@ class _Comparison:
             chain.from_iterable(batches),
             self._judged,
             buffer_bytes=options.buffer_bytes,
-            jobs=options.job_count,
+            jobs=self._pair.jobs,
             pace=None if options.bytes_per_second is None else Pace(options.bytes_per_second),
             identify=False,
             confirm=isinstance(source, Confirm) and source.confirms,

@@ -59,6 +59,7 @@ class CopyRun:
         self._groups = groups
         self._destination = stores.destination
         self._options = stores.options
+        self._jobs = stores.jobs
         self._executor = Executor(stores, groups.inventory.objects, self._copied)
         self._lock = threading.Lock()
         # Groups of each survey.
@@ -130,7 +131,7 @@ class CopyRun:
     ) -> None:
         """Copy groups. alone: in small batches, one at a time."""
         options = self._options
-        jobs = 1 if alone else options.job_count
+        jobs = 1 if alone else self._jobs
         most_bytes = min(_LAST_BYTES if alone else _BATCH_BYTES, options.buffer_bytes // jobs)
         batches = self._batches(works, most_bytes)
         self.facts.complete &= self._executor.run(batches, jobs=jobs, on_done=on_done)

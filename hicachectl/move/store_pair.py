@@ -10,7 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.backends.capabilities import Archive, Losing, Mounted, Profiled, Trailed, copier_of
+from hicachectl.backends.capabilities import (
+    Archive,
+    Losing,
+    Mounted,
+    Profiled,
+    Spreads,
+    Trailed,
+    copier_of,
+)
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.formats.identity import profile_identities
 from hicachectl.formats.spec import object_specs
@@ -51,6 +59,8 @@ TrailerMode = Literal["auto", "write", "drop"]
 class CopyOptions:
     """Options of a copy.
 
+    jobs: number of batches copied at a time; three if not given. Between two stores that spread
+        their calls, it is at most three.
     verify: whether to read back and compare each copy; always with move.
     move: whether to remove the originals of compared copies.
     pin: whether to protect pages from eviction.
@@ -75,7 +85,7 @@ class CopyOptions:
 
     @property
     def job_count(self) -> int:
-        """Number of batches copied at a time."""
+        """Number of batches copied at a time, if the stores do not spread their calls."""
         return self.jobs or _JOBS
 
 
@@ -88,6 +98,7 @@ class StorePair:
     trailers: how the trailers of objects are copied.
     adopts: whether both stores are one, and its objects get trailers where they are.
     options: options of the copies.
+    jobs: number of batches copied at a time.
     remarks: messages about the pair, also on objects that lie where no server looks for them.
     """
 
@@ -127,6 +138,9 @@ class StorePair:
         refuse_other_owner(destination, target)
         self.trailers = plan_trailers(self, options.trailers)
         self.options = options
+        self.jobs = options.job_count
+        if isinstance(source, Spreads) and isinstance(destination, Spreads):
+            self.jobs = min(self.jobs, _JOBS)  # more batches at once would only be smaller
         losses = destination.losses if isinstance(destination, Losing) else ()
         self.remarks = [*map(str, losses), *filter(None, [self.trailers.remark])]
 
