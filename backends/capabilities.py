@@ -54,6 +54,11 @@ class Spreads(Store):
         """Return the threads, and how many of them call at once."""
 
 
+def jobs_of(store: Store) -> int | None:
+    """Return the number of calls at once that a store was given; None if it finds the number."""
+    return store.concurrency.jobs if isinstance(store, Spreads) else None
+
+
 class Touch(Store):
     """Store whose eviction order callers can change."""
 

@@ -188,6 +188,11 @@ class Concurrency:
         self._process = os.getpid()
         self._processors = float(len(os.sched_getaffinity(0)))
 
+    @property
+    def jobs(self) -> int | None:
+        """The number of calls at once as given; None if it is found."""
+        return self._most if self._fixed else None
+
     def limit(self, jobs: int) -> None:
         """Make `jobs` calls at once, of all kinds together. Use it before the first call."""
         self._fixed, self._most, self._last = True, jobs, jobs

@@ -146,17 +146,22 @@ def read_run(run: Directory) -> RunForm | None:
     return _parse_run(text, source)
 
 
-def open_run(run: Directory, form: RunForm, *, create: bool = False) -> Store:
+def open_run(
+    run: Directory, form: RunForm, *, create: bool = False, jobs: int | None = None
+) -> Store:
     """Open a run as a store, which no server writes to.
 
-    create: open it to be filled, as a repair does. Raises OSError, StoreUnavailable,
+    create: open it to be filled, as a repair does.
+    jobs: calls that a run of files makes at once; None: find the number while running.
+    Raises OSError, StoreUnavailable,
     UntrustedError, and `UnfinishedPackError` for a pack that a killed repair left: no object has
     left the store then.
     """
-    if form.scheme == "file":
-        return _RunFiles(run.path, ObjectDirectory.within(run.path, os.dup(run.descriptor)))
-    if form.scheme == "nixl":
-        return _RunNixl(form.grammar, NixlDisks.of_run(run.path, os.dup(run.descriptor)))
+    if form.scheme != "pack":
+        files = _open_files(run, form)
+        if jobs is not None:
+            files.concurrency.limit(jobs)
+        return files
     path = f"{run.path}/{PACK_FILE}"
     if create:
         url = StoreUrl("pack", path, params={"keys": form.grammar})
@@ -169,6 +174,13 @@ def open_run(run: Directory, form: RunForm, *, create: bool = False) -> Store:
         raise StoreUnavailable(f"{path}: not a regular file; move it out of the run")
     run.check(PACK_FILE, facts)
     return PackStore(path)
+
+
+def _open_files(run: Directory, form: RunForm) -> ObjectFiles:
+    descriptor = os.dup(run.descriptor)
+    if form.scheme == "file":
+        return _RunFiles(run.path, ObjectDirectory.within(run.path, descriptor))
+    return _RunNixl(form.grammar, NixlDisks.of_run(run.path, descriptor))
 
 
 class _RunFiles(FileStore):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.backends.concurrency import MOST_CALLS
 from hicachectl.checks.codes import SEVERITIES
 from hicachectl.cli.parameters import (
     AT_MERGE,
@@ -297,6 +298,13 @@ lock_option = RESOURCES.option(
     help="Lock FILE (flock) during the run, or do nothing if another process holds the lock. See "
     "LOCKS in hicachectl(1).",
 )
+jobs_option = RESOURCES.option(
+    "--jobs",
+    type=click.IntRange(1, MOST_CALLS),
+    metavar="N",
+    help="Make N calls at once to each store; see CALLS in hicachectl(1).  [default: as many as "
+    f"pay, at most {MOST_CALLS}]",
+)
 _buffer_option = RESOURCES.option(
     "--buffer-bytes",
     type=POSITIVE_SIZE,
@@ -348,22 +356,12 @@ parts_options = stack(
 )
 
 
-def _jobs_option(text: str) -> Callable[[F], F]:
-    """Return the option --jobs.
-
-    text: the work of the threads, such as "Read".
-    """
-    return RESOURCES.option(
-        "--jobs", type=click.IntRange(1, 256), metavar="N", help=f"{text} with N threads."
-    )
-
-
 # Options of commands that compare a store with the copy of another store that it should be.
-comparing_options = stack(_transform_options, _jobs_option("Read"), _buffer_option, _bwlimit_option)
+comparing_options = stack(_transform_options, jobs_option, _buffer_option, _bwlimit_option)
 copy_options = stack(
     _transform_options,
     lock_option,
-    _jobs_option("Read and write"),
+    jobs_option,
     _buffer_option,
     _bwlimit_option,
     lease_wait_option,
@@ -530,6 +528,7 @@ checking_options = stack(
         help="Exit with 4 if there are findings at least this severe.",
     ),
     allow_empty_option,
+    jobs_option,
     _buffer_option,
     _bwlimit_option,
     allow_leases_option,

@@ -20,7 +20,7 @@ import msgspec
 import pyarrow as pa
 
 from hicachectl.backends.base import keys_of
-from hicachectl.backends.capabilities import Emptied, SideFiles, Trailed, present_ns
+from hicachectl.backends.capabilities import Emptied, SideFiles, Trailed, jobs_of, present_ns
 from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.disk.io import OPEN_DIRECTORY, file_system_ns, write_bytes
 from hicachectl.backends.disk.names import OWN_PREFIX
@@ -293,7 +293,7 @@ class NewRun:
 
                 form = begin_run(folder, name, self._source, begin_ns, describe=describe)
                 self._run = Run(name, folder, form)
-                self._store = open_run(folder, form, create=True)
+                self._store = open_run(folder, form, create=True, jobs=jobs_of(self._source))
             except BaseException:
                 self._run = None
                 with folder, suppress(OSError):
@@ -345,20 +345,21 @@ class NewRun:
                 if self.unused:
                     remove_run(self._parent, self._run.name, self._run.folder)
                 else:
-                    remove_if_empty(self._parent, self._run)
+                    remove_if_empty(self._parent, self._run, jobs_of(self._source))
         finally:
             for directory in (None if self._run is None else self._run.folder, self._parent):
                 if directory is not None:
                     directory.close()
 
 
-def remove_if_empty(quarantine: Directory, run: Run) -> None:
+def remove_if_empty(quarantine: Directory, run: Run, jobs: int | None) -> None:
     """Remove a locked run without objects. Raises OSError, StoreUnavailable.
 
     Unfinished copies are no objects.
+    jobs: see `open_run`.
     """
     try:
-        with open_run(run.folder, run.form) as store:
+        with open_run(run.folder, run.form, jobs=jobs) as store:
             keys = (key for batch in store.scan(("nbytes",)) for key in keys_of(batch))
             empty = all(key.startswith(OWN_PREFIX) for key in keys)
             empty &= not store.remarks  # such as on links, which are no objects
@@ -506,8 +507,10 @@ class PurgeReport:
     counts: dict[str, int] = field(default_factory=dict)
 
 
-def list_runs(quarantine: Path) -> PurgeReport:
+def list_runs(quarantine: Path, *, jobs: int | None = None) -> PurgeReport:
     """List the runs of a quarantine, oldest first.
+
+    jobs: see `open_run`.
 
     A run is unreadable if what describes it is damaged, an entry is a link, or its owner is not
     trusted. Raises UsageError if the quarantine is missing, UntrustedError, StoreUnavailable.
@@ -518,19 +521,24 @@ def list_runs(quarantine: Path) -> PurgeReport:
             try:
                 with opened_run(directory, name, writes=False) as run:
                     if run is not None:
-                        rows.append(_row(name, run, left))
+                        rows.append(_row(name, run, left, jobs))
             except (FormatError, UntrustedError) as error:
                 left.append(str(error))
                 rows.append(_empty_row(name, UNREADABLE))
     return PurgeReport(pa.Table.from_pylist(rows, schema=RUNS), left=tuple(left))
 
 
-def purge_runs(quarantine: Path, before: float, *, dry_run: bool = False) -> PurgeReport:
+def purge_runs(
+    quarantine: Path, before: float, *, dry_run: bool = False, jobs: int | None = None
+) -> PurgeReport:
     """Delete the runs whose removal began before a time; complete interrupted purges.
 
-    Busy runs, and runs of an earlier form, stay. before: Unix seconds; an `Ago` counts by the clock
-    of the quarantine's file system, unless this is a dry run. Raises as `list_runs`; also
-    FormatError and UntrustedError for an unreadable run, before any change.
+    Busy runs, and runs of an earlier form, stay.
+    before: Unix seconds; an `Ago` counts by the clock of the quarantine's file system, unless this
+        is a dry run.
+    jobs: see `open_run`.
+    Raises as `list_runs`; also FormatError and UntrustedError for an unreadable run, before any
+    change.
     """
     place, rows, left = Quarantine(quarantine), list[dict[str, Any]](), list[str]()
     failures: list[tuple[str, str]] = []
@@ -540,14 +548,14 @@ def purge_runs(quarantine: Path, before: float, *, dry_run: bool = False) -> Pur
         for name in run_folders(directory, place.only):
             with opened_run(directory, name, writes=False) as run:
                 if run is not None:
-                    _row(name, run, [])  # all runs are read before anything is changed
+                    _row(name, run, [], jobs)  # all runs are read before anything is changed
         for name in run_folders(directory, place.only):
             with opened_run(directory, name, writes=not dry_run) as run:
                 if run is None:
                     if not dry_run:
                         remove_leftover(directory, name)
                     continue
-                row = _row(name, run, left)
+                row = _row(name, run, left, jobs)
                 if row["state"] not in (KEPT, HALF_PURGED):
                     rows.append(row)
                 elif isinstance(run, Run) and run.form.begin < before:
@@ -577,7 +585,7 @@ def _purged(quarantine: Directory, run: Run, failures: list[tuple[str, str]]) ->
     return PURGED_RUN
 
 
-def _row(name: str, run: Run | str, left: list[str]) -> dict[str, Any]:
+def _row(name: str, run: Run | str, left: list[str], jobs: int | None) -> dict[str, Any]:
     """Return the row of a run, which is locked unless busy. left: gets remarks."""
     if isinstance(run, str):
         left.append(earlier_remark(run))
@@ -591,7 +599,7 @@ def _row(name: str, run: Run | str, left: list[str]) -> dict[str, Any]:
         return row | {"state": BUSY}
     row["codes"] = sorted({reason.code for reason in read_findings(run.folder)})
     counts = dict.fromkeys(("groups", "objects", "nbytes"), 0)
-    with suppress(UnfinishedPackError), open_run(run.folder, run.form) as store:
+    with suppress(UnfinishedPackError), open_run(run.folder, run.form, jobs=jobs) as store:
         inventory = take_inventory(store)
         counts["groups"] = len(PageGroups(inventory))
         counts["objects"] = len(inventory.objects)

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.base import Result, Status, batch_spans
-from hicachectl.backends.capabilities import Trailed, mover_of
+from hicachectl.backends.capabilities import Trailed, jobs_of, mover_of
 from hicachectl.backends.disk.names import VERSION
 from hicachectl.backends.runs import open_run
 from hicachectl.backends.urls import without_secrets
@@ -111,7 +111,7 @@ def restore_groups(
                     left.append(earlier_remark(run))
                 elif run is not None and not run.folder.lock():
                     busy += 1
-                elif run is not None and (held := _opened(run, left)) is not None:
+                elif run is not None and (held := _opened(run, left, jobs_of(store))) is not None:
                     with held, copier(store, held) as memory:
                         one = _OneRun(store, run, held, memory, profile, dry_run=dry_run)
                         tables += one.put_back(selection, on_progress)
@@ -158,12 +158,12 @@ def _refuse_unusable(store: Store, quarantine: Directory, names: Iterable[str]) 
         raise UsageError(earlier_remark(earlier))
 
 
-def _opened(run: Run, left: list[str]) -> Store | None:
+def _opened(run: Run, left: list[str], jobs: int | None) -> Store | None:
     """Open a locked run as a store; None, and a remark in `left`, if it cannot be restored."""
     why = "its purge was interrupted; complete it with hicachectl quarantine purge"
     if not run.is_purged:
         try:
-            return open_run(run.folder, run.form)
+            return open_run(run.folder, run.form, jobs=jobs)
         except UnfinishedPackError:
             why = "its repair was interrupted before the first page left the store"
     left.append(f"{run.folder.path}: left alone: {why}")
@@ -226,7 +226,7 @@ class _OneRun:
         if self.restored == len(self.groups) and self._held.traits.append_only:
             remove_run(quarantine, self._run.name, self._run.folder)
         else:
-            remove_if_empty(quarantine, self._run)
+            remove_if_empty(quarantine, self._run, jobs_of(self._store))
 
     def _put_back(self, batch: IntArray) -> pa.Table:
         """Restore some groups; return a row for each. batch: numbers of groups."""

@@ -45,7 +45,7 @@ def test_what_is_removed_is_chosen_on_the_command_line_only() -> None:
     for words in (["rm"], ["quarantine", "purge"]):
         (command,) = [command for own, command in every_command() if own == words]
         settings = {option.envvar for option in command.params if option.envvar}
-        known = ("FORMAT", "HEALTHCHECK_URL", "LEASE_WAIT", "LOCK", "PROFILE")
+        known = ("FORMAT", "HEALTHCHECK_URL", "JOBS", "LEASE_WAIT", "LOCK", "PROFILE")
         assert settings <= {f"HICACHECTL_{name}" for name in known}
 
 

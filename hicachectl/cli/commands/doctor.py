@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from hicachectl.cli.command import Command
 from hicachectl.cli.options import (
     allow_leases_option,
+    jobs_option,
     output_options,
     prefetch_threshold_option,
     profile_options_beside_servers,
@@ -70,6 +71,7 @@ _READING = ("trace_format", "block_size", "tokenizer")
     "memory and its store.",
 )
 @prefetch_threshold_option
+@jobs_option
 @allow_leases_option
 @output_options
 @profile_options_beside_servers

@@ -20,6 +20,7 @@ from hicachectl.cli.options import (
     OF_PAGES,
     allow_leases_option,
     filter_options,
+    jobs_option,
     min_usable_option,
     output_options,
     prefetch_threshold_option,
@@ -52,6 +53,7 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace")
 @own_option("--by", type=NameList(GROUPINGS), help="Also show sums by group of requests.")
 @min_usable_option
 @prefetch_threshold_option
+@jobs_option
 @allow_leases_option
 @filter_options(beside_flags=True, without=OF_PAGES)
 @output_options

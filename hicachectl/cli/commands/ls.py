@@ -12,6 +12,7 @@ from hicachectl.cli.command import Command
 from hicachectl.cli.options import (
     allow_leases_option,
     filter_options,
+    jobs_option,
     output_options,
     profile_options,
     store_argument,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     help="Sort by a column of --format json, or by size or age; -COLUMN sorts downwards.",
 )
 @own_option("--limit", type=click.IntRange(1), metavar="N", help="List only the first N lines.")
+@jobs_option
 @allow_leases_option
 @filter_options(beside_flags=True)
 @output_options

@@ -12,6 +12,7 @@ import click
 from hicachectl.cli.command import Command
 from hicachectl.cli.options import (
     format_option,
+    jobs_option,
     model_option,
     prefetch_threshold_option,
     profile_options,
@@ -52,6 +53,7 @@ _FORMATS = ("toml", "json")
     help="Write the profile to FILE instead of stdout.",
 )
 @prefetch_threshold_option
+@jobs_option
 @profile_options
 @click.pass_context
 def command(

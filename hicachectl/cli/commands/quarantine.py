@@ -9,7 +9,7 @@ import click
 
 from hicachectl.cli.command import Group
 from hicachectl.cli.commands.purges import purge_runs, write_list
-from hicachectl.cli.options import changing_options, output_options, store_names
+from hicachectl.cli.options import changing_options, jobs_option, output_options, store_names
 from hicachectl.cli.parameters import argument, own_option
 from hicachectl.cli.session import quarantine_directory
 from hicachectl.cli.values import TIME
@@ -33,6 +33,7 @@ def command() -> None:
 
 @command.command("list")
 @argument("quarantine", metavar="QUARANTINE", shell_complete=store_names)
+@jobs_option
 @output_options
 @click.pass_context
 def list_(ctx: click.Context, /, quarantine: str, **options: Any) -> None:
@@ -47,7 +48,9 @@ def list_(ctx: click.Context, /, quarantine: str, **options: Any) -> None:
 
     directory = quarantine_directory(ctx, quarantine)
     make = partial(RunsDocument, quarantine=str(directory))
-    write_list(ctx, list_runs(directory), make, runs_for_people, "in quarantine")
+    write_list(
+        ctx, list_runs(directory, jobs=options["jobs"]), make, runs_for_people, "in quarantine"
+    )
 
 
 @command.command("purge")
@@ -59,6 +62,7 @@ def list_(ctx: click.Context, /, quarantine: str, **options: Any) -> None:
     help="Delete runs that began before TIME (ISO 8601, or an age such as 30d).",
 )
 @changing_options("deleted", "deleting")
+@jobs_option
 @output_options
 @click.pass_context
 def purge(ctx: click.Context, /, quarantine: str, **options: Any) -> None:
@@ -73,6 +77,6 @@ def purge(ctx: click.Context, /, quarantine: str, **options: Any) -> None:
     from hicachectl.move.quarantine import purge_runs as purge_quarantine
 
     directory = quarantine_directory(ctx, quarantine)
-    delete = partial(purge_quarantine, directory, options["before"])
+    delete = partial(purge_quarantine, directory, options["before"], jobs=options["jobs"])
     make = partial(PurgeDocument, quarantine=str(directory))
     purge_runs(ctx, directory, delete, RUNS, make, runs_for_people)

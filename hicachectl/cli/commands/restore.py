@@ -15,6 +15,7 @@ from hicachectl.cli.command import Command
 from hicachectl.cli.options import (
     changing_options,
     filter_options,
+    jobs_option,
     output_options,
     profile_option,
     store_argument,
@@ -51,6 +52,7 @@ _SHOWN = 20  # pages in a table
 @store_argument
 @filter_options()
 @changing_options("restored", "restoring")
+@jobs_option
 @output_options
 @profile_option
 @click.pass_context

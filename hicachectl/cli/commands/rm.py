@@ -24,6 +24,7 @@ from hicachectl.cli.options import (
     filter_options,
     grace_option,
     healthcheck_option,
+    jobs_option,
     lease_wait_option,
     metrics_option,
     output_options,
@@ -159,6 +160,7 @@ _OF_PAGES = (
 )
 @filter_options()
 @changing_options("removed", "removing")
+@jobs_option
 @lease_wait_option
 @output_options
 @metrics_option

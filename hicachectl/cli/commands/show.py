@@ -10,6 +10,7 @@ import click
 from hicachectl.cli.command import Command
 from hicachectl.cli.options import (
     allow_leases_option,
+    jobs_option,
     judging_grace_option,
     output_options,
     profile_options,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 @store_argument
 @argument("page", metavar="PAGE")
 @judging_grace_option
+@jobs_option
 @allow_leases_option
 @output_options
 @profile_options

@@ -11,6 +11,7 @@ from hicachectl.cli.command import Command
 from hicachectl.cli.options import (
     allow_empty_option,
     allow_leases_option,
+    jobs_option,
     output_options,
     prefetch_threshold_option,
     profile_options,
@@ -88,8 +89,8 @@ def _capacities(text: str) -> tuple[int, ...]:
     type=CommaList(_changes),
     multiple=True,
     metavar="NAME=VALUE,…",
-    help="Show the same with another page_size, tp, kv_cache_dtype or layout, such as "
-    "page_size=128,tp=4. Can be given several times.",
+    help="Show the same for another tp, page_size, layout or kv_cache_dtype, such as "
+    "tp=4,page_size=128. Can be given several times.",
 )
 @MEMORY.option(
     "--l1",
@@ -119,6 +120,7 @@ def _capacities(text: str) -> tuple[int, ...]:
 @START.option("--cold", is_flag=True, help="Begin with empty caches, although STORE has pages.")
 @prefetch_threshold_option
 @allow_empty_option
+@jobs_option
 @allow_leases_option
 @output_options
 @profile_options

@@ -194,12 +194,6 @@ class _Command(Command):
 )
 @_repair_options
 @lock_option
-@RESOURCES.option(
-    "--jobs",
-    type=click.IntRange(1, 256),
-    metavar="N",
-    help="Read with N threads, or with N processes if there are many small files.",
-)
 @checking_options
 @lease_wait_option
 @parts_options
