@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
-    from hicachectl.backends.base import ReadResult, Result, Rows, Status, StatusArray
+    from hicachectl.backends.base import ReadResult, Result, Rows, StatusArray
     from hicachectl.backends.concurrency import Concurrency
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.formats.arrays import BoolArray, IntArray
@@ -377,21 +377,20 @@ def keeps_digests(store: Store) -> bool:
 class Mover(ABC):
     """Mover of objects between a store and a quarantine run of its file system, by renames.
 
-    A rename is atomic and keeps the modification time. Each call moves one object; `flush` makes
-    moves durable. `take` and `put_back` raise OSError for a problem with one object,
-    StoreUnavailable for a lost store.
+    A rename is atomic and keeps the modification time. `flush` makes renames durable. Statuses are
+    those of `Store.delete`; the calls raise StoreUnavailable for a lost store.
     """
 
     @abstractmethod
-    def take(self, key: bytes, version: bytes | None = None) -> Status:
-        """Move an object out of the store into the run. Return OK, GONE or CHANGED.
+    def take(self, rows: Rows) -> Result:
+        """Move objects out of the store into the run: OK, GONE, CHANGED or ERROR.
 
-        version: the listed version. An object with another version stays and is CHANGED.
+        rows: if they have the column `version`, an object with another version stays: CHANGED.
         """
 
     @abstractmethod
-    def put_back(self, key: bytes) -> Status:
-        """Move an object of the run into the store; replace nothing. Return OK, GONE or EXISTS."""
+    def put_back(self, rows: Rows) -> Result:
+        """Move objects of the run into the store: OK, GONE, EXISTS or ERROR. Replace nothing."""
 
     @abstractmethod
     def flush(self, *, into_store: bool) -> None:

@@ -514,14 +514,15 @@ class StoreSuite(ABC):
         values = [self.value(n) for n in range(2)]
         mover, run = self.mover_and_run(store, tmp_path)
         with run:
-            before = self.put(store, 2).to_pylist()[0]
-            assert mover.take(self.keys[0], before["version"]) == Status.OK
+            objects = self.put(store, 2)
+            before = objects.to_pylist()[0]
+            assert mover.take(objects.slice(0, 1)).all_ok
             mover.flush(into_store=False)
             assert set(listing(store)) == {self.keys[1]}
             assert set(listing(run)) == {self.keys[0]}
             (file,) = tmp_path.rglob(os.fsdecode(self.keys[0]))
             assert file.read_bytes() == self.moved(self.keys[0], values[0])
-            assert mover.put_back(self.keys[0]) == Status.OK
+            assert mover.put_back(rows_of(self.keys[:1])).all_ok
             mover.flush(into_store=True)
             assert listing(run) == {}
         assert self.raw_get(store, self.keys[0]) == values[0]
@@ -531,10 +532,12 @@ class StoreSuite(ABC):
     def test_an_object_that_has_changed_is_not_moved(self, store: Store, tmp_path: Any) -> None:
         mover, run = self.mover_and_run(store, tmp_path)
         with run:
-            before = self.put(store, 1).to_pylist()[0]
+            objects = self.put(store, 3)
             self.raw_put(store, self.keys[0], self.value(4))
-            assert mover.take(self.keys[0], before["version"]) == Status.CHANGED
-            assert mover.take(self.keys[1]) == Status.GONE
+            self.raw_delete(store, self.keys[1])
+            taken = mover.take(objects)
+            assert taken.statuses.tolist() == [Status.CHANGED, Status.GONE, Status.OK]
+            assert mover.put_back(objects.slice(2)).all_ok
             assert listing(run) == {}
         assert self.raw_get(store, self.keys[0]) == self.value(4)
 
@@ -542,10 +545,10 @@ class StoreSuite(ABC):
         mover, run = self.mover_and_run(store, tmp_path)
         with run:
             self.raw_put(store, self.keys[0], self.value(4))
-            assert mover.take(self.keys[0]) == Status.OK
+            assert mover.take(rows_of(self.keys[:1])).all_ok
             self.raw_put(store, self.keys[0], self.value(0))
-            assert mover.put_back(self.keys[0]) == Status.EXISTS
-            assert mover.put_back(self.keys[1]) == Status.GONE
+            back = mover.put_back(rows_of(self.keys[:2]))
+            assert back.statuses.tolist() == [Status.EXISTS, Status.GONE]
             assert set(listing(run)) == {self.keys[0]}
         assert self.raw_get(store, self.keys[0]) == self.value(0)
 

@@ -7,11 +7,15 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from hicachectl.backends.base import Status
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.base import Result, Rows, Status, keys_of, values_of
 from hicachectl.backends.capabilities import Mover
 from hicachectl.backends.disk import durable
 from hicachectl.backends.disk.durable import move_noreplace
 from hicachectl.backends.disk.names import check_key, check_new_key, version_of
+from hicachectl.formats.wording import reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,10 +40,39 @@ class FileMover(Mover):
         self._run = run
         self._into_store: bool | None = None  # direction of the renames since the last flush
 
-    def take(self, key: bytes, version: bytes | None = None) -> Status:
-        """Rename the file into the run; CHANGED if the key has another version."""
-        check_key(key)
+    def take(self, rows: Rows) -> Result:
+        """Rename files into the run; CHANGED for a key that has another version."""
+        keys, versions = keys_of(rows), values_of(rows, "version")
+        statuses = np.zeros(len(keys), dtype=np.uint8)
+        errors: dict[int, str] = {}
+        raced: list[int] = []
+
+        def take(index: int) -> Status:
+            try:
+                status = self._take(keys[index], versions[index])
+            except FileExistsError as error:  # in the run, where it says nothing about the object
+                errors[index] = reason_of(error)
+                return Status.ERROR
+            if status is None:
+                raced.append(index)
+            return Status.CHANGED if status is None else status
+
         self._turn(into_store=False)
+        self._files.each("take", range(len(keys)), take, statuses, errors)
+        if raced:
+            back = self.put_back(rows.take(pa.array(raced)))
+            for place, index in enumerate(raced):
+                if back.statuses[place] == Status.EXISTS:  # a writer replaced the key again
+                    there, target = self._run.place(keys[index])
+                    os.unlink(target, dir_fd=there)
+                elif place in back.errors:
+                    statuses[index], errors[index] = Status.ERROR, back.errors[place]
+            self._turn(into_store=False)
+        return Result(statuses, errors)
+
+    def _take(self, key: bytes, version: bytes | None) -> Status | None:
+        """Rename a file into the run; None if it was a file that a writer has just put there."""
+        check_key(key)
         try:
             here, name = self._objects.place(key)
             listed = os.stat(name, dir_fd=here, follow_symlinks=False)
@@ -54,35 +87,38 @@ class FileMover(Mover):
                 raise OSError(
                     errno.ECANCELED, "the quarantine run was removed; run again"
                 ) from error
-            return self._missing(error)
+            raise
         moved = os.stat(target, dir_fd=there, follow_symlinks=False)
-        if moved.st_ino == listed.st_ino:
-            return Status.OK
-        # A writer renamed another file to the key between the two calls.
-        if self.put_back(key) == Status.EXISTS:
-            os.unlink(target, dir_fd=there)  # a writer replaced the key again
-        return Status.CHANGED
+        return Status.OK if moved.st_ino == listed.st_ino else None
 
-    def put_back(self, key: bytes) -> Status:
-        """Rename a file of the run into the store, without replacing an object there (EXISTS)."""
-        check_new_key(key)
+    def put_back(self, rows: Rows) -> Result:
+        """Rename files of the run into the store, without replacing objects there (EXISTS)."""
+        keys = keys_of(rows)
+        statuses = np.zeros(len(keys), dtype=np.uint8)
+        errors: dict[int, str] = {}
         self._turn(into_store=True)
+        self._files.each(
+            "put back",
+            range(len(keys)),
+            lambda index: self._put_back(keys[index]),
+            statuses,
+            errors,
+        )
+        return Result(statuses, errors)
+
+    def _put_back(self, key: bytes) -> Status:
+        check_new_key(key)
+        there, name = self._run.place(key)
+        held = os.stat(name, dir_fd=there, follow_symlinks=False)
+        if not stat.S_ISREG(held.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file in the quarantine")
+        here, target = self._objects.place_for_new(key, held.st_size)
         try:
-            there, name = self._run.place(key)
-            held = os.stat(name, dir_fd=there, follow_symlinks=False)
-            if not stat.S_ISREG(held.st_mode):
-                raise OSError(errno.EINVAL, "not a regular file in the quarantine")
-            here, target = self._objects.place_for_new(key, held.st_size)
-            try:
-                move_noreplace(there, name, here, target)
-            except FileExistsError:
-                if not self._remove_stale(key):
-                    return Status.EXISTS
-                move_noreplace(there, name, here, target)
+            move_noreplace(there, name, here, target)
         except FileExistsError:
-            return Status.EXISTS
-        except OSError as error:
-            return self._missing(error)
+            if not self._remove_stale(key):
+                return Status.EXISTS
+            move_noreplace(there, name, here, target)
         return Status.OK
 
     def flush(self, *, into_store: bool) -> None:
@@ -100,9 +136,3 @@ class FileMover(Mover):
         if self._into_store is (not into_store):
             self.flush(into_store=not into_store)
         self._into_store = into_store
-
-    def _missing(self, error: OSError) -> Status:
-        """Return GONE for a missing file; raise other errors."""
-        if self._files.status(0, error, {}) == Status.GONE:
-            return Status.GONE
-        raise error

@@ -17,7 +17,6 @@ from hicachectl.backends.urls import without_secrets
 from hicachectl.formats.errors import UnfinishedPackError, UsageError
 from hicachectl.formats.objects import PAGE_DIGITS
 from hicachectl.formats.trailer import TRAILER_BYTES
-from hicachectl.formats.wording import reason_of
 from hicachectl.move.copies import copier
 from hicachectl.move.destination import refuse_other_owner
 from hicachectl.move.order import Failures, GroupObjects, publish
@@ -287,8 +286,8 @@ class _OneRun:
             objects,
             np.flatnonzero(ready & ~double),
             result,
-            write=lambda places: self._write(rows, objects, places),
-            undo=lambda places: self._undo(rows, objects, places),
+            write=lambda places: self._write(rows, places),
+            undo=lambda places: self._undo(rows, places),
             # No anchor is durable before its sidecars.
             flush=(lambda: None) if mover is None else lambda: mover.flush(into_store=True),
             failures=_FAILURES,
@@ -298,20 +297,21 @@ class _OneRun:
             back = np.flatnonzero(copied & result.open[objects.owners])
             self._held.delete(rows.select(["key"]).take(pa.array(back)))
 
-    def _write(self, rows: pa.Table, objects: GroupObjects, places: IntArray) -> Result:
+    def _write(self, rows: pa.Table, places: IntArray) -> Result:
+        some = rows.take(pa.array(places))
         if self._mover is not None:
-            found = _each(objects, places, self._mover.put_back)
+            found = _restored(self._mover.put_back(some.select(["key"])))
         else:
-            some = rows.take(pa.array(places))
             new = some.select(["key", "mtime_ns"])
             found = self._copier.copy(self._held, some, self._store, new, _sizes_of(some))
         self.lost += int((found.statuses == Status.GONE).sum())
         return found
 
-    def _undo(self, rows: pa.Table, objects: GroupObjects, places: IntArray) -> Result:
+    def _undo(self, rows: pa.Table, places: IntArray) -> Result:
+        some = rows.select(["key"]).take(pa.array(places))
         if self._mover is None:
-            return self._store.undo_writes(rows.select(["key"]).take(pa.array(places)))
-        found = _each(objects, places, self._mover.take)
+            return self._store.undo_writes(some)
+        found = _restored(self._mover.take(some))
         self._mover.flush(into_store=False)
         return found
 
@@ -368,13 +368,8 @@ def _trailed_kinds(rows: pa.Table) -> set[tuple[str, int]]:
     }
 
 
-def _each(objects: GroupObjects, places: IntArray, call: Callable[[bytes], Status]) -> Result:
-    """Call a mover for each object."""
-    statuses = np.full(len(places), Status.ERROR, dtype=np.uint8)
-    errors: dict[int, str] = {}
-    for n, key in enumerate(objects.keys.take(pa.array(places)).to_pylist()):
-        try:
-            statuses[n] = call(key)
-        except OSError as error:
-            errors[n] = f"cannot be restored: {reason_of(error)}"
-    return Result(statuses, errors)
+def _restored(found: Result) -> Result:
+    """Return the result of a mover, with messages about a restore."""
+    return Result(
+        found.statuses, {row: f"cannot be restored: {why}" for row, why in found.errors.items()}
+    )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from hicachectl.backends.base import Result, Status, in_batches
 from hicachectl.backends.capabilities import mover_of, present_ns
@@ -260,25 +261,19 @@ class _Removal:
         assert self.mover is not None
         statuses = np.full(len(places), Status.CHANGED, dtype=np.uint8)
         errors: dict[int, str] = {}
-        keys, owners = self._seen.keys.take(pa.array(places)).to_pylist(), self._seen.owners
-        versions = self._rows.column("version").take(pa.array(places)).to_pylist()
-        for n in sorted(range(len(places)), key=lambda n: (owners[places[n]], keys[n])):
-            group = int(owners[places[n]])
-            if not self.result.open[group]:
-                continue
-            if self._recorded[places[n]] == ABSENT:
-                found = self._delete(places[n : n + 1])
-                statuses[n] = found.statuses[0]
-                if found.errors:
-                    errors[n] = found.errors[0]
-                continue
-            try:
-                statuses[n] = self.mover.take(keys[n], versions[n])
-            except OSError as error:
-                statuses[n], errors[n] = Status.ERROR, reason_of(error)
-            self.touched[group] |= statuses[n] == Status.OK
-            if statuses[n] == Status.GONE and not self.touched[group]:
-                self.result.fail(group, GroupStatus.GONE, None, "")
+        owners = self._seen.owners[places]
+        keys = pa.table({"group": owners, "key": self._seen.keys.take(pa.array(places))})
+        by_key = pc.sort_indices(keys, [("group", "ascending"), ("key", "ascending")]).to_numpy()
+        left = by_key[self.result.open[owners[by_key]]]
+        while len(left):
+            # One object of each group that is not this repair's yet, and all of the others.
+            first = np.diff(owners[left], prepend=ABSENT) != 0
+            due = self.touched[owners[left]] | first
+            for some, found in self._take_all(places, left[due]):
+                statuses[some] = found.statuses
+                errors |= {int(some[row]): why for row, why in found.errors.items()}
+            left = left[~due]
+            left = left[self.result.open[owners[left]]]
         try:
             self.mover.flush(into_store=False)
         except OSError as error:
@@ -286,6 +281,24 @@ class _Removal:
             errors |= dict.fromkeys(np.flatnonzero(statuses == Status.OK).tolist(), why)
             statuses[statuses == Status.OK] = Status.ERROR
         return Result(statuses, errors)
+
+    def _take_all(self, places: IntArray, some: IntArray) -> Iterator[tuple[IntArray, Result]]:
+        """Rename recorded objects into the run, and delete the others; yield results.
+
+        places: see `_remove`. some: indices of places; each result comes with its own ones.
+        """
+        assert self.mover is not None
+        recorded = self._recorded[places[some]] != ABSENT
+        if not recorded.all():
+            yield some[~recorded], self._delete(places[some[~recorded]])
+        some = some[recorded]
+        owners = self._seen.owners[places[some]]
+        found = self.mover.take(self._rows.take(pa.array(places[some])))
+        self.touched[owners[found.ok]] = True
+        for group in np.unique(owners[found.statuses == Status.GONE]).tolist():
+            if not self.touched[group]:
+                self.result.fail(group, GroupStatus.GONE, None, "")
+        yield some, found
 
 
 class _Worker:

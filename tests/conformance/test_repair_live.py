@@ -46,15 +46,15 @@ class Watched(FileStore):
     def mover(self, run: Store) -> FileMover | None:
         real = super().mover(run)
         assert real is not None
-        take = real.take
+        take = real._take
 
-        def noted(key: bytes, version: bytes | None = None) -> Status:
+        def noted(key: bytes, version: bytes | None) -> Status | None:
             status = take(key, version)
             if status == Status.OK:
                 self.last_taken[key.decode()] = time.time_ns()
             return status
 
-        real.take = noted  # type: ignore[method-assign]
+        real._take = noted  # type: ignore[method-assign]
         return real
 
 

@@ -69,7 +69,7 @@ def shorten(path: Path, nbytes: int = 1) -> None:
 
 def stick(monkeypatch: pytest.MonkeyPatch, stuck: str) -> None:
     """Let an object stay in its store, as if its directory were immutable."""
-    for type_, name in ((FileMover, "take"), (FileWriter, "remove")):
+    for type_, name in ((FileMover, "_take"), (FileWriter, "remove")):
         call = getattr(type_, name)
 
         def failing(

@@ -205,14 +205,14 @@ def test_what_describes_a_run_is_there_before_anything_moves(
 ) -> None:
     shorten(store / kv(0))
     seen: list[tuple[str, int]] = []
-    take = FileMover.take
+    take = FileMover._take
 
-    def watched(mover: FileMover, *arguments: Any) -> Status:
+    def watched(mover: FileMover, *arguments: Any) -> Status | None:
         (run,) = runs_in(default_quarantine(store))
         seen.append((run_document(run)["run"], len(reasons_of(run))))
         return take(mover, *arguments)
 
-    monkeypatch.setattr(FileMover, "take", watched)
+    monkeypatch.setattr(FileMover, "_take", watched)
     repaired(store)
     (run,) = runs_in(default_quarantine(store))
     assert seen == [(run.name, 1)] * 2
@@ -259,13 +259,13 @@ def test_anchors_leave_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     put_pages(tmp_path, range(4), "_m_0_2", "_m_1_2", ".draft_m_0_2", ".draft_m_1_2")
     put_pages(tmp_path, range(4), ".mamba_m_0_2", ".mamba_m_1_2")
     taken: list[bytes] = []
-    take = FileMover.take
+    take = FileMover._take
 
-    def watched(mover: FileMover, key: bytes, *rest: Any) -> Status:
+    def watched(mover: FileMover, key: bytes, *rest: Any) -> Status | None:
         taken.append(key)
         return take(mover, key, *rest)
 
-    monkeypatch.setattr(FileMover, "take", watched)
+    monkeypatch.setattr(FileMover, "_take", watched)
     found = bad_value(f"{page(1)}.mamba_m_1_2.bin")
     assert repair_findings(tmp_path, found).moved == 6
     stems = [key[64:].decode() for key in taken]
@@ -500,14 +500,14 @@ class Interfering(FileStore):
     def mover(self, run: Store) -> FileMover | None:
         real = super().mover(run)
         assert real is not None
-        take = real.take
+        take = real._take
 
-        def interfered(key: bytes, version: bytes | None = None) -> Status:
+        def interfered(key: bytes, version: bytes | None) -> Status | None:
             status = take(key, version)
             self.after(key)
             return status
 
-        real.take = interfered  # type: ignore[method-assign]
+        real._take = interfered  # type: ignore[method-assign]
         return real
 
     def delete(self, rows: Any) -> Result:
@@ -617,14 +617,14 @@ class Faulty(FileStore):
     def mover(self, run: Store) -> FileMover | None:
         real = super().mover(run)
         assert real is not None
-        take = real.take
+        take = real._take
 
-        def failing(key: bytes, version: bytes | None = None) -> Status:
+        def failing(key: bytes, version: bytes | None) -> Status | None:
             if key.decode() in self.stuck:
                 raise OSError(errno.EPERM, os.strerror(errno.EPERM))
             return take(key, version)
 
-        real.take = failing  # type: ignore[method-assign]
+        real._take = failing  # type: ignore[method-assign]
         return real
 
 

@@ -118,13 +118,13 @@ def test_sidecars_come_back_before_their_anchor(
 ) -> None:
     repaired(store)
     order: list[bytes] = []
-    put_back = FileMover.put_back
+    put_back = FileMover._put_back
 
     def watched(mover: FileMover, key: bytes) -> Status:
         order.append(key)
         return put_back(mover, key)
 
-    monkeypatch.setattr(FileMover, "put_back", watched)
+    monkeypatch.setattr(FileMover, "_put_back", watched)
     restored(invoke, default_quarantine(store), store, "--yes")
     for number in (1, 3):
         assert order.index(indexer(number).encode()) < order.index(kv(number).encode())

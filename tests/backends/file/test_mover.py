@@ -8,17 +8,35 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicachectl.backends.base import Status, open_store
+from hicachectl.backends.base import Result, Status, open_store
 from hicachectl.backends.capabilities import mover_of
 from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.object_files.tree import ObjectTree
+from hicachectl.backends.testing import rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hicachectl.backends.capabilities import Mover
     from hicachectl.backends.object_files.mover import FileMover
 
 KEY = b"a.bin"
+
+
+def taken(mover: Mover, key: bytes) -> Status:
+    """Take one object; raise OSError with the message of an error."""
+    return _only(mover.take(rows_of([key])))
+
+
+def put_back(mover: Mover, key: bytes) -> Status:
+    """Put one object back; raise OSError with the message of an error."""
+    return _only(mover.put_back(rows_of([key])))
+
+
+def _only(found: Result) -> Status:
+    if found.errors:
+        raise OSError(found.errors[0])
+    return Status(int(found.statuses[0]))
 
 
 @pytest.fixture
@@ -52,26 +70,26 @@ def test_names_with_new_files_are_synced_first_and_directions_apart(
     synced: list[str] = []
     monkeypatch.setattr(ObjectTree, "sync", lambda tree: synced.append(Path(tree.path).name))
     (store / "b.bin").write_bytes(b"another")
-    assert mover.take(KEY) == mover.take(b"b.bin") == Status.OK
+    assert taken(mover, KEY) == taken(mover, b"b.bin") == Status.OK
     assert synced == []
-    assert mover.put_back(b"b.bin") == Status.OK
+    assert put_back(mover, b"b.bin") == Status.OK
     assert synced == ["aside", "store"]
-    assert mover.put_back(KEY) == Status.OK
+    assert put_back(mover, KEY) == Status.OK
     mover.flush(into_store=True)
     assert synced[2:] == ["store", "aside"]
-    assert mover.take(KEY) == Status.OK
+    assert taken(mover, KEY) == Status.OK
     assert len(synced) == 4  # nothing was left of the other direction
     mover.flush(into_store=False)
     assert synced[4:] == ["aside", "store"]
-    assert mover.put_back(KEY) == mover.take(KEY) == Status.OK
+    assert put_back(mover, KEY) == taken(mover, KEY) == Status.OK
     assert synced[6:] == ["store", "aside"]
 
 
 @pytest.mark.parametrize("name", [b"../store/a.bin", b"..", b"a/b", b""])
 def test_names_that_lead_elsewhere_are_refused(mover: FileMover, name: bytes) -> None:
-    for call in (mover.take, mover.put_back):
+    for call in (taken, put_back):
         with pytest.raises(OSError, match="key"):
-            call(name)
+            call(mover, name)
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo"])
@@ -83,20 +101,20 @@ def test_only_regular_files_come_back(
     else:
         os.mkfifo(aside / "b.bin")
     with pytest.raises(OSError, match="not a regular file in the quarantine"):
-        mover.put_back(b"b.bin")
+        put_back(mover, b"b.bin")
     assert not os.path.lexists(store / "b.bin")
 
 
 def test_a_link_in_place_of_an_object_is_left_alone(mover: FileMover, store: Path) -> None:
     (store / "link.bin").symlink_to(store / "a.bin")
-    assert mover.take(b"link.bin") == Status.CHANGED
+    assert taken(mover, b"link.bin") == Status.CHANGED
     assert (store / "link.bin").is_symlink()
 
 
 def test_a_removed_run_is_named(mover: FileMover, store: Path, aside: Path) -> None:
     aside.rmdir()
     with pytest.raises(OSError, match="the quarantine run was removed; run again"):
-        mover.take(KEY)
+        taken(mover, KEY)
     assert (store / "a.bin").read_bytes() == b"a value"
 
 
@@ -115,9 +133,9 @@ def test_each_side_has_its_own_folders(tmp_path: Path, folders: tuple[bool, bool
         places[0].write_bytes(b"value")
         mover = mover_of(one, other)
         assert mover is not None
-        assert mover.take(key) == Status.OK
+        assert taken(mover, key) == Status.OK
         assert places[1].read_bytes() == b"value"
-        assert mover.put_back(key) == Status.OK
+        assert put_back(mover, key) == Status.OK
         assert places[0].read_bytes() == b"value"
 
 
@@ -134,6 +152,6 @@ def test_an_object_from_before_a_clear_makes_room(
 
     (aside / "a.bin").write_bytes(b"held")
     monkeypatch.setattr(mover, "_remove_stale", remove)
-    assert mover.put_back(KEY) == (Status.OK if removes else Status.EXISTS)
+    assert put_back(mover, KEY) == (Status.OK if removes else Status.EXISTS)
     assert (store / "a.bin").read_bytes() == (b"held" if removes else b"a value")
     assert (aside / "a.bin").exists() == (not removes)

@@ -576,7 +576,8 @@ def test_a_file_that_replaces_the_listed_one_at_the_last_moment_is_not_taken(
     with FileStore(aside) as run:
         mover = store.mover(run)
         assert mover is not None
-        assert mover.take(b"a.bin", version) == Status.CHANGED
+        taken = mover.take(rows_of([b"a.bin"], version=[version]))
+        assert taken.statuses.tolist() == [Status.CHANGED]
     assert path.read_bytes() == new[-1]
     assert list(aside.iterdir()) == []
 
