@@ -18,6 +18,7 @@ from hicachectl.formats.objects import Names
 from hicachectl.formats.profile import Profile, validate_profile
 from hicachectl.formats.spec import ObjectSpec, object_specs
 from hicachectl.formats.transfer import TransferPlan, retargeted, transfer_plan
+from hicachectl.kernels import relayout as kernel
 from hicachectl.kernels.relayout import relayout
 from tests.formats.rendered_pages import page_content, rendered
 from tests.formats.small_models import (
@@ -145,14 +146,14 @@ def test_a_page_of_any_deployment_becomes_that_of_any_other(data: st.DataObject)
     destination, grammar = data.draw(deployments(model))
     plan = transfer_plan(source, source_grammar, destination, grammar)
     contents = [page_content(model, seed) for seed in range(PAGES)]
-    made = transferred(plan, pages_of(source, source_grammar, plan.sources, contents))
-    for each, found, wanted in zip(
-        plan.destinations,
-        made,
-        pages_of(destination, grammar, plan.destinations, contents),
-        strict=True,
-    ):
-        assert np.array_equal(found, wanted), each.coordinate
+    sources = pages_of(source, source_grammar, plan.sources, contents)
+    expected = pages_of(destination, grammar, plan.destinations, contents)
+    for after in (1 << 62, -1):  # by numpy, and compiled
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernel, "COMPILED_AFTER", after)
+            made = transferred(plan, sources)
+        for each, found, wanted in zip(plan.destinations, made, expected, strict=True):
+            assert np.array_equal(found, wanted), each.coordinate
     check_form(plan)
 
 

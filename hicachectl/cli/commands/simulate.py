@@ -184,9 +184,7 @@ def _simulated(ctx: click.Context, options: dict[str, Any], store: Store | None)
         requests = trace.requests(hashing, outputs=True)
         remark(ctx, *trace.remarks)
         if len(requests.blocks) > _MANY and not is_installed():
-            remark(
-                ctx, "The loops are not compiled; pip install 'hicachectl[simulate]' saves minutes"
-            )
+            remark(ctx, "The loops are not compiled; pip install 'hicachectl[numba]' saves minutes")
         return requests
 
     request = SimulateRequest(

@@ -1,0 +1,167 @@
+"""Carry out transfer plans by a loop that numba compiles, in the time of a copy.
+
+numpy moves each run by ordinary stores, which read the cache line that they overwrite: half as many
+bytes again as a copy of whole objects, for which libc uses stores that do not read. The loop uses
+these, and reads the sources from end to end: gaps take longer to read than to write.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from hicachectl.formats.copyplan import Axis
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import numpy.typing as npt
+
+    from hicachectl.formats.arrays import IntArray
+    from hicachectl.formats.copyplan import CopyPlan
+    from hicachectl.formats.transfer import TransferUnit
+
+_AXES = 3
+_ONE = Axis("", 1, 0, 0)
+_FIRST = 5  # column of the first axis
+_LINE = 64  # bytes
+_TURN_BYTES = 512  # more, and processors read the gaps between the runs of a turn twice
+
+
+def carry_out(
+    unit: TransferUnit,
+    sources: Sequence[npt.NDArray[np.uint8]],
+    destinations: Sequence[npt.NDArray[np.uint8]],
+) -> None:
+    """Do what `relayout.relayout` does, with arrays that it has checked; leave `padded` alone."""
+    copies = list(unit.copies)
+    while any(len(plan.axes) > _AXES for plan in copies):
+        copies = [plan.at(0, n) for plan in copies for n in range(plan.axes[0].length)]
+    copies.sort(key=lambda plan: (plan.source, plan.source_offset))
+    to = [(pages.ctypes.data, pages.strides[0]) for pages in destinations]
+    at = [(pages.ctypes.data, pages.strides[0]) for pages in sources]
+    rows = np.array([_row(plan, to, at) for plan in copies], dtype=np.int64)
+    turns = np.array([_turn(copies, rows, *group) for group in _groups(copies)], dtype=np.int64)
+    _move(rows, turns, len(sources[0]))
+
+
+def _row(plan: CopyPlan, to: list[tuple[int, int]], at: list[tuple[int, int]]) -> list[int]:
+    """Return a copy as a row of `_loop`.
+
+    to, at: the first page's address, and the distance to the next page, of each object.
+    """
+    (target, further), (origin, farther) = to[plan.destination], at[plan.source]
+    axes = sorted(plan.axes, key=lambda axis: -axis.source)
+    axes[1:1] = [_ONE] * (_AXES - len(axes))  # the first axis stays first, the last stays last
+    steps = [number for axis in axes for number in (axis.length, axis.destination, axis.source)]
+    target += plan.destination_offset
+    origin += plan.source_offset
+    return [target, further, origin, farther, plan.run, *steps]
+
+
+def _groups(copies: list[CopyPlan]) -> Iterator[tuple[int, int]]:
+    """Yield the copies that read one stretch of a source, as the first's index and the end.
+
+    copies: in the order of the sources.
+    """
+    begun = stretch = 0
+    for n, plan in enumerate(copies):
+        if n > begun and (plan.source != copies[begun].source or plan.source_offset >= stretch):
+            yield begun, n
+            begun = n
+        span = sum((axis.length - 1) * axis.source for axis in plan.axes) + plan.run
+        stretch = max(stretch if n > begun else 0, plan.source_offset + span)
+    yield begun, len(copies)
+
+
+def _turn(copies: list[CopyPlan], rows: IntArray, begun: int, end: int) -> tuple[int, ...]:
+    """Return a group as a row of `_loop`. Its copies take turns: the source is read once."""
+    length = step = int(rows[begun:end, _FIRST].max())
+    if end > begun + 1:
+        nbytes = sum(plan.nbytes for plan in copies[begun:end])
+        step = max(1, length * _TURN_BYTES // nbytes)
+    return begun, end, length, step
+
+
+def _loop(copies: IntArray, turns: IntArray, pages: int) -> None:
+    """Carry out copies, page by page.
+
+    copies: [n, 14] int64. Columns: address of the first page's destination, distance to the next
+        page's; both of the source; bytes of a run; and for each axis, outermost first, its length
+        and its steps in the destination and in the source. Addresses are not checked.
+    turns: [k, 4] int64. Columns: first copy and end of a group; the length of its longest first
+        axis; indices of that axis that each copy does before the next copy has its turn.
+    """
+    for page in range(pages):
+        for turn in range(len(turns)):
+            step = turns[turn, 3]
+            for start in range(0, turns[turn, 2], step):
+                for n in range(turns[turn, 0], turns[turn, 1]):
+                    run = copies[n, 4]
+                    target = copies[n, 0] + page * copies[n, 1]
+                    origin = copies[n, 2] + page * copies[n, 3]
+                    for a in range(start, min(start + step, copies[n, 5])):
+                        for b in range(copies[n, 8]):
+                            to = target + a * copies[n, 6] + b * copies[n, 9]
+                            at = origin + a * copies[n, 7] + b * copies[n, 10]
+                            for _ in range(copies[n, 11]):
+                                done = -to & (_LINE - 1)
+                                if done + _LINE <= run:
+                                    if done:
+                                        _copy(to, at, done)
+                                    while done + _LINE <= run:
+                                        _stream(to + done, at + done)
+                                        done += _LINE
+                                else:
+                                    done = 0
+                                if done < run:
+                                    _copy(to + done, at + done, run - done)
+                                to += copies[n, 12]
+                                at += copies[n, 13]
+    _fence()  # other threads then see the lines
+
+
+def _copying(_context: Any, to: Any, at: Any, nbytes: Any) -> Any:
+    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        to, at, nbytes = arguments
+        byte = ir.IntType(8).as_pointer()
+        target, source = builder.inttoptr(to, byte), builder.inttoptr(at, byte)
+        cgutils.raw_memcpy(builder, target, source, nbytes, 1)  # type: ignore[no-untyped-call]
+        return context.get_dummy_value()
+
+    return types.void(to, at, nbytes), code
+
+
+def _streaming(_context: Any, to: Any, at: Any) -> Any:
+    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        line = ir.VectorType(ir.IntType(64), _LINE // 8).as_pointer()
+        target, source = (builder.inttoptr(place, line) for place in arguments)
+        stored = builder.store(builder.load(source, align=1), target, align=_LINE)
+        once = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        stored.set_metadata("nontemporal", once)
+        return context.get_dummy_value()
+
+    return types.void(to, at), code
+
+
+def _fencing(_context: Any) -> Any:
+    def code(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), code
+
+
+# _copy(to, at, nbytes) copies bytes between addresses. _stream(to, at) copies a line to an aligned
+# address, without reading what it overwrites. _fence() ends the streams.
+_copy: Any = intrinsic(_copying)
+_stream: Any = intrinsic(_streaming)
+_fence: Any = intrinsic(_fencing)
+
+_move: Callable[[IntArray, IntArray, int], None]
+_move = njit("void(int64[:, ::1], int64[:, ::1], int64)", nogil=True)(_loop)
