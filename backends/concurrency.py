@@ -37,8 +37,9 @@ _JUDGED_SECONDS = 0.02
 _GAIN, _LOSS = 1.15, 0.95
 # While less of the processors' time is used, calls wait.
 _BUSY = 0.7
-# The judgements for which a number stays after a failed trial.
-_REST = 32
+# The judgements for which a number stays after trials that failed: twice as many for each, since
+# something else may have disturbed the first ones.
+_MOST_REST = 32
 # Slices of a stream that may be done before an earlier one is, for each call at once.
 _AHEAD = 4
 
@@ -88,6 +89,7 @@ class _Calls:
     _item_seconds: float = 0.0
     _sums: _Sums = field(default_factory=_Sums)
     _tried: tuple[int, float] | None = None  # level and rate before the change on trial
+    _failed: int = 0  # trials in vain since the level changed
     _rest: int = 0
     _shrinks: bool = False  # the next trial is a halving
 
@@ -126,9 +128,10 @@ class _Calls:
             level, rate = self._tried
             grew, self._tried = self.level > level, None
             if sums.rate < rate * (_GAIN if grew else _LOSS):
-                self.level, self._rest, self._shrinks = level, _REST, grew
+                self.level = level
+                self._fail(shrinks=grew)
                 return
-            self._shrinks = not grew
+            self._failed, self._shrinks = 0, not grew
         elif self._rest:
             self._rest -= 1
             return
@@ -140,9 +143,14 @@ class _Calls:
             wanted = self.level
         wanted = max(1, min(wanted, most))
         if wanted == self.level:
-            self._rest, self._shrinks = _REST, not self._shrinks
+            self._fail(shrinks=not self._shrinks)
         else:
             self._tried, self.level = (self.level, sums.rate), wanted
+
+    def _fail(self, *, shrinks: bool) -> None:
+        """Keep the level for a while. shrinks: the next trial is a halving."""
+        self._failed += 1
+        self._rest, self._shrinks = min(2**self._failed, _MOST_REST), shrinks
 
 
 @dataclass(slots=True)

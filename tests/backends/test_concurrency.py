@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl.backends import concurrency as concurrency_module
-from hicachectl.backends.concurrency import MOST_CALLS, Concurrency
+from hicachectl.backends.concurrency import MOST_CALLS, Concurrency, _Calls
 from hicachectl.formats.errors import StoreUnavailable
 
 if TYPE_CHECKING:
@@ -249,6 +250,34 @@ def test_a_process_judges_by_its_share_of_the_processors(
     one.each("call", work, 11)  # as many as are judged once
     one.close()
     assert one.level("call") == level
+
+
+def levels(saturated: int, disturbed: int) -> Iterator[int]:
+    """Yield the number of calls at once after each slice of a file system, for ever.
+
+    saturated: calls at once that it serves in 1 ms each; more of them take longer.
+    disturbed: a level whose first trial takes twice as long.
+    """
+    calls, slow = _Calls(1), max(8, 2 * disturbed)
+    while True:
+        calls.active = calls.level
+        items, seconds = calls.slice_items(1), 0.001 * max(1.0, calls.level / saturated)
+        if calls.level == disturbed and slow:
+            slow, seconds = slow - 1, 2 * seconds
+        calls.note(items, items * seconds, 0.0, most=MOST_CALLS, processors=2.0)
+        yield calls.level
+
+
+@pytest.mark.parametrize("disturbed", [2, 8])
+def test_a_disturbance_does_not_keep_the_number_low(disturbed: int) -> None:
+    """After some slices that something else held up, the number grows as it did before."""
+    assert max(islice(levels(MOST_CALLS, disturbed), 1500)) == MOST_CALLS
+
+
+def test_trials_become_rare() -> None:
+    """Where the file system serves 32 calls at once, most slices run beside 31 others."""
+    later = list(islice(levels(32, 0), 20_000, 60_000))
+    assert later.count(32) > 0.9 * len(later)
 
 
 def test_a_forked_child_has_threads_of_its_own(concurrency: Concurrency) -> None:
