@@ -12,14 +12,13 @@ import os
 import threading
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-    from concurrent.futures import Future
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -279,7 +278,9 @@ class Concurrency:
                 calls.active -= cancelled
                 self._turns -= cancelled
                 self._changed.notify_all()
-            wait([future for future in pending if not future.cancelled()])
+            for future in pending:
+                if not future.cancelled():
+                    future.exception()  # waits
 
     def close(self) -> None:
         """End the threads."""
@@ -294,6 +295,8 @@ class Concurrency:
             return self._kinds[kind]
 
     def _threads(self) -> ThreadPoolExecutor:
+        from concurrent.futures import ThreadPoolExecutor  # late: every command imports this module
+
         with self._changed:
             if self._pool is None or self._process != os.getpid():
                 self._process = os.getpid()
