@@ -220,6 +220,26 @@ class Concurrency:
         """Return the number of calls of a kind at once, as found so far."""
         return self._calls(kind).level
 
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait until this thread may call; it makes one call at a time during the block.
+
+        `each` within the block needs no other turn for this thread.
+        """
+        nested = self._has_turn
+        if not nested:
+            with self._changed:
+                self._wait_for(lambda: self._turns < self._most)
+                self._turns += 1
+        try:
+            self._within.turn = True
+            yield
+        finally:
+            self._within.turn = nested
+            with self._changed:
+                self._turns -= not nested
+                self._changed.notify_all()
+
     def each(
         self, kind: str, work: Callable[[int, int], object], count: int, *, least: int = 1
     ) -> None:
@@ -231,7 +251,7 @@ class Concurrency:
         """
         calls, run = self._calls(kind), _Run(work, count, least)
         try:
-            with self._turn(calls):
+            with self.turn(), self._active(calls):
                 while (part := self._take(calls, run)) is not None:
                     self._recruit(calls, run)
                     self._do(calls, run, *part)
@@ -313,21 +333,13 @@ class Concurrency:
         return getattr(self._within, "turn", False)
 
     @contextmanager
-    def _turn(self, calls: _Calls) -> Iterator[None]:
-        """Wait until this thread may call; calls within its turn need no other one."""
-        nested = self._has_turn
+    def _active(self, calls: _Calls) -> Iterator[None]:
         with self._changed:
-            if not nested:
-                self._wait_for(lambda: self._turns < self._most)
-                self._turns += 1
             calls.active += 1
         try:
-            self._within.turn = True
             yield
         finally:
-            self._within.turn = nested
             with self._changed:
-                self._turns -= not nested
                 calls.active -= 1
                 self._changed.notify_all()
 

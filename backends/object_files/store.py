@@ -7,8 +7,8 @@ import os
 import stat
 import time
 from contextlib import contextmanager, suppress
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from functools import partial, wraps
+from typing import TYPE_CHECKING, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -62,7 +62,22 @@ if TYPE_CHECKING:
     from hicachectl.backends.object_files.tree import ObjectTree
     from hicachectl.formats.arrays import BoolArray, IntArray
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+def _in_turn(
+    method: Callable[Concatenate[ObjectFiles, _P], _R],
+) -> Callable[Concatenate[ObjectFiles, _P], _R]:
+    """Return a method that also makes its single calls within the store's calls at once."""
+
+    @wraps(method)
+    def within(store: ObjectFiles, /, *args: _P.args, **named: _P.kwargs) -> _R:
+        with store.concurrency.turn():
+            return method(store, *args, **named)
+
+    return within
 
 
 class ObjectFiles(
@@ -209,6 +224,7 @@ class ObjectFiles(
                 mode = stat.S_IMODE(facts.st_mode)
                 os.fchmod(opened, mode & (limit.for_group(facts.st_gid) | ~0o777))
 
+    @_in_turn
     def read_into(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
     ) -> ReadResult:
@@ -216,10 +232,12 @@ class ObjectFiles(
         memory = self.memory(offsets, capacities, len(rows))
         return self._reader.read(rows, memory, offsets, capacities)
 
+    @_in_turn
     def expect(self, rows: Rows, capacities: IntArray) -> None:
         """Let the system start reading files not yet in memory."""
         self._reader.expect(rows, capacities)
 
+    @_in_turn
     def write_from(
         self, rows: Rows, offsets: IntArray, sizes: IntArray, *, if_absent: bool
     ) -> Result:
@@ -232,6 +250,7 @@ class ObjectFiles(
         """Return whether a store keeps its objects in files, too."""
         return isinstance(source, ObjectFiles)
 
+    @_in_turn
     def copy_from(
         self,
         source: Store,
@@ -251,6 +270,7 @@ class ObjectFiles(
         copier = FileCopier(source._files, self._writer, preserve=preserve)
         return copier.copy(origins, rows, sizes, if_absent=if_absent)
 
+    @_in_turn
     def delete(self, rows: Rows) -> Result:
         """Remove files durably; a server can finish reading an open file.
 
@@ -284,6 +304,7 @@ class ObjectFiles(
             self._files.synced(sync, removed, statuses, errors)
         return Result(statuses, errors)
 
+    @_in_turn
     def flush(self) -> None:
         """Sync the file systems, because servers and killed runs leave files unsynced."""
         with usable(self.path):
@@ -297,6 +318,7 @@ class ObjectFiles(
         with usable(self.path):
             self._writer.own_temporaries(owner, sweep=sweep)
 
+    @_in_turn
     def touch(self, rows: Rows) -> BoolArray:
         """Set modification times to now.
 
