@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hicachectl.bench.bench import BenchRequest
 from hicachectl.checks.catalogs import load_catalog
 from hicachectl.device.devices import parse_devices
 from hicachectl.doctor.request import DoctorRequest
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from hicachectl.results import Result
 
 __all__ = [
+    "BenchRequest",
     "CollidingKeys",
     "CopyOptions",
     "DeviceError",
@@ -79,6 +81,7 @@ __all__ = [
     "hash_requests",
     "hits",
     "load_catalog",
+    "measure",
     "migrate",
     "model_profile",
     "open_store",
@@ -317,3 +320,20 @@ def examine(
     from hicachectl.doctor.examine import examine as examined
 
     return examined(request, store, on_wait=on_wait)
+
+
+def measure(
+    store: Store,
+    request: BenchRequest = BenchRequest(),  # noqa: B008 - frozen
+    *,
+    compare: Store | None = None,
+    on_listed: Callable[[int], None] = lambda objects: None,
+) -> Result:
+    """Measure how fast a store gives pages, and another one in the same way, as `bench` does.
+
+    Errors: see `bench.bench.bench`.
+    """
+    from hicachectl.bench.bench import bench
+
+    stores = [store] if compare is None else [store, compare]
+    return bench(stores, request, on_listed=on_listed)

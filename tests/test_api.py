@@ -146,6 +146,23 @@ def test_simulate_returns_what_the_command_writes(
         hicachectl.read_requests(blocks, read)
 
 
+def test_measure_returns_what_the_command_writes(
+    invoke: Invoke, source: Path, profile: Path
+) -> None:
+    read = hicachectl.read_profile(profile)
+    with hicachectl.open_store(str(source)) as store, hicachectl.open_store(str(source)) as other:
+        request = hicachectl.BenchRequest(profile=read, prefill=1.0, ranks=1)
+        found = hicachectl.measure(store, request, compare=other)
+    words = ("--profile", profile, "--prefill", 1, "--ranks", 1, "--compare", source)
+    written = invoke.document("bench", source, *words)
+    assert found.document.keys() == written.keys() - {"rows", "schema", "version"} | {"rows"}
+    assert len(found.document["stores"]) == len(written["stores"]) == 2
+    for ours, theirs in zip(found.document["stores"], written["stores"], strict=True):
+        assert {**ours, "nbytes": 0} == {**theirs, "nbytes": 0}  # reads are repeated for a second
+    steps = [(row["step"], row["cache"]) for row in found.rows.to_pylist()]
+    assert steps == [(row["step"], row["cache"]) for row in written["rows"]]
+
+
 def test_a_salted_request_hits_nothing(source: Path, profile: Path) -> None:
     """A request with a cache salt has other page hashes, as in SGLang."""
     salted = hicachectl.Request("mine", demo_tokens(), cache_salt="tenant")

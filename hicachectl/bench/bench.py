@@ -9,28 +9,33 @@ from typing import TYPE_CHECKING
 import msgspec
 import pyarrow as pa
 
-from hicachectl.backends.capabilities import InFiles
+from hicachectl.backends.capabilities import InFiles, Spreads
 from hicachectl.bench.device import timed_stages
 from hicachectl.bench.estimate import prefill_of
+from hicachectl.bench.prompts import check_probed, faster_from, timed_prompts
 from hicachectl.bench.reads import CACHED, COLD, MIXED, UNKNOWN, timed_reads
 from hicachectl.bench.report import (
     READ,
     WRITE,
     BenchDocument,
+    BenchedPrompts,
     BenchedStore,
     BenchRow,
     Rates,
     lines,
+    prompts_row,
+    prompts_verdict,
     row_of,
     stage_row,
     verdict,
 )
 from hicachectl.bench.sample import choose, own_rows
-from hicachectl.bench.writes import check_writable, timed_writes, writable_bytes
+from hicachectl.bench.writes import check_writable, most_written, timed_writes, writable_bytes
 from hicachectl.device.devices import CPU, open_devices
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import GIVE_PROFILE, needs_profile
 from hicachectl.pages.scanning import take_inventory
+from hicachectl.profiles.sources import agree_on_profile
 from hicachectl.results import Result
 from hicachectl.text.jsontext import schema_of
 from hicachectl.text.units import counted
@@ -51,6 +56,7 @@ DEFAULT_THRESHOLD = 256  # SGLang's prefetch_threshold, in tokens
 class BenchRequest:
     """What a bench measures.
 
+    profile: profile of the deployment; None: the pack's, or none.
     most_bytes: limit on the bytes of the pages chosen in each store; a quarter of it is written.
     seconds: time for the reads of each store, and for its writes.
     ranks: ranks that read at once; None: as many as the keys name.
@@ -60,10 +66,12 @@ class BenchRequest:
     device: "cpu", "cuda", or "" to time no steps.
     writes: whether to write pages.
     drop_cache: whether to drop the files that are read from the page cache first.
+    probe_server: whether the server computes and restores prompts of the bench; see `prompts`.
     """
 
-    most_bytes: int
-    seconds: float
+    profile: Profile | None = None
+    most_bytes: int = 1 << 30
+    seconds: float = 30.0
     ranks: int | None = None
     threads: int = 1
     prefill: float | None = None
@@ -71,6 +79,7 @@ class BenchRequest:
     device: str = ""
     writes: bool = False
     drop_cache: bool = False
+    probe_server: bool = False
 
 
 @dataclass(slots=True)
@@ -79,45 +88,76 @@ class _Found:
 
     stores: list[BenchedStore] = field(default_factory=list)
     rows: list[BenchRow] = field(default_factory=list)
+    prompts: list[BenchedPrompts] = field(default_factory=list)
+    restored_faster_from: int | None = None
     verdicts: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     undone: list[str] = field(default_factory=list)
     complete: bool = True
 
 
+def nothing_measured(request: BenchRequest) -> Result:
+    """Return the result of a bench of no store."""
+    return _result(_Found(), request, page_size=None, prefill=None, seconds=0.0)
+
+
 def bench(
-    stores: Sequence[tuple[Store, Profile | None]],
+    stores: Sequence[Store],
     request: BenchRequest,
     *,
     on_listed: Callable[[int], None] = lambda objects: None,
 ) -> Result:
-    """Measure stores one after another, each with its profile.
+    """Measure stores one after another; the server of the request has the first one attached.
 
-    Raises EmptyStore, UsageError, DeviceError and StoreUnavailable.
+    on_listed: takes the number of objects of each batch of the listing.
+    Raises EmptyStore, UsageError, ProfileError, DeviceError and StoreUnavailable.
     """
     began = time.monotonic()
     found = _Found()
-    for store, profile in stores:
+    profiles = [agree_on_profile(store, request.profile) for store in stores]
+    for store, profile in zip(stores, profiles, strict=True):
         if request.writes:
             check_writable(store)
         if request.drop_cache and not isinstance(store, InFiles):
             raise UsageError(f"--drop-cache: {store.url}: its objects are no files; leave it out")
         if request.device and (profile is None or profile.inferred):
             raise UsageError(needs_profile("--device"))
+    first, known = stores[0], profiles[0]
+    if request.probe_server:
+        if known is None or not request.server:
+            raise UsageError("--probe-server: needs --server URL")
+        check_probed(first, known)
     prefill = request.prefill
     if prefill is None and request.server:
         prefill, why = prefill_of(request.server)
         found.remarks += [f"{request.server}: {why}"] if why else []
-    for store, profile in stores:
+    for store, profile in zip(stores, profiles, strict=True):
         _measure(store, profile, request, prefill, found, on_listed)
-    known = next((profile for _, profile in stores if profile is not None), None)
+    if request.probe_server and known is not None:
+        _probe(first, known, request, found)
+    known = next((profile for profile in profiles if profile is not None), None)
+    page_size = None if known is None else known.page_size
+    seconds = time.monotonic() - began
+    return _result(found, request, page_size=page_size, prefill=prefill, seconds=seconds)
+
+
+def _result(
+    found: _Found,
+    request: BenchRequest,
+    *,
+    page_size: int | None,
+    prefill: float | None,
+    seconds: float,
+) -> Result:
     document = BenchDocument(
         stores=found.stores,
-        page_size=None if known is None else known.page_size,
+        page_size=page_size,
         threads=request.threads,
         prefill_tokens_per_second=prefill,
+        prompts=found.prompts,
+        restored_faster_from_tokens=found.restored_faster_from,
         verdicts=found.verdicts,
-        seconds=time.monotonic() - began,
+        seconds=seconds,
         complete=found.complete and not found.undone,
         stopped_by=None if found.complete else DEADLINE,
         rows=found.rows,
@@ -151,6 +191,8 @@ def _measure(
         ranks=request.ranks,
         short_pages=None if page_tokens is None else max(1, -(-threshold // page_tokens)),
     )
+    if isinstance(store, Spreads):
+        store.concurrency.limit(request.threads)
     room = writable_bytes(store, sample.page, request.most_bytes) if request.writes else 0
     timings = timed_reads(
         store,
@@ -164,7 +206,8 @@ def _measure(
     for cache, some in _by_cache(timings):
         row = row_of(store.url, some, rates, step=READ, cache=cache)
         found.rows.append(row)
-        found.verdicts += filter(None, [verdict(row, rates)])
+        said = rates._replace(prefill=None) if request.probe_server else rates
+        found.verdicts += filter(None, [verdict(row, said)])
     if page_tokens is None:
         found.remarks.append(f"{store.url}: tokens are not known; {GIVE_PROFILE}")
     if request.device and profile is not None:
@@ -184,6 +227,25 @@ def _measure(
             f"{store.url}: {counted(len(left), 'object')} of a bench that was killed; bench "
             "--write removes them"
         )
+
+
+def _probe(store: Store, profile: Profile, request: BenchRequest, found: _Found) -> None:
+    """Let the server compute and restore prompts."""
+    probed = timed_prompts(
+        store,
+        profile,
+        request.server,
+        most_bytes=most_written(store, request.most_bytes),
+        deadline=time.monotonic() + request.seconds,
+    )
+    found.prompts += [prompts_row(store.url, times) for times in probed.times]
+    if probed.times:
+        found.restored_faster_from = faster_from(probed.times, profile.page_size)
+        found.verdicts.append(prompts_verdict(store.url, probed.times, found.restored_faster_from))
+        found.remarks += probed.remarks
+    else:
+        found.undone += probed.remarks
+    found.undone += probed.undone
 
 
 def _note(store: Store, sample: Sample, timings: Sequence[Timing], found: _Found) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hicachectl.bench.device import Stage
+    from hicachectl.bench.prompts import PromptTimes
     from hicachectl.bench.reads import Timing
     from hicachectl.results import Shown
     from hicachectl.text.tables import Screen
@@ -52,6 +53,16 @@ class BenchRow(TypedDict):
     faster_from_tokens: int | None
 
 
+class BenchedPrompts(TypedDict):
+    """Row of prompts of one length that a server computed and restored."""
+
+    store: str
+    tokens: int
+    prompts: int
+    computed_seconds: float
+    restored_seconds: float
+
+
 class BenchedStore(TypedDict):
     """What a bench read of one store."""
 
@@ -74,6 +85,8 @@ class BenchDocument(msgspec.Struct, kw_only=True):
     page_size: int | None
     threads: int
     prefill_tokens_per_second: float | None
+    prompts: list[BenchedPrompts]
+    restored_faster_from_tokens: int | None
     verdicts: list[str]
     seconds: float
     complete: bool
@@ -166,7 +179,35 @@ def verdict(row: BenchRow, rates: Rates) -> str:
         which = f"reading is faster for every prompt that servers restore (from {first:,} tokens)"
     else:
         which = f"reading is faster for prompts from {first:,} tokens on"
+    if first is not None:
+        which += "; the server adds time to it (--probe-server)"
     return f"{said}, prefill {rates.prefill:,.0f} tokens/s: {which}"
+
+
+def prompts_row(store: str, times: PromptTimes) -> BenchedPrompts:
+    """Return the row of prompts of one length."""
+    return BenchedPrompts(
+        store=store,
+        tokens=times.tokens,
+        prompts=len(times.computed),
+        computed_seconds=min(times.computed),
+        restored_seconds=min(times.restored),
+    )
+
+
+def prompts_verdict(store: str, times: Sequence[PromptTimes], first: int | None) -> str:
+    """Return in one sentence which prompts a server restores faster than it computes them.
+
+    first: a result of `faster_from`.
+    """
+    if first is None:
+        longest = times[-1].tokens
+        return f"{store}: computing is faster than restoring up to {longest:,} tokens, the longest"
+    if first <= times[0].tokens:
+        which = f"every prompt that servers restore (from {first:,} tokens)"
+    else:
+        which = f"prompts from {first:,} tokens on"
+    return f"{store}: restoring is faster than computing for {which}, by the server's own times"
 
 
 def lines(document: dict[str, Any], screen: Screen, _shown: Shown) -> Iterator[str]:
@@ -179,6 +220,12 @@ def lines(document: dict[str, Any], screen: Screen, _shown: Shown) -> Iterator[s
             f"{escape_controls(one['store'])}: {one['read_pages']:,} of {one['stored_pages']:,} "
             f"whole pages read, {human_size(one['nbytes'])}, by {ranks} of {one['shards']} in the "
             f"keys, {document['threads']} thread(s) each"
+        )
+    for one in document["prompts"]:
+        yield (
+            f"{escape_controls(one['store'])}: prompts of {one['tokens']:,} tokens: computed in "
+            f"{one['computed_seconds'] * 1e3:.1f} ms, restored in "
+            f"{one['restored_seconds'] * 1e3:.1f} ms"
         )
     yield from map(escape_controls, document["verdicts"])
 

@@ -45,14 +45,19 @@ def check_writable(store: Store) -> None:
     raise UsageError(f"--write: {store.url}: {why}; leave out --write")
 
 
+def most_written(store: Store, most_bytes: int) -> int:
+    """Return a limit on bytes that leaves most of the free space."""
+    free = store.free_bytes()
+    return most_bytes if free is None else min(most_bytes, free // _FREE_SHARE)
+
+
 def writable_bytes(store: Store, page: Sequence[Sized], most_bytes: int) -> int:
     """Return how many bytes a bench may write. Raises UsageError if a page has more.
 
     page: objects of a page, of all ranks. most_bytes: limit on the bytes read.
     """
-    free, needed = store.free_bytes(), sum(one.nbytes for one in page)
-    most = most_bytes // _WRITTEN_SHARE
-    most = most if free is None else min(most, free // _FREE_SHARE)
+    needed = sum(one.nbytes for one in page)
+    most = most_written(store, most_bytes // _WRITTEN_SHARE)
     if needed > most:
         raise UsageError(
             f"--write: one page has {human_size(needed)}, but a bench writes {human_size(most)} at "
@@ -78,7 +83,7 @@ def timed_writes(
     largest = -(-int(sizes.max()) // ALIGNMENT) * ALIGNMENT
     timings: list[Timing] = []
     written: list[pa.Table] = []
-    problems = _removed(store, left)
+    problems = removed(store, left)
     with Arena(max(_ARENA_BYTES, largest)) as arena, attached(arena, store):
         rng = np.random.default_rng()
         arena.array[:] = np.frombuffer(rng.bytes(arena.nbytes), dtype=np.uint8)
@@ -94,7 +99,7 @@ def timed_writes(
                         break
             finally:
                 for rows in written:
-                    problems += _removed(store, rows)
+                    problems += removed(store, rows)
     return timings, problems
 
 
@@ -125,15 +130,12 @@ def _timed(store: Store, rows: pa.Table, sizes: IntArray, room: int, pages: int)
     return Timing(rank=0, cache=UNKNOWN, pages=pages, nbytes=nbytes, failed=failed, seconds=seconds)
 
 
-def _removed(store: Store, rows: pa.Table) -> list[str]:
-    """Remove objects of our own; return why some stay."""
+def removed(store: Store, rows: pa.Table, step: str = "run bench --write again") -> list[str]:
+    """Remove objects of our own; return why some stay. step: what to do about these."""
     ones = np.ones(len(rows), dtype=np.int64)
     found = in_batches(ones, store.limits, lambda span: store.delete(rows[span]))
     stays = np.flatnonzero(~np.isin(found.statuses, (Status.OK, Status.GONE)))
     if not len(stays):
         return []
     why = next(iter(found.errors.values()), "the store gives no reason")
-    return [
-        f"{store.url}: {len(stays)} objects of the bench could not be removed: {why}; run bench "
-        "--write again"
-    ]
+    return [f"{store.url}: {len(stays)} objects of the bench could not be removed: {why}; {step}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -11,13 +12,16 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
 from hicachectl.backends.base import open_store
 from hicachectl.backends.file.store import FileStore
 from hicachectl.bench.estimate import Cost, cost_of
+from hicachectl.bench.prompts import PromptTimes, check_probed, faster_from
 from hicachectl.bench.reads import Timing, cached_bytes
 from hicachectl.bench.sample import BATCH_PAGES, OWN_MODEL, batch_lengths
-from hicachectl.cli.demo_store import fill
+from hicachectl.cli.demo_store import PROFILE, fill
+from hicachectl.formats.errors import UsageError
 from tests.doctor.replies import answering, info
 from tests.move.migrations import demo_store, profile_file
 from tests.small_file_system import small_ext4, small_file_system
@@ -358,3 +362,52 @@ def test_mooncake_is_read_and_written(
     assert document["stores"][0]["failed"] == 0
     assert "reading is faster" in document["verdicts"][0]
     assert sorted(mooncake_cluster.list_keys()) == before
+
+
+# ---- prompts of a server
+
+
+@pytest.mark.parametrize(
+    ("gains", "first"),
+    [([1, 1, 1], 64), ([-1, 1, 1], 96), ([-1, -1, 3], 160), ([1, -1, 1], 192), ([1, 1, -1], None)],
+)
+def test_restoring_is_faster_from_the_length_after_which_no_other_is_slower(
+    gains: list[int], first: int | None
+) -> None:
+    times = [
+        PromptTimes(64 << at, computed=[10.0 + gain, 20.0], restored=[10.0, 30.0])
+        for at, gain in enumerate(gains)
+    ]
+    assert faster_from(times, 16) == first
+
+
+def test_a_probe_without_its_server_is_refused(
+    invoke: Invoke, tmp_path: Path, profile: Path
+) -> None:
+    words = ("bench", demo_store(tmp_path / "store"), "--profile", profile, "--probe-server")
+    assert "--probe-server needs --server URL" in invoke(*words, exit_code=2).stderr
+
+
+@pytest.mark.parametrize("why", ["cannot be written", "0.5.20 is the first"])
+def test_a_probe_that_cannot_be_is_refused(
+    invoke: Invoke, tmp_path: Path, profile: Path, why: str
+) -> None:
+    directory = demo_store(tmp_path / "store")
+    invoke("migrate", directory, tmp_path / "store.hcpack", "--profile", profile)
+    place, release = directory, "0.5.19"
+    if why == "cannot be written":
+        place, release = tmp_path / "store.hcpack", "0.5.23"
+    with open_store(str(place)) as store, pytest.raises(UsageError, match=why):
+        check_probed(store, replace(PROFILE, sglang=release))
+
+
+def test_nothing_is_measured_while_another_process_has_the_lock(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    store, lock = demo_store(tmp_path / "store"), tmp_path / "lock"
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        words = ("bench", store, "--write", "--most", "256KiB", "--lock", lock)
+        document = invoke.document(*words)
+    assert (document["stopped_by"], document["complete"], document["rows"]) == ("lock", False, [])
+    assert invoke.document(*words)["rows"]

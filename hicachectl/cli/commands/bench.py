@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +13,7 @@ from hicachectl.cli.command import Command
 from hicachectl.cli.options import (
     allow_leases_option,
     lease_wait_option,
+    lock_option,
     output_options,
     prefetch_threshold_option,
     profile_options,
@@ -20,6 +22,9 @@ from hicachectl.cli.options import (
 from hicachectl.cli.parameters import own_option
 from hicachectl.cli.session import opened, progress, remark
 from hicachectl.cli.values import POSITIVE_DURATION, POSITIVE_SIZE
+
+if TYPE_CHECKING:
+    from hicachectl.results import Result
 
 
 @click.command("bench", cls=Command)
@@ -76,10 +81,20 @@ from hicachectl.cli.values import POSITIVE_DURATION, POSITIVE_SIZE
     help="First drop the files that are read from the page cache of this host.",
 )
 @own_option(
+    "--probe-server",
+    needs="--server URL",
+    is_flag=True,
+    repeats=False,
+    writes=True,
+    help="Also let the server compute and restore random prompts, and remove their pages from "
+    "STORE, which it must have attached.",
+)
+@own_option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
     help="Also time value checks and digests there; on cuda copies and the sparse loader, too.",
 )
+@lock_option
 @prefetch_threshold_option
 @allow_leases_option
 @lease_wait_option
@@ -100,18 +115,18 @@ def command(
     same files.
 
     Only the listing and a random sample of whole pages are read, within --most and --time-limit.
-    Nothing is changed, except by --write and --drop-cache.
+    Nothing is changed, except by --write, --probe-server and --drop-cache.
 
     Examples:
       hicachectl bench prod: --profile prod.toml --prefill 20000
-      hicachectl bench prod: --server http://localhost:30000
+      hicachectl bench prod: --server http://localhost:30000 --probe-server
       hicachectl bench prod: --profile prod.toml --compare file:///local/hicache --threads 4
       hicachectl bench prod: --profile prod.toml --write --most 4GiB
       hicachectl bench prod: --profile prod.toml --device cuda
     """
-    from hicachectl.bench.bench import BenchRequest, bench
-    from hicachectl.cli.output import write_result
-    from hicachectl.profiles.sources import agree_on_profile, profile_from_options
+    from hicachectl.bench.bench import BenchRequest, bench, nothing_measured
+    from hicachectl.cli.output import write_run
+    from hicachectl.profiles.sources import profile_from_options
 
     request = BenchRequest(
         most_bytes=options["most_bytes"],
@@ -123,13 +138,15 @@ def command(
         device=options["device"] or "",
         writes=write,
         drop_cache=options["drop_cache"],
+        probe_server=options["probe_server"],
     )
-    with ExitStack() as held, progress(ctx, "listing", " objects") as on_listed:
-        source = held.enter_context(opened(ctx, store))
-        profile = profile_from_options(options, source, warn=partial(remark, ctx))
-        stores = [(source, profile)]
-        if compare is not None:
-            other = held.enter_context(opened(ctx, compare))
-            stores.append((other, agree_on_profile(other, profile)))
-        result = bench(stores, request, on_listed=on_listed)
-    write_result(ctx, result)
+
+    def run() -> Result:
+        with ExitStack() as held, progress(ctx, "listing", " objects") as on_listed:
+            source = held.enter_context(opened(ctx, store))
+            profile = profile_from_options(options, source, warn=partial(remark, ctx))
+            others = [] if compare is None else [held.enter_context(opened(ctx, compare))]
+            asked = replace(request, profile=profile)
+            return bench([source, *others], asked, on_listed=on_listed)
+
+    write_run(ctx, run, lambda: nothing_measured(request))

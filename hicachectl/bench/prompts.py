@@ -1,0 +1,335 @@
+"""Timed prompts of a live server: computed, and restored out of the store.
+
+A prompt of random tokens is sent with a new cache_salt. The server computes it, and stores its
+pages. Another salt gives the same values other page hashes (`formats.hashing.namespace_seed`): with
+copies of the objects under these hashes, the server restores the prompt, although its own memory
+holds it under the first salt. So nothing is flushed.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.arena import ALIGNMENT, Arena, place
+from hicachectl.backends.base import Status, attached, batch_spans
+from hicachectl.backends.capabilities import Trailed
+from hicachectl.bench.writes import removed
+from hicachectl.formats.errors import UsageError
+from hicachectl.formats.hashing import tokens_to_restore
+from hicachectl.formats.restorable import least_tokens
+from hicachectl.io.interrupts import deferred
+from hicachectl.pages.deployments import profiled_deployment
+from hicachectl.prewarming.through_server import Prefix, ThroughServer
+from hicachectl.requests.chains import Hashing, hex_pages
+from hicachectl.requests.forms import Request
+from hicachectl.text.units import counted, human_size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import BoolArray, IntArray
+    from hicachectl.formats.profile import Profile
+
+_TOKENS = range(10, 250)  # ids that every vocabulary has
+_LONGEST_TOKENS = 1 << 15
+_ROUNDS = 7
+_HALVINGS = 3  # lengths between the longest that is computed faster and the next longer one
+_ARENA_BYTES = 64 << 20
+_STORED_S = 10.0  # patience with the server's writes of a prompt
+_PAUSE_S = 0.01
+
+
+@dataclass(slots=True)
+class PromptTimes:
+    """Times of prompts of one length.
+
+    tokens: tokens of whole pages; each prompt has one or two more, which are always computed.
+    computed: seconds of each request that the server computed.
+    restored: seconds of each request that the server restored out of the store.
+    """
+
+    tokens: int
+    computed: list[float] = field(default_factory=list)
+    restored: list[float] = field(default_factory=list)
+
+    @property
+    def gain(self) -> float:
+        """Seconds by which restoring is faster: the fastest of each, which waited for no other."""
+        return min(self.computed) - min(self.restored)
+
+
+def faster_from(times: Sequence[PromptTimes], page_tokens: int) -> int | None:
+    """Return the tokens of whole pages from which on prompts are restored faster than computed.
+
+    times: those of different lengths, the shortest first; the gain between two is on a line. None
+    if the longest prompt is computed faster.
+    """
+    slower = [at for at, one in enumerate(times) if one.gain <= 0]
+    if not slower:
+        return times[0].tokens
+    if slower[-1] == len(times) - 1:
+        return None
+    last, first = times[slower[-1]], times[slower[-1] + 1]
+    share = -last.gain / (first.gain - last.gain)
+    tokens = last.tokens + share * (first.tokens - last.tokens)
+    return -int(-tokens // page_tokens) * page_tokens
+
+
+def check_probed(store: Store, profile: Profile) -> None:
+    """Raise UsageError unless a server can restore prompts of the bench out of a store."""
+    traits = store.traits
+    if not traits.writes or not traits.deletes or traits.append_only:
+        why = f"{store.url}: pages cannot be written and removed again"
+    elif not Hashing.of(profile).seeds:
+        why = f"SGLang {profile.sglang} stores all salts of a prompt as one; 0.5.20 is the first "
+        why += "that does not"
+    else:
+        return
+    raise UsageError(f"--probe-server: {why}; leave out --probe-server")
+
+
+def timed_prompts(
+    store: Store, profile: Profile, url: str, *, most_bytes: int, deadline: float
+) -> Probed:
+    """Time prompts of doubling lengths, then lengths near the first that is restored faster.
+
+    url: a server that has the store attached.
+    most_bytes: limit on the bytes of a prompt's pages and of their copies.
+    deadline: `time.monotonic()` after which no prompt is sent, except the first.
+    The pages are removed from the store, also after an interrupt. Raises UsageError if the shortest
+    prompt needs more bytes, and StoreUnavailable.
+    """
+    prompts = _Prompts(store, profile, url, most_bytes)
+    found: dict[int, PromptTimes] = {}
+    with Arena(prompts.largest) as arena, attached(arena, store):
+        pages = prompts.least
+        # The first request of its kind takes longer.
+        goes_on = prompts.once(pages) is not None
+        while goes_on and pages <= prompts.most:
+            goes_on = prompts.time(found, pages, deadline)
+            pages *= 2
+        for _ in range(_HALVINGS):
+            between = _between(found)
+            if between is None or not prompts.time(found, between, deadline):
+                break
+    times = [found[pages] for pages in sorted(found)]
+    if times and time.monotonic() > deadline:
+        prompts.remarks.append(
+            f"{url}: no prompts longer than {times[-1].tokens:,} tokens, or near the first that is "
+            "restored faster, were timed: the time of --time-limit is over"
+        )
+    return Probed(times, prompts.remarks, prompts.undone)
+
+
+def _between(found: Mapping[int, PromptTimes]) -> int | None:
+    """Return the pages halfway from the last length that is computed faster to the next one."""
+    pages = sorted(found)
+    slower = [at for at, one in enumerate(pages) if found[one].gain <= 0]
+    if not slower or slower[-1] == len(pages) - 1:
+        return None
+    last, first = pages[slower[-1]], pages[slower[-1] + 1]
+    return (last + first) // 2 if first - last > 1 else None
+
+
+class Probed(NamedTuple):
+    """What prompts told.
+
+    times: times of each length, the shortest first.
+    remarks: messages on lengths that were not timed.
+    undone: messages on pages that stay in the store.
+    """
+
+    times: list[PromptTimes]
+    remarks: list[str]
+    undone: list[str]
+
+
+class _Objects(NamedTuple):
+    """The objects that a prompt's pages can have.
+
+    keys: [n] keys.
+    sizes: [n] int64, bytes.
+    awaited: [n] bool, objects without which a server restores nothing.
+    """
+
+    keys: pa.Array
+    sizes: IntArray
+    awaited: BoolArray
+
+
+class _Prompts:
+    """Prompts for one server and store.
+
+    least, most: pages of the shortest and the longest prompt.
+    largest: bytes of memory that copies need.
+    remarks, undone: see `Probed`.
+    """
+
+    def __init__(self, store: Store, profile: Profile, url: str, most_bytes: int) -> None:
+        self._hashing = Hashing.of(profile)
+        self._store, self._url, self._page_size = store, url, profile.page_size
+        specs = profiled_deployment(profile, store.grammar).specs
+        # Anchors come first: removals remove these first.
+        self._specs = sorted(
+            (spec for spec in specs if spec.listed), key=lambda one: not one.anchor
+        )
+        self._trailed = False
+        threshold = least_tokens(
+            profile.prefetch_threshold, trailing=any(spec.trailing for spec in self._specs)
+        )
+        page_bytes = 2 * sum(spec.nbytes for spec in self._specs)
+        self.least = max(1, -(-threshold // self._page_size))
+        self.most = min(_LONGEST_TOKENS // self._page_size, most_bytes // max(1, page_bytes))
+        if self.most < self.least:
+            raise UsageError(
+                f"--probe-server: {counted(self.least, 'page')} and their copies have "
+                f"{human_size(self.least * page_bytes)}, but may have {human_size(most_bytes)}; "
+                "give a larger --most, or free space"
+            )
+        largest = max(spec.nbytes for spec in self._specs)
+        self.largest = max(_ARENA_BYTES, -(-largest // ALIGNMENT) * ALIGNMENT)
+        self.remarks: list[str] = []
+        self.undone: list[str] = []
+
+    def time(self, found: dict[int, PromptTimes], pages: int, deadline: float) -> bool:
+        """Add the times of prompts of a length; return whether all were sent and restored."""
+        times = PromptTimes(pages * self._page_size)
+        for _ in range(_ROUNDS):
+            if found and time.monotonic() > deadline:
+                break
+            if (once := self.once(pages)) is None:
+                break
+            times.computed.append(once[0])
+            times.restored.append(once[1])
+        if times.computed:
+            found[pages] = times
+        return len(times.computed) == _ROUNDS
+
+    def once(self, pages: int) -> tuple[float, float] | None:
+        """Let the server compute a prompt, and restore it; return the seconds of both.
+
+        None, and a message in `remarks`, if that failed.
+        """
+        count = tokens_to_restore(pages, self._page_size, bigram=self._hashing.bigram)
+        tokens = random.choices(_TOKENS, k=count)
+        first, second = (
+            Request("a prompt of --probe-server", tokens, cache_salt=secrets.token_hex())
+            for _ in range(2)
+        )
+        written, copies = self._objects(first), self._objects(second)
+        until = time.monotonic() + _STORED_S
+        try:
+            computed, _, why = self._asked(first)
+            until = 0.0 if why else time.monotonic() + _STORED_S
+            why = why or self._copied(written, copies, until)
+            restored, cached, again = (0.0, 0, why) if why else self._asked(second)
+            if not (why := again) and cached != pages * self._page_size:
+                why = f"the server restored {cached:,} of {pages * self._page_size:,} tokens"
+        finally:
+            with deferred():
+                self._missing(written, until)  # after an interrupt, the server may still write
+                for objects in (written, copies):
+                    rows = pa.table({"key": objects.keys})
+                    self.undone += removed(self._store, rows, "no request asks for them")
+        if why:
+            self.remarks.append(f"{self._url}: a prompt of {count:,} tokens was not timed: {why}")
+            return None
+        return computed, restored
+
+    def _objects(self, prompt: Request) -> _Objects:
+        pages = hex_pages(self._hashing.hashes(prompt)).to_pylist()
+        keys = [f"{before}{page}{after}" for before, after in self._affixes for page in pages]
+        sizes = np.array([spec.nbytes for spec in self._specs], dtype=np.int64)
+        awaited = np.array([spec.awaited for spec in self._specs])
+        return _Objects(
+            pa.array([key.encode() for key in keys], pa.binary()),
+            np.repeat(sizes, len(pages)),
+            np.repeat(awaited, len(pages)),
+        )
+
+    @property
+    def _affixes(self) -> list[tuple[str, str]]:
+        return [spec.affix for spec in self._specs]
+
+    def _asked(self, prompt: Request) -> tuple[float, int, str]:
+        """Send a prompt; return the seconds, the tokens not computed, and why it failed, or ""."""
+        server = ThroughServer(self._url, jobs=1)
+        began = time.perf_counter()
+        server.pull([Prefix(0, len(prompt.token_ids), prompt)])
+        seconds = time.perf_counter() - began
+        (answer,) = server.pulled
+        return seconds, answer["cached_tokens"], answer["error"] or ""
+
+    def _copied(self, written: _Objects, copies: _Objects, until: float) -> str:
+        """Copy the objects of a prompt once they are stored; return why not, or ""."""
+        if missing := self._missing(written, until):
+            return (
+                f"{missing:,} of its {int(written.awaited.sum()):,} objects are not in "
+                f"{self._store.url}; see hicachectl doctor"
+            )
+        while why := self._copy(written, copies):  # a server may still be writing the last one
+            if time.monotonic() > until:
+                return why
+            time.sleep(_PAUSE_S)
+        return ""
+
+    def _missing(self, objects: _Objects, until: float) -> int:
+        """Wait until all awaited objects are in the store; return how many are not."""
+        awaited = pa.table({"key": objects.keys.filter(pa.array(objects.awaited))})
+        while missing := len(awaited) - len(self._store.look(awaited, ("nbytes",))):
+            if time.monotonic() > until:
+                break
+            time.sleep(_PAUSE_S)
+        return missing
+
+    def _copy(self, written: _Objects, copies: _Objects) -> str:
+        """Copy objects within the store; return why an awaited one was not copied, or ""."""
+        import pyarrow.compute as pc
+
+        store, limits = self._store, self._store.limits
+        present = store.look(pa.table({"key": written.keys}), ("nbytes", "locator"))
+        keys = present.column("key").combine_chunks()
+        order = pc.index_in(keys, value_set=written.keys).to_numpy(zero_copy_only=False)
+        if not self._trailed:
+            self._state_trailers(written)
+        room = -(-written.sizes[order] // ALIGNMENT) * ALIGNMENT
+        most = min(self.largest, limits.batch_bytes)
+        for span in batch_spans(room, most, limits.batch_objects):
+            some = order[span]
+            sizes, offsets = written.sizes[some], place(written.sizes[some])[0]
+            read = store.read_into(present[span], offsets, sizes, identify=False)
+            good = np.flatnonzero(read.ok)
+            if not (read.ok | ~written.awaited[some]).all():
+                return next(iter(read.errors.values()), "its objects cannot be read yet")
+            rows = pa.table({"key": copies.keys.take(pa.array(some[good]))})
+            put = store.write_from(rows, offsets[good], sizes[good], if_absent=True)
+            if not np.isin(put.statuses, (Status.OK, Status.EXISTS)).all():
+                return next(iter(put.errors.values()), "its copies cannot be written")
+        return ""
+
+    def _state_trailers(self, written: _Objects) -> None:
+        """Let copies have the trailers that the server's own objects have."""
+        self._trailed = True
+        if not isinstance(self._store, Trailed):
+            return
+        markers = {marker.identity.hash(): marker for marker in self._store.markers()}
+        each = len(written.keys) // len(self._specs)
+        rows = pa.table({"key": written.keys[::each]})
+        stated = self._store.read_trailers(rows).column("identity").to_pylist()
+        own = {
+            spec.affix: markers[identity]
+            for spec, identity in zip(self._specs, stated, strict=True)
+            if identity in markers
+        }
+        if own:
+            digest = next(iter(own.values())).digest
+            identities = {affix: marker.identity for affix, marker in own.items()}
+            self._store.write_trailers(identities, digest)
