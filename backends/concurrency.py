@@ -27,6 +27,9 @@ MOST_CALLS = 256
 
 # A slice takes long beside its bookkeeping, and little beside a run.
 _SLICE_SECONDS = 0.005
+# It takes longer by this for each call at once: threads need Python's lock between slices, and
+# would wait for it.
+_TURN_SECONDS = 0.001
 # Items of the first slice of a kind: how long they take is not known.
 _FIRST_ITEMS = 4
 # A number of calls is judged by so many slices, or more, in so many seconds, or more.
@@ -36,6 +39,8 @@ _JUDGED_SECONDS = 0.02
 _GAIN, _LOSS = 1.15, 0.95
 # While less of the processors' time is used, calls wait.
 _BUSY = 0.7
+# A call that takes longer waits for something other than a processor.
+_WAIT_SECONDS = 0.0001
 # The judgements for which a number stays after trials that failed: twice as many for each, since
 # something else may have disturbed the first ones.
 _MOST_REST = 32
@@ -81,11 +86,12 @@ class _Calls:
 
     level: the number now.
     active: threads at work on such calls, or on the way there.
+    item_seconds: mean seconds of the last calls; 0 before the first.
     """
 
     level: int
     active: int = 0
-    _item_seconds: float = 0.0
+    item_seconds: float = 0.0
     _sums: _Sums = field(default_factory=_Sums)
     _tried: tuple[int, float] | None = None  # level and rate before the change on trial
     _failed: int = 0  # trials in vain since the level changed
@@ -94,9 +100,10 @@ class _Calls:
 
     def slice_items(self, least: int) -> int:
         """Return the number of items in the next slice."""
-        if not self._item_seconds:
+        if not self.item_seconds:
             return max(least, _FIRST_ITEMS)
-        return max(least, int(_SLICE_SECONDS / self._item_seconds))
+        seconds = _SLICE_SECONDS + _TURN_SECONDS * (self.level - 1)
+        return max(least, int(seconds / self.item_seconds))
 
     def note(
         self, items: int, wall: float, cpu: float, *, most: int, processors: float | None
@@ -107,7 +114,7 @@ class _Calls:
         processors: number of processors for the calls; None: the level stays.
         """
         seconds = max(wall / items, 1e-9)
-        self._item_seconds = 0.75 * (self._item_seconds or seconds) + 0.25 * seconds
+        self.item_seconds = 0.75 * (self.item_seconds or seconds) + 0.25 * seconds
         sums = self._sums
         sums.items += items
         sums.slices += 1
@@ -219,6 +226,10 @@ class Concurrency:
     def level(self, kind: str) -> int:
         """Return the number of calls of a kind at once, as found so far."""
         return self._calls(kind).level
+
+    def waits(self, kind: str) -> bool:
+        """Return whether calls of a kind wait, and not for processors, by those made so far."""
+        return self._calls(kind).item_seconds > _WAIT_SECONDS
 
     @contextmanager
     def turn(self) -> Iterator[None]:
