@@ -28,9 +28,8 @@ from hicachectl.backends.disk.names import OWN_PREFIX
 from hicachectl.backends.object_files.faults import unavailable
 from hicachectl.backends.object_files.listing import (
     LeftOut,
-    SkippedEntries,
+    files_in,
     held_names,
-    names_in,
 )
 from hicachectl.backends.object_files.store import ObjectFiles
 from hicachectl.backends.object_files.tree import FOLDER_NAMES, FolderedDirectory, ObjectTree, Place
@@ -215,7 +214,7 @@ class NixlDisks(ObjectTree):
         found: list[int] = []
         looked = 0
         for place in self._folders(number, []):
-            for names in names_in(place.descriptor, SkippedEntries()):
+            for names, *_ in files_in(place.descriptor):
                 some = [os.fsencode(name) for name in held_names(names[:_LOOKED], place, left_out)]
                 found += hashes_of(key for key in some if not key.startswith(OWN_PREFIX)).tolist()
                 looked += len(names)

@@ -6,15 +6,14 @@ import os
 import re
 import stat
 import time
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import compress, islice, repeat
+from itertools import chain, compress, repeat
 from operator import not_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +22,8 @@ from pyarrow.fs import FileType, LocalFileSystem
 from hicachectl.backends.base import keys_of, scan_batch, scan_schema
 from hicachectl.backends.capabilities import Losing, Loss
 from hicachectl.backends.disk.durable import is_named
-from hicachectl.backends.disk.io import LOST, entries_of, raise_lost
+from hicachectl.backends.disk.entries import DIRECTORY, REGULAR, UNKNOWN, entries_in
+from hicachectl.backends.disk.io import LOST, raise_lost
 from hicachectl.backends.disk.names import check_key, is_file_name, storable_ns, version_of
 from hicachectl.backends.object_files.epochs import Epochs
 from hicachectl.backends.object_files.faults import usable
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 
     from hicachectl.backends.base import Rows
+    from hicachectl.backends.concurrency import Concurrency
     from hicachectl.backends.object_files.faults import StoreFiles
     from hicachectl.backends.object_files.tree import Place
     from hicachectl.formats.arrays import BoolArray
@@ -40,8 +41,7 @@ if TYPE_CHECKING:
 SCAN_ROWS = 16384
 _AHEAD_NS = 60 * 10**9  # clocks differ by less
 _OBJECT = re.compile(r"[0-9a-f]{64}_|.*\.bin$", re.DOTALL)  # names of HiCacheNixl, HiCacheFile
-# Arrow's stat releases the GIL: two workers keep up with the thread that reads names.
-SCAN_WORKERS = 2
+_STAT, _LIST = "stat", "list"  # kinds of calls
 _OF_ARROW = {"nbytes", "mtime_ns"}
 _OF_PYTHON = {"atime_ns", "version"}  # Arrow returns no inode and no time of reads
 
@@ -77,37 +77,107 @@ class LeftOut:
     folders: list[str] = field(default_factory=list)
     sampled: bool = False
 
+    def note_others(self, names: Iterable[str]) -> None:
+        """Count those files that are no regular ones, and are named like objects."""
+        for name in filter(_OBJECT.match, names):
+            self.others.add(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Names(Sequence[str]):
+    """Names of files in one directory.
+
+    place: the directory.
+    names: the names.
+    are_regular: whether the directory says that they are regular files; else only a stat tells.
+    """
+
+    place: Place
+    names: list[str]
+    are_regular: bool
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @overload
+    def __getitem__(self, chosen: int) -> str: ...
+    @overload
+    def __getitem__(self, chosen: slice) -> Names: ...
+    def __getitem__(self, chosen: int | slice) -> str | Names:
+        if isinstance(chosen, slice):
+            return Names(self.place, self.names[chosen], self.are_regular)
+        return self.names[chosen]
+
 
 def scan_places(
-    places: Iterable[Place], schema: Any, left_out: LeftOut, finish: Callable[[Any], Any]
+    places: Iterable[Place],
+    schema: Any,
+    left_out: LeftOut,
+    finish: Callable[[Any], Any],
+    concurrency: Concurrency,
 ) -> Generator[Any, None, None]:
     """Yield the regular files of directories as batches with a scan's schema.
 
-    left_out: counts skipped entries. finish: changes each batch. Raises OSError.
+    left_out: counts skipped entries. finish: changes each batch. concurrency: lists the directories
+    and stats the files. Raises OSError.
     """
-    pending: deque[Any] = deque()
-    # A second thread that calls Python's stat would only compete for the GIL.
-    workers = 1 if _OF_PYTHON & set(schema.names) else SCAN_WORKERS
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="hicachectl-scan")
-    try:
-        for place in places:
-            links = place.holds is None
-            read = batch_reader(place.descriptor, place.path, schema, links=links)
-            for found in names_in(place.descriptor, left_out.others):
-                names = held_names(found, place, left_out)
-                if not names:
-                    continue
-                pending.append(pool.submit(_finished, read, names, finish))
-                if len(pending) > workers + 1:
-                    yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    lists = _names_of(places, left_out, concurrency)
+    read = partial(_read, schema, concurrency)
+    held: list[Any] = []
+    rows = 0
+    for batch, others in concurrency.stream(_STAT, read, lists):
+        left_out.note_others(others)
+        held.append(batch)
+        rows += len(batch)
+        if rows >= SCAN_ROWS:
+            yield finish(_joined(held))
+            held, rows = [], 0
+    if rows:
+        yield finish(_joined(held))
 
 
-def _finished(read: Callable[[list[str]], Any], names: list[str], finish: Any) -> Any:
-    return finish(read(names))
+def _joined(batches: list[Any]) -> Any:
+    """Return batches as one."""
+    if len(batches) == 1:
+        return batches[0]
+    return pa.Table.from_batches(batches).combine_chunks().to_batches()[0]
+
+
+def _names_of(
+    places: Iterable[Place], left_out: LeftOut, concurrency: Concurrency
+) -> Generator[Names, None, None]:
+    """Yield the names of files that belong in their directories, some thousand at a time.
+
+    The first names of several directories are read at once: all of most folders.
+    """
+
+    def begin(some: Sequence[Place]) -> list[tuple[Place, Iterator[Found], Found | None]]:
+        begun = []
+        for place in some:
+            found = files_in(place.descriptor)
+            begun.append((place, found, next(found, None)))
+        return begun
+
+    for begun in concurrency.stream(_LIST, begin, ([place] for place in places)):
+        for place, following, first in begun:
+            for found in chain(() if first is None else (first,), following):
+                left_out.note_others(found.others)
+                names = held_names(found.names, place, left_out)
+                for start in range(0, len(names), SCAN_ROWS):
+                    part = names[start : start + SCAN_ROWS]
+                    yield Names(place, part, found.are_regular)
+
+
+def _read(schema: Any, concurrency: Concurrency, part: Names) -> tuple[Any, list[str]]:
+    """Return a batch of the regular files, and the names of other files that are no directories."""
+    place, others = part.place, list[str]()
+    links = place.holds is None
+    if part.are_regular:
+        waits = concurrency.waits(_STAT)
+        read = batch_reader(place.descriptor, place.path, schema, links=links, waits=waits)
+        return read(part.names), others
+    files = zip(repeat(place.descriptor), part.names)
+    return ask_each(files, schema, others), others
 
 
 def held_names(names: list[str], place: Place, left_out: LeftOut) -> list[str]:
@@ -123,30 +193,39 @@ def held_names(names: list[str], place: Place, left_out: LeftOut) -> list[str]:
     return list(compress(names, held))
 
 
-def names_in(directory: int, left_out: SkippedEntries) -> Iterator[list[str]]:
-    """Yield the names of regular files, at most SCAN_ROWS at a time."""
+class Found(NamedTuple):
+    """Names of files in a directory.
 
-    def leave_out(entry: os.DirEntry[str]) -> bool:
-        if _OBJECT.match(entry.name) and not entry.is_dir(follow_symlinks=False):
-            left_out.add(entry.name)
-        return False
+    names: regular files.
+    are_regular: whether the directory says that these are; else only a stat tells.
+    others: links, FIFOs, sockets and devices.
+    """
 
-    with entries_of(directory) as entries:
-        names = (
-            entry.name
-            for entry in entries
-            if entry.is_file(follow_symlinks=False) or leave_out(entry)
-        )
-        while chunk := list(islice(names, SCAN_ROWS)):
-            yield chunk
+    names: list[str]
+    are_regular: bool = True
+    others: Sequence[str] = ()
+
+
+def files_in(directory: int) -> Iterator[Found]:
+    """Yield the names of a directory's files, some thousand at a time. Raises OSError."""
+    for names, kinds in entries_in(directory):
+        if (kinds == REGULAR).all():
+            yield Found(names)
+            continue
+        unknown = list(compress(names, kinds == UNKNOWN))
+        if unknown:
+            yield Found(unknown, are_regular=False)
+        others = list(compress(names, ~np.isin(kinds, (REGULAR, UNKNOWN, DIRECTORY))))
+        yield Found(list(compress(names, kinds == REGULAR)), others=others)
 
 
 def batch_reader(
-    directory: int, path: str, schema: Any, *, links: bool = True
+    directory: int, path: str, schema: Any, *, links: bool = True, waits: bool = False
 ) -> Callable[[list[str]], Any]:
     """Return the cheapest function from names to a batch with `schema`.
 
     links: the path may lead through links.
+    waits: whether a stat waits for a file server.
     """
 
     def only_names(names: list[str]) -> Any:
@@ -161,6 +240,8 @@ def batch_reader(
                 batch = _ask_arrow(path, schema, names)
                 if batch is not None and (links or is_named(directory, path)):
                     return batch
+        if waits:
+            ask_ahead([(directory, name) for name in names])
         return ask_each(zip(repeat(directory), names), schema)
 
     return read if (_OF_ARROW | _OF_PYTHON) & set(schema.names) else only_names
@@ -190,10 +271,24 @@ def _ask_arrow(path: str, schema: Any, names: list[str]) -> Any:
     return scan_batch(schema, columns, len(names))
 
 
-def ask_each(files: Iterable[tuple[int, str]], schema: Any) -> Any:
+def ask_ahead(files: Iterable[tuple[int, str]]) -> None:
+    """Let the system learn the attributes of files that are likely to be regular ones.
+
+    Arrow's stat releases Python's lock once for all files, and Python's once for each. With
+    hundreds of threads the lock is what they wait for. After this, Python's stat does not wait:
+    clients of file servers keep attributes for some seconds.
+    """
+    paths = [f"/proc/self/fd/{directory}/{name}" for directory, name in files]
+    with suppress(OSError, UnicodeError):
+        LocalFileSystem().get_file_info(paths)
+
+
+def ask_each(files: Iterable[tuple[int, str]], schema: Any, others: list[str] | None = None) -> Any:
     """Return a batch of the existing files, one stat each; columns are null if stat fails.
 
-    files: descriptor of the directory, and name. Raises OSError if the file system is unreachable.
+    files: descriptor of the directory, and name.
+    others: gets the names of links, FIFOs, sockets and devices.
+    Raises OSError if the file system is unreachable.
     """
     found: list[str] = []
     facts: list[tuple[int | None, int | None, int | None, bytes | None]] = []
@@ -209,6 +304,8 @@ def ask_each(files: Iterable[tuple[int, str]], schema: Any) -> Any:
             fact = (None, None, None, None)
         else:
             if not stat.S_ISREG(s.st_mode):
+                if others is not None and not stat.S_ISDIR(s.st_mode):
+                    others.append(name)
                 continue
             mtime_ns, atime_ns = storable_ns(s.st_mtime_ns), storable_ns(s.st_atime_ns)
             fact = s.st_size, mtime_ns, atime_ns, version_of(s)
@@ -256,7 +353,9 @@ class FileListings(Losing):
             if "nbytes" in schema.names:
                 self._files.sizes.current()
             finish = partial(self._finished, Epochs(objects), left_out)
-            yield from scan_places(objects.places(left_out.folders), schema, left_out, finish)
+            calls = self._files.concurrency
+            places = objects.places(left_out.folders)
+            yield from scan_places(places, schema, left_out, finish, calls)
 
     def _finished(self, epochs: Epochs, left_out: LeftOut, batch: Any) -> Any:
         """Return a batch with sizes of objects, and with or without those that are stale.

@@ -26,7 +26,7 @@ from hicachectl.backends.disk.names import check_key, check_new_key, version_of
 from hicachectl.backends.disk.permissions import Permissions, give_file
 from hicachectl.backends.object_files.epochs import Epochs
 from hicachectl.backends.object_files.faults import not_writable
-from hicachectl.backends.object_files.listing import SkippedEntries, names_in
+from hicachectl.backends.object_files.listing import files_in
 from hicachectl.backends.object_files.tree import Temporaries, owner_in
 from hicachectl.formats.errors import UntrustedError
 
@@ -308,10 +308,10 @@ class FileWriter:
         if not sweep:
             return
         for directory in self._objects.directories():
-            for names in names_in(directory, SkippedEntries()):
-                for name in names:
+            for found in files_in(directory):
+                for name in found.names:
                     if owner_in(name) == owner:
-                        with suppress(FileNotFoundError):
+                        with suppress(FileNotFoundError, IsADirectoryError):
                             os.unlink(name, dir_fd=directory)
 
     def write_temporary(

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from hicachectl.backends.disk import durable
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.file.store import FileStore
-from hicachectl.backends.object_files import copies, listing, tree, writing
+from hicachectl.backends.object_files import copies, tree, writing
 from hicachectl.backends.object_files.epochs import begin_epoch
 from hicachectl.formats.identity import profile_identities
 from hicachectl.formats.profile import dump_profile
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from hicachectl.backends.object_files.tree import Place
     from hicachectl.formats.profile import Profile
     from tests.conftest import Invoke
 
@@ -411,16 +412,15 @@ def test_an_object_that_has_its_trailer_is_left_alone(adoption: Adoption) -> Non
 def test_a_listing_that_began_before_the_first_marker_has_the_right_sizes(
     adoption: Adoption, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch_reader, runs = listing.batch_reader, list[object]()
+    places = ObjectDirectory.places
 
-    def late(*arguments: Any, **options: Any) -> Any:
-        if not runs:
-            runs.append(None)
-            adoption.run()
-        return batch_reader(*arguments, **options)
+    def late(objects: ObjectDirectory, left_alone: list[str]) -> Iterator[Place]:
+        monkeypatch.setattr(ObjectDirectory, "places", places)
+        adoption.run()
+        return places(objects, left_alone)
 
     with FileStore(adoption.store) as store:
-        monkeypatch.setattr(listing, "batch_reader", late)
+        monkeypatch.setattr(ObjectDirectory, "places", late)
         (batch,) = store.scan(("nbytes",))
     listed = zip(batch.column("key").to_pylist(), batch.column("nbytes").to_pylist(), strict=True)
     assert {key.decode(): size for key, size in listed} == {

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import pytest
 
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Result, Status, Store, open_store, scan_schema
-from hicachectl.backends.disk import durable
+from hicachectl.backends.disk import durable, entries
 from hicachectl.backends.disk.io import copy_bytes
 from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.object_files import listing as file_listing
@@ -103,14 +104,15 @@ def _fill(store: FileStore, count: int) -> list[str]:
 
 
 def test_scan_agrees_with_the_directory(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_listing, "SCAN_ROWS", 150)
+    monkeypatch.setattr(file_listing, "SCAN_ROWS", 70)
     _fill(store, 200)
-    with os.scandir(store.path) as entries:
-        facts = [(os.fsencode(e.name), e.stat()) for e in entries]
+    with os.scandir(store.path) as found:
+        facts = [(os.fsencode(e.name), e.stat()) for e in found]
     truth = {name: (s.st_size, s.st_mtime_ns) for name, s in facts}
     for columns in (("nbytes", "mtime_ns"), ("nbytes", "mtime_ns", "version")):
         batches = list(store.scan(columns))
-        assert [batch.num_rows for batch in batches] == [150, 50]
+        assert len(batches) > 1
+        assert all(batch.num_rows < 2 * 70 for batch in batches)
         rows = [row for batch in batches for row in batch.to_pylist()]
         assert len(rows) == len(truth)
         assert {row["key"]: (row["nbytes"], row["mtime_ns"]) for row in rows} == truth
@@ -135,7 +137,13 @@ def test_a_directory_name_that_is_not_utf8_is_listed(tmp_path: Path) -> None:
         assert listing(store) == {b"a.bin": 3}
 
 
-def test_only_regular_files_are_objects(store: FileStore) -> None:
+@pytest.mark.parametrize("kinds_known", [True, False])
+def test_only_regular_files_are_objects(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, kinds_known: bool
+) -> None:
+    """Also where a directory does not tell the kinds of its entries."""
+    if not kinds_known:
+        monkeypatch.setattr(entries, "LIBC", SimpleNamespace())
     base = Path(store.path)
     (base / "object.bin").write_bytes(b"abc")
     (base / "link.bin").symlink_to("object.bin")
@@ -147,7 +155,11 @@ def test_only_regular_files_are_objects(store: FileStore) -> None:
     os.mkfifo(base / "fifo.bin")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(base / "socket.bin"))
-        assert listing(store) == {b"object.bin": 3}
+        for columns in (("key",), ("nbytes", "mtime_ns"), ("nbytes", "version")):
+            (batch,) = store.scan(columns)
+            assert batch.column("key").to_pylist() == [b"object.bin"]
+            (remark,) = store.remarks
+            assert "ignored 4 links, FIFOs, sockets or devices" in remark
         others = [b"link.bin", b"dangling.bin", b"folder.bin", b"fifo.bin", b"socket.bin"]
         result, _ = read(store, rows_of(others), [3] * 5)
         assert result.statuses.tolist() == [Status.ERROR] * 5
@@ -208,15 +220,17 @@ def test_scans_at_the_same_time_do_not_disturb_one_another(store: FileStore) -> 
 def test_an_early_close_leaves_no_threads_or_descriptors(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of the scan, when it is closed; of the store, when that is."""
     monkeypatch.setattr(file_listing, "SCAN_ROWS", 10)
     _fill(store, 500)
     threads, descriptors = threading.active_count(), open_descriptors()
     batches = store.scan()
-    assert next(batches).num_rows == 10
+    assert next(batches).num_rows < 2 * 10
     assert threading.active_count() > threads
     batches.close()
-    assert threading.active_count() == threads
     assert open_descriptors() == descriptors
+    store.close()
+    assert threading.active_count() == threads
 
 
 # opening
