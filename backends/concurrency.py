@@ -14,12 +14,13 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-    from concurrent.futures import Future, ThreadPoolExecutor
+    from concurrent.futures import ThreadPoolExecutor
 
+P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -181,6 +182,21 @@ class _Run:
         return max(self.least, min(fair, calls.slice_items(1)))
 
 
+@dataclass(slots=True)
+class _Part(Generic[S, T]):
+    """A slice of a stream, and its result.
+
+    begun: whether a thread has taken it, or none shall.
+    done: whether it has a result or an error.
+    """
+
+    items: Sequence[S]
+    begun: bool = False
+    done: bool = False
+    result: T | None = None
+    error: Exception | None = None
+
+
 class Concurrency:
     """The threads that call one store's file system, and how many of them call at once.
 
@@ -291,27 +307,30 @@ class Concurrency:
         if self._most == 1 or self._has_turn:
             yield from map(work, filter(len, lists))
             return
-        pending: deque[Future[T]] = deque()
+        pending: deque[_Part[S, T]] = deque()
         try:
             for items in lists:
                 start = 0
                 while start < len(items):
                     while not self._may_begin(calls, pending):
-                        yield pending.popleft().result()
-                    part = items[start : start + calls.slice_items(least)]
-                    pending.append(self._threads().submit(self._timed, calls, work, part))
-                    start += len(part)
+                        yield self._result(pending.popleft())
+                    part = _Part[S, T](items[start : start + calls.slice_items(least)])
+                    pending.append(part)
+                    if not self._started(self._do_part, calls, work, part):
+                        self._give_back(calls, 0)
+                        self._do_part(calls, work, part)
+                    start += len(part.items)
             while pending:
-                yield pending.popleft().result()
+                yield self._result(pending.popleft())
         finally:
-            cancelled = sum(future.cancel() for future in pending)
             with self._changed:
-                calls.active -= cancelled
-                self._turns -= cancelled
+                for part in pending:
+                    if not part.begun:
+                        part.begun = part.done = True
+                        calls.active -= 1
+                        self._turns -= 1
                 self._changed.notify_all()
-            for future in pending:
-                if not future.cancelled():
-                    future.exception()  # waits
+                self._changed.wait_for(lambda: all(part.done for part in pending))
 
     def close(self) -> None:
         """End the threads."""
@@ -339,6 +358,36 @@ class Concurrency:
     def _begin_thread(self) -> None:
         self._within.turn = True  # tasks are submitted with a turn
 
+    def _started(self, work: Callable[P, object], *given: P.args, **named: P.kwargs) -> bool:
+        """Give work, and the turn for it, to another thread; return False if there is none left."""
+        taken = False
+
+        def is_first() -> bool:
+            nonlocal taken
+            with self._changed:
+                first, taken = not taken, True
+            return first
+
+        def task() -> None:
+            if is_first():
+                work(*given, **named)
+
+        try:
+            self._threads().submit(task)
+        except (
+            RuntimeError
+        ):  # The system starts no further thread, but an earlier one has the task.
+            return not is_first()
+        return True
+
+    def _give_back(self, calls: _Calls, turns: int) -> None:
+        """Give back turns for which the system has no thread, and make no more calls than now."""
+        with self._changed:
+            calls.active -= turns
+            self._turns -= turns
+            self._most = max(2, self._turns)
+            self._changed.notify_all()
+
     @property
     def _has_turn(self) -> bool:
         return getattr(self._within, "turn", False)
@@ -362,14 +411,14 @@ class Concurrency:
         finally:
             self._waiting -= 1
 
-    def _may_begin(self, calls: _Calls, pending: deque[Future[T]]) -> bool:
+    def _may_begin(self, calls: _Calls, pending: deque[_Part[S, T]]) -> bool:
         """Wait until a slice of a stream may begin, which counts from now on, or until one is done.
 
         Return which of both.
         """
 
         def is_done() -> bool:
-            return bool(pending) and pending[0].done()
+            return bool(pending) and pending[0].done
 
         def may_begin() -> bool:
             few = calls.active < calls.level and len(pending) < _AHEAD * calls.level
@@ -385,16 +434,33 @@ class Concurrency:
             self._turns += 1
             return True
 
-    def _timed(self, calls: _Calls, work: Callable[[Sequence[S]], T], part: Sequence[S]) -> T:
+    def _do_part(self, calls: _Calls, work: Callable[[Sequence[S]], T], part: _Part[S, T]) -> None:
+        """Do a slice of a stream, unless a thread has begun it."""
+        with self._changed:
+            if part.begun:
+                return
+            part.begun = True
         began, cpu = time.monotonic(), time.thread_time()
         try:
-            return work(part)
+            part.result = work(part.items)
+        except Exception as error:
+            part.error = error
+        else:
+            self._note(calls, len(part.items), began, cpu)
         finally:
-            self._note(calls, len(part), began, cpu)
             with self._changed:
+                part.done = True
                 calls.active -= 1
                 self._turns -= 1
                 self._changed.notify_all()
+
+    def _result(self, part: _Part[S, T]) -> T:
+        """Return the result of a slice when it is done. Raises its error."""
+        with self._changed:
+            self._changed.wait_for(lambda: part.done)
+        if part.error is not None:
+            raise part.error
+        return cast("T", part.result)
 
     def _take(self, calls: _Calls, run: _Run) -> tuple[int, int] | None:
         """Return the next slice of a run; None if no items are left."""
@@ -414,8 +480,10 @@ class Concurrency:
                 return
             calls.active += wanted
             self._turns += wanted
-        for _ in range(wanted):
-            self._threads().submit(self._help, calls, run)
+        for begun in range(wanted):
+            if not self._started(self._help, calls, run):
+                self._give_back(calls, wanted - begun)
+                break
 
     def _help(self, calls: _Calls, run: _Run) -> None:
         with self._changed:

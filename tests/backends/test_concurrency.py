@@ -280,6 +280,35 @@ def test_trials_become_rare() -> None:
     assert later.count(32) > 0.9 * len(later)
 
 
+@pytest.mark.parametrize("threads", [0, 1, 5])
+def test_a_system_without_further_threads_gets_as_many_calls_as_it_has_threads(
+    concurrency: Concurrency, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """A limit on threads (ulimit -u, a container's) makes a run slower, and does not end it."""
+    left, start = [threads], threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    calls = Calls(WAIT)
+    for _ in range(2):
+        done = [False] * 100
+
+        def work(start: int, stop: int, done: list[bool] = done) -> None:
+            for index in range(start, stop):
+                done[index] = calls()
+
+        concurrency.each("each", work, len(done))
+        parts = concurrency.stream("stream", lambda part: [calls() for _ in part], [range(100)])
+        assert all(done)
+        assert sum(map(len, parts)) == len(done)
+    assert min(2, 1 + threads) <= calls.most <= 1 + threads
+
+
 def test_a_forked_child_has_threads_of_its_own(concurrency: Concurrency) -> None:
     """A child of a process with threads does not wait for those, which it does not have."""
     concurrency.each("call", lambda start, stop: time.sleep(WAIT), 200)
