@@ -1,12 +1,17 @@
-"""--jobs: no command makes more calls at once to a store than it was given."""
+"""--jobs: each command hands it to its stores, which make no more calls at once."""
 
 from __future__ import annotations
 
+from shutil import copytree
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hicachectl.backends.capabilities import jobs_of
+from hicachectl.backends.object_files.store import ObjectFiles
+from hicachectl.cli.parameters import options_of
 from tests.bench.slow_files.mounting import slow_mount
+from tests.cli.test_help import every_command
 from tests.skips import needs_root
 from tests.speed import slow
 
@@ -17,10 +22,70 @@ if TYPE_CHECKING:
     from tests.bench.slow_files.mounting import SlowMount
     from tests.conftest import Invoke
 
-pytestmark = needs_root
+ENDS = {"verify": 4}  # exit status, if it is not 0
+REPAIR = ("--repair", "quarantine", "--repair-code", "missing-rank", "--grace", "0s", "--yes")
 DELAY_MS = 1.0
 PAGES = 40
 ALL = ("--before", "2100-01-01")
+
+
+def words_by_command(folder: Path) -> dict[str, list[list[object]]]:
+    """Return the words with which each command uses stores, in an order that goes well.
+
+    folder: has the demo store `store`, and the copy `copy` of it that lacks an object.
+    """
+    store, copy, pack = folder / "store", folder / "copy", folder / "store.hcpack"
+    profile = ["--profile", store / ".hicachectl" / "demo.toml"]
+    asked = folder / "asked.jsonl"
+    asked.write_text("[1, 2, 3]\n")
+    page = next(store.glob("*.bin")).name[:64]
+    old = ["--before", "2100-01-01", "--yes"]
+    return {
+        "ls": [[store]],
+        "show": [[store, page]],
+        "hits": [[store, "--token-ids", asked, *profile]],
+        "simulate": [[store, "--trace", asked, *profile]],
+        "doctor": [[store, *profile]],
+        "profile": [[store]],
+        "report": [[store, *profile, "-o", folder / "report.html"]],
+        "migrate": [[store, folder / "new", *profile], [store, pack, *profile]],
+        "diff": [[store, folder / "new", *profile]],
+        "prewarm": [[folder / "new", "--from", store, "--token-ids", asked, *profile]],
+        "verify": [[copy, *profile, *REPAIR]],
+        "quarantine list": [[copy]],
+        "restore": [[copy, copy, "--dry-run"]],
+        "rm": [[copy, *old]],
+        "quarantine purge": [[copy, *old]],
+    }
+
+
+def test_every_command_hands_the_number_to_its_stores(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each store of files that a command opens has the number, also a run of a quarantine."""
+    invoke("demo", tmp_path / "store", "--pages", 6)
+    copytree(tmp_path / "store", tmp_path / "copy")
+    next((tmp_path / "copy").glob("*_0_2.bin")).unlink()
+    words = words_by_command(tmp_path)
+    assert set(words) == {
+        " ".join(own)
+        for own, command in every_command()
+        if "--jobs" in (name for option in options_of(command) for name in option.opts)
+    }
+    opened: list[ObjectFiles] = []
+    prepare = ObjectFiles.__init__
+
+    def noted(store: ObjectFiles, *given: Any, **named: Any) -> None:
+        prepare(store, *given, **named)
+        opened.append(store)
+
+    monkeypatch.setattr(ObjectFiles, "__init__", noted)
+    for command, runs in words.items():
+        for given in runs:
+            opened.clear()
+            invoke(*command.split(), *given, "--jobs", 7, exit_code=ENDS.get(command, 0))
+            assert opened, command
+            assert {jobs_of(store) for store in opened} == {7}, command
 
 
 @pytest.fixture
@@ -62,15 +127,15 @@ class Commands:
         yield "migrate from", self.most("migrate", store, local, *profile)
         yield "migrate to", self.most("migrate", local, copy, *profile)
         yield "diff", self.most("diff", local, copy, *profile)
-        for path in sorted(copy.glob("*.bin"))[::3]:
+        for path in sorted(copy.glob("*_0_2.bin")):
             path.unlink()
-        repair = ("--repair", "quarantine", "--grace", "0s", "--yes")
-        yield "repair", self.most("verify", copy, *profile, *repair, exit_code=4)
+        yield "repair", self.most("verify", copy, *profile, *REPAIR, exit_code=4)
         yield "list", self.most("quarantine list", copy)
         yield "restore", self.most("restore", copy, copy, "--yes", *profile)
         yield "rm", self.most("rm", copy, "--yes", *ALL)
 
 
+@needs_root
 @pytest.mark.parametrize("jobs", [slow(1), slow(8)])
 def test_no_command_makes_more_calls_at_once(
     invoke: Invoke, mount: SlowMount, tmp_path: Path, jobs: int
