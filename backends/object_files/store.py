@@ -282,9 +282,10 @@ class ObjectFiles(
 
         def remove(index: int) -> Status:
             check_key(keys[index])
-            status = self._writer.remove(keys[index], versions[index])
+            place = self.objects.place(keys[index])
+            status = self._writer.remove(keys[index], place, versions[index])
             if status == Status.OK:
-                changed.add(self.objects.place(keys[index])[0])
+                changed.add(place[0])
             return status
 
         return self._removed(len(keys), remove, changed)

@@ -227,16 +227,24 @@ class Temporaries:
         """Return a new random name for a file in an outer directory."""
         return b"%s%s%s.tmp" % (_TEMPORARY, self._token, os.urandom(4).hex().encode())
 
-    def remove_seen(self, key: bytes, seen: os.stat_result, *, used_since: bool) -> bool:
+    def remove_seen(
+        self,
+        key: bytes,
+        seen: os.stat_result,
+        *,
+        used_since: bool,
+        place: tuple[int, bytes] | None = None,
+    ) -> bool:
         """Remove an object's file if it is the one seen; return whether it was removed.
 
         Rename it first and compare it then: a writer may have replaced or touched it, and then it
         gets its name back. used_since: also remove a file that was used since; a stale one must not
-        come back under its name, which would make it new. Raises OSError.
+        come back under its name, which would make it new. place: `ObjectTree.place` of the key, if
+        it is known. Raises OSError.
         """
         temporary = self.name(key)
         try:
-            here, name = self._objects.place(key)
+            here, name = place or self._objects.place(key)
             os.rename(name, temporary, src_dir_fd=here, dst_dir_fd=here)
         except FileNotFoundError:
             return False

@@ -255,21 +255,22 @@ class FileWriter:
         Raises OSError.
         """
         try:
-            here, name = self._objects.place(key)
+            here, name = place = self._objects.place(key)
             facts = os.stat(name, dir_fd=here, follow_symlinks=False)
         except FileNotFoundError:
             return False
         if not stat.S_ISREG(facts.st_mode) or not Epochs(self._objects).stale(key, facts):
             return False
-        return self.temporaries.remove_seen(key, facts, used_since=True)
+        return self.temporaries.remove_seen(key, facts, used_since=True, place=place)
 
-    def remove(self, key: bytes, version: bytes | None) -> Status:
+    def remove(self, key: bytes, place: tuple[int, bytes], version: bytes | None) -> Status:
         """Remove a key's file. version: an object with another version stays, and is CHANGED.
 
+        place: `ObjectTree.place` of the key.
         A full disk may have no room for the name under which the file is looked at once more: then
         a writer can replace the object right before the removal. Raises OSError.
         """
-        here, name = self._objects.place(key)
+        here, name = place
         if version is None:
             os.unlink(name, dir_fd=here)
             return Status.OK
@@ -277,7 +278,7 @@ class FileWriter:
         if not stat.S_ISREG(facts.st_mode) or version_of(facts) != version:
             return Status.CHANGED
         try:
-            removed = self.temporaries.remove_seen(key, facts, used_since=True)
+            removed = self.temporaries.remove_seen(key, facts, used_since=True, place=place)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise

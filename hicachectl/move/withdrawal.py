@@ -223,6 +223,8 @@ class _Removal:
 
     def _look(self, pending: IntArray) -> GroupObjects:
         groups = self.groups
+        if len(groups.shape) == 1:  # without its only object, a group is no half of a page
+            pending = pending[~self.touched[pending]]
         sight = self.sight or look(self._store, groups, pending)
         self.sight = None
         known = sight.known(groups) & ~self._left

@@ -72,12 +72,10 @@ def stick(monkeypatch: pytest.MonkeyPatch, stuck: str) -> None:
     for type_, name in ((FileMover, "_take"), (FileWriter, "remove")):
         call = getattr(type_, name)
 
-        def failing(
-            self: object, key: bytes, version: bytes | None = None, call: Any = call
-        ) -> Status:
+        def failing(self: object, key: bytes, *rest: Any, call: Any = call) -> Status | None:
             if key.decode() == stuck:
                 raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-            status: Status = call(self, key, version)
+            status: Status | None = call(self, key, *rest)
             return status
 
         monkeypatch.setattr(type_, name, failing)
