@@ -125,14 +125,18 @@ class CopyPlan:
 def oldest_first(survey: Survey, newest_ns: IntArray) -> IntArray:
     """Return the rows of a survey, the oldest groups first: servers write parents before children.
 
+    Groups of one age come from all over the listing, and so from all folders of a store: a file
+    system makes one change at a time in a folder.
     newest_ns: [n] mtime of each group's newest object.
     """
     first_rows = np.full(len(survey.groups), np.iinfo(np.int64).max)
     for block in survey.rows.blocks:
         np.minimum.at(first_rows, block.owners, block.values)
-    return np.lexsort((first_rows, newest_ns))
+    return np.lexsort((first_rows, first_rows % _APART, newest_ns))
 
 
+# Rows of a listing between two groups of one age that are copied one after the other.
+_APART = 1021
 _FIRST_BYTES = 8 << 20
 # Larger than any memory; the sums of a group stay far from overflow.
 _MOST_ALIGNED = 2**48

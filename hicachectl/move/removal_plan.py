@@ -431,7 +431,11 @@ class ListedGroups:
         return column_sums(sizes, np.repeat(np.arange(len(self)), self.counts), len(self))
 
     def batches(self) -> Iterator[RemovalBatch]:
-        """Yield the groups in batches of one deployment and about BATCH_OBJECTS objects."""
+        """Yield the groups in batches of one deployment and about BATCH_OBJECTS objects.
+
+        A batch has groups from all over the listing, and so from all folders of a store: a file
+        system makes one change at a time in a folder.
+        """
         ids = self._groups.deployment_ids[self._plan.groups]
         for number in np.unique(ids).tolist():
             first, end = np.searchsorted(ids, (number, number + 1)).tolist()
@@ -439,14 +443,18 @@ class ListedGroups:
             if number != UNRESOLVED:
                 shape = Shape.of(self._groups.deployments[number].specs)
                 most, most_objects = max(1, _BATCH_SLOTS // len(shape)), BATCH_OBJECTS
-            for span in batch_spans(self.counts[first:end], most_objects, most):
-                yield self._batch(first + span.start, first + span.stop, shape)
+            counts, groups = self.counts[first:end], np.arange(first, end)
+            apart = max(1, -(-int(counts.sum()) // most_objects), -(-len(groups) // most))
+            spread = np.argsort(groups % apart, kind="stable")
+            for span in batch_spans(counts[spread], most_objects, most):
+                yield self._batch(np.sort(groups[spread[span]]), shape)
 
-    def _batch(self, first: int, last: int, shape: Shape | None) -> RemovalBatch:
+    def _batch(self, chosen: IntArray, shape: Shape | None) -> RemovalBatch:
         """Return some groups of the plan. shape: None for groups of ambiguous keys."""
-        numbers = self._plan.groups[first:last]
-        rows = self._rows[self._starts[first] : self._starts[last]]
-        owners = np.repeat(np.arange(last - first), np.diff(self._starts[first : last + 1]))
+        numbers, counts = self._plan.groups[chosen], self.counts[chosen]
+        owners = np.repeat(np.arange(len(chosen)), counts)
+        within = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+        rows = self._rows[self._starts[chosen][owners] + within]
         affix_ids = self._inventory.affix_ids[rows]
         slots = self._spec_of[affix_ids]
         if shape is None:
@@ -457,7 +465,7 @@ class ListedGroups:
         # Structural findings blame no object: a group that is whole again may stay.
         structural = pc.is_in(reasons.column("code"), pa.array(codes, pa.string())).to_numpy()
         cells = owners * len(shape) + slots
-        absent = ~np.repeat(np.isin(np.arange(last - first), about[structural]), len(shape))
+        absent = ~np.repeat(np.isin(np.arange(len(chosen)), about[structural]), len(shape))
         absent[cells] = False
         batch = RemovalBatch(
             numbers=numbers,
@@ -503,10 +511,9 @@ class ListedGroups:
 
     def _reasons_of(self, numbers: IntArray) -> tuple[pa.Table, IntArray]:
         """Return the reasons to remove groups, and the index in `numbers` of each one's group."""
-        about = self._plan.about
-        first, last = np.searchsorted(about, (numbers[0], numbers[-1] + 1)).tolist()
-        places = np.searchsorted(numbers, about[first:last])
-        return self._reasons.slice(first, last - first), places
+        places = np.searchsorted(numbers, self._plan.about)
+        own = np.append(numbers, ABSENT)[places] == self._plan.about
+        return self._reasons.filter(pa.array(own)), places[own]
 
     def _ambiguous(self, affix_ids: list[int]) -> Shape:
         """Return the shape of groups of ambiguous keys: all objects of a group belong together."""

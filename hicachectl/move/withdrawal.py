@@ -119,13 +119,12 @@ def withdraw_listed(store: Store, groups: PageGroups, numbers: IntArray) -> Move
     """
     order = np.argsort(numbers)
     result = MoveResult.of(groups.pages_at(numbers))
-    done = 0
     for listed in ListedGroups(groups, plan_removal(numbers)).batches():
         removal = _Removal.of_listed(store, listed)
         removal.leave()
         removal.result.objects = removal.objects
-        result.include(order[done : done + len(listed)], removal.result)
-        done += len(listed)
+        places = np.searchsorted(numbers, listed.numbers, sorter=order)
+        result.include(order[places], removal.result)
     return result
 
 
@@ -325,6 +324,9 @@ class _Worker:
         self._watched: list[tuple[RemovalBatch, MoveResult, IntArray]] = []
         self._rows: list[pa.Table] = []
         self._results: list[MoveResult] = []
+        self._numbers: list[IntArray] = []  # the groups of each result
+        self._plans = 0  # number of plans begun
+        self._plan_of: list[int] = []  # the plan of each result
         self._sizes = [pa.array([], pa.int64())]  # bytes of the removed groups
         self._moved = self._deleted = self._gone = 0
         self._failures: list[tuple[str, str]] = []
@@ -349,6 +351,7 @@ class _Worker:
         on_progress: takes the number of new groups.
         """
         earlier = len(self._results)
+        self._plans += 1
         copied: list[_Removal] = []
         with ExitStack() as exits:
             for batch in listed.batches():
@@ -373,7 +376,8 @@ class _Worker:
                     break
         self._leave_copied(copied)
         statuses = [result.statuses for result in self._results[earlier:]]
-        return np.concatenate([np.zeros(0, dtype=np.uint8), *statuses])
+        tried = np.concatenate([np.zeros(0, dtype=np.int64), *self._numbers[earlier:]])
+        return np.concatenate([np.zeros(0, dtype=np.uint8), *statuses])[np.argsort(tried)]
 
     def _opened(self, removal: _Removal) -> Store | None:
         """Return the run as a store; None, and fail the groups, if it cannot be written to."""
@@ -485,8 +489,12 @@ class _Worker:
             rows.append_column("state", found)
             for rows, found in zip(self._rows, states, strict=True)
         ]
+        numbers = np.concatenate([np.zeros(0, dtype=np.int64), *self._numbers])
+        counts = np.array([len(some) for some in self._numbers], dtype=np.int64)
+        plans = np.repeat(np.array(self._plan_of, dtype=np.int64), counts)
+        order = pa.array(np.lexsort((numbers, plans)))
         return GroupReport(
-            rows=pa.concat_tables([ROWS.empty_table(), *tables]),
+            rows=pa.concat_tables([ROWS.empty_table(), *tables]).take(order),
             moved=self._moved,
             deleted=self._deleted,
             gone=self._gone,
@@ -509,6 +517,8 @@ class _Worker:
         columns = [*page_columns(self._groups, groups.numbers), groups.counts, nbytes]
         self._rows.append(pa.table(columns, schema=ROWS.remove(ROWS.get_field_index("state"))))
         self._results.append(result)
+        self._numbers.append(groups.numbers)
+        self._plan_of.append(self._plans)
         places = np.flatnonzero(removal.touched & (result.statuses == GroupStatus.DONE))
         if self._watches and len(places):
             self._watched.append((groups.emptied(places), result, places))

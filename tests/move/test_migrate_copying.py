@@ -11,8 +11,9 @@ import pytest
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.file.store import FileStore
 from hicachectl.io.pipeline import Pace
+from hicachectl.move import copy_plan
 from tests.move.migrations import PAGES, migrated, profile_file
-from tests.stores import contents
+from tests.stores import contents, put_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -148,3 +149,16 @@ def test_what_is_copied_counts_for_the_limit_of_bytes_a_second(
     migrated(invoke, source, target, *SMALL, "--bwlimit", "1GiB")
     assert sum(passed) == sum(len(data) for data, _ in contents(source).values())
     assert len(passed) > 1
+
+
+def test_pages_of_one_age_are_copied_from_all_over_the_listing(
+    invoke: Invoke, tmp_path: Path, copies: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older ones come first; the others alternate between the folders that the listing goes by."""
+    monkeypatch.setattr(copy_plan, "_APART", 3)
+    put_pages(tmp_path / "store", range(7), "_m")
+    with FileStore(tmp_path / "store") as store:
+        keys = [key.decode() for batch in store.scan() for key in batch["key"].to_pylist()]
+    os.utime(tmp_path / "store" / keys[5], (1, 1))
+    migrated(invoke, tmp_path / "store", tmp_path / "copy")
+    assert [key for call in copies for key in call] == [keys[n] for n in (5, 0, 3, 6, 1, 4, 2)]

@@ -9,13 +9,17 @@ import pytest
 
 from hicachectl.backends.base import Result, Status
 from hicachectl.backends.file.store import FileStore
+from hicachectl.move import removal_plan
+from hicachectl.move.removal_plan import ListedGroups, RepairPlan, plan_removal
 from hicachectl.move.results import GroupStatus
-from hicachectl.move.withdrawal import withdraw_listed
+from hicachectl.move.withdrawal import remove_groups, withdraw_listed
 from tests.move.repairs import dsa_store, indexer, kv, scanned
 from tests.stores import contents, page
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import numpy.typing as npt
 
 PAGES = 6
 
@@ -33,6 +37,49 @@ def rewrite(path: Path) -> None:
     path.with_name(".w.tmp").rename(path)
 
 
+@pytest.fixture(params=[4, removal_plan.BATCH_OBJECTS], ids=["three batches", "one batch"])
+def batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let six pages leave in three batches, or in one."""
+    monkeypatch.setattr(removal_plan, "BATCH_OBJECTS", request.param)
+
+
+def test_batches_have_groups_from_all_over_the_listing(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So they have objects of all folders, in each of which only one object leaves at a time."""
+    monkeypatch.setattr(removal_plan, "BATCH_OBJECTS", 4)
+    with FileStore(store) as opened:
+        plan = plan_removal(np.arange(PAGES))
+        listed = ListedGroups(scanned(opened), plan).batches()
+        assert [batch.numbers.tolist() for batch in listed] == [[0, 3], [1, 4], [2, 5]]
+
+
+@pytest.mark.usefixtures("batches")
+def test_outcomes_are_told_in_the_order_of_the_plan(store: Path) -> None:
+    """The rows of the report, and the statuses by which the next plan is made."""
+    told: list[list[str]] = []
+
+    def then(statuses: npt.NDArray[np.uint8]) -> RepairPlan | None:
+        told.append([GroupStatus(status).name for status in statuses])
+        return plan_removal(np.array([1])) if len(told) == 1 else None
+
+    with FileStore(store) as opened:
+        groups = scanned(opened)
+        pages = groups.pages.to_pylist()
+        number = pages.index(page(3))
+        rewrite(store / kv(3))
+        plan = plan_removal(np.array([n for n in range(PAGES) if n != 1]))
+        report = remove_groups(opened, groups, plan, mode="delete", then=then)
+    names = ["DONE"] * PAGES
+    names[number] = "KEPT"
+    first = pages.pop(1)
+    names.pop(1)
+    assert told == [names, ["KEPT" if number == 1 else "DONE"]]
+    assert report.rows.column("page").to_pylist() == [*pages, first]
+    assert list(contents(store)) != []
+
+
+@pytest.mark.usefixtures("batches")
 def test_what_was_written_since_the_listing_stays(store: Path) -> None:
     """A page of which a server has rewritten an object stays; one that has lost objects leaves."""
     with FileStore(store) as opened:
