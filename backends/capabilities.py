@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
+    import numpy as np
+    import numpy.typing as npt
+
     from hicachectl.backends.base import ReadResult, Result, Rows, StatusArray
     from hicachectl.backends.concurrency import Concurrency
     from hicachectl.backends.disk.directory import Directory
@@ -57,6 +60,21 @@ class Spreads(Store):
 def jobs_of(store: Store) -> int | None:
     """Return the number of calls at once that a store was given; None if it finds the number."""
     return store.concurrency.jobs if isinstance(store, Spreads) else None
+
+
+class Digesting(Store):
+    """Store that can digest objects while it reads them, in pieces that the processor caches."""
+
+    @abstractmethod
+    def digest(
+        self, rows: Rows, capacities: IntArray, wanted: BoolArray
+    ) -> tuple[ReadResult, npt.NDArray[np.uint8]]:
+        """Read whole objects as `read_into` does, but keep no bytes, and use no arena.
+
+        capacities: [n] int64, expected bytes of each.
+        wanted:     [n] bool, objects that get a digest.
+        Returns also the BLAKE3 digests: [n, 32] uint8, undefined for objects that are not OK.
+        """
 
 
 class Touch(Store):

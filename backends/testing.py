@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import pyarrow as pa
 import pytest
+from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +33,7 @@ from hicachectl.backends.base import (
 from hicachectl.backends.capabilities import (
     Announces,
     Confirm,
+    Digesting,
     Mounted,
     Mover,
     Pins,
@@ -264,6 +266,26 @@ class StoreSuite(ABC):
         result, found = read(store, rows, [len(self.value(0)), len(self.value(1))])
         assert result.statuses.tolist() == [Status.OK, Status.GONE]
         assert found[0] == self.value(0)
+
+    def test_digesting_objects_says_what_reading_says(self, store: Store) -> None:
+        if not isinstance(store, Digesting):
+            lack(store, "digests while reading")
+        values = [self.value(n) for n in range(4)]
+        rows = self.put(store, 4)
+        self.raw_delete(store, self.keys[1])
+        sizes = np.array([len(value) for value in values], dtype=np.int64)
+        sizes[2:] += [1, -1]
+        wanted = np.ones(len(values), dtype=np.bool_)
+        result, digests = store.digest(rows, sizes, wanted)
+        expected, _ = read(store, rows, sizes.tolist())
+        states = [Status.OK, Status.GONE, Status.SHORT, Status.OVERSIZED]
+        assert result.statuses.tolist() == expected.statuses.tolist() == states
+        assert result.nbytes.tolist() == expected.nbytes.tolist()
+        assert result.versions[0].tolist() == expected.versions[0].tolist()
+        assert digests[0].tobytes() == blake3(values[0]).digest()
+        again, digests = store.digest(rows, sizes, ~wanted)
+        assert again.statuses.tolist() == states
+        assert not digests.any()
 
     def test_reading_no_rows_is_allowed(self, store: Store) -> None:
         result, found = read(store, rows_of([]), [])

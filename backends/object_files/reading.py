@@ -7,29 +7,37 @@ import os
 import stat
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.base import ReadResult, Rows, Status, keys_of
 from hicachectl.backends.capabilities import trailer_schema
-from hicachectl.backends.disk.io import OPEN_FILE, fill, read_ahead
+from hicachectl.backends.disk.io import OPEN_FILE, chunks, fill, read_ahead, read_up_to
 from hicachectl.backends.disk.names import VERSION, are_plain, check_key, version_fields
 from hicachectl.backends.disk.permissions import NOBODY, Permissions
 from hicachectl.backends.object_files.trailers import Verdict, trailer_in
+from hicachectl.formats.catalog import DIGEST_BYTES
 from hicachectl.formats.errors import UntrustedError
 from hicachectl.formats.trailer import NO_RANK, TRAILER_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    import numpy.typing as npt
 
     from hicachectl.backends.object_files.faults import StoreFiles
-    from hicachectl.formats.arrays import IntArray
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.trailer import Trailer
+
+    _Checked = tuple[Trailer | Verdict, Verdict]  # a trailer, or why there is none; the outcome
 
 _VERSION_BYTES = VERSION.size
 _VERSION_FIELDS = VERSION.size // 8
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 def open_file(name: bytes, directory: int) -> int:
@@ -80,28 +88,115 @@ class FileReader:
         self, rows: Rows, memory: memoryview, offsets: IntArray, capacities: IntArray
     ) -> ReadResult:
         """Read objects as `Store.read_into` does."""
+        places = zip(offsets.tolist(), capacities.tolist(), strict=True)
+        values = [memory[offset : offset + capacity] for offset, capacity in places]
+
+        def check(key: bytes, index: int, tail: bytearray) -> _Checked:
+            value, trailer = values[index], trailer_in(tail)
+            return trailer, self._files.checks.check(key, trailer, (value,), len(value))
+
+        return self._read("read", rows, capacities, read_file, values, check)
+
+    def digest(
+        self, rows: Rows, capacities: IntArray, wanted: BoolArray
+    ) -> tuple[ReadResult, npt.NDArray[np.uint8]]:
+        """Read and digest objects as `Digesting.digest` does."""
+        from blake3 import blake3
+
+        digests = np.zeros((len(rows), DIGEST_BYTES), dtype=np.uint8)
+
+        def read(key: bytes, here: int, index: int) -> tuple[int, os.stat_result, _Checked | None]:
+            state = blake3() if wanted[index] else None
+            found = self._digest_file(key, here, int(capacities[index]), state)
+            if state is not None:
+                digests[index] = np.frombuffer(state.digest(), dtype=np.uint8)
+            return found
+
+        def check(_key: bytes, _index: int, checked: _Checked) -> _Checked:
+            return checked
+
+        result = self._read("digest", rows, capacities, read, range(len(rows)), check)
+        return result, digests
+
+    def _digest_file(
+        self, name: bytes, directory: int, nbytes: int, state: Any
+    ) -> tuple[int, os.stat_result, _Checked | None]:
+        """Read a file in pieces, which update `state` unless it is None.
+
+        Return its size, its stat, and the outcome of the comparison with its trailer; None without
+        one. A file that has neither `nbytes` bytes nor a trailer after them is not read. Raises
+        OSError.
+        """
+
+        def pieces() -> Iterator[memoryview]:
+            for piece in chunks(descriptor, nbytes):
+                if state is not None:
+                    state.update(piece)
+                yield piece
+
+        checked = None
+        descriptor = open_file(name, directory)
+        try:
+            facts = os.fstat(descriptor)
+            size = facts.st_size
+            if not stat.S_ISREG(facts.st_mode):
+                raise OSError(errno.ENXIO, "")
+            if size not in {nbytes, nbytes + TRAILER_BYTES}:
+                return size, facts, None
+            value = pieces()
+            if size != nbytes:
+                tail = read_up_to(descriptor, TRAILER_BYTES, nbytes)
+                if len(tail) != TRAILER_BYTES:
+                    return nbytes + len(tail), facts, None
+                trailer = trailer_in(tail)
+                checked = trailer, self._files.checks.check(name, trailer, value, nbytes)
+            for _ in value:  # pieces that the comparison did not need
+                pass
+        except EOFError:  # cut short meanwhile
+            return min(os.fstat(descriptor).st_size, nbytes - 1), facts, None
+        finally:
+            os.close(descriptor)
+        return size, facts, checked
+
+    def _read(
+        self,
+        kind: str,
+        rows: Rows,
+        capacities: IntArray,
+        read: Callable[[bytes, int, S], tuple[int, os.stat_result, T | None]],
+        targets: Sequence[S],
+        check: Callable[[bytes, int, T], _Checked],
+    ) -> ReadResult:
+        """Read each object by `read`, several at once.
+
+        kind: kind of these calls, see `Concurrency`.
+        read: takes name, directory and target. Returns size, stat and the trailer's bytes, or
+            what `check` makes of them. Raises OSError.
+        targets: [n], where to read each object to.
+        check: takes key, row and trailer of an object with one.
+        """
         statuses = np.zeros(len(rows), dtype=np.uint8)
         nbytes = np.full(len(rows), -1, dtype=np.int64)
         versions = bytearray(len(rows) * _VERSION_BYTES)
         errors: dict[int, str] = {}
         sizes = [-1] * len(rows)
-        tails: list[tuple[int, bytearray]] = []
+        tails: list[tuple[int, T]] = []
         keys = keys_of(rows)
-        check = None if are_plain(keys) else check_key
-        places = list(zip(keys, offsets.tolist(), capacities.tolist(), strict=True))
+        check_name = None if are_plain(keys) else check_key
+        things = list(zip(keys, targets, strict=True))
 
         def read_slice(start: int, stop: int) -> None:
             modes, groups, owners = 0o777, set[int](), set[int]()
             # This loop dominates reads of small objects: look up attributes once, and check keys
             # together.
             pack, objects, here = VERSION.pack_into, self._objects, self._objects.descriptor
-            for index, (key, offset, capacity) in enumerate(places[start:stop], start):
+            for index, (key, target) in enumerate(things[start:stop], start):
                 try:
-                    if check is not None:
-                        check(key)
+                    if check_name is not None:
+                        check_name(key)
                     if objects.folders:
                         here, _ = objects.place(key)
-                    size, facts, tail = read_file(key, here, memory[offset : offset + capacity])
+                    size, facts, tail = read(key, here, target)
                 except (OSError, UntrustedError) as error:
                     statuses[index] = self._files.unread(index, key, error, errors)
                     continue
@@ -115,47 +210,28 @@ class FileReader:
             if groups:
                 self._note_readable(modes, groups, owners)
 
-        self._files.concurrency.each("read", read_slice, len(rows))
+        self._files.concurrency.each(kind, read_slice, len(rows))
         nbytes[:] = sizes
         if self._files.sizes.current():
             nbytes = self._files.sizes.payloads(rows, nbytes)
         known = nbytes >= 0
         statuses[known & (nbytes < capacities)] = Status.SHORT
         statuses[known & (nbytes > capacities)] = Status.OVERSIZED
-        compared = np.zeros(len(rows), dtype=np.bool_)
-        unranked = np.zeros(len(rows), dtype=np.bool_)
-        for index, tail in tails:
-            offset, capacity = int(offsets[index]), int(capacities[index])
-            value = memory[offset : offset + capacity]
-            status, compared[index], unranked[index] = self._checked(
-                keys[index], value, tail, index, errors
-            )
-            statuses[index] = status
-            nbytes[index] = sizes[index] if status == Status.OVERSIZED else capacity
         fields = np.frombuffer(versions, dtype="<u8").reshape(len(rows), _VERSION_FIELDS)
-        return ReadResult(
+        result = ReadResult(
             statuses,
             errors,
             nbytes=nbytes,
             versions=fields,
-            compared=compared,
-            unranked=unranked,
+            compared=np.zeros(len(rows), dtype=np.bool_),
+            unranked=np.zeros(len(rows), dtype=np.bool_),
         )
-
-    def _checked(
-        self, key: bytes, value: memoryview, tail: bytearray, index: int, errors: dict[int, str]
-    ) -> tuple[Status, bool, bool]:
-        """Return the status of an object with a trailer.
-
-        Then whether the trailer has a digest, and whether it names no rank.
-        """
-        trailer = trailer_in(tail)
-        verdict = self._files.checks.check(key, trailer, (value,), len(value))
-        if verdict.why:
-            errors[index] = verdict.why
-        if isinstance(trailer, Verdict):
-            return verdict.status, False, False
-        return verdict.status, trailer.digest_kind != "off", trailer.rank == NO_RANK
+        for index, tail in tails:
+            trailer, verdict = check(keys[index], index, tail)
+            whole = verdict.status != Status.OVERSIZED
+            nbytes[index] = capacities[index] if whole else sizes[index]
+            _enter(result, index, trailer, verdict)
+        return result
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
         """Let the system start reading files not yet in memory."""
@@ -220,3 +296,15 @@ class FileReader:
         seen = Permissions(modes & 0o777 | 0o700, group, None if modes & 0o004 else owner)
         with self._noting:
             self.seen = self.seen.both(seen)
+
+
+def _enter(result: ReadResult, index: int, trailer: Trailer | Verdict, verdict: Verdict) -> None:
+    """Enter the outcome of a trailer's comparison for a row."""
+    assert result.compared is not None
+    assert result.unranked is not None
+    result.statuses[index] = verdict.status
+    if verdict.why:
+        result.errors[index] = verdict.why
+    if not isinstance(trailer, Verdict):
+        result.compared[index] = trailer.digest_kind != "off"
+        result.unranked[index] = trailer.rank == NO_RANK

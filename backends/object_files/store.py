@@ -26,6 +26,7 @@ from hicachectl.backends.base import (
 )
 from hicachectl.backends.capabilities import (
     Announces,
+    Digesting,
     FilePermissions,
     FileTimes,
     InFiles,
@@ -58,6 +59,8 @@ from hicachectl.formats.errors import UnsupportedByBackend
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator
 
+    import numpy.typing as npt
+
     from hicachectl.backends.concurrency import Concurrency
     from hicachectl.backends.object_files.tree import ObjectTree
     from hicachectl.formats.arrays import BoolArray, IntArray
@@ -83,6 +86,7 @@ def _in_turn(
 class ObjectFiles(
     FileListings,
     Announces,
+    Digesting,
     FilePermissions,
     FileTimes,
     InFiles,
@@ -233,6 +237,12 @@ class ObjectFiles(
         return self._reader.read(rows, memory, offsets, capacities)
 
     @_in_turn
+    def digest(
+        self, rows: Rows, capacities: IntArray, wanted: BoolArray
+    ) -> tuple[ReadResult, npt.NDArray[np.uint8]]:
+        """See `Digesting`."""
+        return self._reader.digest(rows, capacities, wanted)
+
     def expect(self, rows: Rows, capacities: IntArray) -> None:
         """Let the system start reading files not yet in memory."""
         self._reader.expect(rows, capacities)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from hicachectl.backends.base import ReadResult, Store
-    from hicachectl.formats.arrays import IntArray
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.io.reads import ReadingProcesses
 
 
@@ -85,16 +85,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """Objects that must be in memory together.
+    """Objects that must be in memory together, or are only digested.
 
-    rows: [n] int64, rows of the object table; capacities: [n] int64, bytes of each.
-    room: bytes that the work needs after the objects. name: for messages.
+    rows: [n] int64, rows of the object table.
+    capacities: [n] int64, bytes of each.
+    room: bytes that the work needs after the objects.
+    name: for messages.
+    digested: [n] bool, objects to digest while they are read, by a `Digesting` store. No object
+        of such a task gets into memory as a whole.
     """
 
     rows: IntArray
     capacities: IntArray
     room: int = 0
     name: str = ""
+    digested: BoolArray | None = None
 
     @property
     def nbytes(self) -> int:
@@ -117,6 +122,7 @@ class Loaded:
     offsets: [n] int64 into the arena, 4 KiB-aligned; equal steps if the capacities are equal.
     room:    offset of the task's room in the arena, 4 KiB-aligned.
     read:    status of each object.
+    digests: [n, 32] uint8 of a task that is digested; else None, and the objects are in memory.
     """
 
     task: Task
@@ -124,6 +130,7 @@ class Loaded:
     offsets: IntArray
     room: int
     read: ReadResult
+    digests: npt.NDArray[np.uint8] | None = None
 
     def view(self, index: int) -> npt.NDArray[np.uint8]:
         """Return the bytes of one object, without a copy."""
@@ -186,7 +193,8 @@ class Pipeline(Generic[T]):
         self.complete = True  # after the iteration: whether every task began
         self._store = store
         self._processes = processes
-        self._reads = processes or ObjectReads(store, objects)
+        self._object_reads = ObjectReads(store, objects)
+        self._reads = processes or self._object_reads
         self._tasks = iter(tasks)
         self._ahead: deque[_Upcoming] = deque()  # taken from the iterator, not begun
         self._ahead_bytes = 0
@@ -325,6 +333,8 @@ class Pipeline(Generic[T]):
 
     def _one(self, upcoming: _Upcoming, arena: Arena, allocator: SlabAllocator) -> T:
         task = upcoming.task
+        if task.digested is not None:
+            return self._digest(task, task.digested, arena)
         offsets, nbytes = place(task.capacities)
         name = task.name or f"a task (objects: {len(task.rows)})"
         slab = allocator.reserve(max(nbytes + task.room, 1), name=name)
@@ -342,6 +352,13 @@ class Pipeline(Generic[T]):
             return self._work(Loaded(task, arena, offsets, slab.offset + nbytes, read))
         finally:
             slab.release()
+
+    def _digest(self, task: Task, wanted: BoolArray, arena: Arena) -> T:
+        self._keep_pace(task.nbytes)
+        with self._reading:
+            read, digests = self._object_reads.digest(task.rows, task.capacities, wanted)
+        nowhere = np.zeros(0, dtype=np.int64)
+        return self._work(Loaded(task, arena, nowhere, 0, read, digests))
 
     def _keep_pace(self, nbytes: int) -> None:
         """Wait until a read may begin; end the reader if the deadline is earlier."""

@@ -8,15 +8,16 @@ import numpy as np
 
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import attached
-from hicachectl.backends.capabilities import Announces, Confirm, Spreads
+from hicachectl.backends.capabilities import Announces, Confirm, Digesting, Spreads
 from hicachectl.backends.disk.io import Closing
 from hicachectl.io.forking import Callees
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import pyarrow as pa
 
     from hicachectl.backends.base import ReadResult, Store
-    from hicachectl.formats.arrays import IntArray
+    from hicachectl.formats.arrays import BoolArray, IntArray
 
 
 class ObjectReads:
@@ -48,6 +49,13 @@ class ObjectReads:
         if confirm and isinstance(store, Confirm):
             read = store.read_confirmed
         return read(self._named(rows), offsets, capacities, identify=identify)
+
+    def digest(
+        self, rows: IntArray, capacities: IntArray, wanted: BoolArray
+    ) -> tuple[ReadResult, npt.NDArray[np.uint8]]:
+        """Read and digest objects, as `Digesting.digest` does; only for such a store."""
+        assert isinstance(self._store, Digesting)
+        return self._store.digest(self._named(rows), capacities, wanted)
 
     def expect(self, rows: IntArray, capacities: IntArray) -> None:
         """Announce objects to a store that takes announcements."""

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from hicachectl.backends.arena import ALIGNMENT
 from hicachectl.backends.base import Status
-from hicachectl.backends.capabilities import Confirm, Spreads
+from hicachectl.backends.capabilities import Confirm, Digesting, Spreads
 from hicachectl.backends.concurrency import MOST_CALLS
 from hicachectl.checks.catalogs import Digested, compare, digested_objects
 from hicachectl.checks.evidence import QUARTILES
@@ -312,7 +312,9 @@ class _Reader:
     ) -> None:
         self._store = store
         self._inventory = inventory
-        self._plan = plan = plan.ordered(places_of(inventory))
+        in_pieces = isinstance(store, Digesting) and not plan.confirm
+        plan = replace(plan.ordered(places_of(inventory)), in_pieces=in_pieces)
+        self._plan = plan
         self._result = result
         self._sizes = plan.capacities
         self._wants_digest = np.zeros(len(inventory.objects), dtype=np.bool_)
@@ -440,6 +442,8 @@ class _Reader:
         plan, rows = self._plan, loaded.task.rows
         wanted = loaded.read.ok & self._wants_digest[rows]
         quartiles = self._quartiles(loaded)
+        if loaded.digests is not None:
+            return _Done(loaded, loaded.digests, [], quartiles)
         if plan.device is not None:  # Tasks for a device have one affix.
             affix = self._known_affix(loaded, 0)
             expected, checker = plan.expected.get(affix), plan.checkers.get(affix)
@@ -476,9 +480,8 @@ class _Reader:
                     yield checker, places
 
     def _known_affix(self, loaded: Loaded, index: int) -> int:
-        """Return the affix id of a task's object; -1 if its size is not the expected one."""
         affix = int(self._inventory.affix_ids[loaded.task.rows[index]])
-        return affix if loaded.task.capacities[index] == self._plan.sizes[affix] else -1
+        return self._plan.known_affix(affix, int(loaded.task.capacities[index]))
 
     def _gather(self, done: _Done) -> None:
         result, rows, read = self._result, done.loaded.task.rows, done.loaded.read

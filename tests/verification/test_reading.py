@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +118,44 @@ def test_processes_find_what_threads_find(tmp_path: Path, forks: Forks) -> None:
     for name in ("digests", "versions", "digested"):
         assert np.array_equal(getattr(by_processes, name), getattr(by_thread, name)), name
     assert sum(told) == sum(inventory.objects.column("nbytes").to_pylist())
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_pieces_find_what_whole_objects_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: bool
+) -> None:
+    """Objects without value checks need no memory as a whole; the results are the same."""
+    store = FileStore(dsa_store(tmp_path, 30))
+    os.truncate(tmp_path / kv(2), 100)
+    inventory = take_inventory(store, DSA)
+    os.truncate(tmp_path / kv(3), 100)
+    (tmp_path / indexer(5)).unlink()
+    plan = planned(inventory) if checked else replace(planned(inventory), checkers={})
+    read_into, read = FileStore.read_into, list[int]()
+
+    def noted(self: FileStore, rows: Any, *arguments: Any, **options: Any) -> Any:
+        read.append(len(rows))
+        return read_into(self, rows, *arguments, **options)
+
+    monkeypatch.setattr(FileStore, "read_into", noted)
+    whole = read_objects(store, inventory, plan)
+    assert sum(read) == len(inventory.objects)
+    monkeypatch.setattr(reading_plan, "_PIECES_FROM", 1)
+    read.clear()
+    pieces = read_objects(store, inventory, plan)
+    assert sum(read) == (len(inventory.objects) - 1 if checked else 0)
+    for name in ("digests", "versions", "digested", "tried", "whole"):
+        assert np.array_equal(getattr(pieces, name), getattr(whole, name)), name
+    assert pieces.counts == whole.counts
+    found = [combine(one.findings(inventory)).to_pylist() for one in (pieces, whole)]
+    assert found[0] == found[1]
+
+
+def test_an_object_in_pieces_may_exceed_the_buffer(tmp_path: Path) -> None:
+    store = FileStore(dsa_store(tmp_path, 1))
+    os.truncate(tmp_path / kv(0), 3 << 20)
+    _, result = read(store, jobs=1, buffer_bytes=1 << 20)
+    assert result.whole.sum() == 2
 
 
 @pytest.mark.slow

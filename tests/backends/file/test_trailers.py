@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from hicachectl.backends import testing
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Status
 from hicachectl.backends.capabilities import keeps_digests
@@ -21,7 +23,7 @@ from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.object_files.faults import StoreFiles
 from hicachectl.backends.object_files.markers import Marker
-from hicachectl.backends.testing import ARENA_BYTES, listing, read, rows_of, write
+from hicachectl.backends.testing import ARENA_BYTES, listing, rows_of, write
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.identity import Identity
 from hicachectl.formats.objects import Shard
@@ -39,7 +41,7 @@ from tests.speed import examples
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from hicachectl.backends.base import Result
+    from hicachectl.backends.base import ReadResult, Result
 
 IDENTITY = Identity(model="m", weights="w", dtype="bfloat16", page_size=64, layer_bytes=64)
 OTHER = replace(IDENTITY, weights="w2")
@@ -81,6 +83,19 @@ def _file(store: FileStore, key: bytes) -> Path:
 
 def _tail(store: FileStore, key: bytes) -> Trailer | None:
     return parse_trailer(_file(store, key).read_bytes()[-TRAILER_BYTES:])
+
+
+def read(store: FileStore, rows: Any, sizes: list[int]) -> tuple[ReadResult, list[bytes]]:
+    """Read objects, and see that digesting them in pieces compares them as well."""
+    result, found = testing.read(store, rows, sizes)
+    capacities = np.array(sizes, dtype=np.int64)
+    for wanted in (np.zeros(len(rows), dtype=np.bool_), np.ones(len(rows), dtype=np.bool_)):
+        other, digests = store.digest(rows, capacities, wanted)
+        for name in ("statuses", "errors", "nbytes", "compared", "unranked"):
+            assert np.array_equal(getattr(other, name), getattr(result, name)), name
+    for index in np.flatnonzero(result.ok).tolist():
+        assert digests[index].tobytes() == blake3(found[index]).digest()
+    return result, found
 
 
 def _put(store: FileStore, *keys: bytes) -> None:
@@ -302,6 +317,65 @@ def test_each_flipped_bit_of_an_object_is_noticed(store: FileStore) -> None:
         _file(store, KEYS[0]).write_bytes(data)
         result, _ = read(store, rows_of(KEYS[:1]), [len(VALUE)])
         assert result.statuses.tolist() == [Status.DAMAGED]
+
+
+@pytest.mark.parametrize("kind", ["xxh3", "blake3", "off"])
+def test_all_pieces_of_a_large_object_are_digested(store: FileStore, kind: str) -> None:
+    """A bit in any piece changes the digest, and differs from the one in the trailer."""
+    store.write_trailers({AFFIX: IDENTITY}, kind)
+    value = VALUE * 700  # almost three pieces
+    assert write(store, {KEYS[0]: value}, if_absent=False).all_ok
+    assert read(store, rows_of(KEYS[:1]), [len(value)])[0].all_ok
+    whole = _file(store, KEYS[0]).read_bytes()
+    for place in (0, len(value) // 2, len(value) - 1):
+        data = bytearray(whole)
+        data[place] ^= 1
+        _file(store, KEYS[0]).write_bytes(data)
+        result, _ = read(store, rows_of(KEYS[:1]), [len(value)])
+        assert result.statuses.tolist() == [Status.OK if kind == "off" else Status.DAMAGED]
+
+
+@pytest.mark.parametrize("tail", [0, TRAILER_BYTES])
+def test_a_file_cut_short_while_it_is_digested_is_short(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, tail: int
+) -> None:
+    path, value = _file(store, KEYS[0]), bytes(1 << 20)
+    path.write_bytes(value + dump_trailer(_trailer(KEYS[0], value))[:tail])
+    preadv = os.preadv
+
+    def cut(descriptor: int, *arguments: Any) -> int:
+        done = preadv(descriptor, *arguments)
+        os.truncate(path, 300_000)
+        return done
+
+    monkeypatch.setattr(os, "preadv", cut)
+    result, _ = store.digest(rows_of(KEYS[:1]), np.array([len(value)]), np.ones(1, np.bool_))
+    assert result.statuses.tolist() == [Status.SHORT]
+    assert result.nbytes.tolist() == [300_000]
+
+
+def test_a_trailer_cut_off_while_it_is_read_is_no_trailer(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _put(store, KEYS[0])
+    pread = os.pread
+
+    def cut(descriptor: int, *arguments: Any) -> bytes:
+        os.truncate(_file(store, KEYS[0]), len(VALUE) + 50)
+        return pread(descriptor, *arguments)
+
+    monkeypatch.setattr(os, "pread", cut)
+    result, _ = store.digest(rows_of(KEYS[:1]), np.array([len(VALUE)]), np.ones(1, np.bool_))
+    assert result.statuses.tolist() == [Status.OVERSIZED]
+    assert result.nbytes.tolist() == [len(VALUE) + 50]
+
+
+def test_an_empty_object_is_a_regular_file(store: FileStore) -> None:
+    _file(store, KEYS[0]).touch()
+    os.mkfifo(_file(store, KEYS[1]))
+    result, _ = read(store, rows_of(KEYS[:2]), [0, 0])
+    assert result.statuses.tolist() == [Status.OK, Status.ERROR]
+    assert result.errors == {1: "not a regular file"}
 
 
 def test_objects_of_another_identity_are_foreign(store: FileStore, other: FileStore) -> None:
