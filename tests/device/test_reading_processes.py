@@ -24,6 +24,7 @@ from hicachectl.verification.request import VerifyRequest  # isort: skip
 from tests.device.test_checker import found, put, verified, write_store  # isort: skip
 from tests.verification.in_process import verify_store  # isort: skip
 from tests.skips import ON_CUDA
+from tests.waiting import alive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -234,14 +235,20 @@ def test_without_a_device_no_process_is_left_and_this_one_reads(
     def missing(_names: tuple[str, ...]) -> Any:
         raise UsageError("CUDA: no usable device; check with nvidia-smi")
 
+    def note() -> None:
+        left.extend(pid for pid in forks if alive(pid))
+
+    left: list[int] = []
     monkeypatch.setattr(devices, "cuda_devices", missing)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(Noting, "before", staticmethod(note))
     store, profile = write_store(tmp_path, "latent", PAGES)
     report, counts = read_by(Noting, store, profile, device="auto")
     assert report.document["device"] == "cpu"
     assert report.remarks[0].startswith("--device auto uses the CPU: CUDA: no usable device")
     assert counts == {os.getpid(): PAGES}
     assert len(forks) == 3
+    assert left == []
 
 
 _COUNTING = """

@@ -73,6 +73,19 @@ def test_an_announcement_reaches_the_store_in_the_process(tmp_path: Path) -> Non
     assert pid != os.getpid()
 
 
+def test_processes_share_the_calls_at_once(tmp_path: Path) -> None:
+    class Sharing(FileStore):
+        def expect(self, rows: Any, capacities: Any) -> None:
+            (tmp_path / "level").write_text(str(self.concurrency.level("read")))
+
+    store = Sharing(tmp_path)
+    store.concurrency.limit(8)
+    with ReadingProcesses(store, OBJECTS, 2, buffer_bytes=4096) as processes:
+        processes.expect(np.array([0]), SIZES[[0]])
+    assert (tmp_path / "level").read_text() == "4"
+    assert store.concurrency.level("read") == 8
+
+
 def test_an_error_of_a_read_is_raised_as_it_is(tmp_path: Path) -> None:
     class Denied(FileStore):
         def read_into(self, *_arguments: Any, **_options: Any) -> Any:
