@@ -24,8 +24,8 @@ _LOG = logging.getLogger(__name__)
 _FLAGS = 0x01 | 0x02
 _ALREADY_REGISTERED = 712
 
-# Large enough for copies to outweigh launches, small enough for several lanes to overlap.
-SLAB_BYTES = 64 << 20
+# Larger slabs take less Python for each byte; the arena and `--device-bytes` mostly allow less.
+SLAB_BYTES = 256 << 20
 MOST_LANES = 8  # per device; reads, copies and kernels overlap even with fewer lanes
 _FEWEST_LANES = 4  # slabs shrink before a device gets fewer lanes
 MOST_OBJECTS = 4096  # per task; a task groups small objects

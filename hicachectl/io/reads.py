@@ -88,6 +88,7 @@ class ReadingProcesses(Closing):
         def reads_of_share() -> ObjectReads:
             if isinstance(store, Spreads):
                 store.concurrency.share(count)
+            self.arena.populate()
             return reads
 
         self.arena = Arena(buffer_bytes, named=store.limits.named_arena)

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.backends.arena import ALIGNMENT
+from hicachectl.backends.arena import ALIGNMENT, place
 from hicachectl.backends.base import Status
 from hicachectl.backends.capabilities import Confirm, Digesting, Spreads
 from hicachectl.backends.concurrency import MOST_CALLS
@@ -291,8 +291,10 @@ def _device_readers(
     count = min(processors, _MOST_DEVICE_READERS, plan.jobs or MOST_CALLS, len(plan.rows))
     if request.devices == (CPU,) or not store.limits.forkable or count < 2 or cuda_started():
         return None
+    _, needed = place(plan.capacities)
+    buffer_bytes = min(request.buffer_bytes, max(needed, ALIGNMENT))
     try:
-        return ReadingProcesses(store, inventory.objects, count, buffer_bytes=request.buffer_bytes)
+        return ReadingProcesses(store, inventory.objects, count, buffer_bytes=buffer_bytes)
     except OSError:
         return None
 

@@ -201,3 +201,20 @@ def test_placed_objects_are_aligned_and_apart(sizes: list[int]) -> None:
     ends = [*starts[1:], total]
     pairs = zip(starts, sizes, ends, strict=False)
     assert all(size <= end - start < size + ALIGNMENT for start, size, end in pairs)
+
+
+def test_memory_that_is_populated_is_resident_and_zero() -> None:
+    with Arena(1 << 22) as arena:
+        before = resident(arena)
+        arena.populate()
+        assert before == 0
+        assert resident(arena) == 1 << 22
+        assert not arena.array.any()
+
+
+def resident(arena: Arena) -> int:
+    """Return the bytes of an arena that this process has in memory."""
+    first = f"{arena.address:x}-"
+    entries = iter(Path("/proc/self/smaps").read_text().splitlines())
+    assert any(line.startswith(first) for line in entries)
+    return next(int(line.split()[1]) << 10 for line in entries if line.startswith("Rss:"))

@@ -2,12 +2,15 @@
 
     python -m tests.bench.bench_device [--part kernels,bus,providers,verify,sparse]
         [--store /dev/shm] [--bytes 8GiB]
+    python -m tests.bench.bench_device --part reads      # needs no device
 
 Ceilings: a copy within the device (bytes read and written), a bare loop of cudaMemcpyAsync from
 pinned memory, and reads of the same store into the arena. Kernels run on about 1 GiB of realistic
-pages, several times the cache. Events time them; the median of some rounds counts. verify reads a
-store with --bytes of distinct objects and further names of the same files. `bench_providers`
-describes providers; sparse measures the same as `bench_sparse --part gather,digest`.
+pages, several times the cache. Events time them; the median of some rounds counts. verify and reads
+read a store with --bytes of distinct objects and further names of the same files.
+`bench_providers` describes providers; sparse measures the same as `bench_sparse --part
+gather,digest`. Each part, and each run of verify, is a forked process: CUDA, once started, would
+keep verify from forking the processes that read.
 """
 
 from __future__ import annotations
@@ -15,14 +18,18 @@ from __future__ import annotations
 import hashlib
 import os
 import queue
+import resource
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -31,7 +38,9 @@ from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.keys.file import FileGrammar
 from hicachectl.formats.spec import object_specs
+from hicachectl.io.forking import Workers
 from hicachectl.io.pipeline import Pipeline, batches
+from hicachectl.io.reads import ReadingProcesses
 from hicachectl.verification.request import VerifyRequest
 from tests.bench.runner import options_of
 from tests.checks.value_cases import DEEPSEEK, GDN, INDEXER, LLAMA_8B, profile_of
@@ -44,6 +53,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from hicachectl.backends.base import Limits
     from hicachectl.device.plans import PoolForm
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
@@ -58,6 +68,11 @@ DISTINCT_PAGES = 12
 ALIGNMENT = 4096
 MOST_OBJECTS = 4096
 OLD = 1_700_000_000
+SLAB_BYTES = 64 << 20
+GAPS = 1 << 20  # most bytes between the objects of a slab
+BUFFER_BYTES = 1 << 30
+DEVICE_BYTES = 8 << 30
+LANES = 8  # slabs that are copied at once
 
 STATES = GDN | {"layers": 36}
 
@@ -150,6 +165,24 @@ def cuda_device() -> torch.device:
         raise SystemExit(f"{error}; nothing was measured") from error
 
 
+def apart(work: Callable[[], Any]) -> Any:
+    """Do work in a forked process; return its result, of JSON types."""
+
+    def send_result(send: Callable[[Any], None]) -> None:
+        try:
+            send([work(), None])
+        except SystemExit as end:
+            send([None, str(end)])
+        sys.stdout.flush()
+
+    sys.stdout.flush()
+    with Workers(1, send_result) as children:
+        ((result, end),) = children
+    if end is not None:
+        raise SystemExit(end)
+    return result
+
+
 def parts_of(text: str, known: Iterable[str]) -> list[str]:
     parts = text.split(",")
     if unknown := set(parts) - set(known):
@@ -170,7 +203,8 @@ def device_copy(device: torch.device) -> float:
     return rate(2 * TOTAL_BYTES, lambda: copy.copy_(source))
 
 
-def measure_kernels(device: torch.device, options: argparse.Namespace) -> None:
+def measure_kernels(options: argparse.Namespace) -> None:
+    device = cuda_device()
     ceiling = device_copy(device)
     print(f"copy within the device: {ceiling:.0f} GB/s read and written\n")
     print("GB/s; in brackets the ratio to that copy: scatter and gather by bytes read and written,")
@@ -257,13 +291,13 @@ def measure_case(case: Case, ceiling: float, device: torch.device) -> None:
 # --- host to device ---
 
 
-def measure_bus(device: torch.device, options: argparse.Namespace) -> None:
+def measure_bus(options: argparse.Namespace) -> None:
     import torch
 
     from hicachectl.backends.arena import Arena
     from hicachectl.device.lanes import HostArenas
 
-    slab = SLAB_BYTES
+    device, slab = cuda_device(), SLAB_BYTES
     staging = [torch.empty(slab, dtype=torch.uint8, device=device) for _ in range(4)]
 
     def loop(host: torch.Tensor) -> None:
@@ -307,20 +341,54 @@ def write_store(directory: Path, case: Case, nbytes: int, distinct_bytes: int) -
     return count * expected.nbytes
 
 
-def timed_reads(
-    directory: Path, jobs: int, slab_bytes: int, device: torch.device | None = None
-) -> float:
-    """Only read a whole store into the arena, and copy it to a device: return GB/s."""
-    work = bytes_of if device is None else SlabCopies(device, slab_bytes)
-    with FileStore(directory) as store:
+class ByThreads(FileStore):
+    """A store that threads read, as they read stores whose client cannot be forked."""
+
+    limits: Limits = replace(FileStore.limits, forkable=False)
+
+
+class Rate(NamedTuple):
+    """How fast a store was read.
+
+    gb: GB/s.
+    cores: processors that the command used meanwhile, without those of processes that read.
+    """
+
+    gb: float
+    cores: float
+
+    def __str__(self) -> str:
+        return f"{self.gb:.1f} ({self.cores:.2f})"
+
+
+def timed_reads(directory: Path, jobs: int, by: type[FileStore], *, copies: bool = False) -> Rate:
+    """Only read a whole store into the arena. copies: also copy it to the device."""
+    with by(directory) as store:
         objects = pa.Table.from_batches(list(store.scan()))
         sizes = objects.column("nbytes").to_numpy()
         tasks = batches(
-            np.arange(len(sizes)), sizes, most_objects=MOST_OBJECTS, most_bytes=slab_bytes
+            np.arange(len(sizes)), sizes, most_objects=MOST_OBJECTS, most_bytes=SLAB_BYTES
         )
-        clock = Clock()
-        for nbytes in Pipeline(store, objects, tasks, work, jobs=jobs):
-            clock.add(nbytes)
+        forks = store.limits.forkable
+        with (
+            ReadingProcesses(store, objects, jobs, buffer_bytes=BUFFER_BYTES)
+            if forks
+            else nullcontext() as processes
+        ):
+            work = SlabCopies(cuda_device()) if copies else bytes_of
+            clock = Clock()
+            pipeline = Pipeline(
+                store,
+                objects,
+                tasks,
+                work,
+                buffer_bytes=BUFFER_BYTES,
+                jobs=None if forks else 1,
+                processes=processes,
+                waiting=LANES if forks else jobs - 1,
+            )
+            for nbytes in pipeline:
+                clock.add(nbytes)
     return clock.rate
 
 
@@ -331,15 +399,15 @@ def bytes_of(loaded: Loaded) -> int:
 class SlabCopies:
     """Copies of slabs to a device, each by a stream of its own, without a check."""
 
-    def __init__(self, device: torch.device, slab_bytes: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         import torch
 
-        from hicachectl.device.lanes import MOST_LANES, HostArenas
+        from hicachectl.device.lanes import HostArenas
 
         self._arenas = HostArenas()
         self._free: queue.Queue[tuple[torch.cuda.Stream, torch.Tensor]] = queue.Queue()
-        for _ in range(MOST_LANES):
-            staging = torch.empty(slab_bytes + GAPS, dtype=torch.uint8, device=device)
+        for _ in range(LANES):
+            staging = torch.empty(SLAB_BYTES + GAPS, dtype=torch.uint8, device=device)
             self._free.put((torch.cuda.Stream(device), staging))
 
     def __call__(self, loaded: Loaded) -> int:
@@ -363,29 +431,48 @@ class Clock:
 
     def __init__(self) -> None:
         self.started = time.monotonic()
-        self.first = self.last = 0.0
-        self.nbytes = 0
+        self._first = self._last = (0.0, 0.0)
+        self._nbytes = 0
 
     def add(self, nbytes: int, total: int = 0) -> None:
-        self.last = time.monotonic()
-        if self.first:
-            self.nbytes += nbytes
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        self._last = (time.monotonic(), used.ru_utime + used.ru_stime)
+        if self._first[0]:
+            self._nbytes += nbytes
         else:
-            self.first = self.last
+            self._first = self._last
 
     @property
-    def rate(self) -> float:
-        return self.nbytes / max(self.last - self.first, 1e-9) / 1e9
+    def rate(self) -> Rate:
+        wall, used = (last - first for first, last in zip(self._first, self._last, strict=True))
+        return Rate(self._nbytes / max(wall, 1e-9) / 1e9, used / max(wall, 1e-9))
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.started
 
 
-def measure_verify(device: torch.device, options: argparse.Namespace) -> None:
-    """Verify a store on tmpfs; print ratios to the lower of reads and bus, and to bare copies."""
-    from hicachectl.device import lanes
+class Way(NamedTuple):
+    """A way to read for a device.
 
+    store: ByThreads, or FileStore for processes.
+    jobs: --jobs; None for verify's own number.
+    buffer: --buffer-bytes, of which a slab is a 16th.
+    """
+
+    store: type[FileStore]
+    jobs: int | None = None
+    buffer: int = BUFFER_BYTES
+
+    @property
+    def name(self) -> str:
+        return f"{'threads' if self.store is ByThreads else 'processes'} {self.jobs or 'auto'}"
+
+
+def with_stores(
+    options: argparse.Namespace, names: Iterable[str], measure: Callable[[Case, Path], None]
+) -> None:
+    """Write a store for each of some cases, and measure it."""
     distinct = size(options.bytes)
     nbytes = distinct * NAMES_OF_A_FILE
     if (free := shutil.disk_usage(options.store).free) < distinct + (64 << 20):
@@ -393,59 +480,89 @@ def measure_verify(device: torch.device, options: argparse.Namespace) -> None:
             f"{options.store} has room for {free >> 20} MiB, not for {distinct >> 20}: give "
             "another --store, or fewer --bytes"
         )
-    bus = bus_rate(device)
-    print(f"{nbytes >> 30} GiB of objects, {distinct >> 30} GiB distinct; GB/s while reading")
+    print(f"{nbytes / (1 << 30):.1f} GiB of objects, {distinct / (1 << 30):.1f} GiB distinct")
+    print("GB/s while reading, best of some rounds; in brackets the processors that the command")
+    print("itself used, without those of reading processes")
+    for case in cases():
+        if case.name in names:
+            with tempfile.TemporaryDirectory(dir=options.store) as directory:
+                write_store(Path(directory), case, nbytes, distinct)
+                measure(case, Path(directory))
+
+
+def best(rounds: Iterable[list[float]]) -> Rate:
+    return max(Rate(*one) for one in rounds)
+
+
+def measure_reads(options: argparse.Namespace) -> None:
+    """Only read: threads and processes take turns."""
+
+    def measure(case: Case, directory: Path) -> None:
+        for jobs in JOBS:
+            rounds: list[list[list[float]]] = [[], []]
+            for _ in range(READ_ROUNDS):
+                for found, by in zip(rounds, (ByThreads, FileStore), strict=True):
+                    found.append(apart(partial(timed_reads, directory, jobs, by)))
+            threads, processes = map(best, rounds)
+            print(f"{case.name:38}{jobs:4} threads {threads}   processes {processes}", flush=True)
+
+    with_stores(options, (SMALL, *VERIFIED), measure)
+
+
+def measure_verify(options: argparse.Namespace) -> None:
+    """Verify; print ratios to the lower of reads and bus, and to bare copies."""
+    bus = apart(bus_rate)
     print(f"bus: {bus:.1f} GB/s from pinned memory; copied: read, and copied to the device, only")
-    print(
-        f"{'':34}{'slab':>6}{'jobs':>6}{'reads':>8}{'copied':>8}{'values':>21}{'and digests':>21}"
-        f"{'all, s':>8}"
-    )
-    for name in ("bf16 K/V 8.4 MB page_first", "656-byte rows 2.6 MB page_first"):
-        case = next(case for case in cases() if case.name == name)
-        with tempfile.TemporaryDirectory(dir=options.store) as directory:
-            write_store(Path(directory), case, nbytes, distinct)
-            reads, copied = (
-                max(timed_reads(Path(directory), READ_JOBS, SLAB_BYTES, to) for _ in range(3))
-                for to in (None, device)
+
+    def measure(case: Case, directory: Path) -> None:
+        reads, copied = (
+            best(
+                apart(partial(timed_reads, directory, READ_JOBS, by, copies=copies))
+                for _ in range(READ_ROUNDS)
+                for by in (ByThreads, FileStore)
             )
-            for slab_bytes, jobs in VERIFY_WITH:
-                lanes.SLAB_BYTES = slab_bytes
-                figures = ""
-                for catalog in (False, True):
-                    verify_once(Path(directory), case, jobs, catalog, device)  # compiles
-                    done, seconds = max(
-                        verify_once(Path(directory), case, jobs, catalog, device) for _ in range(3)
-                    )
-                    figures += f"{done:8.1f} ({done / min(reads, bus):.2f}, {done / copied:.2f})"
-                print(
-                    f"{case.name:34}{slab_bytes >> 20:6}{jobs or 'auto':>6}{reads:8.1f}"
-                    f"{copied:8.1f}{figures}{seconds:8.2f}",
-                    flush=True,
-                )
+            for copies in (False, True)
+        )
+        print(f"{case.name}: reads {reads}, copied {copied}", flush=True)
+        for catalog in (False, True):
+            apart(partial(verify_once, directory, case, WAYS[0], catalog))  # compiles
+        for way in WAYS:
+            figures = f"  {way.name:16}buffer {way.buffer >> 30} GiB"
+            for catalog, name in ((False, "values"), (True, "with digests")):
+                rates = [
+                    apart(partial(verify_once, directory, case, way, catalog))
+                    for _ in range(VERIFY_ROUNDS)
+                ]
+                done = best(rates)
+                shares = f"{done.gb / min(reads.gb, bus):.2f}, {done.gb / copied.gb:.2f}"
+                figures += f"   {name} {done} {shares}"
+            print(figures, flush=True)
+
+    with_stores(options, VERIFIED, measure)
 
 
-def verify_once(
-    directory: Path, case: Case, jobs: int | None, catalog: bool, device: torch.device
-) -> tuple[float, float]:
+def verify_once(directory: Path, case: Case, way: Way, catalog: bool) -> Rate:
     request = VerifyRequest(
         profile=case.profile,
-        devices=(str(device),),
-        jobs=jobs,
+        devices=("cuda",),
+        jobs=way.jobs,
+        buffer_bytes=way.buffer,
+        device_bytes=DEVICE_BYTES,
         update_catalog=catalog,
     )
     clock = Clock()
-    with FileStore(directory) as store:
+    with way.store(directory) as store:
         report = verify_store(store, request, on_read=clock.add)
     assert not len(report.findings), report.findings.slice(0, 3).to_pylist()
-    assert report.document["device"] == str(device), report.remarks
-    return clock.rate, clock.seconds
+    assert report.document["device"] == "cuda:0", report.remarks
+    return clock.rate
 
 
-def bus_rate(device: torch.device) -> float:
+def bus_rate() -> float:
     import torch
 
     host = torch.empty(TOTAL_BYTES, dtype=torch.uint8).pin_memory()
-    staging = torch.empty(SLAB_BYTES, dtype=torch.uint8, device=device)
+    staging = torch.empty(SLAB_BYTES, dtype=torch.uint8, device=cuda_device())
 
     def loop() -> None:
         for start in range(0, TOTAL_BYTES, SLAB_BYTES):
@@ -454,50 +571,59 @@ def bus_rate(device: torch.device) -> float:
     return rate(TOTAL_BYTES, loop)
 
 
-def measure_providers(device: torch.device, options: argparse.Namespace) -> None:
+def measure_providers(options: argparse.Namespace) -> None:
     from tests.bench import bench_providers
 
-    bench_providers.measure_providers(device)
+    bench_providers.measure_providers(cuda_device())
 
 
-def measure_sparse(device: torch.device, options: argparse.Namespace) -> None:
+def measure_sparse(options: argparse.Namespace) -> None:
     from tests.bench import bench_sparse
 
+    cuda_device()
     memory = bench_sparse.page_locked(bench_sparse.HOST_BYTES, "arena")
     bench_sparse.print_gather(memory)
     bench_sparse.print_digest(memory)
 
 
-# sparse comes last, since it keeps its memory.
 PARTS = {
     "kernels": measure_kernels,
     "bus": measure_bus,
     "providers": measure_providers,
     "verify": measure_verify,
     "sparse": measure_sparse,
+    "reads": measure_reads,
 }
-SLAB_BYTES = 64 << 20
-GAPS = 1 << 20  # bytes between the objects of a slab, at most
-NAMES_OF_A_FILE = 12
+ON_DEVICE = ",".join(name for name in PARTS if name != "reads")
+SMALL = "bf16 K/V 53 KB page_first, page 1"
+VERIFIED = ("bf16 K/V 8.4 MB page_first", "656-byte rows 2.6 MB page_first")
+NAMES_OF_A_FILE = 8
+JOBS = (1, 2, 4, 8, 16)
 READ_JOBS = 16
-# Slab bytes and reading threads; None: verify's own number.
-VERIFY_WITH: tuple[tuple[int, int | None], ...] = (
-    (64 << 20, 16),
-    (64 << 20, None),
+READ_ROUNDS, VERIFY_ROUNDS = 3, 2
+WAYS = (
+    Way(ByThreads),
+    Way(FileStore),
+    Way(FileStore, 8),
+    Way(FileStore, buffer=4 << 30),
 )
 
 
-def main() -> None:
-    options = options_of(__doc__, part=",".join(PARTS), store="/dev/shm", bytes="8GiB")
-    parts = parts_of(options.part, PARTS)
-    device = cuda_device()
+def name_device() -> str:
     import torch
 
+    return f"{torch.cuda.get_device_name(cuda_device())}, torch {torch.__version__}"
+
+
+def main() -> None:
+    options = options_of(__doc__, part=ON_DEVICE, store="/dev/shm", bytes="8GiB")
+    parts = parts_of(options.part, PARTS)
     started = time.monotonic()
-    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
+    if parts != ["reads"]:
+        print(apart(name_device))
     for part in parts:
         print(f"\n# {part}")
-        PARTS[part](device, options)
+        apart(partial(PARTS[part], options))
     print(f"\n{time.monotonic() - started:.0f} s")
 
 

@@ -73,16 +73,22 @@ def test_an_announcement_reaches_the_store_in_the_process(tmp_path: Path) -> Non
     assert pid != os.getpid()
 
 
-def test_processes_share_the_calls_at_once(tmp_path: Path) -> None:
+def test_processes_share_the_calls_at_once_and_have_the_memory_before_they_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    populated: list[int] = []
+
     class Sharing(FileStore):
         def expect(self, rows: Any, capacities: Any) -> None:
-            (tmp_path / "level").write_text(str(self.concurrency.level("read")))
+            level = self.concurrency.level("read")
+            (tmp_path / "said").write_text(repr([level, populated == [os.getpid()]]))
 
+    monkeypatch.setattr(Arena, "populate", lambda arena: populated.append(os.getpid()))
     store = Sharing(tmp_path)
     store.concurrency.limit(8)
     with ReadingProcesses(store, OBJECTS, 2, buffer_bytes=4096) as processes:
         processes.expect(np.array([0]), SIZES[[0]])
-    assert (tmp_path / "level").read_text() == "4"
+    assert literal_eval((tmp_path / "said").read_text()) == [4, True]
     assert store.concurrency.level("read") == 8
 
 
