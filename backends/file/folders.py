@@ -33,6 +33,8 @@ from hicachectl.formats.errors import FormatError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from hicachectl.backends.concurrency import Concurrency
+
 FOLDERS_FILE = "folders"
 _FORM = b"hex2\n"  # content of FOLDERS_FILE
 _OWN_TEMPORARY = OWN_PREFIX + b"-"
@@ -123,13 +125,15 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
             return b"%s%s%08x.tmp" % (_OWN_TEMPORARY, token, number & 0xFFFFFFFF)
         return b"%s%s%06x%s.tmp" % (_OWN_TEMPORARY, token, number & 0xFFFFFF, folder)
 
-    def places(self, left_alone: list[str]) -> Iterator[Place]:
+    def places(
+        self, left_alone: list[str], concurrency: Concurrency | None = None
+    ) -> Iterator[Place]:
         """See `ObjectTree`."""
         if not self.folders:
             yield Place(self.descriptor, self.path)
             return
         yield Place(self.descriptor, self.path, _holder(None))
-        for folder, descriptor in self.existing_folders(left_alone):
+        for folder, descriptor in self.existing_folders(left_alone, concurrency):
             yield Place(descriptor, f"{self.path}/{folder.decode()}", _holder(folder))
 
     # directories that vanish
@@ -156,7 +160,7 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
                 if self.descriptor < 0:
                     raise ValueError("The directory is closed")
                 os.dup2(opened, self.descriptor, inheritable=False)
-                self._current.clear()
+                self._current = set()
                 self.folders = folders
 
 

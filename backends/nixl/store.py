@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from hicachectl.backends.base import Capacity
+    from hicachectl.backends.concurrency import Concurrency
     from hicachectl.backends.urls import StoreUrl
 
 _GRAMMARS = {"on": DIRECT, "off": BUFFERED}
@@ -158,15 +159,19 @@ class NixlDisks(ObjectTree):
         disk, folder = self._route(key)
         return b"%s-%s%04x%02x%s.tmp" % (OWN_PREFIX, token, number & 0xFFFF, disk, folder)
 
-    def places(self, left_alone: list[str]) -> Iterator[Place]:
+    def places(
+        self, left_alone: list[str], concurrency: Concurrency | None = None
+    ) -> Iterator[Place]:
         """Yield the folders, and the directories, where no file belongs."""
         for number, disk in enumerate(self._disks):
             yield Place(disk.descriptor, disk.path, lambda names: [False] * len(names))
-            yield from self._folders(number, left_alone)
+            yield from self._folders(number, left_alone, concurrency)
 
-    def _folders(self, number: int, left_alone: list[str]) -> Iterator[Place]:
+    def _folders(
+        self, number: int, left_alone: list[str], concurrency: Concurrency | None = None
+    ) -> Iterator[Place]:
         disk = self._disks[number]
-        for folder, descriptor in disk.existing_folders(left_alone):
+        for folder, descriptor in disk.existing_folders(left_alone, concurrency):
             holds = partial(self._holds, number, folder)
             yield Place(descriptor, f"{disk.path}/{folder.decode()}", holds)
 

@@ -140,7 +140,8 @@ def _joined(batches: list[Any]) -> Any:
     """Return batches as one."""
     if len(batches) == 1:
         return batches[0]
-    return pa.Table.from_batches(batches).combine_chunks().to_batches()[0]
+    whole = pa.Table.from_batches(batches).combine_chunks().to_batches()
+    return whole[0] if whole else batches[0]
 
 
 def _names_of(
@@ -354,7 +355,7 @@ class FileListings(Losing):
                 self._files.sizes.current()
             finish = partial(self._finished, Epochs(objects), left_out)
             calls = self._files.concurrency
-            places = objects.places(left_out.folders)
+            places = objects.places(left_out.folders, calls)
             yield from scan_places(places, schema, left_out, finish, calls)
 
     def _finished(self, epochs: Epochs, left_out: LeftOut, batch: Any) -> Any:
@@ -426,12 +427,22 @@ class FileListings(Losing):
         return (Loss("misplaced-object", objects.path, what),)
 
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
-        """List a few files again, by one stat each."""
-        objects, schema = self._files.objects, scan_schema(columns)
+        """List some files again, by one stat each."""
+        objects, calls = self._files.objects, self._files.concurrency
+        schema, keys = scan_schema(columns), keys_of(rows)
+        batches = {0: ask_each((), schema)}
+
+        def ask(start: int, stop: int) -> None:
+            files = list(self._places(keys[start:stop]))
+            if calls.waits(_STAT):
+                ask_ahead(files)
+            batches[start] = ask_each(files, schema)
+
         with usable(objects.path):
             if "nbytes" in schema.names:
                 self._files.sizes.current()
-            batch = ask_each(self._places(keys_of(rows)), schema)
+            calls.each(_STAT, ask, len(keys))
+            batch = _joined([batches[start] for start in sorted(batches)])
             finished = self._finished(Epochs(objects), LeftOut(), batch)
         return pa.Table.from_batches([finished])
 
@@ -445,10 +456,20 @@ class FileListings(Losing):
 
     def exists(self, rows: Rows) -> BoolArray:
         """Return which keys are regular files, by one stat each."""
-        objects, keys = self._files.objects, keys_of(rows)
+        objects, calls = self._files.objects, self._files.concurrency
+        keys = keys_of(rows)
+        are_there = np.zeros(len(keys), dtype=np.bool_)
+
+        def ask(start: int, stop: int) -> None:
+            if calls.waits(_STAT):
+                ask_ahead(self._places(keys[start:stop]))
+            for index in range(start, stop):
+                are_there[index] = self._is_there(epochs, keys[index])
+
         with usable(objects.path):
-            is_there = partial(self._is_there, Epochs(objects))
-        return np.fromiter(map(is_there, keys), dtype=np.bool_, count=len(keys))
+            epochs = Epochs(objects)
+            calls.each(_STAT, ask, len(keys))
+        return are_there
 
     def _is_there(self, epochs: Epochs, key: bytes) -> bool:
         try:

@@ -6,7 +6,7 @@ import os
 import stat
 import threading
 from abc import ABC, abstractmethod
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
@@ -25,7 +25,9 @@ from hicachectl.backends.disk.permissions import give_file
 from hicachectl.formats.errors import UntrustedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+    from hicachectl.backends.concurrency import Concurrency
 
 SIDE_DIRECTORY = os.fsdecode(OWN_PREFIX)
 FOLDER_NAMES = frozenset(b"%02x" % number for number in range(256))
@@ -96,15 +98,18 @@ class ObjectTree(ABC):
         """
 
     @abstractmethod
-    def places(self, left_alone: list[str]) -> Iterator[Place]:
+    def places(
+        self, left_alone: list[str], concurrency: Concurrency | None = None
+    ) -> Iterator[Place]:
         """Yield each directory with files, the outer ones included.
 
         left_alone: gets a message for each folder that is not trusted.
+        concurrency: opens several folders at once.
         """
 
-    def directories(self) -> Iterator[int]:
-        """Yield the descriptors of all directories with files."""
-        return (place.descriptor for place in self.places([]))
+    def directories(self, concurrency: Concurrency | None = None) -> Iterator[int]:
+        """Yield the descriptors of all directories with files. concurrency: see `places`."""
+        return (place.descriptor for place in self.places([], concurrency))
 
     @abstractmethod
     def outer(self, *, writes: bool) -> Directory:
@@ -139,6 +144,7 @@ class FolderedDirectory(Closing):
         self._numbers: dict[bytes, int] = {}  # descriptors, by folder
         self._current: set[bytes] = set()  # folders opened since the directory was replaced
         self._opening = threading.Lock()
+        self._making = threading.Lock()
 
     def close(self) -> None:
         """Close all descriptors."""
@@ -146,7 +152,7 @@ class FolderedDirectory(Closing):
             descriptors = [self.descriptor, *self._numbers.values()]
             self.descriptor = -1
             self._numbers.clear()
-            self._current.clear()
+            self._current = set()
         for descriptor in descriptors:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -155,17 +161,34 @@ class FolderedDirectory(Closing):
         """Return the directory itself. writes: the caller may create files in it."""
         return Directory.again(self.descriptor, self.path, writes=writes)
 
-    def existing_folders(self, left_alone: list[str]) -> Iterator[tuple[bytes, int]]:
-        """Yield name and descriptor of each folder. left_alone: see `ObjectTree.places`."""
+    def existing_folders(
+        self, left_alone: list[str], concurrency: Concurrency | None = None
+    ) -> Iterator[tuple[bytes, int]]:
+        """Yield name and descriptor of each folder. For the arguments, see `ObjectTree.places`."""
         with entries_of(self.descriptor) as entries:
             names = {os.fsencode(entry.name) for entry in entries}
-        for folder in sorted(FOLDER_NAMES & names):
-            try:
-                yield folder, self.folder(folder, makes=False)
-            except FileNotFoundError:
-                continue
-            except UntrustedError as error:
-                left_alone.append(str(error))
+        existing = sorted(FOLDER_NAMES & names)
+        opened: Iterable[int | str | None]
+        if concurrency is None:
+            opened = map(self._existing_folder, existing)
+        else:
+            opened = concurrency.stream(
+                "open", lambda part: self._existing_folder(*part), ([name] for name in existing)
+            )
+        for folder, found in zip(existing, opened, strict=True):
+            if isinstance(found, str):
+                left_alone.append(found)
+            elif found is not None:
+                yield folder, found
+
+    def _existing_folder(self, name: bytes) -> int | str | None:
+        """Return a folder's descriptor, why it is not trusted, or None if it is gone."""
+        try:
+            return self.folder(name, makes=False)
+        except FileNotFoundError:
+            return None
+        except UntrustedError as error:
+            return str(error)
 
     def folder(self, name: bytes, *, makes: bool) -> int:
         """Return a folder's descriptor. makes: make a missing folder.
@@ -176,13 +199,23 @@ class FolderedDirectory(Closing):
             number = self._numbers[name]
             if is_linked(number):  # another process may have removed the folder
                 return number
-        with self._opening:
-            opened = self._open_folder(os.fsdecode(name), makes=makes)
-            number = self._numbers.setdefault(name, opened)
-            if number != opened:  # a thread may be using the number: give it the new folder
-                os.dup2(opened, number, inheritable=False)
-                os.close(opened)
-            self._current.add(name)
+        # One thread makes a folder, durably, before another writes to it; all open them at once.
+        with self._making if makes else nullcontext():
+            while True:
+                current = self._current
+                opened = self._open_folder(os.fsdecode(name), makes=makes)
+                with self._opening:
+                    if self._current is current:
+                        return self._keep(name, opened)
+                os.close(opened)  # the directory was replaced or closed meanwhile
+
+    def _keep(self, name: bytes, opened: int) -> int:
+        """Give a folder that was opened its descriptor, and return that."""
+        number = self._numbers.setdefault(name, opened)
+        if number != opened:  # a thread may be using the number: give it the new folder
+            os.dup2(opened, number, inheritable=False)
+            os.close(opened)
+        self._current.add(name)
         return number
 
     def _open_folder(self, name: str, *, makes: bool) -> int:

@@ -414,10 +414,10 @@ def test_a_listing_that_began_before_the_first_marker_has_the_right_sizes(
 ) -> None:
     places = ObjectDirectory.places
 
-    def late(objects: ObjectDirectory, left_alone: list[str]) -> Iterator[Place]:
+    def late(objects: ObjectDirectory, *arguments: Any) -> Iterator[Place]:
         monkeypatch.setattr(ObjectDirectory, "places", places)
         adoption.run()
-        return places(objects, left_alone)
+        return places(objects, *arguments)
 
     with FileStore(adoption.store) as store:
         monkeypatch.setattr(ObjectDirectory, "places", late)
