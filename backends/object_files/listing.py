@@ -232,6 +232,9 @@ def batch_reader(
     def only_names(names: list[str]) -> Any:
         return scan_batch(schema, {"key": _key_array(names)}, len(names))
 
+    if waits and os.path.lexists(_by_descriptor(directory)):
+        # Longer to look up, but the directory itself: nothing is left to ask a file server.
+        path, links = _by_descriptor(directory), True
     # Arrow accepts only UTF-8 names.
     fast = path.isascii() and not _OF_PYTHON & set(schema.names)
 
@@ -272,6 +275,11 @@ def _ask_arrow(path: str, schema: Any, names: list[str]) -> Any:
     return scan_batch(schema, columns, len(names))
 
 
+def _by_descriptor(directory: int) -> str:
+    """Return a path of an open directory (proc(5))."""
+    return f"/proc/self/fd/{directory}"
+
+
 def ask_ahead(files: Iterable[tuple[int, str]]) -> None:
     """Let the system learn the attributes of files that are likely to be regular ones.
 
@@ -279,7 +287,7 @@ def ask_ahead(files: Iterable[tuple[int, str]]) -> None:
     hundreds of threads the lock is what they wait for. After this, Python's stat does not wait:
     clients of file servers keep attributes for some seconds.
     """
-    paths = [f"/proc/self/fd/{directory}/{name}" for directory, name in files]
+    paths = [f"{_by_descriptor(directory)}/{name}" for directory, name in files]
     with suppress(OSError, UnicodeError):
         LocalFileSystem().get_file_info(paths)
 
