@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,7 +27,7 @@ from hicachectl.verification.request import VerifyRequest  # isort: skip
 from tests.device.test_checker import found, put, verified, write_store  # isort: skip
 from tests.verification.in_process import verify_store  # isort: skip
 from tests.skips import ON_CUDA
-from tests.waiting import alive
+from tests.waiting import PATIENCE_S, alive, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -197,6 +200,29 @@ def test_ctrl_c_ends_the_processes(tmp_path: Path, forks: list[int]) -> None:
 
 
 @stands_in
+def test_processes_read_on_while_a_thread_is_at_the_device(
+    tmp_path: Path, forks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are threads for all processes, besides one for each lane."""
+    notes, most = tmp_path / "notes", 0
+
+    def examine(*_arguments: object) -> None:
+        nonlocal most
+        with alone:
+            if not most:
+                with suppress(AssertionError):
+                    wait_until(lambda: notes.read_text().count("\n") == 4, patience_s=10)
+                most = notes.read_text().count("\n")
+
+    alone = threading.Lock()
+    monkeypatch.setattr(DeviceChecker, "examine", examine)
+    store, profile = write_store(tmp_path, "latent", PAGES)
+    assert found(read_by(Noting, store, profile)[0]) == []
+    assert most == 4
+    assert len(forks) == 3
+
+
+@stands_in
 @pytest.mark.slow
 @pytest.mark.usefixtures("idle")
 def test_a_rate_and_a_time_limit_hold_for_processes(tmp_path: Path, forks: list[int]) -> None:
@@ -268,8 +294,10 @@ fork = os.fork
 
 def counted():
     assert not here.torch.cuda.is_initialized()
-    print("forked", file=sys.stderr)
-    return fork()
+    pid = fork()
+    if pid:
+        print("forked", pid, file=sys.stderr, flush=True)
+    return pid
 
 
 os.fork = counted
@@ -278,37 +306,52 @@ main(sys.argv[1:])
 """
 
 
+def command(folder: Path, *options: str) -> list[str]:
+    """Return a command that verifies the folder's store on a device, and tells what it forks."""
+    program = folder / "counting.py"
+    program.write_text(_COUNTING)
+    given = ("--profile", folder / "p.toml", "--device", "cuda", "--device-bytes", ONE_LANE)
+    return [sys.executable, *map(str, (program, "verify", folder / "store", *given)), *options]
+
+
 @pytest.mark.slow
 @DEVICES
 def test_the_command_forks_before_it_starts_the_device(tmp_path: Path, device: str) -> None:
-    program = tmp_path / "counting.py"
-    program.write_text(_COUNTING)
     store, profile = write_store(tmp_path, "latent", PAGES)
     damage(store)
-    options = (
-        "--profile",
-        tmp_path / "p.toml",
-        "--device",
-        "cuda",
-        "--jobs",
-        3,
-        "--format",
-        "json",
-    )
     done = subprocess.run(
-        [
-            sys.executable,
-            program,
-            *map(str, ("verify", store, *options)),
-            f"--device-bytes={ONE_LANE}",
-        ],
+        command(tmp_path, "--format", "json"),
         capture_output=True,
         text=True,
         check=False,
         timeout=300,
     )
-    assert done.stderr.splitlines().count("forked") == 3, done.stderr
+    assert len(re.findall(r"^forked \d+$", done.stderr, re.MULTILINE)) == 3, done.stderr
     document = json.loads(done.stdout)
     assert document["device"].startswith(device)
     expected = verified(store, profile).document
     assert document["counts"] == expected["counts"]
+
+
+@pytest.mark.slow
+@DEVICES
+def test_ctrl_c_in_a_terminal_ends_the_command_and_its_processes(
+    tmp_path: Path, device: str
+) -> None:
+    """The terminal signals all of them; the command waits for a time that never comes."""
+    write_store(tmp_path, "latent", PAGES)
+    run = subprocess.Popen(
+        command(tmp_path, "--bwlimit", "1"),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    assert run.stderr is not None
+    pids = [int(run.stderr.readline().split()[1]) for _ in range(3)]
+    assert all(map(alive, pids))
+    os.killpg(run.pid, signal.SIGINT)
+    said = run.stderr.read()
+    run.stderr.close()
+    assert run.wait(PATIENCE_S) == 130, said
+    assert not any(map(alive, pids))
