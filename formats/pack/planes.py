@@ -29,7 +29,10 @@ PLANE_COUNTS = (1, 2, 4)
 # A plan is chosen by compressing a sample: pieces of an object.
 _PIECES = 4
 _PIECE_BYTES = 16 << 10
-_MEASURED_EVERY = 32  # objects of equal key pattern and size; 31 reuse the first's plan
+# Objects of equal key pattern and size use the plan of the first, until so many and so many bytes
+# have. To measure takes as long as to encode six objects of 53 KB.
+_PLAN_OBJECTS = 32
+_PLAN_BYTES = 8 << 20
 _MOST_KINDS = 4096
 # Largest share of bytes that compression may leave: less gain does not pay for decompression.
 _WORTH = 0.97
@@ -154,11 +157,12 @@ class PlanMemory:
     _plans: dict[tuple[bytes, int], tuple[Plan, int]] = field(default_factory=dict)
 
     def plan(self, key: bytes, data: Bytes, encoder: Encoder) -> Plan:
-        """Return an object's plan; measure every 32nd object of a pattern and size."""
+        """Return an object's plan; measure some objects of each pattern and size."""
         kind = _PAGE_HASH.sub(b"", key), len(data)
         plan, uses_left = self._plans.get(kind, ((Coding.RAW,), 0))
         if not uses_left:
-            plan, uses_left = encoder.measure(data), _MEASURED_EVERY
+            plan = encoder.measure(data)
+            uses_left = max(_PLAN_OBJECTS, _PLAN_BYTES // max(1, len(data)))
             if len(self._plans) >= _MOST_KINDS:
                 self._plans.clear()
         self._plans[kind] = plan, uses_left - 1

@@ -1,18 +1,25 @@
 """Packs against plain zstd -1: compression, writing and reading; run by hand.
 
     python -m tests.bench.bench_pack [--directory DIR] [--megabytes 512] [--threads 2] [--cpu]
+                                     [--only WORDS]
 
 Objects come from tests/kvgen.py and lie in memory. A pack is written as a migration writes it, to
-the end of its index, and read with read_into, digests checked. zstd is the same library at level 1,
-one frame per object, with as many threads, in the same file system. Both page caches are warm.
-Pairs run in turn; medians of the rounds count. Both write to the disk, the pack after each call of
-64 MiB, zstd's file once at its end; --directory /dev/shm avoids the disk. --cpu counts CPU seconds
-of all threads, for machines that others use too: MB per CPU second.
+the end of its index, and read with read_into, digests checked. Beside it, in the same file system:
+
+- library: the same zstd library at level 1 with as many threads, one frame per object, one context
+  for each thread;
+- command: `zstd -1 -T2` of a file with the same bytes, and `zstd -t`, which decompresses and writes
+  nothing.
+
+Page caches are warm. The ways take turns; medians of the rounds count. The pack syncs after each
+call of 64 MiB, the library's file once at its end, the command never; --directory /dev/shm avoids
+the disk. --cpu counts CPU seconds of all threads, for machines that others use too.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,7 +33,7 @@ import zstandard
 from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.pack.store import PackStore
 from hicachectl.backends.testing import rows_of
-from tests.bench.runner import alternating, options_of, scratch, timed
+from tests.bench.runner import Command, alternating, options_of, scratch, timed
 from tests.checks.value_cases import DEEPSEEK, GDN, LLAMA_8B, expected_of, profile_of
 from tests.kvgen import KvGenerator
 
@@ -124,9 +131,13 @@ def read_pack(case: Case, path: Path, threads: int) -> None:
 def write_zstd(case: Case, path: Path, threads: int) -> list[int]:
     """Write one frame per object with the library alone; return the bytes of each."""
     path.unlink(missing_ok=True)
+    own = threading.local()
 
     def compress(index: int) -> bytes:
-        return zstandard.ZstdCompressor(level=1).compress(case.view(index))
+        if not hasattr(own, "compressor"):
+            own.compressor = zstandard.ZstdCompressor(level=1)
+        frame: bytes = own.compressor.compress(case.view(index))
+        return frame
 
     lengths = []
     with path.open("wb", buffering=0) as stream, ThreadPoolExecutor(threads) as pool:
@@ -141,56 +152,75 @@ def write_zstd(case: Case, path: Path, threads: int) -> list[int]:
 def read_zstd(case: Case, path: Path, threads: int, lengths: list[int]) -> None:
     """Restore the frames into memory."""
     ends = np.cumsum(lengths).tolist()
+    own = threading.local()
 
     def restore(index: int) -> None:
+        if not hasattr(own, "decompressor"):
+            own.decompressor = zstandard.ZstdDecompressor()
         data = os.pread(stream.fileno(), lengths[index], ends[index] - lengths[index])
-        case.view(index)[:] = zstandard.ZstdDecompressor().decompress(data)
+        case.view(index)[:] = own.decompressor.decompress(data)
 
     with path.open("rb") as stream, ThreadPoolExecutor(threads) as pool:
         list(pool.map(restore, range(len(lengths))))
 
 
 def measure(case: Case, directory: Path, options: argparse.Namespace) -> str:
-    """Return a line of the table; compare every restored byte once."""
+    """Return a row of the table; compare every restored byte once."""
     pack, frames, threads = directory / "x.hcpack", directory / "x.zst", options.threads
+    plain, packed = directory / "plain", directory / "plain.zst"
     clock = time.process_time if options.cpu else time.perf_counter
     original = case.arena.array.copy()
     lengths: list[int] = []
+    with plain.open("wb") as stream:
+        for index in range(len(case.sizes)):
+            stream.write(case.view(index))
 
     def write_frames() -> None:
         lengths[:] = write_zstd(case, frames, threads)
 
+    def command(*words: object) -> Callable[[], float]:
+        run = Command("zstd", f"-T{threads}", "-q", "-f", *words)
+
+        def seconds() -> float:
+            wall = run()
+            return run.processor_s if options.cpu else wall
+
+        return seconds
+
     # Each round writes before it reads.
-    acts: dict[str, Callable[[], object]] = {
-        "write": partial(write_pack, case, pack, threads),
-        "zstd write": write_frames,
-        "read": partial(read_pack, case, pack, threads),
-        "zstd read": partial(read_zstd, case, frames, threads, lengths),
+    acts: dict[str, Callable[[], float]] = {
+        "write": timed(partial(write_pack, case, pack, threads), clock),
+        "library write": timed(write_frames, clock),
+        "command write": command("-1", plain, "-o", packed),
+        "read": timed(partial(read_pack, case, pack, threads), clock),
+        "library read": timed(partial(read_zstd, case, frames, threads, lengths), clock),
+        "command read": command("-t", packed),
     }
-    for name in ("write", "zstd write"):
+    for name in list(acts)[:3]:
         acts[name]()
-    turns = alternating({name: timed(act, clock) for name, act in acts.items()}, options.rounds, 0)
+    turns = alternating(acts, options.rounds, 0)
     case.arena.array[:] = 0
     read_pack(case, pack, threads)
     assert (case.arena.array == original).all()
-    speeds = [case.nbytes / turns.median(name) / 1e6 for name in acts]
-    ratios = [case.nbytes / path.stat().st_size for path in (pack, frames)]
-    return (
-        f"{case.name:24} {ratios[0]:5.3f} {ratios[1]:6.3f}   "
-        f"{speeds[0]:6.0f} {speeds[1]:6.0f} {speeds[0] / speeds[1]:5.2f}   "
-        f"{speeds[2]:6.0f} {speeds[3]:6.0f} {speeds[2] / speeds[3]:5.2f}"
-    )
+    row = [case.name]
+    row += [f"{case.nbytes / path.stat().st_size:.3f}x" for path in (pack, frames)]
+    for act in ("write", "read"):
+        row += [f"{case.nbytes / turns.median(act) / 1e6:.0f}"]
+        row += [f"{turns.ratio(f'{other} {act}', to=act):.2f}" for other in ("library", "command")]
+    for path in (plain, packed):
+        path.unlink()
+    return f"| {' | '.join(row)} |"
 
 
 def main() -> None:
-    """Measure and print."""
-    options = options_of(__doc__, directory=Path, megabytes=512, threads=2, rounds=3, cpu=False)
+    """Measure and print: compression, MB/s of the pack, and its share of the others' speed."""
+    options = options_of(
+        __doc__, directory=Path, megabytes=512, threads=2, rounds=3, cpu=False, only=""
+    )
     with scratch(options.directory) as folder:
-        print(
-            f"{'':24} {'ratio':>5} {'zstd':>6}   write MB/s, zstd, ratio   read MB/s, zstd, ratio"
-        )
         for case in cases(options.megabytes * 10**6):
-            print(measure(case, folder, options), flush=True)
+            if options.only in case.name:
+                print(measure(case, folder, options), flush=True)
 
 
 if __name__ == "__main__":

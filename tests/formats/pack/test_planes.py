@@ -117,7 +117,11 @@ def test_arbitrary_bytes_are_refused_or_restored(frame: bytes) -> None:
         assert len(decoded([frame], 64)) == 64
 
 
-def test_a_kind_of_objects_is_measured_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("objects", "times"), [(0, 2), (20, 2), (39, 2), (40, 1)])
+def test_a_kind_of_objects_is_measured_now_and_then(
+    objects: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan is for 32 objects, or for the bytes of more."""
     measured: list[int] = []
     measure = Encoder.measure
 
@@ -128,10 +132,11 @@ def test_a_kind_of_objects_is_measured_now_and_then(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Encoder, "measure", counted)
     memory, encoder = PlanMemory(), Encoder()
     kv = array(kv_object("bfloat16"))
+    monkeypatch.setattr("hicachectl.formats.pack.planes._PLAN_BYTES", objects * len(kv))
     for n in range(40):
         plan = memory.plan(b"%064x_m_0_1.bin" % n, kv, encoder)
         assert len(plan) == 2
         memory.plan(b"%064x.mamba_m_0_1.bin" % n, kv, encoder)
-    assert len(measured) == 4  # two kinds, twice each
+    assert len(measured) == 2 * times  # two kinds
     memory.plan(b"%064x_m_0_1.bin" % 0, kv[:1000], encoder)
     assert measured[-1] == 1000
