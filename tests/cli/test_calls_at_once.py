@@ -10,6 +10,7 @@ import pytest
 from hicachectl.backends.capabilities import jobs_of
 from hicachectl.backends.object_files.store import ObjectFiles
 from hicachectl.cli.parameters import options_of
+from hicachectl.cli.prose import Item, prose
 from tests.bench.slow_files.mounting import slow_mount
 from tests.cli.test_help import every_command
 from tests.skips import needs_root
@@ -26,7 +27,7 @@ ENDS = {"verify": 4}  # exit status, if it is not 0
 REPAIR = ("--repair", "quarantine", "--repair-code", "missing-rank", "--grace", "0s", "--yes")
 DELAY_MS = 1.0
 PAGES = 40
-ALL = ("--before", "2100-01-01")
+OLD = ("--before", "2100-01-01", "--yes")
 
 
 def words_by_command(folder: Path) -> dict[str, list[list[object]]]:
@@ -39,7 +40,6 @@ def words_by_command(folder: Path) -> dict[str, list[list[object]]]:
     asked = folder / "asked.jsonl"
     asked.write_text("[1, 2, 3]\n")
     page = next(store.glob("*.bin")).name[:64]
-    old = ["--before", "2100-01-01", "--yes"]
     return {
         "ls": [[store]],
         "show": [[store, page]],
@@ -54,8 +54,8 @@ def words_by_command(folder: Path) -> dict[str, list[list[object]]]:
         "verify": [[copy, *profile, *REPAIR]],
         "quarantine list": [[copy]],
         "restore": [[copy, copy, "--dry-run"]],
-        "rm": [[copy, *old]],
-        "quarantine purge": [[copy, *old]],
+        "rm": [[copy, *OLD]],
+        "quarantine purge": [[copy, *OLD]],
     }
 
 
@@ -132,7 +132,7 @@ class Commands:
         yield "repair", self.most("verify", copy, *profile, *REPAIR, exit_code=4)
         yield "list", self.most("quarantine list", copy)
         yield "restore", self.most("restore", copy, copy, "--yes", *profile)
-        yield "rm", self.most("rm", copy, "--yes", *ALL)
+        yield "rm", self.most("rm", copy, *OLD)
 
 
 @needs_root
@@ -145,3 +145,30 @@ def test_no_command_makes_more_calls_at_once(
     assert {name: calls for name, calls in most.items() if calls > jobs} == {}
     for name in most.keys() - {"show", "list"}:
         assert most[name] > jobs // 2, name
+
+
+@needs_root
+@pytest.mark.slow
+def test_the_manual_states_the_calls_for_each_object(invoke: Invoke, tmp_path: Path) -> None:
+    """A client that knows no file yet makes at most the calls that hicachectl(1) states."""
+    stated = [
+        int(item.text.split()[0]) for item in prose("hicachectl")["CALLS"] if isinstance(item, Item)
+    ]
+    backing, local = tmp_path / "backing", tmp_path / "local"
+    invoke("demo", backing / "store", "--pages", 160)
+    objects = len(list((backing / "store").glob("*.bin")))
+    profile = ("--profile", backing / "store" / ".hicachectl" / "demo.toml")
+    commands: list[tuple[str, list[object]]] = [
+        ("ls", ["store"]),
+        ("verify", ["store", *profile]),
+        ("migrate", ["store", local]),
+        ("migrate", [local, "copy"]),
+        ("rm", ["copy", *OLD]),
+    ]
+    for number, (command, words) in zip(stated, commands, strict=True):
+        mount = tmp_path / "mount"
+        with slow_mount(backing, mount, 0, attribute_seconds=60) as slow:
+            places = {name: slow.path / name for name in ("store", "copy")}
+            invoke(command, *(places.get(str(word), word) for word in words))
+            calls = sum(slow.calls().values()) / objects
+        assert number / 2 < calls < number + 0.5, command
