@@ -75,6 +75,14 @@ def read_file(
         os.close(descriptor)
 
 
+def _note_version(versions: bytearray, index: int, facts: os.stat_result) -> None:
+    VERSION.pack_into(versions, index * _VERSION_BYTES, *version_fields(facts))
+
+
+def _note_none(versions: bytearray, index: int, facts: os.stat_result) -> None:
+    pass
+
+
 class FileReader:
     """Reads objects of one store, and notes who may read them."""
 
@@ -85,7 +93,13 @@ class FileReader:
         self.seen = Permissions()  # common to all files read
 
     def read(
-        self, rows: Rows, memory: memoryview, offsets: IntArray, capacities: IntArray
+        self,
+        rows: Rows,
+        memory: memoryview,
+        offsets: IntArray,
+        capacities: IntArray,
+        *,
+        identify: bool,
     ) -> ReadResult:
         """Read objects as `Store.read_into` does."""
         places = zip(offsets.tolist(), capacities.tolist(), strict=True)
@@ -95,7 +109,7 @@ class FileReader:
             value, trailer = values[index], trailer_in(tail)
             return trailer, self._files.checks.check(key, trailer, (value,), len(value))
 
-        return self._read("read", rows, capacities, read_file, values, check)
+        return self._read("read", rows, capacities, read_file, values, check, identify=identify)
 
     def digest(
         self, rows: Rows, capacities: IntArray, wanted: BoolArray
@@ -166,6 +180,8 @@ class FileReader:
         read: Callable[[bytes, int, S], tuple[int, os.stat_result, T | None]],
         targets: Sequence[S],
         check: Callable[[bytes, int, T], _Checked],
+        *,
+        identify: bool = True,
     ) -> ReadResult:
         """Read each object by `read`, several at once.
 
@@ -174,6 +190,7 @@ class FileReader:
             what `check` makes of them. Raises OSError.
         targets: [n], where to read each object to.
         check: takes key, row and trailer of an object with one.
+        identify: whether to return versions.
         """
         statuses = np.zeros(len(rows), dtype=np.uint8)
         nbytes = np.full(len(rows), -1, dtype=np.int64)
@@ -189,7 +206,8 @@ class FileReader:
             modes, groups, owners = 0o777, set[int](), set[int]()
             # This loop dominates reads of small objects: look up attributes once, and check keys
             # together.
-            pack, objects, here = VERSION.pack_into, self._objects, self._objects.descriptor
+            objects, here = self._objects, self._objects.descriptor
+            note = _note_version if identify else _note_none
             for index, (key, target) in enumerate(things[start:stop], start):
                 try:
                     if check_name is not None:
@@ -206,7 +224,7 @@ class FileReader:
                 modes &= facts.st_mode
                 groups.add(facts.st_gid)
                 owners.add(facts.st_uid)
-                pack(versions, index * _VERSION_BYTES, *version_fields(facts))
+                note(versions, index, facts)
             if groups:
                 self._note_readable(modes, groups, owners)
 

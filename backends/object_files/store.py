@@ -234,7 +234,7 @@ class ObjectFiles(
     ) -> ReadResult:
         """Read whole files whose size, less a trailer, equals the row's capacity."""
         memory = self.memory(offsets, capacities, len(rows))
-        return self._reader.read(rows, memory, offsets, capacities)
+        return self._reader.read(rows, memory, offsets, capacities, identify=identify)
 
     @_in_turn
     def digest(

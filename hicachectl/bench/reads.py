@@ -44,6 +44,9 @@ _FIRST_SHARE = 0.6
 # Reads out of memory are repeated so often, or until they have taken so long.
 _MOST_ROUNDS = 8
 _LEAST_SECONDS = 1.0
+# Reads of so many bytes, or so many seconds, take turns with the bare loop. Of two reads of one
+# batch, the second would find bytes in the processor's cache.
+_TURN_BYTES, _TURN_SECONDS = 128 << 20, 0.5
 
 
 class Timing(msgspec.Struct, kw_only=True):
@@ -209,27 +212,43 @@ class _Reader(Closing):
 
         began, deadline: see `timed_reads`. keep: takes each timing.
         """
-        plans = [(batch, self.pieces(batch)) for batch in batches]
         first_end = began + (deadline - began) * _FIRST_SHARE
-        done = 0
-        for batch, pieces in plans:
-            if done and time.monotonic() > first_end:
+        turns: list[list[tuple[Batch, Divided]]] = [[]]
+        nbytes = seconds = 0.0
+        for number, batch in enumerate(batches):
+            if number and time.monotonic() > first_end:
                 break
-            cache = self._cache(pieces, drops=self.drops)
-            keep(self._read(rank, cache, batch, pieces))
-            done += 1
+            pieces = self.pieces(batch)
+            timing = self._read(rank, self._cache(pieces, drops=self.drops), batch, pieces)
+            keep(timing)
+            if nbytes > _TURN_BYTES or seconds > _TURN_SECONDS:
+                turns.append([])
+                nbytes = seconds = 0.0
+            turns[-1].append((batch, pieces))
+            nbytes, seconds = nbytes + float(batch.sizes.sum()), seconds + timing.seconds
         again_from = time.monotonic()
         for number in range(_MOST_ROUNDS if self.files is not None else 0):
-            for batch, pieces in plans[:done]:
+            for turn in turns:
                 now = time.monotonic()
                 if now > deadline or (number and now > again_from + _LEAST_SECONDS):
                     return
-                cache = self._cache(pieces, drops=False)
-                # Neither of the two is always the first.
-                bare = self._bare(pieces) if number % 2 else None
-                timing = self._read(rank, cache, batch, pieces)
-                timing.bare_seconds = self._bare(pieces) if bare is None else bare
-                keep(timing)
+                for timing in self._turn(rank, turn, bare_first=bool(number % 2)):
+                    keep(timing)
+
+    def _turn(
+        self, rank: int, turn: Sequence[tuple[Batch, Divided]], *, bare_first: bool
+    ) -> list[Timing]:
+        """Read some batches through the store, and by the bare loop."""
+        caches = [self._cache(pieces, drops=False) for _, pieces in turn]
+        bare = [self._bare(pieces) for _, pieces in turn] if bare_first else []
+        timings = [
+            self._read(rank, cache, batch, pieces)
+            for cache, (batch, pieces) in zip(caches, turn, strict=True)
+        ]
+        bare = bare or [self._bare(pieces) for _, pieces in turn]
+        for timing, seconds in zip(timings, bare, strict=True):
+            timing.bare_seconds = seconds
+        return timings
 
     def pieces(self, batch: Batch) -> Divided:
         """Divide a batch among the threads: the calls of each."""

@@ -121,7 +121,10 @@ def row_of(
     latencies = [timing.seconds for timing in timings if timing.pages == full]
     row = _row(store, step, sum(timing.nbytes for timing in timings) / slowest, latencies)
     row |= {"cache": cache, "pages_per_second": pages / slowest}
-    shares = [one.bare_seconds / one.seconds for one in timings if one.bare_seconds]
+    # A call costs both more than a page does, so short batches have another share.
+    shares = [
+        one.bare_seconds / one.seconds for one in timings if one.bare_seconds and one.pages == full
+    ]
     if shares:
         row["share_of_bare"] = float(np.median(shares))
     if (tokens := rates.page_tokens) is None:
