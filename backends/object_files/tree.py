@@ -144,7 +144,7 @@ class FolderedDirectory(Closing):
         self._numbers: dict[bytes, int] = {}  # descriptors, by folder
         self._current: set[bytes] = set()  # folders opened since the directory was replaced
         self._opening = threading.Lock()
-        self._making = threading.Lock()
+        self._making: dict[bytes, threading.Lock] = {}  # by folder
 
     def close(self) -> None:
         """Close all descriptors."""
@@ -200,7 +200,7 @@ class FolderedDirectory(Closing):
             if is_linked(number):  # another process may have removed the folder
                 return number
         # One thread makes a folder, durably, before another writes to it; all open them at once.
-        with self._making if makes else nullcontext():
+        with self._making.setdefault(name, threading.Lock()) if makes else nullcontext():
             while True:
                 current = self._current
                 opened = self._open_folder(os.fsdecode(name), makes=makes)
