@@ -77,10 +77,10 @@ def relayout(unit: TransferUnit, sources: Sequence[Pages], destinations: Sequenc
 
 @cache
 def _compiled() -> Callable[[TransferUnit, Sequence[Pages], Sequence[Pages]], None] | None:
-    """Return `carry_out` of `relayout_numba`; None without numba."""
+    """Return `carry_out` of `relayout_numba`; None if numba is not installed, or fails."""
     try:
         from hicachectl.kernels.relayout_numba import carry_out
-    except ImportError:
+    except Exception:  # whatever it is, numpy goes on with the run
         return None
     return carry_out
 

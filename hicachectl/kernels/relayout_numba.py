@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import config, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.copyplan import CopyPlan
     from hicachectl.formats.transfer import TransferUnit
+
+if config.DISABLE_JIT:  # type: ignore[attr-defined]
+    raise ImportError("NUMBA_DISABLE_JIT is set: the loop cannot run uncompiled")
 
 _AXES = 3
 _ONE = Axis("", 1, 0, 0)

@@ -41,6 +41,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run each test by numpy, and by the compiled loop."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "COMPILED_AFTER", -1 if request.param == "numba" else 1 << 62)
+        assert request.param == "numpy" or kernel._compiled() is not None
         yield request.param
 
 
@@ -185,10 +186,21 @@ def test_numba_is_loaded_when_much_was_moved(monkeypatch: pytest.MonkeyPatch) ->
     assert moved == [UNIT, UNIT]
 
 
-def test_numpy_does_all_where_numba_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill pages as a process does that cannot compile."""
     monkeypatch.setattr(kernel, "COMPILED_AFTER", -1)
     monkeypatch.setattr(kernel, "_compiled", kernel._compiled.__wrapped__)
     monkeypatch.delitem(sys.modules, "hicachectl.kernels.relayout_numba", raising=False)
-    monkeypatch.setitem(sys.modules, "numba", None)
     assert kernel._compiled() is None
     test_every_page_is_filled(7, 5)
+
+
+def test_numpy_does_all_where_numba_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    without_numba(monkeypatch)
+
+
+@pytest.mark.slow
+def test_numpy_does_all_where_numba_may_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
+    without_numba(monkeypatch)
