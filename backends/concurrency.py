@@ -243,6 +243,10 @@ class Concurrency:
         """Return the number of calls of a kind at once, as found so far."""
         return self._calls(kind).level
 
+    def highest(self) -> int:
+        """Return the highest number of calls of one kind at once, as found so far."""
+        return max((calls.level for calls in self._kinds.values()), default=self._last)
+
     def waits(self, kind: str) -> bool:
         """Return whether calls of a kind wait, and not for processors, by those made so far."""
         return self._calls(kind).item_seconds > _WAIT_SECONDS

@@ -63,6 +63,9 @@ _FORK_MEAN_BYTES = 256 << 10
 # One process reads with a lower limit: shares of it would end unevenly.
 _FORK_RATE = 64 << 20
 _MOST_PROCESSES = 8
+# Where many calls at once pay, so many processes for each processor: in a process that keeps one
+# busy, threads also wait for Python's lock, with two switches between threads each time.
+_WAITING_PROCESSES = 4
 # Processes that read for a device. They only copy, so each keeps a processor busy.
 _MOST_DEVICE_READERS = 16
 _TELL_SECONDS = 0.05
@@ -337,7 +340,10 @@ class _Reader:
         limit = self._plan.bytes_per_second
         if limit is not None and limit < _FORK_RATE:
             return 1
-        wanted = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES, self._plan.jobs or MOST_CALLS)
+        wanted = processors = len(os.sched_getaffinity(0))
+        if isinstance(self._store, Spreads) and self._store.concurrency.highest() > 2 * processors:
+            wanted *= _WAITING_PROCESSES
+        wanted = min(wanted, _MOST_PROCESSES, self._plan.jobs or MOST_CALLS)
         # Each process has a share of the buffer that must hold any task.
         fit = self._plan.buffer_bytes // max(int(self._sizes.max()) + ALIGNMENT, 2 * TASK_BYTES)
         return max(1, min(wanted, fit))

@@ -75,7 +75,7 @@ def planned(inventory: Inventory, **options: Any) -> ReadingPlan:
     )
 
 
-def read(store: Store, *, jobs: int = 3, **options: Any) -> tuple[Inventory, ReadingResult]:
+def read(store: Store, *, jobs: int | None = 3, **options: Any) -> tuple[Inventory, ReadingResult]:
     inventory = take_inventory(store, DSA)
     return inventory, read_objects(store, inventory, planned(inventory, jobs=jobs, **options))
 
@@ -167,6 +167,19 @@ def test_every_object_gets_its_own_digest(tmp_path: Path, forks: Forks) -> None:
     for row in np.flatnonzero(result.digested).tolist():
         content = (tmp_path / inventory.objects.column("key")[row].as_py().decode()).read_bytes()
         assert result.digests[row].tobytes() == blake3(content).digest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("calls", "jobs", "processes"), [(6, None, 3), (7, None, 8), (7, 5, 5)])
+def test_many_calls_at_once_are_those_of_more_processes(
+    tmp_path: Path, forks: Forks, calls: int, jobs: int | None, processes: int
+) -> None:
+    """Where more than two calls at once for each processor pay, further processes read."""
+    with FileStore(dsa_store(tmp_path, PAGES)) as store:
+        store.concurrency.limit(calls)
+        _, result = read(store, jobs=jobs)
+    assert forks.count == processes
+    assert result.digested.sum() == OBJECTS * 4 // 5
 
 
 @pytest.mark.slow
