@@ -159,6 +159,7 @@ def test_digests_are_of_what_processes_read(tmp_path: Path, forks: list[int]) ->
 
 
 @stands_in
+@pytest.mark.slow
 @pytest.mark.usefixtures("idle")
 def test_a_process_that_is_killed_ends_the_run_with_the_remedy(
     tmp_path: Path, forks: list[int]
@@ -173,6 +174,7 @@ def test_a_process_that_is_killed_ends_the_run_with_the_remedy(
 
 
 @stands_in
+@pytest.mark.slow
 @pytest.mark.usefixtures("idle")
 def test_an_error_of_a_process_is_the_caller_s(tmp_path: Path, forks: list[int]) -> None:
     class Denied(Noting):
@@ -187,6 +189,7 @@ def test_an_error_of_a_process_is_the_caller_s(tmp_path: Path, forks: list[int])
 
 
 @stands_in
+@pytest.mark.slow
 @pytest.mark.usefixtures("idle")
 def test_ctrl_c_ends_the_processes(tmp_path: Path, forks: list[int]) -> None:
     def interrupt(_nbytes: int, _total: int) -> None:
@@ -200,6 +203,7 @@ def test_ctrl_c_ends_the_processes(tmp_path: Path, forks: list[int]) -> None:
 
 
 @stands_in
+@pytest.mark.slow
 def test_processes_read_on_while_a_thread_is_at_the_device(
     tmp_path: Path, forks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
