@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 import time
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict
@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from hicachectl.backends.base import keys_of
 from hicachectl.backends.capabilities import Emptied, SideFiles, Trailed, jobs_of, present_ns
+from hicachectl.backends.concurrency import Concurrency
 from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.disk.io import OPEN_DIRECTORY, file_system_ns, write_bytes
 from hicachectl.backends.disk.names import OWN_PREFIX
@@ -343,7 +344,12 @@ class NewRun:
                 self._store.close()
             if self._run is not None and self._parent is not None:
                 if self.unused:
-                    remove_run(self._parent, self._run.name, self._run.folder)
+                    remove_run(
+                        self._parent,
+                        self._run.name,
+                        self._run.folder,
+                        jobs=jobs_of(self._source),
+                    )
                 else:
                     remove_if_empty(self._parent, self._run, jobs_of(self._source))
         finally:
@@ -369,15 +375,18 @@ def remove_if_empty(quarantine: Directory, run: Run, jobs: int | None) -> None:
         remove_run(quarantine, run.name, run.folder)
 
 
-def remove_run(quarantine: Directory, name: str, folder: Directory) -> None:
+def remove_run(
+    quarantine: Directory, name: str, folder: Directory, *, jobs: int | None = None
+) -> None:
     """Remove a locked run: everything by name, without following links, and run.json last.
 
-    Raises OSError.
+    jobs: see `open_run`. Raises OSError.
     """
-    _empty(folder.descriptor, keep=SIDE)
+    with closing(Concurrency(jobs)) as concurrency:
+        _empty(folder.descriptor, concurrency, keep=SIDE)
     with suppress(FileNotFoundError):
         with folder.directory(SIDE) as side:
-            _empty(side.descriptor, keep=RUN_FILE)
+            _empty(side.descriptor, Concurrency(1), keep=RUN_FILE)
             with suppress(FileNotFoundError):
                 side.remove(RUN_FILE)
         folder.remove_directory(SIDE)
@@ -397,20 +406,23 @@ def remove_leftover(quarantine: Directory, name: str) -> None:
             remove_run(quarantine, name, folder)
 
 
-def _empty(directory: int, keep: str = "") -> None:
+def _empty(directory: int, concurrency: Concurrency, keep: str = "") -> None:
     """Remove the entries of an open directory, except one name, and those of folders in it."""
-    for name in os.listdir(directory):
-        if name == keep:
-            continue
-        if stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
-            inner = os.open(name, OPEN_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+    names = [name for name in os.listdir(directory) if name != keep]
+
+    def remove(start: int, stop: int) -> None:
+        for name in names[start:stop]:
             try:
-                _empty(inner)
-            finally:
-                os.close(inner)
-            os.rmdir(name, dir_fd=directory)
-        else:
-            os.unlink(name, dir_fd=directory)
+                os.unlink(name, dir_fd=directory)
+            except IsADirectoryError:
+                inner = os.open(name, OPEN_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
+                try:
+                    _empty(inner, concurrency)
+                finally:
+                    os.close(inner)
+                os.rmdir(name, dir_fd=directory)
+
+    concurrency.each("remove", remove, len(names))
 
 
 class Reason(msgspec.Struct):
@@ -562,11 +574,13 @@ def purge_runs(
                     rows.append(row)
                     row["state"] = WOULD_PURGE
                     if not dry_run:
-                        row["state"] = _purged(directory, run, failures)
+                        row["state"] = _purged(directory, run, failures, jobs)
     return PurgeReport(pa.Table.from_pylist(rows, schema=RUNS), tuple(failures), tuple(left))
 
 
-def _purged(quarantine: Directory, run: Run, failures: list[tuple[str, str]]) -> str:
+def _purged(
+    quarantine: Directory, run: Run, failures: list[tuple[str, str]], jobs: int | None
+) -> str:
     """Delete a locked run; return its state.
 
     The new name shows that the run can no longer be restored, until the next purge completes this
@@ -577,7 +591,7 @@ def _purged(quarantine: Directory, run: Run, failures: list[tuple[str, str]]) ->
         if not run.is_purged:
             quarantine.rename(run.name, name)
             quarantine.sync()
-        remove_run(quarantine, name, run.folder)
+        remove_run(quarantine, name, run.folder, jobs=jobs)
     except OSError as error:
         why = f"cannot be purged: {reason_of(error)}; check its files, then run again"
         failures.append((run.folder.path, why))

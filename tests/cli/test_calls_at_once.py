@@ -132,7 +132,9 @@ class Commands:
         yield "repair", self.most("verify", copy, *profile, *REPAIR, exit_code=4)
         yield "list", self.most("quarantine list", copy)
         yield "restore", self.most("restore", copy, copy, "--yes", *profile)
-        yield "rm", self.most("rm", copy, *OLD)
+        self._invoke("verify", copy, *profile, *REPAIR, exit_code=4)
+        yield "purge", self.most("quarantine purge", copy, *OLD)
+        yield "rm", self.most("rm", store, *OLD)
 
 
 @needs_root
