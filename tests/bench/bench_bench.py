@@ -6,16 +6,16 @@ Writes a store of random objects for each size, one a page. In turn, `bench` rea
 `Store.read_into` alone for batches of as many objects, and a loop calls open, preadv and close. All
 use one thread, and take the bytes out of the page cache. Printed are medians over the rounds:
 bench's own overhead is the time of its full batch beside that of the loop over the store, and
-beside its own `share_of_bare` stands the share that the two loops have.
+beside its own `share_of_bare` stands the share that the two loops have. --cpu counts processor time
+instead, for a machine that others use.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -24,11 +24,13 @@ from hicachectl.backends.arena import ALIGNMENT, Arena, place
 from hicachectl.backends.base import attached, open_store
 from hicachectl.backends.capabilities import Spreads
 from hicachectl.backends.disk.io import OPEN_FILE
+from hicachectl.bench.bench import BenchRequest, bench
 from hicachectl.bench.sample import BATCH_PAGES
 from tests.bench.bench_digests import fill
-from tests.bench.runner import HICACHECTL, options_of, scratch
+from tests.bench.runner import options_of, scratch
 
 if TYPE_CHECKING:
+    from argparse import Namespace
     from pathlib import Path
 
 _REGION_BYTES = 32 << 20
@@ -88,18 +90,25 @@ class Loops:
         return [batch[at : at + self._step] for at in range(0, len(batch), self._step)]
 
 
-def benched(directory: Path, most: int) -> dict[str, Any]:
-    """Return the row of `bench` that was read out of the page cache."""
-    words = [*HICACHECTL, "bench", directory, "--ranks", 1, "--most", most, "--format", "json"]
-    done = subprocess.run(list(map(str, words)), stdout=subprocess.PIPE, check=True)
-    (row,) = json.loads(done.stdout)["rows"]
+def benched(directory: Path, most: int) -> tuple[float, float]:
+    """Return the seconds of a full batch, and `share_of_bare`."""
+    with open_store(str(directory)) as store:
+        (row,) = bench([store], BenchRequest(ranks=1, most_bytes=most)).rows.to_pylist()
     assert row["cache"] == "cached"
-    return dict(row)
+    return row["p50_seconds"], row["share_of_bare"]
 
 
 def main() -> None:
     """Measure and print."""
-    options = options_of(__doc__, sizes="53000,2097152", mib=512, directory="/dev/shm", runs=7)
+    options = options_of(
+        __doc__, sizes="53000,2097152", mib=512, cpu=False, directory="/dev/shm", runs=7
+    )
+    clock = time.thread_time if options.cpu else time.perf_counter
+    with mock.patch("time.perf_counter", clock):
+        _measure(options)
+
+
+def _measure(options: Namespace) -> None:
     total = options.mib << 20
     print("| bytes an object | own overhead | of bare, bench | of bare, loops | bare, GB/s |")
     print("|---|---|---|---|---|")
@@ -108,10 +117,10 @@ def main() -> None:
             fill(directory, total // nbytes, nbytes)
             loops, found = Loops(directory, nbytes), []
             for run in range(options.runs + 1):
-                row = benched(directory, total)
+                ours = benched(directory, total)
                 turns = [loops.store, loops.bare][:: 1 - 2 * (run % 2)]
                 seconds = {turn.__name__: float(np.median(turn())) for turn in turns}
-                found.append([row["p50_seconds"], row["share_of_bare"], *map(seconds.get, NAMES)])
+                found.append([*ours, *map(seconds.get, NAMES)])
             p50, share, store, loop = np.array(found[1:], dtype=float).T
             print(
                 f"| {nbytes:,} | {np.median(p50 / store) - 1:+.1%} | {np.median(share):.2f} | "

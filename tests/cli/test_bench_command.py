@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +24,15 @@ from hicachectl.bench.sample import BATCH_PAGES, OWN_MODEL, batch_lengths
 from hicachectl.cli.demo_store import PROFILE, fill
 from hicachectl.formats.errors import UsageError
 from tests.doctor.replies import answering, info
+from tests.hf3fs_places import Place
 from tests.move.migrations import demo_store, profile_file
 from tests.small_file_system import small_ext4, small_file_system
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from tests.conftest import Invoke
+    from tests.hf3fs_server import MetadataServer
     from tests.mooncake_cluster import Cluster
 
 PAGE_BYTES = 16384  # of one rank of the demo, without Mamba states
@@ -58,6 +60,12 @@ def facts(directory: Path) -> dict[str, tuple[int, ...]]:
     }
 
 
+def from_disk() -> int:
+    """Return the bytes that this process and its children that have ended read from disks."""
+    facts = Path("/proc/self/io").read_text().split()
+    return int(facts[facts.index("read_bytes:") + 1])
+
+
 def caches(document: dict[str, Any]) -> list[str | None]:
     return [row["cache"] for row in document["rows"]]
 
@@ -69,11 +77,15 @@ def test_cold_reads_of_a_disk_are_told_from_those_of_memory(
     with small_ext4(tmp_path / "disk", 16 << 20, 0) as disk:
         store = demo_store(disk / "store", 24)
         stored(store)
-        words = ("bench", store, "--profile", profile, "--prefill", 1)
+        words = ("bench", store, "--profile", profile, "--prefill", 1, "--ranks", 2)
+        before = from_disk()
         dropped = invoke.document(*words, "--drop-cache")
+        read = from_disk() - before
         again = invoke.document(*words)
+        assert from_disk() == before + read
     assert caches(dropped) == ["cold", "cached"]
     assert caches(again) == ["cached"]
+    assert read >= 24 * 2 * PAGE_BYTES
     cold, cached = dropped["rows"]
     assert cold["share_of_bare"] is None
     assert cached["share_of_bare"] > 0
@@ -345,6 +357,38 @@ def test_a_pack_is_read_and_not_written(invoke: Invoke, tmp_path: Path, profile:
     assert "--write" in invoke("bench", pack, "--write", exit_code=2).stderr
     assert "--drop-cache" in invoke("bench", pack, "--drop-cache", exit_code=2).stderr
     assert pack.read_bytes() == content
+
+
+def test_nixl_is_read_and_written(invoke: Invoke, tmp_path: Path, profile: Path) -> None:
+    """Ranks are processes, each with two threads."""
+    directory = tmp_path / "nixl"
+    url = f"nixl://{directory}?direct_io=off"
+    invoke("migrate", demo_store(tmp_path / "store"), url, "--profile", profile)
+    before = sorted(directory.rglob("*"))
+    words = ("--profile", profile, "--write", "--most", "1MiB", "--ranks", 2, "--threads", 2)
+    document = invoke.document("bench", url, *words)
+    assert [(row["step"], row["cache"]) for row in document["rows"]] == [
+        ("read", "cached"),
+        ("write", None),
+    ]
+    (one,) = document["stores"]
+    assert (one["failed"], one["gone"], one["ranks"], document["threads"]) == (0, 0, 2, 2)
+    assert set(before) <= set(directory.rglob("*"))
+    assert not [path for path in directory.rglob("*") if OWN_MODEL in path.name]
+
+
+def test_3fs_is_read_and_not_written(
+    invoke: Invoke, metadata_server: MetadataServer, tmp_path: Path
+) -> None:
+    place = Place(tmp_path, metadata_server, metadata_server.snapshot)
+    held = place.tables()
+    words = ("bench", place.url(), "--profile", place.profile)
+    document = invoke.document(*words, "--threads", 2)
+    assert caches(document) == ["unknown"]
+    assert document["stores"][0]["failed"] == 0
+    said = invoke(*words, "--write", exit_code=2).stderr
+    assert "its keys name no model" in said
+    assert place.tables() == held
 
 
 def test_mooncake_is_read_and_written(
