@@ -31,6 +31,8 @@ _SLICE_SECONDS = 0.005
 # It takes longer by this for each call at once: threads need Python's lock between slices, and
 # would wait for it.
 _TURN_SECONDS = 0.001
+# And where calls do not wait, since to hand a slice to a thread takes longer than some of them.
+_LONGER_SECONDS = 0.02
 # Items of the first slice of a kind: how long they take is not known.
 _FIRST_ITEMS = 4
 # A number of calls is judged by so many slices, or more, in so many seconds, or more.
@@ -99,11 +101,18 @@ class _Calls:
     _rest: int = 0
     _shrinks: bool = False  # the next trial is a halving
 
+    @property
+    def waits(self) -> bool:
+        """Whether calls wait for something other than a processor, by those made so far."""
+        return self.item_seconds > _WAIT_SECONDS
+
     def slice_items(self, least: int) -> int:
         """Return the number of items in the next slice."""
         if not self.item_seconds:
             return max(least, _FIRST_ITEMS)
         seconds = _SLICE_SECONDS + _TURN_SECONDS * (self.level - 1)
+        if not self.waits:
+            seconds = max(seconds, _LONGER_SECONDS)
         return max(least, int(seconds / self.item_seconds))
 
     def note(
@@ -114,8 +123,11 @@ class _Calls:
         most: the highest level.
         processors: number of processors for the calls; None: the level stays.
         """
-        seconds = max(wall / items, 1e-9)
-        self.item_seconds = 0.75 * (self.item_seconds or seconds) + 0.25 * seconds
+        # Other processes may take the processors: calls that do not wait count by their own time.
+        seconds = max((wall if wall > _WAIT_SECONDS * items else cpu) / items, 1e-9)
+        known = self.item_seconds or seconds
+        # The first calls take longer, as all does at first: forget them soon.
+        self.item_seconds = known + (0.25 if seconds > known else 0.75) * (seconds - known)
         sums = self._sums
         sums.items += items
         sums.slices += 1
@@ -249,7 +261,7 @@ class Concurrency:
 
     def waits(self, kind: str) -> bool:
         """Return whether calls of a kind wait, and not for processors, by those made so far."""
-        return self._calls(kind).item_seconds > _WAIT_SECONDS
+        return self._calls(kind).waits
 
     @contextmanager
     def turn(self) -> Iterator[None]:

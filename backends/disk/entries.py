@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 # d_type of dirent.h
 UNKNOWN, DIRECTORY, REGULAR = 0, 4, 8
 
-# Bytes of entries for which each call asks. A file server is asked seldom, and some two thousand
+# Bytes of entries for which each call asks. A file server is asked seldom, and some ten thousand
 # names take no notable memory.
-_CALL_BYTES = 256 << 10
+_CALL_BYTES = 1 << 20
 # Places in an entry of getdents64(2); it ends with the name, a NUL and bytes up to a multiple of 8.
 _LENGTH, _KIND, _NAME = 16, 18, 19
 _SHORTEST = 24
