@@ -195,12 +195,12 @@ class FolderedDirectory(Closing):
 
         Raises OSError, and UntrustedError for a link or a stranger's folder.
         """
-        if name in self._current:
-            number = self._numbers[name]
-            if is_linked(number):  # another process may have removed the folder
-                return number
+        if (number := self._open_number(name)) is not None:
+            return number
         # One thread makes a folder, durably, before another writes to it; all open them at once.
         with self._making.setdefault(name, threading.Lock()) if makes else nullcontext():
+            if makes and (number := self._open_number(name)) is not None:
+                return number  # another thread has made it meanwhile
             while True:
                 current = self._current
                 opened = self._open_folder(os.fsdecode(name), makes=makes)
@@ -208,6 +208,13 @@ class FolderedDirectory(Closing):
                     if self._current is current:
                         return self._keep(name, opened)
                 os.close(opened)  # the directory was replaced or closed meanwhile
+
+    def _open_number(self, name: bytes) -> int | None:
+        """Return the descriptor of a folder that is open; None for one to open or to make."""
+        if name not in self._current:
+            return None
+        number = self._numbers[name]
+        return number if is_linked(number) else None  # another process may have removed it
 
     def _keep(self, name: bytes, opened: int) -> int:
         """Give a folder that was opened its descriptor, and return that."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import errno
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
@@ -17,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.base import Result, Status, in_batches
-from hicachectl.backends.capabilities import mover_of, present_ns
+from hicachectl.backends.capabilities import Spreads, mover_of, present_ns
 from hicachectl.checks.findings import SCHEMA
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.wording import failed, reason_of
@@ -42,6 +44,7 @@ from hicachectl.pages.group_table import ABSENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
 
     import numpy.typing as npt
 
@@ -354,8 +357,7 @@ class _Worker:
         self._plans += 1
         copied: list[_Removal] = []
         with ExitStack() as exits:
-            for batch in listed.batches():
-                removal = _Removal.of_listed(self._store, batch, owned=self._run is not None)
+            for removal in self._looked_up(listed, exits):
                 if self._run is None or not len(removal.pending):
                     self._leave(removal)
                 elif (run := self._opened(removal)) is not None:
@@ -370,14 +372,30 @@ class _Worker:
                             )
                         self._copy(removal, run, memory)
                         copied.append(removal)
-                self.tried += len(batch)
-                on_progress(len(batch))
+                self.tried += len(removal.groups)
+                on_progress(len(removal.groups))
                 if self._full:
                     break
         self._leave_copied(copied)
         statuses = [result.statuses for result in self._results[earlier:]]
         tried = np.concatenate([np.zeros(0, dtype=np.int64), *self._numbers[earlier:]])
         return np.concatenate([np.zeros(0, dtype=np.uint8), *statuses])[np.argsort(tried)]
+
+    def _looked_up(self, listed: ListedGroups, exits: ExitStack) -> Iterator[_Removal]:
+        """Yield a removal for each batch; where calls may wait, the next look begins meanwhile."""
+        look_up = partial(_Removal.of_listed, self._store, owned=self._run is not None)
+        if not isinstance(self._store, Spreads):
+            yield from map(look_up, listed.batches())
+            return
+        thread = exits.enter_context(ThreadPoolExecutor(1, "hicachectl-look"))
+        ahead: Future[_Removal] | None = None
+        for batch in listed.batches():
+            following = thread.submit(look_up, batch)
+            if ahead is not None:
+                yield ahead.result()
+            ahead = following
+        if ahead is not None:
+            yield ahead.result()
 
     def _opened(self, removal: _Removal) -> Store | None:
         """Return the run as a store; None, and fail the groups, if it cannot be written to."""
