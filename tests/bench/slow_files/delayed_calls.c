@@ -102,6 +102,7 @@ static int is_path_below(pid_t pid, int fd, uint64_t address) {
     struct iovec there[2] = {{(void *)(uintptr_t)address, to_page_end},
                              {(void *)(uintptr_t)(address + to_page_end), 4096}};
     if (address && process_vm_readv(pid, here, 1, there, 2, 0) < 0) return 0;
+    if (sscanf(path, "/proc/self/fd/%d/", &fd) == 1) return is_fd_below(pid, fd);
     return path[0] == '/' ? is_below(path) : is_fd_below(pid, fd);
 }
 
