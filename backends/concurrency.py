@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -206,7 +207,13 @@ class _Part(Generic[S, T]):
     begun: bool = False
     done: bool = False
     result: T | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
+
+
+class _Thread(threading.local):
+    """What `Concurrency` knows of the running thread. turn: whether it may call."""
+
+    turn = False
 
 
 class Concurrency:
@@ -222,13 +229,23 @@ class Concurrency:
         self._most = jobs or MOST_CALLS
         self._last = jobs or 1  # the level found last, with which a new kind starts
         self._kinds: dict[str, _Calls] = {}
-        self._turns = 0  # threads at work on calls of any kind, or on the way there
-        self._waiting = 0  # threads that wait for a turn
-        self._within = threading.local()  # its `turn` says that the thread has one
-        self._changed = threading.Condition()
-        self._pool: ThreadPoolExecutor | None = None
-        self._process = os.getpid()
+        self._turns: int  # threads at work on calls of any kind, or on the way there
+        self._waiting: int  # threads that wait for a turn
+        self._thread = _Thread()
         self._processors = float(len(os.sched_getaffinity(0)))
+        self._begin_process()
+        _all.add(self)
+
+    def _begin_process(self) -> None:
+        """Have no threads: neither those of a parent, nor locks and turns that these held."""
+        # A signal may raise in Condition.__enter__ while the lock is held. Entering a lock itself
+        # leaves no such moment, so `with` takes the lock, and the condition only waits.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._pool: ThreadPoolExecutor | None = None
+        self._turns, self._waiting = int(self._thread.turn), 0
+        for calls in self._kinds.values():
+            calls.active = 0
 
     @property
     def jobs(self) -> int | None:
@@ -244,7 +261,7 @@ class Concurrency:
 
         Of the processors it has as large a share.
         """
-        with self._changed:
+        with self._lock:
             self._processors /= processes
             self._most = max(1, self._most // processes)
             self._last = max(1, self._last // processes)
@@ -257,7 +274,8 @@ class Concurrency:
 
     def highest(self) -> int:
         """Return the highest number of calls of one kind at once, as found so far."""
-        return max((calls.level for calls in self._kinds.values()), default=self._last)
+        with self._lock:
+            return max((calls.level for calls in self._kinds.values()), default=self._last)
 
     def waits(self, kind: str) -> bool:
         """Return whether calls of a kind wait, and not for processors, by those made so far."""
@@ -269,18 +287,18 @@ class Concurrency:
 
         `each` within the block needs no other turn for this thread.
         """
-        nested = self._has_turn
-        if not nested:
-            with self._changed:
-                self._wait_for(lambda: self._turns < self._most)
-                self._turns += 1
+        if self._thread.turn:
+            yield
+            return
         try:
-            self._within.turn = True
+            with self._lock:
+                self._wait_for(lambda: self._turns < self._most)
+                self._turns, self._thread.turn = self._turns + 1, True
             yield
         finally:
-            self._within.turn = nested
-            with self._changed:
-                self._turns -= not nested
+            with self._lock:
+                if self._thread.turn:  # not if a signal ended the wait
+                    self._turns, self._thread.turn = self._turns - 1, False
                 self._changed.notify_all()
 
     def each(
@@ -299,9 +317,7 @@ class Concurrency:
                     self._recruit(calls, run)
                     self._do(calls, run, *part)
         finally:
-            with self._changed:
-                run.next = run.count  # after an interrupt, too
-                self._changed.wait_for(lambda: not run.helpers)
+            self._end(run)
         if run.error is not None:
             raise run.error
 
@@ -320,7 +336,7 @@ class Concurrency:
         Raises the error of a slice in its turn.
         """
         calls = self._calls(kind)
-        if self._most == 1 or self._has_turn:
+        if self._most == 1 or self._thread.turn:
             yield from map(work, filter(len, lists))
             return
         pending: deque[_Part[S, T]] = deque()
@@ -339,7 +355,7 @@ class Concurrency:
             while pending:
                 yield self._result(pending.popleft())
         finally:
-            with self._changed:
+            with self._lock:
                 for part in pending:
                     if not part.begun:
                         part.begun = part.done = True
@@ -350,12 +366,12 @@ class Concurrency:
 
     def close(self) -> None:
         """End the threads."""
-        if self._pool is not None and self._process == os.getpid():
+        if self._pool is not None:
             self._pool.shutdown()
         self._pool = None
 
     def _calls(self, kind: str) -> _Calls:
-        with self._changed:
+        with self._lock:
             if kind not in self._kinds:
                 self._kinds[kind] = _Calls(self._last)
             return self._kinds[kind]
@@ -363,16 +379,15 @@ class Concurrency:
     def _threads(self) -> ThreadPoolExecutor:
         from concurrent.futures import ThreadPoolExecutor  # late: every command imports this module
 
-        with self._changed:
-            if self._pool is None or self._process != os.getpid():
-                self._process = os.getpid()
+        with self._lock:
+            if self._pool is None:
                 self._pool = ThreadPoolExecutor(
                     self._most, "hicachectl-call", initializer=self._begin_thread
                 )
             return self._pool
 
     def _begin_thread(self) -> None:
-        self._within.turn = True  # tasks are submitted with a turn
+        self._thread.turn = True  # tasks are submitted with a turn
 
     def _started(self, work: Callable[P, object], *given: P.args, **named: P.kwargs) -> bool:
         """Give work, and the turn for it, to another thread; return False if there is none left."""
@@ -380,7 +395,7 @@ class Concurrency:
 
         def is_first() -> bool:
             nonlocal taken
-            with self._changed:
+            with self._lock:
                 first, taken = not taken, True
             return first
 
@@ -398,24 +413,20 @@ class Concurrency:
 
     def _give_back(self, calls: _Calls, turns: int) -> None:
         """Give back turns for which the system has no thread, and make no more calls than now."""
-        with self._changed:
+        with self._lock:
             calls.active -= turns
             self._turns -= turns
             self._most = max(2, self._turns)
             self._changed.notify_all()
 
-    @property
-    def _has_turn(self) -> bool:
-        return getattr(self._within, "turn", False)
-
     @contextmanager
     def _active(self, calls: _Calls) -> Iterator[None]:
-        with self._changed:
+        with self._lock:
             calls.active += 1
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 calls.active -= 1
                 self._changed.notify_all()
 
@@ -440,7 +451,7 @@ class Concurrency:
             few = calls.active < calls.level and len(pending) < _AHEAD * calls.level
             return few and self._turns < self._most - 1
 
-        with self._changed:
+        with self._lock:
             (self._changed.wait_for if pending else self._wait_for)(
                 lambda: is_done() or may_begin()
             )
@@ -452,19 +463,21 @@ class Concurrency:
 
     def _do_part(self, calls: _Calls, work: Callable[[Sequence[S]], T], part: _Part[S, T]) -> None:
         """Do a slice of a stream, unless a thread has begun it."""
-        with self._changed:
+        with self._lock:
             if part.begun:
                 return
             part.begun = True
         began, cpu = time.monotonic(), time.thread_time()
         try:
             part.result = work(part.items)
-        except Exception as error:
+        except BaseException as error:
             part.error = error
+            if not isinstance(error, Exception):  # a signal's
+                raise
         else:
             self._note(calls, len(part.items), began, cpu)
         finally:
-            with self._changed:
+            with self._lock:
                 part.done = True
                 calls.active -= 1
                 self._turns -= 1
@@ -472,7 +485,7 @@ class Concurrency:
 
     def _result(self, part: _Part[S, T]) -> T:
         """Return the result of a slice when it is done. Raises its error."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: part.done)
         if part.error is not None:
             raise part.error
@@ -480,7 +493,7 @@ class Concurrency:
 
     def _take(self, calls: _Calls, run: _Run) -> tuple[int, int] | None:
         """Return the next slice of a run; None if no items are left."""
-        with self._changed:
+        with self._lock:
             start = run.next
             if start >= run.count:
                 return None
@@ -489,30 +502,49 @@ class Concurrency:
 
     def _recruit(self, calls: _Calls, run: _Run) -> None:
         """Let other threads work on a run, as many as there may be, and as there are slices."""
-        with self._changed:
+        with self._lock:
             left = -(-(run.count - run.next) // run.slice_items(calls))
             wanted = min(calls.level - calls.active, left, self._most - self._turns)
             if wanted <= 0 or self._waiting:
                 return
             calls.active += wanted
             self._turns += wanted
-        for begun in range(wanted):
-            if not self._started(self._help, calls, run):
+        begun = 0
+        try:
+            while begun < wanted and self._started(self._help, calls, run):
+                begun += 1
+        finally:  # also after a signal's exception
+            if begun < wanted:
                 self._give_back(calls, wanted - begun)
-                break
 
     def _help(self, calls: _Calls, run: _Run) -> None:
-        with self._changed:
+        with self._lock:
             run.helpers += 1
         try:
             while self._may_go_on(calls) and (part := self._take(calls, run)) is not None:
                 self._do(calls, run, *part)
         finally:
-            with self._changed:
+            with self._lock:
                 run.helpers -= 1
                 calls.active -= 1
                 self._turns -= 1
                 self._changed.notify_all()
+
+    def _end(self, run: _Run) -> None:
+        """Wait for the slices that have begun; no other one begins.
+
+        An interrupt of the wait is raised after it: a caller that cleans up must be alone.
+        """
+        interrupt: BaseException | None = None
+        while run.next < run.count or run.helpers:
+            try:
+                with self._lock:
+                    run.next = run.count
+                    self._changed.wait_for(lambda: not run.helpers)
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def _may_go_on(self, calls: _Calls) -> bool:
         return calls.active <= calls.level and not self._waiting
@@ -522,16 +554,29 @@ class Concurrency:
         began, cpu = time.monotonic(), time.thread_time()
         try:
             run.work(start, stop)
-        except Exception as error:
-            with self._changed:
+        except BaseException as error:
+            with self._lock:
                 run.error = run.error or error
                 run.next = run.count
+            if not isinstance(error, Exception):  # a signal's
+                raise
         else:
             self._note(calls, stop - start, began, cpu)
 
     def _note(self, calls: _Calls, items: int, began: float, cpu: float) -> None:
         wall, cpu = time.monotonic() - began, time.thread_time() - cpu
-        with self._changed:
+        with self._lock:
             processors = None if self._fixed else self._processors
             calls.note(items, wall, cpu, most=self._most, processors=processors)
             self._last = calls.level
+
+
+_all: weakref.WeakSet[Concurrency] = weakref.WeakSet()
+
+
+def _begin_process() -> None:
+    for one in _all:
+        one._begin_process()
+
+
+os.register_at_fork(after_in_child=_begin_process)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import threading
 import time
+from functools import partial
 from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -18,7 +21,8 @@ from hicachectl.backends.concurrency import MOST_CALLS, Concurrency, _Calls
 from hicachectl.formats.errors import StoreUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from types import FrameType
 
 WAIT = 0.002
 
@@ -94,15 +98,15 @@ def test_calls_that_wait_get_many_threads(concurrency: Concurrency, way: str) ->
     assert 4 * len(os.sched_getaffinity(0)) < calls.most <= MOST_CALLS
 
 
-def test_calls_that_use_the_processor_get_few(concurrency: Concurrency) -> None:
+def test_calls_that_use_the_processor_get_few() -> None:
     """Where calls take processor time, no threads join that would only compete for it."""
-
-    def work(start: int, stop: int) -> None:
-        for _ in range(start, stop):
-            sum(range(200))
-
-    concurrency.each("call", work, 200_000)
-    assert concurrency.level("call") <= 2 * len(os.sched_getaffinity(0))
+    calls, processors = _Calls(1), 2
+    for _ in range(1000):
+        calls.active = calls.level
+        items, cpu = calls.slice_items(1), 0.001
+        wall = cpu * max(1.0, calls.level / processors)
+        calls.note(items, items * wall, items * cpu, most=MOST_CALLS, processors=processors)
+        assert calls.level <= 2 * processors
 
 
 @pytest.mark.parametrize("jobs", [1, 8])
@@ -324,3 +328,117 @@ def test_a_forked_child_has_threads_of_its_own(concurrency: Concurrency) -> None
         os._exit(0 if all(done) else 1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+@pytest.mark.parametrize("way", ["each", "stream"])
+def test_no_error_is_lost_that_is_no_ordinary_exception(way: str) -> None:
+    """Work that another thread ends with such an error is not taken for done."""
+
+    class Ended(BaseException):
+        pass
+
+    caller = threading.current_thread()
+
+    def work(items: int) -> None:
+        time.sleep(WAIT * items)
+        if threading.current_thread() is not caller:
+            raise Ended
+
+    def call() -> None:
+        if way == "each":
+            one.each(way, lambda start, stop: work(stop - start), 100)
+        else:
+            list(one.stream(way, lambda part: work(len(part)), [range(100)]))
+
+    with contextlib.closing(Concurrency(4)) as one, pytest.raises(Ended):
+        call()
+
+
+def test_a_child_forked_while_threads_call_has_neither_their_turns_nor_their_locks() -> None:
+    """A child that would wait for the parent's threads, which it does not have, waits for ever."""
+    one, leave, begun = Concurrency(4), threading.Event(), threading.Semaphore(0)
+
+    def hold(start: int, stop: int) -> None:
+        begun.release()
+        leave.wait()
+
+    def locked() -> None:
+        with one._changed:
+            begun.release()
+            leave.wait()
+
+    caller = threading.Thread(target=one.each, args=("call", hold, 4))
+    locker = threading.Thread(target=locked)
+    caller.start()
+    for _ in range(4):
+        begun.acquire()
+    locker.start()
+    begun.acquire()
+    child = os.fork()
+    if not child:
+        done = threading.Event()
+
+        def call() -> None:
+            one.share(2)
+            one.each("call", lambda start, stop: None, 50)
+            done.set()
+
+        threading.Thread(target=call, daemon=True).start()
+        os._exit(0 if done.wait(5) else 1)
+    leave.set()
+    for thread in (caller, locker):
+        thread.join()
+    one.close()
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def interrupted_at(call: int) -> Callable[[FrameType, str, object], None]:
+    """Return a trace function that raises KeyboardInterrupt as a Python function is called.
+
+    The interpreter handles signals there.
+    call: number of the call, among those to `threading` and to the module under test.
+    """
+    files, left = {threading.__file__, concurrency_module.__file__}, [call]
+
+    def trace(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename in files:
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+
+    return trace
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_after_an_interrupt_at_any_moment_other_threads_may_call(jobs: int) -> None:
+    """No lock stays locked, and no slice of an interrupted run is still at work."""
+    running = Calls(WAIT / 10)
+
+    def work(start: int, stop: int) -> None:
+        for _ in range(start, stop):
+            running()
+
+    def call(one: Concurrency, number: int, ends: list[str]) -> None:
+        sys.settrace(interrupted_at(number))
+        try:
+            one.each("call", work, 9)
+            end = "whole"
+        except KeyboardInterrupt:
+            end = "running" if running.now else "interrupted"
+        finally:
+            sys.settrace(None)
+        ends.append(end)
+
+    number, ends = 0, list[str]()
+    while ends[-1:] != ["whole"]:
+        number, one = number + 1, Concurrency(jobs)
+        calls = partial(call, one, number, ends), partial(one.each, "call", work, 9)
+        for made in calls:
+            thread = threading.Thread(target=made, daemon=True)
+            thread.start()
+            thread.join(5)
+            assert not thread.is_alive()
+        one.close()
+    assert number > 20
+    assert "running" not in ends
