@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import chain, compress, repeat
+from itertools import chain, compress, islice, repeat
 from operator import not_
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -152,16 +152,17 @@ def _names_of(
     The first names of several directories are read at once: all of most folders.
     """
 
-    def begin(some: Sequence[Place]) -> list[tuple[Place, Iterator[Found], Found | None]]:
-        begun = []
+    def begin(some: Sequence[Place]) -> list[tuple[Place, Iterator[Found]]]:
+        begun: list[tuple[Place, Iterator[Found]]] = []
         for place in some:
-            found = files_in(place.descriptor)
-            begun.append((place, found, next(found, None)))
+            following = files_in(place.descriptor)
+            first = list(islice(following, 2))  # the second call tells that the first was all
+            begun.append((place, chain(first, following)))
         return begun
 
     for begun in concurrency.stream(_LIST, begin, ([place] for place in places)):
-        for place, following, first in begun:
-            for found in chain(() if first is None else (first,), following):
+        for place, every in begun:
+            for found in every:
                 left_out.note_others(found.others)
                 names = held_names(found.names, place, left_out)
                 for start in range(0, len(names), SCAN_ROWS):

@@ -25,7 +25,7 @@ from hicachectl.backends.disk.permissions import give_file
 from hicachectl.formats.errors import UntrustedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from hicachectl.backends.concurrency import Concurrency
 
@@ -168,13 +168,15 @@ class FolderedDirectory(Closing):
         with entries_of(self.descriptor) as entries:
             names = {os.fsencode(entry.name) for entry in entries}
         existing = sorted(FOLDER_NAMES & names)
-        opened: Iterable[int | str | None]
+        opened: list[int | str | None] = [None] * len(existing)
+
+        def open_some(start: int, stop: int) -> None:
+            opened[start:stop] = map(self._existing_folder, existing[start:stop])
+
         if concurrency is None:
-            opened = map(self._existing_folder, existing)
+            open_some(0, len(existing))
         else:
-            opened = concurrency.stream(
-                "open", lambda part: self._existing_folder(*part), ([name] for name in existing)
-            )
+            concurrency.each("open", open_some, len(existing))
         for folder, found in zip(existing, opened, strict=True):
             if isinstance(found, str):
                 left_alone.append(found)
