@@ -69,18 +69,29 @@ class PromptTimes:
 def faster_from(times: Sequence[PromptTimes], page_tokens: int) -> int | None:
     """Return the tokens of whole pages from which on prompts are restored faster than computed.
 
-    times: those of different lengths, the shortest first; the gain between two is on a line. None
-    if the longest prompt is computed faster.
+    times: those of different lengths, the shortest first. One that other requests have disturbed
+        does not decide: see `_first_faster`. Between two lengths, the gain is on a line.
+    None if no prompt is restored faster.
     """
-    slower = [at for at, one in enumerate(times) if one.gain <= 0]
-    if not slower:
-        return times[0].tokens
-    if slower[-1] == len(times) - 1:
+    first = _first_faster(times)
+    if first == len(times):
         return None
-    last, first = times[slower[-1]], times[slower[-1] + 1]
-    share = -last.gain / (first.gain - last.gain)
-    tokens = last.tokens + share * (first.tokens - last.tokens)
+    before, after = times[max(0, first - 1)], times[first]
+    if not before.gain <= 0 < after.gain:
+        return after.tokens
+    share = -before.gain / (after.gain - before.gain)
+    tokens = before.tokens + share * (after.tokens - before.tokens)
     return -int(-tokens // page_tokens) * page_tokens
+
+
+def _first_faster(times: Sequence[PromptTimes]) -> int:
+    """Return the index of the first length that is restored faster; one more than the last: none.
+
+    The gains from there on, less those before, are the largest sum.
+    """
+    gains = np.array([one.gain / min(one.computed) for one in times])
+    sums = [gains[at:].sum() - gains[:at].sum() for at in range(len(gains) + 1)]
+    return int(np.argmax(sums))
 
 
 def check_probed(store: Store, profile: Profile) -> None:
@@ -130,13 +141,13 @@ def timed_prompts(
 
 
 def _between(found: Mapping[int, PromptTimes]) -> int | None:
-    """Return the pages halfway from the last length that is computed faster to the next one."""
+    """Return the pages halfway between the last length that is computed faster and the next one."""
     pages = sorted(found)
-    slower = [at for at, one in enumerate(pages) if found[one].gain <= 0]
-    if not slower or slower[-1] == len(pages) - 1:
+    first = _first_faster([found[one] for one in pages])
+    if not 0 < first < len(pages):
         return None
-    last, first = pages[slower[-1]], pages[slower[-1] + 1]
-    return (last + first) // 2 if first - last > 1 else None
+    last = pages[first - 1]
+    return (last + pages[first]) // 2 if pages[first] - last > 1 else None
 
 
 class Probed(NamedTuple):

@@ -205,7 +205,7 @@ def prompts_verdict(store: str, times: Sequence[PromptTimes], first: int | None)
     """
     if first is None:
         longest = times[-1].tokens
-        return f"{store}: computing is faster than restoring up to {longest:,} tokens, the longest"
+        return f"{store}: computing is faster than restoring for prompts up to {longest:,} tokens"
     if first <= times[0].tokens:
         which = f"every prompt that servers restore (from {first:,} tokens)"
     else:

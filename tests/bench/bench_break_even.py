@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _TOKENS = 8192  # of the model's context, and of the device pool
 _LONGEST = 7168
-_SHARES = (0.35, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
+_SHARES = (0.35, 0.5, 0.7, 0.85, 1.2, 1.5, 2.0, 4.0)
 _CLOSE, _EQUAL = 0.1, 0.03
 
 
