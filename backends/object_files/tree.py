@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.disk.durable import (
@@ -249,6 +249,24 @@ def give_like(folder: int, outer: os.stat_result) -> None:
         os.fchmod(folder, stat.S_IMODE(outer.st_mode))
 
 
+class _Names(NamedTuple):
+    """Names of one process.
+
+    process: its id.
+    token: 24 hex digits.
+    numbers: counts the names.
+    """
+
+    process: int
+    token: bytes
+    numbers: Iterator[int]
+
+    @classmethod
+    def of(cls, owner: bytes) -> _Names:
+        """Return new names of an owner for this process."""
+        return cls(os.getpid(), owner + os.urandom(_PROCESS_BYTES).hex().encode(), count())
+
+
 class Temporaries:
     """The temporary files of one owner in a tree, which SGLang ignores.
 
@@ -258,16 +276,25 @@ class Temporaries:
     def __init__(self, objects: ObjectTree, owner: bytes) -> None:
         """owner: 16 hex digits. Two processes with the same owner still get different names."""
         self._objects = objects
-        self._token = owner + os.urandom(_PROCESS_BYTES).hex().encode()
-        self._numbers = count()
+        self._owner = owner
+        self._names = _Names.of(owner)
 
     def name(self, key: bytes) -> bytes:
         """Return a new name for a file beside an object's."""
-        return self._objects.temporary_name(key, self._token, next(self._numbers))
+        names = self._own_names()
+        return self._objects.temporary_name(key, names.token, next(names.numbers))
 
     def outer_name(self) -> bytes:
         """Return a new random name for a file in an outer directory."""
-        return b"%s%s%s.tmp" % (_TEMPORARY, self._token, os.urandom(4).hex().encode())
+        token = self._own_names().token
+        return b"%s%s%s.tmp" % (_TEMPORARY, token, os.urandom(4).hex().encode())
+
+    def _own_names(self) -> _Names:
+        """Return this process's names: a forked one does not go on with its parent's."""
+        names = self._names
+        if names.process != os.getpid():
+            names = self._names = _Names.of(self._owner)
+        return names
 
     def remove_seen(
         self,

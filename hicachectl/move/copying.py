@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import threading
-from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING
+from contextlib import closing, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,11 +18,13 @@ from hicachectl.backends.base import Result, Status, in_batches
 from hicachectl.backends.capabilities import (
     Confirm,
     RacyWrites,
+    Spreads,
     Trailed,
     copier_of,
     keep_as_private,
 )
 from hicachectl.formats.wording import conflict
+from hicachectl.io.forking import Callees
 from hicachectl.io.pipeline import Loaded, Pace, Pipeline
 from hicachectl.move.order import OF_MIGRATION, publish, remove_once, roll_back
 from hicachectl.move.results import GroupStatus, MoveResult
@@ -32,11 +35,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from hicachectl.backends.arena import Arena
+    from hicachectl.backends.base import Store
+    from hicachectl.backends.capabilities import SystemCopy
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.move.copy_plan import PageBatch
     from hicachectl.move.store_pair import StorePair
 
+# Processes copy from so many calls at once on, where Python's lock is what limits their threads,
+# and from so many objects on.
+_FORK_CALLS = 32
+_FORK_OBJECTS = 4096
 _HEAD_BYTES = 1024  # for an object's key and index row; usually enough
+
+
+class _SystemCopies:
+    """Copies that a destination makes of one source's objects by itself."""
+
+    def __init__(self, copier: SystemCopy, source: Store) -> None:
+        self._copier = copier
+        self._source = source
+
+    def copy_from(self, *rows_and_sizes: Any, if_absent: bool) -> Result:
+        """Copy as `SystemCopy.copy_from` does."""
+        return self._copier.copy_from(self._source, *rows_and_sizes, if_absent=if_absent)
 
 
 class Executor:
@@ -71,6 +92,7 @@ class Executor:
         self._on_copied = on_copied
         self._copier = copier_of(destination, source)
         self.copies = self._copier is not None
+        self._processes: Callees | None = None  # they call `_SystemCopies`
         self.racy = destination if isinstance(destination, RacyWrites) else None
         keep_as_private(destination, source, listing=True)
         if self.racy is not None:
@@ -121,10 +143,37 @@ class Executor:
             confirm=isinstance(self._source, Confirm) and self._source.confirms,
             destination=self.destination,
         )
-        with closing(iter(pipeline)) as results:
+        self._processes = self._forked(jobs)
+        with self._processes or nullcontext(), closing(iter(pipeline)) as results:
             for batch, result in results:
                 on_done(batch, result)
         return pipeline.complete and not self.stopped
+
+    def _forked(self, count: int) -> Callees | None:
+        """Fork processes that make the copies of the system; None where threads are as fast.
+
+        Each process copies a batch at a time, under a Python lock of its own.
+        count: batches at once.
+        """
+        copier, source = self._copier, self._source
+        if copier is None or count < 2 or len(self._objects) < _FORK_OBJECTS:
+            return None
+        stores = [one for one in (copier, source) if isinstance(one, Spreads)]
+        found = [one.concurrency.highest() for one in stores if one.concurrency.jobs is None]
+        if len(found) < 2 or max(found) < _FORK_CALLS:
+            return None
+
+        def copies() -> _SystemCopies:
+            for one in stores:
+                one.concurrency.share(count)
+            return _SystemCopies(copier, source)
+
+        for one in stores:
+            one.concurrency.close()  # none of its threads holds a lock during the fork
+        try:
+            return Callees(count, copies)
+        except OSError:  # the system refuses them
+            return None
 
     def _copy(self, loaded: Loaded) -> tuple[PageBatch, MoveResult]:
         batch: PageBatch = loaded.task  # type: ignore[assignment]
@@ -197,9 +246,10 @@ class Executor:
                 written = self.destination.write_from(rows, offsets, sizes, if_absent=if_absent)
             else:
                 origins = self._objects.take(pa.array(batch.origins[places]))
-                written = self._copier.copy_from(
-                    self._source, origins, rows, sizes, if_absent=if_absent
-                )
+                copy: Callable[..., Result] = _SystemCopies(self._copier, self._source).copy_from
+                if self._processes is not None:
+                    copy = partial(self._processes.call, "copy_from")
+                written = copy(origins, rows, sizes, if_absent=if_absent)
         if (written.statuses == Status.FULL).any():
             self.full.set()
         return written

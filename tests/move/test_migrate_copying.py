@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.file.store import FileStore
+from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.io.pipeline import Pace
-from hicachectl.move import copy_plan
+from hicachectl.move import copy_plan, copying
 from tests.move.migrations import PAGES, migrated, profile_file
 from tests.stores import contents, put_pages
 
@@ -162,3 +164,63 @@ def test_pages_of_one_age_are_copied_from_all_over_the_listing(
     os.utime(tmp_path / "store" / keys[5], (1, 1))
     migrated(invoke, tmp_path / "store", tmp_path / "copy")
     assert [key for call in copies for key in call] == [keys[n] for n in (5, 0, 3, 6, 1, 4, 2)]
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes copy however few calls are made at once, and however few objects there are."""
+    monkeypatch.setattr(copying, "_FORK_CALLS", 0)
+    monkeypatch.setattr(copying, "_FORK_OBJECTS", 0)
+
+
+@pytest.mark.usefixtures("forks")
+@pytest.mark.parametrize("jobs", [(), ("--jobs", "8")], ids=["found", "given"])
+def test_processes_copy_unless_the_calls_at_once_are_given(
+    invoke: Invoke,
+    source: Path,
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    jobs: tuple[str, ...],
+) -> None:
+    """Shares of a given number would not leave any to this process."""
+    copiers = tmp_path / "copiers"
+
+    def note(_: list[str]) -> None:
+        with copiers.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+    before_each_copy(monkeypatch, note)
+    assert migrated(invoke, source, target, *jobs)["pages"] == PAGES
+    assert contents(target) == contents(source)
+    assert (str(os.getpid()) in copiers.read_text().split()) == bool(jobs)
+
+
+@pytest.mark.usefixtures("forks")
+def test_a_process_that_is_killed_ends_the_run_and_the_next_one_completes_it(
+    invoke: Invoke, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    us = os.getpid()
+
+    def die(_: list[str]) -> None:
+        if os.getpid() != us:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with monkeypatch.context() as killing:
+        before_each_copy(killing, die)
+        failed = invoke("migrate", source, target, exit_code=2)
+    assert "was killed by signal 9" in failed.stderr
+    assert migrated(invoke, source, target)["pages"] == PAGES
+    assert contents(target) == contents(source)
+
+
+@pytest.mark.usefixtures("forks")
+def test_a_store_that_a_process_loses_is_lost(
+    invoke: Invoke, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(_: list[str]) -> None:
+        raise StoreUnavailable("/mnt: cannot use the store: Stale file handle")
+
+    before_each_copy(monkeypatch, lose)
+    failed = invoke("migrate", source, target, exit_code=3)
+    assert "/mnt: cannot use the store: Stale file handle" in failed.stderr

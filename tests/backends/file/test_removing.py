@@ -11,6 +11,7 @@ from hicachectl.backends.disk.durable import move_noreplace
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.object_files import tree
 from hicachectl.backends.object_files.tree import Temporaries
+from hicachectl.io.forking import Callees
 from tests.stores import OLD, page, put
 
 if TYPE_CHECKING:
@@ -99,3 +100,14 @@ def test_the_newest_of_two_replacements_stays(
     monkeypatch.setattr(tree, "move_noreplace", late)
     assert not removed(directory, seen)
     assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"newest"]
+
+
+def test_a_forked_process_has_names_of_its_own(directory: ObjectDirectory) -> None:
+    temporaries = Temporaries(directory, b"0" * 16)
+    key = NAME.encode()
+    with Callees(2, lambda: temporaries) as processes:
+        names = [temporaries.name(key), *(processes.call("name", key) for _ in range(4))]
+    tokens = {name.removeprefix(b".hicachectl-")[:24] for name in names}
+    assert len(tokens) == 3
+    assert {token[:16] for token in tokens} == {b"0" * 16}
+    assert len(set(names)) == len(names)
