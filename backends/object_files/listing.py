@@ -245,8 +245,6 @@ def batch_reader(
                 batch = _ask_arrow(path, schema, names)
                 if batch is not None and (links or is_named(directory, path)):
                     return batch
-        if waits:
-            ask_ahead([(directory, name) for name in names])
         return ask_each(zip(repeat(directory), names), schema)
 
     return read if (_OF_ARROW | _OF_PYTHON) & set(schema.names) else only_names
@@ -279,18 +277,6 @@ def _ask_arrow(path: str, schema: Any, names: list[str]) -> Any:
 def _by_descriptor(directory: int) -> str:
     """Return a path of an open directory (proc(5))."""
     return f"/proc/self/fd/{directory}"
-
-
-def ask_ahead(files: Iterable[tuple[int, str]]) -> None:
-    """Let the system learn the attributes of files that are likely to be regular ones.
-
-    Arrow's stat releases Python's lock once for all files, and Python's once for each. With
-    hundreds of threads the lock is what they wait for. After this, Python's stat does not wait:
-    clients of file servers keep attributes for some seconds.
-    """
-    paths = [f"{_by_descriptor(directory)}/{name}" for directory, name in files]
-    with suppress(OSError, UnicodeError):
-        LocalFileSystem().get_file_info(paths)
 
 
 def ask_each(files: Iterable[tuple[int, str]], schema: Any, others: list[str] | None = None) -> Any:
@@ -442,10 +428,7 @@ class FileListings(Losing):
         batches = {0: ask_each((), schema)}
 
         def ask(start: int, stop: int) -> None:
-            files = list(self._places(keys[start:stop]))
-            if calls.waits(_STAT):
-                ask_ahead(files)
-            batches[start] = ask_each(files, schema)
+            batches[start] = ask_each(self._places(keys[start:stop]), schema)
 
         with usable(objects.path):
             if "nbytes" in schema.names:
@@ -470,8 +453,6 @@ class FileListings(Losing):
         are_there = np.zeros(len(keys), dtype=np.bool_)
 
         def ask(start: int, stop: int) -> None:
-            if calls.waits(_STAT):
-                ask_ahead(self._places(keys[start:stop]))
             for index in range(start, stop):
                 are_there[index] = self._is_there(epochs, keys[index])
 
