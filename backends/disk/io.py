@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 import stat
 import threading
 from contextlib import contextmanager, suppress
@@ -28,12 +29,23 @@ OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Errors of a call that the file system lacks, or refuses for these files.
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
-# Errors of a file system that is itself unreachable: no answer about any file is valid.
-LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
+# Errors of a process or host that has too many open files. They say nothing about the file: with a
+# finding about it, a repair would remove a healthy page.
+TOO_MANY_OPEN = frozenset({errno.EMFILE, errno.ENFILE})
+# With these errors of a call, no answer about any file is valid: the file system is unreachable, or
+# there is no room for an open file.
+LOST = TOO_MANY_OPEN | {
+    errno.ESTALE,
+    errno.ENOTCONN,
+    errno.ESHUTDOWN,
+    errno.ENODEV,
+    errno.EHOSTDOWN,
+}
 # Errors of a read that say nothing about the file, but that this user may not read it.
 DENIED = frozenset({errno.EACCES, errno.EPERM})
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 CHECK_MOUNT = "check that the file system is mounted"
+OPEN_FEWER = "raise the limit of open files (ulimit -n), or give a smaller --jobs"
 MAY_READ = "run as the server's user, or let your group read its files (umask 027)"
 # Bytes per call, which fit the processor's cache. Larger calls cost up to four times the processor
 # time: Linux (6.18, ext4) searches the page cache for large folios.
@@ -105,11 +117,22 @@ _MOST_BUFFERS = 1024  # Linux's IOV_MAX
 _SYNC_FILE_RANGE_WRITE = 2
 
 
+def allow_descriptors(more: int) -> None:
+    """Raise this process's limit of open files, as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = soft + more
+    with suppress(OSError, ValueError):
+        top = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, top), hard))
+
+
 # file systems
 
 
 def raise_lost(error: OSError, name: str, action: str, next_step: str = CHECK_MOUNT) -> None:
-    """Raise StoreUnavailable if an error says that the whole file system is unreachable."""
+    """Raise StoreUnavailable if an error says that no file can be asked for."""
+    if error.errno in TOO_MANY_OPEN:
+        next_step = OPEN_FEWER
     if error.errno in LOST:
         raise StoreUnavailable(failed(name, action, error, next_step)) from error
 

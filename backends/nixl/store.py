@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import resource
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ import numpy as np
 from hicachectl.backends.capabilities import Emptied, SideFiles
 from hicachectl.backends.disk.directory import Directory, Trust, existing_part
 from hicachectl.backends.disk.durable import make_directories
-from hicachectl.backends.disk.io import OPEN_DIRECTORY, undo_on_error
+from hicachectl.backends.disk.io import OPEN_DIRECTORY, allow_descriptors, undo_on_error
 from hicachectl.backends.disk.names import OWN_PREFIX
 from hicachectl.backends.object_files.faults import unavailable
 from hicachectl.backends.object_files.listing import (
@@ -92,7 +91,7 @@ class NixlDisks(ObjectTree):
         made: gets the paths of new directories, innermost first. Raises OSError, and UsageError
         for a directory that is given twice, and if directories of the servers are missing.
         """
-        _allow_descriptors(len(paths) * len(FOLDER_NAMES))
+        allow_descriptors(len(paths) * len(FOLDER_NAMES))
         with ExitStack() as opened:
             opened.callback(_remove_empty, [] if made is None else made)
             disks = []
@@ -113,7 +112,7 @@ class NixlDisks(ObjectTree):
     @classmethod
     def of_run(cls, path: str, descriptor: int) -> Self:
         """Take over the open directory of a quarantine run, which no server fills."""
-        _allow_descriptors(len(FOLDER_NAMES))
+        allow_descriptors(len(FOLDER_NAMES))
         return cls([FolderedDirectory(path, descriptor)], high_watermark=100, complete=True)
 
     def close(self) -> None:
@@ -253,15 +252,6 @@ def _remove_empty(directories: Sequence[str]) -> None:
     with suppress(OSError):
         for directory in directories:
             os.rmdir(directory)  # noqa: PTH106 - names that are not UTF-8
-
-
-def _allow_descriptors(more: int) -> None:
-    """Raise this process's limit of open files, as far as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = soft + more
-    with suppress(OSError, ValueError):
-        top = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, top), hard))
 
 
 class NixlStore(ObjectFiles, Emptied):

@@ -8,8 +8,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.base import Status
-from hicachectl.backends.concurrency import Concurrency
-from hicachectl.backends.disk.io import CHECK_MOUNT, NO_ROOM, raise_denied, raise_lost
+from hicachectl.backends.concurrency import MOST_CALLS, Concurrency
+from hicachectl.backends.disk.io import (
+    CHECK_MOUNT,
+    NO_ROOM,
+    OPEN_FEWER,
+    TOO_MANY_OPEN,
+    allow_descriptors,
+    raise_denied,
+    raise_lost,
+)
 from hicachectl.backends.object_files.markers import MarkedSizes
 from hicachectl.backends.object_files.trailers import TrailerChecks
 from hicachectl.formats.errors import StoreUnavailable, UntrustedError
@@ -32,7 +40,10 @@ _NEXT_STEPS = {
     errno.ENOENT: "check the path, or create the directory",
     errno.ENOTDIR: "give the directory with the objects",
     errno.EACCES: "run as the server's user or as a member of its group",
+    **dict.fromkeys(TOO_MANY_OPEN, OPEN_FEWER),
 }
+# A call opens at most three files, and the 256 folders of a store stay open.
+_DESCRIPTORS = 3 * MOST_CALLS + 256
 
 
 def unavailable(path: str, error: OSError) -> StoreUnavailable:
@@ -66,6 +77,7 @@ class StoreFiles:
     """
 
     def __init__(self, objects: ObjectTree) -> None:
+        allow_descriptors(_DESCRIPTORS)
         self.objects = objects
         self.sizes = MarkedSizes(objects, self._unavailable)
         self.checks = TrailerChecks(self.sizes.facts)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import errno
+import resource
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from hicachectl.backends.base import Status
-from hicachectl.backends.concurrency import Concurrency
+from hicachectl.backends.arena import Arena
+from hicachectl.backends.base import Status, attached
+from hicachectl.backends.concurrency import MOST_CALLS, Concurrency
 from hicachectl.backends.file.folders import ObjectDirectory
+from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.object_files.faults import StoreFiles
 from hicachectl.formats.errors import StoreUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
 ROWS = 8
 
@@ -69,3 +73,42 @@ def test_a_lost_store_ends_all_rows(files: StoreFiles) -> None:
     with pytest.raises(StoreUnavailable):
         files.each("remove", range(ROWS), act, statuses, {})
     assert len(ended) == ROWS - 1
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[int]:
+    """A process that may have few more open files, at first: returns its limit."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(int(one.name) for one in Path("/proc/self/fd").iterdir()) + 20
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    yield most
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_store_may_open_files_for_all_calls_at_once(tmp_path: Path, few_descriptors: int) -> None:
+    """Shells allow 1024 open files, and many systems far more."""
+    with FileStore(str(tmp_path)):
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= few_descriptors + 3 * MOST_CALLS
+
+
+@pytest.mark.parametrize("use", ["read", "digest"])
+def test_objects_without_a_free_descriptor_are_not_called_unreadable(
+    tmp_path: Path, use: str
+) -> None:
+    """A finding about them would let a repair remove healthy pages."""
+    (tmp_path / "a.bin").write_bytes(b"x")
+    rows, sizes = pa.table({"key": pa.array([b"a.bin"], pa.binary())}), np.ones(1, dtype=np.int64)
+    with FileStore(str(tmp_path)) as store, Arena(4096) as arena, attached(arena, store):
+        at = np.zeros(1, dtype=np.int64)
+        calls: dict[str, Callable[[], object]] = {
+            "read": lambda: store.read_into(rows, at, sizes),
+            "digest": lambda: store.digest(rows, sizes, at == 0),
+        }
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+        try:
+            with pytest.raises(StoreUnavailable) as refused:
+                calls[use]()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "Too many open files; raise the limit of open files" in str(refused.value)
