@@ -7,6 +7,7 @@ does not tell the kinds of its entries (NFS without READDIRPLUS).
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -46,6 +47,7 @@ class Entries(NamedTuple):
 def entries_in(directory: int) -> Iterator[Entries]:
     """Yield the entries of an open directory, without `.` and `..`. Raises OSError.
 
+    A directory that is removed meanwhile has no further entries.
     The descriptor's own read position stays, so several readers may run at once.
     """
     with closing_descriptor(os.open(".", OPEN_DIRECTORY, dir_fd=directory)) as own:
@@ -58,6 +60,8 @@ def entries_in(directory: int) -> Iterator[Entries]:
         while count := LIBC.getdents64(own, address, _CALL_BYTES):
             if count < 0:
                 number = ctypes.get_errno()
+                if number == errno.ENOENT:  # readdir(3) takes this for the end, too
+                    return
                 raise OSError(number, os.strerror(number))
             yield _parsed(block[:count].tobytes())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -21,7 +22,7 @@ from pyarrow.fs import FileType, LocalFileSystem
 
 from hicachectl.backends.base import keys_of, scan_batch, scan_schema
 from hicachectl.backends.capabilities import Losing, Loss
-from hicachectl.backends.disk.durable import is_named
+from hicachectl.backends.disk.durable import is_linked, is_named
 from hicachectl.backends.disk.entries import DIRECTORY, REGULAR, UNKNOWN, entries_in
 from hicachectl.backends.disk.io import LOST, raise_lost
 from hicachectl.backends.disk.names import check_key, is_file_name, storable_ns, version_of
@@ -352,6 +353,8 @@ class FileListings(Losing):
             calls = self._files.concurrency
             places = objects.places(left_out.folders, calls)
             yield from scan_places(places, schema, left_out, finish, calls)
+            if not all(map(is_linked, objects.roots)):  # a part is not the whole
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
     def _finished(self, epochs: Epochs, left_out: LeftOut, batch: Any) -> Any:
         """Return a batch with sizes of objects, and with or without those that are stale.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -87,3 +88,17 @@ def test_an_error_of_the_call_is_raised_and_nothing_stays_open(
     with pytest.raises(OSError, match="Invalid argument"):
         _found(tmp_path)
     assert open_descriptors() == before
+
+
+def test_a_directory_that_is_removed_meanwhile_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entries, "_CALL_BYTES", 288)
+    (tmp_path / "a").mkdir()
+    for number in range(40):
+        (tmp_path / "a" / f"{number}").touch()
+    with closing_descriptor(os.open(tmp_path / "a", OPEN_DIRECTORY)) as descriptor:
+        found = entries_in(descriptor)
+        assert next(found).names
+        shutil.rmtree(tmp_path / "a")
+        assert list(found) == []

@@ -12,9 +12,10 @@ import pytest
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Status, open_store
 from hicachectl.backends.file.store import FileStore
+from hicachectl.backends.object_files import listing as listings
 from hicachectl.backends.testing import ARENA_BYTES, listing, read, rows_of, write
 from hicachectl.backends.urls import parse_url
-from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -123,6 +124,31 @@ def test_a_folder_that_vanishes_loses_its_objects_only(store: FileStore) -> None
     assert store.delete(rows).statuses.tolist() == gone
     assert write(store, {KEYS[7]: b"new"}, if_absent=True).all_ok
     assert _file(store, KEYS[7]).read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("gone", ["folder", "store"])
+def test_a_directory_removed_during_a_listing(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    """Without a folder, the objects of the others are listed; without the store, no listing ends.
+
+    A part of a store must not pass for the whole.
+    """
+    write(store, dict.fromkeys(KEYS, b"abc"), if_absent=True)
+    removed = {"folder": _file(store, KEYS[7]).parent, "store": Path(store.path)}[gone]
+    files_in = listings.files_in
+
+    def remove_first(directory: int) -> Iterator[listings.Found]:
+        if removed.exists() and os.path.samestat(os.fstat(directory), removed.stat()):
+            shutil.rmtree(removed)
+        return files_in(directory)
+
+    monkeypatch.setattr(listings, "files_in", remove_first)
+    if gone == "folder":
+        assert sorted(listing(store)) == sorted(set(KEYS) - {KEYS[7]})
+    else:
+        with pytest.raises(StoreUnavailable, match="No such file or directory"):
+            listing(store)
 
 
 def test_many_folders_are_synced_at_once(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
