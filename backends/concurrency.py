@@ -211,7 +211,10 @@ class _Part(Generic[S, T]):
 
 
 class _Thread(threading.local):
-    """What `Concurrency` knows of the running thread. turn: whether it may call."""
+    """State of the running thread.
+
+    turn: whether the thread may call.
+    """
 
     turn = False
 
@@ -257,9 +260,9 @@ class Concurrency:
         self._fixed, self._most, self._last = True, jobs, jobs
 
     def share(self, processes: int) -> None:
-        """Make this process's share of the calls from now on, beside other forked processes.
+        """Leave this forked process its share of the calls and of the processors from now on.
 
-        Of the processors it has as large a share.
+        processes: number of processes that share them.
         """
         with self._lock:
             self._processors /= processes
@@ -405,9 +408,8 @@ class Concurrency:
 
         try:
             self._threads().submit(task)
-        except (
-            RuntimeError
-        ):  # The system starts no further thread, but an earlier one has the task.
+        except RuntimeError:
+            # The system starts no further thread. An earlier one may already have the task.
             return not is_first()
         return True
 
