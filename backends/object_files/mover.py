@@ -20,6 +20,7 @@ from hicachectl.formats.wording import reason_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hicachectl.backends.base import StatusArray
     from hicachectl.backends.object_files.faults import StoreFiles
     from hicachectl.backends.object_files.tree import ObjectTree
 
@@ -58,17 +59,29 @@ class FileMover(Mover):
             return Status.CHANGED if status is None else status
 
         self._turn(into_store=False)
-        self._files.each("take", range(len(keys)), take, statuses, errors)
-        if raced:
-            back = self.put_back(rows.take(pa.array(raced)))
-            for place, index in enumerate(raced):
-                if back.statuses[place] == Status.EXISTS:  # a writer replaced the key again
-                    there, target = self._run.place(keys[index])
-                    os.unlink(target, dir_fd=there)
-                elif place in back.errors:
-                    statuses[index], errors[index] = Status.ERROR, back.errors[place]
-            self._turn(into_store=False)
+        try:
+            self._files.each("take", range(len(keys)), take, statuses, errors)
+        finally:  # an error or a signal must not keep a writer's new files in the run
+            if raced:
+                self._return(rows, raced, statuses, errors)
         return Result(statuses, errors)
+
+    def _return(
+        self, rows: Rows, raced: list[int], statuses: StatusArray, errors: dict[int, str]
+    ) -> None:
+        """Put files back that a writer had just written; replace none that is newer still.
+
+        raced: their rows. statuses, errors: get the rows that cannot be put back.
+        """
+        keys = keys_of(rows)
+        back = self.put_back(rows.take(pa.array(raced)))
+        for place, index in enumerate(raced):
+            if back.statuses[place] == Status.EXISTS:  # a writer replaced the key again
+                there, target = self._run.place(keys[index])
+                os.unlink(target, dir_fd=there)
+            elif place in back.errors:
+                statuses[index], errors[index] = Status.ERROR, back.errors[place]
+        self._turn(into_store=False)
 
     def _take(self, key: bytes, version: bytes | None) -> Status | None:
         """Rename a file into the run; None if it was a file that a writer has just put there."""

@@ -141,18 +141,18 @@ class FolderedDirectory(Closing):
         """Take over a directory's descriptor; `close` closes it."""
         self.path = path
         self.descriptor = descriptor
-        self._numbers: dict[bytes, int] = {}  # descriptors, by folder
+        self._numbers: dict[bytes, int] = {}  # descriptor of each folder
         self._current: set[bytes] = set()  # folders opened since the directory was replaced
         self._opening = threading.Lock()
-        self._making: dict[bytes, threading.Lock] = {}  # by folder
+        self._making: dict[bytes, threading.Lock] = {}  # one lock for each folder
 
     def close(self) -> None:
         """Close all descriptors."""
         with self._opening:
             descriptors = [self.descriptor, *self._numbers.values()]
             self.descriptor = -1
-            self._numbers.clear()
             self._current = set()
+            self._numbers.clear()
         for descriptor in descriptors:
             if descriptor >= 0:
                 os.close(descriptor)

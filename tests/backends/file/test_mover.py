@@ -10,6 +10,7 @@ import pytest
 
 from hicachectl.backends.base import Result, Status, open_store
 from hicachectl.backends.capabilities import mover_of
+from hicachectl.backends.disk import durable
 from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.object_files.tree import ObjectTree
 from hicachectl.backends.testing import rows_of
@@ -155,3 +156,28 @@ def test_an_object_from_before_a_clear_makes_room(
     assert put_back(mover, KEY) == (Status.OK if removes else Status.EXISTS)
     assert (store / "a.bin").read_bytes() == (b"held" if removes else b"a value")
     assert (aside / "a.bin").exists() == (not removes)
+
+
+def test_a_new_file_comes_back_although_the_run_of_renames_ends(
+    mover: FileMover, monkeypatch: pytest.MonkeyPatch, store: Path
+) -> None:
+    """A writer replaces an object right before its rename, and a signal ends the next one."""
+    rename = durable.rename_noreplace
+
+    def replaced(here: int, name: bytes, there: int, target: bytes) -> bool:
+        if name != KEY:
+            raise KeyboardInterrupt
+        (store / "new").write_bytes(b"a new value")
+        (store / "new").rename(store / "a.bin")
+        return rename(here, name, there, target)
+
+    (store / "b.bin").write_bytes(b"another")
+
+    def move(here: int, name: bytes, there: int, target: bytes) -> None:
+        assert rename(here, name, there, target)
+
+    monkeypatch.setattr(durable, "rename_noreplace", replaced)
+    monkeypatch.setattr("hicachectl.backends.object_files.mover.move_noreplace", move)
+    with pytest.raises(KeyboardInterrupt):
+        mover.take(rows_of([KEY, b"b.bin"]))
+    assert (store / "a.bin").read_bytes() == b"a new value"
