@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NOBODY = 65534
-MEMORY_BYTES = 3 << 30  # address space; the libraries' threads reserve most of it
+# Address space: the threads of libraries and of calls at once reserve most of it.
+MEMORY_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)

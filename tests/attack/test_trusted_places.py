@@ -454,8 +454,8 @@ def test_a_run_swapped_for_a_link_after_the_check_is_not_followed(
     """The run is swapped right after it was opened."""
     run = made_run(store)
 
-    def swapped(*arguments: Any) -> Any:
-        found = open_run(*arguments)
+    def swapped(*arguments: Any, **options: Any) -> Any:
+        found = open_run(*arguments, **options)
         if not run.is_symlink():
             run.rename(store.parent / "aside")
             run.symlink_to(victim)

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -31,7 +32,6 @@ from tests.waiting import PATIENCE_S, alive, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from hicachectl.backends.base import ReadResult
     from hicachectl.formats.profile import Profile
@@ -281,6 +281,7 @@ def test_without_a_device_no_process_is_left_and_this_one_reads(
     assert left == []
 
 
+ROOT = Path(__file__).parents[2]
 _COUNTING = """
 import os
 import sys
@@ -312,10 +313,9 @@ main(sys.argv[1:])
 
 def command(folder: Path, *options: str) -> list[str]:
     """Return a command that verifies the folder's store on a device, and tells what it forks."""
-    program = folder / "counting.py"
-    program.write_text(_COUNTING)
     given = ("--profile", folder / "p.toml", "--device", "cuda", "--device-bytes", ONE_LANE)
-    return [sys.executable, *map(str, (program, "verify", folder / "store", *given)), *options]
+    words = map(str, ("verify", folder / "store", *given))
+    return [sys.executable, "-c", _COUNTING, *words, *options]
 
 
 @pytest.mark.slow
@@ -325,6 +325,7 @@ def test_the_command_forks_before_it_starts_the_device(tmp_path: Path, device: s
     damage(store)
     done = subprocess.run(
         command(tmp_path, "--format", "json"),
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
@@ -346,6 +347,7 @@ def test_ctrl_c_in_a_terminal_ends_the_command_and_its_processes(
     write_store(tmp_path, "latent", PAGES)
     run = subprocess.Popen(
         command(tmp_path, "--bwlimit", "1"),
+        cwd=ROOT,
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,

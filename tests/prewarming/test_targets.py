@@ -433,7 +433,7 @@ def test_a_store_in_which_nothing_can_be_removed_is_given_up(
 ) -> None:
     store, tried = dsa_store(tmp_path / "store", 400), list[bytes]()
 
-    def stuck(writer: FileWriter, key: bytes, version: bytes | None = None) -> None:
+    def stuck(writer: FileWriter, key: bytes, *_: object) -> None:
         tried.append(key)
         raise PermissionError(1, "Operation not permitted")
 
