@@ -151,7 +151,7 @@ class _Children(Closing):
                         number = os.WTERMSIG(status)
                         self._how = f"was killed by signal {number} ({signal.strsignal(number)})"
         return UsageError(
-            f"A reader process {self._how}; if memory ran out, give a smaller --buffer-bytes, or "
+            f"A forked process {self._how}; if memory ran out, give a smaller --buffer-bytes, or "
             "--jobs 1"
         )
 

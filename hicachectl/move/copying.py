@@ -18,13 +18,12 @@ from hicachectl.backends.base import Result, Status, in_batches
 from hicachectl.backends.capabilities import (
     Confirm,
     RacyWrites,
-    Spreads,
     Trailed,
     copier_of,
     keep_as_private,
 )
 from hicachectl.formats.wording import conflict
-from hicachectl.io.forking import Callees
+from hicachectl.io.forked_calls import forked_calls
 from hicachectl.io.pipeline import Loaded, Pace, Pipeline
 from hicachectl.move.order import OF_MIGRATION, publish, remove_once, roll_back
 from hicachectl.move.results import GroupStatus, MoveResult
@@ -38,13 +37,10 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.backends.capabilities import SystemCopy
     from hicachectl.formats.arrays import BoolArray, IntArray
+    from hicachectl.io.forking import Callees
     from hicachectl.move.copy_plan import PageBatch
     from hicachectl.move.store_pair import StorePair
 
-# Processes copy from so many calls at once on, where Python's lock is what limits their threads,
-# and from so many objects on.
-_FORK_CALLS = 32
-_FORK_OBJECTS = 4096
 _HEAD_BYTES = 1024  # for an object's key and index row; usually enough
 
 
@@ -143,37 +139,14 @@ class Executor:
             confirm=isinstance(self._source, Confirm) and self._source.confirms,
             destination=self.destination,
         )
-        self._processes = self._forked(jobs)
+        if self._copier is not None:
+            copies = _SystemCopies(self._copier, self._source)
+            both = (self._source, self.destination)
+            self._processes = forked_calls(jobs, both, lambda: copies, objects=len(self._objects))
         with self._processes or nullcontext(), closing(iter(pipeline)) as results:
             for batch, result in results:
                 on_done(batch, result)
         return pipeline.complete and not self.stopped
-
-    def _forked(self, count: int) -> Callees | None:
-        """Fork processes that make the copies of the system; None where threads are as fast.
-
-        Each process copies a batch at a time, under a Python lock of its own.
-        count: batches at once.
-        """
-        copier, source = self._copier, self._source
-        if copier is None or count < 2 or len(self._objects) < _FORK_OBJECTS:
-            return None
-        stores = [one for one in (copier, source) if isinstance(one, Spreads)]
-        found = [one.concurrency.highest() for one in stores if one.concurrency.jobs is None]
-        if len(found) < 2 or max(found) < _FORK_CALLS:
-            return None
-
-        def copies() -> _SystemCopies:
-            for one in stores:
-                one.concurrency.share(count)
-            return _SystemCopies(copier, source)
-
-        for one in stores:
-            one.concurrency.close()  # none of its threads holds a lock during the fork
-        try:
-            return Callees(count, copies)
-        except OSError:  # the system refuses them
-            return None
 
     def _copy(self, loaded: Loaded) -> tuple[PageBatch, MoveResult]:
         batch: PageBatch = loaded.task  # type: ignore[assignment]

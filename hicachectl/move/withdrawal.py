@@ -23,6 +23,7 @@ from hicachectl.backends.capabilities import Spreads, mover_of, present_ns
 from hicachectl.checks.findings import SCHEMA
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.wording import failed, reason_of
+from hicachectl.io.forked_calls import Remover
 from hicachectl.move.copies import MEMORY_BYTES, copier
 from hicachectl.move.order import GroupObjects, withdraw
 from hicachectl.move.quarantine import NewRun, Quarantine
@@ -166,7 +167,15 @@ class _Removal:
     owned: whether a group that has lost an anchor belongs to another repair, and stays.
     """
 
-    def __init__(self, store: Store, groups: RemovalBatch, *, owned: bool = False) -> None:
+    def __init__(
+        self,
+        store: Store,
+        groups: RemovalBatch,
+        *,
+        owned: bool = False,
+        delete: Callable[[pa.Table], Result] | None = None,
+    ) -> None:
+        """delete: deletes objects as `store.delete` does, which is the default."""
         self.groups = groups
         self.result = MoveResult.of(groups.pages)
         self.touched = np.zeros(len(groups), dtype=np.bool_)
@@ -176,15 +185,23 @@ class _Removal:
         self.mover: Mover | None = None
         self._owned = owned
         self._store = store
+        self._delete_rows = delete or store.delete
         self._left = np.zeros(len(groups.owners), dtype=np.bool_)  # [n] whether it was removed
 
     @classmethod
-    def of_listed(cls, store: Store, listed: RemovalBatch, *, owned: bool = False) -> Self:
+    def of_listed(
+        cls,
+        store: Store,
+        listed: RemovalBatch,
+        *,
+        owned: bool = False,
+        delete: Callable[[pa.Table], Result] | None = None,
+    ) -> Self:
         """Look up listed groups again: findings about changed objects no longer count."""
         sight = look(store, listed)
         unwanted = np.zeros(len(sight.at), dtype=np.bool_)
         unwanted[listed.cells[sight.known(listed) & listed.unwanted]] = True
-        removal = cls(store, listed.as_seen(sight, unwanted), owned=owned)
+        removal = cls(store, listed.as_seen(sight, unwanted), owned=owned, delete=delete)
         removal.sight = sight
         removal.gone = int((~sight.present[listed.cells]).sum())
         known = np.ones(len(removal.groups.owners), dtype=np.bool_)
@@ -254,7 +271,7 @@ class _Removal:
     def _delete(self, places: IntArray) -> Result:
         rows = self._rows.take(pa.array(places))
         no_bytes = np.zeros(len(places), dtype=np.int64)  # only the number of objects is limited
-        return in_batches(no_bytes, self._store.limits, lambda span: self._store.delete(rows[span]))
+        return in_batches(no_bytes, self._store.limits, lambda span: self._delete_rows(rows[span]))
 
     def _take(self, places: IntArray) -> Result:
         """Rename objects into the run, durably; delete what was written since.
@@ -383,7 +400,13 @@ class _Worker:
 
     def _looked_up(self, listed: ListedGroups, exits: ExitStack) -> Iterator[_Removal]:
         """Yield a removal for each batch; where calls may wait, the next look begins meanwhile."""
-        look_up = partial(_Removal.of_listed, self._store, owned=self._run is not None)
+        delete = None
+        if self._run is None:
+            remover = Remover(self._store, objects=int(listed.counts.sum()))
+            delete = exits.enter_context(remover).delete
+        look_up = partial(
+            _Removal.of_listed, self._store, owned=self._run is not None, delete=delete
+        )
         if not isinstance(self._store, Spreads):
             yield from map(look_up, listed.batches())
             return

@@ -13,7 +13,7 @@ from hicachectl.backends.arena import Arena
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.io.pipeline import Pace
-from hicachectl.move import copy_plan, copying
+from hicachectl.move import copy_plan
 from tests.move.migrations import PAGES, migrated, profile_file
 from tests.stores import contents, put_pages
 
@@ -164,13 +164,6 @@ def test_pages_of_one_age_are_copied_from_all_over_the_listing(
     os.utime(tmp_path / "store" / keys[5], (1, 1))
     migrated(invoke, tmp_path / "store", tmp_path / "copy")
     assert [key for call in copies for key in call] == [keys[n] for n in (5, 0, 3, 6, 1, 4, 2)]
-
-
-@pytest.fixture
-def forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let processes copy however few calls are made at once, and however few objects there are."""
-    monkeypatch.setattr(copying, "_FORK_CALLS", 0)
-    monkeypatch.setattr(copying, "_FORK_OBJECTS", 0)
 
 
 @pytest.mark.usefixtures("forks")
