@@ -89,11 +89,13 @@ class _Calls:
     """Calls of one kind, and the number of them that the file system gets at once.
 
     level: the number now.
+    unlocked: whether the calls take most of their processor time without Python's lock.
     active: threads at work on such calls, or on the way there.
     item_seconds: mean seconds of the last calls; 0 before the first.
     """
 
     level: int
+    unlocked: bool
     active: int = 0
     item_seconds: float = 0.0
     _sums: _Sums = field(default_factory=_Sums)
@@ -157,7 +159,7 @@ class _Calls:
             return
         if self._shrinks:
             wanted = self.level // 2
-        elif sums.waits(processors):
+        elif sums.waits(processors if self.unlocked else min(1.0, processors)):
             wanted = 2 * max(self.level, round(sums.at_once))
         else:
             wanted = self.level
@@ -273,7 +275,8 @@ class Concurrency:
 
     def level(self, kind: str) -> int:
         """Return the number of calls of a kind at once, as found so far."""
-        return self._calls(kind).level
+        with self._lock:
+            return self._kinds[kind].level if kind in self._kinds else self._last
 
     def highest(self) -> int:
         """Return the highest number of calls of one kind at once, as found so far."""
@@ -282,7 +285,8 @@ class Concurrency:
 
     def waits(self, kind: str) -> bool:
         """Return whether calls of a kind wait, and not for processors, by those made so far."""
-        return self._calls(kind).waits
+        with self._lock:
+            return kind in self._kinds and self._kinds[kind].waits
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -305,15 +309,23 @@ class Concurrency:
                 self._changed.notify_all()
 
     def each(
-        self, kind: str, work: Callable[[int, int], object], count: int, *, least: int = 1
+        self,
+        kind: str,
+        work: Callable[[int, int], object],
+        count: int,
+        *,
+        least: int = 1,
+        unlocked: bool = False,
     ) -> None:
         """Do `work` for slices of range(count), several at once; this thread works, too.
 
         work: takes start and stop of a slice.
         least: items of a slice, as far as there are so many.
+        unlocked: whether calls of this kind run mostly without Python's lock, so that more of them
+            may use more processors.
         Raises the first error of a slice, after all that had begun have ended.
         """
-        calls, run = self._calls(kind), _Run(work, count, least)
+        calls, run = self._calls(kind, unlocked=unlocked), _Run(work, count, least)
         try:
             with self.turn(), self._active(calls):
                 while (part := self._take(calls, run)) is not None:
@@ -331,14 +343,16 @@ class Concurrency:
         lists: Iterable[Sequence[S]],
         *,
         least: int = 1,
+        unlocked: bool = False,
     ) -> Generator[T, None, None]:
         """Yield the results of `work` for slices of lists, in order; other threads work ahead.
 
         lists: may call the file system, too; one call is left to them.
         least: items of a slice, as far as a list has so many.
+        unlocked: see `each`.
         Raises the error of a slice in its turn.
         """
-        calls = self._calls(kind)
+        calls = self._calls(kind, unlocked=unlocked)
         if self._most == 1 or self._thread.turn:
             yield from map(work, filter(len, lists))
             return
@@ -373,10 +387,12 @@ class Concurrency:
             self._pool.shutdown()
         self._pool = None
 
-    def _calls(self, kind: str) -> _Calls:
+    def _calls(self, kind: str, *, unlocked: bool) -> _Calls:
         with self._lock:
             if kind not in self._kinds:
-                self._kinds[kind] = _Calls(self._last)
+                # Other calls found as many as processors where none waits: too many for one lock.
+                few = not (unlocked or self._fixed) and self._last <= self._processors
+                self._kinds[kind] = _Calls(1 if few else self._last, unlocked)
             return self._kinds[kind]
 
     def _threads(self) -> ThreadPoolExecutor:

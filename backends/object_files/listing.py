@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 SCAN_ROWS = 16384
 _AHEAD_NS = 60 * 10**9  # clocks differ by less
 _OBJECT = re.compile(r"[0-9a-f]{64}_|.*\.bin$", re.DOTALL)  # names of HiCacheNixl, HiCacheFile
-_STAT, _LIST = "stat", "list"  # kinds of calls
+_STAT, _LIST, _LOOK = "stat", "list", "look"  # kinds of calls
 _OF_ARROW = {"nbytes", "mtime_ns"}
 _OF_PYTHON = {"atime_ns", "version"}  # Arrow returns no inode and no time of reads
 
@@ -126,7 +126,7 @@ def scan_places(
     read = partial(_read, schema, concurrency)
     held: list[Any] = []
     rows = 0
-    for batch, others in concurrency.stream(_STAT, read, lists):
+    for batch, others in concurrency.stream(_STAT, read, lists, unlocked=True):
         left_out.note_others(others)
         held.append(batch)
         rows += len(batch)
@@ -161,7 +161,7 @@ def _names_of(
             begun.append((place, chain(first, following)))
         return begun
 
-    for begun in concurrency.stream(_LIST, begin, ([place] for place in places)):
+    for begun in concurrency.stream(_LIST, begin, ([place] for place in places), unlocked=True):
         for place, every in begun:
             for found in every:
                 left_out.note_others(found.others)
@@ -436,7 +436,7 @@ class FileListings(Losing):
         with usable(objects.path):
             if "nbytes" in schema.names:
                 self._files.sizes.current()
-            calls.each(_STAT, ask, len(keys))
+            calls.each(_LOOK, ask, len(keys))
             batch = _joined([batches[start] for start in sorted(batches)])
             finished = self._finished(Epochs(objects), LeftOut(), batch)
         return pa.Table.from_batches([finished])
@@ -461,7 +461,7 @@ class FileListings(Losing):
 
         with usable(objects.path):
             epochs = Epochs(objects)
-            calls.each(_STAT, ask, len(keys))
+            calls.each(_LOOK, ask, len(keys))
         return are_there
 
     def _is_there(self, epochs: Epochs, key: bytes) -> bool:

@@ -228,7 +228,7 @@ class FileReader:
             if groups:
                 self._note_readable(modes, groups, owners)
 
-        self._files.concurrency.each(kind, read_slice, len(rows))
+        self._files.concurrency.each(kind, read_slice, len(rows), unlocked=True)
         nbytes[:] = sizes
         if self._files.sizes.current():
             nbytes = self._files.sizes.payloads(rows, nbytes)
@@ -266,7 +266,7 @@ class FileReader:
                     finally:
                         os.close(descriptor)
 
-        self._files.concurrency.each("expect", expect_slice, len(places))
+        self._files.concurrency.each("expect", expect_slice, len(places), unlocked=True)
 
     def trailers(self, rows: Rows) -> Any:
         """Return what the trailers state, as `Trailed.read_trailers` does."""

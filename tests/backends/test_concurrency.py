@@ -100,7 +100,7 @@ def test_calls_that_wait_get_many_threads(concurrency: Concurrency, way: str) ->
 
 def test_calls_that_use_the_processor_get_few() -> None:
     """Where calls take processor time, no threads join that would only compete for it."""
-    calls, processors = _Calls(1), 2
+    calls, processors = _Calls(1, unlocked=True), 2
     for _ in range(1000):
         calls.active = calls.level
         items, cpu = calls.slice_items(1), 0.001
@@ -262,7 +262,7 @@ def levels(saturated: int, disturbed: int) -> Iterator[int]:
     saturated: calls at once that it serves in 1 ms each; more of them take longer.
     disturbed: a level whose first trial takes twice as long.
     """
-    calls, slow = _Calls(1), max(8, 2 * disturbed)
+    calls, slow = _Calls(1, unlocked=True), max(8, 2 * disturbed)
     while True:
         calls.active = calls.level
         items, seconds = calls.slice_items(1), 0.001 * max(1.0, calls.level / saturated)
