@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from hicachectl.backends.base import joined
+from hicachectl.backends.base import in_batches, joined
 from hicachectl.backends.capabilities import Spreads
 from hicachectl.backends.disk.io import Closing
 from hicachectl.io.forking import Callees
@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hicachectl.backends.base import Result, Rows, Store
+    from hicachectl.formats.arrays import IntArray
 
 # With fewer calls at once, or fewer objects, threads are as fast.
 _CALLS = 32
 _OBJECTS = 4096
 # Processes that remove objects. A batch has no use for more.
 _REMOVERS = 4
+# Folders of a store in a part of a batch: all 256 are in the batch.
+_FOLDERS = 256 // _REMOVERS
 
 
 def forked_calls(
@@ -29,8 +32,8 @@ def forked_calls(
 ) -> Callees | None:
     """Fork processes that call the methods of an object on stores; None where threads are as fast.
 
-    Each process has a share of the stores' calls at once, and a Python lock of its own. A number of
-    calls that was given, and not found, gets no processes.
+    Each process, this one included, keeps an equal share of the stores' calls at once, and has a
+    Python lock of its own. A number of calls that was given, and not found, gets no processes.
     make: returns the object; called in each process.
     objects: the number of objects in all calls together.
     """
@@ -42,22 +45,44 @@ def forked_calls(
     if max(one.highest() for one in spreading) < _CALLS:
         return None
 
-    def begin() -> object:
+    def share() -> None:
         for one in spreading:
-            one.share(count)
+            one.share(count + 1)
+
+    def begin() -> object:
+        share()
         return make()
 
     for one in spreading:
         one.close()  # none of its threads holds a lock during the fork
     try:
-        return Callees(count, begin)
+        processes = Callees(count, begin)
     except OSError:  # the system refuses them
         return None
+    share()
+    return processes
+
+
+def delete_all(store: Store, rows: Rows) -> Result:
+    """Delete objects as `Store.delete` does, however many they are."""
+    no_bytes = np.zeros(len(rows), dtype=np.int64)  # only the number of objects is limited
+    return in_batches(no_bytes, store.limits, lambda span: store.delete(rows[span]))
+
+
+def _apart(part: IntArray) -> IntArray:
+    """Return rows in an order in which neighbours lie in different folders.
+
+    A file system makes one change at a time in a folder, and a thread gets neighbours.
+    part: rows in the order of a listing, so folder by folder.
+    """
+    steps = max(1, len(part) // _FOLDERS)
+    return part[np.argsort(np.arange(len(part)) % steps, kind="stable")]
 
 
 class Remover(Closing):
     """Removes objects from a store as `Store.delete` does, in several processes where that pays.
 
+    processes: the number of processes; 1 if this one removes them itself.
     Leaving the with block waits for the removals that have begun.
     """
 
@@ -65,7 +90,10 @@ class Remover(Closing):
         """objects: the number of objects that will be removed, or more."""
         self._store = store
         self._processes = forked_calls(_REMOVERS, (store,), lambda: store, objects=objects)
-        self._threads = None if self._processes is None else ThreadPoolExecutor(_REMOVERS, "remove")
+        self.processes = 1 if self._processes is None else len(self._processes)
+        self._threads = (
+            None if self.processes == 1 else ThreadPoolExecutor(self.processes, "remove")
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -78,10 +106,11 @@ class Remover(Closing):
             self._processes.close()
 
     def delete(self, rows: Rows) -> Result:
-        """See `Store.delete`."""
-        processes, threads = self._processes, self._threads
+        """See `delete_all`."""
+        processes, threads, most = self._processes, self._threads, self._store.limits.batch_objects
         if processes is None or threads is None:
-            return self._store.delete(rows)
-        parts = [part for part in np.array_split(np.arange(len(rows)), len(processes)) if len(part)]
+            return delete_all(self._store, rows)
+        count = max(self.processes, -(-len(rows) // most))
+        parts = [_apart(part) for part in np.array_split(np.arange(len(rows)), count) if len(part)]
         begun = [threads.submit(processes.call, "delete", rows.take(part)) for part in parts]
         return joined(len(rows), zip(parts, (one.result() for one in begun), strict=True))

@@ -430,8 +430,8 @@ class ListedGroups:
         sizes = self._inventory.take(self._rows, ["nbytes"]).column("nbytes")
         return column_sums(sizes, np.repeat(np.arange(len(self)), self.counts), len(self))
 
-    def batches(self) -> Iterator[RemovalBatch]:
-        """Yield the groups in batches of one deployment and about BATCH_OBJECTS objects.
+    def batches(self, times: int = 1) -> Iterator[RemovalBatch]:
+        """Yield the groups in batches of one deployment and about `times` BATCH_OBJECTS objects.
 
         A batch has groups from all over the listing, and so from all folders of a store: a file
         system makes one change at a time in a folder.
@@ -442,7 +442,7 @@ class ListedGroups:
             shape, most, most_objects = None, len(self), _AMBIGUOUS_OBJECTS
             if number != UNRESOLVED:
                 shape = Shape.of(self._groups.deployments[number].specs)
-                most, most_objects = max(1, _BATCH_SLOTS // len(shape)), BATCH_OBJECTS
+                most, most_objects = max(1, _BATCH_SLOTS // len(shape)), times * BATCH_OBJECTS
             counts, groups = self.counts[first:end], np.arange(first, end)
             apart = max(1, -(-int(counts.sum()) // most_objects), -(-len(groups) // most))
             spread = np.argsort(groups % apart, kind="stable")

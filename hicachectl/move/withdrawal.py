@@ -18,12 +18,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.backends.base import Result, Status, in_batches
+from hicachectl.backends.base import Result, Status
 from hicachectl.backends.capabilities import Spreads, mover_of, present_ns
 from hicachectl.checks.findings import SCHEMA
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.wording import failed, reason_of
-from hicachectl.io.forked_calls import Remover
+from hicachectl.io.forked_calls import Remover, delete_all
 from hicachectl.move.copies import MEMORY_BYTES, copier
 from hicachectl.move.order import GroupObjects, withdraw
 from hicachectl.move.quarantine import NewRun, Quarantine
@@ -175,7 +175,7 @@ class _Removal:
         owned: bool = False,
         delete: Callable[[pa.Table], Result] | None = None,
     ) -> None:
-        """delete: deletes objects as `store.delete` does, which is the default."""
+        """delete: deletes objects as `delete_all` does, which is the default."""
         self.groups = groups
         self.result = MoveResult.of(groups.pages)
         self.touched = np.zeros(len(groups), dtype=np.bool_)
@@ -185,7 +185,7 @@ class _Removal:
         self.mover: Mover | None = None
         self._owned = owned
         self._store = store
-        self._delete_rows = delete or store.delete
+        self._delete_rows = delete or partial(delete_all, store)
         self._left = np.zeros(len(groups.owners), dtype=np.bool_)  # [n] whether it was removed
 
     @classmethod
@@ -269,9 +269,7 @@ class _Removal:
         return found
 
     def _delete(self, places: IntArray) -> Result:
-        rows = self._rows.take(pa.array(places))
-        no_bytes = np.zeros(len(places), dtype=np.int64)  # only the number of objects is limited
-        return in_batches(no_bytes, self._store.limits, lambda span: self._delete_rows(rows[span]))
+        return self._delete_rows(self._rows.take(pa.array(places)))
 
     def _take(self, places: IntArray) -> Result:
         """Rename objects into the run, durably; delete what was written since.
@@ -340,6 +338,8 @@ class _Worker:
         self._groups = groups
         self._run = run
         self._memory_bytes = memory_bytes
+        self._remover: Remover | None = None
+        self._exits = ExitStack()
         self._watches = watches
         self._watched: list[tuple[RemovalBatch, MoveResult, IntArray]] = []
         self._rows: list[pa.Table] = []
@@ -357,6 +357,7 @@ class _Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._exits.close()
         if self._run is not None:
             try:
                 self._run.close()
@@ -400,19 +401,19 @@ class _Worker:
 
     def _looked_up(self, listed: ListedGroups, exits: ExitStack) -> Iterator[_Removal]:
         """Yield a removal for each batch; where calls may wait, the next look begins meanwhile."""
-        delete = None
-        if self._run is None:
-            remover = Remover(self._store, objects=int(listed.counts.sum()))
-            delete = exits.enter_context(remover).delete
-        look_up = partial(
-            _Removal.of_listed, self._store, owned=self._run is not None, delete=delete
-        )
+        if self._remover is None:
+            # Objects that are renamed into a run leave by the mover, in this process.
+            objects = int(listed.counts.sum()) if self._run is None else 0
+            self._remover = self._exits.enter_context(Remover(self._store, objects=objects))
+        delete, owned = self._remover.delete, self._run is not None
+        look_up = partial(_Removal.of_listed, self._store, owned=owned, delete=delete)
+        batches = listed.batches(self._remover.processes)
         if not isinstance(self._store, Spreads):
-            yield from map(look_up, listed.batches())
+            yield from map(look_up, batches)
             return
         thread = exits.enter_context(ThreadPoolExecutor(1, "hicachectl-look"))
         ahead: Future[_Removal] | None = None
-        for batch in listed.batches():
+        for batch in batches:
             following = thread.submit(look_up, batch)
             if ahead is not None:
                 yield ahead.result()

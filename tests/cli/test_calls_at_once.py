@@ -142,11 +142,11 @@ class Commands:
 def test_no_command_makes_more_calls_at_once(
     invoke: Invoke, mount: SlowMount, tmp_path: Path, jobs: int
 ) -> None:
-    """With --jobs 1 one call follows the other; with more, most commands make as many."""
+    """With --jobs 1 one call follows the other; with more, most commands make several."""
     most = dict(Commands(invoke, mount, tmp_path / "local", jobs).all())
     assert {name: calls for name, calls in most.items() if calls > jobs} == {}
     for name in most.keys() - {"show", "list"}:
-        assert most[name] > jobs // 2, name
+        assert most[name] >= min(jobs, 2), name
 
 
 @needs_root
