@@ -279,9 +279,12 @@ class Concurrency:
             return self._kinds[kind].level if kind in self._kinds else self._last
 
     def highest(self) -> int:
-        """Return the highest number of calls of one kind at once, as found so far."""
+        """Return the highest number of calls of one kind at once, as found so far.
+
+        Only calls that wait count: others may have got more threads for a trial.
+        """
         with self._lock:
-            return max((calls.level for calls in self._kinds.values()), default=self._last)
+            return max((calls.level for calls in self._kinds.values() if calls.waits), default=1)
 
     def waits(self, kind: str) -> bool:
         """Return whether calls of a kind wait, and not for processors, by those made so far."""
