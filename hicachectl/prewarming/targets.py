@@ -100,7 +100,8 @@ class Gauge:
         self._fruitless = 0
         self._store = store
         # The free bytes, and the bytes removed before, when both were last known to agree.
-        self._known_free = self._first_free = free_bytes or 0
+        self._known_free = free_bytes or 0
+        self._first_free = self._known_free  # less what servers were seen to write
         self._known_removed = 0
 
     @classmethod
@@ -169,17 +170,20 @@ class Gauge:
         """Return the free bytes once removed ones show; decide whether they are held.
 
         Some systems free space in the background. More pages must not leave for it, but they must
-        for servers that write as much as was removed: then the free space goes on falling.
+        for servers that write as much as was removed: then the free space goes on falling, and
+        waiting longer would let the store fill up.
         """
         free = first = self._look(store)
+        latest = removed - self._known_removed  # bytes; none of them may show yet
         ends = time.monotonic() + _LATE_SECONDS
         while is_fruitless := self._is_fruitless(free, removed):
-            if time.monotonic() >= ends:
+            if time.monotonic() >= ends or first - free >= latest:
                 break
             time.sleep(_PAUSE_SECONDS)
             free = self._look(store)
         self._fruitless += is_fruitless
         self.is_held = is_fruitless and (free >= first or self._fruitless >= _MOST_FRUITLESS)
+        self._first_free -= max(0, first - free)
         return free
 
     def _is_fruitless(self, free: int, removed: int) -> bool:

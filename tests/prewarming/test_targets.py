@@ -218,6 +218,34 @@ def test_space_that_servers_fill_again_is_made_again(
 
 
 @needs_root
+def test_the_wait_for_late_space_ends_when_servers_have_written_as_much(
+    invoke: Invoke, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A longer wait would let the disk fill up."""
+    store, delete, other = dsa_store(disk / "store", 40), FileStore.delete, disk / "other"
+    waits = list[float]()
+
+    def write(pages: int) -> None:
+        with other.open("ab") as stream:
+            stream.write(bytes(pages * PAGE_SPACE))
+
+    def meanwhile(opened: FileStore, rows: Any) -> Any:
+        if not other.exists():
+            write(3)
+        return delete(opened, rows)
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        write(1)
+
+    monkeypatch.setattr(FileStore, "delete", meanwhile)
+    monkeypatch.setattr(time, "sleep", wait)
+    removed(invoke, store, "--keep-free", free_bytes(disk) + 2 * PAGE_SPACE)
+    assert len(waits) == 2
+    assert len(pages_of(store)) == 40 - 2 - 3 - 2
+
+
+@needs_root
 def test_a_disk_that_others_fill_meanwhile_costs_all_pages_but_one(
     invoke: Invoke, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
