@@ -12,7 +12,7 @@ import pyarrow as pa
 from hicachectl.backends.capabilities import InFiles, Spreads
 from hicachectl.bench.device import timed_stages
 from hicachectl.bench.estimate import prefill_of
-from hicachectl.bench.prompts import check_probed, faster_from, timed_prompts
+from hicachectl.bench.prompts import BreakEven, break_even_of, check_probed, timed_prompts
 from hicachectl.bench.reads import CACHED, COLD, MIXED, UNKNOWN, timed_reads
 from hicachectl.bench.report import (
     READ,
@@ -89,7 +89,7 @@ class _Found:
     stores: list[BenchedStore] = field(default_factory=list)
     rows: list[BenchRow] = field(default_factory=list)
     prompts: list[BenchedPrompts] = field(default_factory=list)
-    restored_faster_from: int | None = None
+    break_even: BreakEven = field(default_factory=BreakEven)
     verdicts: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     undone: list[str] = field(default_factory=list)
@@ -155,7 +155,8 @@ def _result(
         threads=request.threads,
         prefill_tokens_per_second=prefill,
         prompts=found.prompts,
-        restored_faster_from_tokens=found.restored_faster_from,
+        computed_faster_to_tokens=found.break_even.computed_to,
+        restored_faster_from_tokens=found.break_even.restored_from,
         verdicts=found.verdicts,
         seconds=seconds,
         complete=found.complete and not found.undone,
@@ -236,12 +237,12 @@ def _probe(store: Store, profile: Profile, request: BenchRequest, found: _Found)
         profile,
         request.server,
         most_bytes=most_written(store, request.most_bytes),
-        deadline=time.monotonic() + request.seconds,
+        seconds=request.seconds,
     )
     found.prompts += [prompts_row(store.url, times) for times in probed.times]
     if probed.times:
-        found.restored_faster_from = faster_from(probed.times, profile.page_size)
-        found.verdicts.append(prompts_verdict(store.url, probed.times, found.restored_faster_from))
+        found.break_even = break_even_of(probed.times)
+        found.verdicts.append(prompts_verdict(store.url, probed.times, found.break_even))
         found.remarks += probed.remarks
     else:
         found.undone += probed.remarks

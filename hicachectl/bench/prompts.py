@@ -12,6 +12,7 @@ import random
 import secrets
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ from hicachectl.requests.forms import Request
 from hicachectl.text.units import counted, human_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.arrays import BoolArray, IntArray
@@ -41,7 +42,10 @@ if TYPE_CHECKING:
 _TOKENS = range(10, 250)  # ids that every vocabulary has
 _LONGEST_TOKENS = 1 << 15
 _ROUNDS = 7
-_HALVINGS = 3  # lengths between the longest that is computed faster and the next longer one
+_HALVINGS = 5  # lengths that are timed between others
+_DOUBLING_SHARE = 0.6  # of the time, for lengths that double
+_DECIDED = 0.03  # times that differ by less are equal: so much a repeated prompt differs by
+_CLOSE = 1.15  # lengths whose quotient is less have none between them
 _ARENA_BYTES = 64 << 20
 _STORED_S = 10.0  # patience with the server's writes of a prompt
 _PAUSE_S = 0.01
@@ -62,36 +66,48 @@ class PromptTimes:
 
     @property
     def gain(self) -> float:
-        """Seconds by which restoring is faster: the fastest of each, which waited for no other."""
-        return min(self.computed) - min(self.restored)
+        """Share of the time of computing that restoring saves; negative if it takes longer.
+
+        The fastest answer of each kind counts: it waited for no other request.
+        """
+        return 1 - min(self.restored) / min(self.computed)
+
+    @property
+    def restored_faster(self) -> bool | None:
+        """Whether restoring is faster; None if the times are about equal.
+
+        The medians must agree with the fastest answers.
+        """
+        median = 1 - float(np.median(self.restored)) / float(np.median(self.computed))
+        if abs(self.gain) < _DECIDED or median * self.gain <= 0:
+            return None
+        return self.gain > 0
 
 
-def faster_from(times: Sequence[PromptTimes], page_tokens: int) -> int | None:
-    """Return the tokens of whole pages from which on prompts are restored faster than computed.
+class BreakEven(NamedTuple):
+    """Which prompts a server restores faster than it computes them, in tokens of whole pages.
+
+    computed_to: prompts up to this length are computed faster; None if no length is.
+    restored_from: prompts from this length on are restored faster; None if no length is.
+    Between the two, both take about as long.
+    """
+
+    computed_to: int | None = None
+    restored_from: int | None = None
+
+
+def break_even_of(times: Sequence[PromptTimes]) -> BreakEven:
+    """Return which lengths are faster each way.
 
     times: those of different lengths, the shortest first. One that other requests have disturbed
-        does not decide: see `_first_faster`. Between two lengths, the gain is on a line.
-    None if no prompt is restored faster.
+        does not decide: the gains from the break-even on, less those before, are the largest sum.
     """
-    first = _first_faster(times)
-    if first == len(times):
-        return None
-    before, after = times[max(0, first - 1)], times[first]
-    if not before.gain <= 0 < after.gain:
-        return after.tokens
-    share = -before.gain / (after.gain - before.gain)
-    tokens = before.tokens + share * (after.tokens - before.tokens)
-    return -int(-tokens // page_tokens) * page_tokens
-
-
-def _first_faster(times: Sequence[PromptTimes]) -> int:
-    """Return the index of the first length that is restored faster; one more than the last: none.
-
-    The gains from there on, less those before, are the largest sum.
-    """
-    gains = np.array([one.gain / min(one.computed) for one in times])
+    gains = np.array([one.gain for one in times])
     sums = [gains[at:].sum() - gains[:at].sum() for at in range(len(gains) + 1)]
-    return int(np.argmax(sums))
+    split = int(np.argmax(sums))
+    computed = [one.tokens for one in times[:split] if one.restored_faster is False]
+    restored = [one.tokens for one in times[split:] if one.restored_faster]
+    return BreakEven(max(computed, default=None), min(restored, default=None))
 
 
 def check_probed(store: Store, profile: Profile) -> None:
@@ -108,46 +124,54 @@ def check_probed(store: Store, profile: Profile) -> None:
 
 
 def timed_prompts(
-    store: Store, profile: Profile, url: str, *, most_bytes: int, deadline: float
+    store: Store, profile: Profile, url: str, *, most_bytes: int, seconds: float
 ) -> Probed:
-    """Time prompts of doubling lengths, then lengths near the first that is restored faster.
+    """Time prompts of doubling lengths, then of lengths between that narrow the break-even.
 
     url: a server that has the store attached.
     most_bytes: limit on the bytes of a prompt's pages and of their copies.
-    deadline: `time.monotonic()` after which no prompt is sent, except the first.
+    seconds: time after which no prompt is sent, except the first.
     The pages are removed from the store, also after an interrupt. Raises UsageError if the shortest
     prompt needs more bytes, and StoreUnavailable.
     """
     prompts = _Prompts(store, profile, url, most_bytes)
     found: dict[int, PromptTimes] = {}
+    began = time.monotonic()
+    doubled, ends = began + _DOUBLING_SHARE * seconds, began + seconds
     with Arena(prompts.largest) as arena, attached(arena, store):
         pages = prompts.least
         # The first request of its kind takes longer.
         goes_on = prompts.once(pages) is not None
         while goes_on and pages <= prompts.most:
-            goes_on = prompts.time(found, pages, deadline)
+            goes_on = prompts.time(found, pages, doubled)
             pages *= 2
         for _ in range(_HALVINGS):
-            between = _between(found)
-            if between is None or not prompts.time(found, between, deadline):
+            between = _between([found[pages] for pages in sorted(found)], profile.page_size)
+            if between is None or not prompts.time(found, between, ends):
                 break
     times = [found[pages] for pages in sorted(found)]
-    if times and time.monotonic() > deadline:
+    if prompts.late:
         prompts.remarks.append(
-            f"{url}: no prompts longer than {times[-1].tokens:,} tokens, or near the first that is "
-            "restored faster, were timed: the time of --time-limit is over"
+            f"{url}: the time of --time-limit is too short for prompts longer than "
+            f"{times[-1].tokens:,} tokens, or for more near the break-even"
         )
     return Probed(times, prompts.remarks, prompts.undone)
 
 
-def _between(found: Mapping[int, PromptTimes]) -> int | None:
-    """Return the pages halfway between the last length that is computed faster and the next one."""
-    pages = sorted(found)
-    first = _first_faster([found[one] for one in pages])
-    if not 0 < first < len(pages):
+def _between(times: Sequence[PromptTimes], page_tokens: int) -> int | None:
+    """Return the pages of a prompt that would narrow the break-even; None if it is close."""
+    shortest, longest = break_even_of(times)
+    if longest is None:
         return None
-    last = pages[first - 1]
-    return (last + pages[first]) // 2 if pages[first] - last > 1 else None
+    shortest = times[0].tokens if shortest is None else shortest
+    lengths = [one.tokens for one in times if shortest <= one.tokens <= longest]
+    if longest < _CLOSE * shortest:
+        return None
+    gaps = [after / before for before, after in pairwise(lengths)]
+    at = int(np.argmax(gaps))
+    before, after = (tokens // page_tokens for tokens in lengths[at : at + 2])
+    between = (before + after) // 2
+    return between if before < between < after else None
 
 
 class Probed(NamedTuple):
@@ -181,6 +205,7 @@ class _Prompts:
 
     least, most: pages of the shortest and the longest prompt.
     largest: bytes of memory that copies need.
+    late: whether prompts were not sent because the time was over.
     remarks, undone: see `Probed`.
     """
 
@@ -207,6 +232,7 @@ class _Prompts:
             )
         largest = max(spec.nbytes for spec in self._specs)
         self.largest = max(_ARENA_BYTES, -(-largest // ALIGNMENT) * ALIGNMENT)
+        self.late = False
         self.remarks: list[str] = []
         self.undone: list[str] = []
 
@@ -215,6 +241,7 @@ class _Prompts:
         times = PromptTimes(pages * self._page_size)
         for _ in range(_ROUNDS):
             if found and time.monotonic() > deadline:
+                self.late = True
                 break
             if (once := self.once(pages)) is None:
                 break

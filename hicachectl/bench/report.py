@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hicachectl.bench.device import Stage
-    from hicachectl.bench.prompts import PromptTimes
+    from hicachectl.bench.prompts import BreakEven, PromptTimes
     from hicachectl.bench.reads import Timing
     from hicachectl.results import Shown
     from hicachectl.text.tables import Screen
@@ -86,6 +86,7 @@ class BenchDocument(msgspec.Struct, kw_only=True):
     threads: int
     prefill_tokens_per_second: float | None
     prompts: list[BenchedPrompts]
+    computed_faster_to_tokens: int | None
     restored_faster_from_tokens: int | None
     verdicts: list[str]
     seconds: float
@@ -198,19 +199,27 @@ def prompts_row(store: str, times: PromptTimes) -> BenchedPrompts:
     )
 
 
-def prompts_verdict(store: str, times: Sequence[PromptTimes], first: int | None) -> str:
-    """Return in one sentence which prompts a server restores faster than it computes them.
-
-    first: a result of `faster_from`.
-    """
-    if first is None:
-        longest = times[-1].tokens
-        return f"{store}: computing is faster than restoring for prompts up to {longest:,} tokens"
-    if first <= times[0].tokens:
-        which = f"every prompt that servers restore (from {first:,} tokens)"
+def prompts_verdict(store: str, times: Sequence[PromptTimes], break_even: BreakEven) -> str:
+    """Return in one sentence which prompts a server restores faster than it computes them."""
+    computed_to, restored_from = break_even
+    longest = times[-1].tokens
+    if restored_from is not None:
+        if restored_from == times[0].tokens:
+            which = f"every prompt that servers restore (from {restored_from:,} tokens)"
+        else:
+            which = f"prompts from {restored_from:,} tokens on"
+        if computed_to is not None:
+            which += f", and slower up to {computed_to:,} tokens"
+        elif restored_from > times[0].tokens:
+            which += "; shorter ones take as long either way"
+        said = f"restoring is faster than computing for {which}"
+    elif computed_to is not None:
+        said = f"computing is faster than restoring for prompts up to {computed_to:,} tokens"
+        if computed_to < longest:
+            said += f"; longer ones, up to {longest:,} tokens, take as long either way"
     else:
-        which = f"prompts from {first:,} tokens on"
-    return f"{store}: restoring is faster than computing for {which}, by the server's own times"
+        said = f"prompts up to {longest:,} tokens take as long to restore as to compute"
+    return f"{store}: {said}, by the server's own times"
 
 
 def lines(document: dict[str, Any], screen: Screen, _shown: Shown) -> Iterator[str]:

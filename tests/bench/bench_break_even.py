@@ -3,11 +3,11 @@
     python -m tests.bench.bench_break_even --pages 16,64,256 --runs 11
 
 Starts a real SGLang server of a tiny model on the CPU for each page size, with SGLang's file
-backend, and asks `bench --probe-server` from which length on restoring is faster. Then prompts of
-several lengths around that one are computed, and restored after the server's memory was flushed,
-in turn. A sentence is right if the fastest answer of each kind agrees with it at every length;
-lengths within a tenth of the one that is named prove nothing, and neither do times that differ by
-less than 3 %.
+backend, and asks `bench --probe-server` which lengths are restored faster and slower. Then prompts
+of several lengths around these are computed, and restored after the server's memory was flushed,
+in turn. A sentence is wrong if the other way is faster by 3 % or more at a length of which it
+speaks, in the fastest answers and in the medians; or if the lengths of which it does not speak
+reach from one to more than twice it, although the times differ by more than 10 % at one of them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 _TOKENS = 8192  # of the model's context, and of the device pool
 _LONGEST = 7168
-_SHARES = (0.35, 0.5, 0.7, 0.85, 1.2, 1.5, 2.0, 4.0)
-_CLOSE, _EQUAL = 0.1, 0.03
+_SHARES = (0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 4.0)
+_EQUAL, _UNEQUAL, _NARROW = 0.03, 0.1, 2
 
 
 def random_tokens(rng: np.random.Generator, count: int) -> list[int]:
@@ -56,8 +56,8 @@ def await_stored(store: Path, tokens: Sequence[int], page: int) -> None:
     wait_until(lambda: all(file.exists() for file in files))
 
 
-def said(server: CpuServer, store: Path, page: int, time_limit: str) -> int | None:
-    """Return the tokens that `bench --probe-server` names."""
+def said(server: CpuServer, store: Path, page: int, time_limit: str) -> tuple[float, float]:
+    """Return up to which length computing is faster, and from which restoring, as `bench` says."""
     words = [sys.executable, "-m", "hicachectl", "bench", store, "--server", server.url]
     words += ["--probe-server", "--prefetch-threshold", page, "--time-limit", time_limit]
     done = subprocess.run(
@@ -68,8 +68,10 @@ def said(server: CpuServer, store: Path, page: int, time_limit: str) -> int | No
     )
     document = json.loads(done.stdout)
     print(document["verdicts"][-1].partition(": ")[2], flush=True)
-    first: int | None = document["restored_faster_from_tokens"]
-    return first
+    return (
+        document["computed_faster_to_tokens"] or 0,
+        document["restored_faster_from_tokens"] or float("inf"),
+    )
 
 
 def measure(server: CpuServer, store: Path, page: int, runs: int, time_limit: str) -> bool:
@@ -79,8 +81,9 @@ def measure(server: CpuServer, store: Path, page: int, runs: int, time_limit: st
     filling = random_tokens(rng, 1024 + 1)
     server.generate(filling)
     await_stored(store, filling, page)
-    first = said(server, store, page, time_limit)
-    around = _LONGEST // 2 if first is None else first
+    computed_to, restored_from = said(server, store, page, time_limit)
+    ends = {end for end in (computed_to, restored_from) if 0 < end < _LONGEST} or {_LONGEST // 4}
+    around = np.exp(np.mean(np.log(sorted(ends))))
     pages = sorted({round(share * around / page) for share in _SHARES} - {0})
     lengths = [number * page for number in pages if number * page <= _LONGEST]
     stored = {tokens: random_tokens(rng, tokens + 1) for tokens in lengths}
@@ -98,19 +101,23 @@ def measure(server: CpuServer, store: Path, page: int, runs: int, time_limit: st
         "| page size | tokens | computed, ms | restored, ms | faster | said |\n"
         "|---|---|---|---|---|---|"
     )
-    right = True
+    right, differs = True, False
     for at, count in enumerate(lengths):
         computed, restored = (float(one) for one in seconds[:, at].min(axis=0) * 1e3)
-        faster, expected = restored < computed, first is not None and count >= first
-        close = first is not None and abs(count - first) <= _CLOSE * first
-        equal = abs(restored - computed) <= _EQUAL * computed
-        right &= close or equal or faster == expected
-        names = {True: "restoring", False: "computing"}
-        won = "neither" if equal else names[faster]
-        print(
-            f"| {page} | {count:,} | {computed:.1f} | {restored:.1f} | {won} | "
-            f"{names[expected]}{' (close)' if close else ''} |"
-        )
+        gain = 1 - restored / computed
+        median = 1 - np.divide(*np.median(seconds[:, at], axis=0)[::-1])
+        sure = abs(gain) >= _EQUAL and gain * median > 0
+        won = ("restoring" if gain > 0 else "computing") if sure else "neither"
+        expected = "nothing"
+        if count >= restored_from:
+            expected = "restoring"
+        elif count <= computed_to:
+            expected = "computing"
+        else:
+            differs |= abs(gain) > _UNEQUAL
+        right &= {won, expected} != {"restoring", "computing"}
+        print(f"| {page} | {count:,} | {computed:.1f} | {restored:.1f} | {won} | {expected} |")
+    right &= not differs or restored_from <= _NARROW * max(computed_to, page)
     server.detach()
     return right
 

@@ -18,8 +18,9 @@ from msgspec.structs import replace
 from hicachectl.backends.base import open_store
 from hicachectl.backends.file.store import FileStore
 from hicachectl.bench.estimate import Cost, cost_of
-from hicachectl.bench.prompts import PromptTimes, check_probed, faster_from
+from hicachectl.bench.prompts import PromptTimes, break_even_of, check_probed
 from hicachectl.bench.reads import Timing, cached_bytes
+from hicachectl.bench.report import prompts_verdict
 from hicachectl.bench.sample import BATCH_PAGES, OWN_MODEL, batch_lengths
 from hicachectl.cli.demo_store import PROFILE, fill
 from hicachectl.formats.errors import UsageError
@@ -412,24 +413,35 @@ def test_mooncake_is_read_and_written(
 
 
 @pytest.mark.parametrize(
-    ("gains", "first"),
+    ("gains", "expected"),
     [
-        ([1, 1, 1], 64),
-        ([-1, 1, 1], 96),
-        ([-1, -1, 3], 160),
-        ([1, -1, 1], 192),
-        ([1, 1, -3], None),
-        ([5, -1, 5], 64),
+        ([1, 1, 1], (None, 64)),
+        ([-1, 1, 1], (64, 128)),
+        ([-1, 0.1, 0.1, 1], (64, 512)),
+        ([-1, -1, 3], (128, 256)),
+        ([0.1, -0.1, 1], (None, 256)),
+        ([1, 1, -3], (256, None)),
+        ([-1, 0.1], (64, None)),
+        ([0.1, -0.1], (None, None)),
+        ([5, -1, 5], (None, 64)),
     ],
 )
-def test_restoring_is_faster_from_the_length_that_most_gains_agree_with(
-    gains: list[int], first: int | None
+def test_the_break_even_is_where_most_gains_change_their_sign(
+    gains: list[float], expected: tuple[int | None, int | None]
 ) -> None:
+    """Gains below 3 % decide nothing, and neither does one that the others contradict."""
     times = [
-        PromptTimes(64 << at, computed=[10.0 + gain, 20.0], restored=[10.0, 30.0])
+        PromptTimes(64 << at, computed=[10.0 + gain, 20.0 + gain], restored=[10.0, 20.0])
         for at, gain in enumerate(gains)
     ]
-    assert faster_from(times, 16) == first
+    assert break_even_of(times) == expected
+    said = prompts_verdict("file:///store", times, break_even_of(times))
+    assert all(f"{tokens:,} tokens" in said for tokens in expected if tokens is not None)
+
+
+def test_a_gain_that_the_median_contradicts_decides_nothing() -> None:
+    times = PromptTimes(64, computed=[10.0, 20.0, 20.0], restored=[8.0, 21.0, 21.0])
+    assert times.restored_faster is None
 
 
 def test_a_probe_without_its_server_is_refused(
