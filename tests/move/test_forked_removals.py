@@ -75,10 +75,10 @@ def test_a_process_that_is_killed_leaves_no_half_page(
     def die() -> None:
         if os.getpid() == us:
             return
-        if alarm.exists():
+        try:
+            alarm.touch(exist_ok=False)
+        except FileExistsError:
             os.kill(os.getpid(), signal.SIGKILL)
-        with alarm.open("x"):
-            pass
 
     with monkeypatch.context() as killing:
         before_each_removal(killing, die)
