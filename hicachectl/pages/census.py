@@ -1,7 +1,7 @@
 """Count the objects and the bytes of a store.
 
-Sums of sizes have a bound, since a store may claim any sizes. They are exact up to 2**53 bytes.
-Larger ones are rounded, as floating point numbers are.
+Sums of sizes have an upper bound, because a store may list any sizes. Sums up to 2**53 bytes are
+exact. Larger sums are rounded to floating point numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import IntArray
 
 
-# So many objects, or pages, of one kind are no damage.
+# If this many objects, or pages, of a kind have one size, that size is not damage.
 SEVERAL = 3
 _GROUPED = ["affix", "size"]
 _SCHEMA = pa.schema(
@@ -63,13 +63,13 @@ class Census:
 
     @classmethod
     def total(cls, parts: Iterable[Census]) -> Census:
-        """Return the census of all objects of several."""
+        """Return the sum of several censuses."""
         return cls._summed(pa.concat_tables([_SCHEMA.empty_table(), *(p.counts for p in parts)]))
 
     def of_kinds(self, kind_of: IntArray) -> Census:
-        """Return the census with a number of a kind instead of each affix.
+        """Return the counts by kind in place of affix.
 
-        kind_of: [affixes + 1] kind of each affix; negative for one that does not count.
+        kind_of: [affixes + 1] number of each affix's kind; objects of a negative kind are left out.
         """
         kinds = kind_of[self.affixes]
         counts = self.counts.set_column(0, _SCHEMA.field(0), pa.array(kinds.astype(np.int32)))
@@ -77,7 +77,7 @@ class Census:
 
     @classmethod
     def _summed(cls, counts: pa.Table) -> Census:
-        """Return the census in which each affix and size is counted once."""
+        """Add up the rows that have the same affix and size."""
         aggregates = [("objects", "sum"), ("oldest_ns", "min"), ("newest_ns", "max")]
         counts = counts.group_by(_GROUPED).aggregate(aggregates)
         counts = counts.select([*_GROUPED, *map("_".join, aggregates)])

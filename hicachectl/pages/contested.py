@@ -1,9 +1,10 @@
 """Mark pages as ambiguous if two models whose keys look alike may have written them.
 
 `<hash>_m_0_2.bin` is TP rank 0 of 2 of model m (the wide reading), or the whole page of model m_0_2
-(a narrow reading). Lost ranks are far more common than such model names, so a rank that lost its
-fellows stays a rank, unless it has the size of no rank. An ambiguous page is ambiguous with all its
-objects that the two models can have: no command judges it, and no filter chooses it for removal.
+(a narrow reading). Lost ranks are far more common than such model names. A rank without fellows
+therefore stays a rank, unless its size is the size of no rank. If a page is ambiguous, so are all
+its objects that either model may have: no command judges them, and no filter selects them for
+removal.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     Ids = npt.NDArray[np.int32]
     Readings = Sequence[Sequence[Coordinate]]
 
-# Without a profile, a rank has another model's objects if it has as many more than its fellows.
+# Without a profile, a rank also has objects of another model if it has more objects than any
+# fellow: at least this many more, and at least this share of its own.
 _MANY_MORE = 20
 _SHARE_MORE = 0.05
 
@@ -49,7 +51,7 @@ class _Contest(NamedTuple):
 
     is_rank: whether the table takes the wide reading.
     fellows: affixes of anchors that only the wide reading explains.
-    near: affixes that can be of one of the models.
+    near: affixes whose keys one of the models may have written.
     usual: sizes under the reading that the table takes; empty if they are not known.
     has_more: whether the affix has more objects than the ranks explain.
     """
@@ -78,8 +80,9 @@ class _Contest(NamedTuple):
 def with_ambiguous_pages(
     table: AffixTable, census: Census, pieces: Callable[[], Iterable[Inventory]]
 ) -> tuple[AffixTable, Ids | None]:
-    """Return a table and affix ids by which doubtful pages are ambiguous; None: no page is.
+    """Return the table and the affix ids with doubtful pages marked as ambiguous.
 
+    The affix ids are None if no page is doubtful; the table is then the given one.
     pieces: returns all objects, those of a page in one piece; called only if counts raise a doubt.
     """
     readings = [
@@ -103,7 +106,7 @@ def with_ambiguous_pages(
     if (marked == ids).all():
         return table, None
     ambiguous = {affix: Resolved(None, tuple(readings[affix])) for affix in shared}
-    judged = set(np.unique(marked).tolist())  # another affix id has no object left
+    judged = set(np.unique(marked).tolist())  # all objects of the other affixes are ambiguous
     resolved = [
         one if affix in judged else ambiguous.get(affix, one)
         for affix, one in enumerate(table.resolved)
@@ -114,7 +117,7 @@ def with_ambiguous_pages(
 
 
 def _all_readings(table: AffixTable, affix: Affix, resolved: Resolved) -> Iterable[Coordinate]:
-    """Return the readings of an affix, also those that a profile excludes."""
+    """Return the readings of an affix, including readings that a profile excludes."""
     found = resolved.readings
     return found if len(found) != 1 else dict.fromkeys([*found, *table.grammar.readings(*affix)])
 
@@ -180,7 +183,10 @@ def _stage(reading: Coordinate) -> tuple[int | None, int | None]:
 
 
 def _near(models: set[str], readings: Readings) -> list[int]:
-    """Return the affixes that can be of a model, or of another model that such an affix can be."""
+    """Return the affixes that some models may have written.
+
+    A model that such an affix can also name counts, too, and so on.
+    """
     while True:
         near = [
             a for a, of_affix in enumerate(readings) if models & {r.names.model for r in of_affix}
@@ -192,6 +198,6 @@ def _near(models: set[str], readings: Readings) -> list[int]:
 
 
 def _common(counts: Counter[int]) -> set[int]:
-    """Return the sizes that are no damage. counts: number of objects by size."""
+    """Return the sizes that are too common to be damage. counts: number of objects by size."""
     total = counts.total()
     return {size for size, count in counts.items() if count >= SEVERAL or 2 * count > total}

@@ -39,7 +39,11 @@ UNRESOLVED = -1  # deployment id of an affix that is foreign or ambiguous
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A deployment and the objects that its pages can have; profile: None if inferred."""
+    """A deployment and the objects that its pages can have.
+
+    profile: profile that states the deployment; None if the deployment is inferred from keys.
+    specs: anchors first.
+    """
 
     names: Names
     profile: Profile | None
@@ -47,11 +51,11 @@ class Deployment:
 
     @property
     def shard(self) -> Shard:
-        """The shard whose sizes `ls` shows: the first spec's; anchors are the first specs."""
+        """Shard of the first spec; `ls` shows its sizes."""
         return self.specs[0].coordinate.shard if self.specs else Shard()
 
     def label(self, grammar: Grammar, specs: Iterable[ObjectSpec] | None = None) -> str:
-        """Return the label of a group that has the objects of some specs; None: of all."""
+        """Return the label of a group that has objects of the given specs; None: of all specs."""
         specs = self.specs if specs is None else specs
         return group_label(grammar, self.names, (spec.affix for spec in specs))
 
@@ -77,8 +81,8 @@ class SizeMix:
     coordinate: coordinate of the kind's first affix.
     sizes: common sizes, most pages first.
     pages: number of pages with an object of the kind.
-    stated: the size that a profile states, which is one of the sizes; the others are not all older.
-        UNKNOWN_SIZE without a profile.
+    stated: size that a profile states, which is one of `sizes`; UNKNOWN_SIZE without a profile.
+        Pages of the other sizes are then not all older than pages of this size.
     """
 
     affix_ids: tuple[int, ...]
@@ -89,7 +93,7 @@ class SizeMix:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The sizes that a profile contradicts; none without a profile."""
+        """Sizes other than the one that the profile states; none without a profile."""
         if self.stated == UNKNOWN_SIZE:
             return ()
         return tuple(size.nbytes for size in self.sizes if size.nbytes != self.stated)
@@ -99,7 +103,7 @@ class SizeMix:
 class AffixTable:
     """Deployment and spec of each affix of a store; lists are indexed by affix id.
 
-    An affix with ambiguous pages (`contested`) has a second id for their objects.
+    An affix with ambiguous pages (`contested`) has a second id for the objects of these pages.
 
     deployment_ids: index into `deployments`, or UNRESOLVED.
     spec_ids: index into that deployment's specs.
@@ -226,9 +230,9 @@ def other_ranks(affixes: Collection[Affix], grammar: Grammar) -> list[Affix]:
 def _unlisted_specs(
     deployment: Deployment, coordinates: Iterable[tuple[Affix, Coordinate]]
 ) -> tuple[ObjectSpec, ...]:
-    """Return specs for unlisted sidecars of the profile's anchors.
+    """Return specs for sidecars of the profile's anchors that the profile does not list.
 
-    Such sidecars are not orphans, and no page needs one.
+    Such sidecars are not orphans, and pages are whole without them.
     """
     anchors = {deployment_of(spec.coordinate) for spec in deployment.specs if spec.anchor}
     return tuple(
@@ -239,7 +243,7 @@ def _unlisted_specs(
 
 
 def _owners(coordinate: Coordinate) -> set[tuple[Names, Sizes]]:
-    """Return the identities of anchors that may own a sidecar."""
+    """Return the names and sizes of the deployments that may own a sidecar."""
     names, own = deployment_of(coordinate)
     # Keys of Mamba states have a TP size even if the anchor's have none (MLA on file).
     shared = {(names, rankless(own))} if pool_name(coordinate.pool).states else set()
@@ -302,9 +306,9 @@ def _rank_order(spec: ObjectSpec) -> tuple[object, ...]:
 
 
 def _anchor_pool(pools: set[str]) -> str:
-    """Return the anchor pool: kv; if missing, DeepSeek-V4's first all_pages pool.
+    """Return the anchor pool: kv or, without kv, the first all_pages pool of DeepSeek-V4.
 
-    With neither, the objects are sidecars that lost their kv.
+    If neither is present, the objects are sidecars that lost their kv.
     """
     compressed = sorted(
         p for p in pools if p.startswith("deepseek_v4_") and default_hit_policy(p) == "all_pages"

@@ -33,9 +33,12 @@ _LOOKED_AT_ONCE = 1 << 24  # slots
 class SlotBlock:
     """Filled slots of one object set, ordered by group, then spec.
 
-    columns: [k] positions of the set's specs in `GroupTable.specs`. spec: the first spec. groups:
-    [n] groups with any object of the set, ascending. starts: [n + 1] start of each group's slots.
-    places: [slots] index of each slot's spec in `columns`. values: [slots].
+    columns: [k] positions of the set's specs in `GroupTable.specs`.
+    spec: the first spec.
+    groups: [n] groups with any object of the set, ascending.
+    starts: [n + 1] start of each group's slots, and the end of the last.
+    places: [slots] index of each slot's spec in `columns`.
+    values: [slots] value of each slot.
     """
 
     columns: IntArray
@@ -72,9 +75,10 @@ class SlotBlock:
         return complete
 
     def find(self, groups: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the filled slots of some groups: [m] indices into `groups`, [m] slot numbers.
+        """Return the filled slots of some groups, ordered by index, then spec.
 
-        Ordered by index, then spec.
+        groups: group numbers.
+        Returns [m] indices into this argument and [m] slot numbers.
         """
         if not len(self.groups):
             return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
@@ -98,7 +102,7 @@ class SlotBlock:
         return dense
 
     def where(self, keep: BoolArray) -> SlotBlock:
-        """Return the block with only the slots in keep: [slots]."""
+        """Return the block with only some slots. keep: [slots] whether the slot stays."""
         counts = np.bincount(self.rows[keep], minlength=len(self.groups))
         left = counts > 0
         return replace(
@@ -172,7 +176,7 @@ class GroupTable:
         return sums
 
     def having(self, blocks: Iterable[SlotBlock] | None = None) -> BoolArray:
-        """Return which groups have an object, of any or of the given blocks: [groups]."""
+        """Return which groups have an object in any of the blocks: [groups]. None: all blocks."""
         found = np.zeros(self.count, dtype=np.bool_)
         for block in self.blocks if blocks is None else blocks:
             found[block.groups] = True
@@ -296,8 +300,8 @@ def fill_table(
 ) -> GroupTable:
     """Return a table of `count` groups with some objects.
 
-    groups, positions, values: [objects]; values are not ABSENT. Of several objects for one slot the
-    first is kept.
+    groups, positions, values: [objects]; no value is ABSENT. If several objects have the same slot,
+        the first is kept.
     """
     sets = object_sets(specs)
     set_of = np.zeros(len(specs), dtype=np.int16 if len(sets) < _MANY_SETS else np.int32)
@@ -326,7 +330,10 @@ def fill_table(
 
 
 def _sorted(codes: IntArray, values: SlotArray, slots: int) -> tuple[IntArray, SlotArray]:
-    """Return the distinct codes, ascending, and each one's first value. slots: above any code."""
+    """Return the distinct codes, ascending, and the first value of each.
+
+    slots: number greater than every code.
+    """
     if slots <= _SPARSE * len(codes):  # mark the slots, without a sort
         dense = np.full(slots, ABSENT, dtype=values.dtype)
         dense[codes] = values

@@ -29,7 +29,7 @@ _CLOCK_SKEW_NS = 60 * 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListingTime:
-    """When a store was listed; all ages of its objects are judged by this time.
+    """Time of a listing; the ages of the listed objects are relative to its start.
 
     start_ns: start of the listing, Unix nanoseconds, by `present_ns`.
     duration_ns: duration of the listing.
@@ -56,8 +56,9 @@ def groups_in_flight(
 ) -> BoolArray:
     """Return which groups are younger than the grace: [groups].
 
-    No group is if no server writes to the store, or if the store keeps no times. Groups written
-    during the listing are in flight; a later time comes from a wrong clock.
+    No group is in flight if no server writes to the store, or if the store keeps no times. Groups
+    written during the listing are in flight. A group with a much later time is not: the clock of
+    its writer is wrong.
     """
     if not store.traits.live:
         return np.zeros(len(groups), dtype=np.bool_)
@@ -82,7 +83,7 @@ def changed_groups(
     Evictions and writes during a listing make whole pages look partial. Also returns how many
     listed objects are gone.
     among: [groups] bool, the groups to look up.
-    most: how many of these to look up at most; None: all.
+    most: largest number of groups to look up; None: all.
     """
     changed = np.zeros(len(groups), dtype=np.bool_)
     suspect = among & are_incomplete(groups)
@@ -132,8 +133,8 @@ def look_if_needed(
 ) -> BoolArray:
     """Return which groups have changed since the listing: [groups].
 
-    Look again only at a store that servers write to, and that keeps no times which would show it,
-    and only if one of these groups lacks an object.
+    The store is looked at again only if servers write to it, it keeps no times that would show
+    their writes, and one of the groups in `numbers` lacks an object.
     """
     traits = store.traits
     if not traits.live or "mtime_ns" in traits.columns or not are_incomplete(groups)[numbers].any():

@@ -121,7 +121,7 @@ class Inventory:
 
     @property
     def is_foreign(self) -> npt.NDArray[np.bool_]:
-        """[objects] bool: keys that are not SGLang's, and objects that a `clear` made misses."""
+        """Whether the key is not SGLang's, or a `clear` made the object a miss: [objects]."""
         return ~self.by_affix([bool(one.readings) for one in self.table.resolved], False)
 
     @property
@@ -161,18 +161,18 @@ def _chunks(column: pa.ChunkedArray) -> Iterator[tuple[pa.Array, slice]]:
 
 
 def describe_empty(store: Store, listed: Inventory) -> str:
-    """Return what a store without pages has instead, in one line."""
+    """Describe in one line the contents of a store without pages."""
     return _contents(store, listed) or f"{store.url} is empty; check the URL"
 
 
 def refuse_empty(store: Store, listed: Inventory) -> None:
-    """Raise EmptyStore, which says what the store has instead of pages."""
-    why = f"{store.url} has no page: not mounted? --allow-empty if that is right"
+    """Raise EmptyStore, which describes the contents of the store."""
+    why = f"{store.url} has no page; check the mount, or give --allow-empty if it may be empty"
     raise EmptyStore(with_next(why, _contents(store, listed)))
 
 
 def _contents(store: Store, listed: Inventory) -> str:
-    """Return what a store without pages has, and the next step; "" if it has nothing."""
+    """Return the contents of a store without pages, and the next step; "" for an empty store."""
     if not isinstance(store, OtherFiles):
         keys = listed.objects.column("key")
         if not len(keys):

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
 
 _COUNTS = pa.struct([("present", pa.int32()), ("expected", pa.int32())])
-
-
 _SIZES = tuple(f"{axis}_size" for axis in AXES)
 
 
@@ -60,7 +58,7 @@ class _Named(TypedDict):
 
 
 class GroupNames(_Paged, _Labelled, _Named):
-    """Columns of `group_columns`."""
+    """Columns that `group_columns` returns."""
 
 
 class Group(_Labelled, _Named):
@@ -286,9 +284,8 @@ def _missing_keys(groups: PageGroups) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), texts)
 
 
-# Each of the most common sizes of a kind has a row. Rarer sizes share one, with this size.
-_SIZES_SHOWN = 4
-_SEVERAL = -2
+_SIZES_SHOWN = 4  # most common sizes of a kind, each in a row of its own
+_SEVERAL = -2  # size of the row that all rarer sizes share
 
 
 def summarise(
@@ -298,9 +295,9 @@ def summarise(
 
     The rows have the columns of `ls --summary`, the total has those that add up. A pool of a
     deployment has a row for each of its four most common sizes. Others share a row with
-    object_nbytes null, as do unknown sizes. Foreign objects have nulls for what only pages have.
-    Bytes are null if any size is not known. A page with objects in several rows counts once in the
-    total.
+    object_nbytes null, as do unknown sizes. Foreign objects have nulls in the columns that only
+    pages have. Bytes are null if any size is not known. A page with objects in several rows counts
+    once in the total.
     markers: markers of the store, which state layouts.
     pool: count only the objects of this pool.
     """
@@ -338,7 +335,7 @@ def summarise(
 def _kinds(inventory: Inventory, markers: list[Marker]) -> tuple[pa.Table, npt.NDArray[np.int32]]:
     """Return the distinct kinds of objects, in the columns _KIND, and the kind of each affix.
 
-    The first kind is of foreign keys, those of affix ids follow: [affixes + 1].
+    Kinds of affixes: [affixes + 1] indices; the first is for foreign keys.
     """
     table = inventory.table
     ids = np.arange(-1, len(table.affixes), dtype=np.int32)  # -1: foreign keys

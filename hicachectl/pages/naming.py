@@ -68,7 +68,7 @@ def deployment_document(deployment: Deployment, page_size: int | None = None) ->
 
 
 def deployment_text(document: Mapping[str, Any]) -> str:
-    """Return the readable form of such a document: `org/model tp 8`."""
+    """Return a deployment document as text: `org/model tp 8`."""
     sizes = [
         f"{axis} {size}"
         for axis in AXES
@@ -78,7 +78,7 @@ def deployment_text(document: Mapping[str, Any]) -> str:
 
 
 def place_text(deployment: Deployment, own: Deployment) -> str:
-    """Return where pages of another deployment are, seen from one's own: `tp 4`, `model b tp 4`."""
+    """Return how another deployment differs from one's own: `tp 4`, `model b tp 4`."""
     texts = []
     stated, mine = deployment.names.columns, own.names.columns
     if (model := stated["model"]) != mine["model"]:
@@ -89,7 +89,7 @@ def place_text(deployment: Deployment, own: Deployment) -> str:
     ranks = zip(deployment.shard.axes, own.shard.axes, strict=True)
     for (axis, rank, size), (_, our_rank, ours) in ranks:
         if size is None and rank is not None:
-            continue  # keys state the rank, but not of how many
+            continue  # keys state the rank, but not the size
         if axis == "tp" and rank is None and size is None:
             texts += ["no tp ranks"] if our_rank is not None else []
         elif (size or 1) != (ours or 1) or (named and size is not None):
@@ -101,7 +101,10 @@ def place_text(deployment: Deployment, own: Deployment) -> str:
 
 
 def _ranks_text(deployment: Deployment, own: Deployment) -> str:
-    """Return the ranks that one's own deployment does not have; keys do not state its sizes."""
+    """Return the ranks that one's own deployment does not have.
+
+    This distinguishes deployments of which the keys state no sizes.
+    """
     found = []
     for axis in AXES:
         theirs, ours = (

@@ -1,4 +1,4 @@
-"""A listing in files, for processes that each read a part of it.
+"""Write a listing to files, for processes that each read a part of the files.
 
 The listing is divided by page hash, so all objects of a page are in one part. Objects without a
 page are in part 0.
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from hicachectl.io.table_files import Share, TableFile
 
 
-_WITNESSES = 64
+_WITNESSES = 64  # objects to look up before a store is scanned for a missing mount
 
 
 class _ListingForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """JSON form of a listing: all that the profile does not give.
+    """JSON form of a listing, without the data that follows from the profile.
 
     columns: columns of the files, besides AFFIX_ID.
     resolved: coordinate and readings of each affix id.
@@ -123,7 +123,7 @@ class Listing:
             raise FormatError(f"{source}: does not fit the profile: {error}") from error
         ids = [affix for mix in form.mixes for affix in mix.affix_ids]
         if not all(0 <= affix < len(form.affixes) for affix in ids):
-            raise FormatError(f"{source}: has sizes of affixes that it does not have")
+            raise FormatError(f"{source}: states sizes for affixes that it does not list")
         table = replace(table, deployments=tuple(deployments), mixes=tuple(form.mixes))
         return cls(table, tuple(form.columns))
 
@@ -199,8 +199,8 @@ def inventory_of(objects: pa.Table, table: AffixTable) -> Inventory:
 def refuse_unmounted(store: Store, inventory: Inventory) -> None:
     """Raise EmptyStore if a store has no page, although another process listed these objects.
 
-    Without this, a host that lacks the mount would take all its objects for evicted. A store that
-    still has one of a few of the objects is not scanned.
+    Without this check, a host that lacks the mount would take all objects for evicted. The store is
+    scanned only if it has none of a sample of the objects.
     """
     rows = np.linspace(0, len(inventory.objects) - 1, _WITNESSES, dtype=np.int64)
     if not len(inventory.objects) or store.exists(inventory.take(np.unique(rows))).any():

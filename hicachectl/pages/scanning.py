@@ -1,6 +1,7 @@
-"""Scan a store: collect its objects, and decide what only all of them show.
+"""Scan a store: collect its objects, and decide what only the whole listing shows.
 
-Beyond a number, the objects are in files, by the first byte of their page hash.
+If there are more objects than memory should hold, they go to temporary files, one for each first
+byte of a page hash.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def take_inventory(
     columns: columns to list besides key, nbytes and mtime_ns.
     only_others: accept a store with pages of other deployments only.
     needs_pages: raise EmptyStore for a store without any page.
-    on_contradiction: takes how the profile contradicts the store; None: raise ProfileError.
+    on_contradiction: receives the message if the profile contradicts the store; None: raise
+        ProfileError.
     on_batch: takes the number of objects of each batch.
     Memory: about 120 bytes per object. Raises StoreUnavailable.
     """
@@ -79,8 +81,8 @@ def take_inventory(
 
 
 def scan_columns(store: Store, columns: Collection[str]) -> list[str]:
-    """Return the columns of a scan for an inventory with some columns."""
-    locator = {"locator"} & set(store.traits.columns)  # makes reads faster
+    """Return the columns to scan for an inventory that has the given columns."""
+    locator = {"locator"} & set(store.traits.columns)  # reads of objects are faster with it
     return ["key", *sorted({*_columns(store), *locator, *columns} - {"key"})]
 
 
@@ -128,8 +130,8 @@ def understood(
 ) -> tuple[AffixTable, Iterator[Inventory]]:
     """Return the table of a scan's affixes, and the objects piece by piece.
 
-    Decides what only all objects show: keys of two models, and sizes that no profile states. Counts
-    decide most of it; pieces are read only where they do not.
+    Decide what only the whole listing shows: keys of two models, and sizes that no profile states.
+    The counts of objects usually suffice; pieces are read only if they do not.
     only_others, needs_pages, on_contradiction: see `take_inventory`. Raises OSError.
     """
     census = spool.census()
@@ -139,7 +141,7 @@ def understood(
         return (Inventory(*piece, table) for piece in spool.pieces(affix_ids))
 
     if needs_pages and not any(one.readings for one in scanned.resolved):
-        refuse_empty(store, next(pieces(scanned)))  # all that is foreign is one piece
+        refuse_empty(store, next(pieces(scanned)))  # foreign objects are one piece
     table, affix_ids = with_ambiguous_pages(scanned, census, lambda: pieces(scanned))
     if affix_ids is not None:
         found = pieces(table, affix_ids)
@@ -155,7 +157,7 @@ def understood(
 
 
 def _columns(store: Store) -> tuple[str, ...]:
-    """Return the columns of a scan that an inventory needs."""
+    """Return the columns that every inventory needs, besides the key."""
     return ("nbytes", "mtime_ns", *(("cleared_ns",) if isinstance(store, Trailed) else ()))
 
 
@@ -170,7 +172,8 @@ class Spool:
     ) -> None:
         """Prepare for batches of a schema.
 
-        folder: for files, from `memory_rows` objects on; None keeps all objects in memory.
+        folder: directory for files, used from `memory_rows` objects on; None keeps all objects in
+            memory.
         """
         self.rows = 0
         self._schema = schema
@@ -265,7 +268,7 @@ class _Buckets:
         self._folder = folder
         self._schema = schema
         self._closing = ExitStack()
-        self._files: dict[int, tuple[Any, Any]] = {}  # and their writers
+        self._files: dict[int, tuple[Any, Any]] = {}  # file and writer of each bucket
 
     def write(self, objects: pa.Table, buckets: npt.NDArray[np.uint8]) -> None:
         """Append objects to their buckets."""

@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
 
 
-# A size on a smaller share of the pages may be damage; on a larger one, some servers write it.
+# A size on a smaller share of the pages may be damage. A size on a larger share is a size that some
+# servers write.
 _SHARE_OF_PAGES = 0.05
-# Earlier servers wrote pages of another size that are older than all but a tenth.
+# Servers no longer write another size if all its pages are older than nine tenths of the pages of
+# the stated size. The oldest tenth does not count: during a change, servers with both settings may
+# have run.
 _OLDEST = 10
 # The first 64 bits of page hashes distinguish the pages of a store.
 _FIRST_WORD = 0
@@ -37,9 +40,8 @@ def with_seen_sizes(
 ) -> AffixTable:
     """Return the table with missing sizes filled in: the size of most objects of the kind.
 
-    A kind with several common sizes gets a `SizeMix` instead. A kind whose size a profile states
-    gets one for other common sizes, unless all pages of such a size are older than a tenth of the
-    pages with the stated size, as after a change of the servers' settings.
+    A kind with several common sizes gets a `SizeMix` instead. If a profile states the size of a
+    kind, the mix has the other common sizes that servers may still write (`_still_written`).
     pieces: returns all objects, those of a page in one piece; called only if a size may be mixed.
     """
     kinds, kind_of, stated = _kinds(table)
@@ -69,7 +71,7 @@ def _kinds(
 ) -> tuple[dict[tuple[object, ...], int], list[int], dict[int, int]]:
     """Return a number for each kind of object, each affix's kind, and each kind's stated size.
 
-    Empty objects, and those whose size is inferred, are of no kind.
+    Empty objects, and objects with an inferred size, have no kind.
     """
     kinds: dict[tuple[object, ...], int] = {}
     kind_of = []
@@ -143,8 +145,8 @@ def _mixes(
         }
         if seen and right != UNKNOWN_SIZE:
             own = seen.pop(right, SeenSize(right, of_size[kind, right], 0, None, None))
-            among = _among(own, list(seen.values()), kind, mixed, pieces)
-            seen = {size.nbytes: size for size in (own, *among)}
+            others = _still_written(own, list(seen.values()), kind, mixed, pieces)
+            seen = {size.nbytes: size for size in (own, *others)}
         if len(seen) > 1:
             ids = tuple(np.flatnonzero(kind_of == kind).tolist())
             spec = table.specs[ids[0]]
@@ -154,17 +156,17 @@ def _mixes(
     return mixes
 
 
-def _among(
+def _still_written(
     own: SeenSize,
     others: list[SeenSize],
     kind: int,
     kind_of: IntArray,
     pieces: Callable[[], Iterable[Inventory]],
 ) -> list[SeenSize]:
-    """Return the sizes of pages that are not all older than those of the deployment's own size.
+    """Return the other sizes that servers may still write: see _OLDEST.
 
-    The oldest tenth of its own pages does not count: servers with both settings may have run during
-    a change. Without times, the order is not known, and all sizes are returned.
+    Without write times, all of them are returned.
+    own: the size that the profile states.
     """
     ends = [seen.newest_ns for seen in others]
     if not others or None in ends:
@@ -212,10 +214,11 @@ _LIST = "or list what the store has with hicachectl ls --summary"
 
 
 def refuse_contradiction(table: AffixTable, census: Census, *, only_others: bool = False) -> None:
-    """Raise ProfileError, with both numbers, if a profile contradicts the store.
+    """Raise ProfileError, with expected and found values, if a profile contradicts the store.
 
-    A profile contradicts the store if the store has only objects of other deployments, or has
-    another size for all objects of a pool. only_others: accept the former.
+    A profile contradicts the store if the store has only objects of other deployments, or if nearly
+    all objects of a pool have another size.
+    only_others: accept a store that has only objects of other deployments.
     """
     profiled = table.deployments[:1] if table.deployments else ()
     if not profiled or profiled[0].profile is None:
@@ -238,7 +241,10 @@ def refuse_contradiction(table: AffixTable, census: Census, *, only_others: bool
 def _refuse_sizes(
     deployment: Deployment, pool: str, specs: IntArray, sizes: IntArray, objects: IntArray
 ) -> None:
-    """specs, sizes, objects: the spec, size and number of the objects of each count."""
+    """Raise ProfileError if nearly all objects of a pool have another size than the profile's.
+
+    specs, sizes, objects: [counts] position of the spec, bytes and number of objects.
+    """
     of_pool = np.array([spec.pool == pool and spec.listed for spec in deployment.specs])
     expected = np.array([spec.nbytes for spec in deployment.specs], dtype=np.int64)
     chosen = of_pool[specs] & (sizes >= 0)
@@ -249,7 +255,8 @@ def _refuse_sizes(
     pairs, of_pair = np.unique(np.stack([wanted, found]), axis=1, return_inverse=True)
     counts = np.zeros(pairs.shape[1], dtype=np.int64)
     np.add.at(counts, of_pair.reshape(-1), objects)
-    # Expected sizes differ by stage and CP rank; each has one common pair.
+    # Expected sizes differ by stage and CP rank. Under a wrong profile, objects of each expected
+    # size have one found size, so the most common pairs are as many as the expected sizes.
     common = np.sort(counts)[::-1][: len(np.unique(wanted))].sum()
     if common >= _NEARLY_ALL * total:
         want, has = pairs[:, counts.argmax()].tolist()

@@ -158,7 +158,7 @@ _HEX = frozenset("0123456789abcdef")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Filters on page groups: a group is selected if it fits all that are given, as a whole.
+    """Filters on page groups. A group that fits all given filters is selected as a whole.
 
     model: served name; "/" and "-" are equal.
     tag: tag of Mooncake keys; "" selects groups without one.
@@ -233,7 +233,7 @@ class Selection:
                 continue
             if len(groups) and not groups.has_times:
                 raise no_times(option)
-            # A float of today's seconds is exact to the microsecond, as ISO 8601 here.
+            # A float holds today's Unix seconds to the microsecond, as precisely as options do.
             older = groups.newest_ns < round(moment * 1e6) * 1000
             chosen &= (groups.newest_ns > 0) & (older if option == "--before" else ~older)
         if self.states:
@@ -253,7 +253,7 @@ class Selection:
         return int(unjudged.sum())
 
     def alone(self) -> dict[str, Selection]:
-        """Return each filter that is given, by itself. Keys: the filters on a command line."""
+        """Return a selection by each given filter alone, keyed by the option's text."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             _option_text(name, value): Selection(**{name: value})
@@ -313,7 +313,7 @@ def explain_selection(store: Store, listed: Inventory, selection: Selection) -> 
     alone = [text for text, one in filters.items() if not (several and one.chosen(groups).any())]
     if not alone:
         return f"{', '.join(filters)}: no page matches all of these; leave out one of them"
-    known = [_what_is_there(store, groups, listed, text.split(" ", 1)[0]) for text in alone]
+    known = [_stored_values(store, groups, listed, text.split(" ", 1)[0]) for text in alone]
     return "; ".join(
         [f"{' or '.join(alone)}: no page matches", *filter(None, dict.fromkeys(known))]
     )
@@ -322,7 +322,7 @@ def explain_selection(store: Store, listed: Inventory, selection: Selection) -> 
 def explain_parts(parts: Iterable[tuple[int, str]]) -> str:
     """Return why no page was chosen in any part of a store, as the largest part tells.
 
-    parts: number of listed objects of each part, and what explains it there.
+    parts: number of listed objects of each part, and the explanation for this part.
     """
     counted_parts = list(parts)
     listed, text = max(counted_parts)
@@ -330,8 +330,8 @@ def explain_parts(parts: Iterable[tuple[int, str]]) -> str:
     return text if whole or not text else f"{text}; this is counted in the largest part only"
 
 
-def _what_is_there(store: Store, groups: PageGroups, listed: Inventory, option: str) -> str:
-    """Return the values that the store has for an option."""
+def _stored_values(store: Store, groups: PageGroups, listed: Inventory, option: str) -> str:
+    """Return the values of the store that an option can select, as text."""
     used = np.bincount(groups.deployment_ids[groups.deployment_ids >= 0])
     counted = list(zip(groups.deployments, used.tolist(), strict=False))
     said = ""

@@ -1,4 +1,4 @@
-"""Counts of a store that texts about the whole store need, as sums over its parts."""
+"""Counts for texts about a whole store; the counts of its parts add up to them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _TallyForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tally:
-    """Counts of some objects and their page groups; `+` adds those of other pages.
+    """Counts of some objects and their page groups; `+` adds the counts of other pages.
 
     objects: [affixes + 1] objects of each affix; the last entry is for foreign keys.
     unsized: [affixes + 1] objects without a listed size.

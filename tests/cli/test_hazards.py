@@ -72,24 +72,24 @@ EMPTY_PLACES = rows("""
 doctor STORE                                            | 4 | is empty; next: check the URL     | 0
 ls STORE                                                | 0 | STORE is empty; check the URL     | 0
 show STORE adbff698                                     | 2 | STORE is empty; check the URL     | 0
-verify STORE                                            | 3 | STORE has no page: not mounted?   | 0
-verify STORE --profile PROFILE --repair delete --yes    | 3 | STORE has no page: not mounted?   | 0
-report STORE -o OUT                                     | 3 | STORE has no page: not mounted?   | 0
+verify STORE                                            | 3 | STORE has no page; check the mount | 0
+verify STORE --profile PROFILE --repair delete --yes    | 3 | STORE has no page; check the mount | 0
+report STORE -o OUT                                     | 3 | STORE has no page; check the mount | 0
 hits STORE --token-ids TOKENS --profile PROFILE         | 0 | 0% of 192 tokens served           | 0
-simulate STORE --trace TOKENS --profile PROFILE         | 3 | STORE has no page: not mounted?   | 0
-bench STORE                                             | 3 | STORE has no page: not mounted?   | 0
-bench STORE --write                                     | 3 | STORE has no page: not mounted?   | 0
+simulate STORE --trace TOKENS --profile PROFILE         | 3 | STORE has no page; check the mount | 0
+bench STORE                                             | 3 | STORE has no page; check the mount | 0
+bench STORE --write                                     | 3 | STORE has no page; check the mount | 0
 restore QUARANTINE STORE --yes                          | 0 | QUARANTINE: no quarantined page   | 0
 quarantine list QUARANTINE                              | 0 | 0 runs, 0 pages                   | 0
 quarantine purge QUARANTINE --before 0s --yes           | 0 | 0 runs, 0 pages                   | 0
-prewarm NEW --from STORE --profile PROFILE --all        | 3 | STORE has no page: not mounted?   | 0
-prewarm NEW --from STORE --profile PROFILE --all --dry-run --min-usable 0 | 3 | not mounted?    | 0
+prewarm NEW --from STORE --profile PROFILE --all        | 3 | STORE has no page; check the mount | 0
+prewarm NEW --from STORE --profile PROFILE --all --dry-run --min-usable 0 | 3 | check the mount | 0
 prewarm NEW --from STORE --all --min-usable 0 --open-after 0.1s | 0 | OPENED ANYWAY             | 0
 pin STORE --state whole                                 | 2 | STORE: cannot pin objects         | 0
 unpin STORE --state whole                               | 2 | STORE: cannot pin objects         | 0
-migrate STORE NEW                                       | 3 | STORE has no page: not mounted?   | 0
+migrate STORE NEW                                       | 3 | STORE has no page; check the mount | 0
 migrate STORE NEW --move --yes                          | 0 | STORE is empty; check the URL     | 0
-diff STORE QUARANTINE                                   | 3 | STORE has no page: not mounted?   | 0
+diff STORE QUARANTINE                                   | 3 | STORE has no page; check the mount | 0
 merge RUN                                               | 2 | RUN: has no run.json              | 0
 merge RUN --if-complete                                 | 2 | RUN: has no run.json              | 0
 runs list RUN                                           | 0 | 0 runs                            | 0
@@ -97,8 +97,8 @@ runs status RUN                                         | 2 | RUN: has no run.js
 runs purge RUN --before 0s --unmerged --yes             | 0 | 0 runs                            | 0
 rm STORE --before 0s --yes                              | 0 | STORE is empty; check the URL     | 0
 rm STORE --free 1KiB --yes                              | 4 | only 0 B of 1.0 KiB               | 0
-rm STORE --keep-free 1% --yes                           | 3 | STORE has no page: not mounted?   | 0
-rm STORE --max-size 1KiB --yes                          | 3 | STORE has no page: not mounted?   | 0
+rm STORE --keep-free 1% --yes                           | 3 | STORE has no page; check the mount | 0
+rm STORE --max-size 1KiB --yes                          | 3 | STORE has no page; check the mount | 0
 rm STORE --temporaries --yes                            | 0 | no temporary file                 | 0
 pack info PACK                                          | 2 | PACK: not a pack; check the path  | 0
 pack repair PACK                                        | 2 | PACK: not a pack; check the path  | 0

@@ -128,7 +128,7 @@ def test_an_empty_cluster_is_said_to_be_empty(
 ) -> None:
     """A restarted master has forgotten every object."""
     refused = ("verify", mooncake_cluster.url, "--profile", profile)
-    assert "not mounted? --allow-empty" in invoke(*refused, exit_code=3).stderr
+    assert "check the mount, or give --allow-empty" in invoke(*refused, exit_code=3).stderr
     out = invoke(*refused, "--allow-empty")
     assert f"{mooncake_cluster.url} is empty; check the URL" in out.stderr
     assert "nothing was checked" in out.stdout

@@ -173,7 +173,8 @@ def test_a_source_without_pages_is_refused(
     words["STORE"].mkdir()
     arguments = line_of(line, words)
     said = invoke(*arguments, exit_code=3)
-    why = f"file://{words['STORE']} has no page: not mounted? --allow-empty if that is right"
+    next_step = "check the mount, or give --allow-empty if it may be empty"
+    why = f"file://{words['STORE']} has no page; {next_step}"
     assert said == ("", f"hicachectl: {why}\n")
     assert not list(words["STORE"].rglob("*.json*"))
     invoke(*arguments, "--allow-empty")
@@ -198,7 +199,7 @@ def test_a_pack_without_pages_is_refused(invoke: Invoke, words: dict[str, Path])
         assert pack.write_from(rows, np.array([0]), np.array([64]), if_absent=True).all_ok
     for command in (("verify", url), ("migrate", url, words["DST"])):
         said = invoke(*command, exit_code=3).stderr
-        assert "has no page: not mounted?" in said
+        assert "has no page; check the mount" in said
         assert "only other objects (1), such as notes.txt" in said
 
 
@@ -243,7 +244,7 @@ def test_a_part_on_a_host_without_the_mount_finds_no_store(
     invoke(*part, "0/2")
     mounted = words["STORE"].rename(words["STORE"].with_name("mounted"))
     words["STORE"].mkdir()
-    assert "has no page: not mounted?" in invoke(*part, "1/2", exit_code=3).stderr
+    assert "has no page; check the mount" in invoke(*part, "1/2", exit_code=3).stderr
     words["STORE"].rmdir()
     mounted.rename(words["STORE"])
     invoke(*part, "1/2")
@@ -361,7 +362,7 @@ def test_the_python_interface_refuses_a_source_without_pages(
             (partial(hicachectl.prewarm, store, target), warming),
         ]
         for call, request in calls:
-            with pytest.raises(hicachectl.EmptyStore, match="has no page: not mounted"):
+            with pytest.raises(hicachectl.EmptyStore, match="has no page; check the mount"):
                 call(request)
             call(replace(request, allow_empty=True))
         measured = hicachectl.hits(store, hicachectl.HitsRequest(requests=asked, profile=PROFILE))

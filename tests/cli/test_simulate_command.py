@@ -177,7 +177,7 @@ def test_a_store_without_pages_is_refused(
     store = tmp_path / "empty"
     store.mkdir()
     words = ("simulate", store, "--trace", trace, "--profile", profile)
-    assert "not mounted?" in invoke(*words, exit_code=3).stderr
+    assert "check the mount" in invoke(*words, exit_code=3).stderr
     document = invoke.document(*words, "--allow-empty")
     assert document["served_tokens"] == document["today_bytes"] == 0
     assert "need a profile" in invoke("simulate", store, "--trace", trace, "--page-size", SIZE,

@@ -382,7 +382,7 @@ def test_a_store_under_two_names(adoption: Adoption, invoke: Invoke, tmp_path: P
 def test_a_store_that_may_not_be_mounted(adoption: Adoption) -> None:
     for path in adoption.store.iterdir():
         path.unlink()
-    assert "has no page: not mounted?" in adoption.refused(exit_code=3)
+    assert "has no page; check the mount" in adoption.refused(exit_code=3)
     assert list(adoption.store.iterdir()) == []
 
 

@@ -295,7 +295,7 @@ def test_a_comparison_of_nothing_is_no_success(invoke: Invoke, a: Path, tmp_path
     empty, young = tmp_path / "empty", demo_store(tmp_path / "young", 2)
     empty.mkdir()
     for pair in ((a, empty), (empty, a)):
-        assert f"{empty} has no page: not mounted?" in invoke("diff", *pair, exit_code=3).stderr
+        assert f"{empty} has no page; check the mount" in invoke("diff", *pair, exit_code=3).stderr
         invoke("diff", *pair, "--allow-empty", exit_code=4)
     other = shutil.copytree(empty, tmp_path / "other")
     invoke("diff", empty, other, "--allow-empty")

@@ -164,7 +164,7 @@ MERGED: list[tuple[str, Callable[[Path], None], str]] = [
 CONTINUED: list[tuple[str, Callable[[Path], None], str]] = [
     (
         "verify", edited("run.json", strange_mix),
-        f"run.json: has sizes of affixes that it does not have; {AGAIN}",
+        f"run.json: states sizes for affixes that it does not list; {AGAIN}",
     ),
     (
         "verify", rewritten("00.parquet", column("affix_id", 99)),

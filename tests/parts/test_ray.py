@@ -432,7 +432,7 @@ def test_another_server(invoke: Invoke, ray_options: list[object], answer: bytes
         port = server.getsockname()[1]
         refused = invoke(*ray_options, f"127.0.0.1:{port}", exit_code=3)
         thread.join()
-    assert f"--ray 127.0.0.1:{port}: what listens there is not Ray" in refused.stderr
+    assert f"--ray 127.0.0.1:{port}: another program than Ray listens there" in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
 
 
@@ -444,4 +444,7 @@ def test_a_silent_server(
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         refused = invoke(*ray_options, f"127.0.0.1:{port}", exit_code=3)
-    assert f"--ray 127.0.0.1:{port}: what listens there is not Ray (timed out)" in refused.stderr
+    assert (
+        f"--ray 127.0.0.1:{port}: another program than Ray listens there (timed out)"
+        in refused.stderr
+    )

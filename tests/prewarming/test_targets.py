@@ -674,6 +674,6 @@ def test_a_store_that_is_not_mounted_is_no_success(
     store.mkdir()
     arguments = ("rm", store, *target, "--yes")
     said = invoke(*arguments, "--metrics-file", path, exit_code=3).stderr
-    assert "has no page: not mounted?" in said
+    assert "has no page; check the mount" in said
     assert f'hicachectl_rm_succeeded{{store="file://{store}"}} 0\n' in path.read_text()
     invoke(*arguments, "--allow-empty")
