@@ -44,10 +44,10 @@ _OBJECTS = pa.schema(list(SCHEMA)[:-2])
 
 @dataclass(frozen=True, slots=True)
 class Digested:
-    """Digested objects, [n] each, compared with a catalog if there is one.
+    """Objects with their digests, compared with a catalog if there is one; arrays are [n].
 
     rows: rows of the objects in the inventory.
-    entries: what a catalog records of the objects, without times.
+    entries: columns of a catalog's entries, without the times.
     identity_fields: fields of the identities in the entries.
     outcome: UNKNOWN, SAME, REWRITTEN or MISMATCH.
     verified_ns: when the recorded bytes were last read, Unix nanoseconds; 0 without an entry.
@@ -73,7 +73,7 @@ def digested_objects(
     identity_fields: tuple[str, ...],
     digests: npt.NDArray[np.uint8],
 ) -> Digested:
-    """Return some objects of an inventory with their digests, compared with no catalog.
+    """Return some objects of an inventory with their digests, not compared with a catalog.
 
     identities: [rows, identity_fields].
     digests: [rows, 32].

@@ -1,16 +1,17 @@
 """Check whether servers with two settings wrote pages of equal keys and sizes, and since when.
 
-Dtypes of one width and memory layouts change no key and no size. The pages before and after such a
-change show it together, also if the profile states the wrong one of the two.
+A change of the memory layout, or between dtypes of one width, changes no key and no size. Comparing
+pages from before and after the change shows it, even if the profile states the wrong setting.
 
-Dtypes show in quartiles: the magnitudes that a quarter, half and three quarters of an object's
-numbers do not exceed. They depend on the model, and hardly on the prompt. Numbers without their
-signs have the same order in every float format, so that quartiles are numbers of the object in any
-of them. After a change, the quartiles are again those from before, read in the other dtype. Read
-in one dtype, their logarithms are twice as far apart (fp8), or eight times (16 bits): neither
-prompts nor new weights do that.
+A dtype shows in the quartiles of an object: the magnitudes that a quarter, half and three quarters
+of its numbers do not exceed. Quartiles depend on the model, and hardly on the prompt. Codes without
+their sign bits have the same order in every float format, so the same codes are the quartiles in
+each. After a change of dtype, new pages read in the new dtype have the quartiles that old pages
+have in the old one. If all are read in one dtype, the logarithms of the quartiles are twice as far
+apart on one side of the change (fp8), or eight times (16 bits). Neither prompts nor new weights
+cause that.
 
-Layouts show in the findings of `checks.layouts`: only before, or only after some time.
+A layout shows in the findings of `checks.layouts`: all of them before some time, or all after it.
 """
 
 from __future__ import annotations
@@ -45,24 +46,25 @@ if TYPE_CHECKING:
     Codes = npt.NDArray[np.uint16]
     Octaves = npt.NDArray[np.float64]
 
-# Dtypes of each width. The first one has so many times more codes in an octave: bits of the factor.
+# The two dtypes of each width in bytes.
 _RIVALS = {2: ("float16", "bfloat16"), 1: ("float8_e4m3fn", "float8_e5m2")}
+# The first dtype has 2**factor times as many codes in an octave as the second.
 _FACTORS = {2: 3, 1: 1}
 _FNUZ = "float8_e4m3fnuz"  # takes the place of float8_e4m3fn on some devices
-# Numbers of an object that are looked at. Their quartiles vary by a tenth of an octave, as much as
-# those of whole pages.
+# Most numbers of an object that are read. Their quartiles vary by a tenth of an octave, no more
+# than the quartiles of whole pages.
 _NUMBERS = 512
 _LEAST_NUMBERS = 256
-_LEAST_SHARE = 0.01  # with fewer of the objects compared, there is no change
-# Octaves. Between the pages of one model, quartiles vary by 0.1, and by 0.5 at most.
-_NEAR = 0.4  # most distance of the quartiles before a change from those after it
-_FAR = 0.8  # least distance of the same, if all are read in the second dtype
-_SCATTER = 0.75  # most distance of an object's quartiles from those of the others
-_SCATTERED = 0.05  # share of objects that may be further apart
+_LEAST_SHARE = 0.01  # least share of each kind in the compared objects
+# Distances in octaves. Between pages of one model, quartiles vary by 0.1, and by 0.5 at most.
+_NEAR = 0.4  # most, between quartiles before and after a change, each read in its own dtype
+_FAR = 0.8  # least, between quartiles before and after a change, all read in the second dtype
+_SCATTER = 0.75  # most, between an object's quartiles and the medians of its kind
+_SCATTERED = 0.05  # share of objects that may be further from the medians
 _FACTOR_ERROR = 0.35  # most error of the factor between the distances of quartiles, in bits
 _ROUNDS = 20  # more than the search for two groups needs
-_UNITS_NS = (10**9, 10**6, 10**3)
-_MISPLACED = 0.05  # share of the fewer objects that may have been written on the wrong side
+_UNITS_NS = (10**9, 10**6, 10**3)  # units to which a time of a change is rounded, best first
+_MISPLACED = 0.05  # share of the rarer kind that may have been written on the wrong side
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +99,10 @@ class Quartiles:
 
 
 def quartiles_of(expected: ObjectSpec, profile: Profile) -> Quartiles | None:
-    """Return the quartiles of one spec; None if its numbers are of several dtypes, or few.
+    """Return the quartiles of one spec; None if a change of its dtype cannot show.
 
-    None also if no other dtype has the same width, and for codes with scales, which have one.
+    This holds for few numbers, numbers of several dtypes, a dtype without another of its width, and
+    codes with scales, for which SGLang has one dtype.
     """
     if expected.nbytes % WORD_BYTES:
         return None
@@ -134,7 +137,7 @@ def _rivals(width: int, profile: Profile | None, pool: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Kinds:
-    """Objects of a part that are of two kinds.
+    """Objects of a part, divided into two kinds: two dtypes, or two layouts.
 
     names: names of the kinds, for messages.
     second: [n] bool, objects of the second kind.
@@ -180,7 +183,7 @@ def check_changes(given: CheckSums) -> Iterator[pa.Table]:
 def _dtypes(tables: list[pa.Table], profile: Profile | None, pool: str) -> _Kinds | None:
     """Return the two dtypes of a part's objects; None without a change.
 
-    tables: evidence of each rank. Most of those with enough objects must show the same change.
+    tables: evidence of each rank. Most ranks that have enough objects must show the change.
     """
     ranks: list[_Kinds] = []
     judged = 0
@@ -278,13 +281,13 @@ def _layouts(tables: list[pa.Table], profile: Profile | None) -> _Kinds | None:
 def _split(kinds: _Kinds) -> tuple[int, int, bool] | None:
     """Return when the last object before a change and the first one after it were written.
 
-    Also return whether the later objects are of the second kind. None if both kinds were written in
-    turns, or the times are not known.
+    Also return whether the later objects are of the second kind. None if the writes of both kinds
+    overlap in time, or if the times are not known.
     """
     order = np.argsort(kinds.written_ns, kind="stable")
     times, second = kinds.written_ns[order], kinds.second[order]
     total = int(second.sum())
-    before = np.cumsum(second)[:-1]  # objects of the second kind before each place, but the first
+    before = np.cumsum(second)[:-1]  # objects of the second kind before each place, from 1
     places = np.arange(1, len(second))
     wrong = before + (len(second) - total) - (places - before)
     wrong = np.stack([len(second) - wrong, wrong]).astype(float)
@@ -310,8 +313,9 @@ def _rounded(after_ns: int, until_ns: int, *, early: bool) -> int:
 def _described(kinds: _Kinds, *, every: bool) -> tuple[int | None, str]:
     """Return the time of the change in Unix nanoseconds, and the detail.
 
-    The time is None if both kinds were written in turns. If not every object of the part was
-    compared, pages from between the compared ones can be of either kind: both removals take them.
+    The time is None if the writes of both kinds overlap. If not every object of the part was
+    compared, a page written between the last compared one before the change and the first after it
+    can be of either kind. Each of the two suggested removals then includes such pages.
     """
     counts = [int((~kinds.second).sum()), int(kinds.second.sum())]
     evidence = f"; {kinds.evidence}" * bool(kinds.evidence)

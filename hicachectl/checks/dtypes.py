@@ -30,21 +30,22 @@ if TYPE_CHECKING:
 
 # Mantissa bits and exponent bits.
 _FORMS = {"bfloat16": (7, 8), "float16": (10, 5)}
-_PAIRS = 2048  # the most pairs of an object that are compared; each is a word
-# A first look at a few pieces of consecutive pairs spares most objects the full one.
+_PAIRS = 2048  # most pairs of an object that are compared; a pair is a 32-bit word
+# The first look reads a few pieces of consecutive pairs. Most objects need no full look after it.
 _LOOK_PIECES, _LOOK_PIECE = 2, 16
 _LOOK_PAIRS = _LOOK_PIECES * _LOOK_PIECE
-# With fewer pairs, or fewer without a zero, an object is not judged.
+# An object with fewer pairs, or with fewer pairs without a zero, is not judged.
 _LEAST_PAIRS = 256
 
-# Shares of pairs whose exponents differ by a number or more. In their own format, numbers of models
-# have 0.23 to 0.44 at 3, 0.11 to 0.29 at 4, about 0.01 at 8. float16 read as bfloat16 has 0.52 to
-# 0.75 at 8; bfloat16 read as float16 has 0.005 at 2.
+# The share at d is the share of pairs whose exponents differ by d or more. Numbers of models, read
+# in their own format, have shares of 0.23 to 0.44 at 3, 0.11 to 0.29 at 4, and about 0.01 at 8.
+# float16 read as bfloat16 has 0.52 to 0.75 at 8. bfloat16 read as float16 has 0.005 at 2.
 _FAR, _NEAR = 8, 2
 _WRONG_FAR = 0.4  # least share at 8 of float16 read as bfloat16
 _WRONG_NEAR = 0.02  # largest share at 2 of bfloat16 read as float16
-# Least and largest shares of a right reading, by the difference. float16 has no exponents for far
-# pairs of small values. bfloat16 always has some, unlike float16 values that are all about equal.
+# Least and largest shares of a right reading, by d. Small values in float16 may have no exponents
+# that are 8 apart. bfloat16 values always have a few such pairs; float16 values that are all about
+# equal, read as bfloat16, have none.
 _RIGHT = {
     "float16": {1: (0.3, 1.0), 8: (0.0, 0.1)},
     "bfloat16": {3: (0.1, 0.5), 4: (0.0, 0.3), 8: (0.001, 0.1)},
@@ -75,13 +76,13 @@ class DtypeCheck:
                 yield ValueIssue(index, "dtype-mismatch", self._describe(own, other))
 
     def _is_hinted(self, words: IntArray) -> BoolArray:
-        """Return for which objects [n, words] few pairs allow that the dtype is wrong: [n]."""
+        """Return which objects [n, words] may have the wrong dtype, as a few pairs show: [n]."""
         mantissa, bits = _FORMS[self.dtype]
         exponents = np.int16(((1 << bits) - 1) << mantissa)
         pieces = [words[:, start : start + _LOOK_PIECE].view("<i2") for start in self.look]
         numbers = np.concatenate(pieces, axis=1) & exponents
         apart = np.abs(numbers[:, ::2] - numbers[:, 1::2])
-        # By chance, a share of few pairs is half of the limit, or twice.
+        # With so few pairs, a share can by chance be half of the real one, or twice.
         if self.dtype == "bfloat16":
             far = np.count_nonzero(apart >= _FAR << mantissa, axis=1)
             hinted: BoolArray = far >= _LOOK_PAIRS * _WRONG_FAR / 2
@@ -128,7 +129,7 @@ class _Differences:
 
 
 def dtype_check(expected: ObjectSpec, profile: Profile) -> DtypeCheck | None:
-    """Return the check for one spec; None if its tensors are not of one such format, or small."""
+    """Return the check for one spec; None if its tensors are small, or not of one such format."""
     if expected.nbytes % WORD_BYTES:
         return None
     sections = sections_of(expected, profile)
@@ -143,7 +144,7 @@ def dtype_check(expected: ObjectSpec, profile: Profile) -> DtypeCheck | None:
     (other,) = _FORMS.keys() - dtypes
     draw = np.random.default_rng(0)
     chosen = draw.permutation(places)[:_PAIRS]
-    # Inside a row that is as long; where rows are shorter, a piece may go on in the next row.
+    # A piece lies inside a row of at least its length. From a shorter row it extends into the next.
     starts = chosen[:_LOOK_PIECES] // _LOOK_PIECE * _LOOK_PIECE
     starts = np.minimum(starts, expected.nbytes // WORD_BYTES - _LOOK_PIECE)
     return DtypeCheck(dtype, other, tuple(starts.tolist()), np.sort(chosen))

@@ -5,17 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-MOST_OBJECTS = 512  # objects of each affix with facts, evenly in the order of their writes
-LEAST_OBJECTS = 8  # fewer of one kind show nothing
-# A sample with fewer of an affix is not called compared: an eighth of them may be of one setting.
+MOST_OBJECTS = 512  # most objects of an affix, spread evenly over the order of their writes
+LEAST_OBJECTS = 8  # fewer objects of one kind are no evidence
+# A sample with fewer objects of an affix does not count as compared: it could have too few objects
+# of a setting that an eighth of the pages have.
 ENOUGH_OBJECTS = 8 * LEAST_OBJECTS
 
 # Shares of an object's numbers that do not exceed its quartiles.
 QUARTILES = (0.25, 0.5, 0.75)
 _WIDTHS = (0, 1, 2)
 
-# written_ns: time of the object; null if the store keeps none.
-# width: bytes of a number; 0 without quartiles, which are numbers without their signs.
+# written_ns: time of the object; null if the store keeps no times.
+# width: bytes of a number; 0 without quartiles.
+# quartile_1, quartile_2, quartile_3: codes of the numbers at the quartiles, without sign bits.
 # disordered: whether the rows lie in the order of another layout; null if no check can tell.
 EVIDENCE_SCHEMA = pa.schema(
     [
@@ -29,7 +31,10 @@ EVIDENCE_SCHEMA = pa.schema(
 
 
 def is_evidence(seen: pa.Table, affixes: int) -> bool:
-    """Return whether a table of EVIDENCE_SCHEMA is about so many affixes, in known widths."""
+    """Return whether a table of EVIDENCE_SCHEMA has only ids of known affixes and known widths.
+
+    affixes: number of known affixes.
+    """
     whole = seen.drop_columns(["written_ns", "disordered"])
     ids, widths = whole.column("affix").to_numpy(), whole.column("width").to_numpy()
     return (

@@ -39,13 +39,13 @@ class Finding(TypedDict):
 SCHEMA = schema_of(Finding)
 NO_NUMBER = -1
 _NUMBERS = [pa.field("row", pa.int32()), pa.field("group", pa.int32())]
-# With the object and the page group that each finding is about, as the numbers that the inventory
-# and `PageGroups` of this process have for them; NO_NUMBER without an object, or without a group.
+# Adds the object and the page group that each finding is about: a row of this process's inventory
+# and a group of its `PageGroups`; NO_NUMBER without an object, or without a group.
 LOCATED_SCHEMA = pa.schema([*SCHEMA, *_NUMBERS])
-# With the deployment, as the label of its groups in `ls`, and the last write. Null if the finding
-# is about no group, the store keeps no times, or ages were not asked for.
+# Adds the deployment, as the label of its groups in `ls`, and the last write. Null if the finding
+# is about no group, the store keeps no times, or ages were not requested.
 PLACED_SCHEMA = pa.schema([*SCHEMA, ("deployment", pa.string()), ("written_ns", pa.int64())])
-# With the name of the check.
+# Adds the name of the check.
 NAMED_SCHEMA = PLACED_SCHEMA.append(pa.field("check", pa.string()))
 RUN_SCHEMA = pa.schema([*NAMED_SCHEMA, *_NUMBERS])
 _ROWS_AT_ONCE = 65_536
@@ -65,11 +65,11 @@ def findings(
     detail: str | pa.Array | None = None,
     rule: str | None = None,
 ) -> pa.Table:
-    """Return one finding of a code for each key: RUN_SCHEMA, without the name of the check.
+    """Return one finding of a code for each key: RUN_SCHEMA, with a null name of the check.
 
-    rows, groups: [keys] objects and page groups that the findings are about. Without rows, the
-    group of a finding about an object follows from the key; a finding about a missing object, or
-    about a whole page, needs its group, or no repair acts on it.
+    rows, groups: [keys] objects and page groups that the findings are about. Without rows, the key
+        gives the group of a finding about an object. A finding about a missing object, or about a
+        whole page, needs its group: repair does not act on it otherwise.
     deployments, written_ns: [keys] labels and last writes, for findings about whole deployments.
     detail: one text for all, or [keys]; None: the code's own.
     rule: the code's rule that applies.
@@ -190,7 +190,7 @@ def packed(table: pa.Table) -> pa.Table:
 def _taken(table: pa.Table, rows: pa.Array) -> pa.Table:
     """Return some rows.
 
-    Rows that follow one another are of few parts: Arrow would join all chunks of a column.
+    Neighbouring rows lie in few chunks. `take` joins all chunks of a column, so give it only these.
     """
     first, last = pc.min_max(rows).values() if len(rows) else (pa.scalar(0), pa.scalar(-1))
     near = table.slice(first.as_py(), last.as_py() - first.as_py() + 1)
@@ -222,9 +222,9 @@ def listing_findings(given: CheckInput, unmet: Collection[Need] = ()) -> Iterato
 def located(found: pa.Table, groups: PageGroups) -> pa.Table:
     """Return findings with the row of each object and the group of each row.
 
-    found: has the columns of `findings.LOCATED_SCHEMA`. Findings that have only a key, such as
-    those about page tables, get the row of the key. Groups of ambiguous keys get no finding: a
-    profile must not cause their removal.
+    Findings that have only a key, such as findings about page tables, get the row of the key.
+    Findings about ambiguous keys get no group: a profile must not cause the removal of such pages.
+    found: has the columns of LOCATED_SCHEMA.
     """
     rows, about = (found.column(name).to_numpy().copy() for name in ("row", "group"))
     has_key = found.column("key").is_valid().to_numpy()

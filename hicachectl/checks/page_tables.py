@@ -1,4 +1,4 @@
-"""Check the page tables of a 3FS store, also while a server changes them."""
+"""Check the page tables of a 3FS store, even while a server changes them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import BoolArray, IntArray
 
 
-# Number of leaked pages, or of ranks, that a finding lists.
+# Most leaked pages, or ranks, that a finding lists.
 _NAMED_PAGES = 8
 _COMPARED_AT_ONCE = 1 << 20
 _PAGE_AND_REST = r"(?s)^(?P<page>[0-9a-f]{64})(?P<rest>.*)$"
@@ -39,8 +39,9 @@ def check_page_tables(
 ) -> Iterator[pa.Table]:
     """Yield tables of findings about saved page tables, some of them empty.
 
-    earlier: states saved before. A page is reported as leaked only if these states agree: a server
-    may be writing the other pages. If empty, no page is reported; if None, `state` alone decides.
+    earlier: states saved before. A page is reported as leaked only if it is leaked in all of them,
+        too: a server may be writing the other pages. If empty, no page is reported; if None,
+        `state` alone decides.
 
     On a live store page-index-free is only a suspicion: the server saves keys before free pages, so
     the page of a key deleted in between is saved as held and as free. The finding is right if the
@@ -62,7 +63,7 @@ def check_page_tables(
 
 
 def holders(table: PageTable) -> IntArray:
-    """Return how many keys have each key's page, [m]."""
+    """Return, for each key, how many keys have its page: [m]."""
     held_by = np.ones(len(table.indices), dtype=np.int64)
     ordered = np.sort(table.indices)
     repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])

@@ -1,8 +1,9 @@
 """Reasons why a server did not use, or did not write, tokens of its store: meanings, remedies.
 
-`reasons.toml` has those that SGLang and its plug-in count, and those that `hits` finds. `explain`,
-hicachectl-findings(7) and `doctor` take their texts from there. A reason has no severity and no
-repair, unlike a code of findings: it is about a server and a span of time, not about an object.
+`reasons.toml` has the reasons that SGLang and its plug-in count, and the reasons that `hits` finds.
+`explain`, hicachectl-findings(7) and `doctor` take their texts from there. Unlike a code of
+findings, a reason has no severity and no repair: it is about a server and a span of time, not about
+an object.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ SGLANG, PLUGIN, HITS = SOURCES = ("sglang", "plugin", "hits")
 class Reason:
     """A reason, named as metrics and documents spell it.
 
-    source: one of SOURCES: what counts the reason.
-    counters: names of the metrics that have the reason as a label; of SGLang's metrics without
-        that label, the reason is the name, without `sglang:` and `_tokens_total`.
+    source: program that counts the reason, one of SOURCES.
+    counters: names of the metrics that have the reason as a label. For an SGLang metric without
+        such a label, the reason is the metric's name without `sglang:` and `_tokens_total`.
     meaning: what happened.
     effect: what the server does about it.
     remedy: what to do. {command} stands for the command.
@@ -51,7 +52,7 @@ class Reason:
 
 @cache
 def reasons() -> tuple[Reason, ...]:
-    """Return all reasons; no two names are equal, `-` and `_` taken as one character."""
+    """Return all reasons; no two names are equal, even if `_` is read as `-`."""
     text = files("hicachectl.checks").joinpath("reasons.toml").read_text(encoding="utf-8")
     return tuple(
         Reason(name, source, tuple(members.pop("counters", _counters(name, source))), **members)
@@ -61,7 +62,7 @@ def reasons() -> tuple[Reason, ...]:
 
 
 def _counters(name: str, source: str) -> list[str]:
-    """Return the metrics of the plug-in that have a reason of it as a label."""
+    """Return the plug-in's metrics with a label for a reason; none if another source counts it."""
     kinds = [kind for kind, names in COUNTED.items() if name in names and source == PLUGIN]
     return [metric_of(kind, name) for kind in kinds]
 

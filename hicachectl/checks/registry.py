@@ -83,7 +83,7 @@ class Scope(Enum):
 class CheckSums:
     """Input of checks of `Scope.SUMS`.
 
-    evidence: facts about some objects that were read, of `checks.evidence.EVIDENCE_SCHEMA`.
+    evidence: facts about some objects that were read, in columns of `evidence.EVIDENCE_SCHEMA`.
     """
 
     table: AffixTable
@@ -144,7 +144,7 @@ class Check:
     """A check.
 
     group: None if the check always runs.
-    codes: codes of the findings; those of `codes.toml` by their names.
+    codes: codes of the findings; a code of `codes.toml` is given by its name.
     function: takes the input of the scope and yields tables of `checks.findings`; may be given as
         "package.module:name"; None if findings are noted while objects are read.
     """
@@ -228,7 +228,8 @@ def resolved(function: F | str) -> F:
 
 # --- registration ---
 
-# Codes of all checks by name; None for one of `codes.toml`, which is read when a code is asked for.
+# Codes of all checks by name. None stands for a code of `codes.toml`: that file is read when a code
+# is first needed.
 _CODES: dict[str, Code | None] = {}
 _CHECKS: dict[str, Check] = {}
 
@@ -359,7 +360,7 @@ DIGESTS = CheckGroup(
 # Name of the check whose findings are noted while objects are read.
 READING = "reading"
 
-# Their order is the order of codes in messages, and of findings with the same code and key.
+# The order of the checks is the order of codes in messages, and of findings with one code and key.
 for _check in (
     Check(
         name="stamp",

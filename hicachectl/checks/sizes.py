@@ -58,9 +58,9 @@ def _of_mix(inventory: Inventory, mix: SizeMix) -> BoolArray:
 
 
 def rows_of_mixes(inventory: Inventory) -> IntArray:
-    """Return the objects that have a common size beside the one that a profile states.
+    """Return the rows of objects with a common size that differs from the profile's.
 
-    Their pages can be those of servers that run now.
+    Servers that run now may have written their pages.
     """
     actual = inventory.sizes
     among = np.zeros(len(actual), dtype=np.bool_)
@@ -117,7 +117,7 @@ def _written(size: SeenSize) -> str:
 
 
 def _change(mix: SizeMix) -> str:
-    """Return when the size changed, of the two most common ones; "" if the store keeps no times."""
+    """Return when the most common size replaced the second, or the reverse; "" without times."""
     one, two = sorted(mix.sizes[:2], key=lambda size: size.oldest_ns or 0)
     if one.newest_ns is None or two.oldest_ns is None:
         return ""
@@ -155,9 +155,9 @@ def _ratio(mix: SizeMix) -> Fraction:
 
 
 def _ratios(table: AffixTable) -> dict[int, set[tuple[str, Fraction]]]:
-    """Return the pools of each deployment, with the ratio of their two sizes, or 1 for one size.
+    """Return the pools of each deployment, with the ratio of their two sizes; 1 for a single size.
 
-    States of Mamba do not count: their size does not depend on the page size.
+    Mamba states are left out: their size does not depend on the page size.
     """
     mixed = {affix: _ratio(mix) for mix in table.mixes for affix in mix.affix_ids}
     found: dict[int, set[tuple[str, Fraction]]] = defaultdict(set)

@@ -52,7 +52,7 @@ def check_collision(given: CheckListing) -> Iterator[pa.Table]:
 
 
 def check_losses(given: CheckListing) -> Iterator[pa.Table]:
-    """Yield a finding for each loss that the listing found, unless a server may still write it."""
+    """Yield a finding for each loss that the listing found and that is older than the grace."""
     for loss in given.store.losses if isinstance(given.store, Losing) else ():
         if loss.changed_ns <= given.grace_start_ns:
             yield findings(
@@ -61,7 +61,7 @@ def check_losses(given: CheckListing) -> Iterator[pa.Table]:
 
 
 def _readable(text: str) -> str:
-    """Return a text with file names as keys are written: other bytes than UTF-8 escaped."""
+    """Return a text with file names in which bytes that are not UTF-8 are escaped, as in keys."""
     return os.fsencode(text).decode("utf-8", "backslashreplace")
 
 
