@@ -1,1 +1,1 @@
-"""An incident in one command: why servers get no hits from a store, or wrong ones."""
+"""Examine an incident: why servers get no hits from a store, or wrong ones."""

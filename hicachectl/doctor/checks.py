@@ -10,7 +10,7 @@ from hicachectl.formats.wording import divided
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# The best first.
+# Best first.
 OK, UNKNOWN, WARN, FAIL = STATUSES = ("ok", "unknown", "warn", "fail")
 SERVER, SAME_STORE, STORE, LIVE, REQUESTS = GROUPS = (
     "server",
@@ -23,13 +23,14 @@ SERVER, SAME_STORE, STORE, LIVE, REQUESTS = GROUPS = (
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One question about a server or its store, answered.
+    """Answer to one question about a server or its store.
 
     name: fixed name in the group, such as `page-size`.
     status: one of STATUSES; `unknown` if nothing was found that answers the question.
     detail: the answer, in one sentence that names the thing.
     group: one of GROUPS.
-    evidence: what was seen, such as `page_size 64 in internal_states[0]`; empty if `detail` has it.
+    evidence: observation behind the answer, such as `page_size 64 in internal_states[0]`; empty if
+        `detail` has it.
     next: the next command or flag; empty if nothing is to be done.
     server: URL of the server that the check is about; empty if it is about the store alone.
     """

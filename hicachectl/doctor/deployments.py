@@ -43,8 +43,8 @@ _FLAGS = {
     "cp": "--cp",
     "dcp": "--dcp",
 }
-_CONVERTED = ("model", "tag", "tp", "pp")  # migrate has --to-model and so on
-_SHARE = 10  # one object in so many is more than an exception
+_CONVERTED = ("model", "tag", "tp", "pp")  # migrate can change these: --to-model and so on
+_SHARE = 10  # one object in this many is more than an exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class _OwnKeys:
         for axis, rank, size in other.shard.axes:
             stated = size
             if size is None and rank is None and axis != "tp":
-                stated = 1  # keys state an axis if it has several ranks
+                stated = 1  # keys state an axis only if it has several ranks
             if stated is not None and stated != self.sizes[axis]:
                 found[axis] = str(stated), str(self.sizes[axis])
         return found
@@ -124,13 +124,13 @@ def deployment_checks(
     stated: Profile | None = None,
     request_words: str = "",
 ) -> tuple[list[Check], Fraction | None]:
-    """Compare a server's deployment with those that the store has pages of.
+    """Compare a server's deployment with the deployments of which the store has pages.
 
     stated: profile that `ListedStore.mending` names.
     request_words: see `DoctorRequest`.
-    Without any page, or if the server does not tell its deployment, there is nothing to compare.
-    Returns the checks, and the share of their expected size that objects have by another setting
-    that a check names; None if no such setting is seen.
+    Without any page, or if the server does not state its deployment, there is nothing to compare.
+    Returns the checks, and the ratio of actual to expected size of the objects if a check names the
+    other setting that causes it, else None.
     """
     if listed.inventory is None or server.deployment is None:
         return [], None
@@ -153,7 +153,7 @@ def deployment_checks(
 
 
 def _own_keys(server: LiveServer) -> _OwnKeys:
-    """Return what a server looks for. Raises ProfileError for flags that contradict each other."""
+    """Return the names and sizes in a server's keys. Raises ProfileError for wrong flags."""
     if (profile := server.profile) is not None:
         sizes = {axis: getattr(profile, axis) for axis in ("tp", "pp", "cp", "dcp")}
         return _OwnKeys(profile.names, sizes)
@@ -166,7 +166,7 @@ def _own_keys(server: LiveServer) -> _OwnKeys:
 
 
 def _is_profile_of(server: LiveServer, listed: ListedStore) -> bool:
-    """Return whether the store was listed with this server's profile, whatever its weights."""
+    """Return whether the store was listed with this server's profile, apart from the weights."""
     if server.profile is None or listed.profile is None:
         return False
     unweighted = replaced(
@@ -182,7 +182,7 @@ def _differences(
 ) -> Mapping[str, tuple[str, str]]:
     """Return `_OwnKeys.differences` of a deployment of a table; none for the server's own.
 
-    profiled: the first deployment is the server's, and no other.
+    profiled: whether the first deployment is the server's, and no other deployment is.
     """
     deployment = table.deployments[number]
     if not profiled:
@@ -269,8 +269,9 @@ def _present(
 def _is_former(one: _Stored, own: list[_Stored]) -> bool:
     """Return whether a deployment seems to be the server's own before its settings changed.
 
-    Nothing was written to it since the server's first page. In a store without times, it differs in
-    one size only, and has more pages. A deployment of another model has objects of other sizes.
+    Such a deployment got no page after the server's first page. In a store without times, it
+    differs in a single size, and has more pages. A name of another model counts only if its objects
+    have the same sizes.
     """
     if "model" in one.differences and not any(one.sizes & each.sizes for each in own):
         return False
@@ -314,11 +315,11 @@ def _conversion(
     *,
     same_keys: bool = False,
 ) -> str:
-    """Return the command that makes pages of another deployment usable, if there is one.
+    """Return the command that makes pages of another deployment usable; if none does, other advice.
 
-    Its profile is that of the pages: the stated one, if it is, else the server's with their names
-    and sizes.
-    same_keys: the converted pages have the same keys, so they need another store.
+    The command states the profile of the pages: `stated` if it describes them, else the server's
+    with the names and sizes of the pages.
+    same_keys: whether converted pages keep their keys, and so need another store.
     """
     names = list(one.differences)
     if names == ["keys"]:
@@ -344,7 +345,7 @@ def _conversion(
         ours = one.differences[name][1]
         changed += [f"--to-{name}", ours] if ours else ["--to-no-tag"]
     assert listed.store is not None
-    # An archive is written once.
+    # Pages of an archive cannot be added to it: an archive is written once.
     target = STORE if listed.store.traits.live and not same_keys else "DST"
     described = shlex.join(words) if words else OPTIONS
     template = f"hicachectl migrate {STORE} {target} {described} {shlex.join(changed)}"
@@ -357,7 +358,7 @@ def _conversion(
 
 
 def _may_fit(server: LiveServer, one: _Stored, listed: ListedStore) -> bool:
-    """Return whether objects of a deployment have a size that the server's can have."""
+    """Return whether anchors of a deployment have a size that the server's anchors have."""
     assert listed.store is not None
     if server.profile is None:
         return True
@@ -377,10 +378,10 @@ def _sizes(
     stated: Profile | None,
     request_words: str,
 ) -> tuple[list[Check], Fraction | None]:
-    """Compare the objects' sizes with those of the server: keys show neither page nor dtype.
+    """Compare object sizes with the server's: keys show neither the page size nor the dtype.
 
-    On some stores, keys state the TP rank, but not the TP size: then sizes and ranks show it.
-    Returns as `deployment_checks` does.
+    In some stores, keys state the TP rank, but not the TP size. Sizes and ranks then show the TP
+    size. Returns as `deployment_checks` does.
     """
     assert listed.inventory is not None
     profile, table = server.profile, listed.inventory.table
@@ -440,12 +441,12 @@ def _deciding(
     stated: Profile | None,
     request_words: str,
 ) -> str:
-    """Return what decides between several readings of a size, before other advice; else ""."""
+    """Return advice that decides between several explanations of a size; "" without several."""
     tokens = next((one.page_size for one in readings if one.page_size), None)
     if tokens is None or len(readings) < 2:
         return ""
     described = f"{OPTIONS} --page-size {tokens}"
-    if stated is not None:  # --page-size does not change it
+    if stated is not None:  # --page-size does not change a stated profile
         config = " --model-config DIR" if server.why_no_profile else ""
         described = f"--server {server.url}{config} --page-size {tokens}"
         if stated.page_size == tokens:
@@ -466,7 +467,7 @@ def _ranks_seen(inventory: Inventory, census: Census, own: _Stored) -> int | Non
         spec = table.specs[affix] if affix >= 0 else None
         if spec is None or not spec.anchor or spec.coordinate.names != own.deployment.names:
             continue
-        # Another reading of some keys is a stage of a model whose TP ranks share one object.
+        # Some keys can also be read as a pipeline stage of a model whose TP ranks share objects.
         shards = [one.shard for one in table.grammar.readings(*table.affixes[affix])]
         if any(shard.tp_size is not None for shard in shards):
             return None
@@ -476,7 +477,7 @@ def _ranks_seen(inventory: Inventory, census: Census, own: _Stored) -> int | Non
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """A setting that gives objects of a size.
+    """A setting that explains a size of objects.
 
     page_size: tokens of a page; 0 if the dtype differs.
     width: bytes of a number; 0 if the page size differs.
@@ -493,7 +494,7 @@ class _Reading:
 
 
 def _readings(server: LiveServer, listed: ListedStore, size: int, wanted: int) -> list[_Reading]:
-    """Return which settings give objects of a size: the recorded page size, else all that fit."""
+    """Return the settings that explain a size: the recorded page size, else all that fit."""
     profile = server.profile
     assert profile is not None
     tokens, rest = divmod(profile.page_size * size, wanted)

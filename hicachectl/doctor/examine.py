@@ -73,7 +73,7 @@ def examine(
     problem: str = "",
     on_wait: Callable[[float], None] = lambda seconds: None,
 ) -> Result:
-    """Check servers and their store, and change nothing but by `write_probe`.
+    """Check servers and their store. Only `write_probe` changes anything.
 
     store: the open store; None if it cannot be opened.
     problem: why the store cannot be opened, and the next step.
@@ -81,7 +81,7 @@ def examine(
     An unreachable server or store is a failing check. Raises UsageError for a malformed URL and for
     requests that cannot be read.
     """
-    with ThreadPoolExecutor(_SERVERS_AT_ONCE) as pool:  # one that hangs takes ten seconds
+    with ThreadPoolExecutor(_SERVERS_AT_ONCE) as pool:  # a server that hangs takes ten seconds
         servers = list(pool.map(lambda url: ask_server(url, request), request.servers))
     profile = _profile(servers, request)
     statuses = _statuses(store)
@@ -111,7 +111,7 @@ def examine(
             same = [*(same if probed.status == UNKNOWN else known), probed]
         checks += settings + same
         shared.add(verdict_of(same))
-        if verdict_of(same) != FAIL:  # else nothing of the server's is in this store
+        if verdict_of(same) != FAIL:  # else the store has no pages of this server
             compared, scale = deployment_checks(
                 server, listed, request.profile, request.request_words
             )
@@ -171,7 +171,7 @@ def result_of(checks: Sequence[Check]) -> Result:
 
 
 def _bounded(check: Check) -> Check:
-    """Return a check with texts that can be shown: what a server tells may be megabytes long."""
+    """Return a check with texts short enough to show: a server may state megabytes."""
     texts = {name: getattr(check, name)[:_LONGEST_TEXT] for name in ("detail", "evidence", "next")}
     return replace(check, **texts)
 
@@ -215,7 +215,7 @@ def _statuses(store: Store | None) -> Sequence[RankStatus]:
         with side:
             return read_statuses(side).statuses
     except (OSError, HicacheError):
-        return ()  # live_checks tell that the counters of the plug-in are not known
+        return ()  # live_checks report that the counters of the plug-in are not known
 
 
 def _requests(
@@ -245,7 +245,7 @@ def _given(
     servers: Sequence[LiveServer],
     looks: Sequence[Watched],
 ) -> GivenRequests:
-    """Return the requests with what the first server that answers restored."""
+    """Return the requests with the tokens that the first answering server has restored."""
     measured = HitsRequest(requests=requests, profile=listed.profile, threshold=request.threshold)
     for server, look in zip(servers, looks, strict=True):
         if not server.problem:

@@ -35,7 +35,7 @@ REQUESTS = "sglang:num_requests_total"
 RESTORED = "sglang:prefetched_tokens_total"
 UNCACHED = "sglang:uncached_prompt_tokens_histogram"
 STAGE_SECONDS = "sglang:per_stage_req_latency_seconds_sum"
-PLUGIN = "hicachectl_plugin_"  # metrics of this package's storage plug-in begin so
+PLUGIN = "hicachectl_plugin_"  # prefix of the metrics of this package's storage plug-in
 
 _SGLANG = b"sglang:"
 _COUNTERS = (
@@ -54,8 +54,8 @@ _KEPT = tuple(
 # All ranks find and restore the same pages, so each counts the same tokens. Ranks of
 # data parallelism have requests of their own.
 _RANKS = frozenset({"tp_rank", "pp_rank", "attn_cp_rank", "moe_ep_rank", "dcp_rank", "rank"})
-# A real server has 4 KB of such lines for each rank, of 200 bytes. The parser reads a megabyte in a
-# second, and takes quadratic time for a long line.
+# A real server has 4 KB of such lines for each rank, each of 200 bytes. The parser takes a second
+# for a megabyte, and quadratic time for a long line.
 _MAX_KEPT_BYTES = 4 << 20
 _MAX_LINE_BYTES = 1 << 13
 _MOST_REASONS = 256  # each has a check of its own; a real server has fewer than 40
@@ -104,8 +104,8 @@ class Look:
 def look_at(service: HttpService, base: str) -> Look:
     """Return one look at a server's metrics.
 
-    service, base: the client and path of `profiles.server.server_service`. Metrics that are off, or
-    cannot be read, are a look with a `problem`. Raises nothing.
+    If the metrics are off, or cannot be read, the look has a `problem`. Raises nothing.
+    service, base: client and path of `profiles.server.server_service`.
     """
     path = f"{base}/metrics"
     _log.debug("GET %s", path)
@@ -123,7 +123,7 @@ def look_at(service: HttpService, base: str) -> Look:
 def read_look(text: bytes, at: float) -> Look:
     """Return the counters of a metrics page in Prometheus' text format.
 
-    A page without metrics of SGLang, or with a line that is not valid, is a look with a `problem`.
+    If the page has no metrics of SGLang, or a line that is not valid, the look has a `problem`.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -151,7 +151,8 @@ def read_look(text: bytes, at: float) -> Look:
 def growth(first: Look, second: Look) -> Look | None:
     """Return by how much each counter grew between two looks; None if the server has restarted.
 
-    A counter that falls or vanishes tells a restart. A look without metrics has no growth.
+    A counter that falls or vanishes shows a restart. If a look has no metrics, neither has the
+    result.
     """
     if first.samples is None or second.samples is None:
         return Look(second.at, None, second.problem or first.problem)
@@ -164,10 +165,11 @@ def growth(first: Look, second: Look) -> Look | None:
 
 
 def at_least(look: Look, tokens: int) -> tuple[int, int]:
-    """Return how many requests computed so many prompt tokens or more: the fewest, and the most.
+    """Return the least and the greatest possible number of requests that computed many tokens.
 
-    Source: the histogram of uncached prompt tokens. Its buckets are wide, so that the sum over all
-    requests narrows the bounds.
+    tokens: prompt tokens that such a request computed at least.
+    Source: the histogram of uncached prompt tokens. Its buckets are wide; the sum over all requests
+    narrows the bounds.
     """
     buckets: dict[float, float] = {}
     for text, up_to in look.by_label(f"{UNCACHED}_bucket", "le").items():

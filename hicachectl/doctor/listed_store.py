@@ -33,8 +33,8 @@ class ListedStore:
     profile: profile of the servers, or of the options; None if unknown.
     started: start of the first server, Unix seconds; None if unknown.
     weights: texts that name the weights, of the ranks that serve with the plug-in.
-    explained: shares of their expected size that objects have by settings that another check names.
-    is_shared: whether all servers that were asked are known to use it.
+    explained: ratios of actual to expected object size that another check explains by a setting.
+    is_shared: whether all servers that were asked are known to use the store.
     is_explained: whether a check of a server failed, which can be why the store has no pages.
     sample_pages: number of pages to read; 0 reads none.
     """

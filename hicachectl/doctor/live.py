@@ -52,15 +52,16 @@ if TYPE_CHECKING:
 # half on, the store loses more than it gives.
 _WARN_SHARE = 0.05
 _FAIL_SHARE = 0.5
-# Fewer lost tokens than those of so many look-ups are one unlucky moment, and tell no rate.
+# A loss of fewer tokens than this many look-ups have is one unlucky moment, and shows no rate.
 _FEW_LOOKUPS = 4
 # These cost nothing: the device had the tokens when they came, or the store was cleared.
 _NO_LOSS = frozenset({"device_covered", "stale"})
-# Other reasons are the effect of settings, limits and load, which an operator may want.
+# Of SGLang's reasons, only these mean that something is broken. Others are effects of settings,
+# limits and load, which an operator may want.
 _FAULTS = frozenset({"storage_transfer"})
 _NO_FAULTS_OF_PLUGIN = frozenset({"full", "gone", "unwritable"})
-_UNWRITTEN = frozenset({"full", "half", "unwritable"})  # such pages are not written
-# SGLang's warm-up sends one short request to each data-parallel rank, and is no traffic.
+_UNWRITTEN = frozenset({"full", "half", "unwritable"})  # reasons why a page is not written
+# SGLang's warm-up sends one short request to each data-parallel rank. It is no traffic.
 _FEW_REQUESTS = 5
 _REFUSED = metric_of("refused", "")
 _LONGEST_TEXT = 400
@@ -80,7 +81,7 @@ def live_checks(
     """Return the checks of a server's counters, and of its plug-in's; none without a backend.
 
     first: look at `/metrics`.
-    second: a later look; the same look again if there was one only.
+    second: a later look; the first one again if there was only one.
     statuses: status files of the plug-in in the store.
     mending: the store and the options of the profile in suggested commands.
     has_requests: whether requests were given, which the checks of requests judge.
@@ -108,7 +109,7 @@ def live_checks(
 class _Counters:
     """Counters of a server.
 
-    flags: flags of the server; the usual ones if it does not tell them.
+    flags: flags of the server; the defaults if the server does not state them.
     totals: counts since the server's start.
     judged: growth between two looks if anything moved, else the totals.
     period: time in which `judged` was counted, in words.
@@ -130,7 +131,7 @@ class _Counters:
         return self.server.check(name, status, detail, group=LIVE, evidence=evidence, next=remedy)
 
     def remedy(self, name: str) -> str:
-        """Return what to do about a reason, and the command that tells more."""
+        """Return the remedy of a reason, and the command that explains the reason."""
         reason = reason_named(name)
         if reason is None:
             return "look for the reason in the notes of the server's SGLang release"
@@ -141,11 +142,11 @@ class _Counters:
     def loss(
         self, name: str, measure: Measure, what: str, *, reason: str = "", done: str = "lost"
     ) -> Iterator[Check]:
-        """Judge a loss by its share; nothing if nothing was lost.
+        """Yield the check that judges a loss by its share; nothing if nothing was lost.
 
-        measure: returns the lost tokens in a look, and all tokens among which they were.
-        what: name of all these tokens.
-        reason: reason with the meaning and the remedy; empty: the name.
+        measure: returns, for a look, the lost tokens and all tokens that could have been lost.
+        what: name of all tokens.
+        reason: reason that has the meaning and the remedy; empty: the reason called `name`.
         done: verb for the lost tokens.
         """
         lost, whole = measure(self.judged)
@@ -160,7 +161,7 @@ class _Counters:
         if name in _NO_LOSS or share < _WARN_SHARE:
             status = OK
         elif few and lost_ever < _WARN_SHARE * whole_ever:
-            status = OK  # it is rare since the start, and a moment has few tokens
+            status = OK  # the loss is rare since the start, and the judged time has few tokens
         elif few and not fault:
             status = UNKNOWN
         detail = f"{share:.0%} of the {what} were {done} ({name})"
@@ -274,11 +275,11 @@ def _unwritten(counters: _Counters) -> Iterator[Check]:
         yield from counters.loss(reason, evicted, "tokens to be kept in host memory")
     look = counters.judged
     copied, written = look.value(HOST_BACKUPS, pool="kv"), look.value(BACKUPED)
-    # Before a store is attached, nothing is written; the totals do not tell when that was.
+    # Nothing is written before a store is attached, and the totals do not show when that was.
     attached_late = not counters.server.info.get(_BACKEND)
     if written:
         what = f"The store took {_tokens(written)} from the server"
-        evidence = f"{counters.period}; those of pages that it had already count, too"
+        evidence = f"{counters.period}; tokens of pages that the store already had count, too"
         yield counters.check("written", OK, what, evidence)
     elif copied >= _FEW_LOOKUPS * counters.flags.least_looked_up:
         if look is counters.totals and attached_late:
@@ -289,7 +290,7 @@ def _unwritten(counters: _Counters) -> Iterator[Check]:
 
 
 def _found(counters: _Counters) -> Iterator[Check]:
-    """Count the tokens from the store. Without any, see whether prompts were too short for it."""
+    """Count the tokens from the store. Without any, judge whether prompts are too short for it."""
     look, period = counters.judged, counters.period
     if not look.value(REQUESTS) and not look.value(FOUND):
         look, period = counters.totals, _SINCE_START
@@ -322,7 +323,7 @@ def _found(counters: _Counters) -> Iterator[Check]:
     written = _tokens(counters.totals.value(BACKUPED))
     pools = look.value(CACHED, cache_source="device") + look.value(CACHED, cache_source="host")
     evidence = f"{written} were written"
-    if look.value(f"{UNCACHED}_count"):  # not all releases tell it
+    if look.value(f"{UNCACHED}_count"):  # not all releases have this histogram
         evidence = f"{enough}; {evidence}"
     if pools:
         evidence += f"; {_tokens(pools)} were in device or host memory"
@@ -338,8 +339,8 @@ def _found(counters: _Counters) -> Iterator[Check]:
 def _are_short(counters: _Counters, look: Look) -> bool:
     """Return whether requests left too few tokens for a look-up, and nothing else served them.
 
-    Such requests move no other counter. While nothing comes from the store, the tokens that a
-    request computes are those that it would look up.
+    Such requests move no other counter. While nothing comes from the store, a request computes
+    exactly the tokens that it would look up.
     """
     requests = look.value(f"{UNCACHED}_count")
     if requests < _FEW_REQUESTS + counters.flags.dp:
@@ -355,7 +356,7 @@ def _is_fault(reason: Reason | None, server: LiveServer) -> bool:
         return False
     if reason.source == PLUGIN_SOURCE:
         return reason.name not in _NO_FAULTS_OF_PLUGIN
-    # The policy best_effort breaks reads off.
+    # The policy best_effort ends reads early, which is no fault.
     policy = server.settings.get("hicache_storage_prefetch_policy")
     return reason.name in _FAULTS and policy != "best_effort"
 

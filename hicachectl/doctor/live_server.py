@@ -34,9 +34,9 @@ class LiveServer:
     states: `internal_states`, one for each data-parallel rank; empty if the reply has none.
     settings: arguments that hold now: `info`, overridden by the first state.
     deployment: flags and model paths; None if the reply does not tell them.
-    profile: profile by the replies, with the weights if they can be read. If the replies make no
-        profile: the profile of the request, with the server's names and sizes. None without either.
-    why_no_profile: why the replies make no profile, with the next step, else "".
+    profile: profile by the replies, with the weights if they can be read. If the replies do not
+        suffice, the profile of the request with the server's names and sizes. None without either.
+    why_no_profile: why the replies do not suffice for a profile, with the next step, else "".
     problem: why the server cannot be reached, with the next step, else "".
     started: start of the server's process in Unix seconds; None if unknown. Replies have only
         durations (`startup_time`).

@@ -34,7 +34,8 @@ _SCHEDULER = b"sglang::scheduler"
 _LISTEN = "0A"  # state of a socket in proc(5), /proc/net/tcp
 _MAX_LINKS = 40  # path_resolution(7)
 _MAX_ENVIRONMENT_BYTES = 4 << 20
-# Two of these are never one directory. Network and FUSE file systems can be mounted twice.
+# Directories on two devices of these types are never one directory. Network and FUSE file systems
+# can be mounted twice, with a device for each mount.
 _LOCAL = frozenset(("bcachefs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs"))
 
 
@@ -89,7 +90,8 @@ def processes_of(url: str) -> Processes:
 def own_statuses(server: LiveServer, statuses: Sequence[RankStatus]) -> list[PluginStatus]:
     """Return the statuses of a server's plug-in that are kept up to date.
 
-    On this machine, they are those of its processes. Elsewhere, they are all those of its model.
+    For a server on this machine, these are the statuses of its processes. For another server, they
+    are all statuses of its model.
     """
     model = server.deployment.flags.model if server.deployment else None
     serving = [

@@ -29,8 +29,8 @@ _SET_THRESHOLD = (
     'set "prefetch_threshold" in --hicache-storage-backend-extra-config, and restart the server'
 )
 
-# Fewer than one request in _FEW that a missing page stops is normal: stores evict. More than one in
-# _SEVERAL is a loss.
+# It is normal if a missing page stops fewer than one request in _FEW, because stores evict. If it
+# stops more than one in _SEVERAL, the check fails.
 _FEW, _SEVERAL = 100, 10
 
 # Faults of an object that stops requests, as `StopRow` names them.
@@ -136,7 +136,7 @@ def _below_threshold(measured: _Measured) -> Iterator[Check]:
 
 
 def _missing(listed: ListedStore, measured: _Measured, *, explained: bool) -> Iterator[Check]:
-    """Name the page that stops most requests before others that the store has.
+    """Name the missing page that keeps most requests from later pages, which the store has.
 
     explained: see `request_checks`.
     """

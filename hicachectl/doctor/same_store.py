@@ -101,9 +101,9 @@ def same_store_checks(
 
 
 def started_of(server: LiveServer, statuses: Sequence[RankStatus] = ()) -> float | None:
-    """Return the start of a server in Unix seconds; None if nothing tells it.
+    """Return the start of a server in Unix seconds; None if it is unknown.
 
-    statuses: statuses in the store, which have the start of a server on another machine.
+    statuses: statuses in the store, which state the start of a server on another machine.
     """
     here = processes_of(server.url).started
     if here is not None:
@@ -203,7 +203,7 @@ def _examined(theirs: StoreUrl, path: str, place: Place, url: str) -> str:
 
 
 def _are_apart(pid: int, device: int, places: set[Any]) -> bool:
-    """Return whether another inode on a device means another directory than the places."""
+    """Return whether an inode on a device that is none of the places is another directory."""
     devices = {place[0] for place in places if isinstance(place, tuple)}
     if not devices:
         return False
@@ -215,14 +215,14 @@ def _are_apart(pid: int, device: int, places: set[Any]) -> bool:
 def _by_pages(server: LiveServer, first: Look, second: Look, new_pages: int | None) -> _Answer:
     """Judge by the tokens that the server wrote and the pages that appeared in the store.
 
-    Tokens of pages that were there already count as written, too.
+    A server counts tokens of pages that its store already had as written, too.
     """
     grown = growth(first, second)
     if grown is None:
         return _Answer(UNKNOWN, "The server was restarted between two looks", _WATCH)
     if grown.samples is None:
         what, next_step = divided(grown.problem)
-        return _Answer(UNKNOWN, f"The server may write or not: {what}", next_step)
+        return _Answer(UNKNOWN, f"Whether the server writes is not known: {what}", next_step)
     written = int(grown.value(BACKUPED))
     what = f"The server wrote {counted(written, 'token')} between two looks"
     if new_pages is None or not written:
@@ -232,16 +232,17 @@ def _by_pages(server: LiveServer, first: Look, second: Look, new_pages: int | No
         return _Answer(OK, what)
     if _must_be_new(server, grown, second):
         remedy = "compare the server's storage settings and mounts with STORE"
-        return _Answer(FAIL, f"{what}, although some were in no store", remedy)
-    return _Answer(UNKNOWN, f"{what}; perhaps they were there already", _WATCH)
+        return _Answer(FAIL, f"{what}, although the server's store lacked some of them", remedy)
+    return _Answer(UNKNOWN, f"{what}; perhaps STORE had them already", _WATCH)
 
 
 def _must_be_new(server: LiveServer, grown: Look, totals: Look) -> bool:
     """Return whether some of the written pages were not in the server's store before.
 
-    A long request looks its first page up. If nothing was found, that page was missing, and it was
-    written if all computed tokens were. A server that loses what it finds computes and writes pages
-    again that its store has, and a plug-in replaces pages that it refuses.
+    A long request looks up its first page. If nothing was found, that page was missing; if all
+    computed tokens were written, so was that page. This proves nothing for two kinds of servers: a
+    server that loses found pages computes and writes pages again that its store has, and a plug-in
+    replaces pages that it refuses.
     """
     if server.deployment is None or server.settings.get(_BACKEND) == "dynamic":
         return False

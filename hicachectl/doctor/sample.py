@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
     from hicachectl.verification.verify import PartCheck
 
-_READ_SECONDS = 20.0  # no read begins later
-# A server writes the objects of a page within seconds. A run of minutes leaves out more.
+_READ_SECONDS = 20.0  # no read begins after this time
+# A server writes the objects of a page within seconds, so this short grace suffices.
 _GRACE_SECONDS = 10.0
-_MOST_LOOKED_UP = 20_000  # groups; two seconds
-_FEW = 100  # one of so many pages with a warning is normal: servers evict object by object
+_MOST_LOOKED_UP = 20_000  # groups; looking them up takes two seconds
+_FEW = 100  # one page in this many with a warning is normal: servers evict object by object
 _UNREADABLE = frozenset({"unreadable", "no-replica"})
 _STAMP = frozenset({"stamp-mismatch"})
 _IDENTITY = frozenset({"identity-mismatch"})
@@ -82,7 +82,7 @@ def _examined(
         sample=day_sample(inventory, listed.sample_pages),
         time_limit_seconds=_READ_SECONDS if listed.sample_pages else 0.0,
         most_looked_up=_MOST_LOOKED_UP,
-        # A catalog makes the run read all sampled objects, also where no profile describes them.
+        # A catalog makes the run read all sampled objects, even if no profile describes them.
         update_catalog=True,
     )
     start = RunStart(listing=listing, began=time.monotonic(), tables=saved_tables(store))
@@ -93,7 +93,7 @@ def _examined(
 
 
 def _of_scales(inventory: Inventory, scales: Collection[Fraction]) -> BoolArray:
-    """Return which objects have one of some shares of their expected size: [objects]."""
+    """Return which objects have one of these ratios of actual to expected size: [objects]."""
     expected = inventory.table.expected_sizes[inventory.affix_ids]
     known = (expected > 0) & (inventory.sizes != UNKNOWN_SIZE)
     chosen = np.zeros(len(expected), dtype=np.bool_)
@@ -124,7 +124,7 @@ class _Findings:
         table = part.result.found.combine_chunks()
         rows = table.column("row").to_numpy()
         sized = pc.is_in(table.column("code"), pa.array(list(_SIZES))).to_numpy()
-        told = sized & np.append(explained, False)[rows]  # NO_NUMBER is the last
+        told = sized & np.append(explained, False)[rows]  # NO_NUMBER selects the last entry
         self.explained = self.damaged(table.filter(pa.array(told)))
         self._table = table.filter(pa.array(~told))
         self.changes = changes_of(part)
@@ -135,7 +135,7 @@ class _Findings:
         return self.pages - self.young - self.explained
 
     def verify(self, listed: ListedStore) -> str:
-        """Return the command that finds the same again."""
+        """Return the command that lists these findings."""
         return listed.command("verify", self._grace)
 
     def of(self, codes: Collection[str]) -> pa.Table:
@@ -143,7 +143,7 @@ class _Findings:
         return self._table.filter(pc.is_in(self._table.column("code"), pa.array(list(codes))))
 
     def structural(self) -> pa.Table:
-        """Return the findings that no other check is about."""
+        """Return the findings that no check of its own judges."""
         others = pa.array([*_APART, *_NO_DAMAGE])
         return self._table.filter(pc.invert(pc.is_in(self._table.column("code"), others)))
 

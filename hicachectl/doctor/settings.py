@@ -33,7 +33,7 @@ _COMPARED = (
     _BACKEND, "hicache_write_policy", "hicache_storage_prefetch_policy", "page_size",
     "kv_cache_dtype", "hicache_mem_layout", "served_model_name", "model_path", "weight_version",
 )  # fmt: skip
-# A PUT for the backend that is attached changes its policies.
+# If the backend is already attached, this request changes its policies.
 _PUT = (
     'curl -X PUT {url}/hicache/storage-backend -H "Authorization: Bearer $ADMIN_KEY" '
     "-H 'Content-Type: application/json' -d {body}"
@@ -175,7 +175,7 @@ def _attached(server: LiveServer) -> Iterable[Check]:
 
 
 def _changing(server: LiveServer, **settings: str) -> str:
-    """Return how to attach a backend; with settings, how to change those of the attached one.
+    """Return the command that attaches a backend or, with settings, changes the attached one.
 
     OPTIONS stands for a backend's options, which can hold secrets; a change of settings keeps them.
     """
@@ -378,7 +378,7 @@ def _values(states: Iterable[Mapping[str, Any]], name: str) -> str:
 
 
 def _evidence(server: LiveServer, *names: str) -> str:
-    """Return settings and where they stand: those of the ranks are live."""
+    """Return the values of settings and where they stand. Values of ranks win: they are live."""
     found = []
     for name in names:
         if any(name in state for state in server.states):

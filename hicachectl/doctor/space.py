@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 _HOUR, _DAY = 3600.0, 86400.0
 _ROOM = 64 << 20  # with less, the next batch of pages does not fit
-# Share of the stored and the free bytes.
-_LEAST_FREE = 0.05
+_LEAST_FREE = 0.05  # share of the sum of stored and free bytes
 _check = partial(Check, group=STORE)
 
 
@@ -66,7 +65,7 @@ def space_checks(
         yield _check("space", OK, f"{human_size(free)} are free", evidence=rate)
         return
     limit = "max_size of hicachectl's storage backend limits a store"
-    lacking = max(_ROOM, _LEAST_FREE * whole, written) - free  # `written` is of at most a day
+    lacking = max(_ROOM, _LEAST_FREE * whole, written) - free  # `written` covers at most a day
     unit, name = (1 << 30, "GiB") if lacking > 1 << 30 else (1 << 20, "MiB")
     freed = math.ceil(lacking / unit)
     remedy = "give the store a larger file system, or remove other files from it"
@@ -89,7 +88,7 @@ def _written_lately(
 ) -> tuple[int, float]:
     """Return the bytes written in the last day, and the seconds that they took; 0 if unknown.
 
-    A store that is younger than an hour tells no rate.
+    A store that is younger than an hour shows no rate.
     """
     times = inventory.objects.column("mtime_ns")
     ages = (listing.start_ns - times.drop_null().to_numpy()) / 1e9

@@ -48,7 +48,7 @@ def store_checks(listed: ListedStore) -> list[Check]:
             ]
         try:
             checks += sample_checks(listed, store, inventory)
-        except DeniedError as error:  # the listing tells the rest
+        except DeniedError as error:  # the checks below need only the listing
             checks.append(Check.of_message("readable", FAIL, str(error), group=STORE))
         checks += space_checks(listed, store, inventory, listing)
         checks += last_write_checks(listed, inventory, listing)

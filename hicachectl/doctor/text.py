@@ -38,7 +38,7 @@ def check_lines(checks: Sequence[Check], screen: Screen) -> Iterator[str]:
         if check.evidence:
             yield from _wrapped(indent, check.evidence, indent, screen)
         if check.next:
-            # In one line: a command that is copied must stay one.
+            # Not wrapped, so that a copied command is one line.
             yield f"{indent}next: {message_text(check.next)}"
     yield message_text(verdict_text(checks))
 

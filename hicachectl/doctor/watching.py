@@ -1,4 +1,4 @@
-"""Two looks at servers and at the pages of their store, with some time between."""
+"""Look twice at servers and at the pages of their store, some time apart."""
 
 from __future__ import annotations
 
