@@ -54,18 +54,19 @@ DEFAULT_THRESHOLD = 256  # SGLang's prefetch_threshold, in tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRequest:
-    """What a bench measures.
+    """Options of a bench.
 
-    profile: profile of the deployment; None: the pack's, or none.
+    profile: profile of the deployment; None: the profile that a pack records; other stores have
+        none.
     most_bytes: limit on the bytes of the pages chosen in each store; a quarter of it is written.
     seconds: time for the reads of each store, and for its writes.
     ranks: ranks that read at once; None: as many as the keys name.
     threads: threads of each rank.
     prefill: tokens that a server computes in a second; None if not given.
-    server: URL of a server whose metrics tell the prefill rate; "" for none.
+    server: URL of a server whose metrics show the prefill rate; "" for none.
     device: "cpu", "cuda", or "" to time no steps.
     writes: whether to write pages.
-    drop_cache: whether to drop the files that are read from the page cache first.
+    drop_cache: whether to drop files from the page cache before they are read.
     probe_server: whether the server computes and restores prompts of the bench; see `prompts`.
     """
 
@@ -84,7 +85,7 @@ class BenchRequest:
 
 @dataclass(slots=True)
 class _Found:
-    """What the stores of a run gave."""
+    """Results from all stores of a run."""
 
     stores: list[BenchedStore] = field(default_factory=list)
     rows: list[BenchRow] = field(default_factory=list)
@@ -281,7 +282,7 @@ def _note(store: Store, sample: Sample, timings: Sequence[Timing], found: _Found
 
 
 def _by_cache(timings: Sequence[Timing]) -> Iterator[tuple[str, list[Timing]]]:
-    """Yield the batches of each source as they were found; those of memory as read again."""
+    """Yield each source with its first reads; the page cache with its repeated reads, if any."""
     again = any(timing.bare_seconds is not None for timing in timings)
     for cache in (COLD, MIXED, CACHED, UNKNOWN):
         repeated = again and cache == CACHED

@@ -1,4 +1,4 @@
-"""Timed steps of the device loaders, and of the checks on the CPU, over objects of the store."""
+"""Time the steps of the device loaders, or of the checks on the CPU, over objects of the store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ _VECTOR_BYTES = 16
 
 
 class Stage(NamedTuple):
-    """A step over objects of one pool. name: its name. nbytes: bytes that it goes over."""
+    """A timed step over objects of one pool.
+
+    name: name of the step.
+    nbytes: bytes of the objects.
+    """
 
     name: str
     pool: str
@@ -44,24 +48,26 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Objects:
-    """Objects of one form in memory: those of a task that was read."""
+    """Objects of one spec in memory, after their read."""
 
     spec: ObjectSpec
     loaded: Loaded
 
     @property
     def step(self) -> int:
-        """Bytes between two objects."""
+        """Bytes from the start of one object to the start of the next."""
         return -(-self.spec.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def timed_stages(
     store: Store, objects: pa.Table, sample: Sample, profile: Profile, device: torch.device | None
 ) -> Iterator[Stage]:
-    """Read a slab of each pool and time the steps over it; None: those of the CPU.
+    """Read a slab of each pool, and time the steps over it.
 
-    objects: table of the inventory. Pools of unknown form are left out. Raises DeviceError and
-    StoreUnavailable.
+    Pools of unknown form are left out.
+    objects: table of the inventory.
+    device: device that does the steps; None: the CPU.
+    Raises DeviceError and StoreUnavailable.
     """
     pools = set[str]()
     for column, (spec, nbytes) in enumerate(sample.specs):
@@ -86,7 +92,7 @@ def timed_stages(
 
 
 def _on_cpu(objects: Objects, profile: Profile) -> Iterator[Stage]:
-    """Time what `verify` does on the CPU in one thread."""
+    """Time the checks and digests of `verify` on the CPU, in one thread."""
     from blake3 import blake3
 
     spec, loaded = objects.spec, objects.loaded
@@ -101,7 +107,7 @@ def _on_cpu(objects: Objects, profile: Profile) -> Iterator[Stage]:
 
 
 def on_device(objects: Objects, profile: Profile, device: torch.device) -> Iterator[Stage]:
-    """Time what `verify --device` and the sparse loader do on a device."""
+    """Time the steps of `verify --device`, and of the sparse loader, on a device."""
     from hicachectl.device.lanes import HostArenas, allocate_lanes, lane_bytes
     from hicachectl.device.runs import DeviceRun, ObjectForm
 
@@ -133,7 +139,7 @@ def on_device(objects: Objects, profile: Profile, device: torch.device) -> Itera
 
 
 def _sparse_rows(objects: Objects, memory: torch.Tensor, device: torch.device) -> HostRows | None:
-    """Return the rows of tokens in the objects, as one sequence; None if they have none."""
+    """Return the tokens' rows in the objects, as one sequence; None if a token is not one row."""
     import torch
 
     from hicachectl.kernels.sparse_triton import HostRows
@@ -159,7 +165,7 @@ def _sparse_rows(objects: Objects, memory: torch.Tensor, device: torch.device) -
 
 
 def _sparse(rows: HostRows, pool: str) -> Stage:
-    """Time steps of the sparse loader in which every row is missing, one in each layer."""
+    """Time a step of the sparse loader in every layer, with every row missing."""
     import torch
 
     from hicachectl.device.sparse import SparseLoader
@@ -186,7 +192,7 @@ def _sparse(rows: HostRows, pool: str) -> Stage:
 
 
 def _seconds(work: Callable[[], object], wait: Callable[[], object] = lambda: None) -> float:
-    """Return the median duration of some rounds, after one that warms up."""
+    """Return the median duration of some rounds, after a warm-up round."""
     times = []
     for _ in range(_ROUNDS + 1):
         began = time.perf_counter()

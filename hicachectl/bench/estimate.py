@@ -1,4 +1,4 @@
-"""Times of prompts out of the times of batches, and what computing them takes instead."""
+"""Estimate the times of prompts from the times of batches, and compare them with computing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ _TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What reads take: a start for each batch, and a time for each page, in seconds."""
+    """Cost of reads.
+
+    start: seconds for each batch, besides its pages.
+    page: seconds for each page.
+    """
 
     start: float
     page: float
@@ -32,9 +36,11 @@ class Cost:
         return -(-pages // BATCH_PAGES) * self.start + pages * self.page
 
     def faster_from(self, page_tokens: int, threshold: int, prefill: float) -> int | None:
-        """Return the tokens from which on a prompt is read faster than computed; None: never.
+        """Return the length from which on a prompt is read faster than computed; None: no length.
 
-        threshold: tokens below which servers restore nothing. prefill: tokens computed in a second.
+        The length is in tokens.
+        threshold: tokens below which servers restore nothing.
+        prefill: tokens computed in a second.
         """
         least = max(1, -(-threshold // page_tokens))
         pages = np.arange(least, max(least, _LONGEST_TOKENS // page_tokens) + 1)
@@ -59,12 +65,12 @@ def cost_of(timings: Sequence[Timing]) -> Cost:
 
 
 def prefill_of(url: str) -> tuple[float | None, str]:
-    """Return the prompt tokens that a live server has computed in a second of a request, and "".
+    """Return the rate at which a live server computes a prompt, in tokens a second, and "".
 
-    None and why not, if its metrics do not tell. Requests that a server computes together take as
-    long as each other, so this is the rate of one prompt, not the server's. Source: sglang
-    srt/observability/metrics_collector.py and req_time_stats.py :: PREFILL_FORWARD. Raises
-    UsageError.
+    If its metrics do not show the rate, return None and the reason. Each request that a server
+    computes together with others takes the time of all, so this is the rate of one prompt, not of
+    the server. Source: sglang srt/observability/metrics_collector.py and req_time_stats.py ::
+    PREFILL_FORWARD. Raises UsageError.
     """
     service, base = server_service(url, "--server", timeout_s=_TIMEOUT_S)
     try:

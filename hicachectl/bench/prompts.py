@@ -1,9 +1,9 @@
-"""Timed prompts of a live server: computed, and restored out of the store.
+"""Time prompts of a live server: computed, and restored from the store.
 
 A prompt of random tokens is sent with a new cache_salt. The server computes it, and stores its
-pages. Another salt gives the same values other page hashes (`formats.hashing.namespace_seed`): with
-copies of the objects under these hashes, the server restores the prompt, although its own memory
-holds it under the first salt. So nothing is flushed.
+pages. With another salt, the same values have other page hashes (`formats.hashing.namespace_seed`).
+Once the objects are copied to these hashes, the server restores the prompt with the second salt,
+although its memory has the prompt with the first. So no memory is flushed.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 _TOKENS = range(10, 250)  # ids that every vocabulary has
 _LONGEST_TOKENS = 1 << 15
 _ROUNDS = 7
-_HALVINGS = 5  # lengths that are timed between others
-_DOUBLING_SHARE = 0.6  # of the time, for lengths that double
-_DECIDED = 0.03  # times that differ by less are equal: so much a repeated prompt differs by
-_CLOSE = 1.15  # lengths whose quotient is less have none between them
+_HALVINGS = 5  # most lengths that are timed between doubled ones
+_DOUBLING_SHARE = 0.6  # share of the time for doubled lengths
+_DECIDED = 0.03  # least share by which times must differ: repeated prompts differ by as much
+_CLOSE = 1.15  # between two lengths with a smaller quotient, no length is timed
 _ARENA_BYTES = 64 << 20
-_STORED_S = 10.0  # patience with the server's writes of a prompt
+_STORED_S = 10.0  # longest wait for the server's writes of a prompt
 _PAUSE_S = 0.01
 
 
@@ -97,10 +97,11 @@ class BreakEven(NamedTuple):
 
 
 def break_even_of(times: Sequence[PromptTimes]) -> BreakEven:
-    """Return which lengths are faster each way.
+    """Return which lengths are computed faster, and which are restored faster.
 
-    times: those of different lengths, the shortest first. One that other requests have disturbed
-        does not decide: the gains from the break-even on, less those before, are the largest sum.
+    The break-even is the split for which the gains after it, less the gains before it, have the
+    largest sum. So a single length that other requests have disturbed does not decide.
+    times: times of different lengths, shortest first.
     """
     gains = np.array([one.gain for one in times])
     sums = [gains[at:].sum() - gains[:at].sum() for at in range(len(gains) + 1)]
@@ -126,7 +127,7 @@ def check_probed(store: Store, profile: Profile) -> None:
 def timed_prompts(
     store: Store, profile: Profile, url: str, *, most_bytes: int, seconds: float
 ) -> Probed:
-    """Time prompts of doubling lengths, then of lengths between that narrow the break-even.
+    """Time prompts of doubled lengths, then of lengths between them that narrow the break-even.
 
     url: a server that has the store attached.
     most_bytes: limit on the bytes of a prompt's pages and of their copies.
@@ -159,7 +160,7 @@ def timed_prompts(
 
 
 def _between(times: Sequence[PromptTimes], page_tokens: int) -> int | None:
-    """Return the pages of a prompt that would narrow the break-even; None if it is close."""
+    """Return the pages of a prompt that would narrow the break-even; None if it is narrow."""
     shortest, longest = break_even_of(times)
     if longest is None:
         return None
@@ -175,9 +176,9 @@ def _between(times: Sequence[PromptTimes], page_tokens: int) -> int | None:
 
 
 class Probed(NamedTuple):
-    """What prompts told.
+    """Result of the prompts.
 
-    times: times of each length, the shortest first.
+    times: times of each length, shortest first.
     remarks: messages on lengths that were not timed.
     undone: messages on pages that stay in the store.
     """
@@ -307,13 +308,13 @@ class _Prompts:
         return seconds, answer["cached_tokens"], answer["error"] or ""
 
     def _copied(self, written: _Objects, copies: _Objects, until: float) -> str:
-        """Copy the objects of a prompt once they are stored; return why not, or ""."""
+        """Copy the objects of a prompt once they are stored; return why that failed, or ""."""
         if missing := self._missing(written, until):
             return (
                 f"{missing:,} of its {int(written.awaited.sum()):,} objects are not in "
                 f"{self._store.url}; see hicachectl doctor"
             )
-        while why := self._copy(written, copies):  # a server may still be writing the last one
+        while why := self._copy(written, copies):  # the server may still be writing an object
             if time.monotonic() > until:
                 return why
             time.sleep(_PAUSE_S)
@@ -354,7 +355,7 @@ class _Prompts:
         return ""
 
     def _state_trailers(self, written: _Objects) -> None:
-        """Let copies have the trailers that the server's own objects have."""
+        """Make the store give copies the trailers that the server's own objects have."""
         self._trailed = True
         if not isinstance(self._store, Trailed):
             return

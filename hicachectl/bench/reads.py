@@ -1,4 +1,4 @@
-"""Timed reads of batches: through the store, and by a bare loop over the same files."""
+"""Time reads of batches: through the store, and by a bare loop over the same files."""
 
 from __future__ import annotations
 
@@ -34,18 +34,19 @@ if TYPE_CHECKING:
     Divided = list[list["_Piece"]]  # the calls of each thread
 
 COLD, MIXED, CACHED, UNKNOWN = "cold", "mixed", "cached", "unknown"
-# A read-ahead of other files leaves a few pages in memory, and reclaim takes a few.
+# Most bytes of a cold batch in the page cache, and least of a cached one, as shares. Read-ahead for
+# other files brings a few pages into memory, and reclaim removes a few.
 _COLD_SHARE, _CACHED_SHARE = 0.05, 0.95
 # Memory of a thread, which all its reads reuse: more than most caches of a processor.
 _REGION_BYTES = 32 << 20
 _MOST_MEMORY = 2 << 30
-# Share of the time that the first reads of the batches have.
+# Share of the time for the first reads of the batches.
 _FIRST_SHARE = 0.6
-# Reads out of memory are repeated so often, or until they have taken so long.
+# Reads from memory are repeated at most so many times, and no more after so many seconds.
 _MOST_ROUNDS = 8
 _LEAST_SECONDS = 1.0
-# Reads of so many bytes, or so many seconds, take turns with the bare loop. Of two reads of one
-# batch, the second would find bytes in the processor's cache.
+# A turn of this many bytes, or this many seconds, is read through the store, then by the bare loop.
+# If both read each batch in turn, the second would find its bytes in the processor's cache.
 _TURN_BYTES, _TURN_SECONDS = 128 << 20, 0.5
 
 
@@ -81,10 +82,11 @@ def timed_reads(
     deadline: float,
     drop_cache: bool = False,
 ) -> list[Timing]:
-    """Read the batches of all ranks at once; return the times of those that began in time.
+    """Read the batches of all ranks at once; return the times of the batches that began in time.
 
-    Ranks are processes where the store allows it, as on a server, else threads.
-    objects: table of the inventory. threads: threads of each rank.
+    Ranks are processes, as on a server, if the store allows it; else they are threads.
+    objects: table of the inventory.
+    threads: threads of each rank.
     deadline: `time.monotonic()` after which no batch begins, except each rank's first one.
     drop_cache: first drop the objects' files from the page cache.
     Raises StoreUnavailable, and UsageError if the memory is refused.
@@ -138,7 +140,7 @@ def _region(batches: Sequence[Sequence[Batch]], readers: int) -> int:
 def _in_threads(
     count: int, read: Callable[[int, Callable[[Timing], None]], None], found: list[Timing]
 ) -> None:
-    """Call `read` for each rank in a thread; after an error or an interrupt, end after a batch."""
+    """Call `read` for each rank in a thread; an error or an interrupt ends all after a batch."""
     stopped = threading.Event()
 
     def keep(timing: Timing) -> None:
@@ -158,7 +160,7 @@ def _in_threads(
 
 @contextmanager
 def _memory(nbytes: int, store: Store) -> Iterator[Arena]:
-    """Yield an attached arena whose pages the system has given already."""
+    """Yield an attached arena after the system has allocated its memory."""
     with Arena(nbytes, named=store.limits.named_arena) as arena, attached(arena, store):
         arena.array[::ALIGNMENT] = 0
         yield arena
@@ -167,7 +169,10 @@ def _memory(nbytes: int, store: Store) -> Iterator[Arena]:
 class _Piece(NamedTuple):
     """Objects of one call.
 
-    named: their rows. offsets, sizes: [n]. places: directory and name of each file.
+    named: rows of the objects.
+    offsets: [n] offsets in the arena.
+    sizes: [n] bytes.
+    places: directory and name of each file.
     """
 
     named: Any
@@ -177,7 +182,7 @@ class _Piece(NamedTuple):
 
 
 class _Reader(Closing):
-    """Reads of one rank; its threads reuse a region of the arena each."""
+    """Reads of one rank; each of its threads reuses a region of the arena."""
 
     drops = False
 
@@ -208,9 +213,10 @@ class _Reader(Closing):
         deadline: float,
         keep: Callable[[Timing], None],
     ) -> None:
-        """Time batches as they are found; then, of files, out of the page cache again and again.
+        """Time the first reads of batches; then, if they are files, repeated reads from memory.
 
-        began, deadline: see `timed_reads`. keep: takes each timing.
+        began, deadline: see `timed_reads`.
+        keep: takes each timing.
         """
         first_end = began + (deadline - began) * _FIRST_SHARE
         turns: list[list[tuple[Batch, Divided]]] = [[]]
@@ -251,7 +257,7 @@ class _Reader(Closing):
         return timings
 
     def pieces(self, batch: Batch) -> Divided:
-        """Divide a batch among the threads: the calls of each."""
+        """Divide a batch among the threads; return the calls of each."""
         limits = self._store.limits
         named = take_rows(self._objects, batch.rows)
         room = -(-batch.sizes // ALIGNMENT) * ALIGNMENT
@@ -353,7 +359,7 @@ class _Reader(Closing):
         return CACHED if cached >= _CACHED_SHARE * total else MIXED
 
     def _opened(self, directory: int, name: bytes) -> int:
-        """Open a file, if possible without a change of its atime, by which evictors order."""
+        """Open a file, if possible without changing its atime, by which evictors order files."""
         try:
             return os.open(name, self._flags, dir_fd=directory)
         except PermissionError as error:
@@ -366,7 +372,7 @@ class _Reader(Closing):
 def cached_bytes(descriptor: int, nbytes: int) -> int | None:
     """Return how many of a file's first bytes are in the page cache; None if unknown.
 
-    Linux answers owners and those who may write; to others, every page seems to be there. Raises
+    Linux tells the owner and users who may write; to others, every page seems to be cached. Raises
     OSError.
     """
     facts = os.fstat(descriptor)

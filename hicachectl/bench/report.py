@@ -34,7 +34,7 @@ SOURCES = {
 
 
 class BenchRow(TypedDict):
-    """Row of reads out of one place, of writes, or of a step over objects of one pool."""
+    """Row of reads from one source, of writes, or of a step over objects of one pool."""
 
     store: str
     step: str
@@ -64,7 +64,7 @@ class BenchedPrompts(TypedDict):
 
 
 class BenchedStore(TypedDict):
-    """What a bench read of one store."""
+    """Extent of the reads of one store."""
 
     store: str
     model: str | None
@@ -96,7 +96,7 @@ class BenchDocument(msgspec.Struct, kw_only=True):
 
 
 class Rates(NamedTuple):
-    """What turns times of pages into times of prompts.
+    """Figures that turn times of pages into times of prompts.
 
     page_tokens: tokens of a page; None if unknown.
     threshold: tokens below which servers restore nothing.
@@ -122,7 +122,7 @@ def row_of(
     latencies = [timing.seconds for timing in timings if timing.pages == full]
     row = _row(store, step, sum(timing.nbytes for timing in timings) / slowest, latencies)
     row |= {"cache": cache, "pages_per_second": pages / slowest}
-    # A call costs both more than a page does, so short batches have another share.
+    # Both loops pay for each call as well as for each page, so short batches have another share.
     shares = [
         one.bare_seconds / one.seconds for one in timings if one.bare_seconds and one.pages == full
     ]
@@ -148,7 +148,7 @@ def stage_row(store: str, stage: Stage) -> BenchRow:
 
 
 def _row(store: str, step: str, rate: float, latencies: Sequence[float]) -> BenchRow:
-    """Return a row with what each has."""
+    """Return a row with the members that every row has."""
     p50, p95, p99 = (float(one) for one in np.percentile(latencies, (50, 95, 99)))
     return BenchRow(
         store=store,

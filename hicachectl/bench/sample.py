@@ -1,4 +1,4 @@
-"""The pages that a bench reads, in the batches of the ranks that would read them."""
+"""Choose the pages that a bench reads, in the batches of the ranks that would read them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 BATCH_PAGES = 128  # pages that SGLang's prefetch reads together
 OWN_MODEL = "hicachectl-bench"  # model name of the pages that a bench writes
 _FEW_PAGES = 8  # pages of a short batch if the tokens of a page are unknown
-_MOST_RANKS = 16  # unless asked for
+_MOST_RANKS = 16  # most reading ranks if no number is given
 _MOST_SHORT = 32  # short batches of a rank
 
 Ranks = tuple[int | None, ...]
@@ -54,7 +54,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """What a bench reads.
+    """Pages that a bench reads.
 
     deployment: the deployment of the pages.
     pages: number of pages read.
@@ -127,7 +127,8 @@ def choose(
 def own_rows(inventory: Inventory) -> IntArray:
     """Return the rows of objects that benches have left, as after a kill: [n].
 
-    A page of which only some ranks were written can have keys with two meanings; one is enough.
+    The keys of a page that was written for only some of its ranks can have two readings. An object
+    counts if one of them names the model of a bench.
     """
     own = [
         any(reading.names.model == OWN_MODEL for reading in resolved.readings)
@@ -139,8 +140,8 @@ def own_rows(inventory: Inventory) -> IntArray:
 def batch_lengths(pages: int, short: int) -> list[int]:
     """Return the pages of each batch: full ones, and short ones spread among them.
 
-    Short batches show what a batch costs besides its pages. A rest is left out, because its time
-    would be neither.
+    Short batches show the cost of a batch besides its pages. The pages that remain are left out,
+    because a batch of them would be neither full nor short.
     """
     if pages < BATCH_PAGES:
         return [pages]

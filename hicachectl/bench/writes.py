@@ -1,4 +1,4 @@
-"""Timed writes of pages of a bench's own, which are removed again."""
+"""Time writes of a bench's own pages, and remove these pages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import IntArray
 
 _ARENA_BYTES = 64 << 20
-# At most one part in so many of --most, and of the free space, is written.
+# A bench writes at most these fractions of --most and of the free space: one in so many bytes.
 _WRITTEN_SHARE, _FREE_SHARE = 4, 10
 
 
@@ -54,7 +54,8 @@ def most_written(store: Store, most_bytes: int) -> int:
 def writable_bytes(store: Store, page: Sequence[Sized], most_bytes: int) -> int:
     """Return how many bytes a bench may write. Raises UsageError if a page has more.
 
-    page: objects of a page, of all ranks. most_bytes: limit on the bytes read.
+    page: objects of a page, of all ranks.
+    most_bytes: limit on the bytes read.
     """
     needed = sum(one.nbytes for one in page)
     most = most_written(store, most_bytes // _WRITTEN_SHARE)
@@ -71,15 +72,17 @@ def timed_writes(
 ) -> tuple[list[Timing], list[str]]:
     """Write batches of whole pages from one thread, then remove them, also after an interrupt.
 
-    page: objects of a page, of all ranks. most_bytes: a result of `writable_bytes`.
+    page: objects of a page, of all ranks.
     left: rows of pages that a killed bench has left, which are removed first.
-    Return the times, and messages on what could not be written or removed. Raises StoreUnavailable.
+    most_bytes: a result of `writable_bytes`.
+    Returns the times, and messages about objects that could not be written or removed. Raises
+    StoreUnavailable.
     """
     page_bytes = sum(one.nbytes for one in page)
     pages = min(BATCH_PAGES, most_bytes // page_bytes)
     sizes = np.tile(np.array([one.nbytes for one in page], dtype=np.int64), pages)
     if isinstance(store, RacyWrites):
-        store.confirms_writes = False  # reads would be timed, too; no server has these keys
+        store.confirms_writes = False  # its reads would be timed; no server writes these keys
     largest = -(-int(sizes.max()) // ALIGNMENT) * ALIGNMENT
     timings: list[Timing] = []
     written: list[pa.Table] = []
@@ -117,7 +120,7 @@ def _rows(store: Store, page: Sequence[Sized], pages: int) -> pa.Table:
 
 
 def _timed(store: Store, rows: pa.Table, sizes: IntArray, room: int, pages: int) -> Timing:
-    """Write a batch: the same bytes of the arena for every call."""
+    """Write a batch; every call writes the same bytes of the arena."""
     limits, seconds, nbytes, failed = store.limits, 0.0, 0, 0
     aligned = -(-sizes // ALIGNMENT) * ALIGNMENT
     for span in batch_spans(aligned, min(room, limits.batch_bytes), limits.batch_objects):
@@ -131,7 +134,10 @@ def _timed(store: Store, rows: pa.Table, sizes: IntArray, room: int, pages: int)
 
 
 def removed(store: Store, rows: pa.Table, step: str = "run bench --write again") -> list[str]:
-    """Remove objects of our own; return why some stay. step: what to do about these."""
+    """Remove objects of a bench; return messages about objects that stay.
+
+    step: next step in these messages.
+    """
     ones = np.ones(len(rows), dtype=np.int64)
     found = in_batches(ones, store.limits, lambda span: store.delete(rows[span]))
     stays = np.flatnonzero(~np.isin(found.statuses, (Status.OK, Status.GONE)))

@@ -1,4 +1,4 @@
-"""Calls of stores in forked processes, where so many wait that Python's lock limits the threads."""
+"""Call stores from forked processes if so many calls wait that Python's lock limits the threads."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 # With fewer calls at once, or fewer objects, threads are as fast.
 _CALLS = 32
 _OBJECTS = 4096
-# Processes that remove objects. A batch has no use for more.
+# Processes that remove objects. More would not make a batch faster.
 _REMOVERS = 4
-# Folders of a store in a part of a batch: all 256 are in the batch.
+# Folders with objects of one part of a batch. The batch has objects of all 256 folders.
 _FOLDERS = 256 // _REMOVERS
 
 
@@ -33,7 +33,7 @@ def forked_calls(
     """Fork processes that call the methods of an object on stores; None where threads are as fast.
 
     Each process, this one included, keeps an equal share of the stores' calls at once, and has a
-    Python lock of its own. A number of calls that was given, and not found, gets no processes.
+    Python lock of its own. If the number of calls was given (--jobs), no process is forked.
     make: returns the object; called in each process.
     objects: the number of objects in all calls together.
     """
@@ -54,10 +54,10 @@ def forked_calls(
         return make()
 
     for one in spreading:
-        one.close()  # none of its threads holds a lock during the fork
+        one.close()  # so that none of its threads holds a lock during the fork
     try:
         processes = Callees(count, begin)
-    except OSError:  # the system refuses them
+    except OSError:  # the system allows no more processes
         return None
     share()
     return processes
@@ -80,14 +80,17 @@ def _apart(part: IntArray) -> IntArray:
 
 
 class Remover(Closing):
-    """Removes objects from a store as `Store.delete` does, in several processes where that pays.
+    """Removes objects from a store as `Store.delete` does, in several processes if that is faster.
 
-    processes: the number of processes; 1 if this one removes them itself.
+    processes: the number of processes; 1 if this process removes the objects itself.
     Leaving the with block waits for the removals that have begun.
     """
 
     def __init__(self, store: Store, *, objects: int) -> None:
-        """objects: the number of objects that will be removed, or more."""
+        """Fork the processes, if any.
+
+        objects: the number of objects that will be removed, or more.
+        """
         self._store = store
         self._processes = forked_calls(_REMOVERS, (store,), lambda: store, objects=objects)
         self.processes = 1 if self._processes is None else len(self._processes)

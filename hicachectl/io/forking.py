@@ -1,9 +1,9 @@
 """Run GIL-bound work in forked processes, which share the parent's memory.
 
-A lock held at the fork would stay locked in the child. Other threads (Arrow's, the progress bar's)
-hold none: they are idle, since the parent is not in an Arrow call. Arrow recreates its thread pools
-in a child; the children's Arrow calls (slicing a table, taking a few rows, joining keys) run in the
-calling thread.
+A lock that a thread holds at the fork stays locked in the child. Other threads (Arrow's, the
+progress bar's) hold none: they are idle, since the parent is not in an Arrow call. Arrow recreates
+its thread pools in a child; the children's Arrow calls (slicing a table, taking a few rows, joining
+keys) run in the calling thread.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class _Children(Closing):
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _killed(self, child: _Child) -> UsageError:
-        """Reap a child that ended, and return the error to raise, each time the same."""
+        """Reap a child that ended, and return the error to raise. Later calls return the same."""
         with self._lock:
             if child in self._children:  # after waitpid, another process may get the pid
                 self._children.remove(child)
@@ -239,10 +239,10 @@ class Callees(_Children):
         except (EOFError, OSError):
             raise self._killed(child) from None
         except BaseException:
-            child.pipe.close()  # the answer to this call must not be that to the next
+            child.pipe.close()  # so that the next call does not receive the answer to this one
             raise
         finally:
-            self._free.put(child)  # also one that has ended: who waits for it must end, too
+            self._free.put(child)  # also a child that has ended, so that waiting calls fail, too
         if received[:1] == _ERROR:
             raise _raised_by_child(received[1:])
         return pickle.loads(received[1:])
@@ -292,7 +292,7 @@ def _raised_by_child(content: bytes) -> Exception:
 def told(error: BaseException) -> tuple[str, str]:
     """Return an exception for another process: the name of its class, and its text.
 
-    The class is the nearest in `formats.errors`. Of a bug, the name is "", and the text is the
+    The class is the nearest one in `formats.errors`. For a bug, the name is "", and the text is the
     traceback.
     """
     if not isinstance(error, HicacheError):
@@ -303,7 +303,10 @@ def told(error: BaseException) -> tuple[str, str]:
 
 
 def raised(name: str, text: str, *, where: str) -> Exception:
-    """Return the exception of another process. where: names the process of a bug."""
+    """Return the exception of another process, from the result of `told`.
+
+    where: name of that process, for the message of a bug.
+    """
     if name:
         error: HicacheError = getattr(errors, name, HicacheError)(text)
         return error

@@ -37,7 +37,7 @@ def raised_once() -> Iterator[None]:
 def deferred() -> Iterator[Callable[[], bool]]:
     """Defer signals until the end of the block; then handle the first.
 
-    Yields a function that returns whether one waits.
+    Yields a function that returns whether a signal waits.
     """
     waiting: list[Callable[[], None]] = []
     with _handled(waiting.append):
@@ -50,7 +50,8 @@ def deferred() -> Iterator[Callable[[], bool]]:
 def persistent() -> Iterator[Callable[[], None]]:
     """Raise a signal's exception again at the end of the block.
 
-    Yields a function that does the same earlier. Catch the exception outside the block.
+    Yields a function that raises the exception again earlier, if there was a signal. Catch the
+    exception outside the block.
     """
     raised: BaseException | None = None
 

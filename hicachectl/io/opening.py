@@ -1,4 +1,7 @@
-"""Open a store for a block. It imports no operation: commands that look must start quickly."""
+"""Open a store for a block.
+
+This module imports no operation: commands that only read must start quickly.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def open_store(
     """Open a store, and close it after the block.
 
     url: a STORE argument, such as "file:///mnt/hicache" or "prod:".
-    config: the file that names stores; None: the user's.
+    config: the file that names stores; None: the user's config file.
     create: make a missing directory or pack.
     allow_leases: let look-ups on Mooncake grant leases.
     lease_wait: seconds to wait before a Mooncake object is replaced; None: the store's default.

@@ -46,7 +46,10 @@ class Pace:
     def __init__(
         self, bytes_per_second: int, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Raise UsageError for less than 1 byte per second. clock: returns seconds."""
+        """Set the limit. Raises UsageError for less than 1 byte per second.
+
+        clock: returns seconds.
+        """
         if bytes_per_second < 1:
             raise UsageError(f"bytes_per_second: must be at least 1, but is {bytes_per_second}")
         self._rate = bytes_per_second
@@ -55,7 +58,7 @@ class Pace:
         self._free_at = clock()
 
     def seconds(self, nbytes: int) -> float:
-        """Return the time that some bytes take."""
+        """Return the seconds that some bytes take."""
         return nbytes / self._rate
 
     def wait(self, nbytes: int, stopped: threading.Event, *, deadline: float | None = None) -> bool:
@@ -88,11 +91,11 @@ class Task:
     """Objects that must be in memory together, or are only digested.
 
     rows: [n] int64, rows of the object table.
-    capacities: [n] int64, bytes of each.
+    capacities: [n] int64, bytes of each object.
     room: bytes that the work needs after the objects.
-    name: for messages.
-    digested: [n] bool, objects to digest while they are read, by a `Digesting` store. No object
-        of such a task gets into memory as a whole.
+    name: name of the task in messages.
+    digested: [n] bool, objects that a `Digesting` store digests while it reads them. No object of
+        such a task is in memory as a whole.
     """
 
     rows: IntArray
@@ -120,9 +123,9 @@ class Loaded:
     """A task after its read, which may have failed for some objects.
 
     offsets: [n] int64 into the arena, 4 KiB-aligned; equal steps if the capacities are equal.
-    room:    offset of the task's room in the arena, 4 KiB-aligned.
-    read:    status of each object.
-    digests: [n, 32] uint8 of a task that is digested; else None, and the objects are in memory.
+    room: offset of the task's room in the arena, 4 KiB-aligned.
+    read: status of each object.
+    digests: [n, 32] uint8 for a task with `digested`; else None, and the objects are in memory.
     """
 
     task: Task
@@ -180,15 +183,15 @@ class Pipeline(Generic[T]):
     ) -> None:
         """Prepare the run; iteration starts the readers.
 
-        objects:  columns of a scan; tasks' rows are indices into this table.
-        work:     called in reader threads.
+        objects: columns of a scan; tasks' rows are indices into this table.
+        work: called in reader threads.
         deadline: `time.monotonic()` after which no task begins.
         identify: also read the versions of objects.
-        confirm:  read with `Confirm.read_confirmed`, if the store has it.
+        confirm: read with `Confirm.read_confirmed`, if the store has it.
         destination: store that the work writes to, from the same memory. A task then waits until
-                  tasks far before it have ended.
-        processes: processes that read these objects; they have the arena, of buffer_bytes.
-        waiting:  further threads, for work that mostly waits.
+            tasks far before it have ended.
+        processes: processes that read these objects into an arena of buffer_bytes of their own.
+        waiting: further threads, for work that mostly waits.
         """
         self.complete = True  # after the iteration: whether every task began
         self._store = store
@@ -196,7 +199,7 @@ class Pipeline(Generic[T]):
         self._object_reads = ObjectReads(store, objects)
         self._reads = processes or self._object_reads
         self._tasks = iter(tasks)
-        self._ahead: deque[_Upcoming] = deque()  # taken from the iterator, not begun
+        self._ahead: deque[_Upcoming] = deque()  # tasks taken from the iterator, not begun
         self._ahead_bytes = 0
         self._drawn = 0
         self._at_work: set[int] = set()  # numbers of tasks begun, not ended

@@ -1,4 +1,4 @@
-"""Reads of a store's objects by their rows in a table, in this process or in forked ones."""
+"""Read a store's objects by their rows in a table, in this process or in forked ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class ObjectReads:
     """Reads of the objects of a table. Thread-safe."""
 
     def __init__(self, store: Store, objects: pa.Table) -> None:
-        """objects: columns of a scan."""
+        """Keep the columns that reads need.
+
+        objects: columns of a scan.
+        """
         self._store = store
         # Only columns that reads need, in one chunk: taking rows of a chunked table is slow.
         wanted = [name for name in ("key", "locator") if name in objects.column_names]
@@ -41,7 +44,7 @@ class ObjectReads:
     ) -> ReadResult:
         """Read objects into the store's arena, as `Store.read_into` does.
 
-        rows: [n] int64, of the table.
+        rows: [n] int64 rows of the table.
         confirm: read with `Confirm.read_confirmed`, if the store has it.
         """
         store = self._store
@@ -53,12 +56,12 @@ class ObjectReads:
     def digest(
         self, rows: IntArray, capacities: IntArray, wanted: BoolArray
     ) -> tuple[ReadResult, npt.NDArray[np.uint8]]:
-        """Read and digest objects, as `Digesting.digest` does; only for such a store."""
+        """Read and digest objects, as `Digesting.digest` does; the store must be `Digesting`."""
         assert isinstance(self._store, Digesting)
         return self._store.digest(self._named(rows), capacities, wanted)
 
     def expect(self, rows: IntArray, capacities: IntArray) -> None:
-        """Announce objects to a store that takes announcements."""
+        """Announce objects that will be read, if the store takes announcements."""
         if isinstance(self._store, Announces):
             self._store.expect(self._named(rows), capacities)
 
@@ -70,11 +73,10 @@ class ObjectReads:
 
 
 class ReadingProcesses(Closing):
-    """Forked processes that read as `ObjectReads` does, so not under this process's Python lock.
+    """Forked processes that read as `ObjectReads` does, each under a Python lock of its own.
 
-    arena: memory that they share with this process; its objects are there without a copy.
-
-    The bytes stay in the arena. Only rows and statuses go through pipes.
+    Only rows and statuses go through pipes.
+    arena: memory that the processes share with this one. They read objects into it.
     """
 
     def __init__(self, store: Store, objects: pa.Table, count: int, *, buffer_bytes: int) -> None:

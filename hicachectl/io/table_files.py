@@ -27,15 +27,20 @@ Share = dict[str, list[int]]  # row groups by file name
 # A file name without a folder.
 FileName = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z][0-9A-Za-z_.-]{0,199}\Z")]
 
-_GROUP_ROWS = 131_072  # at most, of a row group
+_GROUP_ROWS = 131_072  # most rows of a row group
 
 # Bounds on the sizes that a file claims, checked before allocation.
 _MOST_ROW_BYTES = 4096  # average over rows, all columns
-_MOST_RATIO = 1024  # uncompressed bytes of longer rows for each compressed byte
+_MOST_RATIO = 1024  # uncompressed bytes for each compressed byte; allows longer rows
 
 
 class TableFile(Struct, frozen=True, kw_only=True):
-    """A whole file. name: in its directory. nbytes: size on disk."""
+    """A whole file.
+
+    name: name in its directory.
+    nbytes: size on disk.
+    rows: number of rows.
+    """
 
     name: FileName
     nbytes: Count
@@ -52,8 +57,8 @@ def write_table(
 ) -> TableFile:
     """Write tables one after the other to a new file, durably; each is a row group.
 
-    dictionary: columns with few distinct values. Removes the file and raises OSError if it cannot
-    be written.
+    dictionary: columns with few distinct values.
+    If the file cannot be written, it is removed, and OSError is raised.
     """
     import pyarrow.parquet as pq
 
@@ -91,7 +96,7 @@ def write_table(
 def named_table(
     directory: Directory, files: Iterable[TableFile], name: str, next_step: str
 ) -> TableFile:
-    """Return the file of a name. Raises FormatError if the record does not name it."""
+    """Return the file with a name. Raises FormatError if the record does not list it."""
     for file in files:
         if file.name == name:
             return file
@@ -113,10 +118,11 @@ def write_divided(
     *,
     dictionary: Collection[str] = (),
 ) -> TableFile:
-    """Write a table that is divided among parts, those of each part in row groups of their own.
+    """Write a table that is divided among parts; no row group has rows of two parts.
 
-    ends: [parts] end of each part's rows. shares: receive the row groups of each part. See
-    `write_table`.
+    ends: [parts] end of each part's rows.
+    shares: receive the row groups of each part.
+    See `write_table`.
     """
 
     def row_groups() -> Iterator[pa.Table]:
@@ -152,8 +158,9 @@ def opened_table(
 ) -> Iterator[Any]:
     """Yield a file as a `ParquetFile` that compares checksums.
 
-    next_step: ends the message for a damaged file, also for damage found in the block. Raises
-    FormatError for a missing or damaged file, or one with other columns, OSError, UntrustedError.
+    next_step: end of the message about a damaged file; damage may also show in the block.
+    Raises FormatError for a missing or damaged file, or one with other columns; OSError;
+    UntrustedError.
     """
     import pyarrow.parquet as pq
 
@@ -215,7 +222,7 @@ Form = TypeVar("Form", bound=Struct)
 def read_document(directory: Directory, name: str, form: type[Form], next_step: str) -> Form:
     """Read a document, within bounds. See `parse_document`.
 
-    Raises also OSError (FileNotFoundError for a missing one), UntrustedError.
+    Also raises OSError (FileNotFoundError if the document is missing) and UntrustedError.
     """
     content = directory.read(name, MOST_BYTES + 1)
     return parse_document(content, f"{directory.path}/{name}", form, next_step)
@@ -231,8 +238,10 @@ def parse_document(
 ) -> Form:
     """Parse a document.
 
-    source: names the document in messages. check: is called before the conversion to the form, and
-    may raise. next_step: ends the message for a damaged document. Raises FormatError.
+    source: name of the document in messages.
+    next_step: end of the message about a damaged document.
+    check: function that is called with the JSON before its conversion, and may raise.
+    Raises FormatError.
     """
     if len(content) > MOST_BYTES:
         raise FormatError(f"{source}: larger than {MOST_BYTES} bytes; {next_step}")
