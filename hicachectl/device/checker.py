@@ -58,8 +58,9 @@ class DeviceChecker(Closing):
     ) -> None:
         """Allocate all device memory of the run.
 
-        device_bytes: memory to use on each device. largest: bytes of the largest object.
-        falls_back: after a device failure, `examine` returns None instead of raising.
+        device_bytes: memory to use on each device.
+        largest: bytes of the largest object.
+        falls_back: whether `examine` returns None after a device failure, instead of raising.
         Raises UsageError if one object does not fit.
         """
         slab = slab_size(devices, device_bytes, buffer_bytes, largest, largest_name)
@@ -88,10 +89,11 @@ class DeviceChecker(Closing):
     ) -> tuple[Digests, list[ValueIssue]] | None:
         """Send a task's objects through a device: return digests [n, 32] and issues.
 
-        wanted:   which objects to digest.
+        wanted: [n] bool, objects to digest.
         expected: spec of all objects, which are unpacked into pools, gathered back and digested.
             None if unknown; objects are then digested without being unpacked.
-        checker:  None to check no values. Unreadable objects get no issues.
+        checker: value checks of the spec; None to check no values. Unreadable objects get no
+            issues.
 
         Returns None if the CPU must examine the objects in the arena: a kernel does not support
         them, the device has nothing to do, or it failed and `falls_back` is set. Raises DeviceError
@@ -265,7 +267,7 @@ def _named_errors(lane: Lane) -> Iterator[None]:
 
 
 def _step(loaded: Loaded) -> int:
-    """Return the bytes between a task's objects, which have equal sizes."""
+    """Return the bytes from one object of a task to the next. The objects have equal sizes."""
     offsets = loaded.offsets
     if len(offsets) > 1:
         return int(offsets[1] - offsets[0])

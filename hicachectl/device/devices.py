@@ -100,7 +100,7 @@ def cuda_devices(names: tuple[str, ...]) -> list[torch.device]:
         )
     # Silences Triton's warning that this default will change.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    with warnings.catch_warnings(record=True) as said:  # may name an old driver
+    with warnings.catch_warnings(record=True) as said:  # a warning may name an old driver
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:

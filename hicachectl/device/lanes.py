@@ -24,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 _FLAGS = 0x01 | 0x02
 _ALREADY_REGISTERED = 712
 
-# Larger slabs take less Python for each byte; the arena and `--device-bytes` mostly allow less.
+# Larger slabs need less Python for each byte; the arena and `--device-bytes` mostly allow less.
 SLAB_BYTES = 256 << 20
 MOST_LANES = 8  # per device; reads, copies and kernels overlap even with fewer lanes
 _FEWEST_LANES = 4  # slabs shrink before a device gets fewer lanes

@@ -1,4 +1,4 @@
-"""Objects of one form on a device: their pools, the kernels of checks, the run through a lane.
+"""Run objects of one form on a device: their pools, the kernels of checks, the way through a lane.
 
 Objects of one pool with equal tensors, padding layers and checks have one form.
 """
@@ -100,8 +100,9 @@ class ObjectForm:
 class DeviceRun:
     """Inputs, kernels and captured launches of a lane for slabs of one form. One thread at a time.
 
-    most: number of objects that fit into the lane. slots: [most] int64 on the device, the page slot
-        of each object. pools: parts of `lane.pools`.
+    most: number of objects that fit into the lane.
+    slots: [most] int64 on the device, the page slot of each object.
+    pools: parts of `lane.pools`.
 
     On a CUDA device, launches are captured once, for `most` objects, and replayed for every slab;
     results of unused slots are dropped. On other devices, each slab launches the kernels for its
@@ -129,7 +130,7 @@ class DeviceRun:
         self._checking = self._captured(self._launch_checks)
 
     def close(self) -> None:
-        """Free the captured launches; kernels refer to this run, so it would wait for `gc`."""
+        """Free the captured launches. The kernels refer to this run: only `gc` would free both."""
         self._kernels.clear()
         self._checking = self._digesting = None
 
@@ -246,7 +247,7 @@ def _capturing(graph: torch.cuda.CUDAGraph, lane: Lane) -> Iterator[None]:
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
     """Stop Python's collector: if it destroys another graph in this thread, the capture ends."""
-    with _CAPTURES:  # the first of two checkers to end would start the collector too early
+    with _CAPTURES:  # else the first of two captures to end would start the collector too early
         collects = gc.isenabled()
         gc.disable()
         try:

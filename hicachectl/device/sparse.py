@@ -15,7 +15,7 @@ from hicachectl.kernels.sparse_triton import HostRows, StepPlan, gather_rows, pl
 
 
 class SparseLoader:
-    """Buffers of N slots, and one for the newest token, for each layer and each of R requests.
+    """Buffers for each layer of each of R requests: N slots, and one more for the newest token.
 
     tokens: [layers, R, N] int32, the position in each slot; -1 if empty.
     lru:    [layers, R, N] int32, slots, least recently used first; slots used in one step

@@ -35,7 +35,9 @@ class Ranges:
     """Byte ranges, prepared for repeated digests without an upload.
 
     table: [3, n] int64 on the device: first chunk, offset in words, bytes.
-    chunks: number in all ranges. most: number in the longest range. lanes: chunks per program.
+    chunks: number of chunks in all ranges.
+    most: number of chunks in the longest range.
+    lanes: chunks per program.
     """
 
     table: torch.Tensor
@@ -321,7 +323,7 @@ def _halves(w0, w1, w2, w3, w4, w5, w6, w7):
 
 @triton.jit
 def _load_word(at, left):
-    """Load 8 bytes; those after the first `left` bytes become zero."""
+    """Load 8 bytes; bytes after the first `left` become zero."""
     word = tl.load(at, mask=left > 0, other=0)
     few = tl.minimum(tl.maximum(left, 0), 7).to(tl.int64)
     kept = (tl.full([], 1, tl.int64) << (few * 8)) - 1

@@ -58,7 +58,9 @@ _ITEMS_AT_ONCE = 1 << 18
 
 _COPY = 0.95  # above this correlation, rows are copies and show no order
 NOTHING_LEFT = 0.05  # share of a row's length; with less left, the row is like all others
-FLOOR_SIGMA = 2.0  # log magnitudes further below their row's mean only show that numbers are small
+# Standard deviations below a row's mean to which lower log magnitudes are raised: they only show
+# that numbers are small.
+FLOOR_SIGMA = 2.0
 
 _BASE, _NEAR, _FAR, _OTHER, _CONTROL = range(5)
 
@@ -98,10 +100,11 @@ class OrderVerdict:
     """Evidence of one page against the profile's order.
 
     rival: index of the better order.
-    own:   mean correlation of the base with `near` or `far`, the larger, minus that with `control`.
-    other: mean correlation of the base with `other`, minus that with `control`.
+    own: the base's mean correlation with `near` or with `far`, the larger one, minus its mean
+        correlation with `control`.
+    other: the base's mean correlation with `other`, minus its mean correlation with `control`.
     sigma: least number of standard errors by which `other` exceeds `control`, `near` and `far`.
-    sets:  number of sets in the means.
+    sets: number of sets in the means.
     """
 
     rival: int
@@ -146,7 +149,7 @@ class OrderTest:
         return bool(self._sets)
 
     def contradictions(self, read: ReadRows, pages: int) -> dict[int, OrderVerdict]:
-        """Return the verdict of each page that contradicts the profile; pages: how many to test."""
+        """Return the verdict of each page that contradicts the profile. pages: number of pages."""
         found: dict[int, OrderVerdict] = {}
         suspects = _filtered(np.arange(pages), self.unseen, read)
         for number, sets in self._sets.items():

@@ -32,7 +32,7 @@ COMPILED_AFTER = 16 << 30
 
 @dataclass(slots=True)
 class _Work:
-    """Bytes that this process has moved. Threads may lose some."""
+    """Bytes that this process has moved; racing threads may lose some of them."""
 
     nbytes: int = 0
 
@@ -80,7 +80,7 @@ def _compiled() -> Callable[[TransferUnit, Sequence[Pages], Sequence[Pages]], No
     """Return `carry_out` of `relayout_numba`; None if numba is not installed, or fails."""
     try:
         from hicachectl.kernels.relayout_numba import carry_out
-    except Exception:  # whatever it is, numpy goes on with the run
+    except Exception:  # after any failure, numpy does the work
         return None
     return carry_out
 

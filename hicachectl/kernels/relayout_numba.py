@@ -1,8 +1,9 @@
 """Carry out transfer plans by a loop that numba compiles, in the time of a copy.
 
-numpy moves each run by ordinary stores, which read the cache line that they overwrite: half as many
-bytes again as a copy of whole objects, for which libc uses stores that do not read. The loop uses
-these, and reads the sources from end to end: gaps take longer to read than to write.
+numpy moves each run by ordinary stores, which first read the cache line that they overwrite. They
+move half as many bytes again as a copy of whole objects, for which libc uses stores that do not
+read. The loop uses such stores. It reads the sources from end to end, because gaps take longer to
+read than to write.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _AXES = 3
 _ONE = Axis("", 1, 0, 0)
 _FIRST = 5  # column of the first axis
 _LINE = 64  # bytes
-_TURN_BYTES = 512  # more, and processors read the gaps between the runs of a turn twice
+_TURN_BYTES = 512  # with more, processors read the gaps between the runs of a turn twice
 
 
 def carry_out(
@@ -68,7 +69,7 @@ def _row(plan: CopyPlan, to: list[tuple[int, int]], at: list[tuple[int, int]]) -
 
 
 def _groups(copies: list[CopyPlan]) -> Iterator[tuple[int, int]]:
-    """Yield the copies that read one stretch of a source, as the first's index and the end.
+    """Yield groups of copies that read one stretch of a source: index of the first copy, end.
 
     copies: in the order of the sources.
     """
@@ -83,7 +84,7 @@ def _groups(copies: list[CopyPlan]) -> Iterator[tuple[int, int]]:
 
 
 def _turn(copies: list[CopyPlan], rows: IntArray, begun: int, end: int) -> tuple[int, ...]:
-    """Return a group as a row of `_loop`. Its copies take turns: the source is read once."""
+    """Return a group as a row of `_loop`. Its copies take turns, so the source is read once."""
     length = step = int(rows[begun:end, _FIRST].max())
     if end > begun + 1:
         nbytes = sum(plan.nbytes for plan in copies[begun:end])
@@ -95,8 +96,9 @@ def _loop(copies: IntArray, turns: IntArray, pages: int) -> None:
     """Carry out copies, page by page.
 
     copies: [n, 14] int64. Columns: address of the first page's destination, distance to the next
-        page's; both of the source; bytes of a run; and for each axis, outermost first, its length
-        and its steps in the destination and in the source. Addresses are not checked.
+        page's destination; the same two for the source; bytes of a run; and for each axis,
+        outermost first, its length and its steps in the destination and in the source. Addresses
+        are not checked.
     turns: [k, 4] int64. Columns: first copy and end of a group; the length of its longest first
         axis; indices of that axis that each copy does before the next copy has its turn.
     """

@@ -8,8 +8,9 @@ One program plans the step of one request:
    may be overwritten.
 4. Only if positions are missing: the first entry of each is ranked and gets the slot of that rank.
 
-The time is that of dependent accesses to L2 and of accesses at scattered addresses, so there are
-few of both: tables are read in order where possible, and looked up in shared memory by `gather`.
+Most of the time goes to dependent accesses to L2, and to accesses at scattered addresses. So there
+are few of both: tables are read in order where possible, and looked up in shared memory by
+`gather`.
 """
 
 from __future__ import annotations
@@ -103,9 +104,12 @@ def plan_step(
 ) -> torch.Tensor:
     """Find resident rows and choose slots for the others: return locs [R, k] int32.
 
-    top_k:       [R, k] int32. seq_len: [R] int32.
-    tokens, lru: [R, N] int32, updated in place. loaded: [R] int32, likewise.
-    plan:        overwritten. Does not check or synchronise.
+    top_k: [R, k] int32.
+    seq_len: [R] int32.
+    tokens, lru: [R, N] int32, updated in place.
+    loaded: [R] int32, updated in place.
+    plan: overwritten.
+    Does not check or synchronise.
     """
     requests, k = top_k.shape
     slots = tokens.shape[1]
@@ -223,8 +227,8 @@ def _plan_step(
     # slots of positions behind the cut have outdated rows.
     kept = tl.where(short, slot, token)
     kept = tl.where(kept < end, kept, -1)
-    # A short sequence needs no marks. It may be longer than its pages, which are all that the table
-    # covers, and have become long since: then its tokens behind the pages have no marks.
+    # A short sequence needs no marks. The table covers only positions that have pages: a token
+    # behind them, which a sequence can have loaded while it was short, has no mark.
     columns = tl.where(short, 0, page_columns)
     tl.store(marks + kept, slot, mask=(kept >= 0) & (kept < columns * PAGE_SIZE))
     tl.store(used + slot, 0, mask=in_n)

@@ -91,7 +91,7 @@ def supports(fields: Sequence[Field]) -> bool:
 def vector_bytes(fields: Sequence[Field]) -> int:
     """Return the greatest power of two up to 16 that divides rows, fields and their offsets.
 
-    A row whose first bytes are zero has so many of them.
+    ZERO_HEAD means that this many bytes at the start of a row are zero.
     """
     places = [place for field in fields for place in (field.nbytes, field.pitch, field.offset)]
     return int(np.gcd.reduce([_VECTOR_BYTES, *places]))
@@ -230,7 +230,8 @@ def _flag(
 ):  # fmt: skip
     """Check TILE vectors of all blocks, counted from block to block."""
     start = tl.program_id(0).to(tl.int64) * TILE
-    # Numbers of lanes count from the start's block, so that 32 bits are enough for any pool.
+    # Lanes count vectors from the start of the program's first block, so that 32 bits suffice for
+    # any pool.
     ahead = (start % VECTORS).to(tl.int32) + tl.arange(0, TILE)
     block = (start // VECTORS).to(tl.int32) + ahead // VECTORS
     vector = ahead % VECTORS
