@@ -1,7 +1,8 @@
-"""Do a stage of a part in a process of its own, which a crash or a kill ends without its parent.
+"""Do a stage of a part in a process of its own, so that its crash does not end the parent.
 
-The order, with its options and secrets, comes over stdin. `python -m hicachectl.parts.child PARENT`
-is that process; `in_child` starts it. A stage opens the job, or does the work of a part.
+`in_child` starts the process: `python -m hicachectl.parts.child PARENT`. The order, with its
+options and secrets, comes over stdin. A stage opens the job, and does the work of a part if the
+order has one.
 
 A message is MessagePack, sent by `multiprocessing.connection`. Tables are Arrow IPC streams.
 """
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
     from hicachectl.parts.job import Job
 
 _ROWS_AT_ONCE = 16_384  # rows of a piece
-STOP_SECONDS = 30.0  # for a cancelled child, until it is killed
-_LOOK_SECONDS = 0.5  # the longest that a cancelled task of Ray goes unnoticed
-_PROGRESS_SECONDS = 0.5  # between two messages
+STOP_SECONDS = 30.0  # time for a cancelled child to end before it is killed
+_LOOK_SECONDS = 0.5  # longest time until a cancelled task of Ray is noticed
+_PROGRESS_SECONDS = 0.5  # least time between two messages about progress
 _TERMINATED = 143
 
 
@@ -79,14 +80,18 @@ class Moved(Struct, tag=True):
 
 
 class Failed(Struct, tag=True):
-    """A stage failed. name: class in `formats.errors`; "" for a bug, with its traceback as text."""
+    """A stage failed.
+
+    name: class in `formats.errors`; "" for a bug.
+    text: message of the error; the traceback of a bug.
+    """
 
     name: str
     text: str
 
 
 class Lost(Struct, tag=True):
-    """The process of a stage ended without an outcome. text: how."""
+    """The process of a stage ended without an outcome. text: how the process ended."""
 
     text: str
 
@@ -136,12 +141,12 @@ def in_child(order: bytes) -> Iterator[bytes]:
         if status := child.wait():
             yield encoded(Lost(_how(status)))
     finally:
-        answers.close()  # a child that waits to write goes on
+        answers.close()  # a child that is blocked in a write then continues
         _end(child)
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of a child, which imports from where this process does."""
+    """Return the environment of a child, with which it imports the same modules as this process."""
     own = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
     if own.get("OMP_NUM_THREADS") == "1":  # Ray sets this for a task with one CPU
         del own["OMP_NUM_THREADS"]
@@ -149,7 +154,7 @@ def _environment() -> dict[str, str]:
 
 
 def _received(answers: Connection) -> Iterator[bytes]:
-    """Yield whole messages until the child closes its end, maybe within one."""
+    """Yield whole messages until the child closes its end, perhaps within a message."""
     with suppress(EOFError, OSError):
         while True:
             # Ray cancels a task with an exception, which cannot interrupt a blocked read.

@@ -66,7 +66,11 @@ class StoppedError(Exception):
 
 
 class Node(NamedTuple):
-    """A node of the cluster. name: its host, with a part of the id if others have the same."""
+    """A node of the cluster.
+
+    number: id of the node.
+    name: its host; with a part of the id if several nodes have this host.
+    """
 
     number: str
     name: str
@@ -91,7 +95,7 @@ class Cluster(Closing):
     """A connection to a cluster; a context manager. Ray's own output on stdout is discarded."""
 
     def __init__(self, address: str) -> None:
-        """Connect. Raises UsageError if Ray is not installed, StoreUnavailable if it is lost."""
+        """Connect. Raises UsageError if Ray is not installed, StoreUnavailable if that fails."""
         self._stack = ExitStack()
         try:
             import ray
@@ -119,7 +123,7 @@ class Cluster(Closing):
         parse_address(meant)
         options: dict[str, Any] = {}
         if address == "local":
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no reports to others
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray then sends no reports
             options = {"include_dashboard": False, "object_store_memory": _LOCAL_STORE_BYTES}
         elif meant not in ("auto", "local"):
             _refuse_unreachable(meant)
@@ -192,9 +196,9 @@ class Cluster(Closing):
     ) -> Generator[Answer, None, None]:
         """Do a stage on a node; yield its answers, of which the last is an Outcome.
 
-        stopped: cancels the stage when it returns true; this raises StoppedError. Closing the
-        iterator cancels the stage, too. Raises LostError, HicacheError, and RuntimeError for a
-        bug with its traceback.
+        stopped: function; once it returns true, the stage is cancelled and StoppedError is raised.
+        Closing the iterator cancels the stage, too. Raises LostError, HicacheError, and
+        RuntimeError for a bug, with its traceback.
         """
         task = self._on(self._task, node).remote(encoded(order))
         try:
@@ -245,7 +249,7 @@ def _refuse_unreachable(address: str) -> None:
         with socket.create_connection(place, _CONNECT_SECONDS) as connection:
             if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
                 return
-            problem = "what listens there is not Ray"
+            problem = "another program than Ray listens there"
             connection.sendall(_HTTP2_PREFACE)
             with connection.makefile("rb") as answers:
                 head = answers.read(_HTTP2_HEAD_BYTES)
@@ -309,7 +313,10 @@ def _refusal(answer: Answer) -> str:
 
 
 def _raised(name: str, text: str) -> Exception:
-    """Return the exception for a failed stage. A lost store or device is the node's: retry."""
+    """Return the exception for a failed stage.
+
+    The loss of a store or device may be the node's fault, so the attempt is lost, not the run.
+    """
     error = raised(name, text, where="On another node")
     if isinstance(error, StoreUnavailable | DeviceError):
         return LostError(text, error)

@@ -37,7 +37,7 @@ PARTS = "parts"
 STORES = ("store", "source", "destination")  # members of a run's identity
 _OTHER_RUN = "give another run directory"
 LISTING_PREFIX = "listing-"
-# Entries before the manifest is published: ours, and what a mounted volume has by itself.
+# Entries allowed before the manifest is published: those of a run, and those of a new file system.
 _HARMLESS = re.compile(r"listing-[0-9a-f]{16}|\..*|lost\+found")
 _RESULT = re.compile(r"([0-9]{5})\.json")
 
@@ -58,8 +58,8 @@ class RunDirectory(Closing):
         """Open a run directory for work; create it if it is missing.
 
         permissions: permissions of the store's listing; files in the directory get no wider ones.
-        trust: trusted owners of the directory and its files. Raises UsageError if it has other
-        files.
+        trust: trusted owners of the directory and its files.
+        Raises UsageError if the directory has files that are not of a run.
         """
         with usage_errors(path):
             made = make_directories(path)
@@ -90,11 +90,12 @@ class RunDirectory(Closing):
     def of(
         cls, here: Directory, path: Path, *, writes: bool = True, any_release: bool = False
     ) -> Self:
-        """Return a run directory that is open already; `here` stays open, too.
+        """Return the run directory that is open as `here`, which stays open, too.
 
-        Trusted are the users whom those of the run's stores trust that are directories here.
-
-        writes: see `Trust`. any_release: see `manifest`.
+        A user is trusted if each store of the run that is a directory on this machine trusts the
+        user.
+        writes: see `Trust`.
+        any_release: see `manifest`.
         """
         trusts = list(_trusts(here, path, writes=writes, any_release=any_release))
         trust = JointTrust(trusts, writes=writes)
@@ -130,9 +131,9 @@ class RunDirectory(Closing):
             return Permissions.of_file(self.directory.entries()[MANIFEST])
 
     def since_published_ns(self) -> int:
-        """Return how long the manifest has been there, by its file system's clock. Raises OSError.
+        """Return the age of the manifest, by the clock of its file system. Raises OSError.
 
-        The clocks of hosts may differ; they have this clock in common.
+        The clocks of hosts may differ; this clock is the same for all.
         """
         descriptor = self.directory.open_file(MANIFEST)
         try:
@@ -168,7 +169,7 @@ class RunDirectory(Closing):
         """
         for name in self.directory.entries():
             if name.startswith(LISTING_PREFIX) and name != besides:
-                with suppress(OSError, UntrustedError):  # others may be removing it too
+                with suppress(OSError, UntrustedError):  # another process may be removing it, too
                     _remove_tree(self.directory, name)
 
     def remove_unpublished(self, lister: str) -> None:
@@ -200,7 +201,7 @@ class RunDirectory(Closing):
     def _refuse_other_files(self) -> None:
         names = self.directory.entries()
         strange = next((name for name in names if not _HARMLESS.fullmatch(name)), None)
-        # Looks for the manifest last: another process may be publishing it.
+        # Look for the manifest last: another process may be publishing it.
         if strange is not None and not self.directory.has(MANIFEST):
             raise UsageError(
                 f"{self.path}: has other files, such as {strange}; give --run an empty or a new "

@@ -48,11 +48,9 @@ if TYPE_CHECKING:
     # Opens the stores of a job on a node; picklable.
     OpenJob = Callable[[], AbstractContextManager[Job]]
 
-ATTEMPTS = 3  # at a part, on different nodes if possible
-# Objects of a part. The first bounds what travels at once. Fewer than the second are not worth a
-# process, if each node has one.
-_MOST_OBJECTS = 100_000
-_FEW_OBJECTS = 1_000
+ATTEMPTS = 3  # attempts at a part, on different nodes if possible
+_MOST_OBJECTS = 100_000  # most objects of a part, which bounds the bytes sent at once
+_FEW_OBJECTS = 1_000  # fewer objects get no part of their own, once each node has one
 _PARTS_PER_WORKER = 4  # so that one slow part delays the end little
 _LOOK_SECONDS = 0.2
 _STOP_SECONDS = 60.0
@@ -64,7 +62,7 @@ class Driver(Closing):
     Call `begin`, then `work`, then `merged`; use its result within the block. Threads each wait for
     one part at a time. The main thread alone prints.
 
-    workers: number of parts at once, which divides limits.
+    workers: number of parts at once; limits of the whole run are divided by it.
     """
 
     def __init__(
@@ -79,9 +77,12 @@ class Driver(Closing):
     ) -> None:
         """Connect to the cluster, and ask each node whether it can open the job.
 
-        job: open here. open_job: opens an equal job on a node. workers: parts at once, on all nodes
-        together; None: one on each node. path: run directory; None: a temporary one. say: takes
-        remarks. Raises UsageError, and StoreUnavailable if there is no cluster or no node can work.
+        job: job that is open in this process.
+        open_job: function that opens an equal job on a node.
+        workers: parts at once, on all nodes together; None: one on each node.
+        path: run directory; None: a temporary one.
+        say: takes remarks.
+        Raises UsageError, and StoreUnavailable if there is no cluster or no node can work.
         """
         self._job = job
         self._opens = pickle.dumps(open_job)
@@ -114,7 +115,7 @@ class Driver(Closing):
             self._stack.close()
 
     def begin(self, on_listed: Callable[[int], None] = lambda objects: None) -> None:
-        """List and plan, unless an earlier driver has. on_listed: see `running.begin`."""
+        """List and plan, unless an earlier driver has done so. on_listed: see `running.begin`."""
         self._manifest = begin(self._run, self._job, self._count, on_listed=on_listed)
 
     def work(self, on_progress: Callable[[int, int], None] = lambda new, total: None) -> None:
@@ -218,7 +219,7 @@ class Driver(Closing):
         return True
 
     def _gives_up(self, part: int, node: Node, loss: LostError) -> bool:
-        """Return whether a lost part is not done again; use its node no more if it cannot work."""
+        """Return whether a lost part is given up. If its node cannot work, use the node no more."""
         reason = self._cluster.refusals([node], self._opens).get(node)
         if reason is not None and self._nodes.drop(node):
             self._say(f"Node {node.name} is left out: {reason}")
@@ -312,7 +313,7 @@ class _Nodes:
 
 
 class _Progress:
-    """Bytes done, and an estimate of the total, which each part tells when it begins."""
+    """Bytes done, and an estimate of all bytes: each part states its own total when it begins."""
 
     def __init__(self, parts: int, report: Callable[[int, int], None]) -> None:
         self._parts = parts

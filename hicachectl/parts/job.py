@@ -64,7 +64,7 @@ class StageResult:
     """Result of a part, or of finishing a run.
 
     facts: values for JSON: sums, flags and texts.
-    tables: in the schemas of the job's kind.
+    tables: tables by name, in the schemas of the job's kind.
     settled: whether the work is complete and nothing failed.
     """
 
@@ -77,8 +77,8 @@ class RecordForm(Struct, kw_only=True):
     """A result in JSON.
 
     part: number of the part; -1 for the record of the whole run.
-    host: where the work was done.
-    ended_ns: Unix time of its end, by that host's clock.
+    host: host that did the work.
+    ended_ns: end of the work, Unix nanoseconds by that host's clock.
     seconds: duration of the work.
     tables: files beside the record, by table name.
     """
@@ -98,7 +98,7 @@ class RecordForm(Struct, kw_only=True):
 class Record:
     """A published record; its tables are read when asked for.
 
-    next_step: ends the message for a damaged record or table.
+    next_step: end of the message about a damaged record or table.
     opened: function that opens the record's directory.
     """
 
@@ -186,8 +186,8 @@ class PartInput(Struct, kw_only=True, frozen=True):
     def sweep_attempts(self, *stores: Store) -> None:
         """Remove the unfinished writes of all attempts at the part. Call it when its work is done.
 
-        Killed attempts left some. An attempt that is at work beside this one loses its own, but
-        this one's result comes first.
+        Killed attempts leave unfinished writes. Another attempt that is still at work loses its
+        unfinished writes, but the result of this attempt is published first.
         """
         RunMark(self.owner, ended=(self.owner,)).put(*stores)
 
@@ -199,7 +199,7 @@ class Kind:
     schemas: schemas of the results' tables, by name.
     merge: function that returns the result of the whole run. It takes results by part, without the
         missing ones, and the result of `finish`; it opens no store.
-    said: function that returns messages on what a part did not do.
+    said: function that returns messages about work that a part did not do.
     parts_fail: whether a part that is not settled ends with exit status 4. Else only `merge` does.
     finishes: whether the process of the last part calls `finish`.
     """
@@ -218,8 +218,8 @@ class Job(Protocol):
     identity: values that must be equal in all parts of a run, by the name in messages: `store`,
         `destination` (URLs without secrets), and options such as `--checks`; compared as JSON.
     options: all other decisions of the lister for all parts.
-    permissions: who may read the run directory.
-    trust: who may write the run directory.
+    permissions: users who may read the run directory.
+    trust: users who may write the run directory.
     Methods raise HicacheError.
     """
 
@@ -245,8 +245,8 @@ class Job(Protocol):
     ) -> StageResult:
         """Do the work of a part.
 
-        tables: the part's own tables, from `Job.tables`. on_progress: takes new and total bytes
-        read or copied.
+        tables: the part's own tables, from `Job.tables`.
+        on_progress: takes new and total bytes read or copied.
         """
 
     def finish(
@@ -270,7 +270,10 @@ class CopyJob(Job):
         options: Struct,
         identity: Mapping[str, Any],
     ) -> None:
-        """Name the run by its stores, profiles and `identity`. Raises UsageError for a pack."""
+        """Set the run's identity: the stores, the profiles and `identity`.
+
+        Raises UsageError for a pack as destination.
+        """
         if isinstance(destination, Archive):
             raise UsageError(
                 f"{destination.url}: several processes cannot write one pack; give a directory as "
@@ -312,7 +315,7 @@ def kind_of(command: str, source: str) -> Kind:
 def selection_identity(selection: Selection) -> dict[str, Any]:
     """Return the members of a run's identity for filters.
 
-    An age means another time in each process, so the times are the lister's.
+    An age is another time in each process, so all parts use the lister's times.
     """
     members = {f"--{field.name}": getattr(selection, field.name) for field in fields(selection)}
     members |= {name: "given" for name in ("--since", "--before") if members[name] is not None}
@@ -325,7 +328,10 @@ def selection_identity(selection: Selection) -> dict[str, Any]:
 
 
 def published_selection(selection: Selection) -> Selection:
-    """Return what the lister publishes of a selection: its times. Each part reads its page list."""
+    """Return a selection without its page list, which the lister need not publish.
+
+    Each part reads the page list itself.
+    """
     return replace(selection, pages=None)
 
 

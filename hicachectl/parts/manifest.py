@@ -46,7 +46,7 @@ class Published(Struct, kw_only=True):
 
     listing_ns: start of the listing, Unix nanoseconds.
     duration_ns: duration of the listing.
-    table: affixes of the listing, as `pages` writes them.
+    table: affixes of the listing, as `pages.published.Listing` writes them.
     files: all tables, in `Manifest.folder`.
     shares: row groups by file name, for each part.
     facts: members that only the job knows.
@@ -65,8 +65,8 @@ class Manifest(Struct, kw_only=True):
 
     run: random name.
     version: release of hicachectl.
-    identity: what must be equal in all parts, by the name in messages: the stores' URLs and options
-        such as `--checks`.
+    identity: values that must be equal in all parts, by the name in messages: the stores' URLs and
+        options such as `--checks`.
     options: the lister's options, with every default resolved; all parts use these.
     spent_seconds: duration of listing and planning.
     folder: directory of the published tables.
@@ -107,7 +107,8 @@ def dump(form: Struct) -> bytes:
 def parse_manifest(content: bytes, source: str, *, any_release: bool = False) -> Manifest:
     """Parse a manifest.
 
-    source: the run directory. any_release: accept another release whose manifests have this form.
+    source: the run directory.
+    any_release: accept another release whose manifests have this form.
     Raises FormatError for other content, UsageError for the manifest of another release.
     """
     expected = {"form": FORM} if any_release else {"form": FORM, "version": __version__}
@@ -169,7 +170,7 @@ def _scheduled(text: str, count: int, environ: Mapping[str, str]) -> int:
     number = _integer(known[0], environ)
     if known == [_KUBERNETES]:
         return number
-    # A rerun of some tasks (--array=7,9) would take the first of them for part 0.
+    # In a rerun of some tasks (--array=7,9), the first of them would do part 0.
     expected = {"SLURM_ARRAY_TASK_STEP": 1, "SLURM_ARRAY_TASK_COUNT": count}
     for name, wanted in expected.items():
         if environ.get(name) and _integer(name, environ) != wanted:

@@ -1,7 +1,8 @@
-"""`migrate` in parts: each copies the page groups of its share of the source's listing.
+"""`migrate` in parts: each part copies the page groups of its share of the source's listing.
 
-The lister scans the source; the parts share this listing. It scans the destination only to refuse
-another topology. The destination changes while parts write, so each part looks up its own keys.
+The lister scans the source; the parts share this listing. The lister scans the destination only to
+refuse another topology. The destination changes while parts write, so each part looks up its own
+keys there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`prewarm` as a divided run: one plan, slices of it, and one count at the end."""
+"""`prewarm` in parts: one plan for all, a slice of it for each part, and one count at the end."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
 
 
 def said(manifest: Manifest, record: RecordForm) -> Iterator[str]:
-    """Yield what a slice that is not settled has not done; `merge` says the rest."""
+    """Yield messages about work that a slice has not done; `merge` has all other messages."""
     if not record.settled:
         facts = convert(record.facts, PrewarmFacts, "The result")
         outcome = outcome_of([facts], FinishFacts(), *urls_of(manifest), 0.0)
@@ -114,8 +114,10 @@ class PrewarmJob(CopyJob):
     ) -> None:
         """Check the destination. Raises UsageError for a pack.
 
-        request: without chains and pages. asked: returns the request with these, for the lister;
-        None: this process does not list. inputs: options that name them, with their values.
+        request: request without chains and pages.
+        asked: function that returns the request with chains and pages, for the lister; None: this
+            process does not list.
+        inputs: options that name the chains and pages, with their values.
         """
         identity = {
             **inputs,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 FINISH = "finish"
 MERGED_FILE = "merged.json"
-_MOST_SPANS = 20  # named in one message
+_MOST_SPANS = 20  # most spans of parts that a message names
 
 
 class RunDocument(msgspec.Struct):
@@ -55,11 +55,13 @@ def save(
     result: StageResult,
     began: float,
 ) -> RecordForm | None:
-    """Write the tables of a result and publish its record; return None if its name exists.
+    """Write the tables of a result and publish its record; return None if there is a record.
 
-    name: without `.json`. part: see `RecordForm`. began: `time.monotonic()` at the start of the
-    work. Removes the tables of an unpublished record. Raises OSError, UntrustedError,
-    UnsupportedByBackend.
+    If the record is not published, its tables are removed.
+    name: file name of the record, without `.json`.
+    part: see `RecordForm`.
+    began: `time.monotonic()` at the start of the work.
+    Raises OSError, UntrustedError, UnsupportedByBackend.
     """
     form = RecordForm(
         form=FORM,
@@ -78,7 +80,7 @@ def save(
             file_name = f"{name}-{attempt}-{table_name}.parquet"
             schema = kind.schemas[table_name]
             form.tables[table_name] = write_table(directory, file_name, pieces(table), schema)
-        with deferred():  # a signal must not hide whose record it is
+        with deferred():  # a signal must not hide whether the published record is ours
             ours = directory.publish(f"{name}.json", dump(form))
     except BaseException:
         if not directory.has(f"{name}.json"):  # else the record may be ours
@@ -99,7 +101,7 @@ def _remove(directory: Directory, form: RecordForm) -> None:
 def _load(run: RunDirectory, directory: Directory, name: str, kind: Kind, next_step: str) -> Record:
     """Read a record.
 
-    next_step: ends the message for a damaged record or table.
+    next_step: end of the message about a damaged record or table.
     Raises FormatError, OSError (FileNotFoundError if missing), UntrustedError.
     """
     form = read_document(directory, f"{name}.json", RecordForm, next_step)
@@ -130,7 +132,7 @@ def has_all_results(run: RunDirectory, manifest: Manifest) -> bool:
 
 
 def is_finished(run: RunDirectory, manifest: Manifest, kind: Kind) -> bool:
-    """Return whether nothing is left to do: all parts, and the finish if the command has one."""
+    """Return whether all parts have results, and the run has a finish if its command makes one."""
     if not has_all_results(run, manifest):
         return False
     with usage_errors(run.path):
@@ -181,9 +183,9 @@ def merge_run(run: RunDirectory) -> Result:
 
 
 def reason_to_wait(run: RunDirectory) -> str:
-    """Return why nothing is to be merged now: parts have no result, or the run was merged before.
+    """Return why a run is not to be merged now: parts have no result, or it was merged before.
 
-    Empty for a run that is to be merged, and for one without a manifest.
+    Empty for a run that is to be merged, and for a run without a manifest.
     """
     manifest = run.manifest()
     if manifest is None:

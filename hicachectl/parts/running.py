@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     Work = Callable[[PartInput, Tables, Callable[[int, int], None]], StageResult]
 
-_OF_THE_RUN = -1  # in place of a part
-_LOOK_SECONDS = 1.0  # between two looks for the manifest, less at first
+_OF_THE_RUN = -1  # part number in the record of the whole run
+_LOOK_SECONDS = 1.0  # longest pause between two looks for the manifest
 _FIRST_LOOK_SECONDS = 0.05
 _SAY_SECONDS = 60.0
 _OWNER_DIGITS = 16
@@ -44,7 +44,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class PartOutcome:
-    """How a part ended. earlier: another attempt did the part, on `record.host`."""
+    """End of a part.
+
+    record: the published result.
+    earlier: whether another attempt did the part, on `record.host`.
+    """
 
     record: RecordForm
     earlier: bool
@@ -59,8 +63,9 @@ def begin(
 ) -> Manifest:
     """Return the manifest of a run; if there is none, list and plan for all parts.
 
-    on_listed: takes the number of new objects. Raises UsageError if the run is finished, or was
-    begun with other options; FormatError for a damaged manifest; and as `Job.publish`.
+    on_listed: takes the number of new objects.
+    Raises UsageError if the run is finished, or was begun with other options; FormatError for a
+    damaged manifest; and as `Job.publish`.
     """
     manifest = run.manifest()
     if manifest is None:
@@ -85,8 +90,9 @@ def join(
 ) -> Manifest:
     """Return the manifest of a run; wait for part 0 to publish it.
 
-    lister: command line of part 0. say: takes what this process waits for, at once and each minute.
-    Raises StoreUnavailable if it is not published in time, and as `begin`.
+    lister: command line of part 0.
+    say: takes a message about the wait, at once and each minute.
+    Raises StoreUnavailable if the manifest is not published in time, and as `begin`.
     """
     began = time.monotonic()
     next_said = 0.0
@@ -100,7 +106,8 @@ def join(
         if waited >= next_said:
             say(f"Waiting for part 0, which lists for all parts: {run.path} has no {MANIFEST}")
             next_said += _SAY_SECONDS
-        # A short wait becomes little longer, and a long one asks the file system rarely.
+        # Pauses grow with the wait: a short wait ends soon after the manifest is published, and a
+        # long wait seldom asks the file system.
         pause = min(_LOOK_SECONDS, _FIRST_LOOK_SECONDS + waited / 10)
         time.sleep(min(pause, wait_seconds - waited))
     _refuse_other(run, job, parts, manifest)
@@ -116,7 +123,7 @@ def run_part(
     work: Work | None = None,
     on_progress: Callable[[int, int], None] = lambda new, total: None,
 ) -> PartOutcome:
-    """Do one part of a run, unless it has a result; after the last one, finish the run.
+    """Do one part of a run, unless it has a result; after the last part, finish the run.
 
     work: function that does the part in place of `Job.work`, such as on another machine.
     on_progress: takes new and total bytes.
@@ -152,7 +159,7 @@ def run_part(
 
 
 def _finish(run: RunDirectory, job: Job, manifest: Manifest) -> None:
-    """Call the job's `finish` if all parts have results and none has finished them yet."""
+    """Call the job's `finish` if all parts have results and the run is not finished yet."""
     if is_finished(run, manifest, job.kind) or not has_all_results(run, manifest):
         return
     began = time.monotonic()
@@ -180,7 +187,7 @@ def _list(run: RunDirectory, job: Job, parts: PartCount, on_listed: Callable[[in
                 folder=f"listing-{lister}",
                 published=published,
             )
-            with deferred():  # a signal must not hide whose manifest it is
+            with deferred():  # a signal must not hide whether the published manifest is ours
                 run.publish_manifest(manifest)
     except HicacheError:
         if run.manifest() is None:  # else the other process has removed the tables of this one
@@ -190,7 +197,7 @@ def _list(run: RunDirectory, job: Job, parts: PartCount, on_listed: Callable[[in
 
 
 def _refuse_other(run: RunDirectory, job: Job, parts: PartCount, manifest: Manifest) -> None:
-    """Raise UsageError if a run is another one than the job's, or is finished."""
+    """Raise UsageError if a run is not the job's, or is finished."""
     mine = _identity(job, manifest.parts if callable(parts) else parts)
     mine = {"command": job.kind.command, **mine}
     theirs = {"command": manifest.command, **manifest.identity}

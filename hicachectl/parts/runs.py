@@ -1,8 +1,7 @@
 """Run directories: list them, describe one, and delete old ones.
 
-A purge gives the directory of a run another name first, so that no process continues the run. It
-removes files of a run only. The manifest names the stores, whose owners are trusted, and so is
-removed last.
+A purge first renames the directory of a run, so that no process continues the run. It removes only
+files of a run. The manifest is removed last: it names the stores, whose owners are trusted.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ PART_ROWS = schema_of(PartRow)
 class RunStatus:
     """A run, and its parts as `PART_ROWS`.
 
-    remarks: messages on damaged parts.
+    remarks: messages about damaged parts.
     """
 
     document: RunStatusDocument
@@ -237,7 +236,7 @@ def _directories(path: Path, *, writes: bool) -> Iterator[tuple[Directory, list[
     """Open a directory of runs; yield it with the paths of the directories in it.
 
     If the path names a run, yield the directory above it, with the path. Raises UsageError for an
-    OSError, also of the block.
+    OSError, including one in the block.
     """
     with usage_errors(path), Directory.named(str(path), writes=writes) as here:
         entries = here.entries()
@@ -247,12 +246,12 @@ def _directories(path: Path, *, writes: bool) -> Iterator[tuple[Directory, list[
                 yield parent, [real]
             return
         names = [name for name, facts in entries.items() if stat.S_ISDIR(facts.st_mode)]
-        # A purge is completed first: its run's name may be in use again.
+        # Complete earlier purges first: the name of a purged run may be in use again.
         yield here, [path / name for name in sorted(names, key=lambda n: not n.endswith(PURGED))]
 
 
 def _is_run(name: str, entries: Iterable[str]) -> bool:
-    """Return whether a directory is one of a run, by its name and its entries."""
+    """Return whether a directory is the directory of a run, by its name and its entries."""
     names = list(entries)
     if MANIFEST in names or any(re.fullmatch(_LISTING_FOLDER, one) for one in names):
         return True
@@ -264,7 +263,7 @@ def _runs(
 ) -> Generator[_OpenRun, None, None]:
     """Yield each run directory, open until the next one.
 
-    left: list to which messages on unreadable ones are added.
+    left: list to which messages about unreadable directories are added.
     """
     for path in paths:
         try:
@@ -309,7 +308,7 @@ def _fill(row: dict[str, Any], run: RunDirectory, manifest: Manifest | None) -> 
         facts = [facts for *_, facts in _entries(run.directory)]
     of_files = [one for one in facts if stat.S_ISREG(one.st_mode)]
     row["nbytes"] = sum(one.st_size for one in of_files)
-    # A lister makes its folder first.
+    # Until a lister writes a file, the run has only the lister's folder.
     row["changed"] = max((one.st_mtime for one in of_files or facts), default=None)
     if manifest is None:
         return LISTING
@@ -345,7 +344,7 @@ def _entries(directory: Directory) -> Iterator[tuple[Directory, str, str, os.sta
 def _parts(opened: _OpenRun, remarks: list[str]) -> Iterator[PartRow]:
     """Yield the row of each part.
 
-    remarks: list to which messages on damaged results are added.
+    remarks: list to which messages about damaged results are added.
     """
     run, manifest = opened.run, opened.manifest
     if run is None or manifest is None:
@@ -388,7 +387,7 @@ def _purged(
 
     failures, left: see `PurgeReport`; messages are added to them.
     """
-    assert opened.run is not None  # an unreadable one is not deleted
+    assert opened.run is not None  # an unreadable run is not deleted
     directory, name = opened.run.directory, opened.name
     try:
         if not directory.lock() or not directory.is_still(name, parent):
@@ -429,7 +428,7 @@ def _refuse_other_entries(directory: Directory) -> None:
 def _remove(parent: Directory, name: str, directory: Directory) -> None:
     """Remove a run directory and its entries, the manifest last.
 
-    Raises OSError, also if a file that is not of the run has come since the check.
+    Raises OSError, for example if another process has added a file since the check.
     """
     for folder, entry, path, facts in _entries(directory):
         if path != MANIFEST and _is_of_run(path, facts):

@@ -1,4 +1,4 @@
-"""A plan in files, for processes that each copy a slice of it.
+"""Write a plan to files, for processes that each copy a slice of it.
 
 Slices are consecutive in the plan's order of value, and of about equal bytes.
 """
@@ -75,8 +75,8 @@ def planned_pages(
     """Return pages of a plan with their actions.
 
     pages: in the schema of the file.
-    objects: objects that the pages are made of, with affix ids.
-    asks: whether to ask the destination for each object; else it counts as empty.
+    objects: objects from which the pages are copied, with affix ids.
+    asks: whether to ask the destination for each object; else the destination counts as empty.
     Raises FormatError for a page without objects.
     """
     groups = PageGroups(inventory_of(objects, listing.table))
@@ -205,7 +205,7 @@ def slice_ends(cost: IntArray, count: int) -> IntArray:
 
 
 def _objects(pages: CopyPlan) -> tuple[IntArray, IntArray]:
-    """Return the rows of the inventory that the wanted targets are made of, best page first.
+    """Return the rows of the inventory from which the wanted targets are made, best page first.
 
     Also the position of each row's page among the wanted pages.
     """

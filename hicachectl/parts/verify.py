@@ -1,4 +1,4 @@
-"""`verify` in parts: each checks the page groups of its share of the listing."""
+"""`verify` in parts: each part checks the page groups of its share of the listing."""
 
 from __future__ import annotations
 
@@ -215,9 +215,11 @@ class VerifyJob(Job):
     ) -> None:
         """Take the options of the command.
 
-        request: with `NO_ENTRIES` for a catalog. catalog: its file, which only the lister reads.
-        sample_slice: value of --sample-slice. stamp: part 0 stamps the store.
-        mending: for the table of `merge`.
+        request: request with `NO_ENTRIES` in place of a catalog.
+        catalog: file of the catalog, which only the lister reads.
+        sample_slice: value of --sample-slice.
+        stamp: whether part 0 stamps the store.
+        mending: words of the commands that `merge` suggests.
         """
         self._store = store
         self._request = request
@@ -413,7 +415,7 @@ def _repair_identity(repair: RepairOptions | None) -> dict[str, Any]:
 
 
 def _identity(store: Store, request: VerifyRequest) -> dict[str, Any]:
-    """Return what all parts of a run must have in common."""
+    """Return the options that all parts of a run must have in common."""
     sample = request.sample
     return {
         "store": without_secrets(store.url),
@@ -449,7 +451,7 @@ def _part_result(record: Record, table: AffixTable) -> PartResult:
     except FormatError as error:
         raise FormatError(f"{error}; {record.next_step}") from error
     found = _known(record.table(_FOUND), record.path, record.next_step)
-    # All parts are in memory at once.
+    # Packed, because the findings of all parts are in memory at once.
     return PartResult(form.facts, tally, packed(found), _evidence(record, table))
 
 
