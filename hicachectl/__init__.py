@@ -24,7 +24,7 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return the names of the package, with those of its interface."""
+    """Return the names defined here and the names of the Python interface."""
     from importlib import import_module
 
     return sorted({*globals(), *import_module("hicachectl.api").__all__})

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
-# pathlib's questions about a path, such as `is_dir`, raise these.
+# Methods of pathlib such as `is_dir` raise these errors instead of returning False.
 _CLOSED_PATH = {errno.EACCES, errno.ENAMETOOLONG, errno.EIO, errno.ESTALE, errno.ENOTCONN}
 _NO_THREAD = "can't start new thread"  # the text of Python's RuntimeError
 
@@ -30,7 +30,10 @@ class Terminated(BaseException):
 
 
 class _Received:
-    """The signal that ends the command: None until it comes."""
+    """The signal that ends the command.
+
+    number: None until a signal arrives.
+    """
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -41,7 +44,7 @@ class _Received:
         self.end()
 
     def end(self) -> None:
-        """Raise what the signal means, if it came."""
+        """Raise KeyboardInterrupt after SIGINT, Terminated after SIGTERM; else do nothing."""
         if self.number is not None:
             raise KeyboardInterrupt if self.number == signal.SIGINT else Terminated
 
@@ -66,7 +69,8 @@ def run(arguments: list[str]) -> int:
     """Run one command and return its exit status. Raises only on a bug."""
     from hicachectl.cli.exit_codes import INTERRUPTED, TERMINATED
 
-    import_module("hicachectl.cli.group")  # while signals still end the process
+    # This long import comes before the handlers: until then, a signal ends the process at once.
+    import_module("hicachectl.cli.group")
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     received = _Received()
     try:
@@ -120,7 +124,7 @@ def _run(arguments: list[str], received: _Received) -> int:
             raise
         sys.stdout, sys.stderr = streams  # click replaced them after a closed pipe
     except Exception as error:
-        received.end()  # a library may have raised its own error in place of ours
+        received.end()  # a library may have replaced our exception by an error of its own
         status = _unexpected(error)
     return status
 
@@ -148,7 +152,7 @@ def _say(text: str) -> None:
 
 
 def _unexpected(error: Exception) -> int:
-    """Return the status if the system refused output, a path or a thread; raise bugs again."""
+    """Return the status if the system refused output, a path or a thread; re-raise other errors."""
     import click
 
     from hicachectl.cli.exit_codes import BAD_INPUT

@@ -1,8 +1,8 @@
 """The Python interface: what the commands do, without a command line and without output.
 
 Each function takes open stores and one request, raises the errors of `hicachectl.formats.errors`,
-and returns what the command of its name writes as JSON. Messages of a run are in the result's
-`remarks`. The requests are frozen dataclasses, which the commands use, too.
+and returns what the command of the same name writes as JSON. The result's `remarks` are the
+messages of the run. Requests are frozen dataclasses; the commands use the same ones.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def read_requests(path: str | Path, profile: Profile | None, *, outputs: bool = 
 
     profile: states how tokens are hashed; None for a trace of block ids, which only `simulate`
         takes.
-    outputs: whether chains go on with generated tokens, for `simulate`.
+    outputs: whether a chain includes the tokens that the server generated, for `simulate`.
     Raises FormatError naming the line, and UsageError.
     """
     from hicachectl.requests.reading import Trace
@@ -148,10 +148,12 @@ def read_requests(path: str | Path, profile: Profile | None, *, outputs: bool = 
 
 
 def hash_requests(requests: Iterable[Request | Sequence[int]], profile: Profile) -> Requests:
-    """Hash requests: token ids of each, or `Request` where a salt, an extra key or a time counts.
+    """Hash the tokens of requests into pages.
 
-    profile: states how tokens are hashed. Raises FormatError naming the request by its number, from
-    0, and UsageError without requests.
+    requests: token ids of each request, or a `Request` if it has a salt, an extra key or a time.
+    profile: states how tokens are hashed.
+    Raises FormatError naming the request by its number, counted from 0, and UsageError without
+    requests.
     """
     named = (
         given if isinstance(given, Request) else Request(f"request {number}", list(given))
@@ -170,7 +172,8 @@ def verify(
 ) -> Result:
     """Check a store, and change nothing.
 
-    request: without a profile, that of a pack counts; else objects are compared with each other.
+    request: if it has no profile, the profile that a pack records is used; in other stores, objects
+        are compared with each other.
     Callbacks: see `check_store`.
 
     Raises UsageError if a named check cannot run; ProfileError if the profile contradicts the
@@ -258,8 +261,8 @@ def prewarm(
 ) -> Result:
     """Copy the pages that serve requests best and that the destination lacks, the best first.
 
-    Callbacks and errors: see `prewarm.prewarm.prewarm`. After KeyboardInterrupt, pages that were
-    begun are whole.
+    Callbacks and errors: see `prewarming.prewarm.prewarm`. After KeyboardInterrupt, every page
+    whose copy had begun is whole.
     """
     from hicachectl.prewarming.prewarm import prewarm as warmed
     from hicachectl.profiles.sources import agree_on_profile
@@ -296,8 +299,9 @@ def simulate(
 ) -> Result:
     """Return the share of the prompt tokens that caches of each capacity and policy serve.
 
-    store: where the caches begin; the result then also tells where its hits are lost. Errors: see
-    `simulation.simulate.simulate`.
+    store: pages that the caches have at the start; the result then also says where hits of the
+        store are lost.
+    Errors: see `simulation.simulate.simulate`.
     """
     from hicachectl.profiles.sources import agree_on_profile
     from hicachectl.simulation.simulate import simulate as simulated
@@ -315,7 +319,8 @@ def examine(
 ) -> Result:
     """Return why servers get no hits from a store, or wrong ones, as `hicachectl doctor` does.
 
-    Nothing is changed but by `write_probe`. Arguments and errors: see `doctor.examine.examine`.
+    Only `write_probe` of the request changes the store. Arguments and errors: see
+    `doctor.examine.examine`.
     """
     from hicachectl.doctor.examine import examine as examined
 
@@ -329,8 +334,9 @@ def measure(
     compare: Store | None = None,
     on_listed: Callable[[int], None] = lambda objects: None,
 ) -> Result:
-    """Measure how fast a store gives pages, and another one in the same way, as `bench` does.
+    """Measure how fast a store gives pages, as `bench` does.
 
+    compare: second store, measured in the same way.
     Errors: see `bench.bench.bench`.
     """
     from hicachectl.bench.bench import bench
