@@ -1,1 +1,1 @@
-"""Moving page groups: into a store, out of it, and between stores."""
+"""Copy, remove, repair and restore page groups."""

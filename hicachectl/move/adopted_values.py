@@ -1,6 +1,6 @@
-"""Values of pages that get trailers where they are: a sample is read before the first trailer.
+"""Check a sample of values before files get trailers in place.
 
-A trailer proves bytes right to the plug-in, also bytes that contradict the profile.
+The plug-in trusts bytes that have a trailer, even if they contradict the profile.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def doubtful_values(
 ) -> BoolArray:
     """Read a sample of the pages to adopt; return those with doubtful values: [groups].
 
-    profile: describes values, since it has identities.
-    adopted: [groups].
+    profile: profile with weights, so it describes values.
+    adopted: [groups] whether the group will get trailers.
     Raises UsageError if values contradict the profile, and StoreUnavailable.
     """
     if not adopted.any():
@@ -48,7 +48,7 @@ def doubtful_values(
     request = VerifyRequest(
         profile=profile,
         checks=(VALUES.name,),
-        grace_seconds=0,  # pages that may still be written are left out already
+        grace_seconds=0,  # pages in flight are already left out
         buffer_bytes=options.buffer_bytes,
         bytes_per_second=options.bytes_per_second,
         jobs=options.jobs,
@@ -62,7 +62,7 @@ def doubtful_values(
         RunStart(listing=listing, began=time.monotonic()),
         first=False,
     )
-    # What cannot be read gets no trailer in any case.
+    # An unreadable object gets no trailer anyway, so only misleading findings count.
     misleading = pa.array([code.name for code in codes() if code.misleads])
     found = part.result.found
     found = found.filter(pc.is_in(found.column("code"), misleading))

@@ -1,4 +1,4 @@
-"""Copies between a store and a quarantine run: object by object, damaged ones as they are."""
+"""Copy objects between a store and a quarantine run, damaged objects unchanged."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Limits, Store
     from hicachectl.formats.arrays import BoolArray, IntArray
 
-MEMORY_BYTES = 512 << 20  # address space, used as needed
+MEMORY_BYTES = 512 << 20  # address space; only touched pages take memory
 
 
 @dataclass(frozen=True, slots=True)
 class Copier:
-    """Copies and compares objects of two stores, both attached to one arena."""
+    """Copy and compare objects of two stores that are attached to one arena."""
 
     arena: Arena
 
@@ -35,8 +35,10 @@ class Copier:
     ) -> Result:
         """Copy objects to unused keys, durably.
 
-        rows, targets: [n] objects as rows of source and target. sizes: [n] bytes.
-        Statuses: those of reads and of writes. Raises StoreUnavailable.
+        rows, targets: [n] rows of the objects in the source, and in the target.
+        sizes: [n] bytes.
+        Each object has the status of its read if that failed, else of its write. Raises
+        StoreUnavailable.
         """
         by_system = copier_of(target, source)
 
@@ -62,8 +64,10 @@ class Copier:
     ) -> BoolArray:
         """Return which objects have the same bytes in two stores: [n].
 
-        rows, other_rows: [n] objects as rows of each store. sizes: [n] bytes in both. An object
-        counts as different if both copies do not fit into the arena.
+        rows, other_rows: [n] rows of the objects in each store.
+        sizes: [n] bytes, equal in both stores.
+        An object counts as different if it cannot be read, or if the arena is too small for both
+        copies.
         """
         same = np.zeros(len(sizes), dtype=np.bool_)
         for n, nbytes in enumerate(sizes.tolist()):
@@ -87,6 +91,6 @@ class Copier:
 
 @contextmanager
 def copier(one: Store, other: Store, nbytes: int = MEMORY_BYTES) -> Iterator[Copier]:
-    """Attach memory to two stores, whose objects are read as they are while the context is open."""
+    """Attach memory to two stores, and read their objects as stored until the block ends."""
     with Arena(nbytes) as arena, attached(arena, one, other), as_stored(one, other):
         yield Copier(arena)

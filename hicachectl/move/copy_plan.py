@@ -46,9 +46,9 @@ _ORDER = (
 class CopyPlan:
     """Page groups of one survey to copy, with an action for each.
 
-    order: survey rows of the groups, in the order in which they are copied.
+    order: survey rows of the groups in the order of copying.
     actions: [n] Action of each row of the survey.
-    together: whether all copies are made in order, whatever their action.
+    together: whether copies keep this order across actions, instead of one action after another.
     """
 
     groups: PageGroups
@@ -87,7 +87,7 @@ class CopyPlan:
         return objects, nbytes
 
     def rehearse(self, facts: CopyFacts) -> None:
-        """Add the sums of a copy in which all goes well."""
+        """Add the sums of a copy without failures."""
         objects, nbytes = self.demand()
         facts.pages += len(self.items)
         facts.objects += objects
@@ -95,7 +95,7 @@ class CopyPlan:
         facts.skipped += self.count(*COMPARING)
 
     def leave_too_large(self, options: CopyOptions, facts: CopyFacts) -> None:
-        """Leave out groups larger than --buffer-bytes; count these, and groups in conflict."""
+        """Leave out groups larger than --buffer-bytes. Count them and the groups in conflict."""
         most = options.buffer_bytes
         for work in self.works():
             nbytes = work.bytes_in_memory(verify=options.verify)
@@ -113,7 +113,7 @@ class CopyPlan:
         facts.note(conflicts(self.survey, conflicting))
 
     def works(self) -> list[PageWork]:
-        """Return the work of all groups, one action after another, in order."""
+        """Return the groups to process, one action after another."""
         found = [(action, self.rows(action)) for action in _ORDER]
         if self.together:
             # COMPLETE also copies groups without any object in the destination.
@@ -123,10 +123,10 @@ class CopyPlan:
 
 
 def oldest_first(survey: Survey, newest_ns: IntArray) -> IntArray:
-    """Return the rows of a survey, the oldest groups first: servers write parents before children.
+    """Return the rows of a survey, oldest groups first, because servers write parents first.
 
-    Groups of one age come from all over the listing, and so from all folders of a store: a file
-    system makes one change at a time in a folder.
+    Groups of equal age are spread over the listing, and so over all folders of a store, because
+    a file system makes only one change at a time in a folder.
     newest_ns: [n] mtime of each group's newest object.
     """
     first_rows = np.full(len(survey.groups), np.iinfo(np.int64).max)
@@ -135,7 +135,7 @@ def oldest_first(survey: Survey, newest_ns: IntArray) -> IntArray:
     return np.lexsort((first_rows, first_rows % _APART, newest_ns))
 
 
-# Rows of a listing between two groups of one age that are copied one after the other.
+# Distance in the listing between two groups of equal age that are copied one after the other.
 _APART = 1021
 _FIRST_BYTES = 8 << 20
 # Larger than any memory; the sums of a group stay far from overflow.
@@ -144,10 +144,10 @@ _MOST_ALIGNED = 2**48
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transform:
-    """Objects that one unit makes for `count` groups.
+    """Conversion of the objects of `count` groups by one unit.
 
-    sources, destinations: (offset, step, nbytes) of each: the first group's offset in the batch's
-    memory, and the distance to the next group's.
+    sources, destinations: (offset, step, nbytes) for each object of a group. The offset is the
+        first group's in the memory of the batch, the step the distance to the next group's.
     """
 
     unit: TransferUnit
@@ -169,8 +169,9 @@ def cut(
 ) -> Iterator[slice]:
     """Yield slices of groups, in order, each within the limits or of a single group.
 
-    nbytes, objects: [groups] demand. first_bytes: limit of the first batch, small to begin writing
-    soon; the limit then doubles up to most_bytes.
+    nbytes, objects: [groups] bytes and objects that each group needs.
+    first_bytes: limit of the first slice, small so that writing begins soon. The limit doubles
+        with each slice, up to most_bytes.
     """
     by_bytes, by_objects = np.cumsum(nbytes), np.cumsum(objects)
     start, limit = 0, min(first_bytes, most_bytes)
@@ -186,7 +187,7 @@ def cut(
 
 
 def aligned(sizes: IntArray) -> IntArray:
-    """Return the bytes of memory for objects of these sizes, 0 for unknown ones."""
+    """Return the bytes of memory for objects of these sizes; 0 for unknown sizes."""
     within = np.clip(sizes, 0, _MOST_ALIGNED)
     space: IntArray = -(-within // ALIGNMENT) * ALIGNMENT
     return space
@@ -212,7 +213,7 @@ class PageWork:
     action: Action
 
     def only(self, chosen: BoolArray | slice) -> PageWork:
-        """Return the work for some groups. chosen: mask or slice of the items."""
+        """Return these groups only. chosen: mask or slice of the items."""
         return replace(self, items=self.items[chosen])
 
     def bytes_in_memory(self, *, verify: bool) -> IntArray:
@@ -224,8 +225,8 @@ class PageWork:
     ) -> Iterator[PageBatch]:
         """Yield batches of the groups, in order, each within the limits or of a single group.
 
-        verify: also read back written objects. copies: whether the destination can copy source
-        objects by itself.
+        verify: whether written objects are read back.
+        copies: whether the destination can copy source objects by itself.
         """
         back = verify or self.action in READS_BACK
         by_system = copies and self.survey.route.verbatim and not back
@@ -249,7 +250,7 @@ class PageWork:
             times[targets] = made + back
             counts[targets[0]] = max(len(unit.sources), len(targets))
             if unit.identity:
-                times[targets] += 1  # the source has as many bytes
+                times[targets] += 1  # one more for the source, which has as many bytes
             else:
                 beside[targets[0]] = aligned(route.sizes[list(unit.sources)]).sum()
         nbytes, objects = np.zeros((2, len(self.items)), dtype=np.int64)
@@ -266,9 +267,9 @@ class PageWork:
 class PageBatch(Task):
     """Page groups of one survey copied together, with one action.
 
-    Memory of a batch: the source objects, each 4 KiB-aligned in the order of `rows`; then the
-    transformed objects; then the objects read back. Objects that are a run of source bytes stay in
-    place. Offsets count from the batch's memory.
+    Memory of a batch: first the source objects, each 4 KiB-aligned in the order of `rows`; then the
+    transformed objects; then the objects read back. An object that is a run of source bytes gets no
+    memory of its own. Offsets count from the start of the batch's memory.
 
     pages:      [k] page hash of each group.
     owners:     [rows] group of each source object.
@@ -278,8 +279,8 @@ class PageBatch(Task):
     existing:   [n] bytes of the destination's object under the key, or ABSENT.
     origins:    [n] row of each object's first source, or ABSENT.
     by_system:  whether the destination copies the objects by itself.
-    back:       offset of the objects read back.
-    survey:     survey that has the groups.
+    back:       offset at which objects are read back.
+    survey:     survey to which the groups belong.
     items:      [k] rows of the survey.
     """
 
@@ -309,11 +310,12 @@ class PageBatch(Task):
         return int((self.capacities if len(self.rows) else self.sizes).sum())
 
 
-_Reads = list[tuple[int, "IntArray"]]  # number of a source's first read, and its offsets
+# For each source of a unit: the index of its first object among all reads, and its offsets.
+_Reads = list[tuple[int, "IntArray"]]
 
 
 class _Read(NamedTuple):
-    """Source objects: row in the listing, group, and bytes of each."""
+    """Objects to read: listed row, group and bytes of each."""
 
     rows: IntArray
     owners: IntArray
@@ -364,7 +366,7 @@ class _Layout:
         self._transforms: list[Transform] = []
 
     def batch(self, *, back: bool, by_system: bool) -> PageBatch:
-        """Return the batch. back: with room for objects read back."""
+        """Return the batch. back: whether it needs room for objects read back."""
         read = [self._read(unit) for unit in self._units]
         read_bytes = self._end
         for unit, (owners, reads) in zip(self._units, read, strict=True):

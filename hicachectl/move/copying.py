@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from hicachectl.move.copy_plan import PageBatch
     from hicachectl.move.store_pair import StorePair
 
-_HEAD_BYTES = 1024  # for an object's key and index row; usually enough
+_HEAD_BYTES = 1024  # bytes of an object's key and index row in a pack; usually enough
 
 
 class _SystemCopies:
@@ -61,8 +61,8 @@ class Executor:
 
     full:   whether the destination had no room for an object.
     copies: whether the destination copies objects of the source by itself.
-    racy:   the destination, if another writer may win the race for a key.
-    read_back: reads objects of the destination.
+    racy:   the destination if another writer can win the race for a key, else None.
+    read_back: function that reads objects of the destination.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Executor:
         objects: pa.Table,
         on_copied: Callable[[PageBatch, MoveResult], None],
     ) -> None:
-        """Prepare; nothing is read before `run`.
+        """Prepare, without reading anything.
 
         objects: the source's listing; batches refer to its rows.
-        on_copied: called in the batch's thread, even if `run` ends early.
+        on_copied: called in the thread that copied the batch, even if `run` ends early.
         """
         source, destination = stores.source, stores.destination
         self.destination = destination
@@ -88,14 +88,14 @@ class Executor:
         self._on_copied = on_copied
         self._copier = copier_of(destination, source)
         self.copies = self._copier is not None
-        self._processes: Callees | None = None  # they call `_SystemCopies`
+        self._processes: Callees | None = None  # forked processes that call `_SystemCopies`
         self.racy = destination if isinstance(destination, RacyWrites) else None
         keep_as_private(destination, source, listing=True)
         if self.racy is not None:
-            # Another writer's object under the same key belongs to the same page, so a lost race
-            # does no harm.
+            # A lost race does no harm: another writer's object under the same key belongs to the
+            # same page.
             self.racy.confirms_writes = False
-        # The destination's listing lacks new objects: the server must locate them.
+        # The destination's listing does not locate new objects; the server does.
         self.read_back = destination.read_into
         if isinstance(destination, Confirm):
             self.read_back = destination.read_confirmed
@@ -120,10 +120,11 @@ class Executor:
         jobs: int,
         on_done: Callable[[PageBatch, MoveResult], None],
     ) -> bool:
-        """Copy batches in order; return whether all were begun.
+        """Copy batches in order. Return whether all were begun.
 
-        on_done: called in the thread that calls `run`. On an exception, begun batches finish
-        first. Raises StoreUnavailable, and UsageError if a batch is larger than the buffer.
+        on_done: called in the thread that called `run`.
+        If an exception ends the run, batches already begun are finished first. Raises
+        StoreUnavailable, and UsageError if a batch is larger than the buffer.
         """
         options = self.options
         pipeline = Pipeline(
@@ -152,7 +153,7 @@ class Executor:
         batch: PageBatch = loaded.task  # type: ignore[assignment]
         result = MoveResult.of(batch.pages)
         if self.full.is_set() or self.stopped:
-            # The prefix of these groups found no room, or `stop` was called.
+            # Without room for their prefix, these groups would be useless; or `stop` was called.
             result.statuses[:] = GroupStatus.NO_ROOM
         else:
             self._publish(batch, loaded, result)
@@ -191,7 +192,7 @@ class Executor:
     def _room_for(self, batch: PageBatch) -> Iterator[bool]:
         """Reserve a batch's room during its write; yield whether there is enough.
 
-        Only append-only stores are checked: their rolled-back writes never free room.
+        Only append-only stores are checked, because a rolled-back write frees no room there.
         """
         new = (batch.existing == ABSENT) | (batch.action is Action.REPLACE)
         nbytes = int((batch.sizes[new] + _HEAD_BYTES).sum())
@@ -207,7 +208,11 @@ class Executor:
                 self._promised -= has_room * nbytes
 
     def write(self, batch: PageBatch, places: IntArray, offsets: IntArray) -> Result:
-        """Write objects, or let the system copy them. offsets: [places] in the arena."""
+        """Write objects, let the destination copy them, or give files trailers.
+
+        places: indices of the objects in the batch.
+        offsets: [places] offsets in the arena.
+        """
         rows, sizes = batch.targets.take(pa.array(places)), batch.sizes[places]
         if_absent = batch.action is not Action.REPLACE
         with self._writing:
@@ -229,7 +234,7 @@ class Executor:
 
 
 class _BatchCopy:
-    """Write of a loaded batch."""
+    """Write of one batch of which the source objects are in memory."""
 
     def __init__(
         self, executor: Executor, batch: PageBatch, arena: Arena, base: int, result: MoveResult
@@ -255,7 +260,7 @@ class _BatchCopy:
         missing = self._open() & ~self._equal
         if batch.action is Action.ADOPT:
             missing &= batch.existing == ABSENT  # the others need no trailer
-        if batch.action is Action.CLEAR:  # a rest is no page to write
+        if batch.action is Action.CLEAR:  # never write what an interrupted move left behind
             result.statuses[batch.objects.owners[missing]] = GroupStatus.KEPT
         self._written = publish(
             batch.objects,
@@ -275,7 +280,7 @@ class _BatchCopy:
             result.statuses[same] = GroupStatus.SAME
 
     def _open(self) -> BoolArray:
-        """Objects of open groups: [objects]."""
+        """Return which objects belong to an open group: [objects]."""
         is_open: BoolArray = self._result.open[self._batch.objects.owners]
         return is_open
 
@@ -294,7 +299,7 @@ class _BatchCopy:
         return self._each(places, lambda some: self._store.delete(self._targets(some)))
 
     def _undo(self, places: IntArray) -> Result:
-        if self._batch.action is Action.ADOPT:  # an object with its trailer stays
+        if self._batch.action is Action.ADOPT:  # a file that got its trailer stays
             return Result(np.zeros(len(places), dtype=np.uint8), {})
         return self._each(places, lambda some: self._store.undo_writes(self._targets(some)))
 
@@ -304,7 +309,7 @@ class _BatchCopy:
     def _compare(self, places: IntArray, *, ours: bool = False) -> None:
         """Compare the destination's objects with the bytes to write.
 
-        ours: whether this run wrote the objects; a difference then is a failure, not a conflict.
+        ours: whether this run wrote the objects. If so, a difference is a failure, not a conflict.
         """
         sizes = self._batch.sizes
         offsets = np.zeros(len(sizes), dtype=np.int64)
@@ -327,7 +332,7 @@ class _BatchCopy:
         if status is Status.OK and np.array_equal(mine, self._arena.view(back, size)):
             self._equal[at] = True
         elif status is Status.GONE and not ours:
-            pass  # evicted since the listing: still to be written
+            pass  # evicted since the listing, so it will be written
         elif status is Status.GONE:
             self._fail(at, failed, "evicted or deleted before it was read back; run again")
         elif status in (Status.ERROR, Status.UNREACHABLE, Status.DAMAGED):
@@ -341,7 +346,7 @@ class _BatchCopy:
                 why += ", perhaps in another layout"
             self._fail(at, GroupStatus.CONFLICT, conflict(why))
         elif self._executor.racy is not None:
-            self._written[at] = False  # another writer's object: must not be rolled back
+            self._written[at] = False  # never roll back another writer's object
             why = "another writer has written this key; run again to compare"
             self._fail(at, GroupStatus.RACED, why)
         else:
@@ -349,6 +354,6 @@ class _BatchCopy:
             self._fail(at, failed, why)
 
     def _each(self, places: IntArray, call: Callable[[IntArray], Result]) -> Result:
-        """Call within the destination's batch limits; return one result."""
+        """Call for batches within the destination's limits. Return the joined result."""
         sizes, limits = self._batch.sizes[places], self._store.limits
         return in_batches(sizes, limits, lambda span: call(places[span]))

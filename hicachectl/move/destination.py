@@ -1,4 +1,4 @@
-"""Find objects to write that a destination already has, by its listing or by lookups."""
+"""Find which of the objects to write a destination already has, by its listing or by lookups."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _ASKED_AT_ONCE = 8192
 
 
 def refuse_other_owner(store: Store, profile: Profile | None, *, claims: bool = False) -> None:
-    """Raise ProfileError if a store whose keys name no deployment has pages of another one.
+    """Raise ProfileError if a store has pages of another deployment that its keys do not name.
 
     profile: profile of the pages to write.
-    claims: whether to name its deployment in the store if none has claimed the store.
+    claims: whether to write the profile's deployment into a store that states none.
     Raises StoreUnavailable.
     """
     if not isinstance(store, Claimed):
@@ -64,7 +64,7 @@ def survey_destination(
     asks: bool = False,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> list[Survey]:
-    """Return the surveys with the targets that the destination has.
+    """Add to surveys the targets that the destination already has.
 
     grammar: grammar of the keys to write.
     asks: whether to look up each target instead of listing the store. Stores whose listing lags
@@ -81,7 +81,7 @@ def survey_destination(
 def listed_targets(surveys: Sequence[Survey], listed: Inventory) -> Iterator[Objects]:
     """Yield the targets of each survey that a listing of the destination has.
 
-    In place of its bytes, a target has its row in the listing.
+    The third array of `Objects` has rows of the listing instead of bytes.
     """
     finders = [_TargetFinder(survey) for survey in surveys]
     start = 0
@@ -104,10 +104,10 @@ def refuse_destination(
     *,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> None:
-    """List a destination whose surveys look up keys; refuse another topology, unseen by lookups.
+    """List a destination, and refuse it if it has another topology under the keys to write.
 
-    Raises ProfileError if the destination has objects of another topology under the same keys,
-    StoreUnavailable. A listing that lags behind is not read.
+    Call this where surveys look up keys: lookups cannot show another topology. A listing that
+    lags behind is not read. Raises ProfileError, StoreUnavailable.
     """
     if not store.traits.lists_late:
         _listed(store, routes, (), grammar, on_batch)
@@ -135,12 +135,15 @@ def _listed(
 
 
 class _TargetFinder:
-    """Search of a listing for the targets of a survey. found: an entry for each batch."""
+    """Search a listing for the targets of a survey.
+
+    found: targets found in each batch of the listing.
+    """
 
     def __init__(self, survey: Survey) -> None:
         self.found: list[Objects] = []
         self._targets = {target.affix: at for at, target in enumerate(survey.route.targets)}
-        self._target_of = np.array([ABSENT])  # target of each affix; the last is for FOREIGN
+        self._target_of = np.array([ABSENT])  # target of each affix; the last entry is for FOREIGN
         self._pages = survey.pages
         words = _first_words(survey.pages, np.arange(len(survey.pages)))
         self._order = np.argsort(words, kind="stable")
@@ -165,9 +168,10 @@ class _TargetFinder:
             self.found.append((at, target[mine], sizes[mine]))
 
     def _places(self, pages: pa.StringArray, mine: IntArray) -> IntArray:
-        """Return each page's row in the survey, or ABSENT: [mine]. mine: rows of the batch.
+        """Return each page's row in the survey, or ABSENT: [mine].
 
-        Of forged page hashes with equal first words, one is found: writes find the others.
+        mine: rows of the batch.
+        Of several forged hashes with equal first words, only one is found. Writes find the others.
         """
         wanted = pages.take(pa.array(mine))
         words = _first_words(pages, mine)
@@ -183,9 +187,12 @@ def _first_words(pages: pa.StringArray, rows: IntArray) -> npt.NDArray[np.uint64
 
 
 def has_whole(store: Store, survey: Survey, items: IntArray) -> BoolArray:
-    """Return which groups a destination has whole, each object in its expected size: [items].
+    """Return which groups a destination has whole, with all objects in their expected sizes:
+    [items].
 
-    items: rows of the survey. Looks up all targets of the groups. Raises StoreUnavailable.
+    Look up all targets of the groups.
+    items: rows of the survey.
+    Raises StoreUnavailable.
     """
     route = survey.route
     count = len(route.targets)
@@ -217,7 +224,10 @@ def _asked(store: Store, survey: Survey) -> Iterator[Objects]:
 def _looked_up(
     store: Store, survey: Survey, items: IntArray, targets: IntArray
 ) -> tuple[BoolArray, IntArray]:
-    """Look up one target for each item: [items] whether the store has it, and the sizes found."""
+    """Look up one target for each item.
+
+    Return whether the store has each target: [items], and the sizes of those that it has.
+    """
     keys = survey.keys(items, targets)
     found, places = store.find(keys, ("nbytes",))
     sizes = found.column("nbytes").fill_null(UNSIZED).to_numpy()
@@ -231,11 +241,11 @@ def _refuse_other_topology(
     sizes_of: Mapping[int, Mapping[int, int]],
     grammar: str,
 ) -> None:
-    """Raise ProfileError if another topology uses the keys to write.
+    """Raise ProfileError if another topology uses the keys to write: servers would mix objects up.
 
+    Two signs show it: several objects of another size and none of the expected size; and, where
+    keys carry no TP size, ranks that the new topology does not have.
     sizes_of: number of objects by affix and size.
-    Servers would mix up the objects. Signs are several objects of another size and none of the
-    expected size, or, if keys carry no TP size, ranks that the new topology does not have.
     """
     numbers = {affix: number for number, affix in enumerate(affixes)}
     for target, nbytes in zip(route.targets, route.expected_bytes.tolist(), strict=True):
@@ -251,7 +261,7 @@ def _refuse_other_topology(
                 "another --to-tag or --to-model"
             )
     spoken = grammar_of(grammar)
-    if spoken.has_tag:  # only a tag tells deployments of several TP sizes apart
+    if spoken.has_tag:  # only tags tell deployments of different TP sizes apart
         _refuse_further_ranks(store, route, affixes, spoken)
 
 

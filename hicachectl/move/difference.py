@@ -1,4 +1,4 @@
-"""Compare the pages of two stores: what one has and the other lacks, or has otherwise."""
+"""Compare the pages of two stores: pages that one store lacks, or has in another form."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class DiffRequest:
     """Pages to compare, and how.
 
     profile: profile of the first store; None if only its keys are known.
-    other_profile: profile of the second store; None for the same as `profile`.
-    selection: filters; a page is compared if they choose it in either store.
+    other_profile: profile of the second store; None if it is `profile`, too.
+    selection: filters; a page is compared if they choose it in at least one store.
     allow_empty: whether to accept stores without pages, and filters that match no page.
-    options: options of reading, and `verify`, which compares bytes, too.
+    options: how to read. With its `verify`, bytes are compared, too.
     """
 
     profile: Profile | None = None
@@ -88,11 +88,11 @@ def compare_stores(
     """Compare the pages of two stores, and change nothing.
 
     closers: parts of the commands that the result suggests.
-    on_read: called with the bytes of each batch compared, and of all.
+    on_read: takes the bytes of each batch compared, and the bytes of all batches.
     on_wait: see `pages.in_flight.look_again`.
 
     Raises UsageError, ProfileError and UnsupportedByBackend if the stores cannot be compared, and
-    StoreUnavailable if one is lost or has no page.
+        StoreUnavailable if a store is lost or has no page.
     """
     started = time.monotonic()
     if isinstance(a, type(b)) and a.places == b.places and request.other_profile is None:
@@ -167,9 +167,10 @@ class _Side:
         return pa.array(nbytes, mask=nbytes == UNKNOWN_BYTES)
 
     def young(self, suspects: IntArray, grace_seconds: float, on_wait: OnWait) -> BoolArray:
-        """Return which groups servers may still be writing: [groups + 1], the last for ABSENT.
+        """Return which groups servers may still be writing: [groups + 1].
 
-        suspects: groups that differ.
+        The last entry is for ABSENT.
+        suspects: groups that differ between the stores, or ABSENT.
         """
         store, groups = self.store, self.groups
         young = groups_in_flight(store, groups, self.listing, grace_seconds)
@@ -181,9 +182,9 @@ class _Side:
 
 
 def _with_ambiguous(inventory: Inventory) -> Inventory:
-    """Return an inventory whose ambiguous keys form one more deployment.
+    """Return the inventory with its ambiguous keys in one more deployment.
 
-    Objects of one key are compared whatever the key means.
+    Objects of equal keys can be compared whatever the key means.
     """
     table = inventory.table
     ids = [
@@ -224,11 +225,11 @@ class _Comparison:
     kinds: [pages] int8 of Kind.
     lacking_a, lacking_b: [pages] number of objects that only the other store has.
     nbytes: number of bytes compared.
-    unsized: [pages] whether the size of an object that both stores have is not known.
+    unsized: [pages] whether both stores have an object of unknown size.
     """
 
     def __init__(self, pair: StorePair, first: _Side, second: _Side) -> None:
-        """Compare names and sizes."""
+        """Compare the names and sizes of objects."""
         self._pair, self._first, self._second = pair, first, second
         self._keys: list[tuple[IntArray, pa.Array]] = []  # groups of A, and a key of each
         self.nbytes = 0
@@ -278,9 +279,10 @@ class _Comparison:
         return inventory.by_affix(known, False)
 
     def _with_b(self, bare: Survey, found: Objects) -> Survey:
-        """Return a survey with the targets that B has, and note how its groups compare.
+        """Add the targets that B has to a survey, and note how its groups compare.
 
-        found: see `listed_targets`.
+        bare: survey of A alone.
+        found: the targets as `listed_targets` yields them.
         """
         at, targets, rows = found
         groups_b = self._second.groups
@@ -307,28 +309,28 @@ class _Comparison:
         return survey
 
     def _unlike(self, survey: Survey) -> tuple[IntArray, IntArray]:
-        """Return the items that have an object of another size, and such a target of each."""
+        """Return the items that have an object of another size, and one such target of each."""
         items, targets = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for block, theirs in zip(survey.wanted.blocks, survey.existing.blocks, strict=True):
             unlike = ~fits(block.match(theirs), block.values)
             if not self._pair.unchanged:
-                unlike |= block.values == UNSIZED  # sources of the wrong size
+                unlike |= block.values == UNSIZED  # a source has the wrong size
             items.append(block.owners[unlike])
             targets.append(block.positions[unlike])
         first, at = np.unique(np.concatenate(items), return_index=True)
         return first, np.concatenate(targets)[at]
 
     def judge_in_flight(self, grace_seconds: float, on_wait: OnWait) -> None:
-        """Set the kind of the pages that differ, and that servers may still be writing."""
+        """Mark pages as in flight if they differ and servers may still be writing them."""
         differs = self.kinds != Kind.EQUAL
         for side, numbers in ((self._first, self.a), (self._second, self.b)):
             young = side.young(numbers[differs], grace_seconds, on_wait)
             self.kinds[differs & young[numbers]] = Kind.IN_FLIGHT
 
     def read(self, on_read: Callable[[int, int], None]) -> None:
-        """Compare the bytes of the pages that are equal so far; set their kinds.
+        """Compare the bytes of the pages that are equal so far, and set their kinds.
 
-        Raises UsageError if sizes are unknown, or a page is larger than the buffer, and
+        Raises UsageError if a size is unknown or a page is larger than the buffer, and
         StoreUnavailable.
         """
         source, destination = self._pair.source, self._pair.destination
@@ -377,7 +379,10 @@ class _Comparison:
     def _judged(
         self, loaded: Loaded
     ) -> tuple[PageBatch, npt.NDArray[np.int8], IntArray, pa.BinaryArray]:
-        """Return a batch, the kind of each group, the groups that differ, and a key of each."""
+        """Compare a batch with B. Return the batch, the kind of each group, and the groups that
+        differ
+        with a differing key of each.
+        """
         batch: PageBatch = loaded.task  # type: ignore[assignment]
         kinds = np.full(len(batch.pages), Kind.EQUAL, dtype=np.int8)
         for index in np.flatnonzero(loaded.read.statuses).tolist():
@@ -455,7 +460,7 @@ class _Comparison:
         return pa.table(columns, schema=schema_of(DifferenceRow))
 
     def _named(self, pages: IntArray) -> dict[str, pa.ChunkedArray]:
-        """Return the columns that name some pages, as A names them if it has them."""
+        """Return the columns that name some pages, from A, or from B for pages that A lacks."""
         in_a = self.a[pages] != ABSENT
         tables = [
             pa.table(group_columns(side.groups, numbers[pages[chosen]]))
@@ -481,7 +486,8 @@ class _Comparison:
         return counts
 
 
-# Kinds of objects that were read, or could not be. Others are UNREADABLE.
+# Kind of a page by the status of a read; BYTES if the read succeeded and the bytes differ. Any
+# other status makes the page UNREADABLE.
 _KINDS = {
     Status.OK: Kind.BYTES,
     Status.GONE: Kind.GONE,

@@ -1,4 +1,4 @@
-"""Result of comparing two stores: sums by deployment, rows, and the commands that close it."""
+"""Result of comparing two stores: sums, rows, and the commands that close the differences."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class Kind(IntEnum):
         return self.name.lower().replace("_", "-")
 
 
-# Kinds of pages of which both stores have something, and different things.
+# Kinds of pages that both stores have, but not alike.
 DIFFERENT = (Kind.INCOMPLETE, Kind.SIZE, Kind.IDENTITY, Kind.BYTES, Kind.UNREADABLE)
-_SHORT = 12  # digits of a page hash in a table
-# Kinds of pages for which neither store alone tells which one is right.
+_SHORT = 12  # digits of a page hash shown in a table
+# Kinds of pages for which a comparison cannot tell which store is right.
 _CONTESTED = (Kind.SIZE, Kind.IDENTITY, Kind.BYTES, Kind.UNREADABLE)
 
 
 class DifferenceRow(GroupNames):
-    """Row of a page that differs."""
+    """Row for a page that differs."""
 
     difference: str
     state_a: str | None
@@ -69,7 +69,7 @@ class DifferenceRow(GroupNames):
 
 
 class DifferenceSum(TypedDict):
-    """Pages of a deployment that compare alike."""
+    """Sum over the pages of one deployment that have one kind of difference."""
 
     group: str
     difference: str
@@ -108,10 +108,10 @@ class DiffDocument(msgspec.Struct, kw_only=True):
 
 
 class Closers(NamedTuple):
-    """The parts of the commands that close differences.
+    """Parts of the commands that close differences.
 
     to_b: parts of commands that copy from A to B.
-    to_a: parts of commands that copy from B to A; None if no options state such a copy.
+    to_a: parts of commands that copy from B to A; None if no options can express such a copy.
     """
 
     to_b: Mending = Mending(store="A", destination="B")
@@ -131,7 +131,7 @@ class DiffFacts:
     nbytes: number of bytes compared.
     unsized: number of equal pages with objects of unknown size.
     left_out: number of pages not compared, by reason.
-    unknown_keys: number of objects in both stores that are not SGLang's.
+    unknown_keys: number of objects in both stores with keys that SGLang does not write.
     remarks: messages about the stores.
     allow_empty: whether to accept that no page was compared.
     """
@@ -215,7 +215,9 @@ class DiffFacts:
             )
 
     def _closings(self, closers: Closers) -> Iterator[Closing]:
-        """Yield the commands that close the differences: copies both ways, then contested pages."""
+        """Yield the commands that close the differences: copies in both directions, then
+        replacements.
+        """
         for giver, taker, mending, only in (
             ("a", "b", closers.to_b, Kind.ONLY_IN_A),
             ("b", "a", closers.to_a, Kind.ONLY_IN_B),
@@ -227,9 +229,9 @@ class DiffFacts:
     def _copies(
         self, giver: str, taker: str, mending: Mending | None, only: Kind
     ) -> Iterator[Closing]:
-        """Yield the commands that copy the pages which a store lacks, or has in part.
+        """Yield the commands that copy the pages which a store lacks or has in part.
 
-        giver, taker: letters of the stores in the columns of rows.
+        giver, taker: letters of the source and the destination in the columns of `rows`.
         """
         incomplete = pc.and_(
             pc.equal(self.rows.column("difference"), Kind.INCOMPLETE.text),
@@ -258,7 +260,7 @@ class DiffFacts:
         yield {"text": text, "commands": commands}
 
     def _contested(self, pages: int, closers: Closers) -> Closing:
-        """Return the commands that replace B's pages by A's, where the same objects differ."""
+        """Return the commands that replace contested pages in B by those in A."""
         verify = " --verify" if self.reads else ""
         text = (
             f"{counted(pages, 'page')} whose objects differ; which store is right, hicachectl "
@@ -305,7 +307,7 @@ def _sums_for_people(sums: Sequence[DifferenceSum]) -> pa.Table:
 
 
 def _sum_line(document: Mapping[str, Any]) -> str:
-    """Return how many pages are equal, and by what, and how many differ."""
+    """Return how many pages are equal, what was compared, and how many pages differ."""
     differing = sum(document[name] for name in ("only_in_a", "only_in_b", "different"))
     by = "names and sizes, bytes not read"
     if document["bytes_compared"]:

@@ -1,7 +1,7 @@
-"""Doubt a repair whose profile may be wrong: then most of the newest pages have one finding.
+"""Refuse a repair if its profile may be wrong, because most of the newest pages have one finding.
 
-A wrong profile gives healthy pages findings that look like damage. Damage strikes pages of any age;
-what servers have written last shows how they run now.
+A wrong profile gives healthy pages findings that look like damage. Real damage strikes pages of
+any age, while the newest pages show how servers run now.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
     Checked = CheckInput | PartCheck
 
-_NEWEST = 10  # the newest tenth of the judged pages decides, and a tenth of all must agree
+_NEWEST = 10  # one page in ten: share of the newest pages, and least share of all affected pages
 _LEAST_NEWEST = 8
 _SIZES = ("truncated", "oversized")
 
 
 def doubt_missing(given: CheckInput) -> Refusal | None:
-    """Return why `rm` must not believe the profile about missing objects; None if it may.
+    """Return why `rm` must not trust the profile about missing objects; None if it may.
 
-    A listing shows what is missing, so nothing was read.
+    A listing shows missing objects, so no object is read.
     """
     structural = [code.name for code in codes() if code.structural]
     found = combine(check_groups(given), LOCATED_SCHEMA)
@@ -47,16 +47,16 @@ def doubt_missing(given: CheckInput) -> Refusal | None:
 
 
 def doubt(checked: Checked, reasons: pa.Table, judged: Judged | None = None) -> Refusal | None:
-    """Return why a repair must not believe the profile; None if it may.
+    """Return why a repair must not trust the profile; None if it may.
 
-    reasons: findings that the repair would act on, of a `RepairPlan`.
+    reasons: findings of a `RepairPlan`, on which the repair would act.
     judged: objects that the checks judged; None if the checks judged the listing alone.
 
-    The profile is doubted if at least half of the newest tenth of the judged pages (at least 8
-    pages), and at least a tenth of all judged pages, have the same finding of those that a wrong
-    profile gives. Wrong sizes are the same finding only if both sizes are equal. A pool that
-    few pages have, such as Mamba states, is also judged by its own pages, if they are at least 8.
-    Of several such findings, the most frequent one is returned.
+    The profile is doubted if one finding that a wrong profile can cause affects at least half of
+    the newest tenth of the judged pages (at least 8 pages), and at least a tenth of all judged
+    pages. Two wrong sizes are one finding only if they have the same expected and actual size. A
+    pool that few pages have, such as Mamba states, is also judged among its own pages alone, if
+    these are at least 8. If there are several such findings, the most frequent one is returned.
     """
     known = {code.name: code for code in codes() if code.doubts and (judged or code.structural)}
     doubts = pa.array(list(known))
@@ -81,10 +81,11 @@ def doubt(checked: Checked, reasons: pa.Table, judged: Judged | None = None) -> 
 
 
 def _judged_groups(checked: Checked, judged: Judged | None, code: Code, pool: str) -> BoolArray:
-    """Return which groups of the profile a check could have given a finding: [groups].
+    """Return for which groups of the profile a check could have reported the finding: [groups].
 
-    Those have an object of the pool that the check has judged; "" stands for any pool. Pages
-    without kv lack no object.
+    Such a group has an object of the pool that the check has judged. Structural checks report no
+    missing object for pages without kv.
+    pool: name of the pool; "" for any pool.
     """
     groups, inventory = checked.groups, checked.groups.inventory
     table = inventory.table
@@ -101,7 +102,7 @@ def _judged_groups(checked: Checked, judged: Judged | None, code: Code, pool: st
         objects = of_pool & judged.identified
     else:
         objects = of_pool & judged.valued
-    having = np.zeros(len(groups) + 1, dtype=np.bool_)  # the last is for objects without a group
+    having = np.zeros(len(groups) + 1, dtype=np.bool_)  # last entry: objects without a group
     having[groups.of_object[objects]] = True
     having = having[:-1] & ~checked.in_flight
     if code.structural:
@@ -118,7 +119,11 @@ def _doubts(
     about: IntArray,
     judged: BoolArray,
 ) -> list[Refusal]:
-    """Return the refusals for findings of one code and pool. judged: [groups]."""
+    """Return the refusals for findings of one code and pool.
+
+    about: [reasons] group of each finding.
+    judged: [groups] groups for which the check could have reported the finding.
+    """
     numbers = np.flatnonzero(judged)
     times = checked.groups.newest_ns[numbers]
     newest = _newest(times)
@@ -149,9 +154,10 @@ def _doubts(
 
 
 def _alike(reasons: pa.Table, code: str) -> tuple[list[str], IntArray]:
-    """Return the distinct findings of a code, as details, and the number of each reason's own.
+    """Return the distinct findings of one code, as details, and the index of each reason's detail.
 
-    Details of wrong sizes state both sizes. Other details are of one page, and do not count.
+    Details of wrong sizes state both sizes. Other details describe a single page, so all reasons
+    count as one finding.
     """
     if code not in _SIZES:
         return [""], np.zeros(len(reasons), dtype=np.int64)
@@ -162,7 +168,7 @@ def _alike(reasons: pa.Table, code: str) -> tuple[list[str], IntArray]:
 def _newest(times: IntArray) -> BoolArray:
     """Return which pages are the newest tenth, at least 8: [pages].
 
-    Pages of equal times are taken together, so without times all are.
+    Pages of equal time are taken together. Without times, all pages are taken.
     """
     count = max(_LEAST_NEWEST, -(-len(times) // _NEWEST))
     if len(times) <= count:
@@ -173,7 +179,7 @@ def _newest(times: IntArray) -> BoolArray:
 
 
 def _since(times: IntArray, affected: BoolArray) -> int:
-    """Return the first time from which at least half of the pages are affected."""
+    """Return the time of the first affected page from which on at least half are affected."""
     order: npt.NDArray[np.int64] = np.argsort(-times, kind="stable")
     struck = affected[order]
     most = np.flatnonzero(2 * np.cumsum(struck) >= np.arange(1, len(order) + 1))

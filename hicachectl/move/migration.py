@@ -63,9 +63,9 @@ _BLOCK_BYTES = 4096
 class MigrationRequest:
     """Pages to copy, and options of the migration.
 
-    profile: profile of the source; None if only its keys are known, so that every object keeps key
+    profile: profile of the source; None if only its keys are known, so every object keeps its key
         and bytes.
-    destination_profile: profile of the new deployment; None for the same as `profile`.
+    destination_profile: profile of the new deployment; None if it is `profile`, too.
     partial: whether to copy groups that are not whole.
     damaged: whether to copy groups with findings of severity error.
     allow_empty: whether to accept a source without pages.
@@ -85,26 +85,26 @@ class MigrationRequest:
 
     @property
     def needs_pages(self) -> bool:
-        """Whether a source without pages is refused; an earlier move may have emptied it."""
+        """Whether to refuse a source without pages. An earlier move may have emptied it."""
         return not (self.allow_empty or self.options.move)
 
     @property
     def labelled(self) -> int:
-        """Number of listed rows that name a group."""
+        """Number of rows of the page list that name a group."""
         pages = self.selection.pages
         return 0 if pages is None else pages.labelled
 
     @property
     def compares(self) -> IfExists:
-        """What to do with groups that the destination has: --verify compares them."""
+        """Action for groups that the destination has: compare them if --verify would skip them."""
         skips = self.if_exists == "skip" and self.options.verify
         return "verify" if skips else self.if_exists
 
     @property
     def text(self) -> bytes:
-        """Text of all that decides what the migration does, besides the stores.
+        """Text of all options that decide what the migration does, except the stores.
 
-        Moments are left out: an age, such as 2h, means another one in each run.
+        Times are left out, because an age such as 2h means another time in each run.
         """
         options = self.options
         decides = replace(
@@ -118,9 +118,9 @@ class MigrationRequest:
 
 
 class Migration(StorePair):
-    """Two stores with the request of a migration, checked.
+    """Checked request of a migration between two stores.
 
-    columns: columns to list of the source, besides those that every listing has.
+    columns: additional columns for the listing of the source.
     """
 
     def __init__(self, source: Store, destination: Store, request: MigrationRequest) -> None:
@@ -147,19 +147,20 @@ class Migration(StorePair):
             self.refuse_removals(MOVE)
         elif request.if_exists == "overwrite":
             self.refuse_removals(OVERWRITE)
-        # A move needs versions: objects rewritten since the listing must stay.
+        # A move must leave objects that were rewritten since the listing; versions show them.
         self.columns = {"version"} & source.traits.columns if request.options.move else set[str]()
 
     @property
     def identity(self) -> bytes:
-        """Text that is equal for migrations that do the same between the same stores."""
+        """Text that names the migration: equal for equal requests between the same stores."""
         urls = map(os.fsencode, (self.source.url, self.destination.url))
         return b"\0".join((*urls, self.request.text))
 
     def listing_time(self) -> ListingTime:
-        """Note the start of the listing of the source, which most copies do not change.
+        """Return the start of the listing of the source.
 
-        Raises StoreUnavailable.
+        Only moves and adoptions change the source, so only they may ask its file system for the
+        time with a new file. Raises StoreUnavailable.
         """
         changes = (self.request.options.move or self.adopts) and not self.request.dry_run
         return ListingTime.now(self.source, changes=changes)
@@ -170,7 +171,7 @@ class MigrationPlan:
     """Page groups of a source, with an action for each.
 
     plans: the surveys with their actions.
-    facts: the sums so far, of groups that are not written.
+    facts: sums over the groups that will not be written.
     room: number of bytes that must be free in the destination.
     """
 
@@ -190,13 +191,14 @@ def plan_groups(
     on_batch: Callable[[int], None] = lambda objects: None,
     on_wait: Callable[[float, int], None] = lambda seconds, pages: None,
 ) -> MigrationPlan:
-    """Plan the migration of listed objects: the whole source's, or all objects of some pages.
+    """Plan the migration of listed objects.
 
-    tables: findings about the source's page tables.
-    listing: time of the listing; groups that are young then may still be written.
+    listed: all objects of the source, or all objects of some pages.
+    tables: findings about the page tables of the source.
+    listing: time of the listing; groups that were young then may still be being written.
     asks: see `StorePair.survey`.
     on_wait: see `look_again`.
-    Raises ProfileError, StoreUnavailable, UsageError for a wrong selection, and as
+    Raises ProfileError, StoreUnavailable, UsageError for a wrong selection, and the exceptions of
     `doubtful_values`.
     """
     request = migration.request
@@ -251,7 +253,7 @@ def _room(migration: Migration, plans: Sequence[CopyPlan]) -> int:
     objects, nbytes = sum(demand[0] for demand in demands), sum(demand[1] for demand in demands)
     if not migration.adopts:
         return nbytes
-    # A batch of copies lies beside the old files; a trailer can take a block.
+    # While a batch is written, its copies lie beside the old files. A trailer can take a block.
     return min(nbytes, migration.options.buffer_bytes) + objects * _BLOCK_BYTES
 
 
@@ -259,7 +261,8 @@ class _Choice:
     """Choice of the groups to copy.
 
     chosen: [groups] whether to copy the group.
-    rests: [groups] whether a move removes the group, which only the destination has whole.
+    rests: [groups] whether the group is the rest of an interrupted move: the destination has it
+        whole, so the source's rest is removed.
     facts: counts of groups by the reason why they are not chosen.
     """
 
@@ -275,7 +278,7 @@ class _Choice:
         self._routed: BoolArray = np.isin(groups.deployment_ids, own)
 
     def make(self, tables: Sequence[pa.Table], listing: ListingTime, on_wait: OnWait) -> None:
-        """Choose. Arguments as in `plan_groups`."""
+        """Choose the groups. Arguments as in `plan_groups`."""
         facts, inventory = self.facts, self._groups.inventory
         facts.unknown_keys = int(inventory.is_foreign.sum()) - len(inventory.cleared_rows)
         pages = self._request.selection.pages
@@ -293,9 +296,9 @@ class _Choice:
         self.chosen &= ~self.rests
 
     def _find_rests(self, incomplete: BoolArray) -> None:
-        """Find the groups that an interrupted move removed from the source in part.
+        """Find the groups that an interrupted move has partly removed from the source.
 
-        The destination has them whole, with a target for each object that the source still has.
+        The destination has such a group whole, with a target for each object left in the source.
         incomplete: [groups].
         """
         for survey in self._surveys:
@@ -308,7 +311,7 @@ class _Choice:
     def _reasons(
         self, tables: Sequence[pa.Table], listing: ListingTime, on_wait: OnWait
     ) -> Iterator[tuple[BoolArray, str]]:
-        """Yield groups not to copy, [groups], and the reason."""
+        """Yield masks of groups not to copy, [groups], each with the reason."""
         request, groups = self._request, self._groups
         ambiguous = groups.deployment_ids == UNRESOLVED
         yield ~self._routed & ~ambiguous, self._other_deployments(~self._routed & ~ambiguous)
@@ -333,7 +336,10 @@ class _Choice:
         yield from self._migration.trailers.refused(groups)
 
     def _other_deployments(self, others: BoolArray) -> str:
-        """Return whose pages are not copied, and whose are. others: [groups]."""
+        """Return a text that names the deployments left out, and those copied.
+
+        others: [groups] whether the group belongs to a deployment that is left out.
+        """
         deployments = self._groups.deployments
         owners = np.unique(self._groups.deployment_ids[others]).tolist()
         own = {survey.route.deployment_id for survey in self._surveys}
@@ -346,10 +352,11 @@ class _Choice:
         return f"of {named}; only pages of {mine} are copied"
 
     def _in_flight(self, listing: ListingTime, on_wait: OnWait) -> BoolArray:
-        """Return which groups are not whole, and may still be written: [groups].
+        """Return which groups are not whole and may still be being written: [groups].
 
-        A copy of such a group does no harm; its removal may take a sidecar of a page whose anchor
-        comes next. So a move looks again where no times show what is young.
+        Copying such a group does no harm. Removing it may take a sidecar of a page whose anchor
+        comes
+        next. A move therefore looks again in stores that have no times.
         """
         request, groups, source = self._request, self._groups, self._migration.source
         grace = request.grace_seconds
@@ -363,7 +370,7 @@ class _Choice:
     def _damaged(
         self, tables: Sequence[pa.Table], listing: ListingTime, in_flight: BoolArray
     ) -> BoolArray:
-        """Return which groups have errors visible in a listing: [groups]."""
+        """Return which groups have errors that a listing shows: [groups]."""
         request, groups, source = self._request, self._groups, self._migration.source
         given = CheckInput(
             store=source,
@@ -393,12 +400,12 @@ def migrate(
     """Copy page groups from one store to another.
 
     on_begun: called before the first write.
-    on_moved: called with each batch's bytes written, and the bytes of the whole migration.
+    on_moved: takes the bytes written of each batch, and the bytes of the whole migration.
     on_wait: see `pages.in_flight.look_again`.
 
-    Raises UsageError, ProfileError and UnsupportedByBackend before the first write,
-    StoreUnavailable if a store is lost, or the source has no pages. An interrupt finishes or rolls
-    back begun batches.
+    An interrupt finishes or rolls back the batches already begun.
+    Raises UsageError, ProfileError and UnsupportedByBackend before the first write, and
+    StoreUnavailable if a store is lost or the source has no pages.
     """
     started = time.monotonic()
     migration = Migration(source, destination, request)
@@ -437,7 +444,7 @@ def migrate(
 
 
 def rehearse(migration: Migration, plan: MigrationPlan) -> MigrationFacts:
-    """Return the facts of a planned migration, or of a part of one, as if all went well."""
+    """Return the facts that a planned migration, or a part of one, would have without failures."""
     facts = plan.facts
     for each in plan.plans:
         each.rehearse(facts)
@@ -454,10 +461,10 @@ def carry_out(
     on_begun: Callable[[], None] = lambda: None,
     on_moved: Callable[[int, int], None] = lambda nbytes, total: None,
 ) -> MigrationFacts:
-    """Carry out a plan of the whole migration, or of a part of it; return its counts.
+    """Carry out the plan of a migration, or of a part of it. Return the facts, without `seconds`.
 
     mark: mark on the unfinished writes of this process.
-    Other arguments and exceptions as in `migrate`. `seconds` is not set.
+    Other arguments and exceptions as in `migrate`.
     """
     source, destination, moves = migration.source, migration.destination, migration.options.move
     mark.put(destination)

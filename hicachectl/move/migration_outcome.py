@@ -1,4 +1,4 @@
-"""Result of a migration: sums over its parts, in one document and in words."""
+"""Result of a migration: sums over its parts, as a document and as messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WORDS = {
     "conflicts": "in conflict",
     "failed": "failed",
 }
-# Of a store whose objects get trailers where they are.
+# Words for a store of which the files get trailers in place.
 _ADOPTED = {
     **_WORDS,
     "skipped": "with trailers already",
@@ -74,10 +74,10 @@ class MigrationFacts(CopyFacts, kw_only=True):
     matched: number of rows of a page list whose group the source has.
     unknown_keys: number of objects with unknown keys.
     left_out: number of groups not copied, by reason.
-    refused: number of groups in conflict because servers refuse the destination's objects.
+    refused: number of groups in conflict because servers refuse the objects in the destination.
     adopts: see `StorePair`.
-    room: number of bytes that a rehearsed migration needs free in the destination.
-    free_bytes: free bytes of the destination in a rehearsal; None if not known.
+    room: free bytes that the migration needs in the destination; only set by a dry run.
+    free_bytes: free bytes of the destination; None if unknown, or if this is no dry run.
     """
 
     listed: Count = 0
@@ -101,8 +101,9 @@ def result_of(
     labelled: int = 0,
     dry_run: bool = False,
 ) -> Result:
-    """Return the result of a migration between two URLs from the facts of its parts.
+    """Return the result of a migration from the facts of its parts.
 
+    source, destination: URLs of the stores.
     labelled: number of rows of a page list that name a group.
     """
     problems = [problem for part in parts for problem in part.problems]
@@ -158,8 +159,9 @@ def _lines(
 
 
 def lack_of_room(destination: str, nbytes: int, free: int, *, adopts: bool) -> str:
-    """Return a message if a destination lacks room for bytes to write, else "".
+    """Return a message if the destination has too little room, else "".
 
+    nbytes, free: bytes to write, and free bytes.
     adopts: see `StorePair`.
     """
     if nbytes <= free:

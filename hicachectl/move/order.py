@@ -1,12 +1,12 @@
-"""The order in which objects of page groups are written and removed.
+"""Write and remove the objects of page groups in a safe order.
 
 A server treats a page as present once the page's anchor exists. SGLang's file backend writes
-sidecars before the anchor and never overwrites an object. This module alone sets the order:
+sidecars before the anchor and never overwrites an object. No other module sets the order:
 
 - `publish` writes sidecars, then anchors. A reader finds each group whole or without its anchor.
-- `withdraw` removes anchors, then sidecars, up to five times if a server rewrites the group. Then
-  each group is gone, whole or FAILED.
-- `roll_back` removes objects of this run only, never another writer's.
+- `withdraw` removes anchors, then sidecars. If a server rewrites the group meanwhile, it tries up
+  to five times. In the end each group is gone, whole or FAILED.
+- `roll_back` removes only objects that this run wrote, never another writer's.
 
 If an anchor cannot be removed, its group keeps its sidecars.
 """
@@ -38,7 +38,7 @@ _STAYS = (GroupStatus.DONE, GroupStatus.RACED)
 class GroupObjects:
     """Objects of page groups that are copied, removed or restored together.
 
-    keys:    [n] binary.
+    keys:    [n] binary keys.
     owners:  [n] group of each object, an index into the `MoveResult`.
     anchors: [n] whether the object is an anchor of its group.
     """
@@ -55,9 +55,9 @@ class GroupObjects:
 class Failures:
     """Rules for groups with an object that cannot be read or written.
 
-    statuses: group status for each object status; FAILED if not listed. NO_ROOM also stops later
-        groups.
-    details: messages by the object's status, instead of the store's.
+    statuses: group status for each object status; FAILED for all others. NO_ROOM also stops the
+        groups after it.
+    details: message for each object status that replaces the store's message.
     """
 
     statuses: Mapping[Status, GroupStatus]
@@ -97,10 +97,11 @@ def publish(
     flush: Callable[[], None] = lambda: None,
     failures: Failures = OF_MIGRATION,
 ) -> BoolArray:
-    """Write objects of open groups, sidecars first; roll back unsuccessful groups.
+    """Write objects of open groups, sidecars first, and roll back unsuccessful groups.
 
-    chosen: indices of objects to write. write, undo: write or remove objects by index.
-    flush: makes writes durable, after the sidecars and after the anchors.
+    chosen: indices of the objects to write.
+    write, undo: functions that write or remove objects by index.
+    flush: function that makes writes durable; called after the sidecars and after the anchors.
     Return which objects were written and not rolled back: [n].
     """
     written = np.zeros(len(objects), dtype=np.bool_)
@@ -128,7 +129,8 @@ def roll_back(
 ) -> None:
     """Remove this run's objects of unsuccessful groups, anchors first.
 
-    written: [n] whether this run wrote the object; set to False for unsuccessful groups.
+    written: [n] whether this run wrote the object. Set to False for unsuccessful groups.
+    undo: function that removes objects by index.
     """
     places = np.flatnonzero(written)
     left = places[~np.isin(result.statuses[objects.owners[places]], _STAYS)]
@@ -148,10 +150,11 @@ def remove_once(
     remove: Callable[[IntArray], Result],
     on_error: Callable[[int, str], None],
 ) -> None:
-    """Remove objects, anchors first.
+    """Remove objects, anchors first. Sidecars stay if their anchor cannot be removed.
 
-    chosen: indices of the objects. remove: removes objects by index. on_error: called with the
-    index of each object not removed, and the reason.
+    chosen: indices of the objects.
+    remove: function that removes objects by index.
+    on_error: takes the index of each object that was not removed, and the reason.
     """
     believed = np.zeros(int(objects.owners.max(initial=-1)) + 1, dtype=np.bool_)
     for stage in (objects.anchors, ~objects.anchors):
@@ -173,14 +176,14 @@ def withdraw(
     look: Callable[[IntArray], GroupObjects],
     remove: Callable[[IntArray], Result],
 ) -> None:
-    """Remove groups until each is gone, or whole again without its fault.
+    """Remove groups until each is gone, or a server has written it whole again without its fault.
 
     A server that reads a half-removed group can write a new anchor beside an old sidecar. Each
-    attempt therefore looks again, and removes groups that are neither whole nor gone.
+    attempt therefore looks at the store again, and removes groups that are neither whole nor gone.
 
-    pending: groups, as indices into `result`.
-    look: looks at the store, and returns the present objects of groups still to remove, by group.
-    remove: removes objects of the last look by index.
+    pending: indices of the groups in `result`.
+    look: function that returns the present objects of the groups that must still leave.
+    remove: function that removes objects of the last look by index.
     """
     for _ in range(_ROUNDS):
         objects = look(pending)
@@ -205,7 +208,7 @@ def withdraw(
 
 
 def _stop_behind(objects: GroupObjects, chosen: IntArray, result: MoveResult) -> None:
-    """Set NO_ROOM for groups after one without room: they would lack their prefix."""
+    """Set NO_ROOM for all groups after one without room, because they would lack their prefix."""
     full = np.flatnonzero(result.statuses == GroupStatus.NO_ROOM)
     if len(full):
         behind = np.unique(objects.owners[chosen])

@@ -1,4 +1,4 @@
-"""Pin the page groups of a store, so that it evicts them last, or remove their pins."""
+"""Pin page groups, so that the store evicts them last, or remove their pins."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOT_UNPINNED = "not-unpinned"
 WOULD_UNPIN = "would-unpin"  # only dry runs say this
 
 NEEDS_MASTER = "upgrade the master to Mooncake 0.3.14 or later"
-# Objects of each call. A signal ends the run after a call.
+# Objects in each call, few enough that a signal ends the run soon: it waits for the call.
 _STEP = 1 << 16
 
 
@@ -41,9 +41,9 @@ class PinReport:
     """Report of a run that pins page groups, or removes their pins.
 
     rows: a row of `ROWS` for each group.
-    fine: [groups] whether every object of a group was pinned, or has no pin any more.
-    objects: number of objects of these groups.
-    nbytes: bytes of these groups; None if a size is unknown.
+    fine: [groups] whether all objects of the group are now pinned, or unpinned.
+    objects: number of objects of the groups in `fine`.
+    nbytes: bytes of the groups in `fine`; None if a size is unknown.
     until: Unix seconds of the end of the first pin; None if pins were removed.
     failures: number of objects with each error.
     """
@@ -57,9 +57,9 @@ class PinReport:
 
 
 def require_pins(store: Store, seconds: float) -> Pins:
-    """Return the store if it can pin the objects that it has.
+    """Return the store if it can pin existing objects.
 
-    Raises UnsupportedByBackend, and as `Pins.can_pin` does.
+    Raises UnsupportedByBackend if not, and the exceptions of `Pins.can_pin`.
     """
     if not isinstance(store, Pins):
         raise UnsupportedByBackend(
@@ -83,8 +83,8 @@ def pin_groups(
 ) -> PinReport:
     """Pin all objects of the chosen groups, or remove their pins.
 
-    A group whose object has vanished, or cannot be pinned, is not pinned, although its other
-    objects are.
+    A group counts as not pinned if one of its objects has vanished or cannot be pinned, although
+    its other objects are pinned.
 
     seconds: duration of the pins; None removes them.
     on_progress: takes the number of objects of each call.
@@ -123,9 +123,10 @@ def pin_keys(
     *,
     on_progress: Callable[[int], None] = lambda objects: None,
 ) -> tuple[BoolArray, dict[str, int]]:
-    """Pin objects, or remove their pins; return which are not pinned: [keys], and why.
+    """Pin objects, or remove their pins.
 
-    Without pins, no vanished object counts. Errors come with the number of objects that have them.
+    Return for which objects that failed: [keys], and the number of objects with each error. An
+    object that vanished before its pin was removed is no failure.
     """
     bad = np.zeros(len(keys), dtype=np.bool_)
     failures: dict[str, int] = {}
@@ -148,7 +149,7 @@ def failure_lines(failures: dict[str, int]) -> list[str]:
 
 
 def _states(*, pins: bool, dry_run: bool) -> tuple[str, str]:
-    """Return the states of a group that is as asked, and of one that is not."""
+    """Return the state of a group for which all calls succeed, and of any other group."""
     if dry_run:
         return (WOULD_PIN if pins else WOULD_UNPIN), ""
     return (PINNED, NOT_PINNED) if pins else (UNPINNED, NOT_UNPINNED)

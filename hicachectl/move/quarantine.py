@@ -1,8 +1,9 @@
 """Quarantines on disk: directories of runs, each of which is itself a store (`backends.runs`).
 
-All that describes a run is durable before the first object leaves the store. A process that fills
-or restores a run holds a lock (flock) on its folder. Entries are opened below the quarantine's
-directory, without following links, and only if their owner is trusted (`backends.disk.directory`).
+The files that describe a run are durable before the first object leaves the store. A process that
+fills or restores a run holds a lock (flock) on its folder. Entries are opened below the
+quarantine's directory, without following links, and only if their owner is trusted
+(`backends.disk.directory`).
 """
 
 from __future__ import annotations
@@ -64,15 +65,15 @@ _ROWS_AT_ONCE = 8192
 class Quarantine:
     """Place of a quarantine, which need not exist.
 
-    path: the directory, as it was named.
-    only: name of the run that the path names, else "".
+    path: directory of the quarantine, as given.
+    only: name of a run if the given path is the folder of that run, else "".
     own: whether the quarantine lies in the store's directory, and moves with the store.
     """
 
     def __init__(self, path: Path | None = None, store: Store | None = None) -> None:
         """Use a path, or the store's own quarantine. Raises UsageError if there is neither.
 
-        Links in the path are followed down to a store's directory, not below it.
+        Links in the path are followed as far as a store's directory, but not below it.
         """
         self._beside = store if isinstance(store, SideFiles) else None
         side = None if self._beside is None else self._beside.side_directory()
@@ -120,10 +121,12 @@ class Quarantine:
 
     @contextmanager
     def opened(self, *, writes: bool) -> Iterator[Directory]:
-        """Open the directory. writes: whether files will change.
+        """Open the directory until the block ends.
 
-        Raises UsageError if it is missing; UntrustedError; StoreUnavailable, also for an OSError in
-        the body.
+        writes: whether files will change.
+        Raises UsageError if the directory is missing, UntrustedError, and StoreUnavailable, also
+        for
+        an OSError in the block.
         """
         directory = None
         try:
@@ -142,7 +145,7 @@ class Quarantine:
                 directory.close()
 
     def make(self) -> Directory:
-        """Open the directory; create it if missing. Raises OSError, UntrustedError."""
+        """Open the directory, and create it if it is missing. Raises OSError, UntrustedError."""
         made = self._open(writes=True, makes=True)
         if made is None:
             raise FileNotFoundError(errno.ENOENT, "the quarantine cannot be created")
@@ -160,7 +163,7 @@ class Quarantine:
 
 
 def names_run(path: Path) -> bool:
-    """Return whether a path names the folder of one run, also of an earlier form."""
+    """Return whether a path is the folder of a run, also of a run of an earlier form."""
     if os.path.lexists(path / SIDE / RUN_FILE):
         return True
     with suppress(OSError):
@@ -169,7 +172,7 @@ def names_run(path: Path) -> bool:
 
 
 def _split_at_side(path: Path) -> tuple[Path, tuple[str, ...]]:
-    """Return the part of a path that may lead through links, and the names below a store."""
+    """Return the outer part of a path, where links are allowed, and the names below a store."""
     parts = path.absolute().parts
     at = len(parts) - parts[::-1].index(SIDE) - 1 if SIDE in parts else len(parts)
     return Path(*parts[:at]), parts[at:]
@@ -190,7 +193,11 @@ def _parts_below(path: Path, store: Path) -> tuple[str, ...] | None:
 
 
 class Run(NamedTuple):
-    """A run of a quarantine. folder: open. form: what its run.json states."""
+    """A run of a quarantine.
+
+    folder: the open folder of the run.
+    form: content of its run.json.
+    """
 
     name: str
     folder: Directory
@@ -198,13 +205,14 @@ class Run(NamedTuple):
 
     @property
     def is_purged(self) -> bool:
-        """Whether a purge of the run has begun: nothing of it can be restored."""
+        """Whether a purge of the run has begun, so that none of its pages can be restored."""
         return self.name == self.form.run + PURGED
 
 
 def run_folders(quarantine: Directory, only: str = "") -> list[str]:
-    """Return the names of the folders in a quarantine, oldest first. only: one of them.
+    """Return the names of the folders in a quarantine, oldest first.
 
+    only: name of the only folder to return; "" for all folders.
     Raises OSError, and UntrustedError if an entry is a link or a special file.
     """
     found = []
@@ -218,9 +226,10 @@ def run_folders(quarantine: Directory, only: str = "") -> list[str]:
 
 @contextmanager
 def opened_run(quarantine: Directory, name: str, *, writes: bool) -> Iterator[Run | str | None]:
-    """Open a folder of a quarantine: a run, or its path for a run of an earlier form.
+    """Open a folder of a quarantine until the block ends.
 
-    None if the folder is neither, or has vanished. Raises OSError, UntrustedError, FormatError.
+    Yield the run; the folder's path if it has a run of an earlier form; or None if the folder has
+    no run or has vanished. Raises OSError, UntrustedError, FormatError.
     """
     try:
         folder = open_run_folder(quarantine, name, writes=writes)
@@ -251,15 +260,16 @@ def earlier_remark(path: str) -> str:
 class NewRun:
     """The run that a repair fills. Its folder is made at first use, and locked while open.
 
-    unused: whether no object has left the store, so that `close` removes the run with all copies.
+    unused: whether `close` removes the run with all copies, because no object has left the store.
     """
 
     def __init__(
         self, quarantine: Quarantine, store: Store, findings: pa.Table, suffixes: Collection[str]
     ) -> None:
-        """Prepare.
+        """Prepare, without making the folder.
 
-        findings: why the pages leave. suffixes: suffixes of the keys of the pages' objects.
+        findings: findings for which the pages are removed.
+        suffixes: suffixes of the keys of their objects.
         """
         self.unused = False
         self._quarantine = quarantine
@@ -277,11 +287,11 @@ class NewRun:
 
     @property
     def path(self) -> str:
-        """Path of the run, or of the quarantine before the run is made; for messages."""
+        """Path for messages: the run, or the quarantine before the run is made."""
         return str(self._quarantine.path) if self._run is None else self._run.folder.path
 
     def open(self) -> Store:
-        """Return the run as a store to fill; all that describes it is durable. Raises OSError."""
+        """Return the run as a store to fill. Its description is durable by then. Raises OSError."""
         if self._store is None:
             begin_ns = present_ns(self._source, changes=True)
             parent = self._parent = self._quarantine.make()
@@ -333,12 +343,12 @@ class NewRun:
         side.sync()
 
     def finish(self) -> None:
-        """Make what was copied durable; a pack takes no more objects. Raises StoreUnavailable."""
+        """Make copied objects durable. A pack takes no more objects. Raises StoreUnavailable."""
         if self._store is not None and self._store.traits.append_only:
             self._store.close()
 
     def close(self) -> None:
-        """Unlock the run; remove it if it is not used or has no object. Raises OSError."""
+        """Unlock the run. Remove it if it is unused or has no object. Raises OSError."""
         try:
             if self._store is not None:
                 self._store.close()
@@ -361,14 +371,14 @@ class NewRun:
 def remove_if_empty(quarantine: Directory, run: Run, jobs: int | None) -> None:
     """Remove a locked run without objects. Raises OSError, StoreUnavailable.
 
-    Unfinished copies are no objects.
+    Unfinished copies do not count as objects.
     jobs: see `open_run`.
     """
     try:
         with open_run(run.folder, run.form, jobs=jobs) as store:
             keys = (key for batch in store.scan(("nbytes",)) for key in keys_of(batch))
             empty = all(key.startswith(OWN_PREFIX) for key in keys)
-            empty &= not store.remarks  # such as on links, which are no objects
+            empty &= not store.remarks  # such as remarks about links, which are no objects
     except UnfinishedPackError:
         empty = not run.folder.has(PACK_FILE)
     if empty:
@@ -378,7 +388,7 @@ def remove_if_empty(quarantine: Directory, run: Run, jobs: int | None) -> None:
 def remove_run(
     quarantine: Directory, name: str, folder: Directory, *, jobs: int | None = None
 ) -> None:
-    """Remove a locked run: everything by name, without following links, and run.json last.
+    """Remove a locked run without following links, run.json last.
 
     jobs: see `open_run`. Raises OSError.
     """
@@ -395,9 +405,9 @@ def remove_run(
 
 
 def remove_leftover(quarantine: Directory, name: str) -> None:
-    """Remove a folder that has nothing but the begin or the end of a run. Raises OSError.
+    """Remove a folder that a killed process left without a run. Raises OSError.
 
-    A process was killed before it wrote run.json, or after it removed that file.
+    The process was killed before it wrote run.json, or after it removed that file.
     """
     if not RUN.fullmatch(name.removesuffix(PURGED)):
         return
@@ -407,7 +417,7 @@ def remove_leftover(quarantine: Directory, name: str) -> None:
 
 
 def _empty(directory: int, concurrency: Concurrency, keep: str = "") -> None:
-    """Remove the entries of an open directory, except one name, and those of folders in it."""
+    """Remove all entries of an open directory, with those of its folders, except one name."""
     names = [name for name in os.listdir(directory) if name != keep]
 
     def remove(start: int, stop: int) -> None:
@@ -426,7 +436,7 @@ def _empty(directory: int, concurrency: Concurrency, keep: str = "") -> None:
 
 
 class Reason(msgspec.Struct):
-    """A line of findings.jsonl, as far as `restore` and `quarantine list` show it."""
+    """The members of a line of findings.jsonl that `restore` and `quarantine list` show."""
 
     code: str
     page: str | None = None
@@ -434,7 +444,10 @@ class Reason(msgspec.Struct):
 
 
 def read_findings(folder: Directory) -> Iterator[Reason]:
-    """Yield why the pages of a run were removed. Raises OSError, UntrustedError, FormatError."""
+    """Yield the findings for which the pages of a run were removed.
+
+    Raises OSError, UntrustedError, FormatError.
+    """
     with folder.directory(SIDE) as side:
         try:
             descriptor = side.open_file(FINDINGS_FILE)
@@ -452,7 +465,7 @@ def read_findings(folder: Directory) -> Iterator[Reason]:
                 ) from error
 
 
-# States of a run. Only kept runs can be restored; kept and half purged runs can be purged.
+# States of a run. Kept runs can be restored or purged, half purged runs only purged.
 KEPT, HALF_PURGED, BUSY, EARLIER, UNREADABLE = (
     "kept", "half-purged", "busy", "earlier-form", "unreadable",
 )  # fmt: skip
@@ -460,7 +473,7 @@ PURGED_RUN, WOULD_PURGE, FAILED = "purged", "would-purge", "failed"
 
 
 class RunRow(TypedDict):
-    """Row of a run; unknown values are None."""
+    """Row for a run. Unknown values are None."""
 
     run: str
     removed: float | None
@@ -505,10 +518,10 @@ RUNS = schema_of(RunRow)
 class PurgeReport:
     """Runs that were listed or purged.
 
-    rows: a row of `RUNS` for each, or of another table.
-    failures: (run, message).
-    left: messages on runs that were left alone.
-    remarks: messages on runs that stay, as the options say.
+    rows: a row for each run, in the columns of `RUNS` or of another table.
+    failures: (run, message) for each run that could not be purged.
+    left: messages about runs that were left alone.
+    remarks: messages about runs that stay because of the options.
     counts: further members of the document.
     """
 
@@ -522,10 +535,10 @@ class PurgeReport:
 def list_runs(quarantine: Path, *, jobs: int | None = None) -> PurgeReport:
     """List the runs of a quarantine, oldest first.
 
+    A run is unreadable if its run.json or findings.jsonl is damaged, an entry is a link, or its
+    owner is not trusted.
     jobs: see `open_run`.
-
-    A run is unreadable if what describes it is damaged, an entry is a link, or its owner is not
-    trusted. Raises UsageError if the quarantine is missing, UntrustedError, StoreUnavailable.
+    Raises UsageError if the quarantine is missing, UntrustedError, StoreUnavailable.
     """
     place, rows, left = Quarantine(quarantine), list[dict[str, Any]](), list[str]()
     with place.opened(writes=False) as directory:
@@ -543,13 +556,13 @@ def list_runs(quarantine: Path, *, jobs: int | None = None) -> PurgeReport:
 def purge_runs(
     quarantine: Path, before: float, *, dry_run: bool = False, jobs: int | None = None
 ) -> PurgeReport:
-    """Delete the runs whose removal began before a time; complete interrupted purges.
+    """Delete the runs that were begun before a time, and complete interrupted purges.
 
-    Busy runs, and runs of an earlier form, stay.
-    before: Unix seconds; an `Ago` counts by the clock of the quarantine's file system, unless this
-        is a dry run.
+    Busy runs and runs of an earlier form stay.
+    before: Unix seconds. An `Ago` is measured by the clock of the quarantine's file system, except
+        in a dry run.
     jobs: see `open_run`.
-    Raises as `list_runs`; also FormatError and UntrustedError for an unreadable run, before any
+    Raises as `list_runs` does. An unreadable run raises FormatError or UntrustedError before any
     change.
     """
     place, rows, left = Quarantine(quarantine), list[dict[str, Any]](), list[str]()
@@ -560,7 +573,7 @@ def purge_runs(
         for name in run_folders(directory, place.only):
             with opened_run(directory, name, writes=False) as run:
                 if run is not None:
-                    _row(name, run, [], jobs)  # all runs are read before anything is changed
+                    _row(name, run, [], jobs)  # an unreadable run raises before the first change
         for name in run_folders(directory, place.only):
             with opened_run(directory, name, writes=not dry_run) as run:
                 if run is None:
@@ -581,10 +594,10 @@ def purge_runs(
 def _purged(
     quarantine: Directory, run: Run, failures: list[tuple[str, str]], jobs: int | None
 ) -> str:
-    """Delete a locked run; return its state.
+    """Delete a locked run. Return its new state.
 
-    The new name shows that the run can no longer be restored, until the next purge completes this
-    one.
+    The run gets another name first, which shows that it can no longer be restored. If this purge is
+    interrupted, the next one completes it.
     """
     try:
         name = run.form.run + PURGED
@@ -600,7 +613,10 @@ def _purged(
 
 
 def _row(name: str, run: Run | str, left: list[str], jobs: int | None) -> dict[str, Any]:
-    """Return the row of a run, which is locked unless busy. left: gets remarks."""
+    """Lock a run and return its row. A run locked by another process is busy.
+
+    left: list to which remarks are added.
+    """
     if isinstance(run, str):
         left.append(earlier_remark(run))
         return _empty_row(name, EARLIER)

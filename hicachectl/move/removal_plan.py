@@ -1,4 +1,4 @@
-"""Plans of removals: the page groups that leave, the reasons, and their objects in batches."""
+"""Plans of removals: the page groups to remove with the reasons, and their objects in batches."""
 
 from __future__ import annotations
 
@@ -37,15 +37,16 @@ if TYPE_CHECKING:
 class RepairPlan:
     """Groups to remove.
 
-    groups: numbers, ascending.
-    reasons: rows of findings.LOCATED_SCHEMA, by group.
-    by_choice: whether the groups leave without a finding, even if whole. They stay if they change
-        before.
-    unplaced: number of findings without a group, by code: about foreign keys or the whole store.
-        Removing groups does not repair them.
+    groups: numbers of the groups, ascending.
+    reasons: findings in the columns of findings.LOCATED_SCHEMA, sorted by group.
+    by_choice: whether the user chose the groups, which then need no finding. A chosen group stays
+        if
+        it changes before its removal.
+    unplaced: number of findings without a group, by code. They concern foreign keys or the whole
+        store, and removals do not repair them.
     others: number of groups with findings that the profile does not describe.
     mixed: number of groups with an object of a mix (`SizeMix`).
-    refused: why the plan has no groups, although there are findings to repair.
+    refused: reason for a plan without groups, although there are findings to repair; else None.
     """
 
     groups: IntArray
@@ -63,7 +64,10 @@ class RepairPlan:
         return about
 
     def where(self, kept: BoolArray) -> RepairPlan:
-        """Return the plan with only some groups; kept: [groups of the store] bool."""
+        """Return the plan with only some groups.
+
+        kept: [groups of the store] whether the group stays in the plan.
+        """
         return replace(
             self,
             groups=self.groups[kept[self.groups]],
@@ -74,7 +78,7 @@ class RepairPlan:
 def plan_repair(found: pa.Table, *, codes: Collection[str] = ()) -> RepairPlan:
     """Plan to remove every group with an error or with a finding of one of `codes`.
 
-    found: findings as `checks.findings.located` returns them: findings.LOCATED_SCHEMA.
+    found: findings in the columns of findings.LOCATED_SCHEMA, from `checks.findings.located`.
     """
     wanted = severity_ranks(found) == SEVERITIES.index("error")
     named = pc.is_in(found.column("code"), value_set=pa.array(list(codes), pa.string()))
@@ -103,10 +107,10 @@ def plan_removal(chosen: IntArray) -> RepairPlan:
 
 
 def newest_taken(groups: PageGroups, plan: RepairPlan) -> int:
-    """Return how many of the plan's pages are newer than all others of the profile's deployment.
+    """Return how many pages of the plan are newer than all other pages of the profile's deployment.
 
-    0 if the plan takes all of them, or if the store keeps no times. Many such pages suggest that
-    the profile is not the one of the servers that wrote last.
+    Many such pages suggest that the profile does not describe the servers that wrote last. Return 0
+    if the plan has all pages of the deployment, or if the store keeps no times.
     """
     span = groups.span(0)
     times = groups.newest_ns[span]
@@ -116,20 +120,21 @@ def newest_taken(groups: PageGroups, plan: RepairPlan) -> int:
     return int((times[taken] > times[~taken].max()).sum())
 
 
-# Columns of a listing that show whether an object is still the same.
+# Columns of a listing that show whether an object has changed.
 FACTS = pa.schema([("nbytes", pa.int64()), ("mtime_ns", pa.int64()), ("version", pa.binary())])
 
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """Slots of a deployment's pages: the objects that a page can have.
+    """Objects that a page of one deployment can have, each in a slot.
 
     affixes: [slots] prefix and suffix of each key.
     anchors: [slots] whether the object is an anchor.
     required: [slots] whether a whole page has the object.
-    trailing: [slots] number of the object's set, which a page has completely or not at all; ABSENT
-        if in no set.
-    sidecars: anchors, and sidecars that a server writes before them: [pairs] slots each.
+    trailing: [slots] number of the object's set, or ABSENT. A page has all objects of a set or
+        none.
+    sidecars: [pairs] slots of anchors, and [pairs] slots of sidecars. A server writes each of these
+        sidecars before its anchor.
     """
 
     affixes: tuple[Affix, ...]
@@ -140,7 +145,7 @@ class Shape:
 
     @classmethod
     def of(cls, specs: Sequence[ObjectSpec]) -> Shape:
-        """Return the shape with a slot for each spec."""
+        """Return a shape with one slot for each spec."""
         sets: dict[object, int] = {}
         # Only a profile shows which objects form a set.
         trailing = [
@@ -169,19 +174,19 @@ class Shape:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RemovalBatch:
-    """Page groups of one deployment to remove, or groups of ambiguous keys, and their objects.
+    """Page groups to remove, all of one deployment or all of ambiguous keys, and their objects.
 
     A cell is one slot of one group. Cells are ordered by group, then as in the shape.
-
     numbers: [k] group numbers.
     pages: [k] page hashes.
-    by_choice: whether the groups leave although they have no fault.
-    absent: [cells] whether the slot was empty without being a reason for removal.
-    lacked: [cells] whether the slot was empty and is a reason for removal, though no server waits
-        for its object, such as a draft's.
-    owners: [n] group of each object, ascending. slots: [n] slot in the shape.
+    by_choice: whether the user chose the groups, which then need no fault.
+    absent: [cells] whether the slot was empty, but this is no reason for the removal.
+    lacked: [cells] whether the empty slot is a reason for the removal although no server waits for
+        its object, such as a draft's.
+    owners: [n] group of each object, ascending.
+    slots: [n] slot of each object in the shape.
     unwanted: [n] whether the object is a reason for removal.
-    facts: [n] rows of FACTS.
+    facts: [n] size, time and version of each object, in the columns of FACTS.
     """
 
     numbers: IntArray
@@ -246,7 +251,10 @@ class RemovalBatch:
         )
 
     def as_seen(self, sight: Sight, unwanted: BoolArray) -> RemovalBatch:
-        """Return the groups with the objects that a look found. unwanted: [cells]."""
+        """Return the groups with the objects that a lookup found.
+
+        unwanted: [cells] whether the object in the cell is a reason for removal.
+        """
         cells = np.flatnonzero(sight.present)
         owners, slots = np.divmod(cells, len(self.shape))
         return replace(
@@ -258,13 +266,17 @@ class RemovalBatch:
         )
 
     def judge(self, present: BoolArray, known: BoolArray) -> npt.NDArray[np.uint8]:
-        """Return each group's status if nothing more is removed: [k] GroupStatus.
+        """Return each group's status if no more objects are removed: [k] GroupStatus.
 
-        GONE: no object exists. KEPT: whole, without unwanted objects. IN_FLIGHT: a server is
-        writing the group, because all objects are new and no anchor lacks a sidecar. DONE: the
-        group must be removed.
+        - GONE: no object exists.
+        - KEPT: the group is whole and has no unwanted object.
+        - IN_FLIGHT: a server is writing the group, because all objects are new and no anchor lacks
+        a
+          sidecar.
+        - DONE: the group must be removed.
 
-        present: [cells] whether an object exists. known: [n] whether the object is unchanged.
+        present: [cells] whether an object exists.
+        known: [n] whether the object exists unchanged.
         """
         by_slot = present.reshape(len(self), len(self.shape))
         any_unwanted, any_known = (
@@ -281,10 +293,10 @@ class RemovalBatch:
         return statuses
 
     def written_since(self, sight: Sight) -> BoolArray:
-        """Return which groups have an object that is new or rewritten: [k].
+        """Return which groups have an object that is new or was rewritten: [k].
 
-        A new time shows a rewritten object. Where the store keeps no times, a new version does: a
-        read may change the version, too.
+        A rewritten object has another time. Versions decide only where the store keeps no times,
+        because a read may change a version, too.
         """
         timed = self.facts.column("mtime_ns").is_valid().to_numpy()
         same = sight.known(self, versions=False) & (timed | sight.known(self))
@@ -293,9 +305,9 @@ class RemovalBatch:
         return self._groups_with(self.cell_owners[fresh])
 
     def begun_by_others(self, sight: Sight) -> BoolArray:
-        """Return which groups have lost an anchor, or any object if they have no anchor: [k].
+        """Return which groups another removal has begun to remove: [k].
 
-        Anchors leave first, so another removal has begun these.
+        Anchors leave first. So such a group has lost an anchor, or any object if it had no anchor.
         """
         lost = ~sight.present[self.cells]
         anchors = self.anchors[self.cells]
@@ -308,7 +320,10 @@ class RemovalBatch:
         return found
 
     def _whole(self, by_slot: BoolArray) -> BoolArray:
-        """Return which groups are whole, ignoring absent slots: [k]. by_slot: [k, slots]."""
+        """Return which groups are whole, ignoring absent slots: [k].
+
+        by_slot: [k, slots] whether the object exists.
+        """
         absent, lacked = (cells.reshape(by_slot.shape) for cells in (self.absent, self.lacked))
         asked = by_slot | ~absent
         needed = (lacked | (asked & self.shape.required)) & ~by_slot
@@ -351,7 +366,10 @@ class Sight:
 
 
 def look(store: Store, groups: RemovalBatch, pending: IntArray | None = None) -> Sight:
-    """Look up all objects that groups can have. pending: only these groups."""
+    """Look up all objects that groups can have.
+
+    pending: indices of the groups to look up; None for all groups.
+    """
     columns = ["nbytes", "mtime_ns", "version"]
     columns += ["locator"] if "locator" in store.traits.columns else []
     asked = np.zeros(len(groups), dtype=np.bool_)
@@ -375,10 +393,11 @@ def facts_of(rows: pa.Table) -> pa.Table:
 
 
 def same_objects(one: pa.Table, other: pa.Table, *, versions: bool = True) -> BoolArray:
-    """Return which rows of two tables of facts are the same objects: [n].
+    """Return which objects are unchanged between two tables: [n].
 
-    Rows with versions are the same object if the versions are equal. Without versions, or if
-    `versions` is False, size and time decide.
+    one, other: facts of the same n objects, in the columns of FACTS.
+    versions: whether equal versions decide where both tables have them. Otherwise size and time
+        decide.
     """
     alike = pc.and_(*(_equal(one.column(n), other.column(n)) for n in ("nbytes", "mtime_ns")))
     if versions:
@@ -388,20 +407,20 @@ def same_objects(one: pa.Table, other: pa.Table, *, versions: bool = True) -> Bo
 
 
 def _equal(one: pa.ChunkedArray, other: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Compare values; null equals null."""
+    """Return which values are equal. Two nulls are equal."""
     nulls = pc.and_(one.is_null(), other.is_null())
     return pc.or_(pc.fill_null(pc.equal(one, other), False), nulls)
 
 
 BATCH_OBJECTS = 1024  # a killed run leaves at most about one batch unfinished
-_AMBIGUOUS_OBJECTS = 64  # each may need a slot of its own in all groups of its batch
-_BATCH_SLOTS = 1 << 18  # slots that are looked up for a batch, filled or empty
+_AMBIGUOUS_OBJECTS = 64  # few, because each object may add a slot to all groups of its batch
+_BATCH_SLOTS = 1 << 18  # slots that one lookup asks for, filled or empty
 
 
 class ListedGroups:
     """Groups of a plan, with their objects as listed.
 
-    If an object was listed twice, the last row counts.
+    If the listing has an object twice, the last row counts.
     """
 
     def __init__(self, groups: PageGroups, plan: RepairPlan) -> None:
@@ -421,7 +440,7 @@ class ListedGroups:
 
     @property
     def counts(self) -> IntArray:
-        """Objects of each group of the plan: [groups]."""
+        """Number of objects of each group of the plan: [groups]."""
         return np.diff(self._starts)
 
     @property
@@ -431,10 +450,12 @@ class ListedGroups:
         return column_sums(sizes, np.repeat(np.arange(len(self)), self.counts), len(self))
 
     def batches(self, times: int = 1) -> Iterator[RemovalBatch]:
-        """Yield the groups in batches of one deployment and about `times` BATCH_OBJECTS objects.
+        """Yield the groups in batches of one deployment each.
 
-        A batch has groups from all over the listing, and so from all folders of a store: a file
-        system makes one change at a time in a folder.
+        The groups of a batch are spread over the listing, and so over all folders of a store,
+        because
+        a file system makes only one change at a time in a folder.
+        times: size of a batch as a multiple of BATCH_OBJECTS.
         """
         ids = self._groups.deployment_ids[self._plan.groups]
         for number in np.unique(ids).tolist():
@@ -450,7 +471,7 @@ class ListedGroups:
                 yield self._batch(np.sort(groups[spread[span]]), shape)
 
     def _batch(self, chosen: IntArray, shape: Shape | None) -> RemovalBatch:
-        """Return some groups of the plan. shape: None for groups of ambiguous keys."""
+        """Return some groups of the plan as a batch. shape: None for groups of ambiguous keys."""
         numbers, counts = self._plan.groups[chosen], self.counts[chosen]
         owners = np.repeat(np.arange(len(chosen)), counts)
         within = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -462,7 +483,7 @@ class ListedGroups:
             shape = self._ambiguous(used.tolist())
         reasons, about = self._reasons_of(numbers)
         codes = filter(is_structural, pc.unique(reasons.column("code")).to_pylist())
-        # Structural findings blame no object: a group that is whole again may stay.
+        # Structural findings blame no object, so a group that is whole again may stay.
         structural = pc.is_in(reasons.column("code"), pa.array(codes, pa.string())).to_numpy()
         cells = owners * len(shape) + slots
         absent = ~np.repeat(np.isin(np.arange(len(chosen)), about[structural]), len(shape))
@@ -497,8 +518,8 @@ class ListedGroups:
 
         A reason without a row blames its whole group. An object that was listed twice is blamed for
         both rows.
-
-        about: [reasons] group of each reason. blames: [reasons] whether it blames objects.
+        about: [reasons] group of each reason.
+        blames: [reasons] whether the reason blames objects.
         owners, affix_ids: [n] group and affix of each object.
         """
         if self._plan.by_choice:
@@ -510,13 +531,13 @@ class ListedGroups:
         return unwanted | np.isin(owners, about[~listed])
 
     def _reasons_of(self, numbers: IntArray) -> tuple[pa.Table, IntArray]:
-        """Return the reasons to remove groups, and the index in `numbers` of each one's group."""
+        """Return the reasons to remove groups, and each reason's group as an index in `numbers`."""
         places = np.searchsorted(numbers, self._plan.about)
         own = np.append(numbers, ABSENT)[places] == self._plan.about
         return self._reasons.filter(pa.array(own)), places[own]
 
     def _ambiguous(self, affix_ids: list[int]) -> Shape:
-        """Return the shape of groups of ambiguous keys: all objects of a group belong together."""
+        """Return a shape for groups of ambiguous keys, in which a group needs all its objects."""
         table, count = self._inventory.table, len(affix_ids)
         none = np.zeros(0, dtype=np.int64)
         return Shape(
@@ -529,7 +550,7 @@ class ListedGroups:
 
 
 def _last_of_each(owners: IntArray, kinds: npt.NDArray[np.int32]) -> IntArray:
-    """Return the last index of each pair (owner, kind), ascending. owners: ascending."""
+    """Return the last index of each pair (owner, kind), ascending. owners must be ascending."""
     order = np.lexsort((kinds, owners))
     of_owner, of_kind = owners[order], kinds[order]
     last = np.ones(len(order), dtype=np.bool_)

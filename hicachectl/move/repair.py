@@ -1,4 +1,4 @@
-"""Repair a checked store, or a part of one: remove page groups, and correct the tables of 3FS."""
+"""Repair a checked store, or a part of it: remove page groups, and correct the tables of 3FS."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 class RepairOptions:
     """Options of a repair.
 
-    codes: also repair findings of these codes. quarantine: its directory; None for the store's own.
-    writers_stopped: release leaked pages of 3FS. despite_profile: also repair what makes the
-    profile doubtful.
+    codes: codes of findings to repair besides errors.
+    quarantine: directory of the quarantine; None for the store's own.
+    writers_stopped: whether no server writes to a 3FS store, so that leaked pages can be released.
+    despite_profile: whether to repair even if the findings make the profile doubtful.
     """
 
     mode: Mode
@@ -50,13 +51,12 @@ class RepairOptions:
 
 
 def plan_of(checked: PartCheck, found: pa.Table, options: RepairOptions) -> RepairPlan:
-    """Plan the repair of a checked store, or of a part, by its findings.
-
-    found: findings as `checks.findings.located` returns them: findings.LOCATED_SCHEMA.
+    """Plan the repair of a checked store, or of a part of it, by its findings.
 
     Groups that the profile does not describe stay. Unless `despite_profile` is set, pages of a mix
-    (`SizeMix`) stay, too, and all pages if the findings make the profile doubtful: the plan then
-    says why.
+    (`SizeMix`) stay, too. If the findings make the profile doubtful, all pages stay, and the plan
+    has the refusal.
+    found: findings in the columns of findings.LOCATED_SCHEMA, from `checks.findings.located`.
     """
     groups = checked.groups
     plan = plan_repair(found, codes=options.codes)
@@ -68,16 +68,16 @@ def plan_of(checked: PartCheck, found: pa.Table, options: RepairOptions) -> Repa
     refused = doubt(checked, plan.reasons, checked.judged)
     if refused is not None:
         return replace(plan.where(np.zeros(len(groups), dtype=np.bool_)), refused=refused)
-    unmixed = np.ones(len(groups) + 1, dtype=np.bool_)  # the last is for objects without a group
+    unmixed = np.ones(len(groups) + 1, dtype=np.bool_)  # last entry: objects without a group
     unmixed[groups.of_object[rows_of_mixes(groups.inventory)]] = False
     mixed = int((~unmixed[plan.groups]).sum())
     return replace(plan.where(unmixed[:-1]), mixed=mixed)
 
 
 def doubted_repairs(checked: PartCheck) -> dict[str, Refusal]:
-    """Return why repairs of a checked store would be refused, as in `VerifyFacts.doubted`.
+    """Return the refusals of the repairs that would mend the findings of a checked store.
 
-    Those are the repairs that mend the findings.
+    The keys are those of `VerifyFacts.doubted`.
     """
     found, own = checked.findings, described_groups(checked.groups)
     names = {"", *(code.name for code in codes() if code.doubts)}
@@ -95,7 +95,7 @@ def doubted_repairs(checked: PartCheck) -> dict[str, Refusal]:
 def left_remarks(plan: RepairPlan, *, stamps: bool) -> Iterator[str]:
     """Yield remarks about findings that a repair leaves.
 
-    stamps: the run writes a new stamp, which mends a stamp-mismatch.
+    stamps: whether the run writes a new stamp, which mends a stamp-mismatch.
     """
     instead, unplaced = remedies(), plan.unplaced
     mended = {"stamp-mismatch"} if stamps else set()
@@ -126,12 +126,14 @@ def repair(
     say_left: Say | None = None,
     on_progress: Callable[[int], None] = lambda groups: None,
 ) -> None:
-    """Remove the groups of a plan, and correct the tables of 3FS; count in the facts of the check.
+    """Remove the groups of a plan, and correct the tables of 3FS. Count both in `checked`.
 
-    checked: the check, which requested repairs.
-    first: also repair what belongs to no group; False in all other parts of a run.
-    say: takes remarks. say_left: takes remarks on groups that were not removed; by default, say
-    does. on_progress: takes the number of new groups.
+    checked: result of a check that requested repairs.
+    first: whether to release leaked pages as well, which belong to no group. Only the first part of
+        a run does.
+    say: takes remarks.
+    say_left: takes remarks about groups that were not removed; `say` by default.
+    on_progress: takes the number of new groups.
     Raises StoreUnavailable, UsageError.
     """
     say_left = say_left or say

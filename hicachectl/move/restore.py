@@ -1,4 +1,4 @@
-"""Restore the runs of a quarantine, sidecars first. Existing objects are never overwritten."""
+"""Restore page groups from the runs of a quarantine. Never overwrite an existing object."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
 
 _BATCH_OBJECTS = 1024
-_EPOCH_MARGIN_NS = 10_000_000  # file systems count time in steps of up to 10 ms
+_EPOCH_MARGIN_NS = 10_000_000  # times of a file system can be 10 ms too early
 _NO_MORE = "missing from the quarantine"
 _IN_STORE = (
     "already exists in the store; to restore this page, first remove the page from the store with "
@@ -82,20 +82,27 @@ def restore_groups(
     dry_run: bool = False,
     on_progress: Callable[[int], None] = lambda groups: None,
 ) -> GroupReport:
-    """Restore the selected groups of a quarantine, and remove them from their runs.
+    """Restore the selected groups of a quarantine, sidecars first, and remove them from their runs.
 
     A group is a conflict and stays in its run if the store has another object under one of its
-    keys; an object with equal bytes counts as put back. The newest run comes first: if a removal
-    was killed, and the next one took the rest of a page, its sidecars return before its anchors.
-    Rows also have `codes` (of the findings that caused the removal) and `detail`.
+    keys. An object that the store has with equal bytes counts as restored. The newest run comes
+    first, because after a killed removal the next run has the rest of a page: its sidecars, which
+    must return before the anchors in the older run. Rows also have `codes`, the codes of the
+    findings that caused the removal, and `detail`.
 
-    profile: profile of the pages' deployment. A 3FS store that servers of the plug-in use needs it,
-    with the weights.
+    profile: profile of the pages' deployment. A 3FS store that plug-in servers use needs it, with
+        the weights.
 
-    Raises, before any change: ProfileError if the store has pages of another deployment that its
-    keys do not name, UsageError if the quarantine is missing, has a run of another kind of store
-    or only runs of an earlier form, FormatError if what describes a run is damaged, UntrustedError
-    if an entry is a link or its owner is not trusted. Raises StoreUnavailable.
+    Raises, before any change:
+
+    - ProfileError if the store has pages of another deployment that its keys do not name.
+    - UsageError if the quarantine is missing, has a run of another kind of store, or has only runs
+    of
+      an earlier form.
+    - FormatError if run.json or findings.jsonl of a run is damaged.
+    - UntrustedError if an entry is a link or its owner is not trusted.
+
+    Raises StoreUnavailable at any time.
     """
     place = Quarantine(quarantine, store)
     tables, left, origins = [_COLUMNS.empty_table()], list[str](), list[str]()
@@ -116,7 +123,7 @@ def restore_groups(
                         tables += one.put_back(selection, on_progress)
                         left += held.remarks
                     lost += one.lost
-                    # The store's own quarantine stays its own if the directory is moved.
+                    # A store's own quarantine moves with it, so another path is the same store.
                     origins += [] if place.own else one.origins
                     if not dry_run:
                         one.tidy(directory)
@@ -134,9 +141,9 @@ def restore_groups(
 
 
 def _refuse_unusable(store: Store, quarantine: Directory, names: Iterable[str]) -> None:
-    """Raise UsageError for a run of another kind of store, FormatError for damaged findings.
+    """Raise UsageError for a run of another kind of store, or if all runs are of an earlier form.
 
-    Also UsageError if all runs are of an earlier form.
+    Raise FormatError for damaged findings.
     """
     usable, earlier = False, ""
     for name in names:
@@ -158,7 +165,7 @@ def _refuse_unusable(store: Store, quarantine: Directory, names: Iterable[str]) 
 
 
 def _opened(run: Run, left: list[str], jobs: int | None) -> Store | None:
-    """Open a locked run as a store; None, and a remark in `left`, if it cannot be restored."""
+    """Open a locked run as a store. If that is impossible, return None and add a remark to left."""
     why = "its purge was interrupted; complete it with hicachectl quarantine purge"
     if not run.is_purged:
         try:
@@ -172,8 +179,10 @@ def _opened(run: Run, left: list[str], jobs: int | None) -> Store | None:
 class _OneRun:
     """Restore of one run.
 
-    restored: number of groups. lost: number of objects that vanished from the run meanwhile.
-    origins: the URL of the run's store, if pages of it were asked for and it is another one.
+    restored: number of restored groups.
+    lost: number of objects that vanished from the run meanwhile.
+    origins: URL of the store from which the run was removed, if it is another store and the
+        selection has pages of the run.
     """
 
     def __init__(
@@ -186,7 +195,7 @@ class _OneRun:
         *,
         dry_run: bool,
     ) -> None:
-        """List the run. held: its objects, as a store."""
+        """List the run. held: the run opened as a store."""
         self.restored = self.lost = 0
         self.origins: list[str] = []
         self._store = store
@@ -209,7 +218,7 @@ class _OneRun:
     def put_back(
         self, selection: Selection, on_progress: Callable[[int], None]
     ) -> Iterator[pa.Table]:
-        """Restore the selected groups; yield tables with a row for each."""
+        """Restore the selected groups. Yield tables with a row for each group."""
         chosen = np.flatnonzero(selection.chosen(self.groups))
         origin = self._run.form.store
         self.origins = (
@@ -221,21 +230,24 @@ class _OneRun:
             on_progress(len(chosen[span]))
 
     def tidy(self, quarantine: Directory) -> None:
-        """Remove the run if nothing is left in it; a pack keeps all that was put back."""
+        """Remove the run if all its groups were restored.
+
+        A pack keeps restored objects, so the number of restored groups decides.
+        """
         if self.restored == len(self.groups) and self._held.traits.append_only:
             remove_run(quarantine, self._run.name, self._run.folder)
         else:
             remove_if_empty(quarantine, self._run, jobs_of(self._store))
 
     def _put_back(self, batch: IntArray) -> pa.Table:
-        """Restore some groups; return a row for each. batch: numbers of groups."""
+        """Restore some groups. Return a row for each. batch: numbers of the groups."""
         places, offsets = self.groups.objects_of(batch)
         owners = np.repeat(np.arange(len(batch)), np.diff(offsets))
         rows = self._inventory.take(places)
         result = MoveResult.of(self.groups.pages_at(batch))
         objects = GroupObjects(rows.column("key").combine_chunks(), owners, self._anchors[places])
         double = self._assess(rows, objects, result)
-        refused = ~result.open  # first in the table
+        refused = ~result.open  # the report names these first
         if not self._dry_run and result.open.any():
             self._publish(rows, objects, result, double)
         self.restored += int(result.open.sum())
@@ -243,7 +255,7 @@ class _OneRun:
         return report.take(pa.array(np.argsort(~refused, kind="stable")))
 
     def _assess(self, rows: pa.Table, objects: GroupObjects, result: MoveResult) -> BoolArray:
-        """Fail groups that cannot be restored; return which objects the store has, equal: [n]."""
+        """Fail groups that cannot be restored. Return which objects the store already has: [n]."""
         store = self._store
         columns = ["nbytes", *sorted({"locator"} & store.traits.columns)]
         seen, at = store.find(objects.keys, columns)
@@ -273,7 +285,10 @@ class _OneRun:
     def _publish(
         self, rows: pa.Table, objects: GroupObjects, result: MoveResult, double: BoolArray
     ) -> None:
-        """Put objects of open groups into the store, and remove copies from the run."""
+        """Put objects of open groups into the store, and remove copied objects from the run.
+
+        double: [n] whether the store already has the object with equal bytes.
+        """
         ready = result.open[objects.owners]
         if isinstance(self._store, Trailed) and isinstance(self._held, Trailed):
             trailed = _trailed_kinds(rows.filter(pa.array(ready)))
@@ -326,7 +341,7 @@ class _OneRun:
         """Return a row for each group of a batch."""
         groups = self.groups
         labels = [groups.labels[number] for number in groups.label_ids[batch].tolist()]
-        # In restored groups, only the objects that this run moved count.
+        # Of restored groups, count only the objects that this run put back.
         counted = np.flatnonzero(~double | ~result.open[owners])
         sizes = rows.column("nbytes").take(pa.array(counted))
         details = {p.group: f"{p.key}: {p.detail}" for p in reversed(result.problems)}
@@ -359,7 +374,7 @@ def _sizes_of(rows: pa.Table) -> IntArray:
 
 
 def _trailed_kinds(rows: pa.Table) -> set[tuple[str, int]]:
-    """Return suffix and size of the objects of a file store whose files have trailers."""
+    """Return (suffix, size) of the objects that have trailers, in a store of files."""
     columns = (rows.column(name).to_pylist() for name in ("key", "nbytes", "version"))
     return {
         (key[PAGE_DIGITS:].decode(), nbytes)
@@ -369,7 +384,7 @@ def _trailed_kinds(rows: pa.Table) -> set[tuple[str, int]]:
 
 
 def _restored(found: Result) -> Result:
-    """Return the result of a mover, with messages about a restore."""
+    """Return the result of a mover, with its messages worded for a restore."""
     return Result(
         found.statuses, {row: f"cannot be restored: {why}" for row, why in found.errors.items()}
     )

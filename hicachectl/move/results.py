@@ -48,7 +48,7 @@ class GroupStatus(IntEnum):
 class Problem:
     """Reason why a group was not copied, removed or restored completely.
 
-    key: key of the object at fault.
+    key: key of the faulty object; None if the reason concerns no single object.
     group: index in the `MoveResult`, or -1.
     """
 
@@ -59,7 +59,7 @@ class Problem:
 
 
 class ProblemRow(TypedDict):
-    """Row of a problem in a document."""
+    """Row for a problem in a document."""
 
     page: str | None
     key: str | None
@@ -71,7 +71,7 @@ class MoveResult:
     """Statuses of k page groups copied, removed or restored together.
 
     pages:    [k] page hashes.
-    statuses: [k] uint8 of GroupStatus. A group is open while DONE.
+    statuses: [k] uint8 of GroupStatus. A group is open while its status is DONE.
     objects, nbytes: number and bytes of objects removed, or written and not rolled back.
     """
 
@@ -93,14 +93,14 @@ class MoveResult:
         return is_open
 
     def include(self, groups: IntArray, part: MoveResult) -> None:
-        """Add the result of some groups. groups: indices in this result."""
+        """Add the result of some groups. groups: their indices in this result."""
         self.statuses[groups] = part.statuses
         self.problems += [replace(p, group=int(groups[p.group])) for p in part.problems]
         self.objects += part.objects
         self.nbytes += part.nbytes
 
     def fail(self, group: int, status: GroupStatus, key: bytes | None, detail: str) -> None:
-        """Set the status of an open group: the first reason counts."""
+        """Set the status of an open group. A closed group keeps its first reason."""
         if self.statuses[group] != GroupStatus.DONE:
             return
         self.statuses[group] = status
@@ -113,7 +113,7 @@ class MoveResult:
         self.problems.append(Problem(self.pages[group].as_py(), text, detail, group))
 
 
-MOST_PROBLEMS = 1000  # remembered by a run
+MOST_PROBLEMS = 1000  # problems that a run remembers
 _SHOWN = 20
 
 
@@ -123,7 +123,7 @@ def problem_rows(problems: Iterable[Problem]) -> list[ProblemRow]:
 
 
 def problem_lines(problems: Sequence[Problem], pages: int) -> Iterator[str]:
-    """Yield the first problems as messages, and the number of the other ones.
+    """Yield the first problems as messages, then the number of problems not shown.
 
     pages: number of pages with a problem.
     """
@@ -140,13 +140,15 @@ class CopyFacts(msgspec.Struct, kw_only=True):
     """Sums and messages of a copy, or of a part of it.
 
     pages, objects, bytes: number of pages, objects and bytes written and not rolled back.
-    skipped: pages that the destination has equal, by comparison or by the plan.
-    gone: pages that vanished from the source. conflicts: pages of which the destination has others.
-    moved: pages removed from the source after the copy. left_in_source: pages that a move leaves.
+    skipped: number of pages that the destination already had.
+    gone: number of pages that vanished from the source.
+    conflicts: number of pages for which the destination has other objects under the same keys.
+    moved: number of pages removed from the source after the copy.
+    left_in_source: number of pages that a move leaves in the source.
     complete: whether every batch was begun.
-    settled: whether a further run has nothing to do.
-    stopped_by: "" if nothing ended the copy early.
-    problems: the first MOST_PROBLEMS.
+    settled: whether another run would have nothing to do.
+    stopped_by: reason for an early end, else "".
+    problems: the first MOST_PROBLEMS problems.
     """
 
     pages: Count = 0
@@ -188,7 +190,7 @@ class CopyFacts(msgspec.Struct, kw_only=True):
 
 
 def total(parts: Iterable[msgspec.Struct], name: str) -> int:
-    """Return the sum of a count over the facts of parts."""
+    """Return the sum of one count over the facts of several parts."""
     return sum(getattr(part, name) for part in parts)
 
 
@@ -219,14 +221,14 @@ class _Group(TypedDict):
 
 
 class RemovedGroup(_Group):
-    """Row of a removed page group, or of a file that belongs to no page, which has a key."""
+    """Row for a removed page group, or for a removed file of no page, which has a key."""
 
     state: str
     key: NotRequired[str]
 
 
 class RestoredGroup(_Group):
-    """Row of a restored page group."""
+    """Row for a restored page group."""
 
     codes: list[str]
     state: str
@@ -234,20 +236,20 @@ class RestoredGroup(_Group):
 
 
 class PinnedGroup(_Group):
-    """Row of a page group that was pinned, or lost its pins."""
+    """Row for a page group that was pinned or unpinned."""
 
     state: str
 
 
 class Failure(TypedDict):
-    """Row of an object that could not be removed."""
+    """Row for an object that could not be removed."""
 
     key: str
     detail: str
 
 
 class UnnamedDeployment(TypedDict):
-    """Row of a deployment that no request names."""
+    """Row for a deployment that no request names."""
 
     group: str
     pages: int
@@ -255,7 +257,7 @@ class UnnamedDeployment(TypedDict):
 
 
 class FreeDocument(TypedDict):
-    """Member of a removal that frees space: the target, the loss, and the groups that stay."""
+    """Member `free` of a removal document: the target, the loss, and the groups that stay."""
 
     target: str
     limit_bytes: int
@@ -343,16 +345,17 @@ ROWS = schema_of(RemovedGroup).remove(6)
 class GroupReport:
     """Report of a run that removes or restores page groups.
 
-    rows: one for each group tried, or to be tried; `state` is one of the words above.
-    moved: number of objects quarantined or restored. deleted: number of objects deleted.
-    gone: number of objects that had vanished before.
+    rows: a row for each group that the run tried, or would try; `state` is one of the words above.
+    moved: number of objects quarantined or restored.
+    deleted: number of objects deleted.
+    gone: number of objects that had vanished earlier.
     nbytes: bytes of groups moved or deleted; None if a size is unknown.
-    failures: (key or path, message). untried: number of groups not begun, because the quarantine
-        cannot be written to.
-    place: the quarantine; None if nothing is kept.
-    busy: number of the quarantine's runs locked by another process.
-    left: remarks on runs of the quarantine that were left alone.
-    origins: URLs of other stores whose pages are restored.
+    failures: (key or path, message) for each failure.
+    untried: number of groups not begun, because the quarantine cannot be written to.
+    place: path of the quarantine; None if objects are deleted for good.
+    busy: number of runs of the quarantine that another process has locked.
+    left: remarks about runs of the quarantine that were left alone.
+    origins: URLs of other stores from which the restored pages were removed.
     """
 
     rows: pa.Table = field(default_factory=ROWS.empty_table, repr=False)
@@ -380,18 +383,18 @@ class GroupReport:
 
     @property
     def kept(self) -> int:
-        """Number of groups kept because a server had rewritten the faulty objects."""
+        """Number of groups kept, because a server had rewritten the faulty objects."""
         return self.count(KEPT)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the groups kept, as far as sizes are known."""
+        """Bytes of the groups kept. Objects of unknown size count as 0."""
         rows = self.rows.filter(pc.equal(self.rows.column("state"), KEPT))
         return byte_sum(rows.column("nbytes").fill_null(0).to_numpy())
 
     @property
     def conflicts(self) -> int:
-        """Number of groups not restored: the store has another object under a key."""
+        """Number of groups not restored, because the store has another object under a key."""
         return self.count(CONFLICT)
 
     @property
@@ -407,7 +410,7 @@ class GroupReport:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a removal took before it ended early; a batch at work may have taken more.
+    """Pages removed before a removal ended early. An unfinished batch may have removed more.
 
     pages: number of groups that lost objects.
     nbytes: bytes of these groups; None if a size is unknown.
@@ -418,7 +421,7 @@ class Taken:
     nbytes: int | None
 
     def text(self, wanted: int, noun: str = "page") -> str:
-        """Return the counts in words. wanted: number of groups or files to remove."""
+        """Return the counts as a sentence. wanted: number of groups or files to remove."""
         objects = f"{counted(self.objects, 'object')} of " if noun == "page" else ""
         return (
             f"Removed at least {objects}{counted(self.pages, noun)} ({human_size(self.nbytes)}) of "
@@ -430,7 +433,7 @@ class Taken:
 def telling(taken: Callable[[], Taken], tell: Callable[[Taken], None]) -> Iterator[None]:
     """Report the removals so far if a signal ends the block.
 
-    A lost store is reported, too, once an object has been removed.
+    Also report them if a lost store ends it after the first removal.
     """
     try:
         yield
@@ -446,7 +449,7 @@ def telling(taken: Callable[[], Taken], tell: Callable[[Taken], None]) -> Iterat
 
 
 def states_of(statuses: npt.NDArray[np.uint8], done: str) -> pa.StringArray:
-    """Return each status's state. done: the state for DONE."""
+    """Return the state for each status: one of the words above. done: state for DONE."""
     texts = [_TEXTS.get(status, FAILED) for status in GroupStatus]
     texts[GroupStatus.DONE] = done
     return pa.array(texts).take(pa.array(statuses))

@@ -1,8 +1,8 @@
-"""Marks on unfinished writes, by which a run finds what a killed run of the same request left.
+"""Marks on unfinished writes, by which a run finds those that a killed run of its request left.
 
-The mark of a request lies in a file of the user's state directory, under a name made from the
-request. The process that uses the mark holds the file's lock. A run that ends by itself leaves no
-unfinished writes, and removes the file.
+A file in the user's state directory, named by a hash of the request, has the mark. The process that
+uses the mark holds the file's lock. A run that is not killed leaves no unfinished writes, and
+removes the file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAME_DIGITS = 32
 
 
 class RequestHeldError(UsageError):
-    """Another process does the same request."""
+    """Another process is carrying out the same request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class RunMark:
         return cls(os.urandom(_OWNER_BYTES).hex(), remark=remark)
 
     def put(self, *stores: Store) -> None:
-        """Mark unfinished writes from now on; remove those of ended processes.
+        """Mark unfinished writes from now on, and remove unfinished writes of ended processes.
 
         Stores without marks are left alone. Raises StoreUnavailable.
         """
@@ -68,10 +68,10 @@ class RunMark:
 
 @contextmanager
 def held_mark(request: bytes) -> Iterator[RunMark]:
-    """Yield the mark of a request, held until the block ends.
+    """Yield the mark of a request, and hold its lock until the block ends.
 
-    request: text that is equal for equal requests only.
-    If the state directory cannot be used, the mark is a new one, as its remark says.
+    If the state directory cannot be used, the mark is new, and its remark says so.
+    request: text that is equal only for equal requests.
     Raises RequestHeldError if another process holds the mark, UntrustedError.
     """
     name = hashlib.sha256(request).hexdigest()[:_NAME_DIGITS]
@@ -100,7 +100,7 @@ def held_mark(request: bytes) -> Iterator[RunMark]:
 
 
 def _state_directory() -> Path:
-    """Return the directory of marks (XDG)."""
+    """Return the directory of marks below XDG_STATE_HOME."""
     base = Path(os.environ.get("XDG_STATE_HOME") or "")
     if not base.is_absolute():
         base = Path(os.path.expanduser("~"), ".local/state")  # noqa: PTH111 - it never fails
@@ -122,7 +122,7 @@ def _locked(directory: Directory, name: str) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # its last holder has removed the file
+        os.close(descriptor)  # the process that held the lock has removed this file
 
 
 def _mark_in(descriptor: int) -> RunMark:

@@ -38,13 +38,13 @@ _LAST_BYTES = 256 << 10  # bytes of a batch when the destination is nearly full
 # Waits before each retry of raced groups, for their writer to finish. Mooncake drops a killed
 # writer's unfinished objects after 30 s.
 _WAIT_SECONDS = (0.5, 1.5, 4.0, 10.0, 20.0)
-_LEASE_SECONDS = 15.0  # usually longer than the leases that reading grants
+_LEASE_SECONDS = 15.0  # usually longer than the leases that reads are granted
 
 
 class CopyRun:
     """Copy of page groups; `move` also removes them from the source.
 
-    facts: sum of all batches so far.
+    facts: sums over all batches so far.
     """
 
     def __init__(self, stores: StorePair, groups: PageGroups, facts: CopyFacts) -> None:
@@ -65,11 +65,11 @@ class CopyRun:
         # Groups of each survey.
         self._raced: dict[Survey, list[int]] = defaultdict(list)
         self._without_room: dict[Survey, list[int]] = defaultdict(list)
-        self._left_out = False  # whether batches were not even begun
-        # Groups to remove from the source, with the end of the leases that reading granted.
+        self._left_out = False  # whether some batches were not begun
+        # Groups to remove from the source, each with the time at which the leases of its reads end.
         self._leaving: deque[tuple[float, Survey, IntArray]] = deque()
         self._trial = Trial(stores.source, stores.destination, groups)
-        # Pages that a trial cannot read again leave after the trial of another one.
+        # A page that its trial cannot read again leaves only after the trial of another page.
         self._untried: list[tuple[Survey, IntArray]] = []
 
     def stop(self) -> None:
@@ -86,8 +86,10 @@ class CopyRun:
         """Copy the groups of plans in order.
 
         on_copied: takes the bytes written of each batch, and the bytes of the plans.
-        Both are called in the thread that calls `copy`. On an exception, begun batches finish
-        first. Raises StoreUnavailable, and UsageError if a group is larger than the buffer.
+        on_done: takes each batch and its result.
+        Both are called in the thread that called `copy`. If an exception ends the copy, batches
+        already begun are finished first. Raises StoreUnavailable, and UsageError if a group is
+        larger than the buffer.
         """
         total = max(sum(plan.demand()[1] for plan in plans), 1)
 
@@ -98,7 +100,7 @@ class CopyRun:
         works, full = [work for plan in plans for work in plan.works()], self._executor.full
         rest = works
         if self._options.move and works:
-            # The trial uses the stores between two passes, so a short pass comes first.
+            # A trial needs both stores while no pass is running, so a short pass comes first.
             self._pass([works[0].only(slice(TRIAL_PAGES))], noted)
             self._remove(self._free(all_=True))
             rest = [works[0].only(slice(TRIAL_PAGES, None)), *works[1:]]
@@ -129,7 +131,7 @@ class CopyRun:
         *,
         alone: bool = False,
     ) -> None:
-        """Copy groups. alone: in small batches, one at a time."""
+        """Copy groups. alone: whether to copy small batches, one at a time."""
         options = self._options
         jobs = 1 if alone else self._jobs
         most_bytes = min(_LAST_BYTES if alone else _BATCH_BYTES, options.buffer_bytes // jobs)
@@ -157,9 +159,10 @@ class CopyRun:
     def _fill_up(
         self, works: Sequence[PageWork], on_done: Callable[[PageBatch, MoveResult], None]
     ) -> None:
-        """Copy groups without room again, one batch at a time, until the room ends.
+        """Retry the groups that found no room, one batch at a time, until the destination is full.
 
-        Concurrent batches compete for the last room and are all rolled back, which frees room.
+        Concurrent batches competed for the last room, and all of them were rolled back. That left
+        room for some.
         """
         left_out, begun = self._left_out, self._without_room
         last = [work.only(np.isin(work.items, begun[work.survey])) for work in works]
@@ -169,7 +172,7 @@ class CopyRun:
             self._executor.full.set()
 
     def _try_again(self, on_done: Callable[[PageBatch, MoveResult], None]) -> None:
-        """Compare groups that other writers finished; write those that a killed writer left.
+        """Retry raced groups: compare objects that other writers finished, and write the others.
 
         A store drops a killed writer's unfinished objects after some time.
         """
@@ -184,7 +187,7 @@ class CopyRun:
         self._pass(works, on_done)
 
     def _copied(self, batch: PageBatch, result: MoveResult) -> None:
-        """Count a batch's result; let completed groups of a move leave the source."""
+        """Count a batch's result, and remove the completed groups of a move from the source."""
         survey, options = batch.survey, self._options
         done = batch.items[np.isin(result.statuses, (GroupStatus.DONE, GroupStatus.SAME))]
         if options.move:
@@ -194,7 +197,8 @@ class CopyRun:
                 self._fail(survey, done[left_over], why)
                 done = done[~left_over]
             if len(done) and batch.action in READS_BACK:
-                # The copy will soon be the only one, and another writer may have left it unsynced.
+                # The copy will soon be the only one, and the writer of equal objects may not have
+                # synced them.
                 self._destination.flush()
         with self._lock:
             self.facts.add(result)
@@ -216,7 +220,7 @@ class CopyRun:
             self.facts.fail([Problem(page, None, why) for page in pages])
 
     def _free(self, *, all_: bool = False) -> Iterator[tuple[Survey, IntArray]]:
-        """Yield the groups to remove whose leases have ended. all_: all groups."""
+        """Yield the groups to remove of which the leases have ended. all_: yield all groups."""
         while True:
             with self._lock:
                 if not self._leaving or not (all_ or self._leaving[0][0] <= time.monotonic()):

@@ -1,4 +1,4 @@
-"""Pairs of stores: the copies between them, and the trailers of the copies."""
+"""Pairs of stores: check a copy between them, and decide which trailers the copies get."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from hicachectl.profiles.identities import Expected
 
 
-_JOBS = 3  # one reads while the others write or wait for the disk
+_JOBS = 3  # batches at a time: one is read while the others are written or synced
 
 TrailerMode = Literal["auto", "write", "drop"]
 
@@ -59,14 +59,15 @@ TrailerMode = Literal["auto", "write", "drop"]
 class CopyOptions:
     """Options of a copy.
 
-    jobs: number of batches copied at a time; three if not given. Between two stores that spread
-        their calls, it is at most three.
-    verify: whether to read back and compare each copy; always with move.
+    jobs: number of batches copied at a time; three by default, and at most three between stores
+        that
+        both spread their calls.
+    verify: whether to read back and compare each copy; always true for a move.
     move: whether to remove the originals of compared copies.
     pin: whether to protect pages from eviction.
     pin_seconds: duration of the pins.
     deadline: `time.monotonic()` after which no batch is begun.
-    trailers: choice of the trailers to write; see `plan_trailers`.
+    trailers: mode that decides which trailers to write; see `plan_trailers`.
     """
 
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
@@ -80,7 +81,7 @@ class CopyOptions:
     trailers: TrailerMode = "auto"
 
     def __post_init__(self) -> None:
-        """Let a move verify its copies, since it removes their originals."""
+        """Let a move verify its copies, because it removes the originals."""
         object.__setattr__(self, "verify", self.verify or self.move)
 
     @property
@@ -93,13 +94,13 @@ class StorePair:
     """A source, a destination, and the transfer between them.
 
     profile: profile of the source; None if only its keys are known.
-    target: profile of the destination; None for the source's.
+    target: profile of the destination; None if it is the source's, too.
     grammar: grammar of the keys to write: the destination's, or the source's for a new pack.
-    trailers: how the trailers of objects are copied.
-    adopts: whether both stores are one, and its objects get trailers where they are.
+    trailers: plan for the trailers of the copies.
+    adopts: whether both stores are one store, and its files get trailers in place.
     options: options of the copies.
     jobs: number of batches copied at a time.
-    remarks: messages about the pair, also on objects that lie where no server looks for them.
+    remarks: messages about the pair, also about objects that lie where no server looks for them.
     """
 
     def __init__(
@@ -114,8 +115,8 @@ class StorePair:
     ) -> None:
         """Plan the transfer; set the destination's grammar, profile and trailers.
 
-        may_adopt: let both stores be one if trailers are to be written.
-        Raises UsageError, ProfileError or UnsupportedByBackend if that is impossible, and
+        may_adopt: whether both stores may be one store if trailers are to be written.
+        Raises UsageError, ProfileError or UnsupportedByBackend if the transfer is impossible, and
         StoreUnavailable.
         """
         self.source = source
@@ -153,10 +154,10 @@ class StorePair:
             )
 
     def refuse_one_place(self, changed: Store, option: str) -> None:
-        """Raise StoreUnavailable if a new file in one store shows in the other.
+        """Raise StoreUnavailable if a new file in one store also appears in the other store.
 
-        Different device numbers prove nothing: mounts give one directory several.
-        changed: the store from which an option would remove objects that the other store has.
+        Different device numbers prove nothing, because one directory can have several mounts.
+        changed: store from which the option would remove objects.
         """
         other = self.destination if changed is self.source else self.source
         if not (self._keeps_keys and isinstance(changed, Mounted) and isinstance(other, Mounted)):
@@ -167,9 +168,11 @@ class StorePair:
                 raise StoreUnavailable(one_place(self.source.url, evidence, option))
 
     def claim(self) -> None:
-        """Name the deployment to write in a destination whose keys do not, before the first write.
+        """State the deployment to write in a destination of which the keys do not name it.
 
-        Raises ProfileError if the destination has pages of another one, StoreUnavailable.
+        Call this before the first write. Raises ProfileError if the destination has pages of
+        another
+        deployment, StoreUnavailable.
         """
         refuse_other_owner(self.destination, self.target, claims=True)
 
@@ -179,7 +182,7 @@ class StorePair:
         return self._plan is None
 
     def _planned(self) -> TransferPlan | None:
-        """Return a page's transfer; None if all objects keep key and bytes."""
+        """Return the transfer of a page; None if all objects keep key and bytes."""
         source, profile = self.source, self.profile
         same = bool(self._shared) and source.places == self.destination.places
         if self.target in (None, profile) and self.grammar == source.grammar:
@@ -209,7 +212,7 @@ class StorePair:
         """Return the route of each deployment to copy."""
         if self._plan is not None:
             return [planned_route(table.deployments[0], self._plan)]
-        if self.adopts:  # only pages of the profile's deployment
+        if self.adopts:  # trailers name the profile's weights, so adopt only its deployment
             return list(verbatim_routes(table.deployments[:1]))
         return list(verbatim_routes(table.deployments))
 
@@ -229,9 +232,10 @@ class StorePair:
         asks: bool = False,
         on_batch: Callable[[int], None] = lambda objects: None,
     ) -> list[Survey]:
-        """Survey the groups of each deployment in both stores, or of the first only.
+        """Survey the groups of each deployment in both stores.
 
-        asks: ask the destination for each object, instead of listing it.
+        first_only: whether to survey the first deployment only.
+        asks: whether to look up each object in the destination, instead of listing it.
 
         Raises ProfileError if a listing shows that the destination has objects of another topology
         under the same keys, StoreUnavailable.
@@ -251,25 +255,25 @@ class StorePair:
 
 
 def _shared_places(source: Store, destination: Store) -> set[Hashable]:
-    # One class can add abilities to another: NIXL stores with and without side files.
+    # One class may extend the other: a NIXL store with side files is a subclass.
     if not (isinstance(source, type(destination)) or isinstance(destination, type(source))):
         return set()
     return set(source.places) & set(destination.places)
 
 
 _ASKED_AT_ONCE = 8192
-_STATED = ["identity", "own_rank", "ranked"]  # columns of `read_trailers`
+_STATED = ["identity", "own_rank", "ranked"]  # columns that `read_trailers` returns
 
 
 @dataclass(frozen=True, slots=True)
 class TrailerPlan:
-    """Which trailers copied objects get.
+    """Plan for the trailers that copied objects get.
 
-    expected: identities of the source's objects.
-    identities: identities in new trailers, keyed by affix; empty to write no trailers.
-    keeps: copies have the trailers of their sources, by system copies of all objects.
-    bare: objects without a trailer are copied, also from a store with trailers.
-    always: no object may lack its trailer afterwards.
+    expected: identities that the objects of the source should have.
+    identities: identities to write into new trailers, keyed by affix; empty to write no trailers.
+    keeps: whether copies keep the trailers of their sources, because the system copies whole files.
+    bare: whether objects without a trailer are copied, even from a store with trailers.
+    always: whether every object must have a trailer afterwards.
     remark: message for the user, or "".
     """
 
@@ -283,11 +287,11 @@ class TrailerPlan:
     remark: str = ""
 
     def acceptance(self, inventory: Inventory) -> Acceptance:
-        """Return which objects of the source can be copied."""
+        """Return the rule that decides which objects of the source can be copied."""
         return Acceptance(self.source, inventory, self.expected, bare=self.bare)
 
     def refused(self, groups: PageGroups) -> Iterable[tuple[BoolArray, str]]:
-        """Yield groups with objects that cannot be copied, [groups], and the reason."""
+        """Yield masks of groups that cannot be copied, [groups], each with the reason."""
         acceptance = self.acceptance(groups.inventory)
         if not acceptance.compares:
             return
@@ -296,15 +300,15 @@ class TrailerPlan:
             (OTHER, f"with objects of {OTHER_BYTES}; hicachectl verify lists them"),
             (BARE, "with objects without a trailer; --trailers write or drop copies them"),
         ):
-            found = np.zeros(len(groups) + 1, dtype=np.bool_)  # the last: objects without a group
+            found = np.zeros(len(groups) + 1, dtype=np.bool_)  # last entry: objects without a group
             found[groups.of_object[values == value]] = True
             yield found[:-1], why
 
     def with_foreign(self, survey: Survey, objects: pa.Table) -> Survey:
-        """Return the survey with groups that have targets which servers refuse.
+        """Return the survey with its `foreign` and `unproven` groups, as the trailers show them.
 
-        Trailers also prove in which layout the destination has an object. objects: the source's
-        listing.
+        A trailer also proves in which layout the destination has an object.
+        objects: listing of the source.
         """
         markers = markers_of(self.destination)
         if not isinstance(self.destination, Trailed) or not (markers or self.always):
@@ -329,9 +333,9 @@ class TrailerPlan:
         return replace(survey, foreign=foreign, unproven=unproven)
 
     def with_adopted(self, survey: Survey) -> Survey:
-        """Return the survey of one store: the destination has the targets that need no trailer.
+        """Return the survey of one store, where objects that need no trailer count as copied.
 
-        Opens each object that may have a trailer.
+        Open each object that may have a trailer.
         """
         assert isinstance(self.destination, Trailed)
         targets = survey.route.targets
@@ -357,7 +361,7 @@ class TrailerPlan:
         return self.identities.get(target.affix)
 
     def _doubtful(self, survey: Survey, markers: list[Marker]) -> BoolArray:
-        """Return which targets can have another trailer in the destination: [targets]."""
+        """Return which targets may have another trailer in the destination: [targets]."""
         known: dict[str, set[bytes]] = defaultdict(set)
         for marker in (*markers, *(markers_of(self.source) if self.keeps else ())):
             known[marker.suffix].add(marker.identity.hash())
@@ -370,12 +374,16 @@ class TrailerPlan:
     def _wanted(
         self, survey: Survey, at: IntArray, targets: IntArray, objects: pa.Table
     ) -> list[bytes | None]:
-        """Return the identity that each target's copy would have; None if unknown."""
+        """Return the identity that the copy of each target would have; None if unknown.
+
+        at, targets: survey row and target of each copy.
+        objects: listing of the source.
+        """
         if not self.keeps:
             known = [self.identities.get(target.affix) for target in survey.route.targets]
             hashes = [None if identity is None else identity.hash() for identity in known]
             return [hashes[target] for target in targets.tolist()]
-        # Each object keeps its key: targets are numbered like their sources.
+        # Each object keeps its key, so a target has the number of its source.
         items, places = np.unique(at, return_inverse=True)
         slots = survey.rows.slots(items, np.arange(len(survey.route.sources)))
         rows = slots[places, targets]
@@ -386,7 +394,7 @@ class TrailerPlan:
 def plan_trailers(stores: StorePair, mode: TrailerMode) -> TrailerPlan:
     """Decide which trailers are written, and tell the destination.
 
-    Raises UsageError if that is impossible, or if copies without trailers could mix weights.
+    Raises UsageError if the mode is impossible, or if copies without trailers could mix weights.
     """
     source, destination, target = stores.source, stores.destination, stores.target
     expected = expected_identities(source, stores.profile)
@@ -424,7 +432,7 @@ def plan_trailers(stores: StorePair, mode: TrailerMode) -> TrailerPlan:
 
 
 def _bare_remark(stores: StorePair) -> str:
-    """Return a remark if servers of the destination refuse copies without trailers."""
+    """Return a remark if servers of the destination refuse copies without trailers, else ""."""
     specs = () if stores.target is None else object_specs(stores.target, stores.grammar)
     suffixes = {marker.suffix for marker in markers_of(stores.destination)}
     if suffixes.isdisjoint(spec.affix[1] for spec in specs):
@@ -451,7 +459,7 @@ def _cannot_write(destination: Store, *, trailed: bool) -> str:
 
 
 def _refuse_mixtures(stores: StorePair, markers: list[Marker], expected: Expected) -> None:
-    """Raise UsageError if objects that only their trailers tell apart would lose these."""
+    """Raise UsageError if copies would lose the trailers that alone tell objects apart."""
     url = stores.source.url
     if stores.profile is not None and not stores.unchanged and not expected.identities:
         raise UsageError(f"{url}: the weights of its objects are unknown: {expected.unknown}")
@@ -468,7 +476,7 @@ def _refuse_mixtures(stores: StorePair, markers: list[Marker], expected: Expecte
 def _others(
     markers: Iterable[Marker], identities: Mapping[Affix, Identity]
 ) -> Mapping[Affix, Identity]:
-    """Return the identities of other deployments' objects, which keep key and bytes."""
+    """Return the identities of other deployments, the objects of which keep key and bytes."""
     found = _by_suffix(markers)
     return {
         ("", suffix): next(iter(of.values()))
@@ -478,7 +486,7 @@ def _others(
 
 
 def _by_suffix(markers: Iterable[Marker]) -> dict[str, dict[bytes, Identity]]:
-    """Return the identities of each suffix, by their hash."""
+    """Return the identities of each suffix, keyed by identity hash."""
     found: dict[str, dict[bytes, Identity]] = defaultdict(dict)
     for marker in markers:
         found[marker.suffix][marker.identity.hash()] = marker.identity
@@ -486,16 +494,17 @@ def _by_suffix(markers: Iterable[Marker]) -> dict[str, dict[bytes, Identity]]:
 
 
 def _digest(destination: Trailed, markers: Iterable[Marker], new: Mapping[Affix, Identity]) -> str:
-    """Return the kind of digest that the destination's objects have, else the source's."""
+    """Return the digest algorithm of the destination's objects, else of the source's objects."""
     hashes = {identity.hash() for identity in new.values()}
     own = [one.digest for one in destination.markers() if one.identity.hash() in hashes]
     return next(iter([*own, *(one.digest for one in markers)]), DEFAULT_DIGEST)
 
 
 def _identities_in(store: Store, keys: pa.BinaryArray | pa.ChunkedArray) -> list[bytes | None]:
-    """Return the identity in each object's trailer.
+    """Return the hash of the identity in each object's trailer.
 
-    None without one, and for null keys; no bytes in a trailer of another rank.
+    Return None for an object without a trailer and for a null key, and b"" for a trailer of
+    another rank.
     """
     assert isinstance(store, Trailed)
     known = pa.table({"key": keys}).filter(keys.is_valid())

@@ -35,12 +35,12 @@ class Action(IntEnum):
     NOTHING = 0  # nothing to copy, or not chosen
     SKIP = 1  # the destination has the whole group
     COPY = 2
-    COMPLETE = 3  # the destination has part of the group: if equal, add the rest
+    COMPLETE = 3  # the destination has part of the group: compare it, and add the rest if equal
     COMPARE = 4  # the destination has the whole group: compare bytes
     REPLACE = 5  # remove from the destination, then copy
     CONFLICT = 6  # the destination has another object under one of the keys
-    CLEAR = 7  # the source has only a rest of what the destination has whole: compare the rest
-    ADOPT = 8  # both stores are one: give the objects of the group trailers
+    CLEAR = 7  # the source has a rest of a moved group: compare it, then remove it
+    ADOPT = 8  # both stores are one: give the files of the group trailers
 
 
 WRITING = (Action.COPY, Action.COMPLETE, Action.REPLACE, Action.ADOPT)
@@ -52,10 +52,11 @@ READS_BACK = (Action.COMPLETE, *COMPARING)
 class Route:
     """Route of the pages of one deployment.
 
-    sources:  source objects of a page: the deployment's first specs. Objects of other specs are not
-        copied.
-    targets:  destination objects of a page; a target of UNKNOWN_SIZE is as large as its source.
-    units:    transfers of some sources to some targets, with indices into `sources` and `targets`.
+    sources:  objects that are read for a page: the first specs of the deployment. Objects of other
+        specs are not copied.
+    targets:  objects that are written for a page. A target of UNKNOWN_SIZE is as large as its
+        source.
+    units:    transfers of some sources to some targets, as indices into `sources` and `targets`.
     verbatim: whether all objects keep their bytes.
     """
 
@@ -74,12 +75,12 @@ class Route:
         return " ".join(filter(None, (*reversed(deployment.names.columns.values()), sizes)))
 
     def keys(self, targets: IntArray, pages: pa.StringArray) -> pa.BinaryArray:
-        """Return the keys of targets, one for each page."""
+        """Return the key of one target for each page. targets: [pages]."""
         return join_keys([target.affix for target in self.targets], pa.array(targets), pages)
 
     @cached_property
     def sizes(self) -> IntArray:
-        """Expected bytes of each source: [sources], UNKNOWN_SIZE if only the listing has them."""
+        """Expected bytes of each source: [sources]. UNKNOWN_SIZE if only listings have it."""
         return np.array([source.nbytes for source in self.sources], dtype=np.int64)
 
     @cached_property
@@ -92,7 +93,7 @@ class Route:
 
     @cached_property
     def relaid(self) -> BoolArray:
-        """Which targets have their sources' size, but other bytes: [targets]."""
+        """Which targets have the size of their sources, but bytes in another layout: [targets]."""
         relaid = np.zeros(len(self.targets), dtype=np.bool_)
         for unit in self.units:
             sizes = sorted(self.sizes[list(unit.sources)])
@@ -102,12 +103,12 @@ class Route:
 
     @cached_property
     def target_bytes(self) -> IntArray:
-        """Bytes of each target: [targets], UNKNOWN_SIZE if it is as large as its source."""
+        """Bytes of each target: [targets]. UNKNOWN_SIZE if the target is as large as its source."""
         return np.array([target.nbytes for target in self.targets], dtype=np.int64)
 
     @cached_property
     def expected_bytes(self) -> IntArray:
-        """Expected bytes of each target: [targets], or UNKNOWN_SIZE."""
+        """Expected bytes of each target: [targets]. UNKNOWN_SIZE if its source has this, too."""
         expected, sizes = self.target_bytes.copy(), self.sizes
         for unit in self.units:
             for target, source in zip(unit.destinations, unit.sources, strict=False):
@@ -117,7 +118,7 @@ class Route:
 
 
 def verbatim_routes(deployments: tuple[Deployment, ...]) -> Iterator[Route]:
-    """Yield a route for each deployment in which every object keeps its key and bytes."""
+    """Yield one route for each deployment. In it, every object keeps its key and bytes."""
     for number, deployment in enumerate(deployments):
         specs = deployment.specs
         yield Route(
@@ -134,7 +135,7 @@ def verbatim_routes(deployments: tuple[Deployment, ...]) -> Iterator[Route]:
 
 
 def planned_route(deployment: Deployment, plan: TransferPlan) -> Route:
-    """Return the route of a plan. deployment: the profile's, the first of its store."""
+    """Return the route of a plan. deployment: the profile's deployment, index 0 of its store."""
     return Route(
         deployment_id=0,
         deployment=deployment,
@@ -146,24 +147,27 @@ def planned_route(deployment: Deployment, plan: TransferPlan) -> Route:
 
 
 IfExists = Literal["skip", "verify", "overwrite"]
-Objects = tuple["IntArray", "IntArray", "IntArray"]  # group, target and bytes of each object
+Objects = tuple["IntArray", "IntArray", "IntArray"]  # survey row, target and bytes of each object
 
 
 @dataclass(frozen=True, eq=False)
 class Survey:
     """The n groups of one route, with their objects in both stores.
 
-    groups: [n] group numbers of the source. pages: [n] page hashes.
-    rows:   table of the route's sources; a slot has the object's row in the inventory.
-    sizes:  bytes of each row of the inventory; UNKNOWN_SIZE if neither store nor profile has them.
-    wanted: table of targets to write; a slot has the target's bytes, or UNSIZED if a source's size
-        is unknown or not as expected.
-    existing: table of targets in the destination; a slot has the bytes, or UNSIZED.
-    strays: [n] whether a group has objects that are not sources of the route.
-    times:  mtime_ns of each row of the inventory, null if the store keeps none.
+    groups: [n] group numbers of the source.
+    pages:  [n] page hashes.
+    rows:   table of the route's sources. A slot has the object's row in the inventory.
+    sizes:  bytes of each row of the inventory; UNKNOWN_SIZE if neither store nor profile states
+        them.
+    wanted: table of the targets to write. A slot has the target's bytes, or UNSIZED if a source has
+        an
+        unknown or unexpected size.
+    existing: table of the targets in the destination. A slot has the target's bytes, or UNSIZED.
+    strays: [n] whether the group has objects that are not sources of the route.
+    times:  mtime_ns of each row of the inventory; null if the store keeps no times.
     foreign: [n] whether a target in the destination has another identity than its copy would have.
-    unproven: [n] whether only a comparison of bytes shows that the destination has the group: its
-        objects have the size of the source's, which are laid out otherwise.
+    unproven: [n] whether only a comparison of bytes can show that the destination has the group,
+        because its objects have the right size but perhaps the source's layout.
     """
 
     route: Route
@@ -190,7 +194,9 @@ class Survey:
 
     @cached_property
     def left_over(self) -> BoolArray:
-        """Which groups have uncopied objects, except replicas of copied ones: [n]."""
+        """Which groups have objects that are not copied, apart from replicas of copied objects:
+        [n].
+        """
         left = self.strays.copy()
         for unit in self.route.units:
             groups, complete = self.rows.holders(unit.sources)
@@ -199,7 +205,7 @@ class Survey:
 
     @cached_property
     def unfit(self) -> BoolArray:
-        """Which groups have a source of unknown or wrong size: [n]."""
+        """Which groups have a source of unknown or unexpected size: [n]."""
         blocks = self.wanted.blocks
         return self.wanted.where(block.values == UNSIZED for block in blocks).having()
 
@@ -208,7 +214,7 @@ class Survey:
         return self.route.keys(targets, self.pages.take(pa.array(items)))
 
     def having(self, found: Iterable[Objects]) -> Survey:
-        """Return the survey of a destination that has these targets."""
+        """Return the survey for a destination that has these targets."""
         return replace(self, existing=_table(self.route, self.existing.count, found))
 
     def as_if_written(self, items: IntArray) -> Survey:
@@ -234,7 +240,7 @@ def survey_source(groups: PageGroups, routes: Iterable[Route]) -> list[Survey]:
 
 def _survey(groups: PageGroups, route: Route, sizes: IntArray, times: pa.Int64Array) -> Survey:
     table, span = groups.tables[route.deployment_id], groups.span(route.deployment_id)
-    # An object set holds either sources only or no source.
+    # The columns of a block form one object set, which has only sources or no source.
     taken = [block for block in table.blocks if block.columns[0] < len(route.sources)]
     others = [block for block in table.blocks if block.columns[0] >= len(route.sources)]
     rows = GroupTable(route.sources, table.count, tuple(taken))
@@ -268,7 +274,7 @@ def made_of(route: Route, rows: GroupTable, sizes: IntArray, *, partly: bool = F
         sources = np.array(unit.sources, dtype=np.int64)
         actual = sizes[rows.slots(groups, sources)]
         expected = route.target_bytes[list(unit.destinations)]
-        if expected[0] == UNKNOWN_SIZE:  # the size of the single source
+        if expected[0] == UNKNOWN_SIZE:  # a single source, which keeps its size
             nbytes = np.where(actual == UNKNOWN_SIZE, UNSIZED, actual)
         else:
             unfit = (actual != route.sizes[sources]).any(axis=1, keepdims=True)
@@ -279,10 +285,11 @@ def made_of(route: Route, rows: GroupTable, sizes: IntArray, *, partly: bool = F
 
 
 def compare(wanted: GroupTable, existing: GroupTable) -> tuple[BoolArray, BoolArray, BoolArray]:
-    """Compare the wanted targets with the destination's.
+    """Compare the wanted targets with the targets in the destination.
 
     Return three arrays [n]: whether the destination has any wanted target of the group, lacks any,
-    and has any in another size. An unknown size equals any size. wanted, existing: see `Survey`.
+    and has any in another size. An unknown size equals any size.
+    wanted, existing: see `Survey`.
     """
     some, lacks, differs = np.zeros((3, wanted.count), dtype=np.bool_)
     for block, theirs in zip(wanted.blocks, existing.blocks, strict=True):
@@ -294,7 +301,7 @@ def compare(wanted: GroupTable, existing: GroupTable) -> tuple[BoolArray, BoolAr
 
 
 def decide(survey: Survey, chosen: BoolArray, if_exists: IfExists) -> npt.NDArray[np.int8]:
-    """Return the action for each group: [n] of Action. chosen: [n] whether a group is wanted."""
+    """Return the action for each group: [n] of Action. chosen: [n] whether to copy the group."""
     some, lacks, differs = compare(survey.wanted, survey.existing)
     actions = np.full(len(survey.groups), Action.COPY, dtype=np.int8)
     actions[some] = Action.COMPLETE
@@ -309,16 +316,16 @@ def decide(survey: Survey, chosen: BoolArray, if_exists: IfExists) -> npt.NDArra
 
 
 def conflicts(survey: Survey, items: IntArray) -> list[Problem]:
-    """Return a problem for each page of which the destination has another object.
+    """Return a problem for each page in conflict, at most MOST_PROBLEMS.
 
-    items: rows of the survey, of which the first MOST_PROBLEMS are named.
+    items: rows of the survey.
     """
     items = items[:MOST_PROBLEMS]
     owners, targets, sizes = survey.wanted.objects(items)
     theirs = survey.existing.slots(items, np.arange(len(survey.route.targets)))[owners, targets]
     unlike = np.flatnonzero(~fits(theirs, sizes))
     _, first = np.unique(owners[unlike], return_index=True)
-    named = unlike[first]  # one object of each page that has objects of another size
+    named = unlike[first]  # one object for each page that has objects of another size
     keys = survey.keys(items[owners[named]], targets[named]).to_pylist()
     pages = survey.pages.take(pa.array(items)).to_pylist()
     other = "the destination has an object of another identity under a key of this page"
@@ -331,7 +338,7 @@ def conflicts(survey: Survey, items: IntArray) -> list[Problem]:
 
 
 def _table(route: Route, count: int, objects: Iterable[Objects]) -> GroupTable:
-    """Return a table of targets; if a slot has several, the first counts."""
+    """Return a table of targets. If a slot gets several objects, the first counts."""
     nothing = np.zeros(0, dtype=np.int64)
     columns = zip((nothing, nothing, nothing), *objects, strict=True)
     return fill_table(route.targets, count, *(np.concatenate(column) for column in columns))

@@ -2,8 +2,8 @@
 
 When the metadata server deletes a key, it frees the key's page for the next writer, even if another
 key still maps to that page. All keys of a page are therefore deleted in one call, and only while
-they map to the snapshot's page. If the page was free, another key may own it by now: its bad keys
-are first mapped to new pages.
+they still map to the page of the snapshot. If the snapshot has the page in the free list, too,
+another key may have received it since. Its bad keys are then first mapped to new pages.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: RankMetadata.
 """
 
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 
 
 MAX_BATCH = 128  # SGLang's STORAGE_BATCH_SIZE
-PAUSE_S = 0.02  # least pause after a call
+PAUSE_S = 0.02  # shortest pause after a call
 # Free pages that the server may search in one call, which blocks all engines. The server searches
 # all free pages for each freed page: 12 ms for 2,000,000 free pages, 1.6 s for a call with 128 keys
 # (measured).
 _LOOKED_AT = 4_000_000
-_MOST_LEAKED = 1 << 28  # leaked pages to list: 2 GiB of int64
+_MOST_LEAKED = 1 << 28  # most leaked pages to list, which take 2 GiB as int64
 
 
 @dataclass(frozen=True, slots=True)
 class BadPage:
     """A page to free, with all its keys in snapshot order.
 
-    free: whether the page was also free.
+    free: whether the free list has the page, too.
     """
 
     index: int
@@ -62,8 +62,9 @@ class BadPage:
 class TableRepair:
     """Repair of one table through its server.
 
-    left: keys of pages outside the table. They stay, because a writer of the freed page would write
-        past the end of the file. A repaired snapshot omits them.
+    left: keys of pages outside the table. They stay, because the server would give the freed page
+        to
+        a writer, which would write past the end of the file. A repaired snapshot omits the keys.
     """
 
     table: PageTable
@@ -73,14 +74,18 @@ class TableRepair:
 
 @dataclass(frozen=True, slots=True)
 class TableRepairResult:
-    """Keys deleted, and keys left because they changed or vanished since the snapshot."""
+    """Result of one batch of deletions.
+
+    deleted: keys deleted.
+    changed: keys left alone, because they changed or vanished since the snapshot.
+    """
 
     deleted: tuple[str, ...]
     changed: tuple[str, ...]
 
 
 def bad_rows(table: PageTable, keys: Collection[bytes]) -> BoolArray:
-    """Return which rows have one of the keys (RANK:NAMESPACE:KEY) or share its page: [m] bool."""
+    """Return which rows have one of the keys (RANK:NAMESPACE:KEY), or the page of one: [m] bool."""
     prefix = f"{table.name}:".encode()
     own = [key for key in keys if key.startswith(prefix)]
     named = pc.is_in(table.keys, pa.array(own, pa.binary())).to_numpy(zero_copy_only=False)
@@ -103,10 +108,10 @@ def plan_repair(table: PageTable, bad: BoolArray) -> TableRepair:
 
 
 def delete_keys(client: TableServer, repair: TableRepair) -> Iterator[TableRepairResult]:
-    """Delete the keys of a plan in small batches with pauses; yield each result.
+    """Delete the keys of a plan in small batches with pauses. Yield the result of each batch.
 
-    Each batch first looks up its keys: recent use keeps them from being evicted meanwhile.
-    Raises StoreUnavailable; yielded batches are done.
+    Each batch first looks up its keys, because the server evicts recently used keys last.
+    Raises StoreUnavailable after batches that were yielded.
     """
     counts = np.array([len(page.keys) for page in repair.pages], dtype=np.int64)
     for span in batch_spans(counts, _batch_size(repair.table)):
@@ -118,9 +123,10 @@ def delete_keys(client: TableServer, repair: TableRepair) -> Iterator[TableRepai
 def releasable(name: str, earlier: Snapshot, later: Snapshot) -> IntArray:
     """Return the leaked pages of a table without writers: int64, ascending.
 
-    Both snapshots were saved after the engines stopped. A snapshot's time is its end, so only the
-    later one surely began after the stop. Raises UsageError if a snapshot lacks the table, or more
-    than `_MOST_LEAKED` pages are leaked.
+    earlier, later: snapshots saved after the engines stopped. The time of a snapshot is the end of
+        its save, so only the later save surely began after the stop.
+    Raises UsageError if a snapshot lacks the table, or if more than `_MOST_LEAKED` pages are
+    leaked.
     """
     tables = [t for each in (later, earlier) for t in each.tables if t.name == name]
     if len(tables) != 2:
@@ -141,10 +147,13 @@ def release_pages(client: TableServer, table: PageTable, pages: IntArray) -> Non
 
 
 def repaired_table(table: PageTable, bad: BoolArray, *, release_leaked: bool = False) -> PageTable:
-    """Return the table without keys found by `bad_rows`, each page in at most one list.
+    """Return the table without bad keys, and with each page either mapped or free.
 
-    release_leaked: also free leaked pages; only safe if no engine will confirm reserved pages.
-        Raises UsageError if more than `_MOST_LEAKED` are leaked.
+    bad: [m] rows found by `bad_rows`.
+    release_leaked: whether to free leaked pages as well, which is safe only if no engine will
+        confirm
+        reserved pages.
+    Raises UsageError if more than `_MOST_LEAKED` pages are leaked.
     """
     kept = ~bad & ~out_of_range(table)
     indices = table.indices[kept]
@@ -162,9 +171,10 @@ def _texts(table: PageTable, rows: IntArray) -> list[str]:
 
 
 def _leaked(*tables: PageTable) -> IntArray:
-    """Return the leaked pages of a table: ascending. tables: the table at several times.
+    """Return the leaked pages of a table, ascending.
 
-    Raises UsageError for more than `_MOST_LEAKED`.
+    tables: the table at several times.
+    Raises UsageError if more than `_MOST_LEAKED` pages are leaked.
     """
     runs = leaked_pages(*tables)
     if len(runs) > _MOST_LEAKED:
@@ -178,7 +188,7 @@ def _leaked(*tables: PageTable) -> IntArray:
 
 
 def _pause_since(begin: float) -> None:
-    """Wait as long as a call took that began at a moment, and at least PAUSE_S."""
+    """Wait as long as a call took, at least PAUSE_S. begin: `time.monotonic()` before the call."""
     time.sleep(max(PAUSE_S, time.monotonic() - begin))
 
 
@@ -202,27 +212,29 @@ def _delete(client: TableServer, table: PageTable, batch: Sequence[BadPage]) -> 
 
 
 def _move(client: TableServer, table: PageTable, keys: Sequence[str]) -> None:
-    """Map keys to newly reserved pages; deleting the keys then frees only these."""
+    """Map keys to newly reserved pages, so that deleting the keys frees only those pages."""
     place = table.place
     strangers = [f"hicachectl-{os.urandom(16).hex()}" for _ in keys]
     pages = [index for _, index in client.reserve(*place, strangers)]
     client.confirm(*place, zip(keys, pages, strict=True))
 
 
-_SAVES_S = 150.0  # two saves of the metadata server (every 60 s by default), and a margin
+_SAVES_S = 150.0  # time for two saves of the metadata server, every 60 s by default, and a margin
 _POLL_S = 0.5
 
 
 def has_snapshot_only(store: Store) -> bool:
-    """Return whether a repair would write a new snapshot, because the URL names no server."""
+    """Return whether a repair writes a new snapshot, because the URL names no server."""
     state = store.table_state() if isinstance(store, PageTables) else None
     return state is not None and not state.live
 
 
 def repair_tables(store: Store, keys: Sequence[bytes], *, dry_run: bool, say: Say) -> None:
-    """Delete keys with wrong entries in a table, all keys of a page at once.
+    """Delete keys with wrong table entries through the server, all keys of a page in one call.
 
-    keys: those with wrong entries. say: takes remarks. Raises StoreUnavailable.
+    keys: keys with wrong entries.
+    say: takes remarks.
+    Raises StoreUnavailable.
     """
     if not isinstance(store, PageTables):
         return
@@ -260,10 +272,11 @@ def write_repaired_snapshot(
     dry_run: bool,
     say: Say,
 ) -> bool:
-    """Write tables without some groups beside the snapshot, if no server is given.
+    """Write a snapshot without some groups beside the present one, if the URL names no server.
 
-    numbers: numbers of the groups. writers_stopped: also release leaked pages. Return False if the
-    store has a server or no tables.
+    numbers: numbers of the groups.
+    writers_stopped: whether to release leaked pages as well.
+    Return False, without writing, if the store has a server or no tables.
     """
     if not isinstance(store, PageTables):
         return False
@@ -288,7 +301,7 @@ def write_repaired_snapshot(
 
 
 def release_leaked(store: Store, *, dry_run: bool, say: Say) -> None:
-    """Release the pages that are leaked in two snapshots of a server without writers."""
+    """Release the pages that two new snapshots of a server without writers show as leaked."""
     if not isinstance(store, PageTables):
         return
     server, state = store.table_server(), store.table_state()

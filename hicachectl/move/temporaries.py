@@ -1,4 +1,4 @@
-"""Temporary files and cleared objects that servers left in a file store."""
+"""Find and remove temporary files and cleared objects that servers left in a file store."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ def find_temporaries(
 ) -> pa.Table:
     """Return files that `verify` calls stale: key, nbytes, mtime_ns, cleared_ns.
 
-    They are temporary files and, with cleared_ns, objects that a `clear` made misses. Files written
-    or cleared less than DEFAULT_GRACE_SECONDS ago may belong to a running write, and are left out.
-    before: Unix seconds; only files last written earlier.
-    dry_run: the files will not be removed.
+    These are temporary files and objects that a `clear` made misses. Only cleared objects have a
+    cleared_ns. Files written or cleared less than DEFAULT_GRACE_SECONDS ago may belong to a running
+    write, and are left out.
+    before: Unix seconds; only files last written earlier are returned.
+    dry_run: whether the files will stay, so that the store must not be changed to learn its time.
     Raises StoreUnavailable.
     """
     now_ns = present_ns(store, changes=not dry_run)
@@ -75,10 +76,10 @@ def remove_temporaries(
 ) -> GroupReport:
     """Delete files of `find_temporaries`, except files written since the listing.
 
-    Of a cleared page, kv objects are deleted first.
-
-    The result's rows have the columns of results.ROWS (page, model and tag null) and `key`.
-    on_end: called if a signal or a lost store ends the removal. Raises StoreUnavailable.
+    The kv objects of cleared pages are deleted first. The rows of the report have the columns of
+    results.ROWS, with null pages, models and tags, and the column `key`.
+    on_end: called if a signal or a lost store ends the removal.
+    Raises StoreUnavailable.
     """
     stale = stale.take(pa.array(np.argsort(_are_sidecars(stale), kind="stable")))
     states = np.full(len(stale), WOULD_REMOVE if dry_run else GONE, dtype=object)
@@ -120,7 +121,7 @@ def remove_temporaries(
 
 
 def _are_sidecars(stale: pa.Table) -> np.ndarray:
-    """Return which files have names like <hash>.pool…: [files]."""
+    """Return which files are sidecars, with names like <hash>.pool…: [files]."""
     keys = stale.column("key").combine_chunks()
     sixty_fifth = pc.binary_slice(keys, PAGE_DIGITS, PAGE_DIGITS + 1)
     sidecars: np.ndarray = pc.equal(sixty_fifth, b".").to_numpy(zero_copy_only=False)

@@ -1,8 +1,8 @@
-"""Trial removals: the first pages of a move show whether the destination keeps its own.
+"""Trial removals: the first pages of a move show whether the destination keeps its copies.
 
-Two mounts of one directory, or two addresses of one server, can name one place. A page removed from
+Two mounts of one directory, or two addresses of one server, can be one place. A page removed from
 the source would then be gone from the destination, too. The first pages therefore leave the source
-one by one. Each stays in memory until the destination, read again, still has it.
+one by one. Each page stays in memory until a second read finds it in the destination.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from hicachectl.move.survey import Survey
     from hicachectl.pages.groups import PageGroups
 
-PAGES = 3  # A destination that evicts can lose one or two pages by itself.
+PAGES = 3  # an evicting destination can lose one or two pages by itself
 
 
 class Trial:
-    """Removals of single pages, until the destination keeps one.
+    """Removals of single pages, until the destination keeps a copy.
 
-    passed: whether the destination kept a page that left the source.
+    passed: whether the destination kept the copy of a page that left the source.
     """
 
     def __init__(self, source: Store, destination: Store, groups: PageGroups) -> None:
-        """Prepare. groups: the groups of the source."""
+        """Prepare. groups: page groups of the source."""
         self.passed = False
         self._source = source
         self._destination = destination
@@ -52,10 +52,11 @@ class Trial:
         self._lost = 0
 
     def remove(self, survey: Survey, item: int) -> MoveResult | None:
-        """Remove a page from the source; write it back if the destination has lost it.
+        """Remove a page from the source, and write it back if the destination has lost it.
 
-        Call this while no arena is attached to the stores. item: row of the survey.
-        Return None, and leave the page alone, if it cannot be held in memory.
+        Call this while no arena is attached to the stores.
+        item: row of the survey.
+        Return None, and leave the page alone, if it cannot be read into memory.
         Raises StoreUnavailable, also if the destination has lost PAGES pages.
         """
         numbers = survey.groups[[item]]
@@ -98,13 +99,13 @@ class Trial:
 class _Page:
     """A page of the source, and its copies in the destination.
 
-    nbytes: memory to attach to both stores before the first call.
+    nbytes: size of the arena to attach to both stores before the first call.
     """
 
     def __init__(
         self, source: Store, destination: Store, groups: PageGroups, survey: Survey, item: int
     ) -> None:
-        """Lay out the memory: [n] objects of the source, then [k] copies of the destination."""
+        """Lay out the memory: objects of the source, then their copies in the destination."""
         inventory = groups.inventory
         rows, _ = groups.objects_of(survey.groups[[item]])
         listed = inventory.objects.column_names
@@ -122,7 +123,7 @@ class _Page:
         self._held = np.zeros(0, dtype=np.int64)
 
     def hold(self) -> bool:
-        """Read the page; return whether all objects that it still has are in memory.
+        """Read the page. Return whether all objects that it still has are in memory.
 
         A killed run may have removed some of the listed objects.
         """
@@ -134,11 +135,11 @@ class _Page:
         return bool((read.ok | (read.statuses == Status.GONE)).all())
 
     def is_in_destination(self) -> bool:
-        """Read the copies; return whether the destination has all of them."""
+        """Read the copies. Return whether the destination has all of them."""
         return read_now(self._destination, self._copies, self._back, self._copied).all_ok
 
     def write_back(self) -> str:
-        """Write the page to the source, unless it is there; return why that failed, or ""."""
+        """Write missing objects back to the source. Return why that failed, or ""."""
         store, count = self._source, len(self._objects)
         keep_as_private(store, store)
         if isinstance(store, Trailed):
@@ -169,7 +170,7 @@ class _Page:
 
 
 def read_now(store: Store, rows: pa.Table, offsets: IntArray, sizes: IntArray) -> Result:
-    """Read objects where they are now, also those that a listing places elsewhere."""
+    """Read objects at their present places, even if a listing has other places."""
     read = store.read_into
     if isinstance(store, Confirm) and store.confirms:
         read = store.read_confirmed
@@ -182,7 +183,7 @@ def read_now(store: Store, rows: pa.Table, offsets: IntArray, sizes: IntArray) -
 
 
 def _trailers_of(store: Store, objects: pa.Table) -> tuple[Mapping[Affix, Identity], str]:
-    """Return the identities in the objects' trailers, by affix, and the kind of their digests."""
+    """Return the identities in the objects' trailers, by affix, and the digest algorithm."""
     markers = markers_of(store)
     if not markers or not isinstance(store, Trailed):
         return {}, DEFAULT_DIGEST

@@ -1,8 +1,8 @@
 """Remove page groups from a store: into a run of its quarantine, or for good.
 
-Anchors leave first, durably, before any sidecar does: a kill or a power failure leaves at most
-sidecars that no server finds. Where objects cannot be renamed into the run, all of them are copied,
-and the copies are durable, before the first one leaves.
+The removal of anchors is durable before the first sidecar leaves. A kill or a power failure
+therefore leaves at most sidecars that no server finds. Where objects cannot be renamed into the
+run, durable copies of all objects exist before the first object leaves.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["quarantine", "delete"]
 
-SETTLE_SECONDS = 1.0  # longer than a server's pause between a page's sidecars and its anchor
+SETTLE_SECONDS = 1.0  # longer than a server takes from a page's sidecars to its anchor
 LIVE_SECONDS = 300.0  # a store with a more recent write counts as live
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
@@ -78,16 +78,19 @@ def remove_groups(
 ) -> GroupReport:
     """Remove the groups of a plan from the store.
 
-    groups: groups of a listing that has the column `version` if the store has versions: the column
-    shows which objects were rewritten since the scan.
+    groups: groups of a listing. It has the column `version` if the store has versions, to show
+        which
+        objects were rewritten since the listing.
     buffer_bytes: memory for copies, at most `MEMORY_BYTES`.
     on_end: called if a signal or a lost store ends the removal.
-    then: takes the GroupStatus of each group of a plan, once they were removed, and returns a plan
-        with other groups to remove, or None.
-    Of several repairs at once, the one that takes a group's first object takes the group; for the
-    others the group is gone.
-    Raises StoreUnavailable, and UsageError if the quarantine is unusable. Failures of objects are
-    in the result.
+    then: called after each plan with the GroupStatus of its groups. It returns a plan of more
+        groups
+        to remove, or None.
+    If several repairs run at once, a group belongs to the repair that takes its first object. For
+    the other repairs, the group is gone.
+    Raises StoreUnavailable, and UsageError if the quarantine is unusable. The report has the
+    failures
+    of objects.
     """
     place = Quarantine.of(store, quarantine) if mode == "quarantine" else None
     listed = ListedGroups(groups, plan)
@@ -116,9 +119,10 @@ def remove_groups(
 def withdraw_listed(store: Store, groups: PageGroups, numbers: IntArray) -> MoveResult:
     """Delete listed groups from a store.
 
-    A group with an object that is new or rewritten since the listing stays.
+    A group with an object that is new or was rewritten since the listing stays.
     groups: see `remove_groups`.
-    numbers: [k] groups. Return a status for each: DONE, GONE, KEPT, IN_FLIGHT or FAILED.
+    numbers: [k] numbers of the groups to delete.
+    Return a status for each group: DONE, GONE, KEPT, IN_FLIGHT or FAILED.
     Raises StoreUnavailable.
     """
     order = np.argsort(numbers)
@@ -133,7 +137,7 @@ def withdraw_listed(store: Store, groups: PageGroups, numbers: IntArray) -> Move
 
 
 def _findings_of(plan: RepairPlan, groups: PageGroups) -> pa.Table:
-    """Return why the groups of a plan leave: findings, with the label of each one's group."""
+    """Return the findings for which the groups of a plan leave, each with its group's label."""
     labels = pa.array(groups.labels, pa.string()).take(pa.array(groups.label_ids[plan.about]))
     return plan.reasons.select(SCHEMA.names).append_column("group", labels)
 
@@ -158,11 +162,12 @@ class _Removal:
     """Page groups of one batch while they leave a store.
 
     groups: the groups, and their objects at the start.
-    touched: [k] whether objects were removed.
-    standing: [k] status at the last look; the final status of untouched groups.
-    removed, new: number of removed objects, of the batch and written since.
+    touched: [k] whether objects of the group were removed.
+    standing: [k] status at the last lookup, which is the final status of untouched groups.
+    removed: number of removed objects that the batch had at the start.
+    new: number of removed objects that servers wrote since.
     gone: number of objects that vanished before their removal.
-    sight: result of the last look; None once outdated.
+    sight: result of the last lookup; None once it is outdated.
     mover: renames the objects into the run; None to delete them.
     owned: whether a group that has lost an anchor belongs to another repair, and stays.
     """
@@ -175,7 +180,7 @@ class _Removal:
         owned: bool = False,
         delete: Callable[[pa.Table], Result] | None = None,
     ) -> None:
-        """delete: deletes objects as `delete_all` does, which is the default."""
+        """Prepare. delete: function that deletes objects; `delete_all` by default."""
         self.groups = groups
         self.result = MoveResult.of(groups.pages)
         self.touched = np.zeros(len(groups), dtype=np.bool_)
@@ -186,7 +191,7 @@ class _Removal:
         self._owned = owned
         self._store = store
         self._delete_rows = delete or partial(delete_all, store)
-        self._left = np.zeros(len(groups.owners), dtype=np.bool_)  # [n] whether it was removed
+        self._left = np.zeros(len(groups.owners), dtype=np.bool_)  # [n] whether the object left
 
     @classmethod
     def of_listed(
@@ -197,7 +202,7 @@ class _Removal:
         owned: bool = False,
         delete: Callable[[pa.Table], Result] | None = None,
     ) -> Self:
-        """Look up listed groups again: findings about changed objects no longer count."""
+        """Look up listed groups again, because findings about changed objects no longer count."""
         sight = look(store, listed)
         unwanted = np.zeros(len(sight.at), dtype=np.bool_)
         unwanted[listed.cells[sight.known(listed) & listed.unwanted]] = True
@@ -228,10 +233,13 @@ class _Removal:
     def _judged(
         self, sight: Sight, known: BoolArray, before: RemovalBatch
     ) -> npt.NDArray[np.uint8]:
-        """Return each group's status by a look: [k]. known: see `RemovalBatch.judge`.
+        """Return each group's status after a lookup: [k].
 
-        before: the groups as they were found earlier. Chosen groups that were written to since
-        stay, unless an object has left: nobody has chosen what servers wrote.
+        A group that the user chose stays if servers have written to it since, because nobody chose
+        the
+        new objects. It does not stay once an object was removed.
+        known: see `RemovalBatch.judge`.
+        before: the groups as an earlier lookup found them.
         """
         standing = self.groups.judge(sight.present, known)
         if before.by_choice:
@@ -242,7 +250,7 @@ class _Removal:
 
     def _look(self, pending: IntArray) -> GroupObjects:
         groups = self.groups
-        if len(groups.shape) == 1:  # without its only object, a group is no half of a page
+        if len(groups.shape) == 1:  # a group of one object is gone once it was removed
             pending = pending[~self.touched[pending]]
         sight = self.sight or look(self._store, groups, pending)
         self.sight = None
@@ -252,7 +260,8 @@ class _Removal:
         cells = np.flatnonzero(sight.present & (self.standing[owners] == GroupStatus.DONE))
         recorded = np.full(len(owners), ABSENT, dtype=np.int64)
         recorded[groups.cells[known]] = np.flatnonzero(known)
-        # The objects, their rows in a listing, and their numbers in the batch: ABSENT for new ones.
+        # The objects; their rows in the lookup; and their indices in the batch, ABSENT for new
+        # objects.
         self._seen = GroupObjects(groups.keys_of(cells), owners[cells], groups.anchors[cells])
         self._rows, self._recorded = sight.rows.take(pa.array(sight.at[cells])), recorded[cells]
         return self._seen
@@ -272,10 +281,10 @@ class _Removal:
         return self._delete_rows(self._rows.take(pa.array(places)))
 
     def _take(self, places: IntArray) -> Result:
-        """Rename objects into the run, durably; delete what was written since.
+        """Rename objects into the run, durably, and delete objects that servers wrote since.
 
-        A group belongs to the repair that takes its first object, in the order of the keys; if
-        another one has taken that, the rest of the group stays.
+        A group belongs to the repair that takes the first of its objects in the order of keys. If
+        another repair has taken that object, the rest of the group stays.
         """
         assert self.mover is not None
         statuses = np.full(len(places), Status.CHANGED, dtype=np.uint8)
@@ -285,7 +294,8 @@ class _Removal:
         by_key = pc.sort_indices(keys, [("group", "ascending"), ("key", "ascending")]).to_numpy()
         left = by_key[self.result.open[owners[by_key]]]
         while len(left):
-            # One object of each group that is not this repair's yet, and all of the others.
+            # One object of each group that this repair does not own yet, and all objects of the
+            # groups that it owns.
             first = np.diff(owners[left], prepend=ABSENT) != 0
             due = self.touched[owners[left]] | first
             for some, found in self._take_all(places, left[due]):
@@ -302,9 +312,10 @@ class _Removal:
         return Result(statuses, errors)
 
     def _take_all(self, places: IntArray, some: IntArray) -> Iterator[tuple[IntArray, Result]]:
-        """Rename recorded objects into the run, and delete the others; yield results.
+        """Rename recorded objects into the run, and delete all others. Yield the results.
 
-        places: see `_remove`. some: indices of places; each result comes with its own ones.
+        places: indices of the objects of the last lookup.
+        some: indices in `places` of the objects to take. Each result comes with its own indices.
         """
         assert self.mover is not None
         recorded = self._recorded[places[some]] != ABSENT
@@ -321,7 +332,7 @@ class _Removal:
 
 
 class _Worker:
-    """Removal of groups from one store. run: takes their objects; None to delete them."""
+    """Removal of groups from one store. run: run that takes the objects; None to delete them."""
 
     def __init__(
         self,
@@ -367,7 +378,7 @@ class _Worker:
     def work(
         self, listed: ListedGroups, on_progress: Callable[[int], None]
     ) -> npt.NDArray[np.uint8]:
-        """Remove the groups of a plan; return the status of each group that was tried.
+        """Remove the groups of a plan. Return the status of each group that was tried.
 
         on_progress: takes the number of new groups.
         """
@@ -400,9 +411,12 @@ class _Worker:
         return np.concatenate([np.zeros(0, dtype=np.uint8), *statuses])[np.argsort(tried)]
 
     def _looked_up(self, listed: ListedGroups, exits: ExitStack) -> Iterator[_Removal]:
-        """Yield a removal for each batch; where calls may wait, the next look begins meanwhile."""
+        """Yield a removal for each batch.
+
+        Where calls may wait, a thread looks up the next batch meanwhile.
+        """
         if self._remover is None:
-            # Objects that are renamed into a run leave by the mover, in this process.
+            # A mover renames objects in this process. Only deletions use forked processes.
             objects = int(listed.counts.sum()) if self._run is None else 0
             self._remover = self._exits.enter_context(Remover(self._store, objects=objects))
         delete, owned = self._remover.delete, self._run is not None
@@ -422,7 +436,7 @@ class _Worker:
             yield ahead.result()
 
     def _opened(self, removal: _Removal) -> Store | None:
-        """Return the run as a store; None, and fail the groups, if it cannot be written to."""
+        """Return the run as a store. If it is not writable, fail the groups and return None."""
         assert self._run is not None
         try:
             return self._run.open()
@@ -448,9 +462,9 @@ class _Worker:
         self._note(removal)
 
     def _copy(self, removal: _Removal, run: Store, memory: Copier) -> None:
-        """Copy the objects of the pending groups, and keep copies of unchanged objects only.
+        """Copy the objects of the pending groups, and keep only copies of unchanged objects.
 
-        A group that lacks a copy stays in the store. Sidecars may vanish.
+        A group of which an object cannot be copied stays in the store, unless that object vanished.
         """
         groups, pending = removal.groups, removal.pending
         places = np.flatnonzero(np.isin(groups.owners, pending))
@@ -497,10 +511,10 @@ class _Worker:
         self._run.unused = not used
 
     def settle(self) -> None:
-        """Watch the removed groups, and remove pages that servers half wrote meanwhile.
+        """Watch the removed groups, and remove pages that servers wrote only in part meanwhile.
 
         A server that saw a sidecar just before its removal does not write that sidecar again, but
-        later writes the anchor.
+        still writes the anchor.
         """
         deadline = time.monotonic() + SETTLE_SECONDS
         while self._watched and time.monotonic() < deadline:
@@ -515,7 +529,7 @@ class _Worker:
             result.statuses[places] = GroupStatus.IN_FLIGHT
 
     def taken(self) -> Taken:
-        """Return what was removed so far. Of the batch at work, only finished calls count."""
+        """Return the removals so far. In the batch at work, only finished calls count."""
         removal, sizes = self._open, self._sizes
         pages, objects = self._touched, self._moved + self._deleted
         if removal is not None:
@@ -576,7 +590,7 @@ class _Worker:
             standing = groups.judge(sight.present, none)
             open_ = np.isin(standing, (GroupStatus.IN_FLIGHT, GroupStatus.DONE))
             if open_.any():
-                # No object counts as unwanted: a whole group may stay.
+                # No object counts as unwanted, so a whole group may stay.
                 unblamed = np.zeros(len(sight.at), dtype=np.bool_)
                 removal = _Removal(self._store, groups.as_seen(sight, unblamed))
                 removal.standing = standing
