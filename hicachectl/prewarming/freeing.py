@@ -1,8 +1,8 @@
 """Choose the page groups to remove from a store to make room: the least useful first.
 
-Incomplete pages are removed first. A trace or a plan gives the value of the others, as for
-`prewarm`: no page ranks before its prefix, so tails are removed first. Pages that it lacks are
-removed before, the longest unused first.
+Incomplete pages are removed first. Next come pages that the trace or plan does not have, the
+longest unused first. The trace or plan then ranks the remaining pages by value, as for `prewarm`.
+No page ranks before its prefix, so tails are removed first.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Worth:
 
     source: "trace" or "plan".
     pages: distinct pages, best first.
-    requests: requests of the trace; None for a plan.
+    requests: requests of the trace; None if a plan gives the value.
     """
 
     source: str
@@ -59,22 +59,22 @@ class Worth:
     requests: Requests | None = None
 
 
-_LOOK_PAGES = 256  # removed between two looks at a store's free bytes
+_LOOK_PAGES = 256  # pages removed between two looks at the free bytes of a store
 _INT64_MAX = np.iinfo(np.int64).max
-_MOST_FAILED = 100  # pages; after more, a removal ends, since the others would fail, too
+_MOST_FAILED = 100  # failed pages after which a removal ends, because the others would fail, too
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class FreeRequest:
-    """A target, and the groups that may leave for it.
+    """Target of a removal, and the groups that may be removed to reach it.
 
     groups: all groups of the store; their inventory has `atime_ns` if the store has it.
-    matching: numbers of the groups that may leave. All leave if they do not reach the target.
+    matching: numbers of the groups that may leave. All of them leave if the target needs more.
     incomplete: [groups] whether no server can use the group; these leave first.
-    worth: value of pages. With a profile, requests name its deployment only.
-    and_unnamed: whether complete groups of other deployments leave next; else they stay.
-    never_all: whether a target that takes every group that may leave is refused.
-    doubtful: number of groups that are partial by a profile that may be wrong.
+    worth: value of pages. With a profile, the pages are those of its deployment only.
+    and_unnamed: whether complete groups of other deployments leave next. Otherwise they stay.
+    never_all: whether to refuse a target for which every group that may leave would have to leave.
+    doubtful: number of groups that are partial only by a profile that may be wrong.
     """
 
     store: Store
@@ -90,12 +90,12 @@ class FreeRequest:
 
 
 class Freeing:
-    """Groups to remove in their order, until a target is reached.
+    """Groups to remove, in order, until a target is reached.
 
-    groups: numbers of the groups that reach the target as the store is now.
-    remarks: messages on groups that are no candidates.
-    lacking: bytes still to be removed for the target.
-    facts: the member "free" of the document, once the removal or its rehearsal has ended.
+    groups: numbers of the groups that would reach the target in the store's present state.
+    remarks: messages about groups that are no candidates.
+    lacking: bytes that must still be removed for the target.
+    facts: member `free` of the document; set once the removal or its rehearsal has ended.
     """
 
     def __init__(self, request: FreeRequest, candidates: _Candidates, gauge: Gauge) -> None:
@@ -103,12 +103,12 @@ class Freeing:
         self.gauge = gauge
         self._request = request
         self._candidates = candidates
-        # Without the last one, a store keeps a page, whatever servers write meanwhile.
+        # Never taking the last candidate keeps one page, whatever servers write meanwhile.
         self._most = len(candidates) - request.never_all
         self._taken = 0  # number of groups chosen so far
         self._last: IntArray = candidates.order[:0]
         self._removed = self._failed = 0
-        self._emptied = ""  # bytes of all pages that may leave, if the target would take them
+        self._emptied = ""  # size of all candidates, if the target would take all of them
         self.groups = candidates.order[: candidates.end(0, gauge.asked)]
         self.lacking = max(0, gauge.asked - candidates.space(self.groups))
         if request.never_all and 0 < len(candidates) == len(self.groups):
@@ -128,9 +128,9 @@ class Freeing:
             )
 
     def next(self, statuses: npt.NDArray[np.uint8]) -> RepairPlan | None:
-        """Return the groups to remove next; None at the target, or if nothing more can leave.
+        """Return the groups to remove next. Return None at the target or without more candidates.
 
-        statuses: GroupStatus of each group of the last plan; none before the first one.
+        statuses: GroupStatus of each group of the last plan; empty before the first plan.
         Raises StoreUnavailable.
         """
         stayed = self._last[np.isin(statuses, (GroupStatus.KEPT, GroupStatus.FAILED))]
@@ -151,7 +151,7 @@ class Freeing:
     def _refuse_all(self) -> None:
         """Choose no group, because the target would take every page that may leave.
 
-        Raises UsageError, unless free space is the target: other files may take it.
+        Raises UsageError, unless the target is free space, which other files may take up.
         """
         gauge, nbytes = self.gauge, human_size(self._candidates.sum(self.groups))
         if not gauge.is_measured:
@@ -167,7 +167,7 @@ class Freeing:
         self._emptied = nbytes
 
     def why_short(self, in_flight: int) -> str:
-        """Return why the target is not reached, and what would reach it.
+        """Return why the target was not reached, and the next step.
 
         in_flight: number of matching pages that servers may still be writing.
         """
@@ -194,9 +194,9 @@ class Freeing:
         )
 
     def conclude(self, *, rehearsed: bool) -> None:
-        """State the facts of the groups that were chosen, and of those that stay.
+        """Set `facts` from the groups that were removed and the groups that stay.
 
-        rehearsed: whether `groups` were chosen, without a removal.
+        rehearsed: whether this is a dry run, in which `groups` count as removed.
         """
         if rehearsed:
             self._taken = len(self.groups)
@@ -234,18 +234,18 @@ class Freeing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Candidates:
-    """Groups that may leave, in the order of their removal.
+    """Groups that may leave, in the order of removal.
 
-    order: numbers, [n].
-    places: place of each in the trace or plan, -1 without: [n].
-    named: whether the trace or plan names the deployment of each: [n].
-    incomplete: whether each is incomplete: [n].
-    sizes: bytes of each group of the store.
-    spaces: bytes that each group of the store takes.
-    ends: bytes that the groups up to each one take together: [n].
+    order: [n] numbers of the groups.
+    places: [n] place of the page in the trace or plan; -1 if it is not there.
+    named: [n] whether the trace or plan names the group's deployment.
+    incomplete: [n] whether the group is incomplete.
+    sizes: [groups] bytes of the objects of each group of the store.
+    spaces: [groups] bytes of disk or memory that each group of the store takes.
+    ends: [n] sum of the spaces of the first groups, up to each group.
     unsized: number of matching groups with an object of unknown size.
-    unnamed: deployments that no request names; None if that is not known.
-    spared: numbers of the complete groups of these deployments that are no candidates.
+    unnamed: deployments that no request names; None if unknown.
+    spared: numbers of the complete groups of these deployments, if they are no candidates.
     """
 
     order: IntArray
@@ -265,11 +265,11 @@ class _Candidates:
 
     @property
     def spared_bytes(self) -> int | None:
-        """Bytes of the spared groups; None if a size is not known."""
+        """Bytes of the spared groups; None if a size is unknown."""
         return _known_sum(self.sizes[self.spared])
 
     def space(self, numbers: IntArray) -> int:
-        """Return the bytes that some groups take."""
+        """Return the bytes of disk or memory that some groups take."""
         return int(self.spaces[numbers].sum())
 
     def sum(self, numbers: IntArray) -> int:
@@ -277,14 +277,18 @@ class _Candidates:
         return int(self.sizes[numbers].sum())
 
     def end(self, start: int, nbytes: int) -> int:
-        """Return where the groups from a start on take at least so many bytes, or the end."""
+        """Return the index behind the groups from `start` on that take at least `nbytes` bytes.
+
+        Return the end if all of them take fewer bytes.
+        """
         if nbytes <= 0:
             return start
         reached = nbytes + (int(self.ends[start - 1]) if start else 0)
         return min(len(self), int(np.searchsorted(self.ends, min(reached, _INT64_MAX))) + 1)
 
     def in_place(self, taken: int) -> int | None:
-        """Return the bytes that leave in place of spared groups; None if unknown, or without any.
+        """Return the bytes that leave because groups were spared; None if unknown or none was
+        spared.
 
         taken: number of groups that leave.
         """
@@ -302,16 +306,16 @@ def worth_of_trace(requests: Requests) -> Worth:
 
 
 def worth_of_plan(path: Path) -> Worth:
-    """Read the pages of a plan of `prewarm`. Raises UsageError and FormatError."""
+    """Rank pages as a plan of `prewarm` does. Raises UsageError and FormatError."""
     return Worth("plan", read_plan(path).pages)
 
 
 def choose_groups(request: FreeRequest) -> Freeing:
-    """Choose groups to remove, so that a target is reached.
+    """Choose groups to remove until a target is reached.
 
     Groups with an object of unknown size are never chosen.
-    Raises UsageError if worth is of other pages than the store's, or for a target that the store
-    cannot reach, UnsupportedByBackend if the order, all sizes or the free bytes are unknown, and
+    Raises UsageError if the store has no page of the trace or plan, or cannot reach the target;
+    UnsupportedByBackend if the order, all sizes or the free bytes are unknown; and
     StoreUnavailable.
     """
     _refuse_unordered(request)
@@ -349,7 +353,7 @@ def _candidates(request: FreeRequest, gauge: Gauge) -> _Candidates:
     if unnamed is not None:
         named = groups.deployment_ids[sized] == 0
     order = _least_useful_first(groups.used_ns[sized], known, named, ~incomplete[sized])
-    # Sums of sparse files of exbibytes must not overflow: the order of removal needs them.
+    # `searchsorted` needs sums that do not overflow, even for sparse files of exbibytes.
     most = _INT64_MAX // max(1, len(sized))
     spaces = np.minimum(_sizes(groups, gauge.unit), most)
     return _Candidates(
@@ -368,9 +372,10 @@ def _candidates(request: FreeRequest, gauge: Gauge) -> _Candidates:
 
 
 def freeing_lines(document: Mapping[str, Any], now: float) -> list[str]:
-    """Return the lines about removed and kept pages. now: Unix seconds.
+    """Return the lines about removed and kept pages.
 
-    document: see `RemovalDocument`.
+    document: members of a `RemovalDocument`.
+    now: Unix seconds.
     """
     lines, facts = [], document["free"]
     option, limit = f"--{facts['target']}", human_size(facts["limit_bytes"])
@@ -410,7 +415,7 @@ def freeing_lines(document: Mapping[str, Any], now: float) -> list[str]:
 
 
 def _refuse_unordered(request: FreeRequest) -> None:
-    """Raise if nothing tells which groups are the least useful."""
+    """Raise UnsupportedByBackend or UsageError if the least useful groups cannot be known."""
     store, groups = request.store, request.groups
     if request.worth is None:
         if "mtime_ns" not in store.traits.columns:
@@ -430,7 +435,7 @@ def _refuse_unordered(request: FreeRequest) -> None:
 
 
 def _refuse_of_other_pages(request: FreeRequest, worth: Worth) -> None:
-    """Raise if the store has none of the pages of worth, not even pages that are no candidates."""
+    """Raise UsageError if the store has no page of the trace or plan, candidates or not."""
     groups = request.groups
     stored = groups.pages_at(slice(None) if request.profile is None else groups.span(0))
     if not pc.any(pc.is_in(stored.cast(worth.pages.type), value_set=worth.pages)).as_py():
@@ -442,15 +447,15 @@ def _refuse_of_other_pages(request: FreeRequest, worth: Worth) -> None:
 
 
 def _stored_bytes(groups: PageGroups) -> int | None:
-    """Return the bytes of all listed objects; None if a size is not known."""
+    """Return the bytes of all listed objects; None if a size is unknown."""
     sizes = _object_sizes(groups)
     return None if (sizes == UNKNOWN_SIZE).any() else byte_sum(sizes)
 
 
 def _object_sizes(groups: PageGroups) -> IntArray:
-    """Return the listed bytes of each object, else those that its spec states: [objects].
+    """Return the bytes of each object as listed, else as its spec states: [objects].
 
-    UNKNOWN_SIZE if neither tells the size.
+    UNKNOWN_SIZE if neither the listing nor the spec has the size.
     """
     inventory = groups.inventory
     stated = inventory.table.expected_sizes[inventory.affix_ids]
@@ -459,9 +464,9 @@ def _object_sizes(groups: PageGroups) -> IntArray:
 
 
 def _sizes(groups: PageGroups, unit: int = 1) -> IntArray:
-    """Return the bytes of each group, UNKNOWN_BYTES if the size of an object is not known.
+    """Return the bytes of each group; UNKNOWN_BYTES if the size of an object is unknown.
 
-    unit: size to whose multiple each object is rounded up.
+    unit: bytes; each object is rounded up to a multiple.
     """
     grouped = groups.of_object >= 0
     owners, nbytes = groups.of_object[grouped], _object_sizes(groups)[grouped]
@@ -477,7 +482,7 @@ def _known_sum(sizes: IntArray) -> int | None:
 
 
 def _by_label(groups: PageGroups, sizes: IntArray, numbers: IntArray) -> list[UnnamedDeployment]:
-    """Return the pages and bytes of some groups by their label, most bytes first."""
+    """Return the pages and bytes of some groups for each label, most bytes first."""
     labels = groups.label_ids[numbers]
     rows: list[UnnamedDeployment] = []
     for label in np.unique(labels).tolist():
@@ -493,9 +498,10 @@ def _by_label(groups: PageGroups, sizes: IntArray, numbers: IntArray) -> list[Un
 
 
 def _places(request: FreeRequest, numbers: IntArray) -> IntArray:
-    """Return the place of each group's page in `worth`.
+    """Return the place of each group's page in the trace or plan.
 
-    -1 for pages that it lacks, ambiguous groups and, with a profile, groups of other deployments.
+    -1 for pages that are not there, ambiguous groups and, with a profile, groups of other
+    deployments.
     """
     if request.worth is None:
         return np.full(len(numbers), -1, dtype=np.int64)
@@ -510,12 +516,17 @@ def _least_useful_first(
 ) -> IntArray:
     """Return the order of removal: [n].
 
-    Incomplete pages come first: no server reads them. Then come deployments that no request names,
-    then pages without a value, all by their last use, in the order of SGLang's evictor and our
-    plug-in; then the others, the worst first. Without chains, the prefix of a page is unknown.
-    Servers use the pages of a request within seconds, so only requests at the limit lose a prefix
-    before its tail.
-    named: [n] whether requests name the deployment.
+    Incomplete pages come first, because no server reads them. Next come pages of deployments that
+    no
+    request names, then pages without a value. These are ordered by last use, as by SGLang's evictor
+    and the plug-in. Last come pages with a value, the least valuable first.
+
+    The order by last use does not know the prefix of a page. But a server uses all pages of a
+    request
+    within seconds, so only the request at the limit can lose a prefix before its tail.
+    used_ns: [n] last use, Unix nanoseconds.
+    places, named: see `_Candidates`.
+    complete: [n] whether the group is complete.
     """
     order: IntArray = np.lexsort(
         (np.where(places < 0, used_ns, 0), -places, places >= 0, named, complete)
@@ -524,7 +535,7 @@ def _least_useful_first(
 
 
 def _tokens(request: FreeRequest, chosen: IntArray) -> dict[str, int | None]:
-    """Count the tokens of a trace's requests that servers can restore, before and after."""
+    """Count the tokens of a trace that servers can restore before and after the removal."""
     names = ("requested_tokens", "usable_tokens_before", "usable_tokens_after")
     groups, worth, profile = request.groups, request.worth, request.profile
     if worth is None or worth.requests is None or profile is None:

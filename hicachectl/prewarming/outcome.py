@@ -1,4 +1,4 @@
-"""Outcome of a prewarm: its plan, the copied slices and the final count, in one document."""
+"""Outcome of a prewarm: one document from its plan, the copied slices and the final count."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _PLAN = "plan"
 EVICTS = "destination evicts"
-# Next step if a gate failed because the copy ended early.
+# Next step by the reason for an early end, if --min-usable failed.
 _NEXT_STEPS = {
     BUDGET: "give a larger --budget or --budget-pages",
     DEADLINE: "give a later --deadline",
@@ -45,11 +45,11 @@ _NEXT_STEPS = {
     EVICTS: "enlarge the destination",
 }
 _OTHER_STEP = "look for the missing pages in another source"
-_REASONS = (FULL, EVICTS, DEADLINE)  # a copy ends early; the first reason counts
+_REASONS = (FULL, EVICTS, DEADLINE)  # reasons for an early end; the first of several counts
 
 
 class PlannedPage(TypedDict):
-    """Row of a page that a dry run would copy."""
+    """Row for a page that a dry run would copy."""
 
     page: str
     parent: str | None
@@ -89,12 +89,13 @@ class PrewarmFacts(CopyFacts, kw_only=True):
     """Sums and messages of a plan, of a copied slice of it, or of both.
 
     chained: whether the prefixes of the pages are known.
-    requested: number of pages.
-    skipped: number of these that the destination has, and servers can restore from the source.
-    missing: number of these that cannot be restored from the source.
-    requested_tokens: tokens of all chains, or of the pages.
-    not_pinned: number of pages that the destination had, also in part, with --pin and a master
-        that pins only new objects.
+    requested: number of requested pages.
+    skipped: number of requested pages that the source could give and the destination has.
+    missing: number of requested pages that cannot be restored from the source.
+    requested_tokens: tokens of all chains, or of the pages if there are no chains.
+    not_pinned: number of pages that --pin cannot pin: the destination had them, at least in part,
+        and
+        its master pins only new objects.
     cut: whether the budget excludes pages.
     """
 
@@ -107,15 +108,16 @@ class PrewarmFacts(CopyFacts, kw_only=True):
 
 
 class FinishFacts(msgspec.Struct, kw_only=True):
-    """What servers can restore from the destination afterwards.
+    """Counts of what servers can restore from the destination after the run.
 
-    usable_tokens: usable tokens of all chains, or of the pages.
+    usable_tokens: usable tokens of all chains, or of the pages if there are no chains.
     served_tokens: tokens of all chains that servers fetch; None if the prefixes of the pages are
         unknown.
     only_there: number of requested pages that only the destination has.
     not_pinned: number of pages that --pin did not pin, although the destination has them.
-    pinned_until: Unix seconds of the end of the pins; None without pins, and if only copies are
-        pinned, each from its write on.
+    pinned_until: Unix seconds at which the pins end; None without pins, or if each copy was pinned
+        by
+        its write.
     deployment: the deployment for which tokens are counted; see `profile_document`.
     """
 
@@ -132,11 +134,13 @@ class FinishFacts(msgspec.Struct, kw_only=True):
 class PrewarmOutcome:
     """Result of a run or a dry run.
 
-    document: members of `PrewarmDocument`. problems: failed or conflicting pages.
-    usable_pages: [chains] pages that servers can restore; empty without chains.
+    document: members of `PrewarmDocument`.
+    problems: failed or conflicting pages.
+    usable_pages: [chains] number of pages that servers can restore; empty without chains.
     plan: pages to copy, best first: page, parent, depth, bytes.
-    interruption: exception that ended the copying, such as KeyboardInterrupt, to be raised after
-    the report.
+    interruption: exception that ended the copying, such as KeyboardInterrupt. It is raised after
+        the
+        report.
     """
 
     document: dict[str, Any]
@@ -153,7 +157,7 @@ class PrewarmOutcome:
         self.document |= {"complete": False, "stopped_by": reason}
 
     def add_pulls(self, servers: Iterable[ThroughServer], seconds: float) -> None:
-        """Add what live servers pulled. seconds: duration of the run with the pulls."""
+        """Add the pulls of live servers. seconds: duration of the run, with the pulls."""
         document = self.document
         document["pulled"] = [server.document() for server in servers]
         document["seconds"] = round(seconds, 3)
@@ -172,7 +176,7 @@ class PrewarmOutcome:
         """Return the result of the command.
 
         min_usable: least share of usable tokens.
-        unfinished: the usable tokens are not counted yet; the remarks say why.
+        unfinished: whether usable tokens are not counted yet, as the remarks explain.
         """
         document = self.document
         troubles = list(problem_lines(self.problems, document["failed"]))
@@ -212,10 +216,9 @@ class PrewarmOutcome:
         return StoreUnavailable("; ".join(lost)) if lost else None
 
     def _gate(self, min_usable: float | None, *, dry_run: bool) -> list[str]:
-        """Return the message that less than this share of tokens is usable, if so.
+        """Return the message of a failed --min-usable in a list; empty if it passed.
 
-        A dry run is not judged by its share, which is that of before the copy, but it fails too if
-        nothing was requested.
+        A dry run knows only the share before the copy, so it fails only if nothing was requested.
         """
         if min_usable is None or passes(self.document, min_usable):
             return []
@@ -229,7 +232,7 @@ class PrewarmOutcome:
         return [failed_text(self.document, min_usable, f"{step}, or give a lower share")]
 
     def _summary(self, *, dry_run: bool) -> str:
-        """Return the outcome in one line."""
+        """Return the outcome as one line."""
         document = self.document
         parts = [
             f"{counted(document['copied_pages'], 'page')} {'to copy' if dry_run else 'copied'}, "

@@ -1,4 +1,4 @@
-"""Plan the pages to copy into a store: the best first, within a budget."""
+"""Plan which pages to copy into a store, the best first, within a budget."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ if TYPE_CHECKING:
 
 
 class PageChoice:
-    """Objects of a survey to copy, so that servers can restore prefixes of chains.
+    """Choice of the objects to copy, so that servers can restore prefixes of chains.
 
+    survey: survey of the stores; its `wanted` has the chosen objects.
+    actions: [survey rows] Action for each page.
     hits: hits of the chains in the source.
-    names: pages that servers can restore.
-    rank: [names] rank by value, 0 is best. `fit` narrows `actions` and `survey.wanted`.
-    name_of_item: [survey rows] index in `names`, -1 if servers cannot restore the page.
+    names: pages that servers can restore from the source.
+    rank: [names] rank by value; 0 is best.
+    name_of_item: [survey rows] index in `names`; -1 if servers cannot restore the page.
     """
 
     def __init__(self, survey: Survey, hits: Hits, names: pa.StringArray, rank: IntArray) -> None:
@@ -54,15 +56,16 @@ class PageChoice:
         self._sets_of_target = _sets_of_targets(survey.route, hits)
         self.name_of_item = places_among(survey.pages, names)
         self._hit_of_item = places_among(survey.pages, hits.page_names)
-        worst = np.append(rank, len(names))  # index -1: pages that cannot be restored rank last
+        worst = np.append(rank, len(names))  # entry -1 ranks pages that cannot be restored last
         self._rank_of_item = worst[self.name_of_item]
         self._rank_of_position = worst[places_among(hits.page_names, names)][hits.page_of]
         self._take(hits.usable_pages)
 
     def fit(self, budget_bytes: int | None, budget_pages: int | None) -> bool:
-        """Leave out the least valuable pages until the rest fits; return whether any was left out.
+        """Leave out the least valuable pages until the rest fits. Return whether any was left out.
 
-        Shorter prefixes need trailing states at other pages, so every trial computes the cost anew.
+        Every step computes the cost anew, because a shorter prefix needs trailing states at another
+        page.
         """
 
         def held(count: int) -> bool:
@@ -103,10 +106,11 @@ class PageChoice:
 
 
 def leave_misfits(survey: Survey, *, whole_groups: bool) -> tuple[Survey, list[Problem]]:
-    """Leave out targets made from objects of a wrong size; return a problem for each group.
+    """Leave out targets made from objects of a wrong size. Return a problem for each such group.
 
-    whole_groups: leave out every target of a group with a wrong object. Groups that the destination
-    has stay wanted: its objects are compared with the expected sizes, not with the source's.
+    Groups that the destination has stay wanted, because its objects are compared with the expected
+    sizes, not with the sizes in the source.
+    whole_groups: whether one wrong object leaves out all targets of its group.
     """
     route, rows, sizes = survey.route, survey.rows, survey.sizes
     misfits = rows.where(
@@ -149,9 +153,9 @@ def _misfit_problems(survey: Survey, misfits: GroupTable) -> list[Problem]:
 
 
 def _sets_of_targets(route: Route, hits: Hits) -> BoolArray:
-    """Return whether each target is made from objects of each needed set: [needs, targets].
+    """Return which targets are made from objects of each needed set: [needs, targets].
 
-    Replicas and optional objects belong to none of these sets.
+    Replicas and optional objects belong to no needed set.
     """
     of_source = np.zeros((len(hits.needs), len(route.deployment.specs)), dtype=np.bool_)
     for number, block in enumerate(hits.needs):
@@ -171,14 +175,15 @@ class PrewarmRequest:
     """Requests or pages to copy into a store, and limits on copying.
 
     profile: profile of the source.
-    requests: None if prefixes are unknown; whole pages are then copied.
-    pages: pages to copy without requests, best first; None: all pages, newest first.
-    in_others: pages named only in groups of other deployments.
-    rank: takes requests, and returns the rank of each of their distinct pages by value. 0 is best;
-        a page ranks behind all pages before it in its chains.
-    destination_profile: profile of the destination's servers; None: the same.
-    served: profiles of the destination's live servers by URL, to count usable pages for.
-    allow_empty: accept a source without pages.
+    requests: requests to warm for; None if prefixes are unknown, so that whole pages are copied.
+    pages: pages to copy if there are no requests, best first; None for all pages, newest first.
+    in_others: pages that the page list names only in groups of other deployments.
+    rank: function that returns the rank of each distinct page of requests by value. 0 is best. A
+        page
+        ranks behind all pages before it in its chains.
+    destination_profile: profile of the destination's servers; None if it is `profile`, too.
+    served: profiles of live servers of the destination, by URL. Usable pages are counted for each.
+    allow_empty: whether to accept a source without pages.
     """
 
     profile: Profile
@@ -202,7 +207,7 @@ class PrewarmRequest:
 
     @property
     def target(self) -> Profile:
-        """The destination's profile."""
+        """Profile of the destination's servers."""
         return self.destination_profile or self.profile
 
 
@@ -210,8 +215,8 @@ class PrewarmRequest:
 class PagePlan:
     """Pages to copy, best first.
 
-    parents: [n] page before each page of the survey in its chain; null if unknown.
-    depths: [n] number of pages before it; 0 if unknown.
+    parents: [n] previous page in the chain of each page of the survey; null if unknown.
+    depths: [n] number of pages before each page in its chain; 0 if unknown.
     names: pages that servers could restore from the source.
     """
 
@@ -242,7 +247,8 @@ def plan_chains(
 ) -> tuple[PagePlan, Hits]:
     """Choose the pages of chains that servers can restore, best first, within the budget.
 
-    Also return the hits of the chains in the source. acceptance: see `find_hits`.
+    acceptance: see `find_hits`.
+    Return the plan, and the hits of the chains in the source.
     """
     assert request.requests is not None
     hits = find_hits(groups.inventory, 0, request.requests, own=True, acceptance=acceptance)
@@ -254,7 +260,7 @@ def plan_chains(
     cut = False
     if request.has_budget:
         cut = choice.fit(request.budget_bytes, request.budget_pages)
-    # The last one is for pages that cannot be restored.
+    # The last entry is for pages that cannot be restored.
     parents, depths = np.append(forest.parents, -1), np.append(forest.depths, 0)
     parents = parents[choice.name_of_item]
     plan = PagePlan(
@@ -285,10 +291,11 @@ def plan_pages(
     request: PrewarmRequest,
     refused: Iterable[tuple[BoolArray, str]] = (),
 ) -> PagePlan:
-    """Choose whole pages with unknown prefixes; refused: groups to leave out, and why.
+    """Choose whole pages, the prefixes of which are unknown.
 
-    Listed pages keep their order. Otherwise the newest minute is first, and within it the oldest
-    page, since no page is older than the pages before it in its chain.
+    Pages of `request.pages` keep their order. Otherwise the newest minute comes first. Within a
+    minute the oldest page comes first, because no page is older than its prefix.
+    refused: masks of groups to leave out, [groups], each with the reason.
     """
     whole = groups.states[survey.groups] == WHOLE
     asked = int(whole.sum())
@@ -336,7 +343,7 @@ def plan_pages(
 
 
 def _within_budget(cost: IntArray, request: PrewarmRequest) -> npt.NDArray[np.bool_]:
-    """Return which pages fit, in order, until one exceeds the budget."""
+    """Return which pages fit into the budget, in order. cost: [pages] bytes."""
     fits = np.ones(len(cost), dtype=np.bool_)
     if request.budget_bytes is not None:
         fits &= np.cumsum(cost) <= request.budget_bytes

@@ -1,4 +1,4 @@
-"""Copy the most valuable pages into a store, and make live servers load prefixes from it."""
+"""Copy the most valuable pages into a store, and make live servers load them from there."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from hicachectl.requests.forms import Request
 
 
-WATCHED = 256  # first written objects: the most valuable, and the first to be evicted
-_WATCH_SECONDS = 2.0  # between two checks
+WATCHED = 256  # objects to watch: those written first are the most valuable, and evicted first
+_WATCH_SECONDS = 2.0  # shortest time between two checks of the watched objects
 
 
 def copy_pages(
@@ -67,9 +67,9 @@ def copy_pages(
 ) -> None:
     """Copy wanted pages in order.
 
-    facts: gets the sums so far, also after an interrupt.
-    best: the first pages of the whole plan that others may have copied.
-    Callback and exceptions: see `prewarm`.
+    facts: sums to which the copy adds; also valid after an interrupt.
+    best: first pages of the whole plan, which another part may have copied.
+    Callback and exceptions as in `prewarm`.
     """
     if warming.pins_only_writes:
         facts.not_pinned += pages.count(Action.COMPLETE)
@@ -93,12 +93,12 @@ def copy_pages(
 
 
 def pages_with_problems(parts: Iterable[PrewarmFacts]) -> pa.StringArray:
-    """Return the pages that problems name: the destination may have other objects of these."""
+    """Return the pages that problems name, of which the destination may have other objects."""
     return pa.array(sorted({p.page for part in parts for p in part.problems}), pa.string())
 
 
 class Watch:
-    """Record of the first written objects, which shows whether the destination evicts them."""
+    """Watch over the first written objects, to see whether the destination evicts them."""
 
     def __init__(self, store: Store, survey: Survey) -> None:
         self._store = store
@@ -110,7 +110,10 @@ class Watch:
         self._lost = False
 
     def add(self, pages: pa.StringArray, *, written: bool = True) -> None:
-        """Record the anchors of the first pages: those written, or those that the store has."""
+        """Watch the anchors of pages, up to WATCHED in all.
+
+        written: whether this run wrote the pages. Otherwise only anchors that exist are watched.
+        """
         some = pages[: WATCHED - len(self._keys)]
         keys = self._route.keys(np.full(len(some), self._anchor), some)
         if not written:
@@ -118,7 +121,7 @@ class Watch:
         self._keys = pa.concat_arrays([self._keys, keys])
 
     def lost(self) -> bool:
-        """Return whether a recorded object is missing; ask the store at most every few seconds."""
+        """Return whether a watched object is missing. Ask the store only every few seconds."""
         if self._lost or not len(self._keys) or time.monotonic() < self._next:
             return self._lost
         self._next = time.monotonic() + _WATCH_SECONDS
@@ -126,11 +129,15 @@ class Watch:
         return self._lost
 
 
-ENDING_SECONDS = 10.0  # for touches after a deadline or signal, and again for the last listing
+# Time for touches after a deadline or signal, and once more for the last listing.
+ENDING_SECONDS = 10.0
 
 
 def after(moment: float | None) -> float | None:
-    """Return the time limit for the steps after copying; None: no limit."""
+    """Return the time at which a step after the copy must end; None for no limit.
+
+    moment: deadline of the copy, as `time.monotonic()`; None without one.
+    """
     return None if moment is None else max(moment, time.monotonic()) + ENDING_SECONDS
 
 
@@ -139,9 +146,11 @@ def touch_pages(
 ) -> None:
     """Mark pages as most recently used, if the store keeps such an order.
 
-    The least valuable pages come first, and the leaves of a chain before its root.
-    items: survey rows, most valuable first. until: `time.monotonic()` of the end; at most one call
-    ends later. If time is short, less valuable pages are left out.
+    The least valuable pages are touched first, and the end of a chain before its root, so that the
+    most valuable pages are the most recently used. If time is short, less valuable pages are left
+    out.
+    items: survey rows, most valuable first.
+    until: `time.monotonic()` of the end; only the last call may end later.
     """
     if not isinstance(store, Touch):
         return
@@ -162,10 +171,10 @@ def touch_pages(
 def pin_pages(
     warming: Warming, pages: CopyPlan, others: pa.StringArray
 ) -> tuple[int, float | None]:
-    """Pin the pages that the destination has, found or copied, if --pin asks for it.
+    """Pin the requested pages that the destination now has, if --pin was given.
 
-    Return how many of them are not pinned, and the Unix seconds of the end of the pins.
     others: requested pages that only the destination has.
+    Return how many of them could not be pinned, and the Unix seconds at which the pins end.
     """
     store, options, survey = warming.destination, warming.options, pages.survey
     if not options.pin or warming.pins_only_writes:
@@ -179,7 +188,7 @@ def pin_pages(
     # A page without any pinned object was not copied.
     not_pinned = int(((unpinned > 0) & (unpinned < objects)).sum())
 
-    # Nothing says which objects of other pages are optional, so any may be missing.
+    # Which objects of the other pages are optional is unknown, so any object may be missing.
     count = len(survey.route.targets)
     of, targets = np.repeat(np.arange(len(others)), count), np.tile(np.arange(count), len(others))
     keys = survey.route.keys(targets, others.take(pa.array(of)))
@@ -197,13 +206,14 @@ def finish_facts(
     until: float | None = None,
     pin: Callable[[pa.StringArray], tuple[int, float | None]] | None = None,
 ) -> tuple[FinishFacts, IntArray]:
-    """Count what servers can restore from the destination; also return [chains] usable pages.
+    """Count the pages that servers can restore from the destination.
 
-    pages: the planned copies; None if none were planned for the requests.
+    pages: planned copies; None if no copy was planned.
     names: see `PagePlan`.
     without: pages of which the destination has other objects.
-    until: `time.monotonic()` of the end; if the listing is not done then, no page counts as usable.
+    until: `time.monotonic()` of the end. If the listing takes longer, no page counts as usable.
     pin: `pin_pages` for the planned pages; None to pin nothing.
+    Return the facts, and the number of usable pages of each chain: [chains].
     """
     page_size = request.target.page_size
     others = pa.array([], pa.string())
@@ -268,11 +278,11 @@ def _whole_pages(
 
 
 class Warming(StorePair):
-    """Two stores with the request of a prewarm, checked."""
+    """Checked request of a prewarm between two stores."""
 
     def __init__(self, source: Store, destination: Store, request: PrewarmRequest) -> None:
         """Check the request. Raises UsageError, ProfileError, UnsupportedByBackend."""
-        self.pins_only_writes = False  # the destination cannot pin pages that it has
+        self.pins_only_writes = False  # whether the destination cannot pin existing objects
         if request.options.pin:
             if not isinstance(destination, Pins):
                 raise UnsupportedByBackend(
@@ -283,14 +293,14 @@ class Warming(StorePair):
         self.request = request
         super().__init__(source, destination, request.profile, request.target, request.options)
         if self.trailers.keeps:
-            # Servers accept no object without a trailer beside others that have one.
+            # Once a directory has trailers, its servers refuse objects without one.
             self.trailers = replace(self.trailers, bare=False)
 
 
 def plan_prewarm(
     warming: Warming, *, on_listed: Callable[[int], None] = lambda objects: None
 ) -> PagePlan:
-    """List both stores and choose the pages to copy. Arguments and exceptions as in `prewarm`."""
+    """List both stores, and choose the pages to copy. Raises as `prewarm` does."""
     source, request, trailers = warming.source, warming.request, warming.trailers
     needs_pages = not request.allow_empty
     inventory = (
@@ -325,7 +335,7 @@ def plan_prewarm(
 def _pages_to_fit(plan: PagePlan, request: PrewarmRequest) -> pa.StringArray:
     """Return the requested pages that may be missing because an object has a wrong size.
 
-    Pages restorable from the source do not need such objects.
+    Pages that can be restored from the source do not need the wrong object.
     """
     if request.requests is None:
         return plan.names
@@ -343,9 +353,10 @@ def prewarm(
 ) -> PrewarmOutcome:
     """Copy the requested pages that servers could restore and the destination lacks.
 
-    on_listed: takes the number of objects of each listed batch. on_copied: takes the bytes of each
-    finished batch and of the plan. Raises UsageError, ProfileError and UnsupportedByBackend before
-    anything is written; StoreUnavailable at any time.
+    on_listed: takes the number of objects of each listed batch.
+    on_copied: takes the bytes of each finished batch, and the bytes of the plan.
+    Raises UsageError, ProfileError and UnsupportedByBackend before the first write, and
+    StoreUnavailable at any time.
     """
     started = time.monotonic()
     if (seconds := request.deadline_seconds) is not None:
@@ -370,9 +381,9 @@ def prewarm(
 def _executed(
     warming: Warming, plan: PagePlan, on_copied: Callable[[int, int], None]
 ) -> tuple[FinishFacts, IntArray, BaseException | None]:
-    """Copy, touch and count pages; after an interrupt, touching and counting have time limits.
+    """Copy, touch and count pages. After an interrupt, touching and counting have time limits.
 
-    Return the result of `finish_facts`, and the exception of an interrupt.
+    Return the results of `finish_facts`, and the exception of an interrupt or None.
     """
     destination = warming.destination
     # Also finish a pack that a killed run left, even if no page is missing.
@@ -400,9 +411,9 @@ def _executed(
 
 
 def usable_from(store: Store, request: PrewarmRequest) -> PrewarmOutcome:
-    """Return the outcome without copying: the pages of the request that servers can now restore.
+    """Return the outcome of a run that copies nothing: what servers can restore now.
 
-    The request has chains.
+    request: request with chains.
     """
     assert request.requests is not None
     started = time.monotonic()
@@ -415,21 +426,25 @@ def usable_from(store: Store, request: PrewarmRequest) -> PrewarmOutcome:
     return outcome
 
 
-_JOBS = 8  # requests under way by default
+_JOBS = 8  # requests that a server gets at once by default
 
 Ranks = tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LiveServer:
-    """A server's /server_info reply, and its DP ranks with separate caches."""
+    """A live server.
+
+    info: its /server_info reply.
+    ranks: its DP ranks with separate caches; (None,) for a single rank.
+    """
 
     info: Mapping[str, Any]
     ranks: Ranks
 
 
 def live_servers(urls: Sequence[str]) -> dict[str, LiveServer]:
-    """Return the deployment that each server reports, by URL.
+    """Ask each server for its /server_info. Return the servers by URL.
 
     Raises StoreUnavailable, UsageError for a bad URL, and ProfileError for an impossible size.
     """
@@ -449,18 +464,19 @@ def pull(
 ) -> None:
     """Request each usable prefix once from each server and DP rank, the most valuable first.
 
-    usable_pages: [requests] number of pages that the store has of each.
-    read_again: yields the requests whose lines begin at some bytes.
+    usable_pages: [requests] number of usable pages of each request in the store.
+    read_again: function that yields the requests at given byte offsets of the input.
     deadline: `time.monotonic()` of the end.
-    pulling: receives each server before it is asked.
+    pulling: list to which each server is added before its first request.
+    on_done: takes the number of requests that have just ended.
     """
     requests = request.requests
     assert requests is not None
     assert requests.starts is not None
     assert requests.hashing is not None
     hashing = requests.hashing
-    # A trailing pool also has states inside longer prefixes; only a request that ends at
-    # a state restores it.
+    # Only a request that ends at a trailing state restores it, so with trailing pools each
+    # prefix of a longer prefix is requested as well.
     longest_only = not any(pool.trailing for pool in request.target.pools)
     chosen = prefixes_worth_asking(requests, usable_pages, request.rank, longest_only=longest_only)
     starts = requests.starts[chosen].tolist()
@@ -472,5 +488,5 @@ def pull(
     for url, live in servers.items():
         server = ThroughServer(url, ranks=live.ranks, jobs=request.options.jobs or _JOBS)
         pulling.append(server)
-        with suppress(StoreUnavailable):  # the server says so in its document
+        with suppress(StoreUnavailable):  # the server's document has the error
             server.pull(prefixes(), deadline, on_done)

@@ -1,8 +1,8 @@
-"""Order the blocks of requests by the value of warming them; plan files hold such an order.
+"""Order the blocks of requests by the value of warming them. Read and write plan files.
 
-A plan file has JSON lines, best first: {"page", "parent", "depth", "value", "requests",
-"last_seen"}. "parent" is the previous page of the chain, or null. Both are page hashes, or block
-ids if the trace has no token ids. Executing a plan needs only "page".
+A plan file has JSON lines, best page first: {"page", "parent", "depth", "value", "requests",
+"last_seen"}. "parent" is the previous page of the chain, or null. "page" and "parent" are page
+hashes, or block ids if the trace has no token ids. Executing a plan needs only "page".
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RankedBlocks:
-    """Blocks to warm, best first; no block comes before a block of its prefix.
+    """Blocks to warm, best first. Every block comes after the blocks of its prefix.
 
-    requests: the requests that use the blocks.
+    requests: requests that use the blocks.
     order: [ranked] int64, indices into the names of the requests.
-    values: [ranked] float64, not increasing: chance that a request uses the block, averaged over
-        horizons (`value.reuse`); if no block was used twice, the time of the last use; without
+    values: [ranked] float64, not increasing. The chance that a request uses the block, averaged
+        over
+        horizons (`value.reuse`). If no block was used twice, the time of the last use. Without
         times, `uses`.
     uses: [ranked] int32, number of requests that used the block.
     last_seen: [ranked] float64, time of the last use; None if unknown.
@@ -63,12 +64,14 @@ class RankedBlocks:
 def rank_blocks(requests: Requests, *, budget: int | None = None) -> RankedBlocks:
     """Order all blocks of requests by the savings expected from warming them.
 
-    The expectation starts one mean request interval after the last request. Blocks of equal value
-    keep the order of their first use: one chain after another, so that each prefix is copied with
-    the states at its end. budget: maximum number of blocks.
+    The estimate is for the moment one mean request interval after the last request. Blocks of equal
+    value
+    keep the order of their first use, one chain after another, so that each prefix is copied with
+    the states at its end.
+    budget: largest number of blocks to return; None for all.
     """
     requests = requests.in_time_order()
-    forest = requests.forest  # refuses a block with two prefixes, which could repeat in a chain
+    forest = requests.forest  # raises for a block with two prefixes, which a chain could repeat
     uses = walk_uses(requests)
     closed = forest.closed(_values(requests, uses))
     order = np.argsort(-closed, kind="stable")[:budget]
@@ -77,7 +80,7 @@ def rank_blocks(requests: Requests, *, budget: int | None = None) -> RankedBlock
 
 
 def rank_by_value(requests: Requests) -> IntArray:
-    """Return the rank of each distinct page of requests; 0 is the best."""
+    """Return the rank of each distinct page of requests. 0 is best."""
     ranked = rank_blocks(requests)
     rank = np.empty(len(ranked), dtype=np.int64)
     rank[ranked.order] = np.arange(len(ranked))
@@ -85,14 +88,17 @@ def rank_by_value(requests: Requests) -> IntArray:
 
 
 def places_among(pages: pa.StringArray, among: pa.StringArray) -> IntArray:
-    """Return the index of each page in `among`, -1 if missing."""
+    """Return the index of each page in `among`; -1 if it is not there."""
     found = pc.index_in(pages, value_set=among.cast(pages.type))
     places: IntArray = found.fill_null(-1).to_numpy().astype(np.int64)
     return places
 
 
 def rank_by_plan(pages: pa.StringArray) -> Rank:
-    """Return a function that ranks the pages of requests in the order of a plan: `pages`."""
+    """Return a function that ranks the pages of requests in the order of a plan.
+
+    pages: pages of the plan, best first.
+    """
 
     def rank(requests: Requests) -> IntArray:
         places = places_among(requests.page_names, pages)
@@ -104,9 +110,11 @@ def rank_by_plan(pages: pa.StringArray) -> Rank:
 
 
 def pages_within(budget: int, profile: Profile | None, *, hashed: bool) -> int:
-    """Return how many pages fit, with the objects of all ranks but without trailing pools.
+    """Return how many pages fit into a file store, with all ranks but without trailing pools.
 
-    budget: bytes of a file store. Raises UsageError if the size of a page is unknown.
+    budget: bytes.
+    hashed: whether the requests have page hashes, not block ids.
+    Raises UsageError if the size of a page is unknown.
     """
     if not hashed:
         raise UsageError("--budget: block ids have no size; give --budget-pages")
@@ -121,9 +129,9 @@ def pages_within(budget: int, profile: Profile | None, *, hashed: bool) -> int:
 def prefixes_worth_asking(
     requests: Requests, usable_pages: IntArray, rank: Rank, *, longest_only: bool
 ) -> IntArray:
-    """Return the indices of requests that contain each usable prefix once, best first.
+    """Return indices of requests, best first, that together contain each usable prefix once.
 
-    longest_only: leave out a prefix that another usable prefix continues.
+    longest_only: whether to leave out prefixes that another usable prefix continues.
     """
     usable = requests.cut(usable_pages)
     asked = np.flatnonzero(usable_pages)
@@ -142,7 +150,7 @@ def _values(requests: Requests, uses: Uses) -> npt.NDArray[np.float64]:
     times = requests.times
     if times is None or not len(requests):
         return uses.counts.astype(np.float64)
-    if times[-1] <= times[0]:  # all times are equal: use the order instead
+    if times[-1] <= times[0]:  # all times are equal, so take the order of the requests as time
         times = np.arange(len(requests), dtype=np.float64)
     now = float(times[-1] + (times[-1] - times[0]) / len(times))
     values = reuse_values(requests, times, now, uses)
@@ -157,9 +165,9 @@ _LONGEST_ROW = 1 << 16
 class PlannedPages:
     """Pages of a plan file.
 
-    source: the file, for messages.
-    pages: distinct hashes, best first.
-    parents: index of the previous page of each page's chain; -1 if none is in the file.
+    source: path of the file, for messages.
+    pages: distinct page hashes, best first.
+    parents: for each page, the index of the previous page of its chain; -1 if the file lacks it.
     """
 
     source: str
@@ -167,7 +175,7 @@ class PlannedPages:
     parents: list[int]
 
     def requests(self, hashing: Hashing) -> Requests:
-        """Return a request for each page that is no parent: its pages, from the first known one."""
+        """Return a request for each page that is no parent, with the pages that lead to it."""
         pages, inner = self.pages.to_pylist(), set(self.parents)
         ends = (number for number in range(len(pages)) if number not in inner)
         chains = ([pages[number] for number in self._path(end)] for end in ends)
@@ -198,7 +206,7 @@ class _Row(msgspec.Struct):
 
 
 def plan_rows(ranked: RankedBlocks) -> Iterator[pa.Table]:
-    """Yield the rows of a plan file, some at a time."""
+    """Yield the rows of a plan file in tables of at most _ROWS_AT_ONCE rows."""
     requests, forest = ranked.requests, ranked.requests.forest
     for start in range(0, len(ranked), _ROWS_AT_ONCE):
         piece = slice(start, start + _ROWS_AT_ONCE)
@@ -219,9 +227,9 @@ def plan_rows(ranked: RankedBlocks) -> Iterator[pa.Table]:
 def read_plan(path: Path) -> PlannedPages:
     """Read the pages of an executable plan.
 
-    A parent without a row was in the destination when the plan was made. Raises FormatError naming
-    a line that is not a plan's row, has a block id, repeats a page, or has an earlier page's
-    parent; UsageError if the file cannot be read or has no pages.
+    A parent without a row was in the destination when the plan was made.
+    Raises FormatError with the number of a line that is no row of a plan, has a block id, repeats a
+    page, or lists a page after its child; UsageError if the file cannot be read or has no pages.
     """
     position: dict[str, int] = {}
     outside: set[str] = set()
@@ -238,9 +246,11 @@ _ROW = msgspec.json.Decoder(_Row)
 
 
 def _take(line: bytes, position: dict[str, int], outside: set[str]) -> int:
-    """Add a row's page; return the index of its parent, -1 if not in the file.
+    """Add the page of a row. Return the index of its parent; -1 if no earlier row has the parent.
 
-    outside: parents that no row has listed so far.
+    line: text of the row.
+    position: index of each page so far, to which the page is added.
+    outside: parents that no row has listed so far, to which the parent may be added.
     """
     row = decode(_ROW, line)
     if isinstance(row.page, int):
@@ -264,7 +274,7 @@ def _take(line: bytes, position: dict[str, int], outside: set[str]) -> int:
 
 
 def _names(requests: Requests, blocks: npt.NDArray[np.integer]) -> pa.Array:
-    """Return ids or hex hashes; null for -1."""
+    """Return the block ids or page hashes of blocks; null for block -1."""
     none = blocks < 0
     names = requests.names[np.where(none, 0, blocks)]
     if not requests.hashed:

@@ -21,20 +21,21 @@ KINDS: tuple[Kind, ...] = ("free", "keep-free", "max-size")
 
 _PERCENTS = 100
 _PERCENTAGE = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?%")
-# Removed bytes stay in use if less than this share of them is free after so long.
+# Removed bytes count as held if less than this share of them is free after _LATE_SECONDS.
 _LEAST_GAIN = 0.1
 _LATE_SECONDS = 10.0
 _PAUSE_SECONDS = 0.5
-_MOST_FRUITLESS = 3  # times that enough was removed, and servers wrote as much
+_MOST_FRUITLESS = 3  # waits without more free space after which removed bytes count as held
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a removal is to reach.
+    """Target of a removal.
 
-    kind: what has so many bytes in the end: the removed objects (free), the free space (keep-free),
-        or the objects of the store (max-size).
-    amount: bytes; with keep-free also a share of what the store can hold.
+    kind: whether the amount counts removed objects (free), free space (keep-free), or the objects
+        left
+        in the store (max-size).
+    amount: bytes, or for keep-free a share of the store's capacity.
     """
 
     kind: Kind
@@ -45,15 +46,15 @@ class Target:
 
     @property
     def stands(self) -> bool:
-        """Whether the target is a state of the store, so that a further run has nothing to do."""
+        """Whether the target is a state of the store, so that another run has nothing to do."""
         return self.kind != "free"
 
 
 def parse_room(text: str) -> int | Fraction:
     """Return the bytes of a size such as 200GiB, or the share of a percentage such as 30%.
 
-    Raises UsageError for other text, for nothing, for 100% or more, and for a number that looks
-    like a percentage: a scheduled run that keeps 30 bytes free would always succeed.
+    Raises UsageError for other text, for 0, and for 100% or more. A small number without a unit is
+    refused, too: whoever writes 30 means 30%, and a run that keeps 30 bytes free always succeeds.
     """
     if not text.endswith("%"):
         size = parse_size(text, least=1)
@@ -71,11 +72,11 @@ def parse_room(text: str) -> int | Fraction:
 class Gauge:
     """Measure of the bytes that a removal still has to free.
 
-    limit: bytes of the target; a share is resolved.
-    asked: bytes to remove, as of the start.
-    unit: bytes to which the space of an object is rounded up.
-    free_bytes: the store's free bytes at the last look; None unless the target is about them.
-    stored_bytes: bytes of the store's objects as listed; None unless the target is about them.
+    limit: bytes of the target. A share has been converted to bytes.
+    asked: bytes to remove, measured at the start.
+    unit: bytes; the space of an object is a multiple of it.
+    free_bytes: free bytes of the store at the last look; None if the target is not keep-free.
+    stored_bytes: bytes of the listed objects; None if the target is not max-size.
     is_held: whether removed bytes did not become free.
     """
 
@@ -99,18 +100,19 @@ class Gauge:
         self.is_held = False
         self._fruitless = 0
         self._store = store
-        # The free bytes, and the bytes removed before, when both were last known to agree.
+        # The free bytes, and the bytes removed by then, when all removed bytes last showed as free.
         self._known_free = free_bytes or 0
-        self._first_free = self._known_free  # less what servers were seen to write
+        self._first_free = self._known_free  # at the start, minus bytes that servers wrote since
         self._known_removed = 0
 
     @classmethod
     def of(cls, target: Target, store: Store, stored_bytes: int | None) -> Self:
-        """Look at the store and return the gauge.
+        """Look at the store, and return the gauge of a target.
 
-        stored_bytes: bytes of all objects of the store; None if a size is not known.
-        Raises UsageError for a target that the store cannot reach, UnsupportedByBackend for one
-        that it cannot tell, and StoreUnavailable.
+        stored_bytes: bytes of all objects of the store; None if a size is unknown.
+        Raises UsageError for a target that the store cannot reach, UnsupportedByBackend for a
+        target
+        that it cannot measure, and StoreUnavailable.
         """
         if target.kind == "free":
             return cls(target, int(target.amount), int(target.amount))
@@ -137,10 +139,12 @@ class Gauge:
         return cls(target, limit, asked, store=store, free_bytes=free, unit=capacity.unit)
 
     def lacking(self, removed: int) -> int:
-        """Return the bytes still to be removed; look at the store if the target needs it.
+        """Return the bytes still to be removed. Look at the store if the target is free space.
 
-        removed: bytes of the objects removed so far. A file system may show freed space late: what
-        it does not show yet counts as free until a sync, so that nothing leaves needlessly.
+        A file system may show freed space late. Until a sync, removed bytes count as free even if
+        they
+        do not show, so that nothing is removed needlessly.
+        removed: bytes of the objects removed so far.
         Raises StoreUnavailable.
         """
         if self._store is None:
@@ -156,25 +160,27 @@ class Gauge:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the free bytes of the store decide, which servers change meanwhile."""
+        """Whether the target is the free space of the store, which servers change meanwhile."""
         return self._store is not None
 
     def step(self, lacking: int) -> int:
         """Return how many of the lacking bytes to remove before the next look.
 
-        Objects may take more space than their bytes, so a measured target is approached by halves.
+        Half of them if the target is measured, because objects may take more space than their
+        bytes.
         """
         return lacking if self._store is None else -(-lacking // 2)
 
     def _settled(self, store: Store, removed: int) -> int:
-        """Return the free bytes once removed ones show; decide whether they are held.
+        """Wait for removed bytes to show as free. Return the free bytes, and set `is_held`.
 
-        Some systems free space in the background. More pages must not leave for it, but they must
-        for servers that write as much as was removed: then the free space goes on falling, and
-        waiting longer would let the store fill up.
+        Some file systems free space in the background, so wait before more pages are removed. If
+        servers write as much as was removed, the free space falls instead. Then stop waiting,
+        because
+        more pages must leave before the store is full.
         """
         free = first = self._look(store)
-        latest = removed - self._known_removed  # bytes; none of them may show yet
+        latest = removed - self._known_removed  # bytes of which none may show as free yet
         ends = time.monotonic() + _LATE_SECONDS
         while is_fruitless := self._is_fruitless(free, removed):
             if time.monotonic() >= ends or first - free >= latest:

@@ -36,19 +36,18 @@ if TYPE_CHECKING:
 
 REQUEST_TIMEOUT_S = 120.0
 BUSY_PATIENCE_S = 300.0  # longest time with only "busy" answers
-
-_TRIES = 3  # a request is sent so often
-_GIVE_UP_AFTER = 3  # failed requests in a row
+_TRIES = 3  # times that a failing request is sent
+_GIVE_UP_AFTER = 3  # failed requests in a row after which a server is given up
 _PAUSE_S = 1.0
 _MAX_PAUSE_S = 60.0
 _BUSY = (http.client.TOO_MANY_REQUESTS, http.client.SERVICE_UNAVAILABLE)
 _CHECK_SERVER = "check that --through-server names an SGLang server"
-_SAID_CHARS = 200  # an error text of a server is cut to this length
+_SAID_CHARS = 200  # longest error text of a server that is shown
 _SOURCES = ("device", "host", "storage")
 
 
 class PulledRequest(TypedDict):
-    """Row of a request that was sent to a server."""
+    """Row for a request that was sent to a server."""
 
     request: int
     dp_rank: int | None
@@ -59,7 +58,7 @@ class PulledRequest(TypedDict):
 
 
 class PulledServer(TypedDict):
-    """Row of a server that loaded pages."""
+    """Row for a server that was asked to load pages."""
 
     server: str
     requests: list[PulledRequest]
@@ -71,11 +70,11 @@ class PulledServer(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The beginning of a request, which makes a server restore pages.
+    """Beginning of a request, which makes a server restore pages.
 
     number: number of the request.
-    tokens: number of tokens of the pages to restore.
-    request: the request, cut to these tokens and those that the server computes.
+    tokens: number of tokens in the pages to restore.
+    request: the request, cut to these tokens and the tokens that the server must compute.
     """
 
     number: int
@@ -109,8 +108,10 @@ class Prefix:
 def prefix_of(number: int, request: Request, pages: int, hashing: Hashing) -> Prefix:
     """Cut a request to the tokens that make a server restore its first pages.
 
-    Any token may follow these pages: if the request ends with them, its last token is repeated.
-    Raises FormatError for a shorter request, as from a changed file.
+    A server computes at least one token after the pages. If the request ends with the pages, its
+    last
+    token is repeated, because any token will do.
+    Raises FormatError if the request is too short, because the file has changed.
     """
     wanted = tokens_to_restore(pages, hashing.page_size, bigram=hashing.bigram)
     token_ids = request.token_ids[:wanted]
@@ -162,9 +163,10 @@ def _ended(
     on_done: Callable[[int], None],
     check: Callable[[], None],
 ) -> bool:
-    """Wait until a request ends, and take it from the running ones; return False at the deadline.
+    """Wait until a running request ends, and remove it from `running`. Return False at the
+    deadline.
 
-    Raises the request's exception.
+    Raises the exception of the request.
     """
     left = None if deadline is None else max(deadline - time.monotonic(), 0)
     ended, _ = wait(running, left, FIRST_COMPLETED)
@@ -177,14 +179,14 @@ def _ended(
 
 
 class ThroughServer:
-    """One live server; call `pull` once.
+    """Requests to one live server. Call `pull` once.
 
-    pulled: results in order of completion; an interrupt of `pull` loses none.
+    pulled: results in the order of completion, complete even if `pull` is interrupted.
     complete: whether every prefix was requested.
     error: why the server was given up, or None.
-
-    api_key: default from HICACHECTL_API_KEY. jobs: number of concurrent requests. Raises UsageError
-    for a malformed URL or key.
+    api_key: key of the server; by default the value of HICACHECTL_API_KEY.
+    jobs: number of requests at once.
+    Raises UsageError for a malformed URL or key.
     """
 
     def __init__(
@@ -211,7 +213,7 @@ class ThroughServer:
         self.pulled: list[PulledRequest] = []
 
     def document(self) -> PulledServer:
-        """Return the row of the server, with its requests so far; also while `pull` runs."""
+        """Return the row for the server, with its requests so far. May be called during `pull`."""
         pulled = list(self.pulled)
         return {
             "server": self._url,
@@ -228,10 +230,11 @@ class ThroughServer:
         deadline: float | None = None,
         on_done: Callable[[int], None] = lambda requests: None,
     ) -> None:
-        """Request prefixes in order, at every rank.
+        """Request prefixes in order, from every rank.
 
-        prefixes: consumed one at a time. deadline: `time.monotonic()` at which unfinished requests
-        are abandoned. on_done: called for each result, in this thread.
+        prefixes: prefixes, taken one at a time.
+        deadline: `time.monotonic()` at which unfinished requests are abandoned.
+        on_done: called for each result, in this thread.
         Raises StoreUnavailable if the server refuses the key, lacks the endpoint, keeps failing or
         stays busy.
         """
@@ -240,7 +243,9 @@ class ThroughServer:
         try:
             with persistent() as check:
                 for prefix, rank in ((each, rank) for each in prefixes for rank in self._ranks):
-                    with deferred():  # every thread is known to the pool, which joins it
+                    with (
+                        deferred()
+                    ):  # no signal may hide a started thread from the pool, which joins it
                         running.add(pool.submit(self._take, prefix, rank))
                     full = len(running) == self._jobs
                     if full and not _ended(running, deadline, on_done, check):
@@ -336,18 +341,18 @@ class ThroughServer:
 
 
 class _RefusedForAllError(StoreUnavailable):
-    """A refusal that applies to every request."""
+    """The server refuses every request."""
 
 
 class _Backoff:
-    """Pauses of requests while a server is busy or fails; shared by all threads."""
+    """Pauses of all threads while a server is busy or fails."""
 
     def __init__(self, pause_s: float, patience_s: float) -> None:
         self._pause_s, self._patience_s = pause_s, patience_s
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._next_s = pause_s
-        self._until = 0.0  # when requests resume
+        self._until = 0.0  # `time.monotonic()` at which requests resume
         self._answered = time.monotonic()
 
     @property
@@ -370,7 +375,7 @@ class _Backoff:
             self._next_s = self._pause_s
 
     def busy(self, retry_after: str) -> bool:
-        """Pause all requests for the time that the server states; return False if busy too long."""
+        """Pause all requests as long as the server asks. Return False if it is busy too long."""
         now = time.monotonic()
         with self._lock:
             asked = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0.0
@@ -382,6 +387,6 @@ class _Backoff:
             self._extend(time.monotonic(), self._next_s)
 
     def _extend(self, now: float, seconds: float) -> None:
-        if self._until <= now:  # concurrent failures count once
+        if self._until <= now:  # several failures at once make one pause
             self._until = now + min(seconds, _MAX_PAUSE_S)
             self._next_s = min(2 * self._next_s, _MAX_PAUSE_S)

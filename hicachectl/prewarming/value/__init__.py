@@ -1,1 +1,1 @@
-"""How likely requests use a block again: a model fitted to the requests themselves."""
+"""Estimate how likely requests use a block again, by a model fitted to the requests."""

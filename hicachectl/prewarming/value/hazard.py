@@ -1,8 +1,9 @@
 """Model of how soon blocks are used again: a rate by age, times a ratio for each factor.
 
-The rate is the chance per unit of time that a block of an age (time since its last use) is used
-again: events divided by exposure (waiting blocks times time). Blocks that still wait at the trace's
-end count as exposure. Ratios are fitted proportionally, one factor after another.
+The age of a block is the time since its last use. The rate is the chance per unit of time that a
+block of this age is used again: the number of uses (events) divided by the time that blocks waited
+at this age (exposure). Blocks that still wait at the end of the trace count as exposure. Ratios are
+fitted proportionally, one factor after another.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _ROUNDS = 30
 _CLOSE_ENOUGH = 1e-3
 _SPANS_TO_MEDIAN = 5
 _GROWTH = 1.5
-# A share of the longest wait; bounds the number of spans if most waits are 0.
+# Share of the longest wait. It bounds the number of spans if most waits are 0.
 _SHORTEST_TAIL = 1e-4
 
 
@@ -37,12 +38,12 @@ class Factor(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """Waits for a next use; arrays are [waits].
+    """Waits of blocks for their next use. Arrays are [waits].
 
-    cells: int64; waits of one cell have the same level in every factor.
-    durations: float64.
-    used: bool, False if the trace ended first.
-    weights: float64; a negative weight subtracts the wait.
+    cells: int64, number of the wait's cell. Waits of one cell have the same level in every factor.
+    durations: float64, length of the wait.
+    used: bool, False if the trace ended before the next use.
+    weights: float64. A negative weight subtracts the wait.
     """
 
     cells: Codes
@@ -55,10 +56,10 @@ class Waits(NamedTuple):
 class Hazards:
     """Fitted rates.
 
-    edges:  [ages] float64, start of each age span; the last span is open.
+    edges:  [ages] float64, start of each age span. The last span has no end.
     base:   [ages] rates common to all blocks.
-    ratios: [levels, ages] for each factor.
-    fading: age at which the open span's rate, which falls as 1 / age, equals its mean.
+    ratios: for each factor, [levels, ages] ratio by which a level multiplies the rate.
+    fading: age at which the rate of the last span, which falls as 1 / age, equals its mean.
     """
 
     edges: Floats
@@ -92,10 +93,12 @@ class Hazards:
 
 
 def age_edges(durations: Floats) -> Floats:
-    """Return the starts of age spans, short at ages with many next uses.
+    """Return the starts of age spans, which are short at ages with many next uses.
 
-    Up to the median, all spans have equally many uses; beyond, each span is 1.5 times as long as
-    the previous one. durations: durations of the waits that ended; at least one is above 0.
+    Up to the median, all spans have equally many uses. Beyond, each span is 1.5 times as long as
+    the
+    previous span.
+    durations: durations of the waits that ended with a use; at least one is above 0.
     """
     shares = np.quantile(durations, np.linspace(0, 0.5, _SPANS_TO_MEDIAN + 1)[1:])
     longest = float(durations.max())
@@ -117,7 +120,7 @@ def fit_hazards(
 
     codes: [cells, factors] levels.
     longest: the longest wait that the trace could show.
-    prior: events added at ratio 1, which pull rarely observed levels towards the mean.
+    prior: events added with ratio 1, which pull rarely observed levels towards the mean.
     """
     events, exposure = _tabulate(waits, len(codes), edges)
     tiny = 1e-9
@@ -148,10 +151,11 @@ def fit_hazards(
 
 
 def _tabulate(waits: Waits, cells: int, edges: Floats) -> tuple[Floats, Floats]:
-    """Return the next uses and the time waited: [cells, ages] each."""
+    """Return the number of next uses, and the time waited: two arrays [cells, ages]."""
     ages = len(edges)
-    # A wait that ends at an edge belongs to the span before the edge. In the span after, it has no
-    # exposure, so its event would have no finite rate. All waits of a regular trace end at edges.
+    # A wait that ends at an edge belongs to the span before the edge. In the span after the edge it
+    # has no exposure, so its event would give an infinite rate. All waits of a regular trace end at
+    # edges.
     ends = np.maximum(np.searchsorted(edges, waits.durations, side="left") - 1, 0)
     place = waits.cells * ages + ends
 
@@ -181,5 +185,5 @@ def _mean(ratios: Floats, group: Floats) -> Floats:
 
 
 def _members(codes: Codes, levels: int) -> Floats:
-    """Return the membership [levels, cells]; a product with it sums cells by level."""
+    """Return the membership [levels, cells]. A product with it sums cells by level."""
     return np.equal(codes, np.arange(levels)[:, None]).astype(np.float64)

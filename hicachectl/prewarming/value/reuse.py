@@ -1,10 +1,10 @@
 """Value of warming a block: the chance of a use before a cache evicts the block.
 
-Only the first use counts: a block that was not warmed is computed then, and cached like any other
-afterwards. The number of uses is therefore a bad order. How long a cache keeps a block depends on
-its unknown size, so the chance is averaged over horizons from 1/32 to all of the trace's span.
-Chances are measured on the trace (`hazard`), from blocks of the same age, number of uses, output
-length and so on.
+Only the first use counts: a block that was not warmed is computed at its first use, and cached like
+any other block afterwards. The number of uses is therefore a bad order. How long a cache keeps a
+block depends on the cache's size, which is unknown, so the chance is averaged over horizons from
+1/32 to all of the trace's span. Chances are measured on the trace (`hazard`), from blocks of the
+same age, number of uses, output length and so on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 HORIZONS = tuple(0.5**halvings for halvings in range(6))  # shares of the trace's span
 
-_SAMPLED_REQUESTS = 20_000  # the waits of their blocks are fitted; bounds the time
+_SAMPLED_REQUESTS = 20_000  # requests from which waits are taken, few enough to be fast
 _PRIOR_EVENTS = 4.0
 _REFERENCES_AT_ONCE = 1 << 20
 _GROUPS_AT_ONCE = 1 << 17
@@ -45,9 +45,9 @@ _GROUPS_AT_ONCE = 1 << 17
 class Reuse:
     """Expected reuse of blocks after the last request.
 
-    groups: keys of groups of blocks with equal chances.
-    group_of: [blocks] indices into `groups`.
-    ages: [requests] float64, time since each request.
+    groups: key of each group of blocks with equal chances.
+    group_of: [blocks] index of the block's group in `groups`.
+    ages: [requests] float64, time since the request.
     span: time since the first request.
     """
 
@@ -70,8 +70,9 @@ class Reuse:
 def reuse_values(requests: Requests, times: Floats, now: float, uses: Uses) -> Floats:
     """Return each block's chance of a use, averaged over `HORIZONS`: [blocks].
 
-    times: [requests], not decreasing; `now` is not earlier. The values are not prefix-closed, and
-    all 0 if no block was used twice.
+    All values are 0 if no block was used twice. A block may have a higher value than its prefix.
+    times: [requests], not decreasing.
+    now: time of the estimate, not before the last request.
     """
     reuse = fit_reuse(requests, times, now, uses)
     if reuse is None:
@@ -83,7 +84,7 @@ def reuse_values(requests: Requests, times: Floats, now: float, uses: Uses) -> F
 
 
 def fit_reuse(requests: Requests, times: Floats, now: float, uses: Uses) -> Reuse | None:
-    """Measure when blocks are used again; return None if no block is."""
+    """Measure how soon blocks are used again. Return None if no block is used twice."""
     links = link_requests(requests, uses)
     traits = take_traits(requests, links, times)
     waits, codes = _waits(requests, times, now, uses, links, traits)
@@ -137,15 +138,15 @@ def _cells(
     traits: RequestFactors,
     waits: tuple[Index, Index, Index, Index],
 ) -> tuple[Waits, Index]:
-    """Return coded waits, each split when its block is left behind.
+    """Return the waits with their cells. A wait is split when its block is left behind.
 
-    times: times of the requests, then the trace's end.
-    waits: the requests that began and ended each wait, and the depth and uses of its block.
+    times: times of the requests, then the end of the trace.
+    waits: for each wait, the requests that began and ended it, and the depth and uses of its block.
     """
     begin, end, depth, count = waits
     weight = 1 / np.sqrt(
         np.diff(requests.offsets)[begin]
-    )  # blocks of one chain are not independent
+    )  # less for blocks of a long chain, because they are not independent
     middle = links.left[begin]
     left = np.less(middle, end)
     at = np.flatnonzero(left)
@@ -167,9 +168,9 @@ def _cells(
 def _alike(
     requests: Requests, uses: Uses, links: Conversations, traits: RequestFactors
 ) -> tuple[Index, Index]:
-    """Group blocks with equal chances: the same last request and code.
+    """Group blocks that have equal chances, because they have the same last request and code.
 
-    Return the groups' keys and each block's group.
+    Return the keys of the groups, and the group of each block.
     """
     last = uses.last.astype(np.int64)
     left = np.less(links.left[last], len(requests))

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
     Codes = npt.NDArray[np.int64]
 
-MOST_COUNTED = 255  # uses, in `Uses.earlier`
+MOST_COUNTED = 255  # largest count in `Uses.earlier`, which is uint8
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Uses:
     """Uses of blocks.
 
-    previous: [references] int32, the last earlier request that used the block; -1: none.
+    previous: [references] int32, last earlier request that used the block; -1 if there is none.
     earlier:  [references] uint8, number of earlier uses, at most `MOST_COUNTED`.
-    last:     [blocks] int32, the last request that used the block.
-    counts:   [blocks] int32, requests that used the block.
+    last:     [blocks] int32, last request that used the block.
+    counts:   [blocks] int32, number of requests that used the block.
     """
 
     previous: npt.NDArray[np.int32]
@@ -37,14 +37,14 @@ class Uses:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Conversations:
-    """Links between requests, as turns of conversations; all [requests].
+    """Links between requests, as turns of conversations. All arrays are [requests].
 
-    known:  int64, leading blocks that were used before.
-    source: int32, the earlier request that this request continues; -1: none.
+    known:  int64, number of leading blocks that an earlier request used.
+    source: int32, earlier request that this request continues; -1 if there is none.
     turns:  int32, number of earlier requests of the conversation.
-    first:  int32, the conversation's first request.
-    left:   int32, the first request that continues this one; blocks that the later one does not use
-            are left behind. If none continues, the number of requests.
+    first:  int32, first request of the conversation.
+    left:   int32, first request that continues this request, or the number of requests if there is
+        none. Blocks that the continuation does not use are left behind.
     """
 
     known: npt.NDArray[np.int64]
@@ -55,7 +55,7 @@ class Conversations:
 
 
 def walk_uses(requests: Requests) -> Uses:
-    """Return the uses of the blocks. Requests are in the order of time."""
+    """Return the uses of the blocks. requests: requests in the order of time."""
     blocks = requests.blocks
     last = np.full(len(requests.names), -1, np.int32)
     counts = np.zeros(len(requests.names), np.int32)
@@ -63,7 +63,7 @@ def walk_uses(requests: Requests) -> Uses:
     earlier = np.empty(len(blocks), np.uint8)
     start = 0
     for request, end in enumerate(requests.offsets[1:].tolist()):
-        chain = blocks[start:end]  # distinct: a block has one depth
+        chain = blocks[start:end]  # distinct blocks, because each block has one depth
         previous[start:end] = last[chain]
         used = counts[chain]
         earlier[start:end] = np.minimum(used, MOST_COUNTED)
@@ -76,8 +76,8 @@ def walk_uses(requests: Requests) -> Uses:
 def link_requests(requests: Requests, uses: Uses) -> Conversations:
     """Link each request to the last earlier request that used the same deepest known block.
 
-    If a block has more uses than the conversation has requests, several conversations share the
-    block as a prompt; it then links no requests.
+    A block with more uses than the conversation has requests is a prompt that several conversations
+    share. Such a block links no requests.
     """
     count = len(requests)
     fresh = np.zeros(len(requests.blocks) + 1, np.int64)
@@ -100,24 +100,24 @@ def link_requests(requests: Requests, uses: Uses) -> Conversations:
     )
 
 
-_USES = np.array([2, 3, 5, 9, 17])  # a level per doubling from 3 on
+_USES = np.array([2, 3, 5, 9, 17])  # one level for each doubling from 3 on
 _TURNS = np.array([1, 2, 3, 5, 9])
 _BLOCKS = np.array([1, 2, 4, 16, 64])
 _QUANTILES = 12
-_FEW_QUANTILES = 6  # enough for a factor that is also split by age
+_FEW_QUANTILES = 6  # fewer levels for a factor that is also split by age
 _USE_FACTOR = Factor("uses", len(_USES) + 1)
 _DEPTH_FACTOR = Factor("depth", len(_BLOCKS) + 1)
-_TAIL_FACTOR = Factor("tail", 2)  # a prompt's last block, partly filled
-_LEFT_FACTOR = Factor("left", 2)  # the conversation continued without the block
+_TAIL_FACTOR = Factor("tail", 2)  # whether the block is the last of a prompt, and partly filled
+_LEFT_FACTOR = Factor("left", 2)  # whether the conversation continued without the block
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RequestFactors:
-    """Codes of requests, to be joined with codes of their blocks.
+    """Codes of requests, which are joined with codes of their blocks.
 
-    factors:  in the column order of `codes`.
-    requests: [requests, request factors] int64.
-    tails:    [requests] int64, depth of a partly filled last block, else -1.
+    factors:  factors in the order of the columns of `codes`.
+    requests: [requests, request factors] int64, level of the request in each factor.
+    tails:    [requests] int64, depth of the last block if it is partly filled, else -1.
     """
 
     factors: tuple[Factor, ...]
@@ -131,7 +131,7 @@ class RequestFactors:
         uses: npt.NDArray[np.integer],
         left: npt.NDArray[np.bool_],
     ) -> Codes:
-        """Return a small int for each block, from its last request, depth, uses and `left`."""
+        """Return a small code for each block from its last request, depth, uses and `left`."""
         use = _by_edges(_USES, uses)
         depth = _by_edges(_BLOCKS, depths)
         tail = self.tails[requests] == depths
@@ -153,7 +153,7 @@ class RequestFactors:
 def take_traits(
     requests: Requests, links: Conversations, times: npt.NDArray[np.float64]
 ) -> RequestFactors:
-    """Return each request's codes for the properties that may predict its continuation."""
+    """Return the codes of each request for properties that may predict its continuation."""
     lengths = np.diff(requests.offsets)
     going_on = links.source >= 0
     pace = np.where(going_on, times - times[links.source], -1.0)
@@ -170,7 +170,7 @@ def take_traits(
     if requests.block_tokens:
         open_ended = requests.tokens % requests.block_tokens > 0
         tails[open_ended] = lengths[open_ended] - 1
-    if requests.hashed:  # only full pages have hashes
+    if requests.hashed:  # only full pages have hashes, so no block is partly filled
         tails[:] = -1
     return RequestFactors(
         (_USE_FACTOR, _DEPTH_FACTOR, _TAIL_FACTOR, _LEFT_FACTOR, *columns),
@@ -180,7 +180,7 @@ def take_traits(
 
 
 def _added_tokens(requests: Requests, links: Conversations) -> Codes:
-    """Return the tokens that each prompt adds to the prompt and answer before; -1: unknown."""
+    """Return how many tokens each prompt adds to the previous prompt and answer; -1 if unknown."""
     tokens, before = requests.tokens, links.source
     going_on = before >= 0
     so_far = np.where(going_on, tokens[before], 0)
@@ -196,7 +196,7 @@ def _by_edges(edges: Codes, values: npt.NDArray[np.integer]) -> Codes:
 def _by_quantile(
     values: npt.NDArray[np.int64] | npt.NDArray[np.float64], quantiles: int = _QUANTILES
 ) -> Codes:
-    """Return each value's quantile, from 1; 0 for an unknown value, which is negative."""
+    """Return the quantile of each value, counted from 1. Negative values are unknown and get 0."""
     known = values[values >= 0]
     if not len(known):
         return np.zeros(len(values), np.int64)
