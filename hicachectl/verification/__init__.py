@@ -1,1 +1,1 @@
-"""Read a store, run checks, report findings."""
+"""Read a store, run the checks, and report the findings."""

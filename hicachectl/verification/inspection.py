@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class ShownObject(ObjectRow):
-    """Row of an object; stores with trailers have the last two members."""
+    """Row for an object. Only stores with trailers have the last two members."""
 
     digest: str | None
     identity: NotRequired[str | None]
@@ -56,13 +56,13 @@ class ShownObject(ObjectRow):
 
 
 class Contents(TensorStats):
-    """Row of a tensor and layer of an object that a profile describes."""
+    """Row for one tensor and layer of an object that a profile describes."""
 
     key: str
 
 
 class Reading(TypedDict):
-    """Row of an object's quartiles, read in one dtype."""
+    """Row for the quartiles of an object, with its bytes read as one dtype."""
 
     key: str
     dtype: str
@@ -72,7 +72,10 @@ class Reading(TypedDict):
 
 
 class ShowDocument(msgspec.Struct, kw_only=True):
-    """Document of `show`; `identities` is what the markers of a store with trailers know."""
+    """Document of `show`.
+
+    identities: identities by hash, from the markers; only for stores with trailers.
+    """
 
     store: str
     page: str
@@ -89,7 +92,7 @@ class PageReport:
     """Report on a page.
 
     document: members of `ShowDocument`.
-    objects: `ShownObject` rows.
+    objects: rows in the columns of `ShownObject`.
     """
 
     document: dict[str, Any]
@@ -106,7 +109,7 @@ def inspect_page(
     on_contradiction: Callable[[str], None] | None = None,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> PageReport:
-    """Read and report on the page whose hash starts with the prefix.
+    """Read and report on the page with the given hash prefix.
 
     See `take_inventory` for the callbacks and errors. Also raises UsageError if no page or several
     pages match.
@@ -131,7 +134,7 @@ def inspect_listed(
     *,
     grace_seconds: float = DEFAULT_GRACE_SECONDS,
 ) -> PageReport:
-    """Return `inspect_page` of a store whose objects were listed at a time."""
+    """Report on a page as `inspect_page` does, from a listing made at the given time."""
     inventory = select(listed, Selection(page=prefix))
     groups = PageGroups(inventory)
     cleared = _cleared(listed, prefix)
@@ -191,7 +194,7 @@ def inspect_listed(
 
 
 def _cleared(listed: Inventory, prefix: str) -> IntArray:
-    """Return the objects of pages that begin with the prefix, if a `clear` made them misses."""
+    """Return the objects that a `clear` made misses, of pages that begin with the prefix."""
     rows = listed.cleared_rows
     keys = listed.take(rows, ["key"]).column("key")
     cleared: IntArray = rows[pc.starts_with(keys, prefix.lower()).to_numpy()]
@@ -210,13 +213,13 @@ def _read(
         capacities=sizes[rows],
         digest=np.ones(len(rows), dtype=np.bool_),
         noted=np.ones(len(rows), dtype=np.bool_),
-        expected={},  # Only devices use this.
+        expected={},  # only devices need the specs
         checkers=checkers,
         sizes=expected,
     )
     reading = read_objects(store, inventory, plan)
     of_each = expected[inventory.affix_ids]
-    unjudged = (of_each == UNKNOWN_SIZE) | (of_each == sizes)  # check_sizes reports other sizes.
+    unjudged = (of_each == UNKNOWN_SIZE) | (of_each == sizes)  # check_sizes reports all others
     for row in np.flatnonzero(huge & unjudged).tolist():
         why = (
             f"not read: needs {sizes[row]} bytes of memory, but the buffer has "
@@ -246,7 +249,7 @@ def _with_trailers(objects: pa.Table, store: Trailed, inventory: Inventory) -> p
 def _readings(
     inventory: Inventory, checkers: Mapping[int, ValueChecker], reading: ReadingResult
 ) -> Iterator[Reading]:
-    """Yield the quartiles that `checks.changes` compares, read in each dtype of their width."""
+    """Yield the quartiles that `checks.changes` compares, in each dtype of their width."""
     keys = object_rows(inventory).column("key")
     noted = np.flatnonzero(reading.quartiles.any(axis=1))
     for row in noted.tolist():
@@ -266,7 +269,7 @@ def _readings(
 def _contents(
     store: Store, inventory: Inventory, checkers: Mapping[int, ValueChecker]
 ) -> Iterator[Any]:
-    """Yield `Contents` of each tensor and layer of objects of the expected size."""
+    """Yield `Contents` for each tensor and layer of the objects that have the expected size."""
     sizes = inventory.table.expected_sizes[inventory.affix_ids]
     described = np.isin(inventory.affix_ids, list(checkers)) & (sizes == inventory.sizes)
     described &= sizes <= DEFAULT_BUFFER_BYTES

@@ -1,4 +1,4 @@
-"""Result of a verification of a part: counts, findings, and why a repair was refused."""
+"""Result of the verification of a part: counts, findings, and why a repair was refused."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a repair did not believe the profile: a finding of most of the newest pages.
+    """Reason why a repair did not trust the profile: a finding that most of the newest pages have.
 
-    code: the code of the finding.
+    code: code of the finding.
     detail: both sizes of a wrong size, else "".
-    newest: the number of newest pages judged.
-    newest_affected: how many of these have the finding.
-    pages: the number of all pages judged.
-    affected: how many of all have the finding.
-    part: the number of the run's part; None in one process.
-    since: the time from which at least half of the pages have the finding, in Unix seconds; None
-        without times.
+    newest: number of newest pages judged.
+    newest_affected: number of the newest pages that have the finding.
+    pages: number of all pages judged.
+    affected: number of all judged pages that have the finding.
+    part: number of the part of the run; None if the run has one process.
+    since: Unix seconds of the first page from which on at least half of the pages have the finding;
+        None without times.
     """
 
     code: str
@@ -54,14 +54,14 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadCounts(msgspec.Struct, kw_only=True):
-    """Counts of a reading; `+` adds those of other objects.
+    """Counts of a reading. `+` adds the counts of other objects.
 
-    gone: objects that vanished since the listing.
-    objects_read: objects that were tried.
+    gone: number of objects that vanished since the listing.
+    objects_read: number of objects that were tried.
     bytes_read: bytes of the objects that were read whole.
-    compared: objects that the store compared with a digest of its own.
-    undigested: objects without such a digest, in a store that has digests.
-    unranked: objects read whole whose trailers name no rank.
+    compared: number of objects that the store compared with a digest of its own.
+    undigested: number of objects without such a digest, in a store that has digests.
+    unranked: number of objects read whole of which the trailers name no rank.
     complete: whether the time limit left no object unread.
     """
 
@@ -80,25 +80,27 @@ class ReadCounts(msgspec.Struct, kw_only=True):
 
 
 class VerifyFacts(msgspec.Struct, kw_only=True):
-    """Counts and texts about a part; `+` adds those of another part.
+    """Counts and texts about a part. `+` adds the counts and texts of another part.
 
-    nbytes: listed bytes; None if a size is not known.
-    in_flight: page groups in flight.
-    sampled: pages with an object to read.
-    to_read: objects chosen to be read.
-    planned: objects chosen to be read, by check group.
-    devices: names; none for the CPU.
-    skipped: reason by name for `skipped_checks`.
-    listed: objects of the part.
-    explained: why nothing was checked in the part, else ""; a sum has none.
-    repaired: page groups that a repair removed.
-    quarantined: objects that a repair put into the quarantine.
+    nbytes: listed bytes; None if a size is unknown.
+    in_flight: number of page groups in flight.
+    sampled: number of pages with an object to read.
+    to_read: number of objects chosen to be read.
+    planned: number of objects chosen to be read, by check group.
+    devices: names of the devices; empty for the CPU.
+    skipped: reasons by the names in `skipped_checks`.
+    listed: number of objects in the part.
+    explained: why nothing was checked in the part, else ""; always "" in a sum.
+    repaired: number of page groups that a repair removed.
+    quarantined: number of objects that a repair put into the quarantine.
     unrepaired: whether a repair failed.
-    misleading: page groups with findings that mislead servers, if a repair removed groups.
-    misleading_ns: mtime of their earliest object, Unix ns; None if there is none or it is unknown.
+    misleading: number of page groups with findings that mislead servers; 0 unless a repair removed
+        groups.
+    misleading_ns: mtime of the earliest object of the misleading groups, Unix nanoseconds; None if
+        there is none or it is unknown.
     refused: why a repair was refused.
-    doubted: why repairs would be refused without --despite-profile, by the code that they name in
-        addition to errors; "" is for a repair of errors alone.
+    doubted: why repairs would be refused without --despite-profile, by the code that they repair in
+        addition to errors; "" for a repair of errors alone.
     """
 
     nbytes: Count | None
@@ -150,8 +152,10 @@ class VerifyFacts(msgspec.Struct, kw_only=True):
 class PartResult:
     """Result of a part for the report.
 
-    found: findings, of `checks.findings.RUN_SCHEMA`, or of NAMED_SCHEMA from a run directory.
-    evidence: facts about some objects that were read, of `checks.evidence.EVIDENCE_SCHEMA`.
+    found: findings in the columns of `checks.findings.RUN_SCHEMA`, or from a run directory in those
+        of NAMED_SCHEMA.
+    evidence: facts about some of the objects read, in the columns of
+        `checks.evidence.EVIDENCE_SCHEMA`.
     """
 
     facts: VerifyFacts

@@ -1,4 +1,4 @@
-"""Read objects once through the pipeline; digest, check and compare them."""
+"""Read objects once through the pipeline, and digest, check and compare them."""
 
 from __future__ import annotations
 
@@ -53,23 +53,25 @@ if TYPE_CHECKING:
     from hicachectl.verification.reading_plan import ReadingChoice, ReadingPlan, Window
     from hicachectl.verification.request import VerifyRequest
 
-# Objects in one query for their existence.
+# Objects in one query that asks which of them exist.
 _ASKED_OBJECTS = 4096
 # From this many objects on, and up to this mean size, forked processes read faster than threads.
-# For fewer objects, forking takes longer than it saves. Small objects take mostly Python,
-# which one thread at a time runs; larger ones mostly copies and BLAKE3, without the GIL.
+# With fewer objects, forking takes longer than it saves. Small objects spend most of their time in
+# Python, which only one thread at a time can run. Larger objects spend it in copies and BLAKE3,
+# which run without Python's lock.
 _FORK_OBJECTS = 4096
 _FORK_MEAN_BYTES = 256 << 10
-# One process reads with a lower limit: shares of it would end unevenly.
+# With a lower rate limit, one process reads: processes with a share each would end unevenly.
 _FORK_RATE = 64 << 20
 _MOST_PROCESSES = 8
-# Where many calls at once pay, so many processes for each processor: in a process that keeps one
-# busy, threads also wait for Python's lock, with two switches between threads each time.
+# Processes for each processor where many calls at once pay. With fewer processes, threads also wait
+# for Python's lock, with two switches between threads each time.
 _WAITING_PROCESSES = 4
-# Processes that read for a device. They only copy, so each keeps a processor busy.
+# Most processes that read for a device. They only copy, so each keeps a processor busy.
 _MOST_DEVICE_READERS = 16
 _TELL_SECONDS = 0.05
-# Code of each status of a failed read, and the detail if the store gives no reason; "": the code's.
+# Code for each status of a failed read, and the detail if the store gives no reason. With "", the
+# detail is that of the code.
 _FAILED = {
     Status.ERROR: ("unreadable", "the store cannot read the object"),
     Status.DAMAGED: ("digest-mismatch", "the store reports damaged bytes"),
@@ -88,10 +90,10 @@ class ReadingResult:
     Arrays have a row for each object of the inventory.
     digests: [objects, 32] uint8, valid where `digested`.
     versions: [objects, fields] uint64, valid where `digested`.
-    digested: [objects] bool.
-    tried: [objects] bool, objects that were not gone when read.
-    whole: [objects] bool, objects that were read whole.
-    identified: [objects] bool, objects whose identity or digest the store compared.
+    digested: [objects] bool, whether the object was digested.
+    tried: [objects] bool, whether a read was tried and found the object.
+    whole: [objects] bool, whether the object was read whole.
+    identified: [objects] bool, whether the store compared the object's identity or digest.
     quartiles: [objects, 3] uint16, see `checks.changes`; zeros if not noted.
     """
 
@@ -107,7 +109,11 @@ class ReadingResult:
     _issues: list[tuple[str, int, str, str | None]] = field(default_factory=list)
 
     def report(self, code: str, row: int, detail: str, rule: str | None = None) -> None:
-        """Note a finding about an object; rule: the code's rule that applies."""
+        """Note a finding about an object.
+
+        row: row of the object.
+        rule: name of the rule that gives the finding's severity; None if the code has one severity.
+        """
         self._issues.append((code, row, detail, rule))
 
     @property
@@ -116,7 +122,7 @@ class ReadingResult:
         return bool(self._issues)
 
     def take_notes(self) -> list[Any]:
-        """Return counts and findings as JSON types, for `add_notes` in a parent; reset them."""
+        """Return counts and findings as JSON types, for `add_notes` in a parent, and reset both."""
         notes = [msgspec.structs.asdict(self.counts), self._issues]
         self.counts, self._issues = ReadCounts(), []
         return notes
@@ -128,12 +134,12 @@ class ReadingResult:
             self.report(*issue)
 
     def suspects(self, code: str | None = None) -> IntArray:
-        """Return the rows with findings of a code, None: of any code; ascending."""
+        """Return the rows with findings of a code, ascending. code: None for any code."""
         rows = {row for name, row, _, _ in self._issues if code in (None, name)}
         return np.array(sorted(rows), dtype=np.int64)
 
     def replace(self, rows: IntArray, again: ReadingResult) -> None:
-        """Replace the results of some rows by those of a second reading."""
+        """Replace the results of some rows by the results of a second reading."""
         redone = set(rows.tolist())
         self._issues = [issue for issue in self._issues if issue[1] not in redone] + again._issues
         self.counts.gone += again.counts.gone
@@ -141,7 +147,7 @@ class ReadingResult:
             getattr(self, name)[rows] = getattr(again, name)[rows]
 
     def findings(self, inventory: Inventory) -> Iterator[pa.Table]:
-        """Yield the noted findings, each kind in the order of objects."""
+        """Yield the noted findings, sorted by object within each code and rule."""
         kinds: dict[tuple[str, str | None], list[tuple[int, str]]] = defaultdict(list)
         for code, row, detail, rule in self._issues:
             kinds[code, rule].append((row, detail))
@@ -160,7 +166,7 @@ class _Done:
     quartiles: npt.NDArray[np.uint16]
 
     def without(self, gone: npt.NDArray[np.bool_]) -> _Done:
-        """Return the results with some objects, [n] bool, marked as gone."""
+        """Return the results with vanished objects marked as gone. gone: [n] vanished objects."""
         if not gone.any():
             return self
         self.loaded.read.statuses[gone] = Status.GONE
@@ -176,8 +182,9 @@ def read_objects(
 ) -> ReadingResult:
     """Read, digest and check the planned objects.
 
-    Many small objects are read in forked processes, if the store allows that. on_read: takes bytes
-    done. Raises StoreUnavailable, and UsageError if an object exceeds the buffer.
+    Forked processes read many small objects, if the store allows it.
+    on_read: takes the bytes of each task that has ended.
+    Raises StoreUnavailable, and UsageError if an object exceeds the buffer.
     """
     count = len(inventory.objects)
     result = ReadingResult(
@@ -218,9 +225,11 @@ def read_chosen(
     on_read: Callable[[int, int], None],
     remark: Callable[[str], None],
 ) -> tuple[ReadingResult, tuple[str, ...]]:
-    """Read the chosen objects; read damaged ones again if a writer may have interfered.
+    """Read the chosen objects. Read damaged objects again if a writer may have interfered.
 
-    Returns also the names of the devices, () for the CPU.
+    on_read: takes the bytes of each task that has ended, and the bytes of all tasks.
+    remark: takes remarks.
+    Return the results, and the names of the devices; () for the CPU.
     """
     total = int(choice.plan.capacities.sum())
     with _device(store, request, inventory, choice.plan, remark) as (device, processes):
@@ -251,9 +260,9 @@ def _device(
     plan: ReadingPlan,
     remark: Callable[[str], None],
 ) -> Iterator[tuple[DeviceChecker | None, ReadingProcesses | None]]:
-    """Open the device, and the processes that read for it.
+    """Open the device, and the processes that read for it, until the block ends.
 
-    Yield None in place of the device for the CPU, in place of the processes if threads read.
+    Yield None for the device if the CPU checks, and None for the processes if threads read.
     """
     if not len(plan.rows) or not (plan.checkers or plan.digest.any()):
         yield None, None
@@ -287,7 +296,7 @@ def _device(
 def _device_readers(
     store: Store, request: VerifyRequest, inventory: Inventory, plan: ReadingPlan
 ) -> ReadingProcesses | None:
-    """Start the processes that read for a device; None if threads are to read."""
+    """Start the processes that read for a device. Return None if threads should read."""
     from hicachectl.device.devices import CPU, cuda_started
 
     processors = len(os.sched_getaffinity(0))
@@ -303,14 +312,14 @@ def _device_readers(
 
 
 def _shared_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return an array that forked processes share."""
+    """Return an array of zeros that forked processes share."""
     count = int(np.prod(shape))
     memory = mmap.mmap(-1, max(1, count * dtype.itemsize))
     return np.frombuffer(memory, dtype=dtype, count=count).reshape(shape)
 
 
 class _Reader:
-    """One reading, in threads, or in forked processes that share its result."""
+    """One reading, in threads or in forked processes. Its arrays lie in shared memory."""
 
     def __init__(
         self, store: Store, inventory: Inventory, plan: ReadingPlan, result: ReadingResult
@@ -329,7 +338,7 @@ class _Reader:
 
     @property
     def processes(self) -> int:
-        """Number of processes; 1 if threads are as fast."""
+        """Number of processes that read; 1 for threads of this process."""
         count, nbytes = len(self._sizes), int(self._sizes.sum())
         if not self._store.limits.forkable or count < _FORK_OBJECTS:
             return 1
@@ -344,7 +353,7 @@ class _Reader:
         if isinstance(self._store, Spreads) and self._store.concurrency.highest() > 2 * processors:
             wanted *= _WAITING_PROCESSES
         wanted = min(wanted, _MOST_PROCESSES, self._plan.jobs or MOST_CALLS)
-        # Each process has a share of the buffer that must hold any task.
+        # Each process has a share of the buffer, which must be large enough for any task.
         fit = self._plan.buffer_bytes // max(int(self._sizes.max()) + ALIGNMENT, 2 * TASK_BYTES)
         return max(1, min(wanted, fit))
 
@@ -355,7 +364,7 @@ class _Reader:
             on_read(nbytes)
 
     def read_forked(self, processes: int, on_read: Callable[[int], None]) -> bool:
-        """Read in forked processes; return False if the system refuses them."""
+        """Read in forked processes. Return False if the system refuses to fork."""
         windows = windows_of(len(self._plan.rows), readers=processes)
         try:
             tickets = SharedCounter()
@@ -415,7 +424,7 @@ class _Reader:
         return bool(self._plan.digest.any())
 
     def _read(self, pipeline: Pipeline[_Done]) -> Iterator[int]:
-        """Gather the results of tasks; yield the bytes of each."""
+        """Gather the results of tasks. Yield the bytes of each task."""
         asks = self._identify and self._store.traits.identifies_by_exists
         for done in self._still_there(pipeline) if asks else pipeline:
             self._gather(done)
@@ -423,7 +432,7 @@ class _Reader:
         self._result.counts.complete = pipeline.complete
 
     def _still_there(self, tasks: Iterable[_Done]) -> Iterator[_Done]:
-        """Yield results with vanished objects marked as gone, with one query for many tasks."""
+        """Yield results with vanished objects marked as gone. One query serves many tasks."""
         waiting: list[_Done] = []
         count = 0
         for done in tasks:
@@ -446,13 +455,13 @@ class _Reader:
             start = end
 
     def _work(self, loaded: Loaded) -> _Done:
-        """Digest and check one task's objects; runs in a reader thread."""
+        """Digest and check the objects of one task, in a thread of the pipeline."""
         plan, rows = self._plan, loaded.task.rows
         wanted = loaded.read.ok & self._wants_digest[rows]
         quartiles = self._quartiles(loaded)
         if loaded.digests is not None:
             return _Done(loaded, loaded.digests, [], quartiles)
-        if plan.device is not None:  # Tasks for a device have one affix.
+        if plan.device is not None:  # a task for a device has objects of one affix
             affix = self._known_affix(loaded, 0)
             expected, checker = plan.expected.get(affix), plan.checkers.get(affix)
             if checker is not None or wanted.any():
@@ -465,7 +474,7 @@ class _Reader:
         return _Done(loaded, _digests(loaded, np.flatnonzero(wanted)), issues, quartiles)
 
     def _quartiles(self, loaded: Loaded) -> npt.NDArray[np.uint16]:
-        """Return the quartiles of a task's noted objects, zeros for others: [n, 3]."""
+        """Return the quartiles of the noted objects of a task, zeros for the others: [n, 3]."""
         found = np.zeros((len(loaded.task.rows), len(QUARTILES)), dtype=np.uint16)
         noted = loaded.read.ok & self._noted[loaded.task.rows]
         if noted.any():
@@ -532,7 +541,7 @@ class _Reader:
 
 
 def _digests(loaded: Loaded, wanted: IntArray) -> npt.NDArray[np.uint8]:
-    """Return the digests of some objects of a task: [n, 32], zeros for others."""
+    """Return the digests of some objects of a task, zeros for the others: [n, 32]."""
     from blake3 import blake3
 
     digests = np.zeros((len(loaded.task.rows), DIGEST_BYTES), dtype=np.uint8)

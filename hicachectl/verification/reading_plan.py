@@ -1,4 +1,4 @@
-"""Choose the objects to read, and plan in which order, and in which tasks."""
+"""Choose the objects to read, and cut them into tasks in the best order."""
 
 from __future__ import annotations
 
@@ -37,17 +37,18 @@ if TYPE_CHECKING:
 
     Window = tuple[int, int]
 
-# Small enough to stay in the CPU's cache while checked, large enough to make the overhead of a
-# task small: with half the size, two threads read 20% less in the same time; with a quarter, 40%.
+# Small enough that a task stays in the CPU's cache while it is checked, large enough that the
+# overhead of a task is small. With half the size, two threads read 20% less in the same time; with
+# a quarter, 40% less (measured).
 TASK_BYTES = 16 << 20
 _TASK_OBJECTS = 256
-# Smaller objects stay in the processor's cache as a whole.
+# Least size of objects that are digested in pieces. Smaller objects fit into the processor's cache.
 _PIECES_FROM = 1 << 20
-# A task takes at most this share of a second of --bwlimit, so that the rate is even.
+# Most seconds that a task takes at the rate of --bwlimit, so that the rate is even.
 _LIMITED_SECONDS = 0.25
-# Objects of one kind are read together within a window of the listing, so a run that is cut short
-# has read whole pages, not only one rank's objects. If the store lists offsets, windows follow
-# the offsets: a window is a stretch of each file.
+# Objects of one kind are read together, but only within a window of the listing. A run that is cut
+# short has therefore read whole pages, not only objects of one rank. If the store lists offsets,
+# the listing is ordered by them, and a window is a stretch of each file.
 _WINDOW_OBJECTS = 8192
 _LEAST_WINDOW_OBJECTS = 1024
 _HOLES_AT_ONCE = 8192
@@ -57,18 +58,18 @@ _HOLES_AT_ONCE = 8192
 class ReadingPlan:
     """Objects to read, digest and check.
 
-    rows: [n] int64, objects to read.
-    capacities: [n] int64, bytes to read of each.
-    digest: [n] bool.
-    noted: [n] bool, objects whose quartiles are noted.
+    rows: [n] int64, rows of the objects to read.
+    capacities: [n] int64, bytes to read of each object.
+    digest: [n] bool, whether to digest the object.
+    noted: [n] bool, whether to note the quartiles of the object.
     expected: known specs by affix id.
     checkers: value checkers by affix id, for objects of `sizes[affix]` bytes.
-    sizes: expected sizes by affix id; the last is for foreign keys.
-    jobs: number of reading threads or processes.
-    confirm: rule out writers that interfere, see `Confirm.read_confirmed`.
-    device: digests and checks in place of the CPU.
-    processes: read all objects, of the inventory, for the device.
-    in_pieces: the store digests large objects while it reads them, see `Digesting`.
+    sizes: expected sizes by affix id; the last entry is for foreign keys.
+    jobs: number of threads or processes that read; None to choose it.
+    confirm: whether to rule out writers that interfere, see `Confirm.read_confirmed`.
+    device: device that digests and checks instead of the CPU; None for the CPU.
+    processes: processes that read objects of the inventory for the device; None if threads read.
+    in_pieces: whether the store digests large objects while it reads them, see `Digesting`.
     """
 
     rows: IntArray
@@ -88,19 +89,22 @@ class ReadingPlan:
     in_pieces: bool = False
 
     def without(self, left_out: npt.NDArray[np.bool_]) -> ReadingPlan:
-        """Return the plan without some of the rows, [n] bool."""
+        """Return the plan without some objects. left_out: [n]."""
         return self._picked(~left_out) if left_out.any() else self
 
     def known_affix(self, affix: int, nbytes: int) -> int:
-        """Return the affix id of an object; -1 if its size is not the expected one."""
+        """Return the affix id of an object; -1 if the object does not have its expected size."""
         return affix if nbytes == self.sizes[affix] else -1
 
     def only(self, chosen: npt.NDArray[np.bool_]) -> ReadingPlan:
-        """Return a plan of some of the rows, [n] bool, with `confirm` set."""
+        """Return a plan to read only some objects, with `confirm` set. chosen: [n]."""
         return replace(self._picked(chosen), confirm=True)
 
     def ordered(self, places: IntArray | None) -> ReadingPlan:
-        """Return the plan in the order of places, [objects]; unchanged if None."""
+        """Return the plan in the order of the objects' places.
+
+        places: [objects] place of each object; None to keep the order.
+        """
         if places is None:
             return self
         return self._picked(np.argsort(places[self.rows], kind="stable"))
@@ -117,12 +121,12 @@ class ReadingPlan:
 
 @dataclass(frozen=True, slots=True)
 class ReadingReasons:
-    """Reasons to read objects of a store; false without any.
+    """Reasons to read objects of a store. False if there is none.
 
     values: groups of value checks.
     catalog: whether objects are digested for a catalog.
-    own: whether the store compares objects with its digests and identities.
-    marked: suffixes of the keys of such objects; empty if all keys may have them.
+    own: whether the store compares objects with its own digests and identities.
+    marked: key suffixes of objects that have such digests; empty if all objects may have them.
     """
 
     values: tuple[str, ...]
@@ -145,7 +149,7 @@ class ReadingReasons:
         return bool(self.values) or self.catalog or self.own
 
     def has_own_digest(self, inventory: Inventory) -> BoolArray:
-        """Return which objects the store may compare with its digests: [objects]."""
+        """Return which objects the store may compare with digests of its own: [objects]."""
         has: BoolArray = np.full(len(inventory.objects), self.own)
         if self.marked:
             affixes = inventory.table.affixes
@@ -155,11 +159,13 @@ class ReadingReasons:
 
 @dataclass(frozen=True, slots=True)
 class ReadingChoice:
-    """Objects to read, and selected objects left out.
+    """Objects to read, and selected objects that are left out.
 
-    counts: number of objects to read, by check group; one object can serve several groups.
+    counts: number of objects to read, by check group. One object can serve several groups.
     huge: rows of objects that exceed the buffer.
-    undigested: number of objects that no check needs, because the store has no digests of them.
+    undigested: number of objects not read, because the store has no digest of them and no other
+        check
+        needs them.
     """
 
     plan: ReadingPlan
@@ -176,9 +182,9 @@ def choose_objects(
     in_flight: BoolArray,
     deadline: float | None,
 ) -> ReadingChoice:
-    """Choose the sampled objects that a check needs, if not in flight.
+    """Choose the objects of the sample that a check needs and that are not in flight.
 
-    deadline: `time.monotonic()` at which no further read begins.
+    deadline: `time.monotonic()` after which no read begins.
     """
     known = known_specs(inventory.table)
     checkers = value_checkers(known, request.profile, reasons.values)
@@ -186,15 +192,15 @@ def choose_objects(
     ids = inventory.affix_ids
     of_group = groups.of_object
     own = reasons.has_own_digest(inventory)
-    # Foreign objects have no group; a store may have digests of them.
+    # Foreign objects have no group, but the store may have digests of them.
     chosen = np.append(~in_flight, False)[of_group] | (own & (of_group < 0))
     if request.sample is not None:
         chosen &= np.append(request.sample.contains(groups.pages), False)[of_group]
     expected = inventory.table.expected_sizes
     sizes = readable_sizes(inventory, expected)
     chosen &= sizes != UNKNOWN_SIZE
-    # An object that claims a huge size must not end the run. The check of sizes reports it, if a
-    # size is expected.
+    # An object that claims a huge size must not end the run. If a size is expected, the check of
+    # sizes reports it.
     huge = chosen & (sizes > request.buffer_bytes) & (sizes != expected[ids])
     chosen &= ~huge
     of_replicas = replicated[ids] & (VALUES.name in reasons.values)
@@ -241,9 +247,11 @@ def _spread_in_time(
     checkers: Mapping[int, ValueChecker],
     most: int,
 ) -> BoolArray:
-    """Choose at most so many objects of each checked affix, evenly in the order of writes.
+    """Choose some objects of each checked affix, evenly spread in the order of writes: [n].
 
-    rows: [n] objects to read. sizes: [objects] bytes. Returns [n].
+    rows: [n] rows of the objects to read.
+    sizes: [objects] bytes.
+    most: largest number of objects of one affix.
     """
     ids = inventory.affix_ids[rows]
     checked = np.zeros(len(inventory.table.affixes) + 1, dtype=np.bool_)
@@ -261,7 +269,7 @@ def _spread_in_time(
 
 
 def known_specs(table: AffixTable) -> dict[int, ObjectSpec]:
-    """Return the specs whose tensors a profile describes, by affix id."""
+    """Return the specs of which a profile describes the tensors, by affix id."""
     specs = enumerate(table.specs)
     return {affix: spec for affix, spec in specs if spec is not None and spec.tensors}
 
@@ -279,9 +287,9 @@ def value_checkers(
 
 
 def readable_sizes(inventory: Inventory, expected: IntArray) -> IntArray:
-    """Return the bytes to read of each object: the listed size, else the expected one.
+    """Return the bytes to read of each object: the listed size, else the expected size.
 
-    UNKNOWN_SIZE: neither is known, and the object cannot be read.
+    UNKNOWN_SIZE if both are unknown, so that the object cannot be read.
     """
     listed = inventory.sizes
     sizes: IntArray = np.where(
@@ -291,7 +299,10 @@ def readable_sizes(inventory: Inventory, expected: IntArray) -> IntArray:
 
 
 def unwritten(store: Store, inventory: Inventory, plan: ReadingPlan) -> npt.NDArray[np.bool_]:
-    """Return which planned objects have bytes that were never written: [rows of the plan]."""
+    """Return which planned objects lie in holes of their file, never written: [rows of the plan].
+
+    Only 3FS stores have such objects. An object is named only if its key still maps to that place.
+    """
     hollow = np.zeros(len(plan.rows), dtype=np.bool_)
     if not isinstance(store, PageTables):
         return hollow
@@ -307,7 +318,7 @@ def unwritten(store: Store, inventory: Inventory, plan: ReadingPlan) -> npt.NDAr
 def windows_of(count: int, *, readers: int = 1) -> list[Window]:
     """Cut the listing into windows.
 
-    For several readers the last windows are smaller, so all finish together.
+    For several readers, the last windows are smaller, so that all finish together.
     """
     least = _WINDOW_OBJECTS if readers == 1 else _LEAST_WINDOW_OBJECTS
     windows = []
@@ -320,7 +331,7 @@ def windows_of(count: int, *, readers: int = 1) -> list[Window]:
 
 
 def places_of(inventory: Inventory) -> IntArray | None:
-    """Return each object's offset in its file: [objects]; None if the store lists no offsets."""
+    """Return the offset of each object in its file: [objects]; None without listed offsets."""
     if "locator" not in inventory.objects.column_names:
         return None
     places: IntArray = inventory.objects.column("locator").fill_null(0).to_numpy()
@@ -328,11 +339,11 @@ def places_of(inventory: Inventory) -> IntArray | None:
 
 
 def tasks_of(plan: ReadingPlan, inventory: Inventory, windows: Iterable[Window]) -> Iterator[Task]:
-    """Cut each window into tasks of objects of one size, and of one affix or file.
+    """Cut each window into tasks. The objects of a task have one size, and one affix or file.
 
-    If the store lists offsets, adjacent objects are read together, such as the K and V of a page
-    on 3FS; in memory the objects of each affix follow one another. Large objects that are only
-    digested, or only compared by the store, are read in pieces if the plan says so.
+    If the store lists offsets, adjacent objects are read together, such as the K and V of a page on
+    3FS. In memory, the objects of each affix follow one another. Large objects that no value check
+    needs are read in pieces, if the plan allows it.
     """
     affix_ids, places = inventory.affix_ids, places_of(inventory)
     most_objects, most_bytes = _TASK_OBJECTS, min(TASK_BYTES, plan.buffer_bytes // 2)
@@ -364,7 +375,7 @@ def tasks_of(plan: ReadingPlan, inventory: Inventory, windows: Iterable[Window])
 
 
 def _fits_pieces(plan: ReadingPlan, affixes: npt.NDArray[np.int32], sizes: IntArray) -> bool:
-    """Return whether large objects of one size need no check that sees them whole."""
+    """Return whether objects of one size are large and need no check that sees them whole."""
     if plan.device is not None or not len(sizes) or sizes[0] < _PIECES_FROM:
         return False
     known = {plan.known_affix(affix, int(sizes[0])) for affix in np.unique(affixes).tolist()}
@@ -372,13 +383,13 @@ def _fits_pieces(plan: ReadingPlan, affixes: npt.NDArray[np.int32], sizes: IntAr
 
 
 def _in_slab(device: DeviceChecker, nbytes: int) -> int:
-    """Return how many objects of a size fit in a device's slab, as the arena places them."""
+    """Return how many objects of a size fit into a slab of the device, as the arena places them."""
     _, step = place(np.array([max(1, nbytes)]))
     return max(1, min(device.most_objects, device.slab_bytes // step))
 
 
 def _prefix_ids(inventory: Inventory) -> IntArray:
-    """Return a number for each key prefix, by affix id: on 3FS, for each file."""
+    """Return the number of each affix's key prefix, by affix id. On 3FS, a prefix is a file."""
     prefixes = [prefix for prefix, _ in inventory.table.affixes]
     ids = {prefix: number for number, prefix in enumerate(dict.fromkeys(prefixes))}
     return np.array([*(ids[prefix] for prefix in prefixes), len(ids)], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The report of a verification: the sum of its parts, and what no check has judged."""
+"""The report of a verification: the sum of its parts, and the checks that could not judge."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _ALIKE = (
 
 
 class VerifyDocument(msgspec.Struct, kw_only=True):
-    """Document of `verify`; the defaults are those of a run that has judged nothing."""
+    """Document of `verify`. The defaults are the values of a run that has judged nothing."""
 
     store: str
     profile: str | None = None
@@ -97,7 +97,7 @@ class VerifyDocument(msgspec.Struct, kw_only=True):
     repair_refused: list[Refusal] | UnsetType = UNSET
 
 
-# Counts that the document has under the same name.
+# Counts with the same name in the document.
 _COUNTS = {*VerifyFacts.__struct_fields__, *ReadCounts.__struct_fields__} - {"seconds"}
 _COUNTS &= set(VerifyDocument.__struct_fields__)
 # Members of skipped_checks that name no check.
@@ -105,7 +105,10 @@ _UNDONE = ("everything", "in-flight", "unread-objects")
 
 
 def doubted(refused: Refusal, does: str = "repairs") -> str:
-    """Return why a command doubts its profile, and what to do. does: the verb of the option."""
+    """Return why a command doubts its profile, and the next step.
+
+    does: verb that says what --despite-profile does.
+    """
     return (
         f"{refused.text}: either the profile is not the servers', or everything since then is "
         f"wrong: compare with hicachectl profile --server; {DESPITE} {does}"
@@ -113,12 +116,12 @@ def doubted(refused: Refusal, does: str = "repairs") -> str:
 
 
 class StoreDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a store that a report needs when the store is closed.
+    """Facts about a store that a report needs after the store was closed.
 
-    unmet: reason by unmet need of checks.
-    marked: whether keys have trailers.
-    identified: whether the identities of the objects are known.
-    unknown: why identities are not known, else "".
+    unmet: unmet needs of checks, each with the reason.
+    marked: whether objects have trailers.
+    identified: whether the identities that objects should have are known.
+    unknown: why these identities are unknown, else "".
     """
 
     url: str
@@ -130,10 +133,11 @@ class StoreDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """Report of a verification; `document` has the members of `VerifyDocument`.
+    """Report of a verification.
 
-    placed: findings of `checks.findings.PLACED_SCHEMA`.
-    undone: those of the remarks that name checks that could have run but did not.
+    document: members of a `VerifyDocument`.
+    placed: findings in the columns of `checks.findings.PLACED_SCHEMA`.
+    undone: remarks about checks that could have run but did not.
     unrepaired: whether a repair failed.
     misleading, misleading_ns: see `VerifyFacts`.
     refused: why a repair, or parts of it, were refused.
@@ -152,7 +156,7 @@ class VerifyReport:
 
     @classmethod
     def empty(cls, store: str) -> VerifyReport:
-        """Return the report of a verification that has judged nothing. store: its URL."""
+        """Return the report of a verification that has judged nothing. store: URL of the store."""
         document = msgspec.to_builtins(VerifyDocument(store=store))
         return cls(document=document, placed=PLACED_SCHEMA.empty_table())
 
@@ -172,7 +176,7 @@ class VerifyReport:
         """Return the result of the command.
 
         dry_run: whether the repair changed nothing; None without a repair.
-        mending: what the commands that mend findings have in common.
+        mending: parts of the command line that the suggested commands reuse.
         """
         document = self.document
         if dry_run is not None:
@@ -201,12 +205,12 @@ class VerifyReport:
 
     @property
     def _worst(self) -> list[Refusal]:
-        """The refusal of most pages; empty without one."""
+        """The refusal that affects most pages, in a list; empty without refusals."""
         return sorted(self.refused, key=lambda refusal: -refusal.affected)[:1]
 
     @property
     def _refusal(self) -> str:
-        """What was not repaired, and why, with the next step."""
+        """Message that says what was not repaired, why, and the next step."""
         what = "nothing was repaired"
         parts = [str(refusal.part) for refusal in self.refused if refusal.part is not None]
         if parts:
@@ -233,7 +237,7 @@ def report_of(
     table: AffixTable,
     request: VerifyRequest,
 ) -> VerifyReport:
-    """Return the report of a store from the results of all its parts, in their order."""
+    """Return the report of a store. parts: results of all parts, in order."""
     facts = reduce(add, (part.facts for part in parts))
     tally = reduce(add, (part.tally for part in parts))
     sums = CheckSums(table, tally, pa.concat_tables(part.evidence for part in parts))
@@ -305,7 +309,7 @@ def report_of(
 
 
 def nothing_selected(tally: Tally, reading: ReadCounts) -> bool:
-    """Return whether no object was selected: nothing was checked."""
+    """Return whether no object was selected, so that nothing was checked."""
     return not (tally.groups or reading.objects_read)
 
 
@@ -320,10 +324,10 @@ def _gaps(
     *,
     changed: bool,
 ) -> Iterator[tuple[str, str]]:
-    """Yield the name and the reason of everything not judged, for stderr.
+    """Yield each check, or kind of object, that was not judged, with the reason.
 
-    evidence: facts about the objects that were compared with others of another age.
-    changed: whether pages of two settings were found.
+    evidence: facts about the objects that were compared with objects of another age.
+    changed: whether pages of two dtypes or layouts were found.
     """
     yield from impossible.items()
     planned = {check: n for check, n in facts.planned.items() if check not in impossible}
@@ -345,9 +349,9 @@ def _gaps(
 def _unread(
     planned: Mapping[str, int], facts: VerifyFacts, groups: int, *, sampled: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield each check that judged nothing, and unread objects.
+    """Yield each check that judged nothing, and the unread objects, with the reasons.
 
-    planned: number of objects to read, by check; one object can serve several checks.
+    planned: number of objects to read, by check. One object can serve several checks.
     groups: number of page groups.
     """
     in_flight = groups and facts.in_flight == groups
@@ -383,7 +387,7 @@ def _unread(
 def _uncompared(
     counts: ReadCounts, store: StoreDescription, request: VerifyRequest
 ) -> Iterator[tuple[str, str]]:
-    """Yield what a store with digests, identities or ranks left uncompared."""
+    """Yield which digests, identities or ranks the store could not compare, with the reasons."""
     if Need.DIGESTS not in store.unmet:
         if store.marked and store.unknown:
             yield "identities", f"not compared: {store.unknown}"
@@ -403,7 +407,7 @@ def _uncompared(
 
 
 def _uncompared_ages(evidence: pa.Table) -> Iterator[tuple[str, str]]:
-    """Yield at most one gap if a sample has too few objects to show a change of settings."""
+    """Yield one gap if the sample has too few objects to show a change of dtype, else nothing."""
     told = evidence.filter(pc.greater(evidence.column("width"), 0)).column("affix")
     counts = pc.value_counts(told.combine_chunks()).field("counts")
     fewest = pc.min(counts).as_py()
@@ -418,11 +422,11 @@ def _uncompared_ages(evidence: pa.Table) -> Iterator[tuple[str, str]]:
 def _indistinct_dtypes(
     specs: Iterable[ObjectSpec], profile: Profile | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield at most one gap if dtypes of checked values may be others of equal width.
+    """Yield one gap if checked values may have another dtype of equal width, else nothing.
 
-    Random bits are finite numbers in most dtypes. Only bfloat16 and float16 are told apart, in
+    Random bits are finite numbers in most dtypes. Only bfloat16 and float16 can be told apart, in
     objects that are not tiny.
-    specs: objects whose values were checked.
+    specs: specs of the objects of which the values were checked.
     """
     assumed: dict[str, set[str]] = {}
     distinct = {(spec.pool, spec.tensors): spec for spec in specs}
@@ -442,7 +446,7 @@ def _indistinct_dtypes(
 
 
 def _unjudged(table: AffixTable, tally: Tally, request: VerifyRequest) -> Iterator[tuple[str, str]]:
-    """Yield everything that the requested groups of checks cannot judge."""
+    """Yield the kinds of objects that the requested checks cannot judge, with the reasons."""
     chosen = request.checks
     if request.real_profile is None and tally.groups:
         yield (

@@ -1,4 +1,4 @@
-"""Text of a verification report: findings by code, deployment and age, and what mends them."""
+"""Text of a verification report: findings by code, deployment and age, and how to mend them."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ if TYPE_CHECKING:
 _REPAIR = ("--repair", "quarantine")
 _SIZE, _PROFILE, _DESTINATION = "SIZE", "FILE", "DST"
 _GIVEN, _TARGET, _SERVER = "--profile", "--to-profile", "--server"
-# A label of `keys.labels` whose name is not escaped.
+# A label of `keys.labels` with a name that is not escaped.
 _LABEL = re.compile(r"([^\s%?]{2,}|[^\s%?-])((?: [a-z]+[0-9]+)*)")
 
 
 class Mending(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of a run's command line that remedies reuse.
+    """Parts of a run's command line that suggested commands reuse.
 
-    program: words before the command's name.
-    store: name of the store, as the user gave it.
-    destination: name of the store that copies of it go to.
-    options: words of the options that a next run needs, too.
+    program: words before the name of the command.
+    store: store, as the user gave it.
+    destination: destination of copies.
+    options: words of the options that the next command needs, too.
     profiled: whether the run had a profile.
-    deletes: whether objects can be deleted.
-    quarantine: directory that a repair names; empty for the store's own.
-    model: name of the profile's model, as in keys; empty without a profile.
+    deletes: whether objects of the store can be deleted.
+    quarantine: quarantine directory of repairs; empty for the store's own.
+    model: model name of the profile, as in keys; empty without a profile.
     sizes: sizes of the profile by axis, as in keys; empty without a profile.
     stamped: whether the run writes a stamp.
     """
@@ -80,16 +80,18 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
     stamped: bool = False
 
     def command(self, template: str, deployment: str | None = None) -> str:
-        """Return a command for a shell, from the command of a code.
+        """Return a shell command, made from the template of a code.
 
-        deployment: label of the deployment that the findings are about; None without exactly one.
+        template: command with placeholders such as STORE and OPTIONS.
+        deployment: label of the only deployment with the findings; None if there is not exactly
+            one.
         """
         words = self._named(template.split()[1:], deployment)
         if not self.deletes and (words[0] == "rm" or _REPAIR[0] in words):
             words = ["migrate", STORE, _DESTINATION]
         repairs = _REPAIR[0] in words
         said: list[str] = []
-        had = False  # The run had the option, so that OPTIONS has it.
+        had = False  # whether the run had the option, so that OPTIONS repeats it
         for word in words:
             if word.startswith("--"):
                 had = word in self.options and OPTIONS in words
@@ -117,10 +119,11 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
         deployment: str | None = None,
         written_ns: int | None = None,
     ) -> list[str]:
-        """Return the commands that mend findings of a code; the alternative comes first.
+        """Return the commands that mend findings of a code. The alternative comes first.
 
-        severity: the least severity of the findings.
-        written_ns: time of the findings, Unix nanoseconds; None if not known.
+        severity: least severity of the findings.
+        deployment: see `command`.
+        written_ns: latest time of an object with such a finding, Unix nanoseconds; None if unknown.
         """
         preferred = [self.command(code.alternative)] if code.alternative and self.deletes else []
         template = code.mending_command(severity)
@@ -129,10 +132,12 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
         return [*preferred, *([self.command(template, deployment)] if template else [])]
 
     def next_steps(self, oldest_ns: int | None, *, doubtful: bool = False) -> tuple[str, str]:
-        """Return what to do about servers after wrong pages were removed.
+        """Return the next steps for the servers after wrong pages were removed.
 
-        oldest_ns: mtime of the earliest object removed, Unix ns; None if the store keeps no times.
-        doubtful: the removed pages may have been right.
+        oldest_ns: mtime of the earliest removed object, Unix nanoseconds; None if the store keeps
+            no
+            times.
+        doubtful: whether the removed pages may have been right.
         """
         template = following_command(timed=oldest_ns is not None)
         if not self.model:
@@ -146,7 +151,10 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
         return next_steps(command, server=server, timed=oldest_ns is not None, doubtful=doubtful)
 
     def _named(self, words: list[str], deployment: str | None) -> list[str]:
-        """Put in the model's name and the sizes of a deployment, where they choose no other one."""
+        """Replace the placeholders of the model and its size by those of a deployment.
+
+        deployment: label of the deployment; None for the profile's.
+        """
         label = _LABEL.fullmatch(deployment or self.model)
         if label is None or MODEL not in words:
             return words
@@ -162,7 +170,7 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _HOUR, _DAY = 3600, 86400
-# Seconds between the classes of age.
+# Bounds between the classes of age, in seconds.
 AGE_BOUNDS = np.array([_HOUR, _DAY, 7 * _DAY, 30 * _DAY])
 AGE_CLASSES = ("under 1 h", "1 h to 1 d", "1 to 7 d", "7 to 30 d", "over 30 d")
 _UNKNOWN = -1
@@ -173,10 +181,10 @@ _EXAMPLES = 3
 class FindingGroup:
     """Findings with one severity, code, deployment and class of age.
 
-    age: age of the youngest and of the oldest, as in `ls`; empty if the store keeps no times.
-    age_class: index in AGE_CLASSES; None if the age is not known.
+    age: ages of the youngest and the oldest object, as in `ls`; empty if the store keeps no times.
+    age_class: index in AGE_CLASSES; None if the age is unknown.
     examples: key and detail of the first findings.
-    written_ns: latest time of a finding, Unix nanoseconds; None if the age is not known.
+    written_ns: time of the youngest object, Unix nanoseconds; None if unknown.
     """
 
     severity: str
@@ -192,8 +200,8 @@ class FindingGroup:
 def group_findings(found: pa.Table, now: float) -> list[FindingGroup]:
     """Return groups of findings, worst severity first, then by count.
 
-    Python runs per group.
-    found: findings of `checks.findings.PLACED_SCHEMA`.
+    Only the work on groups is Python; the work on findings is numpy and Arrow.
+    found: findings in the columns of `checks.findings.PLACED_SCHEMA`.
     now: Unix seconds.
     """
     if not len(found):
@@ -234,7 +242,7 @@ def group_findings(found: pa.Table, now: float) -> list[FindingGroup]:
 
 
 def _numbered(column: pa.ChunkedArray) -> tuple[npt.NDArray[np.int64], int]:
-    """Return a number for each text of a column, null included, and how many there are."""
+    """Return a number for each text of a column, and the count of different texts and null."""
     encoded = pc.dictionary_encode(column.combine_chunks(), null_encoding="encode")
     return encoded.indices.to_numpy().astype(np.int64), len(encoded.dictionary)
 
@@ -260,9 +268,9 @@ def report_lines(
     screen: Screen,
     doubted: Mapping[str, Refusal],
 ) -> Iterator[str]:
-    """Yield the lines of the `table` format: the findings, what mends them, then the sums.
+    """Yield the lines of the `table` format: the findings, how to mend them, then the sums.
 
-    placed: findings of `checks.findings.PLACED_SCHEMA`.
+    placed: findings in the columns of `checks.findings.PLACED_SCHEMA`.
     doubted: why repairs would be refused, as in `VerifyFacts`.
     """
     if len(placed) and shown.every:
@@ -279,9 +287,9 @@ def report_lines(
 
 
 def sum_line(document: dict[str, Any], unasked: Sequence[str] = ()) -> str:
-    """Return the sums of a report in a line: bytes read, findings, and checks that did not run.
+    """Return the sums of a report as one line: bytes read, findings, and checks that did not run.
 
-    unasked: checks that nobody asked for, to be named with those that could not run.
+    unasked: checks that nobody asked for. The line names them with the checks that could not run.
     """
     pages = counted(document["pages"], "page")
     in_flight = f", {document['in_flight']} in flight" if document["in_flight"] else ""
@@ -302,7 +310,7 @@ def sum_line(document: dict[str, Any], unasked: Sequence[str] = ()) -> str:
 
 
 def _group_lines(groups: list[FindingGroup], limit: int, screen: Screen) -> Iterator[str]:
-    """Yield a line for each group, and below it a line for each of its examples."""
+    """Yield a line for each group, followed by the lines of its examples."""
     some = groups[:limit]
     table = pa.table(
         {
@@ -332,7 +340,10 @@ def _group_lines(groups: list[FindingGroup], limit: int, screen: Screen) -> Iter
 
 
 def _example_lines(key: str, detail: str, width: int | None) -> Iterator[str]:
-    """Yield an example. On a terminal of a width, the detail is whole: a long key is shortened."""
+    """Yield the lines of an example. On a terminal, a long key is shortened, the detail never.
+
+    width: characters of a terminal line; None if the output is no terminal.
+    """
     if width is None:
         yield "  " + "  ".join(filter(None, (escape_controls(key), detail)))
         return
@@ -356,11 +367,11 @@ def _mending_lines(
     *,
     done: bool,
 ) -> Iterator[str]:
-    """Yield what mends the findings: each command once, with the codes that it mends.
+    """Yield how to mend the findings: each command once, with the codes that it mends.
 
     doubted: why repairs would be refused, as in `VerifyFacts`.
-    many: codes that half of the objects have.
-    done: the run has repaired the pages with errors.
+    many: codes that at least half of the objects have.
+    done: whether the run has repaired the pages with errors.
     """
     steps: dict[str, dict[str, None]] = {}
     kinds: dict[tuple[str, str, str | None], int | None] = {}
@@ -387,7 +398,7 @@ def _mending_lines(
         yield ""
         yield "To mend (hicachectl explain CODE has the meaning, the risk and the cost):"
     for step, names in steps.items():
-        # Codes of one step have one alternative.
+        # Codes that share a step have the same alternative.
         choice = _choice(code_named(next(iter(names)))) if mending.deletes else ""
         yield f"{', '.join(names)}{choice}:"
         yield from map(escape_controls, step.splitlines())
@@ -395,7 +406,7 @@ def _mending_lines(
 
 
 def _choice(code: Code) -> str:
-    """Return what distinguishes the commands of a code, the alternative first; "" for one."""
+    """Return how the two commands of a code differ, the alternative first; "" for one command."""
     if not code.alternative:
         return ""
     if is_removal(code.alternative):
@@ -406,7 +417,7 @@ def _choice(code: Code) -> str:
 def _condition(code: Code, written_ns: int | None) -> Iterator[str]:
     """Yield when the command of a code is right, if it can remove pages that servers use.
 
-    written_ns: time of the findings, Unix nanoseconds; None if not known.
+    written_ns: latest time of an object with such a finding, Unix nanoseconds; None if unknown.
     """
     if code.misleads and code.command:
         said = code.remedy.format(command=BELOW)
@@ -416,7 +427,7 @@ def _condition(code: Code, written_ns: int | None) -> Iterator[str]:
 
 
 def _doubt_lines(refused: Refusal) -> Iterator[str]:
-    """Yield why a repair would be refused, and what to do before it."""
+    """Yield why a repair would be refused, and the steps before it."""
     settings = code_named(refused.code).doubts
     yield (
         f"A repair without {DESPITE} is refused, because {refused.text}: probably the profile, or "
@@ -430,7 +441,7 @@ def _doubt_lines(refused: Refusal) -> Iterator[str]:
 
 
 def _many_text(code: Code) -> str:
-    """Return what to think of before a repair takes most pages."""
+    """Return a warning before a repair that removes most pages."""
     return (
         f"Most objects have {code.name}: probably servers with another setting wrote them. To use "
         f"them, launch the servers as when they were written: compare {code.doubts}. If they are "
@@ -443,7 +454,7 @@ def _despite(command: str) -> str:
 
 
 def _verdict(document: dict[str, Any], unasked: Sequence[str]) -> str:
-    """Return finding counts per code, and the checks that did not run."""
+    """Return the number of findings for each code, and the checks that did not run."""
     found = ", ".join(f"{count} {code}" for code, count in document["counts"].items())
     skipped = document["skipped_checks"]
     if skipped == ["everything"]:

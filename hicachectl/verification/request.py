@@ -40,7 +40,10 @@ _SECONDS_A_DAY = 86_400
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One of `slices` equal shares of all pages, by page hash."""
+    """One of `slices` equal shares of all pages, chosen by page hash.
+
+    number: number of the share, from 0.
+    """
 
     slices: Annotated[int, Meta(ge=1)]
     number: Annotated[int, Meta(ge=0)]
@@ -56,7 +59,7 @@ class Sample:
     def of(cls, percent: float, number: int | None = None) -> Sample:
         """Return the slice for a share in percent.
 
-        number: number of the slice; default: the day number, so that slices take turns.
+        number: number of the slice; None for the number of the day, so that slices take turns.
         Raises UsageError unless 0 < percent <= 100.
         """
         if not 0 < percent <= 100:
@@ -67,7 +70,8 @@ class Sample:
 
     def contains(self, pages: pa.StringArray) -> BoolArray:
         """Return which page hashes are in the slice: [pages]."""
-        # Eight hex digits of a SHA-256 are as good as random; Arrow parses "0x..." vectorised.
+        # Eight hexadecimal digits of a SHA-256 are as good as random. Arrow casts "0x..." to
+        # numbers without Python code for each page.
         digits = pc.binary_join_element_wise("0x", pc.utf8_slice_codeunits(pages, 0, 8), "")
         numbers = pc.cast(digits, "uint32").to_numpy(zero_copy_only=False)
         chosen: BoolArray = numbers % self.slices == np.uint32(self.number)
@@ -78,21 +82,22 @@ class Sample:
 class VerifyRequest:
     """Options of a verification.
 
-    collision: why the given profile describes no objects, and is left out, because its ranks
-        overwrite each other's objects.
-    checks: names of check groups.
-    time_limit_seconds: no read begins after this time.
-    identity: fields that show a rewrite if one differs from its recorded value; empty: all fields
+    collision: why the given profile was left out, because its ranks overwrite each other's objects;
+        else "".
+    checks: names of the check groups to run.
+    time_limit_seconds: time after which no read begins.
+    identity: version fields of which a change since the catalog shows a rewrite; empty for all
+        fields
         of the store.
-    most_looked_up: number of incomplete groups to look up again at most, in case they have changed
-        since the listing; None: all.
-    repairs: note each object's version.
-    allow_empty: accept a store without pages.
-    changes: the run may remove pages, so that the clock of the store's file system decides about
+    most_looked_up: largest number of incomplete groups to look up again, in case they have changed
+        since the listing; None for all.
+    repairs: whether to list the version of each object, for a repair.
+    allow_empty: whether to accept a store without pages.
+    changes: whether the run may remove pages, so that the clock of the store's file system decides
         their ages.
-    devices: names, see `hicachectl.device.devices.parse_devices`.
-    device_bytes: memory on each device.
-    noted_objects: most objects of an affix that are compared with others of another age.
+    devices: names of the devices, see `hicachectl.device.devices.parse_devices`.
+    device_bytes: bytes of memory to use on each device.
+    noted_objects: most objects of an affix that are compared with objects of another age.
     """
 
     profile: Profile | None = None
@@ -118,7 +123,7 @@ class VerifyRequest:
     noted_objects: int = MOST_OBJECTS
 
     def __post_init__(self) -> None:
-        """Raise UsageError for no check, and for a name that is not one of a check group."""
+        """Raise UsageError if there is no check, or a name that is no check group."""
         known = group_names()
         if not self.checks:
             raise UsageError(
@@ -135,7 +140,7 @@ class VerifyRequest:
 
     @property
     def grace_ns(self) -> int:
-        """The grace in nanoseconds."""
+        """The grace period in nanoseconds."""
         return int(self.grace_seconds * 1e9)
 
     @property
@@ -162,7 +167,7 @@ class VerifyRequest:
         return [name for name, needed in wanted.items() if needed and name in store.traits.columns]
 
     def unmet(self, store: Store) -> dict[Need, str]:
-        """Return the unmet needs of checks on a store, each with the reason and the next step."""
+        """Return the needs of checks that a store does not meet, with reasons and next steps."""
         columns = store.traits.columns
         unmet = {}
         if self.profile is None and "nbytes" not in columns:
@@ -190,7 +195,7 @@ class VerifyRequest:
         return unmet
 
     def impossible(self, unmet: Mapping[Need, str]) -> dict[str, str]:
-        """Return the reason and next step for each group without a check that can run."""
+        """Return each requested group of which no check can run, with the reason and next step."""
         impossible = {}
         for group in self.checks:
             reasons = [
@@ -204,5 +209,5 @@ class VerifyRequest:
 
 
 def compares_own(store: Store, expected: Expected) -> bool:
-    """Return whether reads compare objects with digests of the store, or with identities."""
+    """Return whether reads compare objects with digests in the store, or with identities."""
     return keeps_digests(store) or bool(expected.marked and expected.identities)

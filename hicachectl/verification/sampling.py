@@ -1,4 +1,4 @@
-"""A sample of the pages of a store, read and checked by the checks of `verify`."""
+"""Choose a sample of the pages of a store, and find changes of dtype in it."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
     from hicachectl.verification.verify import PartCheck
 
-_SAMPLE_BYTES = 1 << 30  # the most bytes to read
+_SAMPLE_BYTES = 1 << 30  # most bytes to read
 _DAY = 86400
 
 
 def day_sample(inventory: Inventory, pages: int) -> Sample:
-    """Return a slice with about so many pages, no more than _SAMPLE_BYTES, another one each day.
+    """Return a slice of about `pages` pages and at most about _SAMPLE_BYTES, another each day.
 
-    inventory: has a page.
+    inventory: inventory with at least one page.
     """
     paged = ~inventory.is_foreign
     hashes = np.sort(inventory.page_words(paged, 0))
     stored = len(hashes) - int((hashes[1:] == hashes[:-1]).sum())
     most = int(_SAMPLE_BYTES * stored / max(1, byte_sum(inventory.known_sizes)))
     slices = max(1, round(stored / max(1, min(pages, most))))
-    # The slice of a page, so that it is not empty.
+    # The slice to which some page belongs, so that it is not empty.
     page = int(hashes[int(time.time() // _DAY) % len(hashes)]) >> 32
     return Sample(slices, page % slices)
 
 
 def changes_of(part: PartCheck) -> list[pa.Table]:
-    """Return the findings about changes of dtype or layout between the pages that were read."""
+    """Return the findings about changes of dtype or layout among the pages that were read."""
     sums = CheckSums(part.groups.inventory.table, part.result.tally, part.result.evidence)
     return [found for found in check_changes(sums) if len(found)]

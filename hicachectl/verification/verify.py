@@ -1,4 +1,4 @@
-"""Check a store, or a part of one: whole page groups, in one process or in one of many."""
+"""Check whole page groups of a store: all of them, or those of one part of a run."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class RunStart:
     """State at the start of a process's work on a store.
 
     listing: time of the listing, which another process may have made.
-    began: start of the work, by `time.monotonic`.
-    tables: page tables before the work; None unless a check needs them.
+    began: `time.monotonic()` at the start of the work.
+    tables: page tables before the work; None if no check needs them.
     """
 
     listing: ListingTime
@@ -80,11 +80,11 @@ class RunStart:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Which objects the checks of a part judged: [objects] bool each.
+    """Objects that the checks of a part judged. All arrays are [objects].
 
-    tried: objects that were read.
-    valued: objects whose values were checked.
-    identified: objects whose identity or digest the store compared.
+    tried: whether the object was read.
+    valued: whether the values of the object were checked.
+    identified: whether the store compared the identity or digest of the object.
     """
 
     tried: BoolArray
@@ -94,12 +94,13 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class PartCheck:
-    """A checked part.
+    """Result of checking a part, with all that a repair needs.
 
+    result: counts and findings for the report.
     catalog: digests of the part's objects; None unless requested.
     listing: time of the listing.
-    groups: the selected groups, for a repair.
-    in_flight: [groups] bool, groups that no check judged.
+    groups: selected groups.
+    in_flight: [groups] whether the group was in flight, so that no check judged it.
     judged: objects that the checks judged.
     """
 
@@ -112,7 +113,7 @@ class PartCheck:
 
     @property
     def findings(self) -> pa.Table:
-        """The findings of the part for a repair: LOCATED_SCHEMA."""
+        """Findings of the part for a repair, in the columns of LOCATED_SCHEMA."""
         return combine_named([self.result.found], LOCATED_SCHEMA)
 
 
@@ -122,7 +123,7 @@ def start_run(store: Store, request: VerifyRequest, *, first: bool = True) -> Ru
     first: see `check_part`.
     Raises UsageError if a requested device is missing, and StoreUnavailable.
     """
-    # A missing device is said before a long listing, and for an empty store too.
+    # Report a missing device before a long listing, and for an empty store, too.
     if ReadingReasons.of(store, request):
         refuse_missing(request.devices)
     listing = ListingTime.now(store, changes=request.changes)
@@ -131,7 +132,7 @@ def start_run(store: Store, request: VerifyRequest, *, first: bool = True) -> Ru
 
 
 def lister_findings(store: Store, request: VerifyRequest, now_ns: int) -> pa.Table:
-    """Return the findings about the listing that this process has just made: RUN_SCHEMA.
+    """Return the findings about the listing that this process has just made, as RUN_SCHEMA.
 
     now_ns: Unix time at the start of the listing.
     """
@@ -146,7 +147,7 @@ def lister_findings(store: Store, request: VerifyRequest, now_ns: int) -> pa.Tab
 
 
 def lister_remarks(store: Store, request: VerifyRequest, now_ns: int) -> tuple[str, ...]:
-    """Return the remarks on a listing, except those that `lister_findings` repeats."""
+    """Return the remarks about a listing, except remarks that `lister_findings` repeats."""
     losses = store.losses if isinstance(store, Losing) else ()
     grace_start_ns = now_ns - request.grace_ns
     said = {str(loss) for loss in losses if loss.changed_ns <= grace_start_ns}
@@ -167,7 +168,7 @@ def check_part(
 
     listed: all objects of the part.
     start: state before the listing.
-    first: also run the checks of the store itself.
+    first: whether to run the checks of the store itself as well. Only the first part does.
     on_read, on_wait: see `check_store`.
     Raises StoreUnavailable.
     """
@@ -253,7 +254,7 @@ def check_part(
 
 
 def _judged(inventory: Inventory, plan: ReadingPlan, reading: ReadingResult) -> Judged:
-    """Return which objects were judged. Values are checked of objects of the expected size."""
+    """Return which objects were judged. Only objects of the expected size have checked values."""
     affixes = np.zeros(len(inventory.table.affixes) + 1, dtype=np.bool_)
     affixes[list(plan.checkers)] = True
     ids = inventory.affix_ids[plan.rows]
@@ -263,7 +264,7 @@ def _judged(inventory: Inventory, plan: ReadingPlan, reading: ReadingResult) -> 
 
 
 def _evidence(inventory: Inventory, plan: ReadingPlan, reading: ReadingResult) -> pa.Table:
-    """Return facts about the noted objects that were read: EVIDENCE_SCHEMA."""
+    """Return facts about the noted objects that were read, as EVIDENCE_SCHEMA."""
     rows = plan.rows[plan.noted & reading.whole[plan.rows]]
     ids = inventory.affix_ids[rows]
     widths = np.zeros(len(inventory.table.affixes) + 1, dtype=np.uint8)
@@ -321,14 +322,14 @@ def check_store(
     on_read: Callable[[int, int], None] = lambda nbytes, total: None,
     on_wait: Callable[[float, int], None] = lambda seconds, pages: None,
 ) -> PartCheck:
-    """Scan a store and run the checks of its objects; the whole store is one part.
+    """List a store, and check its objects as one part.
 
-    Groups younger than the grace are in flight: no check judges them. If the store keeps no times,
-    incomplete groups are looked up again after the grace.
+    Groups younger than the grace period are in flight, and no check judges them. If the store keeps
+    no times, incomplete groups are looked up again after the grace period.
     columns: columns to list besides those that the checks need.
-    on_listed: takes the number of objects listed.
-    on_read: takes bytes read and total to read.
-    on_wait: takes seconds to wait and the number of incomplete groups.
+    on_listed: takes the number of objects listed so far.
+    on_read: takes the bytes of each task read, and the bytes of all tasks.
+    on_wait: takes the seconds to wait, and the number of incomplete groups.
     Raises StoreUnavailable, also for a store without pages, and ProfileError if the profile
     contradicts the store.
     """
