@@ -24,8 +24,8 @@ DEFAULT_LIMIT = 20
 class Shown:
     """Extent of a table of findings.
 
-    limit: most groups of findings.
-    every: a line for each finding in place of groups.
+    limit: most groups of findings to show.
+    every: whether to show a line for each finding instead of groups.
     """
 
     limit: int = DEFAULT_LIMIT
@@ -34,22 +34,24 @@ class Shown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Result of a command, of one process or of all parts of a run.
+    """Result of a command, from one process or from all parts of a run.
 
-    document: members of the JSON.
-    rows_name: member of the document that the rows replace. In JSON, a document without it has no
-        rows.
-    lines: function that returns the lines of the `table` format; takes the document, the terminal,
+    document: members of the JSON document.
+    rows: table of the rows that formats such as jsonl print, one a line.
+    rows_name: member of the document that the rows replace. A document without this member has no
+        rows in JSON.
+    lines: function that returns the lines of the `table` format. It takes the document, the screen,
         and the extent of a table of findings.
-    remarks: messages, in their order.
-    undone: messages on what was not done, of the remarks or beside them; --quiet keeps them.
+    remarks: messages, in the order of printing.
+    undone: messages about work that was not done, which --quiet keeps; they may be in `remarks`,
+        too.
     failed: whether the exit status is 4.
     ending: exception to raise after the result was written; it decides the exit status.
     excused: whether the exit status is 0 although the run failed.
     dry_run: whether the command was asked to change nothing.
     command: name of the command of a divided run.
-    write_catalog: function that writes the digests of a divided run to a file as `save_catalog`
-        does, and returns as it does; takes the path, readable_by and allow_shrink. None if the run
+    write_catalog: function that writes the digests of a divided run to a file. It takes the path,
+        readable_by and allow_shrink, and returns what `save_catalog` returns. None if the run
         recorded no digests.
     """
 
@@ -68,11 +70,11 @@ class Result:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the run did what was asked; then the exit status is 0."""
+        """Whether the run did its work, so that the exit status is 0."""
         return not self.failed and self.ending is None
 
     def with_undone(self, *texts: str) -> Result:
-        """Return the result with messages on what was not done, before the others."""
+        """Return the result with more messages about work that was not done, before the others."""
         return replace(self, remarks=[*texts, *self.remarks], undone=[*texts, *self.undone])
 
     def stopped_by_lock(self, why: str) -> Result:
@@ -82,9 +84,9 @@ class Result:
 
 
 def undone_line(document: Mapping[str, Any]) -> str:
-    """Return what a run did not do, as its document states it; "" if nothing.
+    """Return a message about the work that a run did not do, by its document; "" if it did all.
 
-    A run that has used up its budget, or has reached its target, did what was asked.
+    A run that has used up its budget or reached its target did all its work.
     """
     reason, in_flight = document.get("stopped_by"), document.get("in_flight")
     if document.get("lacking_bytes") == 0:

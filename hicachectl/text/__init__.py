@@ -1,1 +1,1 @@
-"""Text for terminals and other programs. No module here opens a store."""
+"""Text for terminals and other programs. No module of this package opens a store."""

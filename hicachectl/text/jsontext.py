@@ -1,4 +1,4 @@
-"""Convert Arrow columns to JSON text, without Python code per row."""
+"""Convert Arrow columns to JSON text, without running Python for each row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow.types as pt
 
 from hicachectl.text.terminal import escape_controls
 
-WRITE_NULL = {b"json": b"null"}  # metadata of a struct field whose nulls are written
+WRITE_NULL = {b"json": b"null"}  # metadata of a struct field: write its nulls, too
 _ARROW_TYPES = {
     str: pa.string(),
     int: pa.int64(),
@@ -21,7 +21,7 @@ _ARROW_TYPES = {
 
 
 def schema_of(row: type) -> pa.Schema:
-    """Return the Arrow schema of rows. row: a class that declares their members."""
+    """Return the Arrow schema of rows. row: class that declares the members of a row."""
     fields = []
     for name, hint in get_type_hints(row).items():
         known = next(one for one in (hint, *get_args(hint)) if one in _ARROW_TYPES)
@@ -30,7 +30,7 @@ def schema_of(row: type) -> pa.Schema:
 
 
 def json_rows(table: pa.Table | pa.RecordBatch) -> pa.StringArray:
-    """Return each row as a JSON object with all columns in order, null ones too."""
+    """Return each row as a JSON object with all columns in order, also null columns."""
     rows = table.to_struct_array()
     if isinstance(rows, pa.ChunkedArray):
         rows = rows.combine_chunks()
@@ -40,7 +40,7 @@ def json_rows(table: pa.Table | pa.RecordBatch) -> pa.StringArray:
 def json_values(array: pa.Array) -> pa.StringArray:
     """Return each value as JSON. Null fields of structs are left out, except with WRITE_NULL.
 
-    Takes strings, booleans, integers, floats, dictionary-encoded values, lists and structs.
+    array: strings, booleans, integers, floats, dictionary-encoded values, lists or structs.
     """
     if isinstance(array, pa.ChunkedArray):
         array = array.combine_chunks()
@@ -72,7 +72,7 @@ def _object(array: pa.StructArray, *, skip_nulls: bool) -> pa.StringArray:
 def join_present(columns: list[pa.StringArray], separator: str) -> pa.StringArray:
     """Join the non-null values of each row; "" if all values are null.
 
-    Arrow's null_handling="skip" would lose rows with only nulls (pyarrow 26.0.1).
+    Arrow's null_handling="skip" loses rows that have only nulls (pyarrow 26.0.1).
     """
     joined = pc.fill_null(columns[0], "")
     for column in columns[1:]:

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _GAP = "  "
-# Columns whose long cells are shortened, with the width that they keep at least; in the middle,
-# or at the end of a sentence.
+# Columns with cells that may be shortened, and the least width of each. Cells lose their middle;
+# in columns of sentences, their end.
 _SHORTENED = {
     "KEY": 24, "OBJECT": 16, "MODEL": 12, "POOLS": 12, "DEPLOYMENT": 16, "STORE": 16, "RUN": 16,
     "TAG": 8, "RANKS": 8, "FOUND": 12, "DETAIL": 24, "MEANING": 24, "STOPPED BY": 16,
 }  # fmt: skip
 _SENTENCES = ("DETAIL", "MEANING", "STOPPED BY", "POOLS")
-# What a narrow terminal goes without, the first one first.
+# Columns that a narrow terminal leaves out, the least useful first.
 _LEAST_USEFUL = (
     "TRAILER DIGEST", "IDENTITY", "DIGEST", "LAYOUT", "TAG", "OLDEST", "REMOVED", "RANKS", "PART",
     "OBJECTS", "NEWEST", "FOUND", "SIZES", "AGE", "POOLS", "DETAIL", "STORE", "KV PAGES",
@@ -33,13 +33,17 @@ _STYLES = {"error": "31", "warning": "33", "orphan": "33", "partial": "33", "who
 
 
 class Screen(NamedTuple):
-    """The terminal that shows a table. width: in characters; None: not a terminal, so no limit."""
+    """The screen that shows a table.
+
+    colour: whether to colour cells.
+    width: characters in a line; None if the output is no terminal, so that lines have no limit.
+    """
 
     colour: bool = False
     width: int | None = None
 
     def cut(self, line: str) -> str:
-        """Return a line without what would wrap."""
+        """Return a line cut to the width of the screen, so that it does not wrap."""
         if self.width is None or len(line) <= self.width:
             return line
         return line[: self.width - 1] + "…"
@@ -49,10 +53,11 @@ NO_SCREEN = Screen()
 
 
 def table_lines(rows: pa.Table, screen: Screen) -> Iterator[str]:
-    r"""Yield the lines of a table of text columns; a leading ">" in a name aligns right.
+    r"""Yield the lines of a table of text columns. A leading ">" in a name aligns it right.
 
     Characters that a terminal would interpret or hide are escaped (`escape_controls`). On a
-    terminal no line wraps: long cells are shortened, and then the least useful columns left out.
+    terminal,
+    long cells are shortened and then the least useful columns left out, so that no line wraps.
     """
     columns = [
         _Column.of(name, printable(pc.fill_null(column.combine_chunks(), "-")))
@@ -86,11 +91,11 @@ class _Column:
 
     @property
     def least(self) -> int:
-        """The width down to which the cells can be shortened."""
+        """Least width to which the cells can be shortened."""
         return min(self.width, max(len(self.name), _SHORTENED.get(self.name, self.width)))
 
     def narrowed(self, width: int) -> _Column:
-        """Return the column with its long cells shortened; keys and names keep both ends."""
+        """Return the column with its long cells shortened. Keys and names keep both ends."""
         if width >= self.width:
             return self
         tail = 0 if self.name in _SENTENCES else (width - 1) // 2
@@ -103,7 +108,7 @@ class _Column:
 
 
 def _fitted(columns: list[_Column], width: int) -> list[_Column]:
-    """Return the columns that a terminal has room for, with shortened cells."""
+    """Return the columns for which a terminal has room, with shortened cells."""
     for name in (None, *_LEAST_USEFUL):
         if name is not None and len(columns) > 1:
             columns = [column for column in columns if column.name != name]
@@ -115,7 +120,8 @@ def _fitted(columns: list[_Column], width: int) -> list[_Column]:
         widest = max(range(len(widths)), key=lambda at: (spare[at] > 0, widths[at]))
         if spare[widest] <= 0:
             return _cut(columns, widths, width)
-        # At once down to the next in width: a cell may have thousands of characters.
+        # Narrow the widest column to the next in width in one step: a cell may have thousands of
+        # characters.
         others = [w for at, w in enumerate(widths) if at != widest and spare[at] > 0]
         step = widths[widest] - max([w for w in others if w < widths[widest]], default=0)
         widths[widest] -= min(spare[widest], excess, max(step, 1))
@@ -123,7 +129,7 @@ def _fitted(columns: list[_Column], width: int) -> list[_Column]:
 
 
 def _cut(columns: list[_Column], widths: list[int], width: int) -> list[_Column]:
-    """Return the first columns that fit at their least widths; at least one, cut to the width."""
+    """Return the first columns that fit at their least widths: at least one, cut to the width."""
     kept: list[_Column] = []
     for column, least in zip(columns, widths, strict=True):
         if kept and _total([*(c.width for c in kept), least]) > width:
@@ -137,7 +143,7 @@ def _total(widths: list[int]) -> int:
 
 
 def printable(cells: pa.StringArray) -> pa.StringArray:
-    """Return texts with the characters escaped that a terminal would interpret or hide."""
+    """Escape the characters of texts that a terminal would interpret or hide."""
     bad = pc.match_substring_regex(cells, UNUSUAL_PATTERN)
     if not pc.any(bad).as_py():
         return cells
@@ -153,12 +159,14 @@ def _coloured(padded: pa.StringArray, plain: pa.StringArray) -> pa.StringArray:
 
 
 def human_sizes(nbytes: pa.Array) -> pa.Array:
-    """Return `human_size` of each value of a column."""
+    """Return `human_size` for each value of a column."""
     return pc.fill_null(human_column(nbytes, human_size), human_size(None))
 
 
 def human_column(values: pa.Array, text: Callable[[Any], str]) -> pa.StringArray:
-    """Return each value's text, calling `text` once per distinct value. Nulls stay null."""
+    """Return the text of each value. `text` is called once for each distinct value. Nulls stay
+    null.
+    """
     if isinstance(values, pa.ChunkedArray):
         values = values.combine_chunks()
     distinct = pc.dictionary_encode(values)

@@ -9,7 +9,7 @@ import sys
 import unicodedata
 from contextlib import suppress
 
-# A text without a match is safe as it is. The pattern is valid for `re` and for RE2.
+# A text without a match needs no escapes. The pattern is valid for `re` and for RE2.
 UNUSUAL_PATTERN = "[^ -~]"
 # Letters, marks and symbols without a visible glyph: Unicode's default ignorable characters and
 # the blank Braille pattern (U+2800).
@@ -23,9 +23,10 @@ def escape_controls(text: str, *, keep: str = "") -> str:
     r"""Escape characters that a terminal would obey or hide, as \xNN, \uNNNN or \UNNNNNNNN.
 
     These are control and format characters (bidirectional overrides, zero-width), line and
-    paragraph separators, surrogates, private-use and unassigned code points, and characters without
-    a visible glyph. In a decomposed text, which looks like the composed one, its marks are escaped
-    too. Characters of `keep` stay.
+    paragraph
+    separators, surrogates, private-use and unassigned code points, and characters without a visible
+    glyph. A decomposed text looks like the composed text, so its marks are escaped, too.
+    keep: characters that stay as they are.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -37,9 +38,10 @@ def escape_controls(text: str, *, keep: str = "") -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text of at most `most` characters; the middle of a longer one is left out.
+    """Return a text of at most `most` characters. A longer text loses its middle.
 
-    Escaped (`escape_controls`): vl-convert, too, ends the process at a control character.
+    The result is escaped (`escape_controls`), because vl-convert ends the process at a control
+    character.
     """
     text = escape_controls(text)
     if len(text) <= most:
@@ -55,7 +57,7 @@ def _visible(char: str) -> bool:
 
 
 def _decomposed(char: str) -> bool:
-    """Return whether a character is one of those that a composed text has in another form."""
+    """Return whether a composed text would have another character instead of this one."""
     is_part = unicodedata.category(char)[0] == "M" or "\u1160" <= char <= "\u11ff"
     return is_part or not unicodedata.is_normalized("NFC", char)
 
@@ -69,15 +71,15 @@ def _escaped(char: str) -> str:
 
 def message_text(text: str, *, keep: str = "") -> str:
     """Return a message with URL secrets removed and control characters escaped."""
-    from hicachectl.backends.urls import without_secrets  # 12 ms, which --help does not need
+    from hicachectl.backends.urls import without_secrets  # takes 12 ms, which --help can save
 
     return escape_controls(without_secrets(text), keep=keep)
 
 
 class MessageHandler(logging.Handler):
-    """Handler that writes records, made safe to show, to the stderr of the moment.
+    """Handler that writes records, made safe to show, to the present `sys.stderr`.
 
-    `sys.stderr` changes: programs and tests replace it between two commands in one process.
+    Programs and tests replace `sys.stderr` between two commands in one process.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -95,13 +97,15 @@ class MessageHandler(logging.Handler):
 def mute_native_logs() -> None:
     """Keep messages of native libraries off stderr until this process ends.
 
-    C++ libraries write to descriptor 2 from their own threads, whatever their settings. Python's
-    stderr moves to a copy of descriptor 2. If stderr uses another descriptor, nothing is muted.
+    C++ libraries write to descriptor 2 from their own threads, whatever their settings. So Python's
+    stderr moves to a copy of descriptor 2, and descriptor 2 becomes /dev/null. If stderr uses
+    another
+    descriptor, nothing is muted.
     """
     try:
         if sys.stderr.fileno() != 2:
             return
-    except (OSError, ValueError):  # replaced by an object without a descriptor
+    except (OSError, ValueError):  # stderr was replaced by an object without a descriptor
         return
     sys.stderr.flush()
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding=sys.stderr.encoding,

@@ -14,7 +14,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 class Ago(float):
-    """A time that was given as an age: Unix seconds by this host's clock.
+    """A time that was given as an age, in Unix seconds by this host's clock.
 
     seconds: the age.
     """
@@ -28,7 +28,10 @@ class Ago(float):
         return ago
 
     def by(self, now_ns: int) -> float:
-        """Return the time so long ago by another clock. now_ns: its present Unix nanoseconds."""
+        """Return the time that is this age ago by another clock.
+
+        now_ns: present Unix nanoseconds of that clock.
+        """
         return now_ns / 1e9 - self.seconds
 
 
@@ -41,7 +44,7 @@ def human_size(nbytes: int | None) -> str:
 
 
 def unit_of(nbytes: int) -> tuple[str, int]:
-    """Return the largest unit that is not more than a size, and the bytes of the unit."""
+    """Return the largest unit that is not larger than a size, and the bytes of that unit."""
     power = min((max(int(nbytes), 1).bit_length() - 1) // 10, len(_UNITS) - 1)
     return _UNITS[power], 1 << 10 * power
 
@@ -55,14 +58,15 @@ def human_age(seconds: float) -> str:
 
 
 def minute(ns: int) -> str:
-    """Return a time, Unix nanoseconds, to the minute: `2023-11-14 22:13`; UTC."""
+    """Return a time to the minute, in UTC: `2023-11-14 22:13`. ns: Unix nanoseconds."""
     return datetime.fromtimestamp(ns // 10**9, UTC).strftime("%Y-%m-%d %H:%M")
 
 
 def exact(ns: int) -> str:
-    """Return a time, Unix nanoseconds, as options take it: `2023-11-14T22:13:20Z`.
+    """Return a time in the form of options: `2023-11-14T22:13:20Z`.
 
-    A fraction of a second has three or six digits; less than a microsecond is left out.
+    A fraction of a second has three or six digits. Nanoseconds are left out.
+    ns: Unix nanoseconds.
     """
     seconds, micros = divmod(ns // 1000, 10**6)
     unit = "milliseconds" if micros % 1000 == 0 else "microseconds"
@@ -85,7 +89,7 @@ _NAMED = 8
 
 
 def first_of(texts: Iterable[str]) -> str:
-    """Return distinct texts in one line, the first eight and the number of the others."""
+    """Return distinct texts in one line: the first eight, then how many more there are."""
     every = sorted(set(texts))
     more = [f"{len(every) - _NAMED} more"] if len(every) > _NAMED else []
     return ", ".join([*every[:_NAMED], *more])
