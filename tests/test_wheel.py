@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGING = ROOT / "hicachectl" / "packaging"
 SOURCES = (
     "backends", "formats", "hicachectl", "man", "tests",
-    "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in",
+    "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "SECURITY.md",
     "Makefile", "README.md", "constraints.txt", "pyproject.toml",
 )  # fmt: skip
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
