@@ -56,7 +56,7 @@ def in_ticks(text: str) -> list[str]:
 def paths() -> list[str]:
     """Return what looks like a path of the project in the text, outside the tables of modules."""
     above = TEXT.partition("\n## Every module\n")[0]
-    runs = " ".join(re.findall(r"^Run: ((?:.|\n)*?)(?:\n\n|\. Other)", above, re.MULTILINE))
+    runs = " ".join(re.findall(r"^Run: ((?:.|\n)*?)\n\n", above, re.MULTILINE))
     words = [*in_ticks(above), *runs.replace("`", "").rstrip(".").split()]
     tops = {path.name for path in ROOT.iterdir()}
     named = {
