@@ -99,9 +99,9 @@ class Extent:
 class Region:
     """One box of a page's content, and its location in an object.
 
-    space:   identity of the indexed content; boxes of different spaces never overlap.
+    space: identity of the indexed content; boxes of different spaces never overlap.
     extents: sorted by name, with equal axes in all regions of a space.
-    offset:  bytes before the first item.
+    offset: bytes before the first item.
     """
 
     space: tuple[object, ...]
@@ -143,7 +143,8 @@ def overlap(
 def compact(axes: Iterable[Axis], run: int) -> tuple[tuple[Axis, ...], int]:
     """Sort axes in the destination's order, and join those contiguous on both sides.
 
-    run: bytes of an item. Returns the axes left, outermost first, and the run's bytes.
+    run: bytes of an item.
+    Returns the axes left, outermost first, and the run's bytes.
     """
     left: list[Axis] = []
     for axis in sorted(axes, key=lambda axis: axis.destination):

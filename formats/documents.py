@@ -46,8 +46,9 @@ def parse_json(
 ) -> Any:
     """Parse untrusted JSON text.
 
-    source: names the text in messages. unique: refuse repeated members of an object; otherwise
-    the last one counts. Raises `refusal`.
+    source: names the text in messages.
+    unique: refuse repeated members of an object; otherwise the last one counts.
+    Raises `refusal`.
     """
     brackets = _count(text, "[") + _count(text, "{")
     values = brackets + _count(text, ",")

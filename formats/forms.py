@@ -32,8 +32,8 @@ def convert(
 ) -> _T:
     """Convert a parsed document to a struct without coercion: neither true nor 1.0 is an int.
 
-    source: names the document in messages. Raises `refusal`, naming each wrong field with
-    the expected type and the value found.
+    source: names the document in messages.
+    Raises `refusal`, naming each wrong field with the expected type and the value found.
     """
     try:
         with _converting:

@@ -47,7 +47,7 @@ class Identity(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     page_size: tokens of a page.
     layer_bytes: bytes of one layer of the object; 0 for a logical anchor.
     pp_partition: result of `pools.partition_text`. Under another division, equal keys have other
-    layers.
+        layers.
     """
 
     model: _Text

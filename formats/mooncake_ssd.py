@@ -71,8 +71,9 @@ _CRC_AT = RECORD.itemsize - 4
 class BucketMeta:
     """Objects of a bucket: each is the bytes of its stored key, then its value.
 
-    keys: [n] as stored, with the tenant. starts: [n] int64, of the key, in bytes from the start of
-    the bucket. sizes: [n] int64, bytes of the value.
+    keys: [n] as stored, with the tenant.
+    starts: [n] int64, of the key, in bytes from the start of the bucket.
+    sizes: [n] int64, bytes of the value.
     """
 
     keys: list[bytes]
@@ -84,8 +85,9 @@ class BucketMeta:
 class OffsetMeta:
     """A checkpoint of an offset file: the extents that had records.
 
-    starts, sizes: [n] int64, bytes in the data file. sequence: number of the first record
-    after the checkpoint. evicted: stored keys whose records are no longer valid.
+    starts, sizes: [n] int64, bytes in the data file.
+    sequence: number of the first record after the checkpoint.
+    evicted: stored keys whose records are no longer valid.
     """
 
     starts: IntArray
@@ -178,7 +180,8 @@ def record_problem(
     """Compare a record with its listing.
 
     Return the problem, "" for none, and whether the problem is the CRC.
-    head: the record up to its value. stored: the possible stored keys.
+    head: the record up to its value.
+    stored: the possible stored keys.
     """
     record = parse_records(head[: RECORD.itemsize])[0]
     key = head[RECORD.itemsize : RECORD.itemsize + int(record["key_bytes"])]

@@ -71,7 +71,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     prefetch_threshold: tokens. A server fetches nothing if fewer of a request are in the store.
     inferred: built from a store's listing. Only model, topology, pools and object sizes are valid;
-    commands that interpret bytes refuse the profile.
+        commands that interpret bytes refuse the profile.
     """
 
     model: str

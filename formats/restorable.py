@@ -32,7 +32,8 @@ LOAD_BACK_TOKENS = 10  # UnifiedRadixCache.load_back_threshold, which no option 
 class PoolPages:
     """Positions at which a pool has the objects of all ranks.
 
-    present: [positions] bool. window: how many last pages of a prefix need the pool, or ALL_PAGES.
+    present: [positions] bool.
+    window: how many last pages of a prefix need the pool, or ALL_PAGES.
     """
 
     present: BoolArray

@@ -89,8 +89,9 @@ class Expected(NamedTuple):
     def difference(self, trailer: Trailer, nbytes: int, page: bytes) -> str:
         """Return the first field of a trailer that differs; "" if all are as expected.
 
-        "nbytes", "page" and "name" show damage; "identity" and "rank" another writer. nbytes: of
-        the object. page: the 32 bytes of its page hash.
+        "nbytes", "page" and "name" show damage; "identity" and "rank" another writer.
+        nbytes: of the object.
+        page: the 32 bytes of its page hash.
         """
         if trailer.nbytes != nbytes:
             return "nbytes"
@@ -227,7 +228,8 @@ class PoolTrailers:
 def digest_function(kind: str) -> Callable[[Iterable[Buffer]], bytes]:
     """Return the function from an object's buffers, in order, to its 32 bytes of digest.
 
-    kind: one of DIGEST_KINDS; "off" gives zeros. Raises UsageError for another kind.
+    kind: one of DIGEST_KINDS; "off" gives zeros.
+    Raises UsageError for another kind.
     """
     if kind == "off":
         return lambda _: bytes(32)

@@ -61,7 +61,7 @@ class TransferPlan:
     """All copies between the objects of one page in two deployments.
 
     sources, destinations: all objects that a page can have, in `object_specs` order.
-    units:  the smallest sets of objects without copies between sets; each destination is in one.
+    units: the smallest sets of objects without copies between sets; each destination is in one.
     """
 
     sources: tuple[ObjectSpec, ...]
@@ -302,8 +302,8 @@ def _object_regions(
 ) -> tuple[Region, ...]:
     """Return the boxes that an object holds; none for an object without bytes.
 
-    order: layer order of the pool in the source deployment. Raises ProfileError if the object has a
-    layer that `order` lacks.
+    order: layer order of the pool in the source deployment.
+    Raises ProfileError if the object has a layer that `order` lacks.
     """
     if not expected.tensors:
         return _opaque_region(profile, pool, expected) if kind_of(pool).has_bytes else ()

@@ -62,7 +62,8 @@ _IDLE_FIELDS = frozenset({
 class Checkpoint(NamedTuple):
     """A model directory.
 
-    configs: its parsed files of `CONFIGS`, by name. shards: file names of its safetensors files.
+    configs: its parsed files of `CONFIGS`, by name.
+    shards: file names of its safetensors files.
     """
 
     fingerprint: str
@@ -81,8 +82,9 @@ class Range(NamedTuple):
 class Shard:
     """A safetensors file.
 
-    facts: hash of its size and header. groups: its samples in order of offset, each range at most
-    MAX_RANGE_BYTES, in groups that can be read in parallel.
+    facts: hash of its size and header.
+    groups: its samples in order of offset, each range at most MAX_RANGE_BYTES, in groups that can
+        be read in parallel.
     """
 
     facts: bytes
@@ -92,8 +94,10 @@ class Shard:
 def header_bytes(start: bytes, nbytes: int, source: str) -> int:
     """Return the length of a shard's header.
 
-    start: the shard's first LENGTH_BYTES. nbytes: the shard's size. source: names the shard in
-    messages. Raises FormatError.
+    start: the shard's first LENGTH_BYTES.
+    nbytes: the shard's size.
+    source: names the shard in messages.
+    Raises FormatError.
     """
     if len(start) < LENGTH_BYTES:
         raise FormatError(_cut_off(source, nbytes, LENGTH_BYTES))
@@ -150,9 +154,10 @@ def fingerprint(
 ) -> str:
     """Return the fingerprint of a checkpoint: 32 hexadecimal digits.
 
-    configs: the parsed files of `CONFIGS` that it has, by name. shards: the hash of each shard, by
-    file name. indexed: the shards that its index names, which are those that a server loads; None
-    without an index. All shards count, as some loaders read those outside the index too.
+    configs: the parsed files of `CONFIGS` that it has, by name.
+    shards: the hash of each shard, by file name.
+    indexed: the shards that its index names, which are those that a server loads; None without an
+        index. All shards count, as some loaders read those outside the index too.
     """
     loaded = shards if indexed is None else indexed
     return _text_hash({
@@ -173,9 +178,11 @@ def served_weights(
     """Return the name of weights as a server loads them: 32 hexadecimal digits, or `name` itself.
 
     name: the checkpoint's fingerprint. It is returned if every setting has SGLang's default, or
-    loads the same numbers. overrides: --json-model-override-args, as text or parsed. others: more
-    settings, JSON values; empty ones do not count. `formats.models.loading` says which of SGLang's
-    settings belong here. Raises FormatError for overrides that are not a JSON object.
+        loads the same numbers.
+    overrides: --json-model-override-args, as text or parsed. others: more settings, JSON values;
+        empty ones do not count. `formats.models.loading` says which of SGLang's settings belong
+        here.
+    Raises FormatError for overrides that are not a JSON object.
     """
     if isinstance(overrides, str):
         overrides = parse_json_object(overrides or "{}", "json_model_override_args")

@@ -36,7 +36,8 @@ def reason_of(error: Exception) -> str:
 def failed(place: object, action: str, error: Exception, next_step: str = "") -> str:
     """Return the message for a failed system call.
 
-    place: file, directory or URL. action: follows "cannot", such as "read the snapshot".
+    place: file, directory or URL.
+    action: follows "cannot", such as "read the snapshot".
     """
     return with_next(f"{place}: cannot {action}: {reason_of(error)}", next_step)
 

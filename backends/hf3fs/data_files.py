@@ -50,8 +50,8 @@ class FilePages:
     """Pages of one data file, and their targets.
 
     positions: [n] int64, bytes from the file's start.
-    targets:   [n] int64, bytes from the arena's start.
-    nbytes:    bytes of each page.
+    targets: [n] int64, bytes from the arena's start.
+    nbytes: bytes of each page.
     """
 
     positions: IntArray

@@ -49,8 +49,8 @@ _LONGEST = 1 << 20  # bytes of the longest key; binary_slice needs an end
 class TableRows:
     """The rows of one table.
 
-    at:      [n] int64, row indices in the call.
-    keys:    [n] whole keys; the server's names lack the first `skipped` bytes.
+    at: [n] int64, row indices in the call.
+    keys: [n] whole keys; the server's names lack the first `skipped` bytes.
     """
 
     table: TableName

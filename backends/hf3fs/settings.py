@@ -34,11 +34,11 @@ _PREFIX = re.compile(r"/[^\0\ud800-\udc7f\udd00-\udfff]*(?<!/)")  # a path that 
 class Hf3fsSettings:
     """Location of pages and tables; `str` returns a URL with equal settings.
 
-    prefix:    SGLang's file_path_prefix, absolute.
+    prefix: SGLang's file_path_prefix, absolute.
     file_size: bytes of each data file; None if not stated.
-    ranks:     use ranks 0 to ranks - 1; None for all.
-    server:    URL of the metadata server.
-    snapshot:  absolute path of the metadata server's snapshot.
+    ranks: use ranks 0 to ranks - 1; None for all.
+    server: URL of the metadata server.
+    snapshot: absolute path of the metadata server's snapshot.
     """
 
     prefix: str

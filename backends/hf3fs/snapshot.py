@@ -353,7 +353,7 @@ def write_repaired(
     """Write a snapshot that the metadata server can load, atomically, to a new file.
 
     like: the original snapshot. Only its readers can read the new file, which keeps the owner if
-    the caller is root.
+        the caller is root.
     Raises FormatError if the file exists, StoreUnavailable if it cannot be written.
     """
     next_step = "check the directory and its free space"

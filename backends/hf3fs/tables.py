@@ -41,8 +41,8 @@ _VERSION_BYTES = 8
 class LoadedSnapshot:
     """The tables of the ranks in use, in memory.
 
-    file:    identity of the file read: device, inode, mtime, bytes.
-    shared:  pages with several keys, by table; filled on demand.
+    file: identity of the file read: device, inode, mtime, bytes.
+    shared: pages with several keys, by table; filled on demand.
     checked: all keys are known to belong to the profile's deployment.
     """
 
@@ -196,7 +196,8 @@ class KeyTables:
     def current(self, rows: Rows, *, counts: bool = True) -> IntArray:
         """Return the page indices of keys, from the server or else the snapshot: [n] int64.
 
-        The server counts the query as use. counts: add it to `touched_keys`.
+        The server counts the query as use.
+        counts: add it to `touched_keys`.
         """
         current = np.full(len(rows), UNKNOWN, dtype=np.int64)
         for share in rows_by_table(rows):
@@ -226,7 +227,7 @@ def batch_of_table(schema: Any, keys: Any, indices: IntArray, nbytes: int | None
     """Return a record batch of one table's keys. Constant columns of all batches share memory.
 
     indices: [n] int64 page indices, UNKNOWN for null locator and version.
-    nbytes:  bytes of each page, None if unknown.
+    nbytes: bytes of each page, None if unknown.
     """
     unknown = indices == UNKNOWN
     columns = {

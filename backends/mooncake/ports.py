@@ -36,8 +36,8 @@ def names_of_sockets() -> frozenset[str]:
 def close_ports(before: Set[str]) -> list[int]:
     """Drop all packets to the listeners opened since, and end their connections.
 
-    before: `names_of_sockets` before the client was set up.
-    Other threads of a server may listen meanwhile, at ports outside of Mooncake's range.
+    before: `names_of_sockets` before the client was set up. Other threads of a server may listen
+        meanwhile, at ports outside of Mooncake's range.
     Returns the ports that stay open, since the kernel has no socket filters.
     """
     ours, ports, left = _range_of_ports(), set(), []

@@ -107,9 +107,12 @@ class DataFile:
 class Index:
     """The objects of a store, in the order of their files and places.
 
-    keys: [n] binary. objects: [n] OBJECT. files: the data files.
-    prefix: text of the tenant before keys in the files. losses: objects that no client can read any
-    more. remarks: what the listing leaves out, and why.
+    keys: [n] binary.
+    objects: [n] OBJECT.
+    files: the data files.
+    prefix: text of the tenant before keys in the files.
+    losses: objects that no client can read any more.
+    remarks: what the listing leaves out, and why.
     """
 
     keys: Any

@@ -70,7 +70,8 @@ class Call:
     def copy(self, source: int, pieces: Iterable[tuple[int, int]]) -> None:
         """Copy bytes at an address, piece after piece, to addresses in the host pool.
 
-        pieces: target addresses and bytes. Raises Ended, and then has copied nothing.
+        pieces: target addresses and bytes.
+        Raises Ended, and then has copied nothing.
         """
         self.hold()
         try:

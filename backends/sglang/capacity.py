@@ -75,9 +75,11 @@ class Capacity:
         """Open the control files and the directory anew, and start the thread.
 
         suffixes: at least one end of the file names that this rank writes, after the page hash;
-        True for the anchor's. max_size, min_free_space: bytes; 0 for no limit. evict: "owner": the
-        process that holds the lock evicts; "this": this process evicts, and no other. page_tokens:
-        tokens of a page.
+            True for the anchor's.
+        max_size, min_free_space: bytes; 0 for no limit.
+        evict: "owner": the process that holds the lock evicts; "this": this process evicts, and no
+            other.
+        page_tokens: tokens of a page.
         Raises UsageError for max_size where locks do not exclude other hosts, OSError and
         UntrustedError.
         """

@@ -131,8 +131,7 @@ class _Weights:
     identity: see `Settings`.
     facts: values of `formats.models.loading.SETTINGS`.
     cache: the Hub's cache; None for the default.
-    unreadable: the first reason why this host could not name some; "" if it
-    could.
+    unreadable: the first reason why this host could not name some; "" if it could.
     """
 
     def __init__(self, identity: str, facts: Mapping[str, Any], cache: str | None) -> None:

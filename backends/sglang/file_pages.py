@@ -99,7 +99,8 @@ def named(pages: Sequence[str], suffix: bytes) -> list[Page]:
 class Found(NamedTuple):
     """A file as it was examined.
 
-    problem: result of `PageFiles.problem`. facts: stat of the open file.
+    problem: result of `PageFiles.problem`.
+    facts: stat of the open file.
     """
 
     problem: _Problem
@@ -333,8 +334,9 @@ class PageFiles:
         """Write a page's file under its name.
 
         views: the page's bytes in order, in memory that may change after the call. Then, and if the
-        bytes changed while they were written, nothing gets the name. replaced: the file in its
-        place. Raises Ended, and OSError: ENOSPC without room, EAGAIN if the bytes changed.
+            bytes changed while they were written, nothing gets the name.
+        replaced: the file in its place.
+        Raises Ended, and OSError: ENOSPC without room, EAGAIN if the bytes changed.
         """
         capacity = self._capacity
         if capacity is None or not capacity.admit(self._whole):

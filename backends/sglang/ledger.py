@@ -30,9 +30,9 @@ class Ledger:
     Several threads may use it at once. `total`, `take` and `correct` raise OSError: a process that
     was stopped may hold the lock for long, and the file may be closed.
 
-    limit: bytes that the total may reach. high: set when a write brings the total above HIGH, or
-    finds too little room. shared: the number is in the file, for all processes; otherwise it is
-    this process's own.
+    limit: bytes that the total may reach.
+    high: set when a write brings the total above HIGH, or finds too little room.
+    shared: the number is in the file, for all processes; otherwise it is this process's own.
     """
 
     def __init__(self, descriptor: int, limit: int, high: threading.Event, *, shared: bool) -> None:

@@ -87,7 +87,8 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         """Check the configuration. Raises ValueError, on every rank alike.
 
-        storage_config: SGLang's HiCacheStorageConfig. kwargs: empty, from the controller.
+        storage_config: SGLang's HiCacheStorageConfig.
+        kwargs: empty, from the controller.
         """
         self._config = storage_config
         self._settings = parse_settings(storage_config.extra_config)
@@ -469,7 +470,8 @@ def _leading(pages: Sequence[bool]) -> int:
 def _first_indices(pool: ServedPool, keys: Sequence[str], host_indices: Any) -> list[int]:
     """Return the first host index of each page.
 
-    host_indices: int64 tensor, contiguous within a page. Raises ValueError if the length is wrong.
+    host_indices: int64 tensor, contiguous within a page.
+    Raises ValueError if the length is wrong.
     """
     count = 0 if host_indices is None else int(host_indices.numel())
     if count != len(keys) * pool.page_indices:

@@ -44,8 +44,10 @@ _BYTES = "uint8"  # structured rows, or fp8 (memory_pool.py :: KVCache.store_dty
 class EvenPages:
     """`HostPages` at equal distances, as in all of SGLang's pools.
 
-    page_indices: host indices of a page. count: pages of the pool. pieces: pieces of a page, in the
-    object's order: address in page 0, bytes to the next page, and bytes.
+    page_indices: host indices of a page.
+    count: pages of the pool.
+    pieces: pieces of a page, in the object's order: address in page 0, bytes to the next page, and
+        bytes.
     """
 
     def __init__(
@@ -78,9 +80,11 @@ def host_pages(
 ) -> tuple[EvenPages, tuple[int, ...]]:
     """Return where a pool's pages lie, and the bytes of each piece of a page.
 
-    name: name of the pool, in messages. alternating: SGLang lists the pieces of this many parts by
-    turns; they are returned one part after the other. Raises ValueError if SGLang does not know the
-    places of the pages, or they are unevenly spaced, or outside the pool's memory.
+    name: name of the pool, in messages.
+    alternating: SGLang lists the pieces of this many parts by turns; they are returned one part
+        after the other.
+    Raises ValueError if SGLang does not know the places of the pages, or they are unevenly spaced,
+    or outside the pool's memory.
     """
     whole = f"pool {name}: {type(host_pool).__name__} in layout {host_pool.layout}"
     count = host_pool.size // host_pool.page_size
@@ -157,7 +161,7 @@ class _Form:
     packed: whether some layers are, or may be, the draft's.
     parts: names, with equally many pieces each; () for one part of all pieces.
     alternating: SGLang lists the pieces of the parts by turns, but the object holds one part after
-    the other.
+        the other.
     sharded: TP ranks hold different bytes.
     """
 
@@ -172,9 +176,11 @@ class _Form:
 def served_pool(name: object, host_pool: Any, config: Any, context: Context) -> ServedPool:
     """Return a pool of this rank that stores can serve.
 
-    name: SGLang's PoolName, or its text. host_pool: SGLang's. config: HiCacheStorageConfig.
-    Raises ValueError for pools and deployments that are not supported, ThisRankError if other
-    ranks may support them.
+    name: SGLang's PoolName, or its text.
+    host_pool: SGLang's.
+    config: HiCacheStorageConfig.
+    Raises ValueError for pools and deployments that are not supported, ThisRankError if other ranks
+    may support them.
     """
     pool = str(name)
     _check_deployment(config)

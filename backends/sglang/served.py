@@ -47,7 +47,8 @@ class HostPages(Protocol):
 class Part:
     """A part of a page that Mooncake and 3FS store as an object of its own.
 
-    nbytes: bytes of the part. pieces: the part's slice of a page's pieces.
+    nbytes: bytes of the part.
+    pieces: the part's slice of a page's pieces.
     """
 
     name: str | None

@@ -49,10 +49,12 @@ _WRITTEN_FILES = ("max_size", "min_free_space", "evict", "on_foreign")
 class Settings:
     """What the user chose.
 
-    stores: the first is written, unless `reads_only`; the others are read on a miss. digest: one of
-    DIGEST_KINDS, for objects written. identity: "auto", or a text in place of the weights
-    fingerprint. op_timeout: seconds of a call, or of 128 pages of a longer write. max_size: bytes
-    per suffix, None without a limit. min_free_space: bytes of the file system to leave free.
+    stores: the first is written, unless `reads_only`; the others are read on a miss.
+    digest: one of DIGEST_KINDS, for objects written.
+    identity: "auto", or a text in place of the weights fingerprint.
+    op_timeout: seconds of a call, or of 128 pages of a longer write.
+    max_size: bytes per suffix, None without a limit.
+    min_free_space: bytes of the file system to leave free.
     """
 
     stores: tuple[StoreUrl, ...]
@@ -82,8 +84,9 @@ class Settings:
 def parse_settings(extra_config: Mapping[str, Any] | None) -> Settings:
     """Return the settings of a server.
 
-    extra_config: SGLang's HiCacheStorageConfig.extra_config. Raises ValueError,
-    which SGLang reports when it starts or attaches a store; it names key, value and remedy.
+    extra_config: SGLang's HiCacheStorageConfig.extra_config.
+    Raises ValueError, which SGLang reports when it starts or attaches a store; it names key, value
+    and remedy.
     """
     config = dict(extra_config or {})
     given = {key: value for key, value in config.items() if key not in _SGLANG_KEYS}

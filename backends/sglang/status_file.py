@@ -42,7 +42,8 @@ class StatusFile:
     def __init__(self, path: str, status: PluginStatus, counters: Counters) -> None:
         """Start the thread. A directory that is missing or read-only gets no status.
 
-        path: the directory's. status: what does not change, see `first_status`.
+        path: the directory's.
+        status: what does not change, see `first_status`.
         """
         self._path = path
         self._status = status

@@ -100,7 +100,8 @@ class PageForm:
 def page_form(grammar: str, pool: ServedPool, tag: str = "") -> PageForm:
     """Return the objects of a pool's pages in a store with keys of a grammar.
 
-    tag: Mooncake's extra_backend_tag. Raises UnsupportedByBackend.
+    tag: Mooncake's extra_backend_tag.
+    Raises UnsupportedByBackend.
     """
     page = pool.page._replace(names=pool.page.names._replace(tag=tag))
     spoken = grammar_of(grammar)
@@ -173,8 +174,8 @@ def count_failures(
 ) -> None:
     """Count the pages that failed, each by its first object that failed.
 
-    other: reason of an error without one of its own. nbytes: [n] int64, of each object; -1 if
-    unknown.
+    other: reason of an error without one of its own.
+    nbytes: [n] int64, of each object; -1 if unknown.
     """
     failed = np.flatnonzero((result.statuses != Status.OK) & (result.statuses != Status.EXISTS))
     _, first = np.unique(failed // len(form.objects), return_index=True)
@@ -206,7 +207,8 @@ class Slots:
     def __init__(self, nbytes: int, count: int, *, named: bool = False) -> None:
         """Map `count` slots of at least `nbytes` bytes; the system allocates memory at first use.
 
-        named: see `Arena`. Raises UsageError if the system refuses the memory.
+        named: see `Arena`.
+        Raises UsageError if the system refuses the memory.
         """
         self.nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
         self.arena = Arena(self.nbytes * count, named=named)
@@ -246,8 +248,8 @@ class StorePages(PageStore):
     ) -> None:
         """Serve from the store of a mooncake, hf3fs or pack URL, which `open` opens.
 
-        writes: the server writes to the store. draft_weights: weights of the deployment's draft,
-        also on ranks without it; "" without one.
+        writes: the server writes to the store.
+        draft_weights: weights of the deployment's draft, also on ranks without it; "" without one.
         """
         super().__init__(counters, settings.threads)
         self._url = url

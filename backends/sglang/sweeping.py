@@ -167,8 +167,8 @@ class Sweeper:
     def list(self, stopped: Callable[[], bool], *, measures: bool = True) -> Listing:
         """List the objects, and remove old temporary files of the suffixes.
 
-        measures: with sizes and times; without, only stale objects are listed. stopped: asked
-        often; ends the listing.
+        measures: with sizes and times; without, only stale objects are listed.
+        stopped: asked often; ends the listing.
         """
         found = Listing(self._suffixes, self.look(), self.now_ns(), measures=measures)
         self._trusted = _Trusted(self._directory.descriptor)
@@ -209,8 +209,8 @@ class Sweeper:
         """Remove a page's objects, the anchor first; return the bytes that are free now.
 
         sizes: size of the listed object at each suffix's position.
-        listed_ns: time of the last use, by the listing. A page that was used since, or
-        is in flight, stays.
+        listed_ns: time of the last use, by the listing. A page that was used since, or is in
+            flight, stays.
         """
         seen = {kind: self._look(self._key(page, kind)) for kind in sizes}
         gone = sum(size for kind, size in sizes.items() if seen[kind] is None)

@@ -165,8 +165,8 @@ class Grammar(ABC):
     def check_ranks(self, ranks: Ranks, release: Release, *, reads: bool = False) -> None:
         """Refuse axes of several ranks that keys do not name.
 
-        reads: accept CP ranks as `unnamed_cp` says. Raises CollidingKeys if no release names the
-        rank, UnsupportedByBackend if a later one does.
+        reads: accept CP ranks as `unnamed_cp` says.
+        Raises CollidingKeys if no release names the rank, UnsupportedByBackend if a later one does.
         """
         for axis in ("pp", "cp", "dcp"):
             size, fact = getattr(ranks, axis), self.axes.get(axis)

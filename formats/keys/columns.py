@@ -28,7 +28,8 @@ def coordinate_columns(
 ) -> dict[str, pa.Array]:
     """Return each row's coordinate: texts as dictionaries, ranks int32; null if not stated.
 
-    resolved: one for each affix id. affix_ids: [n] int32, negative for a foreign key.
+    resolved: one for each affix id.
+    affix_ids: [n] int32, negative for a foreign key.
     """
     # Values depend only on the affix, so a dictionary has at most one value per affix.
     indices = pa.array(affix_ids, mask=affix_ids < 0)

@@ -39,7 +39,8 @@ class RowForm:
     """A form of rows (KVLayout).
 
     data, scales: bytes of a row. A page has the data of all rows, then their scales; `interleaved`:
-    each row's scales follow its data. align: a page is padded to a multiple of these bytes.
+        each row's scales follow its data.
+    align: a page is padded to a multiple of these bytes.
     in_data, in_scales: numbers that may be NaN.
     """
 

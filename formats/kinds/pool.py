@@ -83,11 +83,11 @@ class StateTensor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """One recurrent state of a Mamba-like layer, before sharding.
 
     groups: lengths along `shard_axis`, sharded separately (q, k, v of a convolution); their sum is
-    shape[shard_axis]. Empty for one group.
+        shape[shard_axis]. Empty for one group.
     whole: indices of the groups that every rank holds whole (B and C of Mamba2 with one group);
-    (0,) without `groups` means the whole state. Ascending.
+        (0,) without `groups` means the whole state. Ascending.
     least: length of the shortest share, a head; 0 if none is stated. More TP ranks than heads hold
-    copies: neighbours share one. Only for a state of one group.
+        copies: neighbours share one. Only for a state of one group.
     """
 
     shape: tuple[int, ...]

@@ -35,9 +35,9 @@ def profile_from_config(
 ) -> Profile:
     """Derive the profile of a deployment.
 
-    source: names the config in messages. Raises ProfileError if the architecture is unknown, a
-    field is missing, flags contradict each other or the model, or the result depends on facts
-    that neither states, such as the GPU.
+    source: names the config in messages.
+    Raises ProfileError if the architecture is unknown, a field is missing, flags contradict each
+    other or the model, or the result depends on facts that neither states, such as the GPU.
     """
     model = open_config(config, source=source)
     family = family_of(model)

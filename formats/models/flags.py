@@ -237,8 +237,8 @@ class RefusedFlags(NamedTuple):
 def refused_flags(values: Mapping[str, Any]) -> RefusedFlags | None:
     """Return the first combination that SGLang refuses; None without one.
 
-    values: fields of ServerArgs, left out if not stated. Raises ProfileError for an algorithm that
-    SGLang lacks.
+    values: fields of ServerArgs, left out if not stated.
+    Raises ProfileError for an algorithm that SGLang lacks.
     """
     return next(_refused(values), None)
 
@@ -280,8 +280,8 @@ def _refused(values: Mapping[str, Any]) -> Iterator[RefusedFlags]:
 def check_flags(flags: DeploymentFlags, algorithm: str, *, multi_layer: bool = False) -> None:
     """Raise ProfileError for flags that SGLang refuses. A live server's are not refused.
 
-    algorithm: SGLang's, after its overrides. multi_layer: whether the draft has a runner for each
-    step.
+    algorithm: SGLang's, after its overrides.
+    multi_layer: whether the draft has a runner for each step.
     """
     refused = refused_flags(
         {

@@ -101,8 +101,9 @@ def _unknown(word: str) -> str:
 def config_arguments(document: Mapping[str, Any], source: str) -> list[str]:
     """Return the arguments that a file of SGLang's --config stands for.
 
-    source: names the file in messages. Raises UsageError for a flag that such a file cannot have.
-    SGLang: srt/utils/server_args_config_parser.py :: ConfigArgumentMerger.
+    source: names the file in messages.
+    Raises UsageError for a flag that such a file cannot have. SGLang:
+    srt/utils/server_args_config_parser.py :: ConfigArgumentMerger.
     """
     arguments: list[str] = []
     names = {flag: {name.removeprefix("--") for name in flag.names} for flag in recorded().flags}
@@ -168,7 +169,8 @@ def logged_deployment(
 ) -> ServerDeployment:
     """Return the deployment of a server whose log shows these fields of ServerArgs.
 
-    unknown, version: those of `launched_deployment`. Raises ProfileError naming the field at fault.
+    unknown, version: those of `launched_deployment`.
+    Raises ProfileError naming the field at fault.
     """
     values = _Values(fields, unknown)
     found = read_deployment(values, "server_args", version=version or NEWEST_SGLANG)

@@ -63,9 +63,10 @@ def loaded_weights(found: Checkpoint, settings: Mapping[str, Any], *, draft: boo
     """Return the name of a checkpoint's weights as a server loads them; see `served_weights`.
 
     settings: values of `SETTINGS` after SGLang's resolution, as in `runtime_context.get_model()`,
-    `get_spec()` and `/server_info`; missing ones have their default. draft: the checkpoint is the
-    draft's. Raises ProfileError for a setting that takes weights from elsewhere, or a value of
-    another type. The settings decide, so all ranks and hosts of a deployment refuse alike.
+        `get_spec()` and `/server_info`; missing ones have their default.
+    draft: the checkpoint is the draft's.
+    Raises ProfileError for a setting that takes weights from elsewhere, or a value of another type.
+    The settings decide, so all ranks and hosts of a deployment refuse alike.
     """
     for name, harmless in _ELSEWHERE.items():
         if settings.get(name) not in harmless:

@@ -115,8 +115,9 @@ def read_deployment(
 ) -> ServerDeployment:
     """Read the fields of a server's ServerArgs; `env_vars` has its environment.
 
-    source: names the values in messages. launched: these are the arguments of a launch command, of
-    which SGLang still overrides some. Raises ProfileError naming the field at fault.
+    source: names the values in messages.
+    launched: these are the arguments of a launch command, of which SGLang still overrides some.
+    Raises ProfileError naming the field at fault.
     """
     arguments = _Arguments(values, source)
     if arguments.flag("enable_hisparse"):
@@ -228,7 +229,9 @@ def _stated(flag: Flag, arguments: _Arguments, environment: _Arguments) -> Any:
 def extra_config(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     """Return the parsed --hicache-storage-backend-extra-config; {} if it names a file.
 
-    values: a server's arguments. source: names them in messages. Raises ProfileError.
+    values: a server's arguments.
+    source: names them in messages.
+    Raises ProfileError.
     """
     stated = values.get("hicache_storage_backend_extra_config")
     if isinstance(stated, str) and not stated.startswith("@"):

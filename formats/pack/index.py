@@ -131,8 +131,9 @@ def read_index(
     """Parse an index and check every row; return a table of ENTRIES and the metadata.
 
     content: the stream, or a file that yields it; a file may return fewer bytes only at its end.
-    end: byte offset in the pack at which the records end. Raises FormatError if the content is not
-    a valid index of this pack, OSError. Memory: the entries, and twice the largest batch.
+    end: byte offset in the pack at which the records end.
+    Raises FormatError if the content is not a valid index of this pack, OSError. Memory: the
+    entries, and twice the largest batch.
     """
     in_memory = isinstance(content, bytes | memoryview)
     stream = pa.BufferReader(content) if in_memory else pa.PythonFile(content, mode="r")
@@ -256,7 +257,8 @@ def _check_nulls(entries: pa.RecordBatch) -> None:
 def _check_values(entries: pa.RecordBatch, before: int, end: int, row: int) -> int:
     """Check the rows from `row` on; return the end of the last record.
 
-    before: end of the record before them. end: end of all records.
+    before: end of the record before them.
+    end: end of all records.
     """
     if not len(entries):
         return before

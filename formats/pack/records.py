@@ -64,7 +64,7 @@ class Record:
 
     nbytes: size of the content.
     stored: bytes of each plane. A plane of nbytes / len(stored) bytes is raw, a shorter one a zstd
-    frame.
+        frame.
     digest: BLAKE3 of the content.
     mtime_ns: None if unknown.
     """
@@ -90,7 +90,8 @@ class Record:
 class Metadata(Struct, frozen=True, kw_only=True, rename={"version": "hicachectl"}):
     """Content of a pack's metadata record.
 
-    grammar: key scheme of the objects (`formats.keys`). profile: TOML text; "" without a profile.
+    grammar: key scheme of the objects (`formats.keys`).
+    profile: TOML text; "" without a profile.
     version: release of hicachectl that wrote the pack.
     """
 
