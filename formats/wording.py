@@ -17,7 +17,8 @@ RUN_PROBE = (
     "run hicachectl profile --print-probe > probe.py, and in the server's environment python "
     "probe.py with the server's flags; it prints the profile"
 )
-OTHER_BYTES = "other weights, dtype, layout or rank"  # than a trailer has to name
+NAME_WEIGHTS = "give the weights a name: --weights TEXT, or identity of the plug-in"
+OTHER_BYTES = "other weights, dtype, layout or rank"  # differences that a trailer shows
 PAGES_COMPARED = (
     "pages are compared with each other, so a pool, part or rank missing everywhere goes "
     f"unnoticed; {GIVE_PROFILE}"

@@ -1,4 +1,4 @@
-"""Calls of SGLang: worker threads, deadlines, and memory that outlives no call.
+"""Run SGLang's calls in worker threads, each with a deadline.
 
 SGLang frees and reuses host pages after a call returns, and joins its storage threads for 10 s
 only (cache_controller.py :: _stop_storage_threads). So a call ends at its deadline, whatever the
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-_MOST_HUNG = 4  # threads that hang in the store, as a multiple of `threads`
+_MOST_HUNG = 4  # with more hanging threads, as a multiple of `threads`, calls fail at once
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
@@ -36,8 +36,8 @@ class Call:
     def __init__(self, seconds: float) -> None:
         self.deadline = time.monotonic() + seconds
         self.ended = False
-        self._holders: list[None] = []  # one for each
-        self._left: SimpleQueue[None] = SimpleQueue()  # one by each holder after the end
+        self._holders: list[None] = []  # an item for each `hold` without its `let_go`
+        self._left: SimpleQueue[None] = SimpleQueue()  # an item for each `let_go` after `end`
 
     @property
     def seconds_left(self) -> float:
@@ -68,10 +68,11 @@ class Call:
             self._left.put(None)
 
     def copy(self, source: int, pieces: Iterable[tuple[int, int]]) -> None:
-        """Copy bytes at an address, piece after piece, to addresses in the host pool.
+        """Copy consecutive bytes of our memory to pieces of the host pool, in order.
 
-        pieces: target addresses and bytes.
-        Raises Ended, and then has copied nothing.
+        source: address of the first byte.
+        pieces: target address and number of bytes of each piece.
+        Raises Ended before anything is copied.
         """
         self.hold()
         try:
@@ -82,7 +83,7 @@ class Call:
             self.let_go()
 
     def end(self) -> None:
-        """End the call: wait for those that hold it, allow none after them."""
+        """End the call. Wait for threads that hold it; later holds raise Ended."""
         self.ended = True
         while self._holders:
             self._left.get()
@@ -95,10 +96,10 @@ class Call:
 
 
 class Workers:
-    """Daemon threads that work for calls; threads that hang in the store are replaced.
+    """Daemon threads that work for calls. A thread that hangs in the store is replaced.
 
-    After a call that was not finished in time, calls fail at once for a while. That pause doubles
-    with every such call in a row. If too many threads hang, calls fail until one comes back.
+    After a call that was not finished in time, calls fail at once during a pause, which doubles
+    with every such call in a row. If too many threads hang, calls fail until one returns.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -120,7 +121,7 @@ class Workers:
 
     @property
     def hanging(self) -> bool:
-        """Whether a thread still is in work that was abandoned."""
+        """Whether a thread is still busy with abandoned work."""
         return self._hung > 0
 
     def map(
@@ -128,14 +129,14 @@ class Workers:
     ) -> list[Result | None]:
         """Return function(*arguments) for each item of work; None if it was not done in time.
 
-        After the return, `call` has ended if an item was not done. An exception of `function`
-        other than Ended is raised here, the first one, after all items.
+        If an item was not done in time, `call` has ended. If `function` raises anything other than
+        Ended, the first such exception is raised here, after all items.
         """
         results: list[Result | None] = [None] * len(work)
         if self.paused:
             call.end()
             return results
-        done: SimpleQueue[None] = SimpleQueue()  # one of each task
+        done: SimpleQueue[None] = SimpleQueue()  # an item from each task that has ended
         tasks = [
             _Task(partial(function, *arguments), results, position, done)
             for position, arguments in enumerate(work)
@@ -162,7 +163,7 @@ class Workers:
         return list(results)  # a copy: abandoned workers still hold the list
 
     def close(self) -> None:
-        """Let the threads end, those that hang when they come back; later calls fail at once."""
+        """End the threads; a hanging thread ends when it returns. Later calls fail at once."""
         with self._lock:
             self._closed = True
             count, self._running = self._running, 0
@@ -189,7 +190,7 @@ class Workers:
                 return
 
     def _is_extra(self) -> bool:
-        """Count a thread that comes back; return whether it is superfluous: replaced or closed."""
+        """Count a hanging thread that returned. Return whether it is replaced, and must end."""
         with self._lock:
             self._hung -= 1
             extra = self._closed or self._running >= self._most
@@ -222,7 +223,7 @@ class _Task:
         self._position = position
         self._done = done
         self._lock = threading.Lock()
-        self._state = "waiting"  # then "running", "ended"; or "dropped"
+        self._state = "waiting"  # "running" and "ended" follow, or "dropped"
         self.hung = False
         self.error: Exception | None = None
 

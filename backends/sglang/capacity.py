@@ -1,11 +1,10 @@
-"""The room that one rank's objects may take in a directory, and the thread that makes room.
+"""Limit the room that one rank's objects take in a directory; evict pages in a thread.
 
-The unit is what one rank owns of a page: its anchor and its sidecars go together. `max_size` bounds
-all objects of the rank's suffixes, whichever process wrote them; each writer keeps
-`min_free_space` free.
+A rank's anchor and sidecars of a page are evicted together. `max_size` bounds all objects of the
+rank's suffixes, whichever process wrote them; each writer keeps `min_free_space` free.
 
-One process evicts a suffix: the one that holds the lock on a file in `.hicachectl/`. The others
-try for the lock, and get it when that process ends.
+Of the processes that write a suffix, only the holder of a lock on a file in `.hicachectl/` evicts.
+The others keep trying to take the lock, which is free when the holder ends.
 """
 
 from __future__ import annotations
@@ -37,28 +36,30 @@ if TYPE_CHECKING:
 _PROBED_EVERY_S, _PROBED_EVERY_BYTES = 1.0, 64 << 20
 _LOW = 0.96  # eviction starts above HIGH, and ends at this share of the limit
 _LISTED_AT = 0.75  # below this share of the limit, nothing needs to be listed
-_KNOWN_AT_LEAST = 0.25  # if listed objects fill less of the limit, list again
-_WRITTEN_AT_LEAST = 0.05  # write this share of the limit before listing again
-# Of the missing space in one turn, since several suffixes may evict at once.
+_KNOWN_AT_LEAST = 0.25  # if the listed pages left fill less of the limit, list again
+_WRITTEN_AT_LEAST = 0.05  # list again only after writes of this share of the limit
+# One turn frees this share of the missing space, and at least so many bytes: not everything, since
+# several suffixes may evict at once.
 _FREE_SPACE_STEP, _FREE_SPACE_LEAST = 0.25, 64 << 20
-_FREE_SPACE_MARGIN = 0.05  # share of the free space to keep
+_FREE_SPACE_MARGIN = 0.05  # space to free beyond min_free_space, as a share of it
 _TICK_S, _BUSY_TICK_S, _LOCK_EVERY_S, _EPOCH_EVERY_S = 0.25, 0.02, 2.0, 1.0
-_LISTED_AGAIN_S = 60.0  # at the earliest, while too little can be evicted
+# The shortest time between listings, if the last one has no page left to evict, or if writes of
+# other processes are unknown ("evict": "this").
+_LISTED_AGAIN_S = 60.0
 _SWEEP_EVERY_S, _LIMIT_SWEEP_S = 3600.0, 300.0
 _LONGEST_TURN_S, _LONGEST_JOIN_S = 0.5, 0.5
-_REST_S = 0.001  # after 64 stale objects
+_REST_S = 0.001  # pause after the removal of 64 stale objects
 _LOST_PAUSE_S = 5.0
 
 
 class Capacity:
     """Room for the objects that one rank writes. Several threads may use it at once.
 
-    suffixes: suffixes of the objects that count, the anchor's first, those of sidecars that may
-    still come among them.
+    suffixes: ends of the names of the objects that count, the anchor's first. See `kinds_of`.
 
-    A thread lists the objects and evicts, if this process holds the lock of the suffixes. Until it
-    has listed the directory for the first time, the room in use is what the last processes left in
-    the ledger, or 95 % of max_size in a directory without one.
+    A thread lists the objects and evicts, if this process holds the lock of the suffixes. Until the
+    first listing, the bytes in use are the total that earlier processes left in the ledger, or 95 %
+    of max_size in a directory without a ledger.
     """
 
     def __init__(
@@ -74,16 +75,15 @@ class Capacity:
     ) -> None:
         """Open the control files and the directory anew, and start the thread.
 
-        suffixes: at least one end of the file names that this rank writes, after the page hash;
-            True for the anchor's.
+        suffixes: at least one end of the file names that this rank writes, after the page hash. The
+            anchor's has the value True.
         max_size, min_free_space: bytes; 0 for no limit.
-        evict: "owner": the process that holds the lock evicts; "this": this process evicts, and no
-            other.
+        evict: with "owner", the process that holds the lock evicts; with "this", only this process.
         page_tokens: tokens of a page.
         Raises UsageError for max_size where locks do not exclude other hosts, OSError and
         UntrustedError.
         """
-        self._alone = evict == "this"  # without the lock; the ledger is then this process's own
+        self._alone = evict == "this"  # evict without the lock, and keep a ledger of our own
         if max_size and not self._alone and not locks_reach_all_hosts(directory.descriptor):
             raise UsageError(
                 f"{directory.path}: locks of this file system may not exclude other hosts, so "
@@ -126,12 +126,12 @@ class Capacity:
     # writing
 
     def admit(self, nbytes: int) -> bool:
-        """Take room for an object that is about to be written; False if the store is full.
+        """Take room for an object before it is written. Return False if the store is full.
 
-        nbytes: size of its file, with trailer. Give the room of a failed write back by `release`.
+        nbytes: size of its file, with trailer. After a failed write, call `release`.
         """
         try:
-            # Without a function for it: each call shows in a write of a small page.
+            # Inline: one more Python call is measurable in the write of a small page.
             if self._min_free:
                 with self._probing:
                     now = time.monotonic()
@@ -168,7 +168,7 @@ class Capacity:
             if self._limit:
                 used = side.open_lock(self._ledger_name)
                 self._ledger = Ledger(used, self._limit, self._wake, shared=not self._alone)
-            self._lock_file = side.open_lock(self._lock_name)  # last: it shows that all are open
+            self._lock_file = side.open_lock(self._lock_name)  # last: if it is open, all are
 
     def _reopen_if_gone(self) -> None:
         """Open the control files again if they were replaced, or some could not be opened."""
@@ -222,7 +222,7 @@ class Capacity:
             return True
 
     def close(self) -> None:
-        """Let the thread give unused room back, close the files and end; wait shortly for it."""
+        """End the thread, which gives back unused room and closes the files; wait briefly."""
         self._ended = True
         self._wake.set()
         self._thread.join(_LONGEST_JOIN_S)
@@ -266,7 +266,7 @@ class Capacity:
         since = time.monotonic() - self._listed_at
         if since < 3 * self._listing_s:
             return False
-        # Others may add objects without a ledger: HiCacheFile, or a migration.
+        # HiCacheFile and migrations add objects without an entry in the ledger.
         again_s = max(_LIMIT_SWEEP_S, 20 * self._listing_s) if self._limit else _SWEEP_EVERY_S
         if since >= again_s or (self._limit and self._is_limit_listing_due(listing)):
             return True
@@ -291,7 +291,7 @@ class Capacity:
     def _list(self) -> None:
         """List the objects, set the ledger, and remove stale objects."""
         first = self._listing is None
-        self._listing = None  # not two at a time in memory
+        self._listing = None  # free the old listing before the new one takes memory
         begun = time.monotonic()
         before = self._total()
         listing = self._sweeper.list(
@@ -320,7 +320,7 @@ class Capacity:
         )
 
     def _remove_stale(self, listing: Listing) -> None:
-        """Remove objects from before their epoch, anchors first."""
+        """Remove objects that are older than their epoch, anchors first."""
         freed = removed = 0
         for number, (page, kind) in enumerate(listing.stale):
             if self._ended:
@@ -357,7 +357,7 @@ class Capacity:
         return max(above, int(space * _FREE_SPACE_STEP), min(space, _FREE_SPACE_LEAST))
 
     def _missing_space(self) -> int:
-        """Return the bytes that must get free, with a margin; 0 if there is enough."""
+        """Return the bytes to free for min_free_space and its margin; 0 if enough is free."""
         margin = min(int(self._min_free * _FREE_SPACE_MARGIN), 1 << 30)
         return max(0, self._min_free + margin - self._free_bytes())
 

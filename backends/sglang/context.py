@@ -1,4 +1,4 @@
-"""What the running server says of its model, which no registered pool shows.
+"""Read facts about the running server that its registered host pools do not show.
 
 Source: SGLang srt/runtime_context.py; the fields are in srt/arg_groups/fields/.
 """
@@ -17,19 +17,18 @@ from hicachectl.formats.errors import FormatError, ProfileError
 from hicachectl.formats.models.dtypes import stated_kv_dtype
 from hicachectl.formats.models.loading import SETTINGS, loaded_weights
 from hicachectl.formats.weights import Checkpoint, served_weights
-from hicachectl.formats.wording import reason_of
+from hicachectl.formats.wording import NAME_WEIGHTS, reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hicachectl.backends.sglang.settings import Settings
 
-# Reading the weights takes at most so long: other ranks wait for this one.
-_LONGEST_READ_S = 300.0
+_LONGEST_READ_S = 300.0  # most time to read the weights: other ranks wait for this one
 _AUTO = "identity: 'auto' does not suffice"
-_NAME_THEM = "name the weights yourself"
-# Choose the order of rows, or their form, without a change of size: memory_pool.py ::
-# MHATokenToKVPool, deepseek_v4_memory_pool.py :: select_dsv4_kv_layout, kv_cache_configurator.py.
+
+# Variables that change the order or the form of rows, but not their size. Sources: memory_pool.py
+# :: MHATokenToKVPool, deepseek_v4_memory_pool.py :: select_dsv4_kv_layout, kv_cache_configurator.py
 _ROW_FORMS = (
     "SGLANG_AITER_KV_CACHE_LAYOUT",
     "SGLANG_DSV4_COMPRESSED_KV_LAYOUT",
@@ -44,15 +43,15 @@ _ROW_FORMS = (
 class Context:
     """A server at the time when a store is attached.
 
-    weights, draft_weights: texts that name them, for `Identity`; draft_weights is "" without
-        speculation.
+    weights, draft_weights: names of the target's and the draft's weights, for `Identity`;
+        draft_weights is "" without speculation.
     unreadable: why this host cannot name the weights, so that all its pages are misses; else "".
     weight_version: result of `weight_version` when the store is attached.
     page_size: tokens of a page.
     fp8, draft_fp8: dtype of fp8 numbers, which SGLang keeps in pools of bytes.
     row_form: environment variables that choose another form of rows than the default; else "".
     pp_partition: layers of each pipeline stage, if the server was told; else ().
-    opaque_rows: what decides the form of rows that hicachectl does not interpret.
+    opaque_rows: text that changes with the form of rows that hicachectl does not interpret.
     """
 
     weights: str
@@ -68,7 +67,7 @@ class Context:
 
 
 def read_context(settings: Settings) -> Context:
-    """Return the context of this process's server; reads the weights' files if it must.
+    """Return the context of this process's server. Read the files of the weights if needed.
 
     Raises ValueError for a server that cannot be served; the reasons are equal on all its ranks.
     """
@@ -77,8 +76,8 @@ def read_context(settings: Settings) -> Context:
     model, spec, memory = runtime.get_model(), runtime.get_spec(), runtime.get_memory()
     if memory.hicache_host_memory_mode == "buffer_only":
         raise ValueError(
-            "hicache_host_memory_mode: 'buffer_only' is not supported, as SGLang then believes in "
-            "pages without asking the store; start with --hicache-host-memory-mode cache"
+            "hicache_host_memory_mode: 'buffer_only' is not supported, as SGLang then assumes that "
+            "pages exist without asking the store; start with --hicache-host-memory-mode cache"
         )
     bags = model, spec, runtime.get_exec().moe
     facts = {name: _leaf(bags, name) for name in SETTINGS}
@@ -109,9 +108,9 @@ def read_context(settings: Settings) -> Context:
 def weight_version() -> str:
     """Return a text that changes with the weights that are loaded.
 
-    It has SGLang's name of them (scheduler.py :: record_weight_version_change) and the number of
-    updates from files (model_runner.py :: update_model_fields). Other updates without a version are
-    not seen.
+    The text has SGLang's weight version (scheduler.py :: record_weight_version_change) and the
+    number of updates from files (model_runner.py :: update_model_fields). Any other update that
+    keeps the version leaves the text unchanged.
     """
     from sglang.srt.runtime_context import get_context
 
@@ -131,28 +130,29 @@ class _Weights:
     identity: see `Settings`.
     facts: values of `formats.models.loading.SETTINGS`.
     cache: the Hub's cache; None for the default.
-    unreadable: the first reason why this host could not name some; "" if it could.
+    unreadable: the first reason why this host cannot name a model's weights; "" if it can.
     """
 
     def __init__(self, identity: str, facts: Mapping[str, Any], cache: str | None) -> None:
         self._identity = identity
         self._facts = facts
         self._cache = cache
-        self._read: dict[tuple[str, str | None], Checkpoint] = {}  # a target may hold its draft
+        # Each checkpoint is read once: the target's may hold the draft, too.
+        self._read: dict[tuple[str, str | None], Checkpoint] = {}
         self.unreadable = ""
 
     def name(self, field: str, path: str, revision: str | None, *, draft: bool) -> str:
         """Return the name of a model's weights; "" if unreadable. Raises ValueError."""
         if self._identity != "auto":
             return _updated(self._identity)
-        try:  # first without the files, so that all ranks refuse alike
+        try:  # check the settings before any file is read, so that all ranks refuse alike
             loaded_weights(Checkpoint("", {}), self._facts, draft=draft)
         except ProfileError as error:
             raise ValueError(f"{_AUTO}: {error}") from None
         if "://" in path or path.lower().endswith(".gguf"):
             raise ValueError(
                 f"{_AUTO}: {field}: {without_secrets(path)} is not a directory of safetensors "
-                f"files; {_NAME_THEM}"
+                f"files; {NAME_WEIGHTS}"
             )
         try:
             if (path, revision) not in self._read:
@@ -171,22 +171,25 @@ class _Weights:
         finally:
             workers.close()
         if found is None:
-            raise FormatError(f"{path}: was not read within {_LONGEST_READ_S:.0f} s; {_NAME_THEM}")
+            raise FormatError(
+                f"{path}: was not read within {_LONGEST_READ_S:.0f} s; {NAME_WEIGHTS}"
+            )
         return found
 
 
 def _adapter(spec: Any, lora: Any) -> str:
-    """Return which setting lets adapters decide values, and the next step; "" without one.
+    """Return the setting by which adapters change KV values, and the next step; "" without one.
 
-    The hashes of an adapter's pages have its name and path (lora_registry.py :: deterministic_id):
-    they stay the same when it is trained again. Adapters can also be loaded later.
+    The page hashes of an adapter depend on its name and path (lora_registry.py ::
+    deterministic_id), so they stay the same when the adapter is trained again. A server with this
+    setting can also load adapters later.
     """
     if spec.speculative_algorithm == "UNO":
-        return f"speculative_algorithm: 'UNO': the draft's weights are an adapter; {_NAME_THEM}"
+        return f"speculative_algorithm: 'UNO': the draft's weights are an adapter; {NAME_WEIGHTS}"
     if lora.enable_lora or (lora.enable_lora is None and lora.lora_paths):
         return (
             "enable_lora: True: keys have the names of adapters, not their weights, so the text "
-            f"must change with every adapter; {_NAME_THEM}"
+            f"must change with every adapter; {NAME_WEIGHTS}"
         )
     return ""
 
@@ -200,7 +203,7 @@ def _read(path: str, revision: str | None, cache: str | None) -> Checkpoint:
     found = directory if directory.exists() else hub_snapshot(path, revision, cache)
     if found is None:
         raise FormatError(
-            f"{path}: neither a directory nor in this host's Hugging Face cache; {_NAME_THEM}"
+            f"{path}: neither a directory nor in this host's Hugging Face cache; {NAME_WEIGHTS}"
         )
     return read_checkpoint(found)
 
@@ -232,11 +235,11 @@ def _fp8(dtype: str) -> str:
 
 
 def _pp_partition() -> tuple[int, ...]:
-    """Return the division of layers that get_pp_indices reads (distributed/utils.py)."""
+    """Return the layers of each stage as get_pp_indices reads them (distributed/utils.py)."""
     stated = os.environ.get("SGLANG_PP_LAYER_PARTITION")
     try:
         return tuple(map(int, stated.split(","))) if stated else ()
-    except ValueError:  # a server with stages would not have started
+    except ValueError:  # this server has no stages: with stages it would not have started
         return ()
 
 
@@ -249,7 +252,7 @@ def _row_form() -> str:
 
 
 def _kernels(runtime: Any) -> tuple[str, ...]:
-    """Return what else chooses DeepSeek-V4's rows (select_dsv4_kv_layout)."""
+    """Return attention backend and GPU, which choose DeepSeek-V4's rows (select_dsv4_kv_layout)."""
     import torch
 
     device = torch.cuda.get_device_capability() if torch.cuda.is_available() else ()

@@ -1,7 +1,7 @@
-"""Counters of what the plug-in moved and refused, and a log of refusals at a bounded rate.
+"""Count the pages that the plug-in moves and refuses; log refusals at a bounded rate.
 
-What is counted has its names in `formats.plugin_status`. Counts belong to the process: they go on
-when the backend is detached and attached again. Where SGLang exports metrics, they are among them.
+`formats.plugin_status` has the names of the counts. A process keeps its counts when the backend is
+detached and attached again. Where SGLang exports metrics, it exports the counts as well.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     Export = Callable[[str, str, int], None]
 
-_SECONDS_PER_LINE = 10.0  # per reason
-# SGLang sets it in its processes with --enable-metrics (utils/common.py ::
-# set_prometheus_multiproc_dir). prometheus_client must not be imported before.
+_SECONDS_PER_LINE = 10.0  # shortest time between two log lines of one reason
+# With --enable-metrics, SGLang sets this variable in its processes (utils/common.py ::
+# set_prometheus_multiproc_dir). prometheus_client must not be imported earlier.
 _EXPORTED = "PROMETHEUS_MULTIPROC_DIR"
 
 
@@ -34,7 +34,7 @@ class Tally:
 
     Kinds are `tokens`, `refused`, `noted`, `removed` and `failed`: see `plugin_status.COUNTED`.
 
-    excluded: why all pages are misses until the next attach, by reason.
+    excluded: texts, by reason, that say why all pages are misses until the next attach.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Tally:
         self._export: Export | None = None
 
     def add(self, kind: str, name: str, count: int) -> None:
-        """Count."""
+        """Add to a count, and to its exported metric."""
         with self._lock:
             self._counts[kind][name] += count
         if self._export is not None:
@@ -78,22 +78,25 @@ _tallies: dict[tuple[str, ...], Tally] = {}
 
 
 def tally_of(stores: Sequence[str]) -> Tally:
-    """Return this process's counts for some stores, by their URLs without secrets."""
+    """Return this process's counts for a list of stores.
+
+    stores: URLs without secrets.
+    """
     return _tallies.setdefault(tuple(stores), Tally())
 
 
 class Counters:
-    """Counts for one store; the first event of a reason is logged at once, later ones in sums.
+    """Count events of one store. The first event of a reason is logged at once, later ones in sums.
 
-    place: the store, in messages.
-    tally: where counts go, those of other stores among them.
+    place: name of the store in messages.
+    tally: counts that all stores of a server share.
     """
 
     def __init__(self, place: str, tally: Tally | None = None) -> None:
         self.place = place
         self.tally = tally or Tally()
         self._lock = threading.Lock()
-        self._logged: dict[str, tuple[float, int]] = {}  # when, and what came since
+        self._logged: dict[str, tuple[float, int]] = {}  # time of the last line, count since then
         self._noted: set[str] = set()
 
     def moved(self, stage: Stage, tokens: int) -> None:
@@ -111,7 +114,7 @@ class Counters:
         self.tally.add("removed", reason, files)
 
     def noted(self, reason: Noted, detail: str) -> None:
-        """Count a page that is served all the same, and log the first one."""
+        """Count a page that is served in spite of a reason; log the first page of each reason."""
         self.tally.add("noted", reason, 1)
         with self._lock:
             first = reason not in self._noted
@@ -156,9 +159,14 @@ class Moved:
         self._samples: deque[tuple[int, float]] = deque()
 
     def add(self, pages: int, nbytes: int, seconds: float) -> None:
-        """Add a call's pages. nbytes: bytes of a page. seconds: duration of the call."""
+        """Add a call's pages.
+
+        nbytes: bytes of a page.
+        seconds: duration of the call.
+        """
         self._samples.append((pages, pages * nbytes / seconds / 1e9))
 
     def take(self) -> list[tuple[int, float]]:
-        """Return pages and GB/s of each call since the last time; each call comes once."""
+        """Return pages and GB/s of each call since the last `take`."""
+        # Samples that other threads add from now on stay for the next `take`.
         return [self._samples.popleft() for _ in repeat(None, len(self._samples))]

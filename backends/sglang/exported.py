@@ -1,9 +1,10 @@
 """Prometheus metrics of the plug-in, which SGLang exports with its own.
 
-Imported once per process, and only where SGLang exports metrics: it sets PROMETHEUS_MULTIPROC_DIR
-before, and its /metrics sums the files of all processes (utils/common.py ::
-add_prometheus_middleware). A second metric of one name would be refused, so these outlive the
-attachments. In such files a gauge would need a rule for processes that have ended: there is none.
+This module is imported only where SGLang exports metrics: SGLang then has set
+PROMETHEUS_MULTIPROC_DIR, and its /metrics sums the files of all processes (utils/common.py ::
+add_prometheus_middleware). prometheus_client refuses a second metric of one name, so the metrics
+stay when the backend is detached. All are counters: a gauge would need a rule for the values of
+processes that have ended.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ _REASONS = {
 
 
 def exporter(ranks: Sequence[int]) -> Callable[[str, str, int], None]:
-    """Return a function that counts (kind, name, count) for a rank, see `counters.Tally`.
+    """Return a function that adds to a rank's metrics: (kind, name, count), as in `counters.Tally`.
 
-    ranks: the rank's values of LABELS. All metrics of the rank exist from now on, at least 0.
+    ranks: the rank's values of LABELS. From now on /metrics has all metrics of the rank, also at 0.
     """
     children = {("tokens", stage): metric.labels(*ranks) for stage, metric in _STAGES.items()}
     for kind, metric in _REASONS.items():

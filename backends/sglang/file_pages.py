@@ -1,8 +1,8 @@
-"""Pages of one rank in a file store.
+"""Read and write the pages of one rank in a file store.
 
-Reads go through memory of the worker, since a read can hang in the system and end long after its
-call: the bytes reach the host pool only after length, identity and digest have been checked, and
-while the call is open. Writes read the host pool directly: a late one gets no name.
+A read can hang in the system and end long after its call, so it fills memory of its worker. The
+bytes are copied to the host pool once length, identity and digest are checked, and only while the
+call is open. A write reads the host pool directly; the file of a late write gets no name.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ if TYPE_CHECKING:
     from hicachectl.formats.plugin_status import Refused
 
 _BYTES_PER_TASK = 1 << 20  # fewer bytes are not worth another thread
-# Pages of fewer bytes take mostly Python, which one thread at a time runs; on a store that takes
-# longer for a page than Python does, several threads wait at once.
+# For smaller pages most time is spent in Python, which runs in one thread at a time. On a store
+# that takes longer than _SLOW_SECONDS for a page, several threads wait at once.
 _LARGE_BYTES = 256 << 10
 _SLOW_SECONDS = 200e-6
-_EXAMINED_BYTES = 16 << 10  # examining a file takes as long as reading so much
+_EXAMINED_BYTES = 16 << 10  # examining a file takes as long as reading so many bytes
 _LONGEST_NAME = 255  # bytes, on Linux
 _Problem = Literal["damaged", "foreign", "unranked", "unstamped", "unreadable", "stale", ""]
 _DETAILS: dict[_Problem, str] = {
@@ -72,7 +72,7 @@ _DETAILS: dict[_Problem, str] = {
     "unreadable": "cannot be read, or is no regular file",
     "stale": "written before the store was cleared",
 }
-# A rename can replace such a file. One that this user may not read stays: it serves others.
+# Errors of files that are replaced. A file that this user may not read stays: it serves others.
 _BAD_FILE = {errno.EIO, errno.ELOOP}
 _MODE = 0o666
 _TOUCHED_EVERY_NS = 3600 * 10**9
@@ -97,7 +97,7 @@ def named(pages: Sequence[str], suffix: bytes) -> list[Page]:
 
 
 class Found(NamedTuple):
-    """A file as it was examined.
+    """Result of the examination of a file.
 
     problem: result of `PageFiles.problem`.
     facts: stat of the open file.
@@ -108,15 +108,15 @@ class Found(NamedTuple):
 
 
 class Memory:
-    """Memory for a page that is read.
+    """Memory that a page is read into.
 
-    whole: memory for the page, its trailer and one byte more.
-    page, trailer: their parts of it.
+    whole: memory for the page, its trailer and one byte more, which shows a file that is too long.
+    page, trailer: their parts of `whole`.
     address: address of the page.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """nbytes: bytes of a page."""
+        """Map memory for a page of `nbytes` bytes."""
         whole = nbytes + TRAILER_BYTES
         mapping = mmap.mmap(-1, whole + 1)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
@@ -131,17 +131,17 @@ class _OfThread(threading.local):
     """
 
     def __init__(self, nbytes: int) -> None:
-        """nbytes: bytes of a page."""
+        """Map memory for a page of `nbytes` bytes, in each thread at its first access."""
         self.memory = Memory(nbytes)
 
 
 class PageFiles:
     """The files of one pool in a directory.
 
-    own: memory of each thread.
+    own: state of the calling thread.
     suffix: end of each file name, after the page hash.
 
-    A missing file raises FileNotFoundError.
+    Methods raise FileNotFoundError if a page has no file.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class PageFiles:
         self._rank = rank
         self._takes_bare = settings.unstamped == "read"  # files without a trailer are pages too
         self._takes_unranked = settings.unranked == "read"
-        # A trailer that names no rank is then read like one of ours.
+        # With "unranked": "read", a trailer without a rank is accepted like one with our rank.
         self._trailers, self._unranked = (
             PoolTrailers(settings.digest, pool.nbytes, identity, name, one)
             for one in (rank, NO_RANK if self._takes_unranked else rank)
@@ -187,7 +187,7 @@ class PageFiles:
         self._in_use_until = 0
 
     def look(self) -> None:
-        """Learn which files are stale after a `clear`, or long unused; once per call of SGLang."""
+        """Update which files are stale or long unused. Called once per call of SGLang."""
         self._epoch.look()
         now = time.time_ns()
         self._unused_ns = now - _TOUCHED_EVERY_NS
@@ -195,13 +195,13 @@ class PageFiles:
             self._in_use, self._in_use_until = set(), now + _TOUCHED_EVERY_NS // 4
 
     def problem(self, page: Page) -> _Problem:
-        """Return why a file is no page of ours, by its length and trailer, not by its digest.
+        """Return why a page's file cannot be used; the digest is not checked.
 
-        "damaged", "foreign", "unranked", "unstamped", "unreadable", "stale"; "" for a page of ours.
+        "damaged", "foreign", "unranked", "unstamped", "unreadable", "stale"; "" for a usable file.
         """
         descriptor = self._open(page)
         try:
-            # One byte more shows a file that is too long, without a stat.
+            # Reading one byte more shows a file that is too long, without a stat.
             data = os.pread(descriptor, TRAILER_BYTES + 1, self._nbytes)
         except OSError:
             data = b""
@@ -218,7 +218,7 @@ class PageFiles:
         return not os.access(name, os.F_OK, dir_fd=here)
 
     def examine(self, page: Page) -> Found:
-        """Return a page's file with its `problem`."""
+        """Return the stat of a page's file, and its `problem`."""
         try:
             return self._examined(page)
         except OSError as error:
@@ -239,17 +239,17 @@ class PageFiles:
             os.close(descriptor)
 
     def read(self, page: Page, memory: Memory) -> Found | None:
-        """Read a page, and check all that is stored of it; return its file if it has a problem.
+        """Read a page; check its length, trailer and digest. Return the problem, or None.
 
-        Without a problem, the memory holds the page.
+        The memory holds the page only if the result is None.
         """
-        # Without `_open`: for pages of 50 KB, each call of a Python function shows.
+        # `_open` is inlined: for pages of 50 KB, one more Python call is measurable.
         here, name = self._directory.place(page[0])
         descriptor = os.open(name, OPEN_FILE, dir_fd=here)
         try:
             facts = None if page[1] in self._in_use else os.fstat(descriptor)
             try:
-                # One byte more shows a file that is too long, without a stat.
+                # Reading one byte more shows a file that is too long, without a stat.
                 nbytes = os.preadv(descriptor, (memory.whole,), 0)
             except OSError:
                 nbytes = 0
@@ -269,7 +269,7 @@ class PageFiles:
     def _read_other(
         self, descriptor: int, page: Page, memory: Memory, facts: os.stat_result
     ) -> Found | None:
-        """Read a page that is damaged or has another trailer or none, or that may be stale."""
+        """Read a page whose file may be stale, or does not have exactly this rank's trailer."""
         size = facts.st_size
         if size not in (self._nbytes, self._whole):
             return Found(self._problem(page, facts, b""), facts)
@@ -287,14 +287,14 @@ class PageFiles:
         return None
 
     def _note_unranked(self, page: Page) -> None:
-        """Count a page that is read although its trailer names no rank, if another one could."""
+        """Count a page that is read without a rank in its trailer, if trailers can name ours."""
         if self._rank != NO_RANK:
             self._counters.noted("unranked", f"{page[0].decode()}: its trailer names no rank")
 
     def _touch(self, descriptor: int, page: Page, facts: os.stat_result) -> None:
-        """Mark a page as used if it was not for an hour.
+        """Mark a page as used if its last use is over an hour ago.
 
-        facts: stat of the file before it was read, since the mount may update the atime then.
+        facts: stat of the file before it was read, as reading it may update the atime.
         """
         is_unused = self._touches and facts.st_atime_ns < self._unused_ns
         # A touch sets the ctime, which would revive an object that a `clear` has made stale.
@@ -305,23 +305,23 @@ class PageFiles:
         self._in_use.add(page[1])
 
     def _is_stale(self, facts: os.stat_result) -> bool:
-        """Return whether a file is from before the last `clear`, which may have come just now."""
+        """Return whether a file is older than the last `clear`, even if that came just now."""
         self._epoch.look()
         return self._epoch.stale(facts)
 
     def keep(self, page: Page, found: Found) -> bool:
-        """Mark a page that a write found in place; False if it has to be written after all.
+        """Mark a file as used that is already in place. Return False if it must be written anew.
 
-        Once marked, it is not evicted before the writer has had time to write the page's anchor.
+        A marked file is not evicted before the writer has had time to write the page's anchor.
         """
         try:
             here, name = self._directory.place(page[0])
             if LIBC.utimensat(here, name, _ATIME_ONLY, _AT_SYMLINK_NOFOLLOW):
-                # Another user's file cannot be marked.
+                # Another user's file cannot be marked, but may exist all the same.
                 os.stat(name, dir_fd=here, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        # The mark has set the ctime, which revives an object that a `clear` has made stale.
+        # The mark sets the ctime, which revives an object that a `clear` has made stale.
         return not self._is_stale(found.facts)
 
     def write(
@@ -333,9 +333,9 @@ class PageFiles:
     ) -> None:
         """Write a page's file under its name.
 
-        views: the page's bytes in order, in memory that may change after the call. Then, and if the
-            bytes changed while they were written, nothing gets the name.
-        replaced: the file in its place.
+        views: the page's bytes in order, in memory that may change after the call.
+        replaced: the present file of the page, which the new one replaces.
+        The file gets its name only if the call is open and the bytes did not change meanwhile.
         Raises Ended, and OSError: ENOSPC without room, EAGAIN if the bytes changed.
         """
         capacity = self._capacity
@@ -392,9 +392,9 @@ class PageFiles:
         return os.open(name, OPEN_FILE, dir_fd=here)
 
     def _problem(self, page: Page, facts: os.stat_result, data: bytes) -> _Problem:
-        """Return why a file is no page of ours; "" if it is one, whatever its digest.
+        """Return why a file cannot be used, "" if it can; the digest is not checked.
 
-        data: the trailer's bytes; b"" for a file without room for one.
+        data: bytes of the trailer; b"" if the file has another length than a page with trailer.
         """
         if self._epoch.stale(facts):
             return "stale"
@@ -414,7 +414,7 @@ class PageFiles:
 
 
 def _is_filled(descriptor: int, memory: memoryview) -> bool:
-    """Read a file's start; return whether it has as many bytes, and all of them can be read."""
+    """Fill memory from a file's start. Return False if the file is shorter or has a bad block."""
     try:
         return fill(descriptor, (memory,)) == len(memory)
     except OSError as error:
@@ -436,25 +436,26 @@ class FilePages(PageStore):
     ) -> None:
         """Serve from the directory of a `file:` URL, which `open` opens.
 
-        writes: without, change nothing in the directory, and do not create it. A directory that
-        this process may not change is only read, too.
+        writes: False changes nothing in the directory, and does not create it. A directory that
+            this process may not change is only read, too.
         """
         super().__init__(counters, settings.threads)
         self._url = url
         self._settings = settings
         self._writes = writes
         self._changes = writes  # False, too, if the open directory does not allow it
-        self._seconds: dict[Workers, float] = {}  # a thread's time for a page, in the last call
-        self._clears = self._cleared = 0  # asked for, and done
+        self._seconds: dict[Workers, float] = {}  # one thread's time for a page, in the last call
+        self._clears = self._cleared = 0  # number of clears asked for, and done
         self._directory: ObjectDirectory | None = None
         self._capacity: Capacity | None = None
         self._files: dict[str, PageFiles] = {}
         self._suffixes: dict[str, bytes] = {}  # ends of the file names, by pool
 
     def add(self, pool: ServedPool) -> None:
-        """Serve a pool. Raises ValueError, on all ranks alike.
+        """Serve a pool.
 
-        For names that no file can have, and for ranks that no trailer can name if it has to.
+        Raises ValueError, on all ranks alike, if no file can have the pool's names, or if trailers
+        must name the rank and cannot.
         """
         _check_names(pool)
         if self._settings.unranked != "read" and trailer_rank(pool.coordinate.shard) == NO_RANK:
@@ -506,12 +507,12 @@ class FilePages(PageStore):
     def write(
         self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
     ) -> list[bool]:
-        """Write pages that are not there under temporary names; rename them if still in time."""
+        """Write missing pages to temporary files; rename each one while the call is open."""
         if not self._changes:
             self.counters.refused("unwritable", "the directory is only read", len(pages))
             return [False] * len(pages)
         keeps_foreign = self._settings.on_foreign == "leave"
-        kept: list[int] = []  # pages that were there
+        kept: list[int] = []  # pages that have a file already
 
         def write(files: PageFiles, page: Page, index: int) -> bool:
             try:
@@ -522,7 +523,8 @@ class FilePages(PageStore):
                 if files.keep(page, found):
                     kept.append(index)
                     return True
-                # Evicted meanwhile, or cleared: then the mark has made it newer than the epoch.
+                # The file is evicted, or a `clear` made it stale: then it has to be removed, as its
+                # new mark is later than the `clear`.
                 files.remove(page, found)
                 found = None
             if found is not None and found.problem == "foreign" and keeps_foreign:
@@ -539,7 +541,7 @@ class FilePages(PageStore):
     def clear(self, call: Call) -> None:
         """Make the objects that this rank writes misses at once; they are removed later.
 
-        If that cannot be written into the directory now, all pages are misses until it is.
+        All pages are misses until the new epoch is written into the directory.
         """
         self._clears += 1
         self._writers.map(call, self._open, [()])
@@ -579,7 +581,7 @@ class FilePages(PageStore):
         other: Refused = "unwritable" if workers is self._writers else "unreadable"
         closed: Refused | None = None  # why the directory cannot be used
         try:
-            left = enumerate(named(pages, self._suffixes[pool.name]))  # shared by the threads
+            left = enumerate(named(pages, self._suffixes[pool.name]))  # the threads share it
         except ValueError as error:
             self.counters.refused(other, str(error), len(pages))
             return done
@@ -626,14 +628,14 @@ class FilePages(PageStore):
         return self._files.get(pool.name) if self._clears == self._cleared else None
 
     def _is_gone(self, directory: ObjectDirectory) -> bool:
-        """Return whether the path does not lead to the directory."""
+        """Return whether the path no longer leads to the open directory."""
         try:
             return directory.vanished
         except OSError:
             return True
 
     def _open_now(self) -> None:
-        """Open or create the directory; make its objects stale if a `clear` did not come so far."""
+        """Open or create the directory; do a `clear` that is still pending."""
         if self._directory is None or self._directory.vanished:
             self._files = {}
             self._close_capacity()
@@ -651,7 +653,7 @@ class FilePages(PageStore):
             self._cleared = clears
 
     def _directory_now(self, earlier: ObjectDirectory | None) -> ObjectDirectory:
-        """Return the directory that the path names; make it unless this store is only read."""
+        """Return the directory that the path names; create it unless this store is only read."""
         if earlier is None and not self._writes:
             return ObjectDirectory.open(self._url.path)
         if earlier is None:
@@ -701,7 +703,7 @@ class FilePages(PageStore):
     def _discard(self, pool: ServedPool, files: PageFiles, page: Page, found: Found) -> None:
         """Remove a damaged file, this rank's anchor first, so that the page is written again.
 
-        A trailing pool's file goes alone: pages without one are whole.
+        A trailing pool's file is removed alone, since a page is whole without it.
         """
         anchor = self._files.get(ANCHOR)
         if anchor is not None and pool.name != ANCHOR and not pool.trailing:
@@ -713,7 +715,7 @@ class FilePages(PageStore):
 
 
 def _check_names(pool: ServedPool) -> None:
-    """Raise ValueError if a file of the model cannot have its name, of any pool and rank."""
+    """Raise ValueError if the model's file names, of any pool and rank, are too long or binary."""
     shard = pool.coordinate.shard
     longest = max((one.name for one in pool_names()), key=len)
     last = replace(

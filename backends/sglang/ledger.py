@@ -1,4 +1,4 @@
-"""The bytes that the processes of one suffix take together: a number in a locked file."""
+"""Keep the bytes that all processes of one suffix use together: a number in a locked file."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 HIGH = 0.98  # share of the limit above which pages are evicted
 _TOTAL = struct.Struct("<q")  # the content of the file
 _ASSUMED = 0.95  # share of the limit taken as used before the first listing
-_SHARES = 1024  # one share of the limit is taken from the file at a time
-_MOST_SHARES = 4  # a process keeps at most so many unused
+_SHARES = 1024  # a process takes one share, 1/1024 of the limit, from the file in advance
+_MOST_SHARES = 4  # most shares that a process keeps unused
 _LOCK_WAIT_S, _LOCK_PAUSE_S = 0.2, 0.0002
 
 
 class Ledger:
-    """The total of the bytes that all processes have taken, and what this one has left of them.
+    """The total of the bytes that all processes have taken, and this process's unused part of it.
 
     Writers take room before they write, so the total stays below the limit however many processes
     write. The evicting process returns freed bytes, and corrects the total after each listing.
-    Several threads may use it at once. `total`, `take` and `correct` raise OSError: a process that
-    was stopped may hold the lock for long, and the file may be closed.
+    Several threads may use a ledger at once. `total`, `take` and `correct` raise OSError if the
+    lock is not free in time, as when its holder is stopped, and after `close`.
 
     limit: bytes that the total may reach.
-    high: set when a write brings the total above HIGH, or finds too little room.
-    shared: the number is in the file, for all processes; otherwise it is this process's own.
+    high: event that is set when a write brings the total above HIGH, or finds too little room.
+    shared: the total is in the file, for all processes; otherwise this process has its own total.
     """
 
     def __init__(self, descriptor: int, limit: int, high: threading.Event, *, shared: bool) -> None:
@@ -49,7 +49,7 @@ class Ledger:
     def close(self) -> None:
         """Give unused room back, and close the file."""
         with self._lock:
-            with suppress(OSError):  # the next listing corrects it
+            with suppress(OSError):  # the next listing corrects the total
                 self._return(self._credit)
             self._credit = 0
             descriptor, self._descriptor = self._descriptor, -1
@@ -58,7 +58,7 @@ class Ledger:
 
     @property
     def total(self) -> int:
-        """Return the bytes in use, those taken and not yet written among them."""
+        """Return the bytes in use, including bytes taken and not yet written."""
         with self._lock, self._locked():
             return self._read()
 
@@ -84,7 +84,7 @@ class Ledger:
         """Set the total after a listing; return it.
 
         listed: bytes of the objects that existed when the total was `before`.
-        later: bytes of the objects that came while the listing went on.
+        later: bytes of the objects that were written during the listing.
         """
         with self._lock, self._locked():
             total = listed + max(0, self._read() - before)
@@ -94,7 +94,7 @@ class Ledger:
             return total
 
     def _take_from_file(self, least: int) -> None:
-        """Take so much and a share more, or all that is left, unless that is too little."""
+        """Take `least` bytes and one share more, or all that is left; nothing if that is less."""
         with self._locked():
             total = self._read()
             taken = min(least + self._share, self._limit - total)

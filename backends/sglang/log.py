@@ -22,14 +22,14 @@ class _Lines(logging.LoggerAdapter[logging.Logger]):
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]
     ) -> tuple[Any, MutableMapping[str, Any]]:
-        """Return both as they are."""
+        """Return both unchanged."""
         return msg, kwargs
 
 
 def _plain(text: str) -> str:
     if text.isprintable():
         return text
-    shown = (one if one.isprintable() else ascii(one)[1:-1] for one in text)
+    shown = (character if character.isprintable() else ascii(character)[1:-1] for character in text)
     return "".join(shown)
 
 

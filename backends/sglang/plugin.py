@@ -2,7 +2,7 @@
 
 SGLang calls it from several threads: one asks what exists, one reads, one writes, and the scheduler
 attaches, clears, closes and asks for statistics (cache_controller.py, hybrid_cache_controller.py).
-Nothing raises into those threads: an exception in `get_stats` ends the server.
+No method raises after the registration of the pools: an exception in `get_stats` ends the server.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ if TYPE_CHECKING:
 
 Method = TypeVar("Method", bound="Callable[..., Any]")
 
-# Pages of a call of SGLang (cache_controller.py :: STORAGE_BATCH_SIZE), except for those that write
-# other pools than kv: they have a whole node.
+# Most pages in a call of SGLang (cache_controller.py :: STORAGE_BATCH_SIZE). Only calls that write
+# pools other than kv have more: all pages of a node.
 _BATCH = 128
-_FIRST_ASKED = _BATCH  # then twice as many each time, while all are there
+_FIRST_ASKED = _BATCH  # pages in the first question; while all exist, each later one doubles
 _MOST_FAILED = 1 << 18  # page hashes remembered after a failed sidecar
 
 
 def _never_raises(default: Callable[..., Any]) -> Callable[[Method], Method]:
-    """Return default(*arguments) in place of an exception, and log it.
+    """Make a method log exceptions, and return default(*arguments) instead.
 
-    None if the arguments do not fit `default` either, which SGLang takes for a failed call.
+    If the arguments do not fit `default` either, it returns None, which SGLang takes for a failed
+    call.
     """
 
     def guard(method: Method) -> Method:
@@ -100,9 +101,9 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         # Pages whose sidecars failed, until their KV has been refused.
         self._failed: OrderedDict[str, None] = OrderedDict()
         self._reads, self._writes = Moved(), Moved()
-        # Whether SGLang reads other pools after each batch of the anchor's pages; and the anchor's
-        # last batch with the number of its leading pages, until they are counted.
+        # Whether SGLang reads other pools after each batch of the anchor's pages.
         self._has_derived = False
+        # The anchor's last batch and the number of leading pages that were read, until counted.
         self._anchored: tuple[Sequence[str], int] | None = None
         self._status_file: StatusFile | None = None
         self._counters.tally.begin(self._rank)
@@ -121,11 +122,10 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
             self._add(host_pool_name, host_pool)
 
     def _add(self, name: Any, host_pool: Any) -> None:
-        """Serve a pool; without it all pages are misses.
+        """Serve a pool. If it cannot be served, raise, or make all pages misses.
 
-        Raises ValueError for a reason that all ranks see, until SGLang has registered all pools. A
-        rank that raised alone, for a draft of the last pipeline stage, would keep the others
-        waiting.
+        Raises ValueError if all ranks see the reason, until SGLang has registered all pools. A rank
+        that raised alone, as for a draft of the last pipeline stage, would keep the others waiting.
         """
         others_lack_it = name != PoolName.KV and self._config.pp_size > 1
         try:
@@ -141,7 +141,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
 
     @_never_raises(lambda: None)
     def on_host_pools_registered(self) -> None:
-        """Open the stores, unless all pages are misses in any case."""
+        """Open the stores, unless all pages are misses anyway. Begin to write the status."""
         self._complete = True
         try:
             self._open()
@@ -193,7 +193,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         return config.tp_rank, config.dp_rank, config.pp_rank, config.attn_cp_rank
 
     def _report(self) -> None:
-        """Write this rank's status into the first store from now on, if it is a directory."""
+        """Begin to write this rank's status into the first store, if that is a directory."""
         first = self._settings.stores[0]
         if first.kind.directory and self._status_file is None:
             status = first_status(self._config, self._context, self._settings, self._pools)
@@ -223,7 +223,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         pool_transfers: Sequence[Any] | None = None,
         extra_info: Any = None,
     ) -> Any:
-        """Return how many leading pages every pool can restore, and all such lengths."""
+        """Return how many leading pages all pools can restore, and all restorable lengths."""
         transfers = [t for t in pool_transfers or () if _gates(t)]
         asked = [self._pools.get(str(PoolName.KV)), *(self._pool_of(one) for one in transfers)]
         pools = [pool for pool in asked if pool is not None]
@@ -290,12 +290,12 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def _count_anchored(
         self, transfers: Sequence[Any] = (), results: Mapping[Any, Sequence[bool]] | None = None
     ) -> None:
-        """Count the anchor's last batch as restored, as far as SGLang takes it.
+        """Count as restored the pages of the anchor's last batch that SGLang takes.
 
-        It takes the leading pages that were read, also by pools that it reads for the same batch
-        (cache_controller.py :: _page_transfer_kv_batch).
+        SGLang takes the leading pages that were read for the anchor and for every pool that it
+        reads for the same batch (cache_controller.py :: _page_transfer_kv_batch).
 
-        results: pages that were read, by the name of each transfer.
+        results: which pages were read, by the name of each transfer.
         """
         anchored, self._anchored = self._anchored, None
         if anchored is None:
@@ -337,13 +337,14 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def batch_set_v2(
         self, transfers: Sequence[Any], extra_info: Any = None
     ) -> dict[Any, list[bool]]:
-        """Write pages of other pools; remember those that failed and that every page needs.
+        """Write pages of other pools; remember the pages on which a needed pool failed.
 
-        What earlier calls left of these pages is forgotten: after a page that failed, SGLang asks
-        for no kv of the pages behind it. All pools that a page needs come in one call.
+        Failures of earlier calls are forgotten for these pages. `batch_set_v1` may not have taken
+        them: after a page that failed, SGLang writes no kv of the pages behind it. All pools that a
+        page needs come in one call.
 
-        SGLang waits for writes before it stops their thread (scheduler.py :: is_fully_idle), so
-        each batch of a node has the time of a call.
+        Each batch of a node has the time of a call, because SGLang waits for writes before it stops
+        their thread (scheduler.py :: is_fully_idle).
         """
         for key in {key for transfer in transfers if _is_needed(transfer) for key in transfer.keys}:
             self._failed.pop(key, None)
@@ -399,7 +400,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         return Call(self._settings.op_timeout)
 
     def _is_current(self, pages: int) -> bool:
-        """Return whether the weights have a name, and are still those of the attachment.
+        """Return whether the weights have a name, and have not changed since the attachment.
 
         pages: number of pages to count as refused if not.
         """
@@ -415,7 +416,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         return True
 
     def get(self, *_: Any, **__: Any) -> None:
-        """Return None: settings refuse to serve without interface_v1, which has no flat pages."""
+        """Return None: SGLang uses flat pages only without interface_v1, which settings require."""
 
     batch_get = set = batch_set = get
 
@@ -429,16 +430,16 @@ def _gates(transfer: Any) -> bool:
 
 
 def as_transferred(pool: ServedPool, transfer: Any) -> ServedPool:
-    """Return a pool, trailing as SGLang's transfer says.
+    """Return a pool with `trailing` set by SGLang's transfer.
 
-    The name does not say it: draft_swa is stored with each window of the target, or with every page
-    (hybrid_pool_assembler.py :: build_swa_draft_pools, _mtp_swa_sidecar_specs).
+    The pool's name does not decide it: draft_swa is stored with each window of the target, or with
+    every page (hybrid_pool_assembler.py :: build_swa_draft_pools, _mtp_swa_sidecar_specs).
     """
     return replace(pool, trailing=transfer.hit_policy != PoolHitPolicy.ALL_PAGES)
 
 
 def _is_needed(transfer: Any) -> bool:
-    """Return whether a page without the pool is not whole."""
+    """Return whether a page is whole only with the pool."""
     return transfer.hit_policy == PoolHitPolicy.ALL_PAGES and bool(transfer.keys)
 
 
@@ -481,7 +482,10 @@ def _first_indices(pool: ServedPool, keys: Sequence[str], host_indices: Any) -> 
 
 
 def _metrics(reads: Sequence[tuple[int, float]], writes: Sequence[tuple[int, float]]) -> Any:
-    """Return SGLang's StorageMetrics. reads, writes: pages and GB/s of each call."""
+    """Return SGLang's StorageMetrics.
+
+    reads, writes: pages and GB/s of each call.
+    """
     from sglang.srt.observability.metrics_collector import StorageMetrics
 
     metrics = StorageMetrics()

@@ -1,11 +1,11 @@
-"""Served pools from SGLang's host pools: their keys, identities, and places in memory.
+"""Make served pools from SGLang's host pools: keys, identities, and places in memory.
 
 A page's object has HiCacheFile's name and HiCacheFile's bytes (hicache_storage.py :: HiCacheFile,
-get_data_page of the pool), so that either reads what the other wrote.
+get_data_page of the pool), so that HiCacheFile and the plug-in read each other's files.
 
-Refused is what no object can hold, or what reads wrong data. All reasons are the same on each rank,
-except those of `ThisRankError`: SGLang's ranks wait for one another after a registration
-(cache_controller.py :: attach_storage_backend).
+A pool is refused if no object can hold its pages, or if wrong data could be read. All ranks refuse
+for the same reasons, because SGLang's ranks wait for one another after a registration
+(cache_controller.py :: attach_storage_backend). `ThisRankError` is the exception.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BUFFERS = (
     "conv_buffer",
 )
 _COMPARED_PAGES = 8
-_BYTES = "uint8"  # structured rows, or fp8 (memory_pool.py :: KVCache.store_dtype)
+_BYTES = "uint8"  # dtype of structured rows, and of fp8 (memory_pool.py :: KVCache.store_dtype)
 
 
 class EvenPages:
@@ -59,7 +59,7 @@ class EvenPages:
 
     def pieces(self, host_indices: Sequence[int]) -> list[Pieces]:
         """See `HostPages`."""
-        # Without numpy, whose first use in a call takes longer than the addresses of 128 pages.
+        # Plain Python: the first use of numpy in a call takes longer than 128 pages take here.
         pages = [index // self._page_indices for index in host_indices]
         for index, page in zip(host_indices, pages, strict=True):
             if page * self._page_indices != index or not 0 <= page < self._count:
@@ -149,7 +149,7 @@ def _within(piece: Piece, buffers: Sequence[Piece]) -> bool:
 
 
 class ThisRankError(ValueError):
-    """Raised for a pool that other ranks may serve."""
+    """Raised for a pool that this rank cannot serve, although other ranks may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,7 @@ def served_pool(name: object, host_pool: Any, config: Any, context: Context) -> 
     """Return a pool of this rank that stores can serve.
 
     name: SGLang's PoolName, or its text.
-    host_pool: SGLang's.
+    host_pool: SGLang's host pool.
     config: HiCacheStorageConfig.
     Raises ValueError for pools and deployments that are not supported, ThisRankError if other ranks
     may support them.
@@ -220,7 +220,7 @@ def served_pool(name: object, host_pool: Any, config: Any, context: Context) -> 
         page_indices=host_pool.page_size,
         nbytes=nbytes,
         parts=tuple(_parts(form, sizes)),
-        # hybrid_cache_controller.py :: should_backup
+        # the ranks that write in SGLang: hybrid_cache_controller.py :: should_backup
         writes=pool_name(pool).states or config.is_storage_writer,
         host=host,
     )
@@ -327,7 +327,7 @@ def _k_only(name: str, pool: Any, context: Context) -> _Form:
 def _opaque(name: str, pool: Any, context: Context) -> _Form:
     """Return the form of rows that hicachectl does not interpret.
 
-    Such pools do not show whether draft layers are among theirs.
+    Such pools do not show whether they hold layers of the draft.
     """
     packed = bool(context.draft_weights)
     return _Form(dtype=context.opaque_rows, layers=pool.layer_num, packed=packed)
@@ -352,7 +352,7 @@ def _dtype(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# By class, exactly: a subclass may order its bytes differently.
+# By exact name of the class: a subclass may order its bytes differently.
 _FORMS: dict[str, Callable[[str, Any, Context], _Form]] = {
     "DSAIndexerPoolHost": _dsa_indexer,
     "DeepSeekV4PagedHostPool": _opaque,

@@ -1,4 +1,4 @@
-"""What the plug-in moves: pages of registered pools, between host memory and a store."""
+"""Define the pools that the plug-in serves, and the stores that it serves them from."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from hicachectl.formats.objects import Coordinate
 
 _SECONDS_BETWEEN_OPENS = 5.0
-_SECONDS_BETWEEN_LOOKS = 0.5  # at workers that hang
-_LONGEST_CLOSE_S = 3.0  # the server waits so long
+_SECONDS_BETWEEN_LOOKS = 0.5  # pause before the next look whether workers still hang
+_LONGEST_CLOSE_S = 3.0  # most time that the server waits for a store to close
 
 Piece = tuple[int, int]  # address and bytes of one stretch of host memory
 Pieces = tuple[Piece, ...]  # pieces of one page, in the order of its object's bytes
@@ -37,9 +37,10 @@ class HostPages(Protocol):
     """Where the pages of a host pool lie."""
 
     def pieces(self, host_indices: Sequence[int]) -> list[Pieces]:
-        """Return the pieces of each page, by the first host index of each page.
+        """Return the pieces of each page. Every piece lies within the pool's memory.
 
-        Every piece lies within the pool's memory. Raises ValueError for an index outside it.
+        host_indices: the first host index of each page.
+        Raises ValueError for an index outside the pool.
         """
 
 
@@ -67,8 +68,8 @@ class ServedPool:
     nbytes: bytes of a page, all parts; 0 for a logical anchor.
     parts: parts of a page; empty for a logical anchor.
     writes: this rank writes the pool; another rank writes shared objects.
-    trailing: pages are whole without the pool, as only the last ones of a stored node have it.
-        SGLang's transfers say so, not its registrations; False before the first one.
+    trailing: only the last pages of a stored node have the pool; the others are whole without it.
+        SGLang's transfers say so, not its registrations; False before the first transfer.
     """
 
     name: str
@@ -86,7 +87,7 @@ class ServedPool:
     def page(self) -> RankPool:
         """A page of the pool, which key grammars divide into objects."""
         parts = tuple(part.name for part in self.parts)
-        layout = self.identity.layout.partition("+")[0]  # a form of rows may follow
+        layout = self.identity.layout.partition("+")[0]  # without `Context.row_form`
         return RankPool(
             names=Names(self.identity.model),
             pool=self.name,
@@ -110,12 +111,12 @@ class ServedPool:
 class PageStore(ABC):
     """One store that a rank serves from: whole pages of a pool, by page hash.
 
-    Only `add` raises. What cannot be served is a miss, counted with its reason. Each method ends at
-    the call's deadline. After that, nothing of it touches host memory.
+    Only `add` raises. A page that cannot be served is a miss, counted with its reason. Each method
+    ends at the call's deadline. After that, no thread of the method touches host memory.
     """
 
     def __init__(self, counters: Counters, threads: int) -> None:
-        """threads: number of threads that ask what exists, that read, and that write."""
+        """Prepare the threads: `threads` each for `exists`, `read` and `write`."""
         self.counters = counters
         self._threads = threads
         self._askers = Workers(threads, "hicachectl-exists")
@@ -134,7 +135,7 @@ class PageStore(ABC):
 
     @abstractmethod
     def exists(self, pool: ServedPool, pages: Sequence[str], call: Call) -> list[bool]:
-        """Return which pages can be read, by their length and identity, not their digest."""
+        """Return which pages have the right length and identity; digests are not checked."""
 
     @abstractmethod
     def read(
@@ -146,7 +147,7 @@ class PageStore(ABC):
     def write(
         self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
     ) -> list[bool]:
-        """Write pages that are not there yet. Return which are there now."""
+        """Write the pages that the store lacks. Return which pages it has now."""
 
     @abstractmethod
     def clear(self, call: Call) -> None:
@@ -165,14 +166,14 @@ class PageStore(ABC):
 
     @abstractmethod
     def _open_now(self) -> None:
-        """Do what is left of `open`. What it raises is counted."""
+        """Do the steps of `open` that are not done yet. An exception is counted."""
 
     @abstractmethod
     def _forget(self) -> Callable[[], None] | None:
-        """Forget what is open; return how to close it, None if nothing is open."""
+        """Drop the open store. Return the function that closes it; None if nothing is open."""
 
     def _leave(self) -> None:
-        """Close what is open when no thread hangs in it; wait at most `_LONGEST_CLOSE_S` for it."""
+        """Close the open store once no thread hangs in it; wait at most `_LONGEST_CLOSE_S`."""
         with self._closing:
             close = self._forget()
         if close is None:
@@ -191,10 +192,10 @@ class PageStore(ABC):
             closer.join(_LONGEST_CLOSE_S)
 
     def _close(self, close: Callable[[], None]) -> None:
-        """Close what is open when no worker hangs in it.
+        """Close the open store once no worker hangs in it.
 
-        A worker that comes back uses what it was given: memory, a client of a library, and the
-        numbers of descriptors, which may be others' once they are closed.
+        A worker that returns still uses its memory, its client of a library, and its descriptors.
+        Once they are closed, the numbers of these descriptors can belong to other files.
         """
         while self._hangs:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
@@ -204,7 +205,7 @@ class PageStore(ABC):
             self.counters.failed("unclosed", reason_of(error))
 
     def _open(self) -> None:
-        """Do what is left of `open`, unless another thread does so, or it failed just before."""
+        """Do the rest of `open`, unless another thread does it, or it failed shortly before."""
         if time.monotonic() < self._open_again_at or not self._opening.acquire(blocking=False):
             return
         try:
@@ -215,7 +216,7 @@ class PageStore(ABC):
             self.counters.failed("unopened", reason_of(error))
         finally:
             self._opening.release()
-            if self._closed:  # meanwhile
+            if self._closed:  # `close` came meanwhile
                 self._leave()
 
     def _count_written(self, pool: ServedPool, pages: int) -> None:
@@ -229,6 +230,6 @@ class PageStore(ABC):
         return any(workers.hanging for workers in self._workers)
 
     def _count_late(self, pages: int, *, paused: bool) -> None:
-        """Count pages that were not done in time. paused: they were not begun."""
+        """Count pages that were not done in time, or not begun if `paused`."""
         why = "a pause after a call that timed out" if paused else "no answer in time"
         self.counters.refused("timeout", why, pages)

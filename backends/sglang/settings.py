@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 LONGEST_CALL_S = 8.0  # cache_controller.py :: _stop_storage_threads gives up after 10 s
 MOST_THREADS = 64
 
-# Read by SGLang: backend_factory.py :: _create_dynamic_backend, cache_controller.py ::
+# Keys that SGLang reads: backend_factory.py :: _create_dynamic_backend, cache_controller.py ::
 # attach_storage_backend and _generate_storage_config, hybrid_cache_controller.py ::
 # parse_storage_backend_extra_config, pool_host/common.py :: get_allocator_type.
 _SGLANG_KEYS = (
@@ -41,20 +41,20 @@ _SGLANG_KEYS = (
 )
 _NAMED_STORE = re.compile(r"([^/:]+):")
 _LONGEST_IDENTITY = 200
-# Without an effect unless the first store has files.
+# Keys that have an effect only if the first store is a directory.
 _WRITTEN_FILES = ("max_size", "min_free_space", "evict", "on_foreign")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the user chose.
+    """The values of the keys.
 
     stores: the first is written, unless `reads_only`; the others are read on a miss.
-    digest: one of DIGEST_KINDS, for objects written.
-    identity: "auto", or a text in place of the weights fingerprint.
-    op_timeout: seconds of a call, or of 128 pages of a longer write.
-    max_size: bytes per suffix, None without a limit.
-    min_free_space: bytes of the file system to leave free.
+    digest: one of DIGEST_KINDS, for objects that are written.
+    identity: "auto", or a text in place of the fingerprint of the weights.
+    op_timeout: most seconds for a call; a write of more than 128 pages has them for every 128.
+    max_size: most bytes per suffix; None without a limit.
+    min_free_space: bytes to leave free on the file system.
     """
 
     stores: tuple[StoreUrl, ...]
@@ -181,7 +181,9 @@ def _one_of(*choices: str) -> Callable[[str, Any], str]:
 
 def _identity(key: str, value: Any) -> str:
     if not isinstance(value, str) or not value.isprintable():
-        raise ValueError(f"{key}: {shown(value)} is not printable text; name the weights in one")
+        raise ValueError(
+            f"{key}: {shown(value)} is not printable text; give a text that names the weights"
+        )
     if not 0 < len(value) <= _LONGEST_IDENTITY:
         raise ValueError(
             f"{key}: has {len(value)} characters; give 1 to {_LONGEST_IDENTITY}, or auto"
@@ -207,7 +209,7 @@ def _threads(key: str, value: Any) -> int:
 
 def _size(least: int) -> Callable[[str, Any], int]:
     def parse(key: str, value: Any) -> int:
-        # JSON, YAML and TOML have numbers too; the parser refuses what is neither.
+        # The config may have a number. `parse_size` refuses anything but a number or a size.
         text = value if isinstance(value, str) else shown(value)
         try:
             return parse_size(text, least)

@@ -1,4 +1,4 @@
-"""The status of this rank in its store, written by a thread of its own.
+"""Write the status of this rank into its store, in a thread of its own.
 
 No call of SGLang waits for it: a file system that hangs holds up this thread alone.
 """
@@ -42,8 +42,8 @@ class StatusFile:
     def __init__(self, path: str, status: PluginStatus, counters: Counters) -> None:
         """Start the thread. A directory that is missing or read-only gets no status.
 
-        path: the directory's.
-        status: what does not change, see `first_status`.
+        path: path of the directory.
+        status: the fields that do not change, see `first_status`.
         """
         self._path = path
         self._status = status
@@ -57,7 +57,7 @@ class StatusFile:
             counters.failed("unreported", str(error))
 
     def close(self) -> None:
-        """Let the thread write the last status and end; wait shortly for it."""
+        """Let the thread write the last status and end; wait at most `_LONGEST_CLOSE_S`."""
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join(_LONGEST_CLOSE_S)
@@ -99,7 +99,7 @@ class StatusFile:
 def first_status(
     config: Any, context: Context, settings: Settings, pools: Mapping[str, ServedPool]
 ) -> PluginStatus:
-    """Return what a rank's status says throughout an attachment that begins now.
+    """Return the status of a rank at the beginning of an attachment, with counts of 0.
 
     config: SGLang's HiCacheStorageConfig.
     """

@@ -1,8 +1,9 @@
 """A list of stores: the first is written, unless it is a pack; the others are read on a miss.
 
-All of a page comes from one store, since SGLang asks for the pools of a page in several calls:
-first what exists, then the anchor, then sidecars, then trailing states (cache_controller.py ::
-_page_transfer_kv_batch, hybrid_cache_controller.py :: _page_transfer_sidecar).
+All objects of a page come from one store. The list remembers it, because SGLang asks for a page in
+several calls: first what exists, then the anchor, then sidecars, then trailing states
+(cache_controller.py :: _page_transfer_kv_batch, hybrid_cache_controller.py ::
+_page_transfer_sidecar).
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class StoreList:
         self._stores = self._read = list(stores)  # all, and those that are read
         self._pools: dict[str, ServedPool] = {}  # the pools last asked for
         self._lock = threading.Lock()
-        # Stores by page, only for a list: as last asked, and as the anchor was last read.
+        # Positions of stores by page, if there are several: as `exists` chose, and as the anchor
+        # was last read.
         self._chosen: dict[str, int] = {}
         self._anchored: dict[str, int] = {}
 
@@ -125,7 +127,7 @@ class StoreList:
     def write(
         self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
     ) -> list[bool]:
-        """Write pages to the first store, if it is written. Return which are there now."""
+        """Write pages to the first store, if that is written. Return which pages it has now."""
         if not self.writes:
             self.counters.count("unwritable", len(pages))
             return [False] * len(pages)
@@ -150,7 +152,7 @@ class StoreList:
                 stack.callback(store.close)
 
     def _sources(self, pool: ServedPool, pages: Sequence[str], call: Call) -> list[int]:
-        """Return the store of each page; a sidecar's is that of the anchor last read."""
+        """Return the store of each page. A sidecar comes from the store that gave the anchor."""
         found = self._remembered(pool, pages)
         if unknown := [page for page, place in zip(pages, found, strict=True) if place is None]:
             self.exists(list(self._pools.values()), unknown, call)

@@ -1,7 +1,8 @@
-"""Pages of one rank in Mooncake, 3FS or a pack.
+"""Read and write the pages of one rank in Mooncake, 3FS or a pack.
 
-Stores read into memory of ours, whose slots a call that hangs keeps; the bytes reach the host pool
-when they have the right size, and while the call is open. They are written from there, too.
+A store reads into a slot of our memory. The bytes are copied to the host pool if they have the
+right size, and only while the call is open. Writes go through slots as well. A call that hangs in
+the store keeps its slot.
 
 Objects have no trailer here. On Mooncake the tag in their keys names the deployment
 (`identity.deployment_tag`), a pack records its profile and digests, and on 3FS a file beside the
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.spec import ObjectSpec
 
 _SLOT_BYTES = 8 << 20  # or the bytes of one page; larger slots were no faster
-_SLOTS_PER_THREAD = 2  # for a call, and for a call that hangs
+_SLOTS_PER_THREAD = 2  # a slot for a call, and a slot for a call that hangs
 _OBJECTS_PER_RUN = 128  # SGLang's batches have as many pages
 _KEYS = pa.schema([SCAN_FIELDS["key"]])
 _REASONS: dict[Status, Refused] = {
@@ -81,18 +82,25 @@ class PageForm:
         return keys, np.tile(sizes, len(pages))
 
     def of_page(self, places: IntArray, page: int) -> list[tuple[FormObject, int]]:
-        """Return the objects of the n-th page with their places, of `named`."""
+        """Return a page's objects, each with its item of `places`.
+
+        places: an item for each row of `named`.
+        page: index of the page in `named`.
+        """
         first = page * len(self.objects)
         mine = places[first : first + len(self.objects)].tolist()
         return list(zip(self.objects, mine, strict=True))
 
     def whole(self, found: BoolArray) -> list[bool]:
-        """Return which pages have all their objects."""
+        """Return which pages have all their objects.
+
+        found: which rows of `named` exist.
+        """
         pages: BoolArray = np.all(found.reshape(-1, len(self.objects)), axis=1)
         return list(pages.tolist())
 
     def any(self, found: BoolArray) -> BoolArray:
-        """Return which pages have at least one of some objects: [pages] bool."""
+        """Return which pages have at least one of the objects in `found`: [pages] bool."""
         pages: BoolArray = np.any(found.reshape(-1, len(self.objects)), axis=1)
         return pages
 
@@ -146,8 +154,8 @@ def put(
 ) -> tuple[BoolArray, BoolArray, Result]:
     """Write absent objects from the arena, and replace those of wrong size.
 
-    Return which are there now and which were written, both [n] bool, and the result of the first
-    write. An object that a reader has a lease on stays.
+    Return which objects the store has now and which were written, both [n] bool, and the result of
+    the first write. An object of wrong size stays if a reader has a lease on it.
     """
     result = store.write_from(rows_of(keys), offsets, sizes, if_absent=True)
     there, new = result.ok, result.ok.copy()
@@ -172,9 +180,9 @@ def count_failures(
     form: PageForm,
     nbytes: IntArray,
 ) -> None:
-    """Count the pages that failed, each by its first object that failed.
+    """Count the pages that failed, each with the reason of its first object that failed.
 
-    other: reason of an error without one of its own.
+    other: reason for a status without an entry in `_REASONS`.
     nbytes: [n] int64, of each object; -1 if unknown.
     """
     failed = np.flatnonzero((result.statuses != Status.OK) & (result.statuses != Status.EXISTS))
@@ -200,8 +208,8 @@ class NoSlotError(Exception):
 class Slots:
     """Slots of equal size in one arena, which stores read into and write from.
 
-    A call that hangs in the store keeps its slot until it comes back: bytes that it reads late go
-    nowhere.
+    A call that hangs in the store keeps its slot until it returns: no other call has the memory
+    that it fills late.
     """
 
     def __init__(self, nbytes: int, count: int, *, named: bool = False) -> None:
@@ -266,12 +274,11 @@ class StorePages(PageStore):
     def add(self, pool: ServedPool) -> None:
         """Serve a pool. Raises ValueError if keys of the URL's scheme cannot name its objects.
 
-        What `open` finds in the store is no reason to raise, since other ranks may find other
-        things.
+        The content of the store is no reason to raise, since other ranks may find other content.
         """
         earlier, self._pools = self._pools, {**self._pools, pool.name: pool}
         try:
-            if grammar := self._url.kind.grammar:  # a pack states its own
+            if grammar := self._url.kind.grammar:  # None for a pack, which records its grammar
                 page_form(grammar, pool, self._tag)
         except HicacheError as error:
             self._pools = earlier
@@ -284,7 +291,7 @@ class StorePages(PageStore):
         store = self._store
         if store is None:
             store = _prepared(open_store(str(self._url), create=self._writes))
-            if self._closed:  # meanwhile; nobody else has used it
+            if self._closed:  # `close` came meanwhile, and did not see this store
                 store.close()
                 return
             self._store = store
@@ -296,7 +303,7 @@ class StorePages(PageStore):
             self._forms = self._named(store)
         if self._slots is None:
             slots = self._attached(store)
-            if self._closed:  # meanwhile; the store is closed after this thread
+            if self._closed:  # `close` came meanwhile; the store is closed after this thread
                 slots.arena.close()
                 return
             self._slots = slots
@@ -323,7 +330,7 @@ class StorePages(PageStore):
         )
 
     def _named(self, store: Store) -> dict[str, PageForm]:
-        """Return the objects of all pools' pages, and tell the store their sizes if it asks.
+        """Return the objects of all pools' pages; give their sizes to a store that needs them.
 
         Raises HicacheError.
         """
@@ -339,7 +346,7 @@ class StorePages(PageStore):
         return forms
 
     def _attached(self, store: Store) -> Slots:
-        """Give the store memory for the pools known now."""
+        """Give the store memory for the pools known now. Return the slots."""
         longest = max((_page_bytes(pool) for pool in self._pools.values()), default=0)
         count = 2 * self._threads * _SLOTS_PER_THREAD  # for reads and writes
         slots = Slots(max(_SLOT_BYTES, longest), count, named=store.limits.named_arena)
@@ -429,7 +436,7 @@ class StorePages(PageStore):
         return done
 
     def clear(self, call: Call) -> None:
-        """Say that the store keeps its objects: it does not tell older ones from newer ones."""
+        """Log that the store keeps its objects, since it cannot tell older from newer ones."""
         logger.warning(
             "%s: not cleared, since other servers may use its objects; remove them with "
             "hicachectl rm",
@@ -461,7 +468,7 @@ class StorePages(PageStore):
     ) -> list[bool]:
         """Return act(store, pages) for runs of pages; False for pages that fail or come too late.
 
-        count: number of pages. Runs for memory fit into a slot.
+        count: number of pages. A run that reads or writes fits into a slot.
         """
         most = count if workers is self._askers else _pages_per_run(pool)
         runs = [range(start, min(start + most, count)) for start in range(0, count, most or 1)]
@@ -490,9 +497,9 @@ class StorePages(PageStore):
         return done
 
     def _opened(self, pool: ServedPool, pages: int) -> _Opened | None:
-        """Return the store, the form of the pool's pages and memory; None if there is none.
+        """Return the open store, the form of the pool's pages, and slots; None if one is missing.
 
-        pages: to count as misses then.
+        pages: number of pages to count as misses in that case.
         """
         if self._slots is None or pool.name not in self._forms:
             self._open()
@@ -521,17 +528,17 @@ def _prepared(store: Store) -> Store:
     if isinstance(store, Leases):
         store.lease_wait_seconds = 0.0
     if isinstance(store, RacyWrites):
-        store.confirms_writes = False  # another writer's bytes are as good
+        store.confirms_writes = False  # bytes of another writer of the page are as good
     return store
 
 
 def _page_bytes(pool: ServedPool) -> int:
-    """Return the bytes of a page in a slot, at most."""
+    """Return the most bytes that a page takes in a slot."""
     return place(np.array([part.nbytes for part in pool.parts], dtype=np.int64))[1]
 
 
 def _pages_per_run(pool: ServedPool) -> int:
-    """Return how many pages are handled together: at most a slot, and a batch of the store."""
+    """Return how many pages a run has: they fit into a slot, and into a batch of the store."""
     fitting = _SLOT_BYTES // max(1, _page_bytes(pool))
     return max(1, min(fitting, _OBJECTS_PER_RUN // max(1, len(pool.parts))))
 
@@ -560,7 +567,7 @@ def archive_problem(
     if not (grammar := grammar_of(archive.grammar)).served:
         return (
             f"has the keys of a {grammar.title} store, which servers cannot read; migrate the pack "
-            "to a file store, and that one to a pack"
+            "to a file store, and that store to a pack"
         )
     specs = object_specs(profile, WHOLE_PAGES)
     for pool in pools:
@@ -574,7 +581,7 @@ def archive_problem(
 
 
 def _differences(profile: Profile, files: list[ObjectSpec], pool: ServedPool) -> list[str]:
-    """Return in words which facts of a pool's pages differ in a pack and on this server."""
+    """Return texts for the fields of a pool's pages that differ in a pack and on this server."""
     held, shard = files[0].coordinate.shard, pool.coordinate.shard
     theirs: dict[str, object] = {"model": profile.key_model}
     ours: dict[str, object] = {"model": pool.identity.model}
@@ -591,7 +598,7 @@ def _differences(profile: Profile, files: list[ObjectSpec], pool: ServedPool) ->
 
 
 def _identity(profile: Profile, spec: ObjectSpec, ours: Identity) -> Identity | None:
-    """Return the identity of the archive's objects; our weights stand for unnamed ones."""
+    """Return the identity of the archive's objects, with our weights if it names none."""
     if not profile.weights:
         draft = ours.draft_weights or ours.weights
         profile = structs.replace(profile, weights=ours.weights, draft_weights=draft)

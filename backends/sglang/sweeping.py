@@ -1,7 +1,7 @@
-"""List the objects of some suffixes, least recently used pages first; remove pages and leftovers.
+"""List and remove the objects and old temporary files of some suffixes in a directory.
 
-A listing keeps 49 bytes an object. It sleeps three quarters of the time, to leave the server its
-processor. A removal never leaves an anchor that lacks its sidecars.
+A listing keeps 49 bytes per object. It sleeps three quarters of the time, to leave processor time
+to the server. A removal never leaves an anchor without its sidecars.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 _TEMPORARY_AGE_NS = 60 * 10**9  # no call of SGLang lasts so long
-_CLOCKS_DIFFER_NS = 10**9
+_CLOCKS_DIFFER_NS = 10**9  # tolerance between the file system's clock and ours
 # Younger sidecars stay: a writer may be about to write their anchor.
 _IN_FLIGHT_NS = 60 * 10**9
 _WORK_S, _REST_S = 0.002, 0.006
@@ -41,7 +41,7 @@ _ROWS = np.dtype([("page", "<u8", 4), ("kind", "u1"), ("size", "<i8"), ("time", 
 
 
 class _Trusted:
-    """Whether files of a directory are regular and of trusted owners; asks once for each owner."""
+    """Tells whether a file is regular and its owner trusted. Each owner is checked once."""
 
     def __init__(self, directory: int) -> None:
         self._trust = Trust(os.fstat(directory), writes=True)
@@ -49,7 +49,7 @@ class _Trusted:
         self._known: dict[tuple[int, int], bool] = {}
 
     def __call__(self, facts: os.stat_result) -> bool:
-        """Return whether a file is one of ours."""
+        """Return whether the file with this stat is regular and its owner trusted."""
         owner = facts.st_uid, facts.st_gid
         known = self._known.get(owner)
         if known is None:
@@ -58,21 +58,28 @@ class _Trusted:
 
 
 class Listing:
-    """Objects of some suffixes by page, and what else a listing of a directory has found.
+    """Objects of some suffixes by page, and sums of the listing.
 
-    rows: array of `_ROWS`, the least recently used page first; a page has one time, when an object
-        of it was last used or written.
-    left: bytes of the pages that `take_page` has not returned.
+    The kind of an object is the position of its suffix.
+
+    rows: array of `_ROWS`, the least recently used page first. All rows of a page have one time:
+        when the last of its objects was used or written.
+    left: bytes of the pages that `take_page` has not yet returned.
     listed, later: bytes of objects that were written before and after the listing began.
-    stale: page and kind of objects before their epoch, not among the rows; anchors first.
+    stale: page and kind of objects older than their epoch, anchors first; they have no row.
     others: number of objects of other suffixes.
-    epochs: epoch of each kind. kind_of: position of each suffix; 0 is the anchor's.
+    epochs: epoch of each kind.
+    kind_of: kind of each suffix; the anchor's is 0.
     """
 
     def __init__(
         self, suffixes: Sequence[bytes], epochs: Sequence[int], begun_ns: int, *, measures: bool
     ) -> None:
-        """begun_ns: begin of the listing by the file system's clock."""
+        """Begin without objects.
+
+        begun_ns: begin of the listing by the file system's clock.
+        measures: make rows; without, only stale objects are kept.
+        """
         self.begun_ns, self.epochs = begun_ns, epochs
         self.kind_of = {os.fsdecode(suffix): kind for kind, suffix in enumerate(suffixes)}
         self.listed = self.later = self.left = self.others = 0
@@ -89,7 +96,7 @@ class Listing:
             digest = bytes.fromhex(page)
         except ValueError:
             return
-        if digest.hex() != page:  # capitals
+        if digest.hex() != page:  # capital letters: not a page hash of SGLang
             return
         if self._is_later(facts.st_mtime_ns):
             self.later += facts.st_size
@@ -103,7 +110,7 @@ class Listing:
             self.left += facts.st_size
 
     def _is_later(self, mtime_ns: int) -> bool:
-        """Return whether an object was written since the beginning; not if it is of the future."""
+        """Return whether an object was written since the beginning; not if its time is to come."""
         if mtime_ns <= self.begun_ns:
             return False
         return mtime_ns - self.begun_ns <= time.time_ns() - self._own_begun_ns + _CLOCKS_DIFFER_NS
@@ -111,7 +118,7 @@ class Listing:
     def sort(self) -> None:
         """Sort the added objects into rows."""
         rows = np.frombuffer(self._added, _ROWS)
-        # A quarter of its hash tells a page. Pages that share it would be taken for used together.
+        # The first quarter of its hash identifies a page. Two pages that share it get one time.
         quarters = rows["page"][:, 0]
         distinct, page_of = np.unique(quarters, return_inverse=True)
         latest = np.full(len(distinct), np.iinfo(np.int64).min)
@@ -138,10 +145,10 @@ class Listing:
 
 
 class Sweeper:
-    """The objects and temporary files of some suffixes in a directory: lists and removes them.
+    """Lists and removes the objects and old temporary files of some suffixes in a directory.
 
     suffixes: ends of file names, after the page hash. The first is the anchor's if has_anchor.
-    clock_ns: the file system's time less ours, at the last listing.
+    clock_ns: the file system's time minus this host's, at the last listing.
     evicted: number of pages whose anchor `remove_page` has removed.
 
     All methods raise OSError.
@@ -167,8 +174,8 @@ class Sweeper:
     def list(self, stopped: Callable[[], bool], *, measures: bool = True) -> Listing:
         """List the objects, and remove old temporary files of the suffixes.
 
-        measures: with sizes and times; without, only stale objects are listed.
-        stopped: asked often; ends the listing.
+        measures: list all objects with sizes and times; without, list only stale objects.
+        stopped: called often; True ends the listing.
         """
         found = Listing(self._suffixes, self.look(), self.now_ns(), measures=measures)
         self._trusted = _Trusted(self._directory.descriptor)
@@ -206,11 +213,11 @@ class Sweeper:
                 os.unlink(name, dir_fd=descriptor)
 
     def remove_page(self, page: str, sizes: Mapping[int, int], listed_ns: int) -> int:
-        """Remove a page's objects, the anchor first; return the bytes that are free now.
+        """Remove a page's objects, the anchor first, unless it is in flight or was used again.
 
-        sizes: size of the listed object at each suffix's position.
-        listed_ns: time of the last use, by the listing. A page that was used since, or is in
-            flight, stays.
+        sizes: size of each listed object by its kind.
+        listed_ns: time of the last use, as listed.
+        Returns the bytes that are free now, also of objects that others have removed.
         """
         seen = {kind: self._look(self._key(page, kind)) for kind in sizes}
         gone = sum(size for kind, size in sizes.items() if seen[kind] is None)
@@ -219,7 +226,7 @@ class Sweeper:
             return gone
         if self._has_anchor:
             if 0 not in sizes and self._look(self._key(page, 0)) is not None:
-                return gone  # the anchor was written since
+                return gone  # the anchor has been written since the listing
             if self._is_in_flight(found):
                 return gone
         freed = 0
@@ -228,11 +235,11 @@ class Sweeper:
                 freed += found[kind].st_size
                 self.evicted += kind == 0 and self._has_anchor
             elif kind == 0 and self._has_anchor:
-                break  # it is in use again: its sidecars stay
+                break  # the anchor is in use again: its sidecars stay
         return gone + freed
 
     def remove_stale(self, page: str, kind: int, epoch_ns: int) -> int:
-        """Remove an object if it is from before its epoch; return the bytes that are free now."""
+        """Remove an object if it is older than its epoch; return the bytes that are free now."""
         key = self._key(page, kind)
         seen = self._look(key)
         if seen is None or seen.st_ctime_ns > epoch_ns:
@@ -242,7 +249,7 @@ class Sweeper:
     def _is_in_flight(self, found: Mapping[int, os.stat_result]) -> bool:
         """Return whether a writer may be about to write the page's anchor.
 
-        Sidecars come first: one that was written or kept after the anchor shows such a writer.
+        Writers write sidecars first: a sidecar that is newer than the anchor shows a writer.
         """
         anchor_ns = _used_ns(found[0]) if 0 in found else 0
         now_ns = time.time_ns() + self.clock_ns
@@ -253,7 +260,7 @@ class Sweeper:
         return page.encode() + self._suffixes[kind]
 
     def _look(self, key: bytes) -> os.stat_result | None:
-        """Return the stat of an object's file; None if it is missing. Raises OSError if foreign."""
+        """Return the stat of an object's file; None if missing. Raises OSError if not trusted."""
         try:
             here, name = self._directory.place(key)
             facts = os.stat(name, dir_fd=here, follow_symlinks=False)
@@ -278,10 +285,10 @@ def _at_leisure(directory: int, stopped: Callable[[], bool]) -> Iterator[os.DirE
 
 
 def kinds_of(suffixes: Mapping[bytes, bool]) -> tuple[bytes, ...]:
-    """Return the suffixes whose objects go together, the anchor's first.
+    """Return the suffixes of the objects that are evicted together, the anchor's first.
 
-    suffixes: suffixes that a rank writes; True for the anchor's. Objects of all pools that other
-    servers of the same rank may store beside the anchor go with it, too.
+    suffixes: suffixes that a rank writes; True for the anchor's.
+    The result includes all pools that other servers of the same rank may store beside the anchor.
     """
     anchors = [suffix for suffix, is_anchor in suffixes.items() if is_anchor]
     names = [pool.name.encode() for pool in pool_names()]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hicachectl.formats.documents import parse_json_object, shown, storable
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.weights import SAME_LOAD_FORMATS, served_weights
+from hicachectl.formats.wording import NAME_WEIGHTS
 
 if TYPE_CHECKING:
     from hicachectl.formats.weights import Checkpoint
@@ -47,7 +48,6 @@ _SPEED_OPTIONS = (
     "num_threads",
 )  # fmt: skip
 _ADAPTER = "qlora_adapter_name_or_path"  # BitsAndBytesModelLoader
-_HINT = "name the weights yourself"
 _MERGED = ("rope_parameters", "rope_scaling")
 _QUANTISATIONS = ("compression_config", "quantization_config")  # no configs of their own
 # ModelConfig._parse_modelopt_quant_config
@@ -83,7 +83,7 @@ def loaded_weights(found: Checkpoint, settings: Mapping[str, Any], *, draft: boo
     if load_format not in (*SAME_LOAD_FORMATS, *_OTHER_LOAD_FORMATS):
         raise ProfileError(
             f"load_format: {load_format!r}: the weights are not the safetensors files of the model "
-            f"directory; {_HINT}"
+            f"directory; {NAME_WEIGHTS}"
         )
     if quantization.lower() in own_quantizations(found.configs):
         quantization = ""
@@ -149,7 +149,7 @@ def _loader_options(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _from_elsewhere(name: str, value: object) -> ProfileError:
     return ProfileError(
-        f"{name}: {shown(value)}: not all weights come from the model directory; {_HINT}"
+        f"{name}: {shown(value)}: not all weights come from the model directory; {NAME_WEIGHTS}"
     )
 
 
@@ -177,7 +177,7 @@ def _text(settings: Mapping[str, Any], name: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise ProfileError(f"{name}: expected text, found {shown(value)}; {_HINT}")
+        raise ProfileError(f"{name}: expected text, found {shown(value)}; {NAME_WEIGHTS}")
     return storable(value)
 
 

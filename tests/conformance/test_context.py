@@ -10,6 +10,7 @@ import pytest
 
 from hicachectl.backends.disk.weights import read_checkpoint
 from hicachectl.formats.models.loading import loaded_weights
+from hicachectl.formats.wording import NAME_WEIGHTS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -125,7 +126,7 @@ def test_a_model_of_the_hub_is_read_from_the_local_cache(answers: Answers) -> No
     ("server", "reason"),
     [
         ("not on this host", ".*: tests/other: neither a directory nor in this host's Hugging Fa"),
-        ("hanging", r".*/model: was not read within 0 s; name the weights yourself"),
+        ("hanging", f".*/model: was not read within 0 s; {NAME_WEIGHTS}"),
         ("truncated", r".*: /.*\.safetensors: truncated: .*; download the file again"),
         ("truncated draft", r".*: /.*\.safetensors: truncated: .*; download the file again"),
     ],
@@ -206,5 +207,5 @@ def test_forms_of_rows_are_known(answers: Answers) -> None:
 def test_servers_are_refused_by_their_settings(answers: Answers, server: str, message: str) -> None:
     """The reasons are equal on all ranks, whatever a host can read."""
     assert re.match(message, answers[server]["refusal"])
-    named = answers[server]["refusal"].endswith("; name the weights yourself")
+    named = answers[server]["refusal"].endswith(f"; {NAME_WEIGHTS}")
     assert named is (server != "buffer only")
