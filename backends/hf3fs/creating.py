@@ -1,4 +1,4 @@
-"""Creation of a 3FS store: data files, server tables, and the file that names its deployment.
+"""Create a 3FS store: data files, server tables, and the file that names its deployment.
 
 SGLang's clients make files and tables at their start, too. Existing tables stay unchanged: the
 server ignores a second initialization, and later clients use the table.
@@ -36,13 +36,13 @@ _LONGEST_TAG = 64
 
 
 class TableMaker:
-    """Maker of the tables that a server lacks; safe to use from several threads."""
+    """Creates the tables that a server lacks. Several threads may use it at once."""
 
     def __init__(self, server: MetadataClient, settings: Hf3fsSettings) -> None:
         self._server = server
         self._settings = settings
         self._lock = threading.Lock()
-        self.permissions = Permissions()  # new files are no more readable than copied objects
+        self.permissions = Permissions()  # limit of new files: those of the copied objects
 
     def ensure(self, table: TableName, nbytes: int) -> None:
         """Create a table with pages of `nbytes` bytes, and its file, unless the server has it.
@@ -107,14 +107,14 @@ def _make_file(path: str, size: int, permissions: Permissions) -> None:
 
 
 def claim_path(prefix: str) -> str:
-    """Return the path of the file."""
+    """Return the path of the file that names the deployment."""
     return f"{prefix}.hicachectl-deployment"
 
 
 def claimed_by(prefix: str, tag: str, *, writes: bool) -> str | None:
     """Return the tag of the deployment that has claimed the data files; None without one.
 
-    tag: tag of our deployment, which claims them if `writes` and no other one has.
+    tag: tag of the caller's deployment. With `writes`, it claims data files without a claim.
     Raises StoreUnavailable.
     """
     path = claim_path(prefix)
@@ -126,7 +126,7 @@ def claimed_by(prefix: str, tag: str, *, writes: bool) -> str | None:
 
 
 def _claim(path: str, tag: str) -> None:
-    """Create the file, whole from the first moment, unless there is one."""
+    """Create the file together with its content, unless it exists."""
     if os.path.lexists(path):
         return
     with suppress(FileExistsError), new_file(path, _MODE, replaces=False) as descriptor:
@@ -142,5 +142,5 @@ def _read(path: str) -> str | None:
         regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
         text = os.read(descriptor, _LONGEST_TAG) if regular else b""
     if not _TAG.fullmatch(text):
-        raise StoreUnavailable(f"{path}: is no deployment's tag; remove it")
+        raise StoreUnavailable(f"{path}: does not hold the tag of a deployment; remove it")
     return text.decode()

@@ -1,4 +1,4 @@
-"""The data files of a 3FS store, read and written in place by system calls.
+"""Read and write the data files of a 3FS store in place, by system calls.
 
 A file is an array of pages of one size, without keys, lengths or checksums. This module never
 creates, resizes or truncates files. SGLang's clients do; truncated pages read as zeros after the
@@ -42,6 +42,7 @@ _BLOCK = mmap.PAGESIZE  # O_DIRECT needs multiples of this
 _RUN_PAGES = 256  # below IOV_MAX
 _RUN_BYTES = 64 << 20
 _IN_FLIGHT = 16  # parallel reads, since each waits for the network; SGLang's default numjobs
+# Errors of file systems that do not report holes.
 _NO_HOLES = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENXIO})
 
 
@@ -87,8 +88,8 @@ class DataFiles:
     def read(self, path: str, pages: FilePages, memory: memoryview) -> IntArray:
         """Read pages in file order, adjacent pages in one system call.
 
-        Return the bytes read of each, or -errno: [n] int64. Raises StoreUnavailable if the file
-        system is lost.
+        Return the bytes read of each page, or -errno: [n] int64. Raises StoreUnavailable if the
+        file system is lost.
         """
         counts = np.zeros(len(pages.positions), dtype=np.int64)
         if not len(counts):
@@ -146,7 +147,7 @@ class DataFiles:
     def holes(self, path: str, positions: IntArray, nbytes: int) -> BoolArray:
         """Return which pages have parts that were never written: [n] bool.
 
-        The file system must report holes, in whole blocks; else none are found.
+        File systems report holes in whole blocks, or not at all: then no page is returned.
         """
         found = np.zeros(len(positions), dtype=np.bool_)
         try:

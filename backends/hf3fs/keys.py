@@ -183,16 +183,16 @@ class PageSizes:
         """Compare the tables' page counts with the pages that fit into their files.
 
         file_size: bytes of an untruncated file.
-        lengths: bytes of each table's file by table name. Needed if `file_size` is not stated, but
-            only the largest of these.
-        Return why the page size is in doubt, else None. If any table of a namespace agrees with its
-        file, the size is right; the tables that disagree get findings. Raises ProfileError if
+        lengths: bytes of each table's file, by table name. Needed if the URL does not state the
+            file size, so that `file_size` is the largest length.
+        Returns why the page size is in doubt, else None. If any table of a namespace agrees with
+        its file, the size is right; the tables that disagree get findings. Raises ProfileError if
         no table of a namespace agrees, and truncated files do not explain it.
         """
         known = [table for table in tables if table.place in self.nbytes]
         fits = [table.num_pages == file_size // self.nbytes[table.place] for table in known]
         disagreeing = list(compress(known, map(not_, fits)))
-        # Truncated files have different lengths.
+        # Truncated files hardly have equal lengths: with equal ones, the profile is wrong.
         equal = Counter(lengths.get(table.name) for table in disagreeing)
         sound = {table.namespace for table in compress(known, fits)}
         doubt = None

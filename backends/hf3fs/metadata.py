@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.http import Reply
     from hicachectl.formats.arrays import BoolArray
 
-TIMEOUT_S = 15.0  # for a whole reply
+TIMEOUT_S = 15.0  # most seconds for a whole reply
 # The server handles one request at a time; this many keys take 5 ms.
 KEYS_PER_CALL = 4096
 
@@ -58,7 +58,10 @@ class MetadataClient:
     """
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        """url: the checked URL of `Hf3fsSettings`."""
+        """Make a client; it connects at the first call.
+
+        url: the checked URL of `Hf3fsSettings`.
+        """
         parts = urlsplit(url)
         host, port = str(parts.hostname), parts.port or http.client.HTTP_PORT
         self.url = url

@@ -39,7 +39,7 @@ MAX_PAGES = 1 << 32
 # Twice as fast as 4 MiB, which exceeds the processor's cache (measured: 1,000,000 keys).
 _PIECE_BYTES = 256 << 10
 _BLOCK_BYTES = 1 << 20
-_MAX_ENTRY_BYTES = 1 << 20  # bytes of one key with its index
+_MAX_ENTRY_BYTES = 1 << 20  # most bytes of one key with its index
 _MAX_NAME_BYTES = 4 << 10
 _WRITE_ROWS = 16 << 10
 _CHUNK_ROWS = 16 << 10
@@ -53,7 +53,7 @@ _INTEGER = re.compile(rb"(?:0|[1-9][0-9]*)(?![0-9.eE])")
 _ARRAY_END = re.compile(rb"\][ \t\r\n]*\]")
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _TABLE_NAME = re.compile(rf"({RANK})(?::({NAMESPACE}))?")
-_OLD_NAMESPACE = "kv"  # files older than namespaces have this one
+_OLD_NAMESPACE = "kv"  # namespace of tables in files that were written before namespaces existed
 
 _Index = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _PAGES = msgspec.json.Decoder(list[_Index])
@@ -64,7 +64,7 @@ _ENTRIES = msgspec.json.Decoder(list[tuple[str, _Index]])
 def read_snapshot(path: Path | str) -> Snapshot:
     """Read a snapshot.
 
-    Raises FormatError if the file is not a text that the server writes, StoreUnavailable if it
+    Raises FormatError if the file is not a snapshot as the server writes it, StoreUnavailable if it
     cannot be read.
     """
     next_step = "check the path and its permissions"
@@ -170,7 +170,10 @@ class _Parser:
         return keys, np.frombuffer(indices, dtype=np.int64)
 
     def _decoded(self, decoder: Any, piece: bytes, before: bytearray) -> Any:
-        """Decode elements of an array. before: 8 bytes for each earlier element."""
+        """Decode elements of an array.
+
+        before: 8 bytes for each earlier element, by which messages number the elements.
+        """
         try:
             return decode(decoder, b"[" + piece + b"]")
         except FormatError as error:
@@ -350,7 +353,7 @@ def _quoted(text: str) -> str:
 def write_repaired(
     tables: Sequence[PageTable], path: Path | str, like: Path | str | None = None
 ) -> None:
-    """Write a snapshot that the metadata server can load, atomically, to a new file.
+    """Write a new file, atomically, with a snapshot that the metadata server can load.
 
     like: the original snapshot. Only its readers can read the new file, which keeps the owner if
         the caller is root.

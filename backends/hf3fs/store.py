@@ -74,7 +74,7 @@ _SERVER = "metadata-server"
 
 
 class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Serviced, Touch):
-    """Tables of a metadata server (or its snapshot), and data files.
+    """A store of data files and of the tables of a metadata server, or of its snapshot.
 
     Object sizes are unknown before `use_profile`.
     """
@@ -101,17 +101,21 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Serv
     def __init__(
         self, settings: Hf3fsSettings, *, direct: bool | None = None, create: bool = False
     ) -> None:
-        """Open a store. direct: see DataFiles. create: see the method `create`."""
+        """Open a store.
+
+        direct: see `DataFiles`.
+        create: make missing tables, as the method `create` says.
+        """
         self.settings = settings
         self.url = str(settings)
         self._files = DataFiles(direct=direct)
         self._reader: DataFiles | UsrbioReader = self._files
-        self._readable: dict[str, Permissions] = {}  # one for each path that was read
+        self._readable: dict[str, Permissions] = {}  # by path of each file that was read
         self._sizes = PageSizes({}, frozenset())
         self._doubt: str | None = None  # why the page size may be wrong
         self._server: MetadataClient | None = None
         directory = Path(settings.prefix).parent
-        if not os.path.isdir(directory):  # noqa: PTH112 - false also for a path that is closed
+        if not os.path.isdir(directory):  # noqa: PTH112 - Path.is_dir raises without permission
             raise StoreUnavailable(
                 f"{directory}: no such directory; check the prefix, and whether 3FS is mounted"
             )
@@ -137,14 +141,14 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Serv
 
     @property
     def places(self) -> tuple[Hashable, ...]:
-        """Return the prefix in its directory; a snapshot without a server is a place of its own."""
+        """Return directory, prefix and, if the URL names no server, the snapshot's path."""
         prefix, saved = Path(self.settings.prefix), self.settings.snapshot
         facts = prefix.parent.stat()
         where = saved if self.settings.server is None else None
         return ((facts.st_dev, facts.st_ino, prefix.name, where),)
 
     def readable_by(self, *, listing: bool = False) -> Permissions:
-        """Return which users may read the data files read so far."""
+        """Return which users may read all data files that were read so far."""
         directory = Permissions.within(Path(self.settings.prefix).parent.stat())
         return (
             directory if listing else reduce(Permissions.both, self._readable.values(), directory)
@@ -210,7 +214,7 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Serv
         return self._tables.saved().snapshot.tables
 
     def table_state(self) -> TableState | None:
-        """Return `page_tables`, with facts about their files."""
+        """Return `page_tables`, with the sizes and times of their files."""
         if self.settings.snapshot is None:
             return None
         saved = self._tables.saved()
@@ -492,9 +496,8 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Serv
         result.statuses[at] = np.where(counts == nbytes, Status.OK, Status.SHORT)
         result.nbytes[at] = counts
         for code in set(counts[counts < 0].tolist()):
-            raise_denied(
-                OSError(-code, os.strerror(-code)), path
-            )  # USRBIO reports errors as negative counts
+            # USRBIO, too, reports errors as negative counts.
+            raise_denied(OSError(-code, os.strerror(-code)), path)
             _fail(result, at[counts == code], f"{path}: cannot read the page: {os.strerror(-code)}")
         return None
 
@@ -555,8 +558,8 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Serv
     def delete(self, rows: Rows) -> Result:
         """Delete keys through the server, which frees their pages even if a reader still uses them.
 
-        If a call has only some keys of a shared page, these are ERROR and stay; else the page would
-        be free while a key still maps to it.
+        If a call has only some keys of a shared page, these are ERROR and stay. Otherwise the page
+        would be free while a key still maps to it.
         """
         server = self._needed_server()
         statuses = np.full(len(rows), Status.GONE, dtype=np.uint8)

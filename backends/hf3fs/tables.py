@@ -1,4 +1,4 @@
-"""Keys of a 3FS store and their pages, from the last snapshot and the server, and as listings.
+"""Look up keys of a 3FS store and their pages, on the server and in its last snapshot.
 
 The server cannot list keys. A query for a key's existence has no side effect; a query for its
 page makes the key the most recently used.
@@ -65,7 +65,7 @@ class LoadedSnapshot:
 
 
 class KeyTables:
-    """Tables of a store, from its snapshot, server or both; safe to use from several threads.
+    """Tables of a store, from its snapshot, its server or both. Several threads may use it at once.
 
     touched_keys: number of queries that made a key the most recently used.
     """
@@ -166,7 +166,10 @@ class KeyTables:
     # the server
 
     def there(self, share: TableRows) -> BoolArray:
-        """Return which keys of a table exist, by the server or else the snapshot: [n] bool."""
+        """Return which keys of a table exist, on the server if there is one, or in the snapshot.
+
+        Returns [n] bool.
+        """
         if self._server is not None:
             return self.has_keys(share.table, share.names)
         there: BoolArray = self.indices_of(share) != UNKNOWN
@@ -194,10 +197,12 @@ class KeyTables:
         return table in self._known
 
     def current(self, rows: Rows, *, counts: bool = True) -> IntArray:
-        """Return the page indices of keys, from the server or else the snapshot: [n] int64.
+        """Return the page indices of keys, from the server if there is one, or the snapshot.
 
-        The server counts the query as use.
-        counts: add it to `touched_keys`.
+        The server takes a query for a use of the keys.
+
+        counts: add the queries to `touched_keys`.
+        Returns [n] int64, UNKNOWN if missing.
         """
         current = np.full(len(rows), UNKNOWN, dtype=np.int64)
         for share in rows_by_table(rows):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.hf3fs.metadata import MetadataClient
     from hicachectl.backends.page_tables import TableName
 
-MOST_RESERVED = 128  # at once; SGLang's STORAGE_BATCH_SIZE
+MOST_RESERVED = 128  # most pages reserved at once; SGLang's STORAGE_BATCH_SIZE
 
 _NO_ROOM = "the server's page is beyond the end of the file; check whether the file was truncated"
 _NO_PAGE = "the server returned a page beyond the end of the table"
@@ -43,11 +43,12 @@ class PageWrites:
     """Pages to write to one table.
 
     path: data file of the table.
-    names: [n] keys on the server. pages: [n] bytes of each.
+    names: [n] keys as the server has them.
+    pages: [n] bytes of each page.
     num_pages: pages that fit into the file. Reserving more at once makes the server fail and leak
         pages.
-    table_pages: pages of the table, by the file or the snapshot. The server has no pages beyond
-        these; if it returns one, that page is never released.
+    table_pages: pages of the table, as the file or the snapshot says. If the server returns a page
+        beyond these, that page is never released.
     """
 
     table: TableName
@@ -69,7 +70,7 @@ def write_pages(server: MetadataClient, files: DataFiles, wanted: PageWrites) ->
         return Result(statuses, dict.fromkeys(range(len(names)), missing))
     for places in _distinct_batches(names, min(MOST_RESERVED, wanted.num_pages)):
         some = replace(wanted, names=[names[n] for n in places], pages=[pages[n] for n in places])
-        outcome = _seen_to_its_end(_Reservation(server, files, some))
+        outcome = _run_to_its_end(_Reservation(server, files, some))
         statuses[places] = outcome.statuses
         errors |= {places[n]: why for n, why in outcome.errors.items()}
     return Result(statuses, errors)
@@ -88,7 +89,7 @@ def _distinct_batches(names: Sequence[str], most: int) -> list[list[int]]:
     return batches
 
 
-def _seen_to_its_end(reservation: _Reservation) -> Result:
+def _run_to_its_end(reservation: _Reservation) -> Result:
     """Run a reservation in a thread; an interrupt stops its writes and waits for its release."""
     with (
         ThreadPoolExecutor(1, thread_name_prefix="hicachectl-write") as pool,
@@ -128,7 +129,7 @@ class _Reservation:
             self._confirm(ours, [names[n] for n in ours if n in there])
             statuses[ours] = Status.OK
         except _StoppedError:
-            pass  # _seen_to_its_end raises the interrupt
+            pass  # _run_to_its_end raises the interrupt
         finally:
             if self.held:
                 self._release()
@@ -207,7 +208,7 @@ class _Reservation:
             return
         pairs = [(self.batch.names[n], held[n]) for n in written]
         rest = [index for n, index in held.items() if n not in set(written)]
-        self.held = {}  # now a release could free a mapped page
+        self.held = {}  # from now on, a release could free a mapped page
         try:
             self.server.confirm(*table, pairs, rest)
         except BaseException as error:

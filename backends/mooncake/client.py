@@ -1,7 +1,7 @@
-"""Data client of a Mooncake cluster: a guest, without a segment.
+"""Read and write objects of a Mooncake cluster as a guest: a client without a segment.
 
-Objects on our own segment would vanish with our process. Every read grants a lease: until it ends,
-the object is neither evicted nor removable.
+Objects on a segment of ours would vanish with our process. Every read grants a lease: until it
+ends, the object is neither evicted nor removable.
 Source: Mooncake mooncake-store/include/types.h :: ErrorCode; calls tried on
 mooncake-transfer-engine 0.3.13.
 """
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class Code(IntEnum):
-    """Error codes of the package; those of the master's replies have the names that it writes."""
+    """Error codes of the package, by the names in the master's replies where these have codes."""
 
     INTERNAL_ERROR = -1
     NO_SPACE = -200
@@ -233,7 +233,10 @@ class MooncakeClient:
             )
 
     def _call(self, name: str, *arguments: Any, nbytes: int = 0) -> Codes:
-        """Call the module. nbytes: bytes to transfer."""
+        """Call the module with a time limit.
+
+        nbytes: bytes that the call transfers.
+        """
         # The module crashes on calls after `close`.
         with self._calls:
             if self._store is None:

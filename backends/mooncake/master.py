@@ -204,7 +204,7 @@ class MasterAdmin:
                 "give the leader in the URL, as in mooncake://HOST:50051?admin=HOST:9003 "
                 f"(leader: {leader})",
             )
-        self._check_looking()
+        self._check_queries_extend_no_lease()
 
     def key_batches(self, most: int) -> Generator[Any, None, None]:
         """Yield the default tenant's keys as binary arrays with 1 to `most` keys.
@@ -271,7 +271,7 @@ class MasterAdmin:
     def can_pin(self, milliseconds: int) -> bool | None:
         """Return whether the master pins objects; None if it refuses pins of this duration.
 
-        Asks for a key that no store has.
+        The request names a key that no store has.
         """
         probe = _PROBE + secrets.token_hex(16)
         reply = self._http.post(_PIN, _pin_body([probe], milliseconds), repeatable=True)
@@ -283,8 +283,8 @@ class MasterAdmin:
     def pin(self, keys: Sequence[str], milliseconds: int | None) -> npt.NDArray[np.int64]:
         """Soft-pin objects, or remove their pins; return the master's codes: [n].
 
-        milliseconds: duration of the pins from now on, in place of that of earlier pins; None
-            removes them. The master accepts 0 too, and protects nothing.
+        milliseconds: duration of the pins from now on, which replace earlier pins; None removes
+            pins. The master accepts 0, but such a pin protects nothing.
         """
         path = _UNPIN if milliseconds is None else _PIN
         codes = np.zeros(len(keys), dtype=np.int64)
@@ -303,7 +303,7 @@ class MasterAdmin:
             raise self._http.lost(f"its reply to {path} has other keys than the request")
         return [result.error_code for result in results]
 
-    def _check_looking(self) -> None:
+    def _check_queries_extend_no_lease(self) -> None:
         # The change that stopped lease extension also added `nof_values` to each answer.
         # A query of a missing key grants no lease in any version.
         probe = _PROBE + secrets.token_hex(16)

@@ -34,11 +34,11 @@ def names_of_sockets() -> frozenset[str]:
 
 
 def close_ports(before: Set[str]) -> list[int]:
-    """Drop all packets to the listeners opened since, and end their connections.
+    """Drop all packets to the listeners that a new client has opened; end their connections.
 
-    before: `names_of_sockets` before the client was set up. Other threads of a server may listen
-        meanwhile, at ports outside of Mooncake's range.
-    Returns the ports that stay open, since the kernel has no socket filters.
+    before: `names_of_sockets` before the client was set up.
+    Only listeners within Mooncake's range of ports count, since other threads of a server may
+    listen meanwhile. Returns the ports that stay open, because the kernel has no socket filters.
     """
     ours, ports, left = _range_of_ports(), set(), []
     fresh = [number for number, name in _sockets() if name not in before]

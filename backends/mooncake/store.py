@@ -66,7 +66,7 @@ LEASE_SECONDS = 10.0  # the master's --default_kv_lease_ttl in Mooncake 0.3.13
 _LEASE_POLL_SECONDS = 0.5
 _LEASE_RETRIES = 3  # a read outlasts its lease on a busy machine
 _TCP = "tcp"
-_CARD_READERS = 4  # not measured on an RDMA network
+_CARD_READERS = 4  # reads at once if the network card copies; not measured on an RDMA network
 _WITH_MESSAGE = (Status.ERROR, Status.UNREACHABLE)
 _NOT_TEXT = "the key is not UTF-8, which Mooncake does not support"
 _PIN_TOO_LONG = "longer than the master's --max_kv_soft_pin_ttl; give a shorter time"
@@ -106,7 +106,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
         self._admin = MasterAdmin(settings.admin)
         self._client: MooncakeClient | None = None
         self._closed = False
-        self._kept: list[Any] = []
+        self._kept: list[Any] = []  # arenas that hanging calls may still write to
         self._registered: int | None = None  # address of the arena
         self._opening = threading.Lock()
         self._pin_seconds: float | None = None
@@ -115,7 +115,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
 
     @property
     def places(self) -> tuple[Hashable, ...]:
-        """Return the cluster's segments, all in one: a storage process belongs to one master."""
+        """Return the set of the cluster's segments: a storage process belongs to one master."""
         segments = frozenset((one.name, one.endpoint) for one in self._admin.segments())
         return (segments or self.url,)
 
@@ -144,7 +144,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
         """Unregister the arena."""
         if self._registered is not None and self._client is not None:
             if self._client.abandoned and self.arena is not None:
-                self._kept.append(self.arena.array)  # a reference keeps the memory mapped
+                self._kept.append(self.arena.array)  # the reference keeps the memory mapped
             else:
                 self._client.unregister(self._registered)
         self._registered = None
@@ -333,7 +333,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
         If `confirms_writes` is False, nothing is read back: the status is OK even if another writer
         has put the key after our query. If `if_absent` is False, an existing object is removed
         first, as in `delete`.
-        A full cluster evicts objects without lease or pin; FULL: still no room.
+        A full cluster evicts objects without lease or pin. FULL: there is no room even then.
         """
         self.memory(offsets, sizes, len(rows))
         keys = key_texts(rows.column("key"))

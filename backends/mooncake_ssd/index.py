@@ -1,4 +1,4 @@
-"""The objects that the files of an SSD tier hold, found by reading all metadata.
+"""Find the objects in the files of an SSD tier by reading all metadata.
 
 A directory has buckets (`ID.bucket` with `ID.meta`) or an offset file (`kv_cache.data` with
 `kv_cache.meta`). Directories `rank_{dp}_{tp}_{pp}_{cp}` below one root are one store. Links and
@@ -48,9 +48,11 @@ if TYPE_CHECKING:
 
 DATA_FILE, META_FILE = "kv_cache.data", "kv_cache.meta"
 
-# file: index into the data files. start, value: where the object and its value start, in bytes of
-# the file. size: stated bytes of the value. nbytes: those before the end of the file.
-# sequence: the bucket's id or the record's number; a newer object has a higher one.
+# file: index into the data files.
+# start, value: positions of the object and of its value in the file, in bytes.
+# size: stated bytes of the value.
+# nbytes: bytes of the value before the end of the file.
+# sequence: id of the bucket, or number of the record; a newer object has a higher number.
 OBJECT = np.dtype(
     [
         ("file", np.int64),
@@ -84,7 +86,7 @@ class Place:
 
     @property
     def state(self) -> list[tuple[str, int, int, int]]:
-        """What changes whenever a file of the directory does."""
+        """Name, inode, size and mtime of each entry, which change whenever a file does."""
         return [(n, f.st_ino, f.st_size, f.st_mtime_ns) for n, f in self.entries.items()]
 
 
@@ -95,7 +97,7 @@ class DataFile:
     directory: Directory
     name: str
     facts: os.stat_result
-    is_bucket: bool  # else it has records
+    is_bucket: bool  # False for an offset file, which has records
 
     @property
     def path(self) -> str:
@@ -123,7 +125,7 @@ class Index:
     remarks: tuple[str, ...]
 
     def stored_forms(self, key: bytes) -> tuple[bytes, bytes]:
-        """Return how a file may have a key: with the tenant, and as older releases wrote it."""
+        """Return the two forms of a key in files: with the tenant, and that of older releases."""
         return self.prefix + key, key
 
     def find(self, rows: Rows) -> IntArray:
@@ -210,8 +212,8 @@ class _Reader:
         self._buckets = 0
         self._losses: list[Loss] = []
         self._nameless: Loss | None = None  # the first offset file without metadata
-        self._special: list[str] = []  # ranks that are no directories
-        self._others: dict[bytes, int] = {}  # objects by tenant
+        self._special: list[str] = []  # names of ranks that are no directories
+        self._others: dict[bytes, int] = {}  # number of objects of each other tenant
 
     def read_place(self, place: Place) -> None:
         """Read the buckets and the offset file of a directory."""
@@ -333,7 +335,10 @@ class _Reader:
         return int((~sound).sum()) + cut, int(late.sum())
 
     def _lose(self, place: str, what: str, facts: os.stat_result | None = None) -> None:
-        """Note a loss. facts: stat of a file that a client may be writing."""
+        """Note a loss.
+
+        facts: stat of a file that a client may be writing; else None.
+        """
         changed_ns = 0 if facts is None else facts.st_mtime_ns
         self._losses.append(Loss("lost-objects", place, what, changed_ns))
 
@@ -365,7 +370,7 @@ class _Reader:
     def index(self) -> Index:
         """Return the objects. If several have one key, the newest whole object counts.
 
-        Raises UnsupportedByBackend if nothing but an offset file without metadata is there.
+        Raises UnsupportedByBackend if the store is a single offset file without metadata.
         """
         if self._nameless is not None and len(self._losses) == 1 and not self._files:
             raise UnsupportedByBackend(str(self._nameless))

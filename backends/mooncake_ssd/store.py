@@ -1,7 +1,7 @@
-"""The SSD tier of Mooncake, offline: the directory that a client with SSD offload leaves behind.
+"""Read Mooncake's SSD tier offline: the directory that a client with SSD offload leaves behind.
 
-The store is read-only: a running client knows its files from memory, so a changed file would be
-read as garbage. Keys are those of the Mooncake store.
+The store is read-only: a running client keeps the places of its objects in memory, and would read
+garbage from a changed file. The keys are equal to those of a Mooncake store.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 SCAN_ROWS = 16384
 VERSION_FIELDS = ("inode", "mtime", "offset", "sequence")
 _UINT64 = (1 << 64) - 1
-# By whether records have digests.
+# Traits of stores without and with digests.
 _TRAITS = tuple(
     Traits(
         columns=frozenset({"nbytes", "mtime_ns", "locator", "version"}),
@@ -161,7 +161,7 @@ class MooncakeSsdStore(Losing):
         return Reading(index, rows, memory, offsets, capacities).read()
 
     def _current(self) -> Index:
-        """Return the index of the files as they are now."""
+        """Return the index of the present files. Read them again only after a change."""
         with self._reading:
             with errors_as(StoreUnavailable, self.url, "list the directory", CHECK_MOUNT):
                 places = open_places(self._root)
@@ -213,7 +213,7 @@ class Reading:
         self._statuses = np.full(len(rows), Status.GONE, dtype=np.uint8)
         self._nbytes = np.full(len(rows), -1, dtype=np.int64)
         self._versions = np.zeros((len(rows), len(VERSION_FIELDS)), dtype=np.uint64)
-        self._compared = np.zeros(len(rows), dtype=np.bool_)  # with their CRC
+        self._compared = np.zeros(len(rows), dtype=np.bool_)  # rows compared with their CRC
         self._errors: dict[int, str] = {}
 
     def read(self) -> ReadResult:

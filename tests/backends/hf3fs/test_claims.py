@@ -38,5 +38,5 @@ def test_processes_that_claim_at_once_agree(
 def test_what_is_no_claim_is_named(tmp_path: Path) -> None:
     prefix = str(tmp_path / "hicache")
     (tmp_path / "hicache.hicachectl-deployment").touch()
-    with pytest.raises(StoreUnavailable, match="hicachectl-deployment: is no deployment's tag"):
+    with pytest.raises(StoreUnavailable, match="hicachectl-deployment: does not hold the tag"):
         claimed_by(prefix, OURS, writes=True)
