@@ -54,7 +54,12 @@ _BATCH_ROWS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """Recorded digests. entries: a table of SCHEMA. store: URL of the store."""
+    """Recorded digests.
+
+    entries: a table of SCHEMA.
+    store: URL of the store.
+    identity_fields: names of the numbers in the column `identity`.
+    """
 
     entries: pa.Table
     store: str
@@ -182,5 +187,5 @@ def _check_claims(file: object, metadata: dict[bytes, bytes], nbytes: int, sourc
         )
 
 
-# Of a catalog whose entries are elsewhere, or not recorded yet.
+# The catalog before its entries are recorded, or while they are kept elsewhere.
 NO_ENTRIES = Catalog(SCHEMA.empty_table(), "", ())

@@ -1,8 +1,7 @@
-"""Rectangular copies between two axis orders, for relayout, reshard, scatter and gather.
+"""Plan rectangular copies between two axis orders, for relayout, reshard, scatter and gather.
 
-A plan copies the overlap of two boxes of indices along named axes, each with its axis order and
-strides. numpy executes plans on the host (`kernels.relayout`), Triton on a device
-(`kernels.copy_triton`).
+A plan copies the overlap of two boxes of indices. Each box has its own axis order and strides.
+numpy executes plans on the host (`kernels.relayout`), Triton on a device (`kernels.copy_triton`).
 """
 
 from __future__ import annotations
@@ -141,10 +140,10 @@ def overlap(
 
 
 def compact(axes: Iterable[Axis], run: int) -> tuple[tuple[Axis, ...], int]:
-    """Sort axes in the destination's order, and join those contiguous on both sides.
+    """Sort axes in the destination's order, and join axes that are contiguous on both sides.
 
     run: bytes of an item.
-    Returns the axes left, outermost first, and the run's bytes.
+    Returns the remaining axes, outermost first, and the bytes of the joined run.
     """
     left: list[Axis] = []
     for axis in sorted(axes, key=lambda axis: axis.destination):

@@ -1,6 +1,6 @@
 """Parse untrusted JSON and TOML, with bounds on the number and depth of values.
 
-The caller bounds the text's size; these bounds keep parsing time and memory proportional to it.
+The caller bounds the text's size. These bounds keep parsing time and memory proportional to it.
 Without them, `tomllib` needs quadratic time and memory for a dotted key, and a kilobyte for a
 five-byte table header.
 """
@@ -81,7 +81,7 @@ def parse_json_object(
 def parse_toml(
     text: str, source: str, *, refusal: type[HicacheError] = FormatError
 ) -> dict[str, Any]:
-    """Parse untrusted TOML text; arguments and errors as for `parse_json`."""
+    """Parse untrusted TOML text. Arguments and errors: see `parse_json`."""
     structure = _TOML_TEXT.sub('""', text)
     tables = sum(structure.count(character) for character in "=[{")
     if tables > MAX_TABLES:

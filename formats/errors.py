@@ -25,7 +25,7 @@ class ProfileError(FormatError):
 
 
 class UnsupportedByBackend(HicacheError):
-    """A request that this type of store can never serve."""
+    """A request that this kind of store can never serve."""
 
 
 class CollidingKeys(UnsupportedByBackend):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T", bound=msgspec.Struct)
 _V = TypeVar("_V")
 
-_MAX_PROBLEMS = 20  # named in one message
+_MAX_PROBLEMS = 20  # most problems that one message names
 _UNIONS = (Union, UnionType)
 # msgspec raises UnicodeEncodeError for names and some texts with a lone surrogate.
 _REFUSALS = (msgspec.ValidationError, UnicodeEncodeError)

@@ -1,10 +1,10 @@
 """Convert token ids to page hashes, as SGLang's storage path does.
 
-A page's hash is SHA-256 over the previous page's hash (32 bytes; nothing for page 0 without a
-namespace) and the page's words: unsigned 32-bit little-endian or, if any word does not fit, a byte
-ff and all words as 64-bit. Source: sglang srt/mem_cache/utils.py ::
-get_storage_hash_str, storage_namespace_seed; cpp_utils/hash_binding.cpp :: hash_pages_to_hex_blob;
-radix_cache.py :: RadixKey.
+A page's hash is SHA-256 over the previous page's hash and the page's words. The previous hash has
+32 bytes; page 0 has none, or the seed of a namespace. Words are unsigned 32-bit little-endian; if
+one does not fit, a byte ff comes first and all words have 64 bits. Source: sglang
+srt/mem_cache/utils.py :: get_storage_hash_str, storage_namespace_seed;
+cpp_utils/hash_binding.cpp :: hash_pages_to_hex_blob; radix_cache.py :: RadixKey.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HASH_BYTES = PAGE_DIGITS // 2
 MAX_TOKEN = 2**63 - 1
 
 _MAX_NARROW = 0xFFFFFFFF
-_WIDE_MARKER = 0xFF  # makes the byte count odd, so no narrow page has the same hash
+_WIDE_MARKER = 0xFF  # makes the byte count odd, so that no narrow page has the same hash
 _NAMESPACE_TEXT = b"sglang-cache-namespace-v1"
 
 Tokens = Sequence[int] | Sequence[tuple[int, ...]] | npt.NDArray[np.integer]

@@ -1,8 +1,8 @@
-"""Identities: what decides whether a server may use the bytes of an object.
+"""Name the facts that decide whether a server may use the bytes of an object: its identity.
 
 Two objects under one key can differ in weights, dtype or layout, which no key shows. An identity
-names them; its hash is in each trailer, and in the tag of Mooncake keys. It has no rank but what
-the key states, no path and no time: all hosts of a deployment compute the same.
+names them; its hash is in each trailer, and in the tag of Mooncake keys. It has no paths, no times
+and no ranks, so that all hosts of a deployment compute the same identity.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Bytes = Annotated[int, Meta(ge=0, le=1 << 48)]
 class Identity(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Facts about the bytes of one kind of object.
 
-    model: the name that keys have, "-" for "/".
-    weights: text that names the target's weights, from `formats.weights` or chosen by the user.
-    draft_weights: the same of the draft, for draft pools and packed draft layers; else "".
+    model: the model's name in keys, with "-" for "/".
+    weights: name of the target's weights, from `formats.weights` or chosen by the user.
+    draft_weights: name of the draft's weights for draft pools and packed draft layers; else "".
     pool, part: see `objects.Coordinate`.
     dtype: dtypes of the object's tensors in order, without repetitions, joined by "+".
-    layout: SGLang's --hicache-mem-layout after normalisation.
+    layout: SGLang's --hicache-mem-layout after its overrides.
     page_size: tokens of a page.
     layer_bytes: bytes of one layer of the object; 0 for a logical anchor.
     pp_partition: result of `pools.partition_text`. Under another division, equal keys have other
@@ -68,7 +68,10 @@ class Identity(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def _hashed(identity: Identity) -> dict[str, object]:
-    """Return the facts that a hash covers; those that came later, only where they are stated."""
+    """Return the facts that a hash covers.
+
+    A field of a later release counts only if it is stated, so that earlier hashes stay valid.
+    """
     facts = asdict(identity)
     if not identity.pp_partition:
         del facts["pp_partition"]
@@ -102,7 +105,7 @@ def object_identity(profile: Profile, spec: ObjectSpec) -> Identity | None:
 
 
 def _drafts(profile: Profile, spec: ObjectSpec) -> bool:
-    """Return whether a draft wrote some of a spec's bytes; packed layers are on the last stage."""
+    """Return whether some of a spec's layers are the draft's; packed ones are on the last stage."""
     pool = profile.pool(spec.pool)
     if pool is None or not spec.layers:
         return False
@@ -111,12 +114,12 @@ def _drafts(profile: Profile, spec: ObjectSpec) -> bool:
 
 
 def differences(found: Identity, expected: Identity) -> str:
-    """Return in words what differs: `dtype float16 instead of bfloat16`; "" if nothing does."""
+    """Return the differences as text, such as `dtype float16 instead of bfloat16`; "" if equal."""
     return ", ".join(unlike(asdict(found), asdict(expected)))
 
 
 def unlike(theirs: Mapping[str, object], ours: Mapping[str, object]) -> list[str]:
-    """Return in words which facts differ, in the order of ours."""
+    """Return a text for each fact that differs, in the order of `ours`."""
     return [
         f"{name.replace('_', ' ')} {theirs[name] or 'none'} instead of {value or 'none'}"
         for name, value in ours.items()
@@ -144,13 +147,14 @@ def deployment_tag(
 ) -> str:
     """Return the `extra_backend_tag` of a deployment's Mooncake keys: 32 hex digits.
 
-    All objects of a group need one tag, so it is equal on all ranks and stages, which have equal
-    pools but for drafts. Sizes are compared at each read.
+    All objects of a group need one tag, so all ranks and stages compute the same one; their pools
+    are equal except for drafts. The tag has no sizes: each read compares them.
 
     anchor: identity of the anchor's page with all parts.
     sidecars: dtypes of the other pools by name, without drafts.
-    tp_size: attention TP ranks that keys name; None if the ranks share the anchor. With fewer heads
-        than ranks, objects of one rank but other TP sizes have equal bytes of other heads.
+    tp_size: attention TP size, if keys name the TP rank; None if the ranks share the anchor. It
+        counts because, with fewer heads than ranks, an object of the same rank and size has other
+        heads under another TP size.
     draft_weights: name of the draft's weights, also on stages without it; "" without a draft.
     """
     facts = _hashed(replace(anchor, part=None, draft_weights=draft_weights))

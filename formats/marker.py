@@ -1,7 +1,7 @@
-"""Markers: what the directory of a file store says of its objects with trailers.
+"""Markers: JSON files that say which objects of a file store have trailers.
 
-One JSON file states that objects with one suffix, identity and number of bytes have trailers. With
-it, a listing knows the bytes of objects without opening them.
+One marker states that objects with one suffix, identity and number of bytes have trailers. With
+markers, a listing knows the bytes of objects without opening them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class Marker(NamedTuple):
 
 
 class _Form(Struct, forbid_unknown_fields=True):
-    """A marker in JSON. identity: hash of its facts, in hexadecimal digits."""
+    """A marker in JSON.
+
+    identity: hash of `facts`, in hexadecimal digits.
+    """
 
     form: int
     suffix: Annotated[str, Meta(min_length=1, max_length=255)]

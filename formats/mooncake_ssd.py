@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 DEFAULT_TENANT = "default"
-# In a stored key, it stands between the tenant and the key; older releases store no tenant.
+# Separates the tenant from the key in a stored key; older releases store no tenant.
 TENANT_END = b"\0"
 OFFSET_VERSION = 3
-VALUE_ALIGNMENT = 4096  # a value begins at a multiple of it, from the start of its record
+VALUE_ALIGNMENT = 4096  # a value begins at a multiple of these bytes within its record
 MAX_RECORD_KEY_BYTES = 1 << 20
 RECORD = np.dtype(
     [
@@ -51,7 +51,7 @@ _OFFSET_FIELDS = {
     0x22: "fifo_entries",
     0x2A: "evicted_keys_this_batch",
 }
-# base, multiplier_bits, capacity, allocated_size, allocated_num; size, current_capacity,
+# Fields: base, multiplier_bits, capacity, allocated_size, allocated_num; size, current_capacity,
 # max_capacity, free_storage, used_bins_top; used bins, bin indices; free_offset.
 _ALLOCATOR = struct.Struct("<5Q5I32x1024xI")
 _NODE = np.dtype(
@@ -71,8 +71,8 @@ _CRC_AT = RECORD.itemsize - 4
 class BucketMeta:
     """Objects of a bucket: each is the bytes of its stored key, then its value.
 
-    keys: [n] as stored, with the tenant.
-    starts: [n] int64, of the key, in bytes from the start of the bucket.
+    keys: [n] stored keys, with the tenant.
+    starts: [n] int64, positions of the keys, in bytes from the start of the bucket.
     sizes: [n] int64, bytes of the value.
     """
 
@@ -179,9 +179,9 @@ def record_problem(
 ) -> tuple[str, bool]:
     """Compare a record with its listing.
 
-    Return the problem, "" for none, and whether the problem is the CRC.
     head: the record up to its value.
     stored: the possible stored keys.
+    Returns the problem, "" for none, and whether the problem is the CRC.
     """
     record = parse_records(head[: RECORD.itemsize])[0]
     key = head[RECORD.itemsize : RECORD.itemsize + int(record["key_bytes"])]

@@ -1,8 +1,8 @@
-"""Statuses: descriptions of the ranks of a server with the plug-in, in files of its store.
+"""Statuses: files in a store that describe the ranks of servers with the plug-in.
 
-A JSON file for each rank in `.hicachectl/status/` says who serves what, since when, and how many
-tokens and pages it moved or refused. It is written again every `WRITTEN_EVERY_S` and when the
-backend is detached. A killed server leaves its last one.
+Each rank has a JSON file in `.hicachectl/status/`. The file names the rank, its process and its
+model, and counts the tokens and pages that the rank moved and refused. It is written again every
+`WRITTEN_EVERY_S` and when the backend is detached. A killed server leaves its last status.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 STATUS_DIRECTORY = "status"
-MAX_STATUSES = 4096  # ranks, those of servers that have ended among them
+MAX_STATUSES = 4096  # most statuses in a store, including servers that have ended
 MAX_STATUS_BYTES = 64 << 10
 WRITTEN_EVERY_S = 10.0
-STALE_AFTER_S = 60.0  # a rank that lives has missed several turns by then
+STALE_AFTER_S = 60.0  # a live rank would have written its status several times by then
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,199}\.json")
 _UNSAFE = re.compile(r"[^A-Za-z0-9]+")
 _LONGEST_HOST = 63
@@ -34,8 +34,8 @@ _FORM = 1
 _MAX_VALUES = 1000
 _LONGEST_TEXT = 4096
 
-# What is counted: stages of a page's way, in tokens; reasons, in pages, files and operations. The
-# names are members of `PluginStatus`, parts or labels of the metrics, and titles of `explain`.
+# Names of counts: the stages of a page count tokens; the reasons count pages, files or operations.
+# The names are members of `PluginStatus`, parts or labels of the metrics, and titles of `explain`.
 Stage = Literal["asked", "found", "restored", "written", "evicted"]
 Refused = Literal[
     "damaged",
@@ -76,7 +76,7 @@ COUNTED: Mapping[str, tuple[str, ...]] = {
     "removed": get_args(Removed),
     "failed": get_args(Failed),
 }
-# Metrics by kind. Those of tokens have the stage in their name.
+# Metrics by kind. A metric of tokens has the stage in its name.
 _METRICS = {
     "tokens": "hicachectl_plugin_{}_tokens_total",
     "refused": "hicachectl_plugin_refused_pages_total",
@@ -98,22 +98,22 @@ class PluginStatus(Struct, frozen=True, kw_only=True):
     release: version of hicachectl.
     host: name of the host, as the server sees it.
     pid: process of the rank.
-    pid_namespace: inode of the process's /proc/self/ns/pid, in which `pid` counts.
+    pid_namespace: inode of /proc/self/ns/pid: the namespace in which `pid` is valid.
     started_ns: start of the process, Unix ns.
     tp_rank, tp_size, pp_rank, pp_size, cp_rank, cp_size, dp_rank: coordinates of the rank in
         SGLang's storage configuration; tp counts the ranks of attention.
     model: served model name.
-    weights, draft_weights: texts that name the weights; empty if this host could not name them.
+    weights, draft_weights: names of the weights; empty if this host could not name them.
     page_size: tokens of a page.
-    dtype: dtype of the kv pool; empty before that is registered.
-    layout: memory layout of the kv pool; empty before that is registered.
+    dtype: dtype of the kv pool; empty before that pool is registered.
+    layout: memory layout of the kv pool; empty before that pool is registered.
     pools: names of the served pools.
-    stores: URLs of the stores without secrets; the first is the one with this file.
+    stores: URLs of the stores without secrets; the first store has this file.
     attached_ns: time of the attachment, Unix ns.
     written_ns: time of writing this file, Unix ns.
-    closed: whether the backend was detached, or the server ended in order.
-    excluded: messages why all pages are misses until the next attach, by reason.
-    tokens: tokens since the process has first used these stores, by stage (`Stage`).
+    closed: whether the backend was detached, or the server shut down.
+    excluded: texts, by reason, that say why all pages are misses until the next attach.
+    tokens: tokens since the process first used these stores, by stage (`Stage`).
     refused: pages of a pool that were misses or were not written, by reason.
     noted: pages of a pool that were served in spite of a reason, by reason.
     removed: files that were removed, by reason.

@@ -1,4 +1,4 @@
-"""One rank's piece of one pool in a page: layers, heads, states and row widths.
+"""Compute one rank's piece of one pool in a page: layers, heads, states and row widths.
 
 Divisions follow SGLang: pipeline stages (srt/distributed/utils.py :: get_pp_indices), KV heads
 (srt/configs/model_config.py :: get_num_kv_heads), context-parallel layer split

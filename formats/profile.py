@@ -69,7 +69,8 @@ _POOL_BOUNDS = {
 class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A deployment. `tp` is the attention TP size, as in the keys.
 
-    prefetch_threshold: tokens. A server fetches nothing if fewer of a request are in the store.
+    prefetch_threshold: tokens. A server fetches nothing for a request with fewer tokens in the
+        store.
     inferred: built from a store's listing. Only model, topology, pools and object sizes are valid;
         commands that interpret bytes refuse the profile.
     """
@@ -80,7 +81,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     page_size: int = 1
     layout: str = "page_first"
     tp: int = 1
-    linear_tp: int = 0  # 0: as tp
+    linear_tp: int = 0  # 0: equal to tp
     pp: int = 1
     pp_partition: tuple[int, ...] = ()
     cp: int = 1
@@ -89,7 +90,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tp_lcm_size: int = 0
     tag: str = ""
     weights: str = ""  # names the weights (`formats.weights`); "": unknown
-    draft_weights: str = ""  # "": as weights
+    draft_weights: str = ""  # "": equal to weights
     hash_unit: str = "token"
     speculative_algorithm: str = ""
     prefetch_threshold: int = PREFETCH_THRESHOLD

@@ -1,10 +1,10 @@
 """A quarantine run: a folder with the objects that one repair removed, which is itself a store.
 
-QUARANTINE/RUN/.hicachectl/run.json        what the folder is: see `backends.runs.RunForm`
-QUARANTINE/RUN/.hicachectl/findings.jsonl  why the pages were removed, one finding a line
+QUARANTINE/RUN/.hicachectl/run.json        description of the run: see `backends.runs.RunForm`
+QUARANTINE/RUN/.hicachectl/findings.jsonl  findings for which pages were removed, one a line
 QUARANTINE/RUN/.hicachectl/plugin/         the store's markers of objects with trailers
 QUARANTINE/RUN/KEY                         an object, under the store's own names and folders
-QUARANTINE/RUN/run.hcpack                  instead: all objects of a store without files
+QUARANTINE/RUN/run.hcpack                  all objects, if the store has no files
 QUARANTINE/RUN.purged                      the rest of a run whose purge was interrupted
 """
 
@@ -32,6 +32,9 @@ def is_earlier_run(name: str, entries: Iterable[str]) -> bool:
 
 
 def is_quarantine(path: str, names: Iterable[str]) -> bool:
-    """Return whether a directory is a quarantine. names: its entries."""
+    """Return whether a directory is a quarantine.
+
+    names: the directory's entries.
+    """
     parts = path.rsplit("/", 2)[-2:]
     return parts == [SIDE, "quarantine"] or any(map(_EARLIER_RUN.fullmatch, names))

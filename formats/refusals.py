@@ -31,7 +31,10 @@ _FIXED = {
 
 
 class Side(NamedTuple):
-    """The source or destination deployment. specs: its objects under the grammar."""
+    """The source or destination deployment.
+
+    specs: its objects under the grammar.
+    """
 
     profile: Profile
     grammar: str
@@ -158,7 +161,7 @@ def _check_pool(one: Pool, two: Pool) -> None:
 
 
 def _comparable(pool: Pool) -> Pool:
-    """Return a pool with explicit dtype and V width, without layers: regions compare the layers."""
+    """Return a pool with explicit dtype and V width, without layers, which regions compare."""
     dtype, v_head_dim = kind_of(pool).dtype(pool), pool.v_head_dim or pool.head_dim
     return replace(pool, layers=0, packed_draft_layers=0, dtype=dtype, v_head_dim=v_head_dim)
 

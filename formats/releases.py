@@ -1,8 +1,8 @@
-"""What differs between releases of SGLang, for each published one from 0.5.6 on.
+"""The facts in which releases of SGLang differ, for each published one from 0.5.6 on.
 
 Source: the published wheels, hicache_storage.py :: HiCacheFile, mooncake_store.py :: MooncakeStore,
 ServerArgs.hicache_mem_layout, pool_host/dsa.py and the symbols named below.
-`tests/data/releases.json` records what each wheel's own code does
+`tests/data/releases.json` records the results of each wheel's own code
 (tests/conformance/record_releases.py).
 """
 
@@ -19,13 +19,14 @@ _VERSION = re.compile(r"v?([0-9]{1,9}(?:\.[0-9]{1,9})*)(?!\.?[0-9])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """Facts from a release on, until the next row of RELEASES.
+    """Facts that hold from a release on, until the next row of RELEASES.
 
     layout: default of --hicache-mem-layout.
-    file_stage, file_cp: file keys name the pipeline stage, the context-parallel rank.
+    file_stage: file keys name the pipeline stage.
+    file_cp: file keys name the context-parallel rank.
     file_state_rank: file and 3FS keys of Mamba states name the TP rank beside an MLA target.
-    mooncake_stage: Mooncake keys name the stage, and those of MLA have a rank field, possibly
-        empty: `__k`, not `_k`.
+    mooncake_stage: Mooncake keys name the stage, and keys of MLA have a rank field, possibly empty:
+        `__k`, not `_k`.
     mooncake_model: Mooncake keys begin with the model's name, after any tag.
     compact_indexer: layers that reuse another layer's top-k have no index keys in objects.
     indexer: index keys have objects, and a look-up asks for them (hicache_storage.py :: PoolName).
@@ -82,7 +83,7 @@ def sglang_version(text: str) -> tuple[int, ...]:
 
 
 def release_of(text: str) -> Release:
-    """Return the facts of a version; of the nearest one known for others. Raises ProfileError."""
+    """Return the facts of a version, or of the nearest known one. Raises ProfileError."""
     version = sglang_version(text)
     return next((x for x in reversed(RELEASES) if x.since <= version), RELEASES[0])
 

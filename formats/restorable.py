@@ -1,4 +1,4 @@
-"""Prefixes of page chains that a server can restore, by its pools' hit policies.
+"""Find the prefixes of page chains that a server can restore, by its pools' hit policies.
 
 A prefix of p pages is restorable if every pool has the pages that its policy needs: with ALL_PAGES,
 pages 0..p-1; with TRAILING_PAGES, the last `window` of these. Ranks agree on the longest prefix
@@ -33,7 +33,7 @@ class PoolPages:
     """Positions at which a pool has the objects of all ranks.
 
     present: [positions] bool.
-    window: how many last pages of a prefix need the pool, or ALL_PAGES.
+    window: number of last pages of a prefix that need the pool, or ALL_PAGES.
     """
 
     present: BoolArray

@@ -1,4 +1,4 @@
-"""Specs of a page's objects, for all ranks of a deployment, as a key grammar divides it."""
+"""Derive the specs of a page's objects, for all ranks of a deployment and one key grammar."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ class ObjectSpec:
 
     affix: text of the key before and after the page hash.
     nbytes: bytes; UNKNOWN_SIZE if neither profile nor store states them.
-    anchor: whether servers treat the page as present because of this object.
-    trailing_pages: how many last pages of a stored node have the object (Mamba, SWA); 0: all.
-    listed: False if found in the store, but not in the profile.
+    anchor: whether servers look for this object to tell whether the page exists.
+    trailing_pages: number of last pages of a stored node that have the object (Mamba, SWA); 0 if
+        all pages have it.
+    listed: False for an object that is in the store, but not in the profile.
     tensors: contents without gaps; empty if the form is unknown.
     layers, padding_layers: see `pools.PoolPiece`.
     """
@@ -65,17 +66,17 @@ class ObjectSpec:
 
     @property
     def object_set(self) -> tuple[str, int | None, bool]:
-        """Identity of the object's set: pool or the pool that it follows, linear TP size of a
-        trailing pool, listed or not.
+        """Identity of the object's set.
 
-        A whole page has all objects of each set; of a trailing set, it may have none.
+        Pool, or the pool that it follows; linear TP size of a trailing pool; listed or not. A whole
+        page has all objects of each set; of a trailing set, it may have none.
         """
         linear_tp = self.coordinate.shard.tp_size if self.trailing else None
         return pool_name(self.pool).follows or self.pool, linear_tp, self.listed
 
     @property
     def awaited(self) -> bool:
-        """Whether a removal treats a page as whole again only if it has this object.
+        """Whether a removal waits for this object before it treats a page as whole again.
 
         False for drafts, which servers without speculation do not write, and trailing objects,
         which most pages lack.
@@ -209,7 +210,7 @@ _Held = dict[Coordinate, tuple[PoolPiece, tuple[TensorLayout, ...]]]
 def _held(profile: Profile, grammar: Grammar, pool: Pool) -> _Held:
     """Return the piece and tensors of each object of a pool, ranks in order.
 
-    Of ranks that share an object, the first one's; no tensors if the form is unknown.
+    If ranks share an object, the first rank's piece counts. No tensors if the form is unknown.
     """
     if not grammar.unequal_halves:
         kind_of(pool).check_flat(pool)

@@ -1,4 +1,4 @@
-"""Trailers: 128 bytes after an object's bytes in a file store, which say what the bytes are.
+"""Trailers: 128 bytes after an object's bytes in a file, which describe these bytes.
 
 SGLang's HiCacheFile reads an object's bytes only, so it reads such a file like its own
 (hicache_storage.py :: HiCacheFile.get).
@@ -7,7 +7,7 @@ SGLang's HiCacheFile reads an object's bytes only, so it reads such a file like 
          0      8  magic
          8      1  version of this form: 1
          9      1  digest kind: 0 none, 1 xxh3_128, 2 blake3
-        10      2  rank whose bytes these are (`trailer_rank`); 0: not stated, as in older trailers
+        10      2  rank that has these bytes (`trailer_rank`); 0: not stated, as in older trailers
         12      4  CRC-32 of the trailer, with these four bytes zero
         16      8  bytes of the object, without the trailer
         24     32  digest of the object's bytes, zeros after it
@@ -54,7 +54,7 @@ _LONG_NAME = b"\xff"  # first byte of a hashed name; no UTF-8 text starts with i
 
 
 class Trailer(NamedTuple):
-    """What a trailer says of an object.
+    """The description of an object in its trailer.
 
     digest_kind: one of DIGEST_KINDS.
     digest: 32 bytes, zero-padded.
@@ -75,9 +75,9 @@ class Trailer(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What trailers of a pool's objects must state.
+    """The values that trailers of a pool's objects must state.
 
-    names: possible names, from `trailer_name`; without any, every name and rank is possible.
+    names: possible names, from `trailer_name`; if empty, every name and rank is possible.
     ranks: possible ranks, from `trailer_rank`. Trailers that name no rank are accepted, too.
     identity: 16 bytes; None for any identity.
     """
@@ -89,8 +89,9 @@ class Expected(NamedTuple):
     def difference(self, trailer: Trailer, nbytes: int, page: bytes) -> str:
         """Return the first field of a trailer that differs; "" if all are as expected.
 
-        "nbytes", "page" and "name" show damage; "identity" and "rank" another writer.
-        nbytes: of the object.
+        "nbytes", "page" and "name" show damage; "identity" and "rank" show another writer.
+
+        nbytes: size of the object.
         page: the 32 bytes of its page hash.
         """
         if trailer.nbytes != nbytes:
@@ -119,8 +120,8 @@ def trailer_name(pool: str, part: str | None = None) -> bytes:
 def trailer_rank(shard: Shard) -> int:
     """Return the number that names a rank and its TP size in trailers: 16 bits.
 
-    It has the ranks that the object's key states. NO_RANK for more than 1,022 ranks, and for keys
-    of layers and heads, which state no rank.
+    The number encodes the ranks that the object's key states. It is NO_RANK for more than 1,022
+    ranks, and for keys of layers and heads, which state no rank.
     """
     if shard.layers is not None:
         return NO_RANK
@@ -143,13 +144,16 @@ def trailer_rank(shard: Shard) -> int:
 
 
 def rank_text(rank: int) -> str:
-    """Return in words which rank a trailer names: `rank 1 (tp 2)`; rank: not NO_RANK."""
+    """Return the rank in a trailer as text: `rank 1 (tp 2)`.
+
+    rank: number other than NO_RANK.
+    """
     number, tp_size = (rank & (1 << _RANK_BITS) - 1) - 1, rank >> _RANK_BITS
     return f"rank {number} (tp {tp_size or f'{1 << _TP_BITS} or more'})"
 
 
 def digest_text(kind: str, digest: bytes) -> str | None:
-    """Return a trailer's digest in words, as `xxh3:<hex>`; None without a digest.
+    """Return a trailer's digest as text, `xxh3:<hex>`; None without a digest.
 
     digest: 32 bytes, zero-padded.
     """
@@ -178,7 +182,7 @@ def dump_trailer(trailer: Trailer) -> bytes:
 
 
 def parse_trailer(data: Buffer) -> Trailer | None:
-    """Return the trailer in 128 bytes; None if they are none.
+    """Return the trailer in 128 bytes; None if the bytes are not a trailer.
 
     Raises FormatError for a trailer that is damaged or of an unknown form.
     """
@@ -213,13 +217,17 @@ class PoolTrailers:
         self._checksum = zlib.crc32(self._head + bytes(_CHECKSUM.size))
 
     def dump(self, page: bytes, digest: bytes) -> bytes:
-        """Return the 128 bytes of a page's trailer. page: 32 bytes. digest: 32, zero-padded."""
+        """Return the 128 bytes of a page's trailer.
+
+        page: the 32 bytes of its page hash.
+        digest: 32 bytes, zero-padded.
+        """
         rest = b"".join((self._nbytes, digest, page, self._tail))
         checksum = zlib.crc32(rest, self._checksum).to_bytes(_CHECKSUM.size, "little")
         return b"".join((self._head, checksum, rest))
 
     def digest(self, data: bytes, page: bytes) -> bytes | None:
-        """Return the digest in a trailer; None unless the trailer is one of these for the page."""
+        """Return the digest in a trailer; None if the trailer is not this pool's for the page."""
         digest = data[_DIGEST_AT:_PAGE_AT]
         return digest if data == self.dump(page, digest) else None
 

@@ -61,7 +61,7 @@ class TransferPlan:
     """All copies between the objects of one page in two deployments.
 
     sources, destinations: all objects that a page can have, in `object_specs` order.
-    units: the smallest sets of objects without copies between sets; each destination is in one.
+    units: the smallest sets of objects without copies between sets. Each destination is in one set.
     """
 
     sources: tuple[ObjectSpec, ...]
@@ -99,8 +99,9 @@ def retargeted(profile: Profile, **changes: Any) -> Profile:
     """Return the profile of a deployment that stores the same pages differently; not validated.
 
     changes: fields of a profile; None keeps a value. A new pp gets SGLang's default partition if
-    none is given. linear_tp follows tp if both were equal. Raises ProfileError for another release
-    (sglang) with other objects, unless the pools change, too.
+        none is given. linear_tp follows tp if both were equal.
+    Raises ProfileError for another release (sglang) with other objects, unless the pools change,
+    too.
     """
     if changes.get("sglang") and not changes.get("pools"):
         check_release(profile, changes["sglang"])
@@ -149,8 +150,9 @@ class _Sources:
     ) -> list[list[CopyPlan]]:
         """Return the copies that fill each box of a destination.
 
-        replica: the destination's number among its replicas; holders of equal content are used in
-        turn. A source that the destination needs anyway comes first: units stay small.
+        replica: number of the destination among its replicas, by which holders of equal content are
+            used in turn. A source that the destination needs anyway comes first, so that units stay
+            small.
         """
         needed = [(place, one) for place, box in enumerate(wanted) for one in self._holders(box)]
         needed.sort(key=lambda pair: len(pair[1]))  # boxes that one source holds come first
@@ -225,7 +227,10 @@ def _gap_text(expected: ObjectSpec) -> str:
 
 
 def _marker_units(source: Side, destination: Side) -> Iterator[TransferUnit]:
-    """Yield a unit per object that stands for an anchor without bytes, from one if one exists."""
+    """Yield a unit for each object that stands for an anchor without bytes.
+
+    Its source is such an object of the source deployment, if that has any.
+    """
     there = source.markers
     for position, number in enumerate(destination.markers):
         taken = (there[position % len(there)],) if there else ()

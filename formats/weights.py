@@ -3,13 +3,13 @@
 A fingerprint covers the model's config files and, of each safetensors shard, its name, size, header
 and samples. Paths, links, owners and times do not count, nor do tokenizers and code.
 
-Every change is seen of a config value, of a tensor's name, dtype, shape or place, and of a shard's
-size. Of the numbers only samples are read, since a model can have a terabyte: 4 KiB from the middle
-of each tensor, and more, evenly spaced, of a tensor above 64 MiB: one for each 64 MiB. Training, a
-merged adapter or another quantisation changes most numbers of at least one tensor, and so
-practically always a sample. A change within a share p of one tensor with n samples is missed with
-probability 1 - n x p, or 0 if that is negative: a few edited rows or experts can go unnoticed.
-The places are known, so a fingerprint is no protection against forgery.
+A fingerprint changes with every config value, with a tensor's name, dtype, shape or place, and with
+a shard's size. Since a model can have a terabyte, it covers only samples of the numbers: 4 KiB from
+the middle of each tensor; of a tensor above 64 MiB, 4 KiB for every 64 MiB, evenly spaced.
+Training, a merged adapter or another quantisation changes most numbers of at least one tensor, and
+so practically always a sample. A change within a share p of one tensor with n samples is missed
+with probability 1 - n x p, or 0 if that is negative: a few edited rows or experts can go unnoticed.
+The places of samples are known, so a fingerprint does not protect against forgery.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hicachectl.formats.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
-FINGERPRINT_DIGITS = 32  # hexadecimal
+FINGERPRINT_DIGITS = 32  # hexadecimal digits
 _AGAIN = "download the file again"
 LENGTH_BYTES = 8  # a shard begins with its header's length, little endian
 MAX_HEADER_BYTES = 100_000_000  # safetensors refuses longer ones
 MAX_RANGE_BYTES = 1 << 20
-MODEL_CONFIGS = ("config.json", "params.json")  # the second: Mistral's own format
+MODEL_CONFIGS = ("config.json", "params.json")  # params.json is Mistral's own format
 # The names under which SGLang and its quantisation methods look for a checkpoint's quantisation
 # (configs/model_config.py :: _parse_quant_hf_config, _find_quant_modelslim_config;
 # layers/quantization :: get_config_filenames).
@@ -52,10 +52,10 @@ _JOINED_GAP = 16 << 10  # reading this much more costs less than another read
 _GROUP_RANGES = 64
 # Fields of configs, at any depth, without an effect on results.
 _IDLE_FIELDS = frozenset({
-    "_name_or_path",  # where the config was read from
+    "_name_or_path",  # place from which the config was read
     "_commit_hash",  # version of that place
-    "transformers_version",  # wrote the config
-    "_attn_implementation_autoset",  # wrote the config
+    "transformers_version",  # release that wrote the config
+    "_attn_implementation_autoset",  # note of the release that wrote the config
 })  # fmt: skip
 
 
@@ -113,8 +113,10 @@ def header_bytes(start: bytes, nbytes: int, source: str) -> int:
 
 
 def read_header(header: bytes, nbytes: int, source: str) -> Shard:
-    """Return the shard of a header, the bytes after the length; else as for `header_bytes`.
+    """Return the shard that a header describes.
 
+    header: the bytes after the header's length.
+    nbytes, source: see `header_bytes`.
     Raises FormatError if the header is damaged, or describes more or fewer bytes than the shard
     has.
     """
@@ -143,7 +145,10 @@ def samples_digest(samples: Iterable[bytes]) -> bytes:
 
 
 def shard_digest(shard: Shard, groups: Iterable[bytes]) -> bytes:
-    """Return the hash of a shard. groups: the hashes of its groups of samples, in order."""
+    """Return the hash of a shard.
+
+    groups: the hashes of its groups of samples, in order.
+    """
     return samples_digest((shard.facts, *groups))
 
 
@@ -156,8 +161,8 @@ def fingerprint(
 
     configs: the parsed files of `CONFIGS` that it has, by name.
     shards: the hash of each shard, by file name.
-    indexed: the shards that its index names, which are those that a server loads; None without an
-        index. All shards count, as some loaders read those outside the index too.
+    indexed: the shards that its index names, which a server loads; None without an index. Other
+        shards count as well, since some loaders read them.
     """
     loaded = shards if indexed is None else indexed
     return _text_hash({
@@ -179,9 +184,9 @@ def served_weights(
 
     name: the checkpoint's fingerprint. It is returned if every setting has SGLang's default, or
         loads the same numbers.
-    overrides: --json-model-override-args, as text or parsed. others: more settings, JSON values;
-        empty ones do not count. `formats.models.loading` says which of SGLang's settings belong
-        here.
+    overrides: --json-model-override-args, as text or parsed.
+    others: more settings, JSON values; empty ones do not count. `formats.models.loading` says which
+        of SGLang's settings belong here.
     Raises FormatError for overrides that are not a JSON object.
     """
     if isinstance(overrides, str):
@@ -241,7 +246,10 @@ def _tensors(header: bytes, source: str) -> list[Range]:
 
 
 def _ranges(data: int, tensors: Iterable[Range]) -> list[Range]:
-    """Return the samples of tensors in order, with small gaps filled. data: the header's end."""
+    """Return the samples of tensors in order, with small gaps filled.
+
+    data: position of the header's end.
+    """
     ranges: list[Range] = []
     for tensor in tensors:
         for sample in _samples(Range(data + tensor.offset, tensor.nbytes)):

@@ -1,4 +1,4 @@
-"""Wording that several modules share, so that the same problem reads the same everywhere.
+"""Sentences that several modules share, so that the same problem reads the same everywhere.
 
 A message names the object or option first, then says what happened, then gives the next step:
 `PLACE: what happened; next step`.
@@ -28,7 +28,7 @@ PAGES_COMPARED = (
 def reason_of(error: Exception) -> str:
     """Return the reason that an error gives, in one line without a final period.
 
-    For an error of the system: without its number and file name.
+    The reason of a system error has neither its number nor its file name.
     """
     text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
     return str(text).partition("\n")[0].rstrip(" .")
@@ -74,7 +74,7 @@ def lock_held(path: object) -> str:
 def one_place(source: str, evidence: str, option: str) -> str:
     """Return the message for two stores that are one, between which an option would remove pages.
 
-    evidence: shows that they are one.
+    evidence: text that shows that they are one.
     """
     return (
         f"{source}: SRC and DST are one place: {evidence}; give another destination, or leave out "
@@ -83,9 +83,9 @@ def one_place(source: str, evidence: str, option: str) -> str:
 
 
 def conflict(what: str) -> str:
-    """Return the message for an object of the destination that is not the one to write.
+    """Return the message for an object of the destination that differs from the object to write.
 
-    what: says how the objects differ.
+    what: text that says how the objects differ.
     """
     return (
         f"{what}; check both stores with hicachectl verify; migrate --if-exists overwrite replaces "

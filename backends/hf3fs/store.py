@@ -110,7 +110,7 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Serv
         self.url = str(settings)
         self._files = DataFiles(direct=direct)
         self._reader: DataFiles | UsrbioReader = self._files
-        self._readable: dict[str, Permissions] = {}  # by path of each file that was read
+        self._readable: dict[str, Permissions] = {}  # permissions of each path that was read
         self._sizes = PageSizes({}, frozenset())
         self._doubt: str | None = None  # why the page size may be wrong
         self._server: MetadataClient | None = None

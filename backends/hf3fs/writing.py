@@ -208,7 +208,7 @@ class _Reservation:
             return
         pairs = [(self.batch.names[n], held[n]) for n in written]
         rest = [index for n, index in held.items() if n not in set(written)]
-        self.held = {}  # from now on, a release could free a mapped page
+        self.held = {}  # after the call, a release could free a mapped page
         try:
             self.server.confirm(*table, pairs, rest)
         except BaseException as error:

@@ -295,7 +295,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         SGLang takes the leading pages that were read for the anchor and for every pool that it
         reads for the same batch (cache_controller.py :: _page_transfer_kv_batch).
 
-        results: which pages were read, by the name of each transfer.
+        results: flags of the pages that were read, by the name of each transfer.
         """
         anchored, self._anchored = self._anchored, None
         if anchored is None:

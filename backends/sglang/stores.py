@@ -94,7 +94,7 @@ class PageForm:
     def whole(self, found: BoolArray) -> list[bool]:
         """Return which pages have all their objects.
 
-        found: which rows of `named` exist.
+        found: True for each row of `named` that exists.
         """
         pages: BoolArray = np.all(found.reshape(-1, len(self.objects)), axis=1)
         return list(pages.tolist())

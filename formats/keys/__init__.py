@@ -1,4 +1,4 @@
-"""Key grammars: the objects of a page on each backend, and their keys."""
+"""Key grammars: the objects into which each backend divides a page, and their keys."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A key grammar: how a backend divides a page into objects, and how it names them.
+"""Define key grammars: how a backend divides a page into objects, and how it names them.
 
-The profile asks a grammar for the objects of every rank, the storage plug-in for those of its own.
+A profile asks a grammar for the objects of all ranks; the storage plug-in asks for its own rank.
 """
 
 from __future__ import annotations
@@ -116,15 +116,15 @@ class Grammar(ABC):
 
     name: name of the grammar, as stores and packs state it.
     title: name of the backend in messages.
-    axes: for each axis whose rank keys name, the fact of `Release` from which on they do; "" if
-        all releases do.
+    axes: the axes whose rank is in keys. The value is the field of `Release` that is true from the
+        first release with it; "" for all releases.
     unnamed_cp: whether pages are described although keys do not name the CP rank; the object of
         rank 0 then stands for all.
     names_model: whether keys of any release name the model.
     has_tag: whether keys begin with an extra_backend_tag, which no key separates from the model.
     unequal_halves: whether K and V can differ in size.
-    refuses_oversized: whether SGLang treats an object that is too large as a miss; elsewhere it
-        reads the start of one.
+    refuses_oversized: whether SGLang treats an object that is too large as a miss; otherwise it
+        reads the object's start.
     warm_ups: pattern of the keys that servers write when they start; "" if there are none.
     served: whether servers can read the keys through the storage plug-in.
     marker: bytes of the object that stands for an anchor without bytes; None without such objects.
@@ -158,8 +158,8 @@ class Grammar(ABC):
     def objects(self, page: RankPool) -> tuple[PageObject, ...]:
         """Return the objects of one rank's page; ranks that share an object return it alike.
 
-        None for an anchor without bytes, if there is no `marker`. Raises UnsupportedByBackend if
-        SGLang has no such objects.
+        An anchor without bytes has no object unless there is a `marker`. Raises
+        UnsupportedByBackend if SGLang has no such objects.
         """
 
     def check_ranks(self, ranks: Ranks, release: Release, *, reads: bool = False) -> None:

@@ -72,7 +72,7 @@ class FileGrammar(Grammar):
         """Return the file of the whole page. The form of its name depends on the target.
 
         Each rank of an MHA target has its own file. Ranks of an MLA target share the first rank's
-        file, even for an MHA draft, of which the other ranks then read the wrong shard.
+        file, even for an MHA draft: the other ranks then read the wrong shard of the draft.
         """
         ranks = page.ranks
         states = pool_name(page.pool).states and page.release.file_state_rank
@@ -112,7 +112,10 @@ def _shard_readings(text: str, pool: str) -> Iterator[tuple[str, Shard]]:
 
 
 def _dcp_readings(text: str, pool: str) -> Iterator[tuple[str, Shard]]:
-    """Yield the readings of a DCP part. DCP targets are MLA: only keys of states have a tp pair."""
+    """Yield the readings of a DCP part.
+
+    DCP targets are MLA, so only keys of states have a tp pair.
+    """
     match = _DCP.search(text)
     if match is None:
         return

@@ -37,7 +37,7 @@ _OWN_RANK = re.compile(r"_([a-z0-9_]+)_(0|[1-9][0-9]{0,8})_([1-9][0-9]{0,8})")
 class Hf3fsGrammar(Grammar):
     """HiCacheHF3FS's keys.
 
-    tp_rank is RANK, the rank of the data file, except if KEY states a tp-rank.
+    tp_rank is RANK, the rank of the data file, unless KEY states a tp-rank.
     """
 
     name = "hf3fs"

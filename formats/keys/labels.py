@@ -2,7 +2,7 @@
 
 A label is the tag and model as in the keys, then the sizes that the keys state:
 `Qwen-Qwen3-32B tp4 pp2`. It omits facts that only a profile states: the TP size of Mooncake pages,
-and the boundary between tag and model. Documents have labels; texts for people, `label_text`.
+and the boundary between tag and model. Documents have labels; texts for people have `label_text`.
 """
 
 from __future__ import annotations

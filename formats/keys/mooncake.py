@@ -45,7 +45,7 @@ _DCP_RANK = re.compile(f"dcp{_NUMBER}_cp{_NUMBER}(?:_{_NUMBER})?")
 # The 4 KiB key that each SGLang client leaves (MooncakeStore.warmup).
 WARM_UP_PATTERN = r"^sglang_mooncake_store_warmup_key[0-9a-f]{32}$"
 
-Rank = tuple[bool, Shard]  # whether the rank has the MHA form, and its reading
+Rank = tuple[bool, Shard]  # whether the text of a rank has the MHA form, and its meaning
 
 
 class MooncakeGrammar(Grammar):
@@ -153,7 +153,7 @@ class MooncakeGrammar(Grammar):
 def _is_ranked(page: RankPool) -> bool:
     """Return whether keys name the TP rank. Refuse pools for which SGLang makes other keys.
 
-    Draft keys name it if the draft's ranks hold shares, other keys if the target's ranks do.
+    Keys of a draft name it if the draft's ranks hold shares; other keys, if the target's ranks do.
     """
     pool = pool_name(page.pool)
     if not pool.mooncake:

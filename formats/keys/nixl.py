@@ -40,14 +40,14 @@ _UintArray = npt.NDArray[np.uint64]
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _PAIR = re.compile(f"_{_NUMBER}_{_NUMBER}$")
-# Of memory that O_DIRECT can transfer (HiCacheNixl.register_mem_pool_host). Host pools begin at a
-# page (pool_host/common.py :: HostTensorAllocator).
+# Alignment of memory that O_DIRECT can transfer (HiCacheNixl.register_mem_pool_host). Host pools
+# begin at a page (pool_host/common.py :: HostTensorAllocator).
 _ALIGNMENT = 4096
 _BLOCK = 512  # O_DIRECT transfers only multiples of it, on any disk
 
 
 class NixlGrammar(Grammar):
-    """HiCacheNixl's keys, of servers with direct I/O."""
+    """HiCacheNixl's keys and objects, of servers with direct I/O."""
 
     name = DIRECT
     title = "NIXL"
@@ -132,7 +132,7 @@ class NixlBufferedGrammar(NixlGrammar):
     marker = 1
 
     def objects(self, page: RankPool) -> tuple[PageObject, ...]:
-        """Return parts as they lie in memory; pools that cannot be transferred from there whole."""
+        """Return the parts of pools that can be transferred from memory, the pages of others."""
         if _lies_in_place(page):
             return self._parts(page)
         if page.pool == ANCHOR or page.opaque or not page.nixl_layouts:
@@ -153,7 +153,7 @@ def _lies_in_place(page: RankPool) -> bool:
 
 
 def _shard(page: RankPool) -> Shard:
-    """Return the shard of a rank's keys; those of an MLA target name no rank but for states."""
+    """Return the shard of a rank's keys. Keys of an MLA target name a rank only for states."""
     if page.shared_anchor and not pool_name(page.pool).states:
         return Shard()
     return Shard(tp_rank=page.ranks.tp_rank, tp_size=page.ranks.tp)
@@ -162,7 +162,7 @@ def _shard(page: RankPool) -> Shard:
 def route(key: bytes, directories: int) -> tuple[int, bytes]:
     """Return the number of the directory with a key's file, and the name of the folder in it.
 
-    directories: how many the store has, in an order that all its servers share.
+    directories: number of directories of the store, in the order that all its servers use.
     """
     disks, folders = routes(hashes_of([key]), directories)
     return int(disks[0]), b"%02x" % folders[0]
@@ -175,7 +175,7 @@ def hashes_of(keys: Iterable[bytes]) -> _UintArray:
 
 
 def routes(hashes: _UintArray, directories: int) -> tuple[_UintArray, _UintArray]:
-    """Return `route` of several keys; folders as numbers: both [n] uint64."""
+    """Return `route` for several keys: directories and folders, both [n] uint64."""
     return (hashes >> np.uint64(16)) % np.uint64(directories), hashes & np.uint64(0xFF)
 
 

@@ -29,8 +29,7 @@ _WORD_DIGITS = 16
 # The hash is a run of exactly 64 hex digits: at the key's start, else the last such run.
 _AROUND_HASH = r"(?s:(?P<prefix>|.*[^0-9a-f])(?P<page>[0-9a-f]{64})(?P<suffix>|[^0-9a-f].*))"
 _ONE_KEY = re.compile(_AROUND_HASH.encode())
-# Affixes per column that are compared bytewise; other keys are matched one by one.
-_LIKENESSES = 32
+_LIKENESSES = 32  # affixes of a column that are compared bytewise; other keys use `_each`
 _UNKNOWN = -2
 
 
@@ -57,8 +56,8 @@ class ByteRows:
     def cut(self, rows: IntArray, at: IntArray | int, nbytes: int) -> npt.NDArray[np.bytes_]:
         """Copy `nbytes` bytes from offset `at` of each row: [rows], dtype S`nbytes`.
 
-        The bytes must lie within the row. numpy copies and compares strings fastest. It
-        ignores trailing zeros, harmless for equal lengths.
+        The bytes must lie within the row. numpy copies and compares strings fastest. It ignores
+        trailing zeros, which is harmless for strings of one length.
         """
         places = self._starts[rows] + at
         if not len(places):
@@ -75,7 +74,11 @@ class ByteRows:
 
 
 def join_keys(affixes: Sequence[Affix], which: pa.Array, pages: pa.StringArray) -> pa.BinaryArray:
-    """Return n keys. which: [n] affix ids. pages: [n] page hashes. Null if either is null."""
+    """Return [n] keys; a key is null if its affix id or its page hash is null.
+
+    which: [n] affix ids.
+    pages: [n] page hashes.
+    """
     before, after = (pa.array([affix[end] for affix in affixes], pa.string()) for end in (0, 1))
     keys = pc.binary_join_element_wise(before.take(which), pages, after.take(which), "")
     return pc.cast(keys, pa.binary())

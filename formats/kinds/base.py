@@ -22,7 +22,7 @@ class PoolKind:
 
     name:     `kind` in a profile.
     summary:  required fields, for the manual.
-    words:    a pool of this kind, in messages: "an MHA pool".
+    words:    name of such a pool in messages: "an MHA pool".
     required: fields of `Pool` that a profile must state.
     anchors:  whether a kv pool can have this kind.
     shards:   True: each TP rank holds a share; False: all hold equal bytes; None: unknown.
@@ -66,7 +66,7 @@ class PoolKind:
     def row_items(self, pool: Pool) -> dict[str, int]:
         """Return the items per token and layer, before sharding, by the field that determines them.
 
-        For bounds on object sizes; called for pools of other kinds, too.
+        Bounds on object sizes use it. It is called for pools of other kinds, too.
         """
         return {}
 
@@ -126,8 +126,9 @@ class PoolKind:
     def columns(
         self, pool: Pool, tensor: TensorLayout, code_dtype: str
     ) -> tuple[Column, ...] | None:
-        """Return the columns of one row; None if the tensor is one array of its dtype, none if the
-        bytes are not interpreted.
+        """Return the columns of one row of a tensor.
+
+        None if the tensor is one array of its dtype; empty if the bytes are not interpreted.
 
         code_dtype: dtype of quantised codes.
         """

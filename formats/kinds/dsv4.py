@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers of a row: name, bytes from the start of its data or scales, count, and dtype.
+    """Numbers of a row.
 
+    offset: bytes from the start of the row's data or scales.
+    count: how many numbers there are.
     dtype: a name of TENSOR_DTYPE_BYTES; _FP8 stands for the server's fp8.
     """
 
@@ -38,10 +40,11 @@ class Numbers:
 class RowForm:
     """A form of rows (KVLayout).
 
-    data, scales: bytes of a row. A page has the data of all rows, then their scales; `interleaved`:
-        each row's scales follow its data.
+    data, scales: bytes of a row's data and of its scales.
     align: a page is padded to a multiple of these bytes.
     in_data, in_scales: numbers that may be NaN.
+    interleaved: each row's scales follow its data. Otherwise a page has the data of all rows, then
+        all scales.
     """
 
     data: int

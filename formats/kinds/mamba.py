@@ -35,8 +35,9 @@ MAMBA_POOLS = (
 
 
 def local_state_shape(place: str, state: StateTensor, tp: int) -> tuple[int, ...]:
-    """Return the shape of one rank's shard of a state. place: names the state in the error.
+    """Return the shape of one rank's shard of a state.
 
+    place: names the state in messages.
     Each group of the sharded axis is divided by tp, or by its heads if they are fewer, unless it is
     whole. Raises ProfileError if a divided group is not a multiple of tp.
     """

@@ -109,7 +109,7 @@ class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     layers: a count (model layers 0..n-1) or model layer numbers.
     packed_draft_layers: EAGLE/NextN draft layers, appended to the target's layer axis.
     compress_ratio: tokens of a stored row; 0 if each token has its own.
-    nbytes: bytes of one object, for kind "opaque"; of one layer, for kind "blocks".
+    nbytes: bytes of one object for kind "opaque"; bytes of one layer for kind "blocks".
     replicated: all TP ranks share one object.
     """
 
@@ -120,7 +120,7 @@ class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     packed_draft_layers: int = 0
     kv_heads: int = 0
     head_dim: int = 0
-    v_head_dim: int = 0  # 0: as head_dim
+    v_head_dim: int = 0  # 0: equal to head_dim
     kv_lora_rank: int = 0
     qk_rope_head_dim: int = 0
     row: str = ""

@@ -1,4 +1,4 @@
-"""The families of models, and why some architectures that SGLang registers have none.
+"""The families of models, and the reasons why some architectures of SGLang have no family.
 
 `recorded` says which family an architecture belongs to.
 """
@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an architecture has no profile: a clause that follows its name, and what to do."""
+    """The reason why an architecture has no profile, and the next step.
+
+    reason: clause that follows the architecture's name.
+    """
 
     reason: str
     next_step: str = "its servers have no store"
@@ -64,7 +67,7 @@ def architectures() -> Mapping[str, Family | Refusal]:
 
 
 def unverified(*, drafts: bool) -> set[str]:
-    """Return the drafts or targets that were compared with SGLang only by a config by hand."""
+    """Return the drafts or targets that were compared with SGLang only by a handmade config."""
     return {
         name
         for name, answer in architectures().items()
@@ -83,7 +86,10 @@ def _answer(row: Architecture) -> Family | Refusal:
 
 
 def _refused(words: str) -> Refusal:
-    """Return the refusal of what SGLang itself refuses. words: SGLang's."""
+    """Return the refusal of an architecture that SGLang itself refuses.
+
+    words: SGLang's own message.
+    """
     return Refusal(f"is not supported: SGLang's HiCache refuses it: {words}")
 
 
@@ -124,7 +130,10 @@ def _draft(
     layers: Callable[[HfConfig], int] | None = None,
     nextn: bool = False,
 ) -> Family:
-    """Return the family of a draft. nextn: its target's config must count its layers."""
+    """Return the family of a draft.
+
+    nextn: whether its target's config must count its layers.
+    """
     stated = (NEXTN,) if nextn else ()
     return Family(build, asks=asks, stated=stated, draft_only=True, draft_layers=layers)
 
@@ -178,7 +187,7 @@ FAMILIES = {
     ),
     "mla draft": _draft(attention.mla, nextn=True),
     "mla draft of all layers": _draft(attention.mla, nextn=True, layers=all_layers),
-    # _config_draft_model sets num_hidden_layers to their number.
+    # ModelConfig._config_draft_model sets num_hidden_layers to the number of MTP layers.
     "longcat draft": _draft(attention.mla, nextn=True, layers=nextn_layers),
     "deepseek_v4 dspark": _draft(compressed.deepseek_v4_dspark, layers=compressed.dspark_stages),
     "deepseek_v4 mtp": _draft(mtp_of(compressed.deepseek_v4, "swa"), layers=one_layer),

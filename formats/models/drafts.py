@@ -1,4 +1,4 @@
-"""The pools of speculative drafts: layers behind the target's, or pools of their own.
+"""Derive the pools of speculative drafts: layers behind the target's, or pools of their own.
 
 Source: SGLang srt/speculative/base_spec_worker.py :: BaseSpecWorker._build_hicache_draft_plan. Its
 FUSED drafts exist only without a storage backend (validate_fused_hicache_draft).
@@ -54,7 +54,11 @@ _ROW_FIELDS = ("kind", "kv_heads", "head_dim", "v_head_dim", "kv_lora_rank", "qk
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The model that a draft serves. page_size: tokens per page hash. pools: without the draft."""
+    """The model that a draft serves.
+
+    page_size: tokens per page hash.
+    pools: pools of the model without the draft.
+    """
 
     model: HfConfig
     flags: DeploymentFlags
@@ -123,7 +127,7 @@ def with_draft(target: Target, algorithm: str) -> tuple[Pool, ...]:
 
 
 def _draft_config(target: Target, algorithm: str) -> HfConfig:
-    """Return the config that SGLang makes of the draft's (ModelConfig._config_draft_model)."""
+    """Return the draft's config as SGLang changes it (ModelConfig._config_draft_model)."""
     only = _ONLY_DRAFTS.get(target.model.architecture)
     if target.flags.draft_model_config is not None:
         draft = _as_draft(
@@ -147,7 +151,7 @@ def _draft_config(target: Target, algorithm: str) -> HfConfig:
 
 
 def _as_draft(config: HfConfig, algorithm: str) -> HfConfig:
-    """Return the config that SGLang makes of one for a draft (ModelConfig._config_draft_model)."""
+    """Return a config as SGLang changes it for a draft (ModelConfig._config_draft_model)."""
     known = architecture(config.architecture)
     name, nextn = known.draft, known.nextn
     if config.architecture == _V4 and algorithm == "DSPARK" and _has_dspark(config):
@@ -241,7 +245,7 @@ def _check_rows(ours: Mapping[str, Pool], draft: HfConfig, rows: Mapping[str, Po
 
 
 def _shown(value: object) -> str:
-    """Return a field's value for a message; of states, the shapes."""
+    """Return a field's value for a message; shapes instead of states."""
     return repr([list(state.shape) for state in value] if isinstance(value, tuple) else value)
 
 
@@ -262,7 +266,9 @@ def _counted(target: Target, draft: HfConfig, rows: dict[str, Pool]) -> tuple[Po
 
 
 def _packed(target: Target, layers: Mapping[str, int]) -> tuple[Pool, ...]:
-    """Append the draft's layers to the target's objects. layers: their number in each pool.
+    """Append the draft's layers to the target's objects.
+
+    layers: number of the draft's layers in each pool.
 
     State pools get none: such an MTP layer has full attention and shares the target's state pool
     (KVCacheConfigurator._build_hybrid_linear_kv_pool).

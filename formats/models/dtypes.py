@@ -1,4 +1,4 @@
-"""Dtypes of KV rows and recurrent states, from a model's config and the server's flags.
+"""Derive the dtypes of KV rows and recurrent states from a model's config and a server's flags.
 
 A checkpoint's quantisation can make its KV fp8, for --kv-cache-dtype auto.
 
@@ -43,9 +43,10 @@ _MODEL_DTYPES = {
     "bfloat16": "bfloat16",
 }
 _COMPRESS_STATE_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2}
-# model types whose SGLang config class (srt/configs) takes bfloat16 if a config states no dtype
+# Model types for which SGLang's config class (srt/configs) takes bfloat16 if none is stated.
 _BFLOAT16_MODEL_TYPES = ("beam", "gigachat3_5", "longcat_flash")
-# IQuestQ1Config takes bfloat16 if "dtype" is missing, whatever torch_dtype says; null is no dtype
+# IQuestQ1Config takes bfloat16 if "dtype" is missing, whatever torch_dtype says; null counts as
+# stated, and is no dtype.
 _IQUEST_MODEL_TYPES = ("iquest_q1", "iquest_q1_mtp")
 # arg_groups/model_override_base.py :: MODEL_OVERRIDES
 _BFLOAT16_ARCHITECTURES = ("MistralLarge3ForCausalLM", "PixtralForConditionalGeneration")
@@ -102,7 +103,7 @@ def forced_dtype(config: HfConfig, flags: DeploymentFlags) -> DeploymentFlags:
 
 
 def model_dtype(config: HfConfig, flags: DeploymentFlags) -> str:
-    """Return the dtype of --dtype for a model. auto: the config's dtype, or 16 bits for float32.
+    """Return the dtype of --dtype for a model; "auto" is the config's, or 16 bits for float32.
 
     Source: srt/configs/model_config.py :: _get_and_verify_dtype.
     """
@@ -139,7 +140,9 @@ def state_dtypes(config: HfConfig | None, flags: DeploymentFlags) -> tuple[str, 
 
 
 def index_keys_dtype(config: HfConfig, flags: DeploymentFlags, *, usual: str) -> str:
-    """Return the dtype of index keys. usual: without an option; "" if it depends on the GPU.
+    """Return the dtype of index keys.
+
+    usual: dtype without the option; "" if it depends on the GPU.
 
     Source: srt/mem_cache/qsa_kv_pool.py :: resolve_qsa_indexer_dtype,
     srt/mem_cache/memory_pool.py :: get_minimax_sparse_index_dtype.
@@ -194,7 +197,7 @@ def _stated_dtype(config: HfConfig) -> str:
 
 
 def _dtype_sections(config: HfConfig) -> tuple[Mapping[str, Any], ...]:
-    """Return the sections that may state the dtype, the first that does decides.
+    """Return the sections that may state the dtype. The first section that states one decides.
 
     A thinker's own dtype replaces that of its language model (get_hf_text_config).
     """

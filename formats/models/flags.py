@@ -1,4 +1,4 @@
-"""SGLang server flags that determine keys and object sizes, and the values SGLang derives.
+"""SGLang's server flags that determine keys and object sizes, and the values SGLang derives.
 
 Source: SGLang srt/arg_groups/; each rule names the function.
 """
@@ -61,7 +61,7 @@ class DeploymentFlags:
     """Flags of a server, with SGLang's names and values, before sharding.
 
     model: served model name; None means the config's `_name_or_path`.
-    page_size: --page-size in tokens, of the physical page under DCP; None if SGLang chooses.
+    page_size: --page-size in tokens, the physical page under DCP; None if SGLang chooses.
     layout: --hicache-mem-layout; None for the version's default.
     storage_backend, io_backend: with `layout`, determine the layout in use.
     tp: --tp-size, ranks of a pipeline stage; not the attention TP size.
@@ -120,14 +120,14 @@ class DeploymentFlags:
 
     @property
     def page_tokens(self) -> int:
-        """Tokens of a page; those of one token if the page size is not stated."""
+        """Tokens of a page, as for --page-size 1 if the page size is not stated."""
         return (self.page_size or 1) * self.dcp
 
     @property
     def least_looked_up(self) -> int:
-        """Fewest tokens left to compute for which a server looks pages up in its store.
+        """Least number of tokens to compute for which a server looks pages up in its store.
 
-        Whole pages up to the last token but one must reach the threshold. Source: SGLang
+        Whole pages without the last token must reach the threshold. Source: SGLang
         srt/mem_cache/unified_radix_cache.py :: prefetch_from_storage.
         """
         page = self.page_tokens
@@ -153,7 +153,7 @@ def normalised_layout(flags: DeploymentFlags) -> str:
 
 
 def stage_layers(text: str, where: str) -> tuple[int, ...]:
-    """Return the layers of each pipeline stage, which a text states. Raises ProfileError."""
+    """Parse the number of layers of each pipeline stage. Raises ProfileError."""
     try:
         return tuple(map(int, text.split(",", MAX_RANKS + 1))) if text else ()
     except ValueError:
@@ -278,9 +278,9 @@ def _refused(values: Mapping[str, Any]) -> Iterator[RefusedFlags]:
 
 
 def check_flags(flags: DeploymentFlags, algorithm: str, *, multi_layer: bool = False) -> None:
-    """Raise ProfileError for flags that SGLang refuses. A live server's are not refused.
+    """Raise ProfileError for flags that SGLang refuses; flags of a live server are not refused.
 
-    algorithm: SGLang's, after its overrides.
+    algorithm: speculative algorithm after SGLang's overrides.
     multi_layer: whether the draft has a runner for each step.
     """
     refused = refused_flags(

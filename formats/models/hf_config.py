@@ -12,13 +12,13 @@ from hicachectl.formats.models.flag_table import OPTIONS
 from hicachectl.formats.profile import MAX_LAYERS, MAX_LENGTH, above
 from hicachectl.formats.wording import with_next
 
-# Names of other config classes (attribute_map) for fields that a config lacks.
+# Other names of fields in some config classes (attribute_map).
 _ALIASES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("n_head", "n_heads"),
     "hidden_size": ("n_embd", "d_model"),
 }
-# Names under which SGLang serves others (normalize_deepseek_v41_config).
+# Architectures that SGLang serves under another name (normalize_deepseek_v41_config).
 _RENAMED = {"DeepseekV41ForCausalLM": "DeepseekV4ForCausalLM"}
 _FLAGS = frozenset(flag.parameter for flag in OPTIONS)
 _LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
@@ -28,9 +28,9 @@ _LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
 class HfConfig:
     """A config's description of the language model.
 
-    outer: the whole document. text: its section on the language model if it has one, else the
-        document.
-    source: document name, for messages.
+    outer: the whole document.
+    text: its section on the language model; the whole document if it has no such section.
+    source: name of the document in messages.
     """
 
     architecture: str
@@ -86,7 +86,10 @@ class HfConfig:
         return replace(self, text={**self.text, **fields})
 
     def error(self, name: str, problem: str, next_step: str = "") -> ProfileError:
-        """Return the error for a field of the config or a flag. next_step: default: check it."""
+        """Return the error for a field of the config or a flag.
+
+        next_step: text; the default tells the user to check the flag or the config.
+        """
         stated = f"--{name.replace('_', '-')}" if name in _FLAGS else "the config"
         return ProfileError(
             with_next(
@@ -160,7 +163,7 @@ def _text(document: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _completed(section: Mapping[str, Any], document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the language model's section with what SGLang sets in it from the document."""
+    """Return the language model's section with the fields that SGLang copies from the document."""
     if document.get("model_type") == "deepseek_v41":  # normalize_deepseek_v41_config
         return {**section, **document}
     if document.get("model_type") == "inkling_mm_model":

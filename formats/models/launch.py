@@ -1,4 +1,4 @@
-"""The command line of an SGLang server, resolved as far as SGLang does without model and GPU.
+"""Resolve the command line of an SGLang server as far as SGLang does without model and GPU.
 
 Source: SGLang srt/server_args.py :: ServerArgs.add_cli_args; srt/arg_groups/.
 """
@@ -43,8 +43,8 @@ _UNREAD = (
 )  # fmt: skip
 _ROLES = ("attention_backend", "decode_attention_backend", "prefill_attention_backend",
           "speculative_draft_attention_backend")  # fmt: skip
-# Attention backends, the number of _ROLES in which they decide, and the page sizes that they take;
-# SGLang replaces others by 64 (overrides.py :: _mla_backend_page_constraints).
+# Attention backends, the number of _ROLES in which they decide, and the page sizes that they take.
+# SGLang replaces other page sizes by 64 (overrides.py :: _mla_backend_page_constraints).
 _PAGES_OF_BACKENDS = (
     ("flashmla", 2, (64,)),
     ("trtllm_mla", 2, (32, 64)),
@@ -102,8 +102,8 @@ def config_arguments(document: Mapping[str, Any], source: str) -> list[str]:
     """Return the arguments that a file of SGLang's --config stands for.
 
     source: names the file in messages.
-    Raises UsageError for a flag that such a file cannot have. SGLang:
-    srt/utils/server_args_config_parser.py :: ConfigArgumentMerger.
+    Raises UsageError for a flag that such a file cannot have.
+    Source: SGLang srt/utils/server_args_config_parser.py :: ConfigArgumentMerger.
     """
     arguments: list[str] = []
     names = {flag: {name.removeprefix("--") for name in flag.names} for flag in recorded().flags}
@@ -139,7 +139,7 @@ def launched_deployment(
 
     stated: fields of ServerArgs, which `parse_arguments` returns.
     environment: the server's environment.
-    unknown: parts of values that the text does not tell, with the reason.
+    unknown: parts of values that the command does not tell, with the reason.
     version: SGLang's version; "" for the newest known.
 
     Raises ProfileError naming the flag at fault, and for flags with which a server has no L3 cache.
@@ -169,7 +169,7 @@ def logged_deployment(
 ) -> ServerDeployment:
     """Return the deployment of a server whose log shows these fields of ServerArgs.
 
-    unknown, version: those of `launched_deployment`.
+    unknown, version: see `launched_deployment`.
     Raises ProfileError naming the field at fault.
     """
     values = _Values(fields, unknown)
@@ -181,7 +181,7 @@ def logged_deployment(
 
 
 class _Values(dict[str, Any]):
-    """Fields of ServerArgs, or an environment. A value that is read raises if it is unknown."""
+    """Fields of ServerArgs, or an environment. Reading an unknown value raises ProfileError."""
 
     def __init__(self, values: Mapping[str, Any], unknown: Mapping[str, str]) -> None:
         super().__init__(values)

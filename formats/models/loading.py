@@ -1,11 +1,11 @@
-"""SGLang's settings that change the weights which a checkpoint gives.
+"""Name the weights that a server gets from a checkpoint, by SGLang's settings that change them.
 
-Counted (arg_groups/fields/model.py, spec.py): quantization, load_format, revision,
-json_model_override_args, model_loader_extra_config, modelopt_quant, and of a draft
+These settings count (arg_groups/fields/model.py, spec.py): quantization, load_format, revision,
+json_model_override_args, model_loader_extra_config and modelopt_quant; for a draft,
 speculative_draft_model_quantization, speculative_draft_load_format and
-speculative_draft_model_revision. Refused are settings that take weights, scales or the config from
-elsewhere than the model directory. Not counted: dtype (an identity has the dtype of stored bytes),
-model_impl, kernels and parallelism, which change numbers by rounding only.
+speculative_draft_model_revision. Settings that take weights, scales or the config from outside the
+model directory are refused. Other settings do not count: dtype, since an identity has the dtype of
+the stored bytes; model_impl, kernels and parallelism, since they change numbers by rounding only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "kt_weight_path": (None,),  # experts that the CPU computes
     "modelopt_checkpoint_restore_path": (None,),
     "quantization_param_path": (None,),  # scales of fp8 KV
-    "weight_cache_mode": (None, "off", "daemon"),  # client: what a daemon loaded earlier
+    "weight_cache_mode": (None, "off", "daemon"),  # "client" takes weights from a daemon
 }
 _TARGET = ("quantization", "load_format", "revision")
 _DRAFT = (
@@ -63,7 +63,7 @@ def loaded_weights(found: Checkpoint, settings: Mapping[str, Any], *, draft: boo
     """Return the name of a checkpoint's weights as a server loads them; see `served_weights`.
 
     settings: values of `SETTINGS` after SGLang's resolution, as in `runtime_context.get_model()`,
-        `get_spec()` and `/server_info`; missing ones have their default.
+        `get_spec()` and `/server_info`; missing settings have their default.
     draft: the checkpoint is the draft's.
     Raises ProfileError for a setting that takes weights from elsewhere, or a value of another type.
     The settings decide, so all ranks and hosts of a deployment refuse alike.
@@ -99,10 +99,10 @@ def loaded_weights(found: Checkpoint, settings: Mapping[str, Any], *, draft: boo
 
 
 def overridden_config(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's config with --json-model-override-args put in. Raises ProfileError.
+    """Return a model's config with --json-model-override-args applied. Raises ProfileError.
 
-    Source: SGLang srt/utils/hf_transformers/config.py :: get_config. A dict is merged into a config
-    within the config, and into rope parameters; elsewhere it replaces.
+    A dict is merged into a nested config and into rope parameters; anywhere else, it replaces the
+    value. Source: SGLang srt/utils/hf_transformers/config.py :: get_config.
     """
     found = dict(config)
     for name, value in _object(settings, "json_model_override_args").items():
@@ -118,8 +118,10 @@ def overridden_config(config: Mapping[str, Any], settings: Mapping[str, Any]) ->
 def own_quantizations(configs: Mapping[str, Any]) -> set[str]:
     """Return the values of --quantization that leave a checkpoint's own quantisation as it is.
 
-    configs: the configs of a `Checkpoint`. SGLang fills in one of them where the flag is missing
-    (ModelConfig._verify_quantization, overrides.py :: _deepseek_moe_quant_resolution).
+    Without the flag, SGLang takes one of them (ModelConfig._verify_quantization, overrides.py ::
+    _deepseek_moe_quant_resolution).
+
+    configs: the configs of a `Checkpoint`.
     """
     config = configs.get("config.json", {})
     names = {"modelslim"} if "quant_model_description.json" in configs else set()
@@ -154,7 +156,7 @@ def _from_elsewhere(name: str, value: object) -> ProfileError:
 
 
 def _is_mistral_native(found: Checkpoint) -> bool:
-    """Return whether auto means mistral (model_path_hook.py :: is_mistral_native_format)."""
+    """Return whether auto means load format mistral (is_mistral_native_format)."""
     starts = ("consolidated", "model")
     native, plain = (any(name.startswith(start) for name in found.shards) for start in starts)
     return native and not plain

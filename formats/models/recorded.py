@@ -1,6 +1,6 @@
-"""What SGLang's code says of its models and flags, in `sglang-RELEASE.json` beside this module.
+"""Read the facts about SGLang's models and flags in `sglang-RELEASE.json` beside this module.
 
-`python -m tests.conformance.record_sglang` writes the file of an installed release.
+`python -m tests.conformance.record_sglang` writes this file for an installed release.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ class Architecture(msgspec.Struct, frozen=True):
         pools of all layers. Empty if SGLang refuses several stages.
     keeps_quant: whether the model keeps its quantisation, which decides the dtype of KV for auto.
     dsa: whether a config with index_topk has DeepSeek Sparse Attention.
-    filled: fields to which the config's class gives a number of its own if the config lacks them.
-    draft: name that SGLang gives the architecture of a draft with this config; empty for the same.
-    nextn: number of MTP layers that the config of such a draft then counts; None for its own.
-    unverified: whether it was compared with SGLang only by a config written by hand.
+    filled: fields that the config's class fills with a number of its own if the config lacks them.
+    draft: name of a draft's architecture, if SGLang renames this one for a draft; else empty.
+    nextn: number of MTP layers that SGLang then writes into the draft's config; None if it keeps
+        the config's number.
+    unverified: whether the model was compared with SGLang only by a config written by hand.
     """
 
     family: str
@@ -65,13 +66,13 @@ class Recorded(msgspec.Struct, frozen=True):
 
 @cache
 def recorded() -> Recorded:
-    """Return what the newest release says."""
+    """Return the facts about the newest release."""
     file = files(__package__).joinpath(f"sglang-{NEWEST_SGLANG}.json")
     return msgspec.json.decode(file.read_bytes(), type=Recorded)
 
 
 def architecture(name: str) -> Architecture:
-    """Return what SGLang says of an architecture; nothing, of one that it does not register."""
+    """Return the facts about an architecture; defaults if SGLang does not register it."""
     return recorded().architectures.get(name, _UNKNOWN)
 
 

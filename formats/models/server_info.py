@@ -43,7 +43,7 @@ class ServerDeployment:
 
     model_path: a path on the server's machine, or a Hub name.
     draft_model_path: "" without a separate draft model.
-    settings: those that change the loaded weights, `formats.models.loading.SETTINGS`.
+    settings: settings that change the loaded weights, `formats.models.loading.SETTINGS`.
     tagged: the server writes to Mooncake through our storage plug-in, so that its keys have the tag
         `identity.profile_tag`.
     notes: messages about missing information.
@@ -59,7 +59,10 @@ class ServerDeployment:
 
 @dataclass(frozen=True, slots=True)
 class _Arguments:
-    """A server's arguments. source: names them in messages."""
+    """A server's arguments.
+
+    source: names the arguments in messages.
+    """
 
     values: Mapping[str, Any]
     source: str
@@ -116,7 +119,7 @@ def read_deployment(
     """Read the fields of a server's ServerArgs; `env_vars` has its environment.
 
     source: names the values in messages.
-    launched: these are the arguments of a launch command, of which SGLang still overrides some.
+    launched: the values are arguments of a launch command, some of which SGLang will override.
     Raises ProfileError naming the field at fault.
     """
     arguments = _Arguments(values, source)
@@ -139,7 +142,8 @@ def read_deployment(
 def served_profile(profile: Profile, reply: Mapping[str, Any]) -> Profile:
     """Return a profile with the names and topology of a server of the same model.
 
-    Fields that the reply lacks stay unchanged; all do if it lacks model_path, tp_size or page_size.
+    Fields that the reply lacks stay unchanged. If it lacks model_path, tp_size or page_size, all
+    fields do.
     Raises ProfileError naming the field at fault.
     """
     if any(reply.get(name) is None for name in ("model_path", "tp_size", "page_size")):
@@ -230,7 +234,7 @@ def extra_config(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     """Return the parsed --hicache-storage-backend-extra-config; {} if it names a file.
 
     values: a server's arguments.
-    source: names them in messages.
+    source: names the arguments in messages.
     Raises ProfileError.
     """
     stated = values.get("hicache_storage_backend_extra_config")

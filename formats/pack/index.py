@@ -58,7 +58,7 @@ ENTRY_FIELDS = (
     pa.field("digest", pa.binary(DIGEST_BYTES), nullable=False),
 )
 ENTRIES = pa.schema(ENTRY_FIELDS)
-# Then the coordinate of the key, for readers that cannot parse keys.
+# The entry and the coordinate of its key, for readers that cannot parse keys.
 SCHEMA = pa.schema(
     [
         *ENTRY_FIELDS,
@@ -83,7 +83,10 @@ _COMPRESSION_SLOT = 3
 
 
 def write_index(entries: pa.Table, metadata: Metadata) -> bytes:
-    """Serialise the index. entries: table of ENTRIES, sorted by offset, with distinct keys."""
+    """Serialise the index.
+
+    entries: table of ENTRIES, sorted by offset, with distinct keys.
+    """
     splitter = KeySplitter()
     pages, ids = [], [np.empty(0, dtype=np.int32)]
     for chunk in entries.column("key").chunks:
@@ -132,8 +135,8 @@ def read_index(
 
     content: the stream, or a file that yields it; a file may return fewer bytes only at its end.
     end: byte offset in the pack at which the records end.
-    Raises FormatError if the content is not a valid index of this pack, OSError. Memory: the
-    entries, and twice the largest batch.
+    Memory: the entries, and twice the largest batch.
+    Raises FormatError if the content is not a valid index of this pack, OSError.
     """
     in_memory = isinstance(content, bytes | memoryview)
     stream = pa.BufferReader(content) if in_memory else pa.PythonFile(content, mode="r")

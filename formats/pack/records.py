@@ -33,9 +33,10 @@ MOST_OBJECT_BYTES = 1 << 62
 RECORD_MAGIC = b"HCPR"
 TRAILER_MAGIC = b"HCPE"
 
-_HEADER = struct.Struct("<8sI4x8s")  # magic, form, id; then the checksum
-_RECORD = struct.Struct("<4sBBH8sQq4Q32s")  # then the checksum
-_TRAILER = struct.Struct("<QQ8s")  # offset and length of the index record, id; then the checksum
+# A checksum follows each of these.
+_HEADER = struct.Struct("<8sI4x8s")  # magic, form, id
+_RECORD = struct.Struct("<4sBBH8sQq4Q32s")  # see `build_record`
+_TRAILER = struct.Struct("<QQ8s")  # offset and length of the index record, id
 _SUM = struct.Struct("<I4x")
 _TRAILER_END = struct.Struct("<I4s")
 

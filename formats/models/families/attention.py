@@ -199,7 +199,10 @@ def hrm_text(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def _repeated(config: HfConfig, context: Context, name: str, passes: int) -> tuple[Pool, ...]:
-    """Return a pool with every layer once for each pass. name: the field that counts them."""
+    """Return a pool with every layer once for each pass.
+
+    name: the field that counts the passes.
+    """
     layers = passes * config.integer("num_hidden_layers")
     for problem in above(name, layers, MAX_LAYERS):  # before building a list of that length
         raise config.error(*problem.split(": ", 1))

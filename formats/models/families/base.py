@@ -1,4 +1,4 @@
-"""What the families of models share.
+"""Rules and pools that the families of models share.
 
 Source: SGLang srt/configs/model_config.py, srt/mem_cache/kv_cache_configurator.py and
 srt/mem_cache/hybrid_cache/hybrid_pool_assembler.py; each rule names its symbol.
@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Inputs of a family besides the config. page_size: tokens per page hash."""
+    """Inputs of a family besides the config.
+
+    page_size: tokens per page hash.
+    draft: whether the model is the draft of a target.
+    """
 
     flags: DeploymentFlags
     page_size: int
@@ -42,14 +46,15 @@ PoolBuilder = Callable[["HfConfig", Context], tuple[Pool, ...]]
 class Family:
     """Rules for the pools of an architecture.
 
-    build: the pools.
+    build: function that returns the pools.
     stated: fields that a config must state.
     asks: fields that a config must state if its class fills them (`Architecture.filled`).
-    draft_only: served only as a draft.
-    draft_layers: the layers of a draft's runner; None: those that NEXTN counts, else all
-        (_compute_model_num_layers).
-    frozen_kv: a draft that reads the target's KV and has none (FROZEN_KV_MTP).
-    page_size: the page size that SGLang forces on CUDA, 0 if none; None: as for DSA models.
+    draft_only: whether SGLang serves the model only as a draft.
+    draft_layers: function that returns the layers of a draft's runner. None means the layers that
+        NEXTN counts, or all layers without it (_compute_model_num_layers).
+    frozen_kv: whether the draft reads the target's KV and has none (FROZEN_KV_MTP).
+    page_size: function that returns the page size that SGLang forces on CUDA, 0 if it forces none.
+        None means the rule for DSA models.
     """
 
     build: PoolBuilder
@@ -79,12 +84,12 @@ def _check_loops(config: HfConfig) -> None:
             raise config.error(
                 name,
                 "SGLang multiplies the layers of the pool by it, but this model has no loops",
-                "mend the checkpoint's config, or write a profile file",
+                "correct the checkpoint's config, or write a profile file",
             )
 
 
 def one_layer(config: HfConfig) -> int:
-    """Return 1, the layers of a runner of an MTP draft, whatever its config counts."""
+    """Return 1: the runner of an MTP draft has one layer, whatever its config counts."""
     del config
     return 1
 
@@ -95,7 +100,7 @@ def nextn_layers(config: HfConfig) -> int:
 
 
 def all_layers(config: HfConfig) -> int:
-    """Return the layers of a draft that tells its runner how many it has."""
+    """Return the number of layers of a draft whose runner has all of them."""
     return config.integer("num_hidden_layers")
 
 
@@ -134,9 +139,9 @@ def mha_pool(
 ) -> Pool:
     """Return the pool of some layers' K and V rows (MHATokenToKVPool).
 
-    own_v_dim: SGLang reads `v_head_dim` for this pool. It does for the pool of models that have
-        only one (_build_kv_pool), and where K and V differ in window layers
-        (is_hybrid_swa_compress); elsewhere V has K's width, whatever the config states.
+    own_v_dim: whether SGLang reads `v_head_dim` for this pool. It does so if the model has only one
+        pool (_build_kv_pool), and if K and V differ in window layers (is_hybrid_swa_compress).
+        Otherwise V has K's width, whatever the config states.
     """
     head_dim = head_dim_of(config)
     v_head_dim = config.optional_integer("v_head_dim") if own_v_dim else 0
@@ -173,9 +178,9 @@ def convolved_pool(
     """Return the pool of a temporal state and the state of one convolution.
 
     temporal: shape of the temporal state.
-    groups, whole: those of the convolution's state, whose channels come before the window.
-    window: inputs of the convolution; all but the last are kept.
-    dtypes: dtypes of the temporal state and of the convolution's.
+    groups, whole: see `StateTensor`, for the convolution. Its channels come before the window.
+    window: number of inputs of the convolution; the state keeps all but the last input.
+    dtypes: dtypes of the temporal state and of the convolution's state.
     """
     shape = (sum(groups), window - 1)
     conv = StateTensor(shape=shape, dtype=dtypes[1], groups=groups, whole=whole)
@@ -222,7 +227,7 @@ def split_layers(
 
 
 def count_or_numbers(config: HfConfig, layers: tuple[int, ...]) -> int | tuple[int, ...]:
-    """Return a pool's `layers`: their count if they are all of the model's, else their numbers."""
+    """Return a pool's `layers`: the count for all layers of the model, else their numbers."""
     count = config.integer("num_hidden_layers")
     return count if layers == tuple(range(count)) else layers
 

@@ -141,8 +141,8 @@ def _states(
 ) -> tuple[Pool, ...]:
     """Return the states of compressors of ratio 4 (CompressStatePool).
 
-    A state has two halves, for windows that overlap, of latents and scores. With speculation there
-    are twice as many (get_compress_state_ring_size).
+    A state has latents and scores of two overlapping windows. With speculation there are twice as
+    many states (get_compress_state_ring_size).
     """
     ring = _STATE_RING * (2 if canonical_algorithm(flags.speculative_algorithm) else 1)
     item = compress_state_bytes(flags)
@@ -242,7 +242,7 @@ def minimax_sparse(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 def qwen4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools of K, V and delta net states, with index keys (QSATokenToKVPool).
 
-    States of n-gram layers lie behind the others, in a form that a profile gives as bytes only.
+    States of n-gram layers follow the others. A profile describes them together only as bytes.
     """
     full, linear = split_layers(config, _is_qwen4_full_layer(config))
     kv, states = mha_pool("kv", config, context, full), gdn_pool(config, context, linear)

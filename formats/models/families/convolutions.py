@@ -69,8 +69,8 @@ def zaya(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 def inkling(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return K and V of full and window layers, and states of all layers (InklingModelConfig).
 
-    A layer has the inputs of six convolutions. They read K and V with the heads of full layers, K
-    and V with those of window layers, and the outputs of attention and MLP.
+    A layer keeps the inputs of six convolutions. Two read K and V with the heads of full layers,
+    two read K and V with the heads of window layers, and two read the outputs of attention and MLP.
     """
     if config.text is config.outer:
         raise config.error("text_config", "missing")
@@ -120,7 +120,7 @@ def inkling_mtp(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def _inkling_steps(config: HfConfig, context: Context) -> int:
-    """Return the number of steps. Raises ProfileError for what SGLang refuses of them."""
+    """Return the number of steps. Raises ProfileError for settings that SGLang refuses."""
     flags, most = context.flags, config.integer(NEXTN)
     if canonical_algorithm(flags.speculative_algorithm) != "EAGLE":
         raise config.error("speculative_algorithm", "this draft has a profile with EAGLE only")
@@ -182,7 +182,7 @@ def _first_of(config: HfConfig, listed: str, stated: str) -> int:
 
 
 def _check_heads(config: HfConfig, context: Context, heads: int, groups: int) -> None:
-    """Raise ProfileError for what ZayaConfig and ZayaAttention assert."""
+    """Raise ProfileError if an assertion of ZayaConfig or ZayaAttention would fail."""
     size, tp = context.flags.tp, attention_tp(context.flags)
     words = ""
     if groups != config.integer("num_key_value_heads"):

@@ -164,8 +164,9 @@ def nemotron_h_draft(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 def _with_head_dim(config: HfConfig) -> HfConfig:
     """Return the config with the head dim that NemotronHConfig.__init__ gives it.
 
-    It takes 128 without `head_dim`, and ignores `attention_head_dim`, which the first published
-    checkpoints state instead. Raises ProfileError if that says otherwise: such weights do not load.
+    Without `head_dim`, the class takes 128 and ignores `attention_head_dim`, which the first
+    published checkpoints state instead. Raises ProfileError if `attention_head_dim` is not 128:
+    such weights do not load.
     """
     if config.text.get("head_dim") is not None:
         return config
@@ -267,7 +268,7 @@ def _is_full_attention_layer(config: HfConfig) -> Callable[[int], bool]:
     return lambda layer: kinds[layer] == "full_attention"
 
 
-# MambaMixer2: of a quantised model with one group; of several groups.
+# Messages of MambaMixer2: for a quantised model with one group, and for several groups.
 _REFUSED_GROUPS = (
     "Tensor parallel currently supported for quantized models only if tensor parallel world size "
     "divides num groups.",

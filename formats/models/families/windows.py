@@ -85,9 +85,10 @@ def iquest_mtp(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def llama4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return pools for full and chunked layers, as get_hybrid_layer_ids: never by layer_types.
+    """Return pools for full and chunked layers as get_hybrid_layer_ids does, without layer_types.
 
-    A stated window comes before the chunk (load_model_utils.py :: resolve_sliding_window_size).
+    A stated window takes precedence over the chunk (load_model_utils.py ::
+    resolve_sliding_window_size).
     """
     retained = config.integer(_stated_window(config) or "attention_chunk_size")
     return _windowed(config, context, lambda layer: (layer + 1) % 4 == 0, retained)
@@ -124,10 +125,10 @@ def of_other_heads(
 
 
 def only_windows(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return one pool of all layers, which SGLang has if it may not have a pool for windows.
+    """Return one pool of all layers; SGLang has it only if hybrid SWA memory is disabled.
 
-    Otherwise no layer is left for the pool by which HiCache finds pages. The error is that of mmap
-    for no bytes (srt/mem_cache/storage/mmap/mmap_allocator.py :: alloc_mmap).
+    Otherwise no layer is left for the pool by which HiCache finds pages, and mmap refuses to map 0
+    bytes (srt/mem_cache/storage/mmap/mmap_allocator.py :: alloc_mmap).
     """
     if not context.flags.disable_hybrid_swa_memory:
         raise config.error(
@@ -167,7 +168,10 @@ def gemma4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 def _windowed(
     config: HfConfig, context: Context, is_full: Callable[[int], bool], retained: int
 ) -> tuple[Pool, ...]:
-    """Return pools for full and window layers of equal heads. retained: tokens of a window."""
+    """Return pools for full and window layers of equal heads.
+
+    retained: tokens of a window that stay in the pool.
+    """
     if context.flags.disable_hybrid_swa_memory:
         return mha(config, context)
     full, window = split_layers(config, is_full)
@@ -195,4 +199,4 @@ def _stated_window(config: HfConfig) -> str:
 
 _WINDOWS = ("sliding_window_size", "sliding_window", "window_size")
 
-_UNLIMITED_V_HEAD_DIM = 128  # UnlimitedLanguageConfig, if the config states none
+_UNLIMITED_V_HEAD_DIM = 128  # default of UnlimitedLanguageConfig
