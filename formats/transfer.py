@@ -21,8 +21,8 @@ from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.kinds.base import holder
 from hicachectl.formats.kinds.pool import pool_name
 from hicachectl.formats.objects import ANCHOR
-from hicachectl.formats.refusals import Side, check_release, check_transfer
 from hicachectl.formats.spec import ObjectSpec, object_specs
+from hicachectl.formats.transfer_checks import Side, check_release, check_transfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
