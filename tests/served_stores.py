@@ -16,7 +16,7 @@ from hicachectl.backends.object_files.epochs import begin_epoch
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.file_pages import FilePages
-from hicachectl.backends.sglang.served import ServedPool
+from hicachectl.backends.sglang.page_store import ServedPool
 from hicachectl.backends.sglang.settings import Settings
 from hicachectl.backends.urls import parse_url
 from hicachectl.cli.demo_store import PROFILE
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from hicachectl.backends.sglang.served import Pieces
+    from hicachectl.backends.sglang.page_store import Pieces
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
 

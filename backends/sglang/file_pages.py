@@ -25,7 +25,7 @@ from hicachectl.backends.object_files.epochs import EpochReader, begin_epoch, ow
 from hicachectl.backends.object_files.markers import write_marker
 from hicachectl.backends.object_files.tree import Temporaries
 from hicachectl.backends.sglang.capacity import Capacity
-from hicachectl.backends.sglang.served import PageStore
+from hicachectl.backends.sglang.page_store import PageStore
 from hicachectl.backends.urls import FileParams, params_of
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import FormatError, HicacheError
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.sglang.calls import Call, Workers
     from hicachectl.backends.sglang.counters import Counters
-    from hicachectl.backends.sglang.served import Pieces, ServedPool
+    from hicachectl.backends.sglang.page_store import Pieces, ServedPool
     from hicachectl.backends.sglang.settings import Settings
     from hicachectl.backends.urls import StoreUrl
     from hicachectl.formats.plugin_status import Refused

@@ -35,7 +35,7 @@ from hicachectl.formats.restorable import ALL_PAGES, PoolPages, restorable
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hicachectl.backends.sglang.served import ServedPool
+    from hicachectl.backends.sglang.page_store import ServedPool
 
 Method = TypeVar("Method", bound="Callable[..., Any]")
 

@@ -14,7 +14,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hicachectl.backends.sglang.served import Part, ServedPool
+from hicachectl.backends.sglang.page_store import Part, ServedPool
 from hicachectl.formats.identity import Identity
 from hicachectl.formats.keys.base import Ranks
 from hicachectl.formats.kinds.pool import pool_name, pool_names
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from hicachectl.backends.sglang.context import Context
-    from hicachectl.backends.sglang.served import Piece, Pieces
+    from hicachectl.backends.sglang.page_store import Piece, Pieces
 
 # Attributes with a pool's memory: tensors, or lists of them.
 _BUFFERS = (

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.sglang.context import Context
     from hicachectl.backends.sglang.counters import Counters
-    from hicachectl.backends.sglang.served import ServedPool
+    from hicachectl.backends.sglang.page_store import ServedPool
     from hicachectl.backends.sglang.settings import Settings
 
 _LONGEST_CLOSE_S = 0.5

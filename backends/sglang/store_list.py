@@ -24,7 +24,7 @@ from hicachectl.formats.objects import ANCHOR
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from hicachectl.backends.sglang.served import PageStore, Pieces, ServedPool
+    from hicachectl.backends.sglang.page_store import PageStore, Pieces, ServedPool
     from hicachectl.backends.sglang.settings import Settings
     from hicachectl.backends.urls import StoreUrl
     from hicachectl.formats.arrays import BoolArray

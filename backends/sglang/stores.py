@@ -1,8 +1,8 @@
 """Read and write the pages of one rank in Mooncake, 3FS or a pack.
 
-A store reads into a slot of our memory. The bytes are copied to the host pool if they have the
-right size, and only while the call is open. Writes go through slots as well. A call that hangs in
-the store keeps its slot.
+A store reads into a buffer of our memory. The bytes are copied to the host pool if they have the
+right size, and only while the call is open. Writes go through buffers as well. A call that hangs in
+the store keeps its buffer.
 
 Objects have no trailer here. On Mooncake the tag in their keys names the deployment
 (`identity.deployment_tag`), a pack records its profile and digests, and on 3FS a file beside the
@@ -23,7 +23,7 @@ from hicachectl.backends.arena import ALIGNMENT, Arena, place
 from hicachectl.backends.base import SCAN_FIELDS, Result, Status, Store, open_store
 from hicachectl.backends.capabilities import Archive, Claimed, Confirm, Leases, RacyWrites
 from hicachectl.backends.sglang.log import logger
-from hicachectl.backends.sglang.served import PageStore
+from hicachectl.backends.sglang.page_store import PageStore
 from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.identity import deployment_tag, object_identity, unlike
 from hicachectl.formats.keys import WHOLE_PAGES, grammar_of
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.sglang.calls import Call, Workers
     from hicachectl.backends.sglang.counters import Counters
-    from hicachectl.backends.sglang.served import Pieces, ServedPool
+    from hicachectl.backends.sglang.page_store import Pieces, ServedPool
     from hicachectl.backends.sglang.settings import Settings
     from hicachectl.backends.urls import StoreUrl
     from hicachectl.formats.arrays import BoolArray, IntArray
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
 
-_SLOT_BYTES = 8 << 20  # or the bytes of one page; larger slots were no faster
-_SLOTS_PER_THREAD = 2  # a slot for a call, and a slot for a call that hangs
+_BUFFER_BYTES = 8 << 20  # or the bytes of one page; larger buffers were no faster
+_BUFFERS_PER_THREAD = 2  # a buffer for a call, and a buffer for a call that hangs
 _OBJECTS_PER_RUN = 128  # SGLang's batches have as many pages
 _KEYS = pa.schema([SCAN_FIELDS["key"]])
 _REASONS: dict[Status, Refused] = {
@@ -201,19 +201,19 @@ def _tells_sizes(store: Store) -> bool:
     return "nbytes" in store.traits.columns
 
 
-class NoSlotError(Exception):
-    """All slots are held by calls that hang in the store."""
+class NoBufferError(Exception):
+    """All staging buffers are held by calls that hang in the store."""
 
 
-class Slots:
-    """Slots of equal size in one arena, which stores read into and write from.
+class StagingBuffers:
+    """Buffers of equal size in one arena, which stores read into and write from.
 
-    A call that hangs in the store keeps its slot until it returns: no other call has the memory
+    A call that hangs in the store keeps its buffer until it returns: no other call has the memory
     that it fills late.
     """
 
     def __init__(self, nbytes: int, count: int, *, named: bool = False) -> None:
-        """Map `count` slots of at least `nbytes` bytes; the system allocates memory at first use.
+        """Map `count` buffers of at least `nbytes` bytes; the system allocates memory at first use.
 
         named: see `Arena`.
         Raises UsageError if the system refuses the memory.
@@ -223,12 +223,12 @@ class Slots:
         self._free = [n * self.nbytes for n in reversed(range(count))]  # the last used comes first
 
     @contextmanager
-    def slot(self) -> Iterator[int]:
-        """Hold a slot; give its offset in the arena. Raises NoSlotError, without waiting."""
+    def hold(self) -> Iterator[int]:
+        """Hold a buffer; give its offset in the arena. Raises NoBufferError, without waiting."""
         try:
             offset = self._free.pop()
         except IndexError:
-            raise NoSlotError from None
+            raise NoBufferError from None
         try:
             yield offset
         finally:
@@ -266,7 +266,7 @@ class StorePages(PageStore):
         self._reads_unstamped = settings.unstamped == "read"
         self._forms: dict[str, PageForm] = {}
         self._store: Store | None = None
-        self._slots: Slots | None = None
+        self._buffers: StagingBuffers | None = None
         self._refusal = ""  # why an opened store is not used until the next attach
 
     # attaching
@@ -301,12 +301,12 @@ class StorePages(PageStore):
                 self.counters.excluded("other-deployment", self._refusal)
                 return
             self._forms = self._named(store)
-        if self._slots is None:
-            slots = self._attached(store)
+        if self._buffers is None:
+            buffers = self._attached(store)
             if self._closed:  # `close` came meanwhile; the store is closed after this thread
-                slots.arena.close()
+                buffers.arena.close()
                 return
-            self._slots = slots
+            self._buffers = buffers
 
     def _problem(self, store: Store) -> str:
         """Return why the store's pages are another deployment's; "" if they are ours.
@@ -345,17 +345,17 @@ class StorePages(PageStore):
             store.use_sizes({one.affix: one.nbytes for one in objects})
         return forms
 
-    def _attached(self, store: Store) -> Slots:
-        """Give the store memory for the pools known now. Return the slots."""
+    def _attached(self, store: Store) -> StagingBuffers:
+        """Give the store memory for the pools known now. Return the buffers."""
         longest = max((_page_bytes(pool) for pool in self._pools.values()), default=0)
-        count = 2 * self._threads * _SLOTS_PER_THREAD  # for reads and writes
-        slots = Slots(max(_SLOT_BYTES, longest), count, named=store.limits.named_arena)
+        count = 2 * self._threads * _BUFFERS_PER_THREAD  # for reads and writes
+        buffers = StagingBuffers(max(_BUFFER_BYTES, longest), count, named=store.limits.named_arena)
         try:
-            store.attach(slots.arena)
+            store.attach(buffers.arena)
         except BaseException:
-            slots.arena.close()
+            buffers.arena.close()
             raise
-        return slots
+        return buffers
 
     @property
     def _anchor(self) -> ServedPool:
@@ -391,14 +391,14 @@ class StorePages(PageStore):
         """Read pages whose objects have the right size, and the store's digest if it has one."""
 
         def read(opened: _Opened, some: Sequence[int]) -> list[bool]:
-            store, form, slots = opened
+            store, form, buffers = opened
             keys, sizes = form.named([pages[n] for n in some])
             read_into = store.read_into
             if isinstance(store, Confirm) and store.confirms:
                 read_into = store.read_confirmed
-            with slots.slot() as start:
+            with buffers.hold() as start:
                 offsets = start + place(sizes)[0]
-                addresses = slots.arena.address + offsets
+                addresses = buffers.arena.address + offsets
                 result = read_into(rows_of(keys), offsets, sizes, identify=False)
                 done = form.whole(result.ok)
                 count_failures(self.counters, "unreadable", result, keys, form, result.nbytes)
@@ -417,11 +417,11 @@ class StorePages(PageStore):
         new: list[int] = []  # pages written by each run
 
         def write(opened: _Opened, some: Sequence[int]) -> list[bool]:
-            store, form, slots = opened
+            store, form, buffers = opened
             keys, sizes = form.named([pages[n] for n in some])
-            with slots.slot() as start:
+            with buffers.hold() as start:
                 offsets = start + place(sizes)[0]
-                addresses = slots.arena.address + offsets
+                addresses = buffers.arena.address + offsets
                 for n, page in enumerate(some):
                     for one, address in form.of_page(addresses, n):
                         gather(call, pieces[page][one.pieces], address)
@@ -445,7 +445,7 @@ class StorePages(PageStore):
 
     def _forget(self) -> Callable[[], None] | None:
         store, self._store = self._store, None
-        slots, self._slots = self._slots, None
+        buffers, self._buffers = self._buffers, None
         if store is None:
             return None
 
@@ -453,8 +453,8 @@ class StorePages(PageStore):
             try:
                 store.close()
             finally:
-                if slots is not None:
-                    slots.arena.close()
+                if buffers is not None:
+                    buffers.arena.close()
 
         return close
 
@@ -468,7 +468,7 @@ class StorePages(PageStore):
     ) -> list[bool]:
         """Return act(store, pages) for runs of pages; False for pages that fail or come too late.
 
-        count: number of pages. A run that reads or writes fits into a slot.
+        count: number of pages. A run that reads or writes fits into a buffer.
         """
         most = count if workers is self._askers else _pages_per_run(pool)
         runs = [range(start, min(start + most, count)) for start in range(0, count, most or 1)]
@@ -479,7 +479,7 @@ class StorePages(PageStore):
                 if opened is None:
                     return [False] * len(run)
                 return act(opened, run) if opened.form.objects else [True] * len(run)
-            except NoSlotError:
+            except NoBufferError:
                 self.counters.refused("timeout", "calls that hang hold all memory", len(run))
             except (HicacheError, OSError) as error:
                 self.counters.refused("unreachable", reason_of(error), len(run))
@@ -497,30 +497,30 @@ class StorePages(PageStore):
         return done
 
     def _opened(self, pool: ServedPool, pages: int) -> _Opened | None:
-        """Return the open store, the form of the pool's pages, and slots; None if one is missing.
+        """Return the open store, the form of the pool's pages, and buffers; None if one is missing.
 
         pages: number of pages to count as misses in that case.
         """
-        if self._slots is None or pool.name not in self._forms:
+        if self._buffers is None or pool.name not in self._forms:
             self._open()
-        store, slots, form = self._store, self._slots, self._forms.get(pool.name)
+        store, buffers, form = self._store, self._buffers, self._forms.get(pool.name)
         if self._refusal:
             self.counters.count("other-deployment", pages)
             return None
-        if store is None or slots is None or form is None:
+        if store is None or buffers is None or form is None:
             self.counters.count("unopened", pages)
             return None
-        if _page_bytes(pool) > slots.nbytes:
+        if _page_bytes(pool) > buffers.nbytes:
             detail = f"pool {pool.name}: its pages need more memory than before; attach again"
             self.counters.refused("unserved", detail, pages)
             return None
-        return _Opened(store, form, slots)
+        return _Opened(store, form, buffers)
 
 
 class _Opened(NamedTuple):
     store: Store
     form: PageForm
-    slots: Slots
+    buffers: StagingBuffers
 
 
 def _prepared(store: Store) -> Store:
@@ -533,13 +533,13 @@ def _prepared(store: Store) -> Store:
 
 
 def _page_bytes(pool: ServedPool) -> int:
-    """Return the most bytes that a page takes in a slot."""
+    """Return the most bytes that a page takes in a buffer."""
     return place(np.array([part.nbytes for part in pool.parts], dtype=np.int64))[1]
 
 
 def _pages_per_run(pool: ServedPool) -> int:
-    """Return how many pages a run has: they fit into a slot, and into a batch of the store."""
-    fitting = _SLOT_BYTES // max(1, _page_bytes(pool))
+    """Return how many pages a run has: they fit into a buffer, and into a batch of the store."""
+    fitting = _BUFFER_BYTES // max(1, _page_bytes(pool))
     return max(1, min(fitting, _OBJECTS_PER_RUN // max(1, len(pool.parts))))
 
 

@@ -33,7 +33,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from hicachectl.backends.sglang.served import ServedPool
+    from hicachectl.backends.sglang.page_store import ServedPool
     from tests.conformance import prompt_nodes, rank_pools, write_store
     from tests.conformance.rank_pools import Rank
     from tests.conformance.store_cases import PLUGIN_CASES, Deployment

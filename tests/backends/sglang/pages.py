@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicachectl.backends.sglang.served import ServedPool
+from hicachectl.backends.sglang.page_store import ServedPool
 from hicachectl.formats.identity import Identity
 from hicachectl.formats.keys.base import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicachectl.backends.sglang.served import Pieces
+    from hicachectl.backends.sglang.page_store import Pieces
 
 
 class HostPool:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicachectl.backends.sglang.served import Part, ServedPool
+from hicachectl.backends.sglang.page_store import Part, ServedPool
 from hicachectl.formats.identity import object_identity
 from hicachectl.formats.spec import object_specs, ranks_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicachectl.backends.sglang.served import Pieces
+    from hicachectl.backends.sglang.page_store import Pieces
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
 

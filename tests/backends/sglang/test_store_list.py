@@ -13,7 +13,7 @@ import pytest
 from hicachectl.backends.sglang import store_list
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.counters import Counters
-from hicachectl.backends.sglang.served import PageStore, Pieces, ServedPool
+from hicachectl.backends.sglang.page_store import PageStore, Pieces, ServedPool
 from hicachectl.backends.sglang.store_list import StoreList
 from tests.backends.sglang.pages import HostPool, hashes
 

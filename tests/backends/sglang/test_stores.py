@@ -389,7 +389,7 @@ def test_a_store_in_which_a_call_hangs_is_closed_after_it(hf3fs_url: str) -> Non
             release.wait()
             return look(*arguments, **named)
 
-        close, slots = store.close, found.store._slots
+        close, buffers = store.close, found.store._buffers
         store.look, store.exists = look_late, look_late
         store.close = closed.set
         assert not any(found.exists(seconds=0.3))
@@ -399,7 +399,7 @@ def test_a_store_in_which_a_call_hangs_is_closed_after_it(hf3fs_url: str) -> Non
         assert not closed.is_set()
         release.set()
         assert closed.wait(10)
-        wait_until(lambda: slots is not None and not slots.arena.memory, "the memory stays")
+        wait_until(lambda: buffers is not None and not buffers.arena.memory, "the memory stays")
         close()
 
 
@@ -407,7 +407,7 @@ def test_a_store_that_cannot_be_closed_says_so(hf3fs_url: str) -> None:
     """No thread stays, and its memory is released."""
     with served(hf3fs_url, DSA) as found:
         store: Any = found.store._store
-        close, slots = store.close, found.store._slots
+        close, buffers = store.close, found.store._buffers
 
         def fail() -> None:
             close()
@@ -415,8 +415,8 @@ def test_a_store_that_cannot_be_closed_says_so(hf3fs_url: str) -> None:
 
         store.close = fail
         found.store.close()
-        assert slots is not None
-        assert not slots.arena.memory
+        assert buffers is not None
+        assert not buffers.arena.memory
         assert found.counters.tally.of("failed")["unclosed"] == 1
         names = [thread.name for thread in threading.enumerate()]
         assert "hicachectl-close" not in names
