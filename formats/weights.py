@@ -82,12 +82,12 @@ class Range(NamedTuple):
 class Shard:
     """A safetensors file.
 
-    facts: hash of its size and header.
+    header_hash: hash of its size and header.
     groups: its samples in order of offset, each range at most MAX_RANGE_BYTES, in groups that can
         be read in parallel.
     """
 
-    facts: bytes
+    header_hash: bytes
     groups: tuple[tuple[Range, ...], ...]
 
 
@@ -129,11 +129,11 @@ def read_header(header: bytes, nbytes: int, source: str) -> Shard:
         raise FormatError(
             f"{source}: has {nbytes} bytes, but its header describes {described}; {_AGAIN}"
         )
-    facts = hashlib.blake2b(nbytes.to_bytes(8, "little"), digest_size=_HASH_BYTES)
-    facts.update(header)
+    header_hash = hashlib.blake2b(nbytes.to_bytes(8, "little"), digest_size=_HASH_BYTES)
+    header_hash.update(header)
     ranges = _ranges(data, tensors)
     groups = (ranges[at : at + _GROUP_RANGES] for at in range(0, len(ranges), _GROUP_RANGES))
-    return Shard(facts.digest(), tuple(map(tuple, groups)))
+    return Shard(header_hash.digest(), tuple(map(tuple, groups)))
 
 
 def samples_digest(samples: Iterable[bytes]) -> bytes:
@@ -149,7 +149,7 @@ def shard_digest(shard: Shard, groups: Iterable[bytes]) -> bytes:
 
     groups: the hashes of its groups of samples, in order.
     """
-    return samples_digest((shard.facts, *groups))
+    return samples_digest((shard.header_hash, *groups))
 
 
 def fingerprint(

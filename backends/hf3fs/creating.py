@@ -94,10 +94,10 @@ def _make_file(path: str, size: int, permissions: Permissions) -> None:
         errors_as(StoreUnavailable, path, "create the data file", _CHECK_DIRECTORY),
         closing_descriptor(os.open(path, flags, mode)) as descriptor,
     ):
-        facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode):
+        st = os.fstat(descriptor)
+        if not stat.S_ISREG(st.st_mode):
             raise UsageError(f"{path}: not a regular file; check the prefix")
-        if not facts.st_size:
+        if not st.st_size:
             os.ftruncate(descriptor, size)
             os.fsync(descriptor)
             sync_name(path)

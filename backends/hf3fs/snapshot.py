@@ -368,9 +368,9 @@ def write_repaired(
                 if like is None:
                     os.fchmod(descriptor, _REPAIRED_MODE)
                 else:
-                    facts = Path(like).stat()
-                    mode = facts.st_mode & _REPAIRED_MODE | 0o600
-                    give_file(descriptor, facts.st_uid, facts.st_gid, mode=mode)
+                    st = Path(like).stat()
+                    mode = st.st_mode & _REPAIRED_MODE | 0o600
+                    give_file(descriptor, st.st_uid, st.st_gid, mode=mode)
         except FileExistsError:
             raise FormatError(f"{path}: already exists; choose another name") from None
 

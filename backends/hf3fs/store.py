@@ -143,9 +143,9 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Serv
     def places(self) -> tuple[Hashable, ...]:
         """Return directory, prefix and, if the URL names no server, the snapshot's path."""
         prefix, saved = Path(self.settings.prefix), self.settings.snapshot
-        facts = prefix.parent.stat()
+        st = prefix.parent.stat()
         where = saved if self.settings.server is None else None
-        return ((facts.st_dev, facts.st_ino, prefix.name, where),)
+        return ((st.st_dev, st.st_ino, prefix.name, where),)
 
     def readable_by(self, *, listing: bool = False) -> Permissions:
         """Return which users may read all data files that were read so far."""
@@ -222,8 +222,8 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Serv
         for table in saved.snapshot.tables:
             path = self.settings.data_file(*table.place)
             with suppress(OSError):
-                facts = Path(path).stat()
-                files[table.name] = DataFile(path, facts.st_size, facts.st_mtime_ns)
+                st = Path(path).stat()
+                files[table.name] = DataFile(path, st.st_size, st.st_mtime_ns)
         return TableState(
             path=self.settings.snapshot,
             tables=saved.snapshot.tables,
@@ -291,7 +291,7 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Serv
         for share in rows_by_table(rows):
             _, first = np.unique(share.names, return_index=True)
             once = share.only(np.sort(first))
-            kept = once.only(self._tables.there(once))
+            kept = once.only(self._tables.exist(once))
             indices = self._tables.indices_of(kept)
             keys = pa.array(kept.keys, pa.binary())
             nbytes = self._sizes.nbytes.get(share.table)
@@ -302,7 +302,7 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Serv
         """Return which keys exist on the server or, without one, in the snapshot."""
         found = np.zeros(len(rows), dtype=np.bool_)
         for share in rows_by_table(rows):
-            found[share.at] = self._tables.there(share)
+            found[share.at] = self._tables.exist(share)
         return found
 
     def eviction(self) -> Policy:
@@ -452,7 +452,7 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Serv
         for share in rows_by_table(rows):
             there = np.ones(len(share.at), dtype=np.bool_)
             if (located[share.at] == UNKNOWN).any():
-                there = self._tables.there(share)
+                there = self._tables.exist(share)
             self._read_share(share.only(there), offsets, capacities, located, memory, result)
             if check and self._server is not None:
                 kept = self._tables.has_keys(share.table, share.names)
@@ -565,7 +565,7 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Serv
         statuses = np.full(len(rows), Status.GONE, dtype=np.uint8)
         errors: dict[int, str] = {}
         for share in rows_by_table(rows):
-            found = share.only(self._tables.there(share))
+            found = share.only(self._tables.exist(share))
             for at, mate in self._tables.sharers(found):
                 statuses[at] = Status.ERROR
                 errors[at] = f"shares its page with {mate}; delete both together"

@@ -94,8 +94,8 @@ class KeyTables:
         with self._lock:
             next_step = "give the file of the metadata server's --persistence-path"
             with errors_as(StoreUnavailable, path, "read the snapshot", next_step):
-                facts = Path(path).stat()
-            file = facts.st_dev, facts.st_ino, facts.st_mtime_ns, facts.st_size
+                st = Path(path).stat()
+            file = st.st_dev, st.st_ino, st.st_mtime_ns, st.st_size
             if self._last is None or self._last.file != file:
                 self._last = None  # free the old snapshot before reading the new one
                 read, ranks = read_snapshot(path), self._settings.ranks
@@ -165,7 +165,7 @@ class KeyTables:
 
     # the server
 
-    def there(self, share: TableRows) -> BoolArray:
+    def exist(self, share: TableRows) -> BoolArray:
         """Return which keys of a table exist, on the server if there is one, or in the snapshot.
 
         Returns [n] bool.

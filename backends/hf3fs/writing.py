@@ -119,12 +119,12 @@ class _Reservation:
     def run(self) -> Result:
         names, if_absent = self.batch.names, self.batch.if_absent
         statuses = np.full(len(names), Status.EXISTS, dtype=np.uint8)
-        there = self._there(range(len(names)))
+        there = self._existing(range(len(names)))
         asked = [n for n in range(len(names)) if not (if_absent and n in there)]
         try:
             self._reserve(asked, there)
             written = self._write()
-            arrived = self._there(written) if if_absent else set()
+            arrived = self._existing(written) if if_absent else set()
             ours = [n for n in written if n not in arrived]
             self._confirm(ours, [names[n] for n in ours if n in there])
             statuses[ours] = Status.OK
@@ -136,7 +136,7 @@ class _Reservation:
         statuses[list(self.errors)] = Status.ERROR
         return Result(statuses, self.errors)
 
-    def _there(self, places: Iterable[int]) -> set[int]:
+    def _existing(self, places: Iterable[int]) -> set[int]:
         """Return the indices whose keys the server has."""
         asked = list(places)
         if not asked:

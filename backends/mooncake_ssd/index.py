@@ -96,7 +96,7 @@ class DataFile:
 
     directory: Directory
     name: str
-    facts: os.stat_result
+    st: os.stat_result
     is_bucket: bool  # False for an offset file, which has records
 
     @property
@@ -155,8 +155,8 @@ def open_places(root: Directory) -> list[Place]:
     entries = root.entries()
     places = [Place(root, entries)]
     with undo_on_error(partial(close_places, places)):
-        for name, facts in entries.items():
-            if _RANK.fullmatch(name) and stat.S_ISDIR(facts.st_mode):
+        for name, st in entries.items():
+            if _RANK.fullmatch(name) and stat.S_ISDIR(st.st_mode):
                 directory = root.directory(name)
                 places.append(Place(directory, directory.entries()))
         for place in places:
@@ -219,10 +219,10 @@ class _Reader:
         """Read the buckets and the offset file of a directory."""
         self._special += [
             f"{place.directory.path}/{name}"
-            for name, facts in place.entries.items()
-            if _RANK.fullmatch(name) and not stat.S_ISDIR(facts.st_mode)
+            for name, st in place.entries.items()
+            if _RANK.fullmatch(name) and not stat.S_ISDIR(st.st_mode)
         ]
-        files = [n for n, facts in place.entries.items() if not stat.S_ISDIR(facts.st_mode)]
+        files = [n for n, st in place.entries.items() if not stat.S_ISDIR(st.st_mode)]
         if DATA_FILE in files or META_FILE in files:
             self._read_offset_file(place, files)
         found: dict[str, dict[str, str]] = {"bucket": {}, "meta": {}}
@@ -253,10 +253,10 @@ class _Reader:
 
     def _read_bucket(self, place: Place, number: int, meta: str, name: str) -> None:
         source = f"{place.directory.path}/{meta}"
-        facts = place.entries[name]
-        place.directory.check(name, facts)
+        st = place.entries[name]
+        place.directory.check(name, st)
         parsed = parse_bucket_meta(_read(place, meta, _MAX_BUCKET_META_BYTES, source), source)
-        self._files.append(DataFile(place.directory, name, facts, is_bucket=True))
+        self._files.append(DataFile(place.directory, name, st, is_bucket=True))
         key_sizes = np.fromiter(map(len, parsed.keys), dtype=np.int64, count=len(parsed.keys))
         objects = np.zeros(len(parsed.keys), dtype=OBJECT)
         objects["start"], objects["size"] = parsed.starts, parsed.sizes
@@ -286,8 +286,8 @@ class _Reader:
             self._lose(source, what)
             return
         with closing_descriptor(place.directory.open_file(DATA_FILE)) as descriptor:
-            facts = os.fstat(descriptor)
-            self._files.append(DataFile(place.directory, DATA_FILE, facts, is_bucket=False))
+            st = os.fstat(descriptor)
+            self._files.append(DataFile(place.directory, DATA_FILE, st, is_bucket=False))
             torn = late = 0
             for at in range(0, len(meta.starts), _RECORDS_AT_ONCE):
                 counts = self._read_records(descriptor, meta, slice(at, at + _RECORDS_AT_ONCE))
@@ -295,13 +295,13 @@ class _Reader:
         path = self._files[-1].path
         if torn:
             what = f"{torn} records are left out: their headers are damaged"
-            self._lose(path, what, facts)
+            self._lose(path, what, st)
         if late:
             what = (
                 f"{late} records are left out: they are newer than the last checkpoint, and a "
                 "restart of the client drops them"
             )
-            self._lose(path, what, facts)
+            self._lose(path, what, st)
 
     def _read_records(self, descriptor: int, meta: OffsetMeta, some: slice) -> tuple[int, int]:
         """Add the records of some extents that a restart of Mooncake would keep.
@@ -334,12 +334,12 @@ class _Reader:
         self._add([known[row] for row in kept], objects)
         return int((~sound).sum()) + cut, int(late.sum())
 
-    def _lose(self, place: str, what: str, facts: os.stat_result | None = None) -> None:
+    def _lose(self, place: str, what: str, st: os.stat_result | None = None) -> None:
         """Note a loss.
 
-        facts: stat of a file that a client may be writing; else None.
+        st: stat of a file that a client may be writing; else None.
         """
-        changed_ns = 0 if facts is None else facts.st_mtime_ns
+        changed_ns = 0 if st is None else st.st_mtime_ns
         self._losses.append(Loss("lost-objects", place, what, changed_ns))
 
     def _add(self, stored: list[bytes], objects: npt.NDArray[np.void]) -> None:
@@ -376,7 +376,7 @@ class _Reader:
             raise UnsupportedByBackend(str(self._nameless))
         keys = pa.array(self._keys, pa.binary())
         objects = np.concatenate([np.zeros(0, dtype=OBJECT), *self._objects])
-        ends = np.array([file.facts.st_size for file in self._files], dtype=np.int64)
+        ends = np.array([file.st.st_size for file in self._files], dtype=np.int64)
         objects["nbytes"] = np.clip(ends[objects["file"]] - objects["value"], 0, objects["size"])
         codes = keys.dictionary_encode().indices.to_numpy()
         whole = objects["nbytes"] == objects["size"]
@@ -387,7 +387,7 @@ class _Reader:
         for number in np.flatnonzero(cut).tolist():
             file = self._files[number]
             what = f"{cut[number]} objects lie partly or wholly behind the end of the file"
-            self._lose(file.path, what, file.facts)
+            self._lose(file.path, what, file.st)
         return Index(
             keys.take(pa.array(kept)),
             objects[kept],

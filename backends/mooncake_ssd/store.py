@@ -179,11 +179,11 @@ class MooncakeSsdStore(Losing):
 def _batch(index: Index, rows: IntArray, schema: Any) -> Any:
     """Return a record batch of index rows."""
     objects = index.objects[rows]
-    facts = [file.facts for file in index.files]
-    times = [storable_ns(each.st_mtime_ns) for each in facts]
+    st = [file.st for file in index.files]
+    times = [storable_ns(each.st_mtime_ns) for each in st]
     mtimes = np.array(times, dtype=np.int64)[objects["file"]]
     numbers = np.zeros((len(rows), len(VERSION_FIELDS)), dtype="<u8")
-    numbers[:, 0] = np.array([each.st_ino for each in facts], dtype=np.uint64)[objects["file"]]
+    numbers[:, 0] = np.array([each.st_ino for each in st], dtype=np.uint64)[objects["file"]]
     numbers[:, 1] = mtimes
     numbers[:, 2], numbers[:, 3] = objects["start"], objects["sequence"]
     versions = pa.FixedSizeBinaryArray.from_buffers(
@@ -240,18 +240,18 @@ class Reading:
                 self._fail(at, file, error)
             return
         with closing_descriptor(descriptor):
-            facts = os.fstat(descriptor)
+            st = os.fstat(descriptor)
             for at in places:
                 try:
-                    self._read_object(file, descriptor, facts, at)
+                    self._read_object(file, descriptor, st, at)
                 except OSError as error:
                     self._fail(at, file, error)
 
-    def _read_object(self, file: DataFile, descriptor: int, facts: os.stat_result, at: int) -> None:
+    def _read_object(self, file: DataFile, descriptor: int, st: os.stat_result, at: int) -> None:
         _, start, value, size, _, sequence = self._index.objects[self._found[at]].item()
-        mtime_ns = storable_ns(facts.st_mtime_ns) & _UINT64  # before 1970: negative
-        self._versions[at] = (facts.st_ino, mtime_ns, start, sequence)
-        self._nbytes[at] = there = min(size, max(0, facts.st_size - value))
+        mtime_ns = storable_ns(st.st_mtime_ns) & _UINT64  # before 1970: negative
+        self._versions[at] = (st.st_ino, mtime_ns, start, sequence)
+        self._nbytes[at] = there = min(size, max(0, st.st_size - value))
         if there < size:
             self._report(at, Status.ERROR, f"{file.path} ends before byte {value + size}")
             return
@@ -271,7 +271,7 @@ class Reading:
         else:
             problem, damaged = record_problem(bytes(head), target, stored, sequence)
             self._compared[at] = has_crc(head)
-        if problem and not damaged and _differ(facts, file.facts):
+        if problem and not damaged and _differ(st, file.st):
             self._statuses[at], self._nbytes[at] = Status.GONE, -1  # a live client reused the place
         elif problem:
             status = Status.DAMAGED if damaged else Status.ERROR

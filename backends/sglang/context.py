@@ -80,8 +80,8 @@ def read_context(settings: Settings) -> Context:
             "pages exist without asking the store; start with --hicache-host-memory-mode cache"
         )
     bags = model, spec, runtime.get_exec().moe
-    facts = {name: _leaf(bags, name) for name in SETTINGS}
-    weights = _Weights(settings.identity, facts, model.download_dir)
+    loading = {name: _leaf(bags, name) for name in SETTINGS}
+    weights = _Weights(settings.identity, loading, model.download_dir)
     names = [weights.name("model_path", model.model_path, model.revision, draft=False)]
     adapter = _adapter(spec, runtime.get_lora())
     if adapter and settings.identity == "auto":
@@ -128,14 +128,14 @@ class _Weights:
     """Names of the weights that a server loaded.
 
     identity: see `Settings`.
-    facts: values of `formats.models.loading.SETTINGS`.
+    loading: values of `formats.models.loading.SETTINGS`.
     cache: the Hub's cache; None for the default.
     unreadable: the first reason why this host cannot name a model's weights; "" if it can.
     """
 
-    def __init__(self, identity: str, facts: Mapping[str, Any], cache: str | None) -> None:
+    def __init__(self, identity: str, loading: Mapping[str, Any], cache: str | None) -> None:
         self._identity = identity
-        self._facts = facts
+        self._loading = loading
         self._cache = cache
         # Each checkpoint is read once: the target's may hold the draft, too.
         self._read: dict[tuple[str, str | None], Checkpoint] = {}
@@ -146,7 +146,7 @@ class _Weights:
         if self._identity != "auto":
             return _updated(self._identity)
         try:  # check the settings before any file is read, so that all ranks refuse alike
-            loaded_weights(Checkpoint("", {}), self._facts, draft=draft)
+            loaded_weights(Checkpoint("", {}), self._loading, draft=draft)
         except ProfileError as error:
             raise ValueError(f"{_AUTO}: {error}") from None
         if "://" in path or path.lower().endswith(".gguf"):
@@ -157,7 +157,7 @@ class _Weights:
         try:
             if (path, revision) not in self._read:
                 self._read[path, revision] = self._checkpoint(path, revision)
-            return _updated(loaded_weights(self._read[path, revision], self._facts, draft=draft))
+            return _updated(loaded_weights(self._read[path, revision], self._loading, draft=draft))
         except Exception as error:  # any error: a rank that raised would hang the others
             self.unreadable = self.unreadable or f"{_AUTO}: {reason_of(error)}"
             return ""

@@ -100,11 +100,11 @@ class Found(NamedTuple):
     """Result of the examination of a file.
 
     problem: result of `PageFiles.problem`.
-    facts: stat of the open file.
+    st: stat of the open file.
     """
 
     problem: _Problem
-    facts: os.stat_result
+    st: os.stat_result
 
 
 class Memory:
@@ -230,11 +230,11 @@ class PageFiles:
     def _examined(self, page: Page) -> Found:
         descriptor = self._open(page)
         try:
-            facts = os.fstat(descriptor)
+            st = os.fstat(descriptor)
             data = b""
-            if facts.st_size == self._whole:
+            if st.st_size == self._whole:
                 data = os.pread(descriptor, TRAILER_BYTES, self._nbytes)
-            return Found(self._problem(page, facts, data), facts)
+            return Found(self._problem(page, st, data), st)
         finally:
             os.close(descriptor)
 
@@ -247,7 +247,7 @@ class PageFiles:
         here, name = self._directory.place(page[0])
         descriptor = os.open(name, OPEN_FILE, dir_fd=here)
         try:
-            facts = None if page[1] in self._in_use else os.fstat(descriptor)
+            st = None if page[1] in self._in_use else os.fstat(descriptor)
             try:
                 # Reading one byte more shows a file that is too long, without a stat.
                 nbytes = os.preadv(descriptor, (memory.whole,), 0)
@@ -257,31 +257,31 @@ class PageFiles:
                 trailer, digest = bytes(memory.trailer), self._hash((memory.page,))
                 is_ours = trailer == self._trailers.dump(page[1], digest)
                 if is_ours or trailer == self._unranked.dump(page[1], digest):
-                    if facts is not None:
-                        self._touch(descriptor, page, facts)
+                    if st is not None:
+                        self._touch(descriptor, page, st)
                     if not is_ours:
                         self._note_unranked(page)
                     return None
-            return self._read_other(descriptor, page, memory, facts or os.fstat(descriptor))
+            return self._read_other(descriptor, page, memory, st or os.fstat(descriptor))
         finally:
             os.close(descriptor)
 
     def _read_other(
-        self, descriptor: int, page: Page, memory: Memory, facts: os.stat_result
+        self, descriptor: int, page: Page, memory: Memory, st: os.stat_result
     ) -> Found | None:
         """Read a page whose file may be stale, or does not have exactly this rank's trailer."""
-        size = facts.st_size
+        size = st.st_size
         if size not in (self._nbytes, self._whole):
-            return Found(self._problem(page, facts, b""), facts)
+            return Found(self._problem(page, st, b""), st)
         if not _is_filled(descriptor, memory.whole[:size]):
-            return Found("damaged", facts)
+            return Found("damaged", st)
         data = bytes(memory.whole[self._nbytes : size])
-        if problem := self._problem(page, facts, data):
-            return Found(problem, facts)
+        if problem := self._problem(page, st, data):
+            return Found(problem, st)
         trailer = parse_trailer(data)
         if trailer and digest_function(trailer.digest_kind)((memory.page,)) != trailer.digest:
-            return Found("damaged", facts)
-        self._touch(descriptor, page, facts)
+            return Found("damaged", st)
+        self._touch(descriptor, page, st)
         if trailer and trailer.rank == NO_RANK:
             self._note_unranked(page)
         return None
@@ -291,23 +291,23 @@ class PageFiles:
         if self._rank != NO_RANK:
             self._counters.noted("unranked", f"{page[0].decode()}: its trailer names no rank")
 
-    def _touch(self, descriptor: int, page: Page, facts: os.stat_result) -> None:
+    def _touch(self, descriptor: int, page: Page, st: os.stat_result) -> None:
         """Mark a page as used if its last use is over an hour ago.
 
-        facts: stat of the file before it was read, as reading it may update the atime.
+        st: stat of the file before it was read, as reading it may update the atime.
         """
-        is_unused = self._touches and facts.st_atime_ns < self._unused_ns
+        is_unused = self._touches and st.st_atime_ns < self._unused_ns
         # A touch sets the ctime, which would revive an object that a `clear` has made stale.
-        if is_unused and not self._is_stale(facts):
+        if is_unused and not self._is_stale(st):
             LIBC.futimens(descriptor, _ATIME_ONLY)
-            if self._is_stale(facts):  # a `clear` came meanwhile
-                self.remove(page, Found("stale", facts))
+            if self._is_stale(st):  # a `clear` came meanwhile
+                self.remove(page, Found("stale", st))
         self._in_use.add(page[1])
 
-    def _is_stale(self, facts: os.stat_result) -> bool:
+    def _is_stale(self, st: os.stat_result) -> bool:
         """Return whether a file is older than the last `clear`, even if that came just now."""
         self._epoch.look()
-        return self._epoch.stale(facts)
+        return self._epoch.stale(st)
 
     def keep(self, page: Page, found: Found) -> bool:
         """Mark a file as used that is already in place. Return False if it must be written anew.
@@ -322,7 +322,7 @@ class PageFiles:
         except FileNotFoundError:
             return False
         # The mark sets the ctime, which revives an object that a `clear` has made stale.
-        return not self._is_stale(found.facts)
+        return not self._is_stale(found.st)
 
     def write(
         self,
@@ -347,7 +347,7 @@ class PageFiles:
             capacity.release(self._whole)
             raise
         if replaced is not None:
-            capacity.release(replaced.facts.st_size)
+            capacity.release(replaced.st.st_size)
 
     def _write(self, page: Page, views: Sequence[memoryview], call: Call) -> None:
         key, page_hash = page
@@ -381,9 +381,9 @@ class PageFiles:
 
     def remove(self, page: Page, found: Found) -> bool:
         """Remove a page's file if it is still the one examined. Return whether it was removed."""
-        removed = self._temporaries.remove_seen(page[0], found.facts, used_since=True)
+        removed = self._temporaries.remove_seen(page[0], found.st, used_since=True)
         if removed and self._capacity is not None:
-            self._capacity.release(found.facts.st_size)
+            self._capacity.release(found.st.st_size)
         return removed
 
     def _open(self, page: Page) -> int:
@@ -391,16 +391,16 @@ class PageFiles:
         here, name = self._directory.place(page[0])
         return os.open(name, OPEN_FILE, dir_fd=here)
 
-    def _problem(self, page: Page, facts: os.stat_result, data: bytes) -> _Problem:
+    def _problem(self, page: Page, st: os.stat_result, data: bytes) -> _Problem:
         """Return why a file cannot be used, "" if it can; the digest is not checked.
 
         data: bytes of the trailer; b"" if the file has another length than a page with trailer.
         """
-        if self._epoch.stale(facts):
+        if self._epoch.stale(st):
             return "stale"
-        if not stat.S_ISREG(facts.st_mode):
+        if not stat.S_ISREG(st.st_mode):
             return "unreadable"
-        if facts.st_size == self._nbytes:
+        if st.st_size == self._nbytes:
             return "" if self._takes_bare else "unstamped"
         try:
             trailer = parse_trailer(data)

@@ -48,13 +48,13 @@ class _Trusted:
         self._directory = directory
         self._known: dict[tuple[int, int], bool] = {}
 
-    def __call__(self, facts: os.stat_result) -> bool:
+    def __call__(self, st: os.stat_result) -> bool:
         """Return whether the file with this stat is regular and its owner trusted."""
-        owner = facts.st_uid, facts.st_gid
+        owner = st.st_uid, st.st_gid
         known = self._known.get(owner)
         if known is None:
-            known = self._known[owner] = self._trust.includes(facts, self._directory)
-        return known and stat.S_ISREG(facts.st_mode)
+            known = self._known[owner] = self._trust.includes(st, self._directory)
+        return known and stat.S_ISREG(st.st_mode)
 
 
 class Listing:
@@ -90,7 +90,7 @@ class Listing:
         self._measures = measures
         self._own_begun_ns = time.time_ns()
 
-    def add(self, page: str, kind: int, facts: os.stat_result) -> None:
+    def add(self, page: str, kind: int, st: os.stat_result) -> None:
         """Add an object."""
         try:
             digest = bytes.fromhex(page)
@@ -98,16 +98,16 @@ class Listing:
             return
         if digest.hex() != page:  # capital letters: not a page hash of SGLang
             return
-        if self._is_later(facts.st_mtime_ns):
-            self.later += facts.st_size
+        if self._is_later(st.st_mtime_ns):
+            self.later += st.st_size
         else:
-            self.listed += facts.st_size
-        if facts.st_ctime_ns <= self.epochs[kind]:
+            self.listed += st.st_size
+        if st.st_ctime_ns <= self.epochs[kind]:
             self.stale.append((page, kind))
         elif self._measures:
-            used_ns = storable_ns(_used_ns(facts))
-            self._added += _ROW.pack(digest, kind, facts.st_size, used_ns)
-            self.left += facts.st_size
+            used_ns = storable_ns(_used_ns(st))
+            self._added += _ROW.pack(digest, kind, st.st_size, used_ns)
+            self.left += st.st_size
 
     def _is_later(self, mtime_ns: int) -> bool:
         """Return whether an object was written since the beginning; not if its time is to come."""
@@ -191,9 +191,9 @@ class Sweeper:
                         found.others += 1
                 elif measures or found.epochs[kind]:
                     with suppress(FileNotFoundError):
-                        facts = entry.stat(follow_symlinks=False)
-                        if self._trusted(facts):
-                            found.add(name[:PAGE_DIGITS], kind, facts)
+                        st = entry.stat(follow_symlinks=False)
+                        if self._trusted(st):
+                            found.add(name[:PAGE_DIGITS], kind, st)
         found.sort()
         return found
 
@@ -204,11 +204,11 @@ class Sweeper:
     def _sweep(self, descriptor: int, name: str, found: Listing) -> None:
         """Remove a temporary file of the suffixes if its writer must have ended."""
         with suppress(OSError):
-            facts = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
-            if not self._trusted(facts):
+            st = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+            if not self._trusted(st):
                 return
-            if facts.st_ctime_ns > found.begun_ns - _TEMPORARY_AGE_NS:
-                found.listed += facts.st_size
+            if st.st_ctime_ns > found.begun_ns - _TEMPORARY_AGE_NS:
+                found.listed += st.st_size
             else:
                 os.unlink(name, dir_fd=descriptor)
 
@@ -221,8 +221,8 @@ class Sweeper:
         """
         seen = {kind: self._look(self._key(page, kind)) for kind in sizes}
         gone = sum(size for kind, size in sizes.items() if seen[kind] is None)
-        found = {kind: facts for kind, facts in seen.items() if facts is not None}
-        if any(_used_ns(facts) > listed_ns for facts in found.values()):
+        found = {kind: st for kind, st in seen.items() if st is not None}
+        if any(_used_ns(st) > listed_ns for st in found.values()):
             return gone
         if self._has_anchor:
             if 0 not in sizes and self._look(self._key(page, 0)) is not None:
@@ -254,7 +254,7 @@ class Sweeper:
         anchor_ns = _used_ns(found[0]) if 0 in found else 0
         now_ns = time.time_ns() + self.clock_ns
         oldest_ns, newest_ns = max(anchor_ns, now_ns - _IN_FLIGHT_NS), now_ns + _IN_FLIGHT_NS
-        return any(oldest_ns < _used_ns(facts) < newest_ns for kind, facts in found.items() if kind)
+        return any(oldest_ns < _used_ns(st) < newest_ns for kind, st in found.items() if kind)
 
     def _key(self, page: str, kind: int) -> bytes:
         return page.encode() + self._suffixes[kind]
@@ -263,12 +263,12 @@ class Sweeper:
         """Return the stat of an object's file; None if missing. Raises OSError if not trusted."""
         try:
             here, name = self._directory.place(key)
-            facts = os.stat(name, dir_fd=here, follow_symlinks=False)
+            st = os.stat(name, dir_fd=here, follow_symlinks=False)
         except FileNotFoundError:
             return None
-        if not self._trusted(facts):
+        if not self._trusted(st):
             raise OSError(errno.EPERM, "not a regular file of a trusted user")
-        return facts
+        return st
 
 
 def _at_leisure(directory: int, stopped: Callable[[], bool]) -> Iterator[os.DirEntry[str]]:
@@ -296,5 +296,5 @@ def kinds_of(suffixes: Mapping[bytes, bool]) -> tuple[bytes, ...]:
     return tuple(dict.fromkeys([*anchors, *sorted(suffixes), *beside]))
 
 
-def _used_ns(facts: os.stat_result) -> int:
-    return max(facts.st_atime_ns, facts.st_mtime_ns)
+def _used_ns(st: os.stat_result) -> int:
+    return max(st.st_atime_ns, st.st_mtime_ns)
