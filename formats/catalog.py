@@ -48,7 +48,7 @@ SCHEMA = pa.schema(
 
 # Bounds on the sizes that a file claims, checked before allocation.
 _MOST_ROWS = 100_000_000
-_MOST_ROW_BYTES = 1024  # average over rows, all columns; keys have about 120 bytes
+_MOST_ROW_BYTES = 1024  # most bytes of a row, on average; keys have about 120 bytes
 _BATCH_ROWS = 65_536
 
 

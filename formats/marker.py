@@ -80,7 +80,7 @@ def parse_marker(data: bytes, source: str) -> Marker:
         if type(number := table.get("form")) is not int or number <= _FORM:
             form = convert(table, _Form, source)
             if form.facts.hash().hex() != form.identity:
-                raise FormatError(f"{source}: the identity is not that of its facts")
+                raise FormatError(f"{source}: the identity does not match its facts")
             return Marker(form.suffix, form.nbytes, form.facts, form.digest)
     except FormatError as error:
         raise FormatError(f"{error}; {_REMOVE}") from None

@@ -86,8 +86,8 @@ def least_tokens(threshold: int, *, trailing: bool) -> int:
     """Return the fewest tokens that a server takes from a store for a request.
 
     threshold: the server's prefetch threshold in tokens. Of fewer usable tokens it fetches nothing,
-        however long the request is. Tokens are those of whole pages, so a threshold between two
-        pages acts like the larger one, and a threshold below a page like a page.
+        however long the request is. Only whole pages count, so a threshold between two numbers of
+        pages acts like the larger number, and a threshold below a page like a page.
     trailing: whether servers need a pool only at the end of a prefix.
 
     In the host memory mode `cache`, a server computes fewer than LOAD_BACK_TOKENS again, although

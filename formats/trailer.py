@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 TRAILER_BYTES = 128
 IDENTITY_BYTES = 16
-DIGEST_KINDS = ("off", "xxh3", "blake3")  # a trailer has the number of one
+DIGEST_KINDS = ("off", "xxh3", "blake3")  # a trailer has the index of its kind
 DEFAULT_DIGEST = "xxh3"
-NO_RANK = 0  # in trailers that do not name a rank
+NO_RANK = 0  # the rank in trailers that name no rank
 
 _MAGIC = b"\x93HICACHE"
 _VERSION = 1
@@ -48,7 +48,7 @@ _FORM = struct.Struct("<8sBBHIQ32s32s16s24s")
 _CHECKSUM = struct.Struct("<I")
 _NAME_BYTES = 24
 _DIGEST_BYTES = {"off": 0, "xxh3": 16, "blake3": 32}
-_KIND_AT, _CHECKSUM_AT, _NBYTES_AT, _DIGEST_AT, _PAGE_AT = 9, 12, 16, 24, 56  # offsets
+_KIND_AT, _CHECKSUM_AT, _NBYTES_AT, _DIGEST_AT, _PAGE_AT = 9, 12, 16, 24, 56  # places in a trailer
 _RANK_BITS, _TP_BITS = 10, 6
 _LONG_NAME = b"\xff"  # first byte of a hashed name; no UTF-8 text starts with it
 

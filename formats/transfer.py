@@ -1,9 +1,9 @@
 """Plan the copies that convert a page's objects from one deployment to another.
 
 Keys, axis order and ranks change; the content does not. A pool's content is indexed by model layer,
-KV head, token, channel and so on. An object holds boxes of it: some layers, heads and state
-channels, whose offsets the axis order determines. One strided copy (`formats.copyplan`) moves the
-overlap of two boxes.
+KV head, token, channel and so on. An object holds boxes of the content: some layers, heads and
+state channels, at offsets that the axis order determines. One strided copy (`formats.copyplan`)
+moves the overlap of two boxes.
 """
 
 from __future__ import annotations

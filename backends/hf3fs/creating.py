@@ -42,7 +42,8 @@ class TableMaker:
         self._server = server
         self._settings = settings
         self._lock = threading.Lock()
-        self.permissions = Permissions()  # limit of new files: those of the copied objects
+        # Limit for new files, which must not be more readable than the objects copied into them.
+        self.permissions = Permissions()
 
     def ensure(self, table: TableName, nbytes: int) -> None:
         """Create a table with pages of `nbytes` bytes, and its file, unless the server has it.

@@ -174,7 +174,7 @@ class DataFiles:
         places = (pages.targets, pages.positions)
         aligned = not pages.nbytes % _BLOCK and not any((at % _BLOCK).any() for at in places)
         if past_cache and aligned and path not in self._not_direct:
-            with suppress(OSError):  # no O_DIRECT here
+            with suppress(OSError):  # the file system has no O_DIRECT
                 descriptor = self._descriptor(path, os.O_RDONLY | os.O_DIRECT)
                 return _Source(path, descriptor, pages.nbytes, direct=True)
         descriptor = self._descriptor(path, os.O_RDONLY)

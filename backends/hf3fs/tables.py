@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.page_tables import PageTable, Snapshot, TableName
     from hicachectl.formats.arrays import BoolArray, IntArray
 
-UNKNOWN = -1  # no page index
+UNKNOWN = -1  # stands for a page index that is not known
 
 _SHARED_ROWS = 16384
 _VERSION_BYTES = 8

@@ -99,6 +99,6 @@ def _drops_all(listener: socket.socket) -> bool:
     filters = struct.pack("HP", 1, ctypes.addressof(program))
     try:
         listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filters)
-    except OSError:  # for example gVisor
+    except OSError:  # some kernels have no filters, such as gVisor's
         return False
     return True

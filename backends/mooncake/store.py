@@ -74,7 +74,7 @@ _EVICTED_AT_ONCE = (
     "evicted right after the write, because the cluster is full; remove pages, or add a storage "
     "process"
 )
-_READ_BACK_BYTES = 64 << 20  # per call
+_READ_BACK_BYTES = 64 << 20  # most bytes that one call reads back
 
 
 class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):

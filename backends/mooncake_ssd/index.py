@@ -114,7 +114,7 @@ class Index:
     files: the data files.
     prefix: text of the tenant before keys in the files.
     losses: objects that no client can read any more.
-    remarks: what the listing leaves out, and why.
+    remarks: messages about objects that the listing leaves out.
     """
 
     keys: Any

@@ -1,7 +1,7 @@
 """Read Mooncake's SSD tier offline: the directory that a client with SSD offload leaves behind.
 
 The store is read-only: a running client keeps the places of its objects in memory, and would read
-garbage from a changed file. The keys are equal to those of a Mooncake store.
+garbage from a changed file. Keys are equal to the keys of the Mooncake store.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _PROBED_EVERY_S, _PROBED_EVERY_BYTES = 1.0, 64 << 20
 _LOW = 0.96  # eviction starts above HIGH, and ends at this share of the limit
 _LISTED_AT = 0.75  # below this share of the limit, nothing needs to be listed
-_KNOWN_AT_LEAST = 0.25  # if the listed pages left fill less of the limit, list again
+_KNOWN_AT_LEAST = 0.25  # list again once the listed pages left fill less of the limit
 _WRITTEN_AT_LEAST = 0.05  # list again only after writes of this share of the limit
 # One turn frees this share of the missing space, and at least so many bytes: not everything, since
 # several suffixes may evict at once.
@@ -97,7 +97,7 @@ class Capacity:
         self._page_tokens = page_tokens
         self._probing = threading.Lock()
         self._free = 0  # bytes at the last probe, minus the bytes admitted since
-        self._admitted = 0  # bytes, since the probe
+        self._admitted = 0  # bytes admitted since the probe
         self._probed_at = 0.0
         owner = os.fsdecode(owner_of(self.suffixes[0]))
         # A process without a limit must not keep one with a limit from evicting.

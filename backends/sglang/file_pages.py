@@ -62,7 +62,7 @@ _BYTES_PER_TASK = 1 << 20  # fewer bytes are not worth another thread
 _LARGE_BYTES = 256 << 10
 _SLOW_SECONDS = 200e-6
 _EXAMINED_BYTES = 16 << 10  # examining a file takes as long as reading so many bytes
-_LONGEST_NAME = 255  # bytes, on Linux
+_LONGEST_NAME = 255  # most bytes of a file name on Linux
 _Problem = Literal["damaged", "foreign", "unranked", "unstamped", "unreadable", "stale", ""]
 _DETAILS: dict[_Problem, str] = {
     "damaged": "length, trailer or digest is wrong; it is removed and written again",
@@ -76,7 +76,7 @@ _DETAILS: dict[_Problem, str] = {
 _BAD_FILE = {errno.EIO, errno.ELOOP}
 _MODE = 0o666
 _TOUCHED_EVERY_NS = 3600 * 10**9
-_MOST_IN_USE = 1 << 15  # pages
+_MOST_IN_USE = 1 << 15  # most pages that need no touch
 _AT_SYMLINK_NOFOLLOW = 0x100
 _UTIME_NOW, _UTIME_OMIT = (1 << 30) - 1, (1 << 30) - 2
 # Two timespecs: the atime becomes the file system's present time, the mtime stays.

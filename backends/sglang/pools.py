@@ -309,7 +309,7 @@ def _dsa_indexer(name: str, pool: Any, context: Context) -> _Form:
 def _mamba(name: str, pool: Any, context: Context) -> _Form:
     parts = [f"conv_{number}" for number in range(len(pool.conv_buffer))]
     dtypes = [_dtype(pool.conv_dtype)]
-    if pool.temporal_state_elem_size:  # layers with a convolution only have no temporal state
+    if pool.temporal_state_elem_size:  # a layer that is only a convolution has no temporal state
         parts.insert(0, "temporal")
         dtypes.insert(0, _dtype(pool.temporal_dtype))
     return _Form(

@@ -1,6 +1,6 @@
 """Write the status of this rank into its store, in a thread of its own.
 
-No call of SGLang waits for it: a file system that hangs holds up this thread alone.
+No call of SGLang waits for this thread: a file system that hangs holds up nothing else.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import BoolArray
 
 _LEAST_SECONDS = 0.05  # a store that is asked with less time left would count as hanging
-_MOST_CHOICES = 1 << 16  # pages
+_MOST_CHOICES = 1 << 16  # most pages that have a remembered store
 
 
 class StoreList:

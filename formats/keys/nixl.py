@@ -8,7 +8,7 @@ route_key. A key is::
     component = "k" | "v" | pool [ "_" part ]
     part      = "k" | "v" | "temporal" | "conv_" number | number
 
-Keys of an MLA target have no TP rank, except those of states. No key has a PP or CP rank. An object
+Keys of an MLA target have no TP rank, except keys of states. No key has a PP or CP rank. An object
 without component is a whole page of the kv pool; "k" alone is a page of MLA, K and V together.
 """
 

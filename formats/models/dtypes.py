@@ -199,7 +199,7 @@ def _stated_dtype(config: HfConfig) -> str:
 def _dtype_sections(config: HfConfig) -> tuple[Mapping[str, Any], ...]:
     """Return the sections that may state the dtype. The first section that states one decides.
 
-    A thinker's own dtype replaces that of its language model (get_hf_text_config).
+    A thinker's own dtype replaces its language model's dtype (get_hf_text_config).
     """
     thinker = config.outer.get("thinker_config")
     return (thinker if isinstance(thinker, Mapping) else config.text, config.outer)

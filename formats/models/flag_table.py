@@ -16,7 +16,7 @@ class Flag(NamedTuple):
     kind: form of the value. `layers` are numbers with commas between them.
     help: text of the option; empty for a flag without an option.
     metavar: name of the option's value in the help.
-    option: name of the option, without dashes; empty for that of the field.
+    option: name of the option, without dashes; empty if it is the field's name.
     derived: whether `server_info` makes the value from several of these.
     """
 

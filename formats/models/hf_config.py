@@ -148,7 +148,7 @@ def _text(document: Mapping[str, Any]) -> Mapping[str, Any]:
         return document
     if document.get("model_type") == "dots_vlm":  # DotsVLMConfig makes it from the whole document
         return document
-    if document.get("model_type") == "iquest_q1_mtp":  # IQuestQ1MTPConfig, of one layer
+    if document.get("model_type") == "iquest_q1_mtp":  # IQuestQ1MTPConfig has one layer
         target = document.get("target_config")
         of_target = target if isinstance(target, Mapping) else {}
         return {**of_target, "num_hidden_layers": 1, **document}

@@ -49,7 +49,7 @@ _SPEED_OPTIONS = (
 )  # fmt: skip
 _ADAPTER = "qlora_adapter_name_or_path"  # BitsAndBytesModelLoader
 _MERGED = ("rope_parameters", "rope_scaling")
-_QUANTISATIONS = ("compression_config", "quantization_config")  # no configs of their own
+_QUANTISATIONS = ("compression_config", "quantization_config")  # sections, not nested configs
 # ModelConfig._parse_modelopt_quant_config
 _MODELOPT = {
     "FP8": ("modelopt_fp8",),

@@ -156,7 +156,7 @@ def read_index(
         _check_distinct(table.column("key"))
     # ValueError: pyarrow decodes the names in a damaged schema as UTF-8.
     except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # not pyarrow's own
+        if isinstance(error, OSError) and error.errno is not None:  # the system, not pyarrow
             raise
         reason = " ".join(str(error).split())[:120]
         raise FormatError(f"{source}: cannot read its index: {reason}; {_WRITE_AGAIN}") from error

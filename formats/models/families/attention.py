@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.releases import Release
 
 
-_DSA_PAGE_TOKENS = 64  # in a physical index page on CUDA (DSATokenToKVPool)
+_DSA_PAGE_TOKENS = 64  # tokens of a physical index page on CUDA (DSATokenToKVPool)
 
 
 def is_dsa(config: HfConfig) -> bool:
@@ -92,7 +92,7 @@ def nemotron_nas(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     if not found:
         words = "Couldn't determine number of kv heads"
         raise config.error("block_configs", f"SGLang refuses: {words}")
-    return mha(config.changed(n_head_kv=found.pop()), context)  # the first field that is read
+    return mha(config.changed(n_head_kv=found.pop()), context)  # SGLang reads this field first
 
 
 def _head_groups(config: HfConfig) -> Iterator[int]:

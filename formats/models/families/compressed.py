@@ -45,7 +45,7 @@ _SHARED_RATIOS = (1, 2)  # layers of these ratios read the rows of a source laye
 _LAYOUTS = ("v4", "v41", "v41_new")
 _COMPRESSED_LAYOUTS = ("", "auto", "fp8", "fp4")
 _ROW_WIDTH = 512
-_ROPE_WIDTH = 64  # at the end of a row
+_ROPE_WIDTH = 64  # width of the rope part at the end of a row
 _STATE_RING = 8  # rows per window page (get_compress_state_ring_size, without speculation)
 
 
@@ -57,7 +57,7 @@ def deepseek_v4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """
     count = config.integer("num_hidden_layers")
     stated = config.integers("compress_ratios")
-    ratios = stated[:count]  # more are of MTP layers
+    ratios = stated[:count]  # later entries belong to MTP layers
     if len(ratios) < count or not set(ratios) <= set(_RATIOS):
         raise config.error("compress_ratios", f"expected {count} of {_RATIOS}, found {stated}")
     for name, width in (("head_dim", _ROW_WIDTH), ("qk_rope_head_dim", _ROPE_WIDTH)):
@@ -72,7 +72,7 @@ def deepseek_v4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     pages = window_pages(config.integer("sliding_window"), context)
     window = Pool(name="swa", kind="dsv4", row=main, layers=count, trailing_pages=pages)
     if context.flags.enable_encoder_swa_bounded_replay:
-        windows: tuple[Pool, ...] = ()  # rebuilt by each request (has_paged_swa)
+        windows: tuple[Pool, ...] = ()  # each request rebuilds its windows (has_paged_swa)
     else:
         windows = (window,)
     sources = config.integers("kv_source_layer_ids") if set(_SHARED_RATIOS) & set(ratios) else ()

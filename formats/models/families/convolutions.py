@@ -50,7 +50,7 @@ def zaya(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     groups = _first_of(config, "num_query_groups_list", "num_query_groups")
     _check_heads(config, context, heads, groups)
     dim = config.integer("kv_channels" if config.text.get("head_dim") is None else "head_dim")
-    times = ("cca_time0", "cca_time1")  # 2 for configs without them
+    times = ("cca_time0", "cca_time1")  # configs without these fields have 2
     window = sum(config.integer(name) - 1 if name in config.text else 1 for name in times)
     _, dtype = state_dtypes(config, context.flags)
     blocks = (heads * dim, groups * dim)
