@@ -87,7 +87,7 @@ class Capacity:
         if max_size and not self._alone and not locks_reach_all_hosts(directory.descriptor):
             raise UsageError(
                 f"{directory.path}: locks of this file system may not exclude other hosts, so "
-                'max_size needs "evict": "this" on one of them, and no max_size on the others'
+                'max_size needs "evict": "this" on one host, and no max_size on the others'
             )
         self.suffixes = kinds_of(suffixes)
         self._has_anchor = any(suffixes.values())
