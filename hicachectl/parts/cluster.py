@@ -266,7 +266,7 @@ def _refuse_unreachable(address: str) -> None:
 
 @contextmanager
 def _stdout_discarded() -> Iterator[None]:
-    """Discard what this process prints, from Python and from libraries."""
+    """Discard all output of this process on stdout, from Python and from libraries."""
     sys.stdout.flush()
     kept = os.dup(1)
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere:

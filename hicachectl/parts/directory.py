@@ -37,7 +37,7 @@ PARTS = "parts"
 STORES = ("store", "source", "destination")  # members of a run's identity
 _OTHER_RUN = "give another run directory"
 LISTING_PREFIX = "listing-"
-# Entries allowed before the manifest is published: those of a run, and those of a new file system.
+# Entries allowed before the manifest is published: entries of a run, and of a new file system.
 _HARMLESS = re.compile(r"listing-[0-9a-f]{16}|\..*|lost\+found")
 _RESULT = re.compile(r"([0-9]{5})\.json")
 
@@ -126,7 +126,7 @@ class RunDirectory(Closing):
         return parse_manifest(content, str(self.path), any_release=any_release)
 
     def permissions(self) -> Permissions:
-        """Return the permissions of the manifest: those that the store's listing allows."""
+        """Return the permissions of the manifest, which the store's listing allows."""
         with usage_errors(self.path):
             return Permissions.of_file(self.directory.entries()[MANIFEST])
 

@@ -152,7 +152,7 @@ class Driver(Closing):
         able = [node for node in nodes if node not in refusals]
         if not able:
             reason = (
-                f"{counted(len(nodes), 'node')} left out; see above why"
+                f"{counted(len(nodes), 'node')} left out; see the reasons above"
                 if nodes
                 else "none has a CPU for tasks; start one with --num-cpus"
             )
@@ -196,7 +196,7 @@ class Driver(Closing):
         self._calls.put(partial(self._say_now, text))
 
     def _do(self, part: int, progress: _Progress) -> bool:
-        """Do a part on a node; return False if it is lost and is to be done again."""
+        """Do a part on a node; return False if the part is lost and must be done again."""
         node = self._nodes.take(self._lost_on[part], self._stopped.is_set)
         try:
             outcome = run_part(
@@ -288,7 +288,7 @@ class _Nodes:
             while not stopped():
                 if not self._busy:
                     raise StoreUnavailable(
-                        "No node is left that can work; see above why, then run again"
+                        "No node is left that can work; see the reasons above, then run again"
                     )
                 wanted = [node for node in self._busy if node not in avoided] or [*self._busy]
                 node = min(wanted, key=self._busy.__getitem__)

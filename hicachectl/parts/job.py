@@ -197,8 +197,8 @@ class Kind:
     """A command that can be divided.
 
     schemas: schemas of the results' tables, by name.
-    merge: function that returns the result of the whole run. It takes results by part, without the
-        missing ones, and the result of `finish`; it opens no store.
+    merge: function that returns the result of the whole run. It takes the results so far by part,
+        and the result of `finish`; it opens no store.
     said: function that returns messages about work that a part did not do.
     parts_fail: whether a part that is not settled ends with exit status 4. Else only `merge` does.
     finishes: whether the process of the last part calls `finish`.

@@ -181,7 +181,7 @@ class PrewarmJob(CopyJob):
     def finish(
         self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]
     ) -> StageResult:
-        """Touch all pages, and count what servers can restore; see `Job.finish`."""
+        """Touch all pages, and count the tokens that servers can restore; see `Job.finish`."""
         files = manifest.published.files
         plan = convert(manifest.published.facts, PrewarmFacts, MANIFEST)
         slices = [convert(one.facts, PrewarmFacts, one.path) for one in results.values()]

@@ -196,7 +196,7 @@ def reason_to_wait(run: RunDirectory) -> str:
     missing = sorted(set(range(manifest.parts)) - run.parts_with_result())
     if missing:
         parts = f"{spans(missing)} of {manifest.parts}"
-        return f"{run.path}: not merged: {parts}: no result yet; the last one merges"
+        return f"{run.path}: not merged: {parts}: no result yet; the last part merges"
     if not is_finished(run, manifest, kind_of(manifest.command, str(run.path))):
         return f"{run.path}: not merged: the run is not finished; run any part again"
     return ""

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from hicachectl.parts.manifest import Manifest
 
-# States of a run, besides those of a quarantine's runs.
+# States of a run directory; `move.quarantine` has more of them.
 LISTING, UNFINISHED, FINISHED, MERGED = "listing", "unfinished", "finished", "merged"
 # States of a part.
 DONE, NOT_COMPLETE, MISSING, DAMAGED = "done", "not-complete", "missing", "damaged"
@@ -368,7 +368,7 @@ def _parts(opened: _OpenRun, remarks: list[str]) -> Iterator[PartRow]:
 def _next_step(path: Path, row: dict[str, Any], missing: list[int]) -> str:
     run = quote(storable(str(path)))
     if row["state"] == LISTING:
-        return "part 0 lists the store; run it again if it has ended"
+        return "part 0 lists the store; if its process has ended, run part 0 again"
     if row["state"] == HALF_PURGED:
         return f"hicachectl runs purge {run} --before 0s --yes"
     if missing:
@@ -421,7 +421,7 @@ def _refuse_other_entries(directory: Directory) -> None:
         folder.check(name, facts)
         if not _is_of_run(path, facts):
             raise UsageError(
-                f"{directory.path}/{path}: is no file of a run; move it away, then run again"
+                f"{directory.path}/{path}: is not a file of a run; move it away, then run again"
             )
 
 

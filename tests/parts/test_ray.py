@@ -340,9 +340,9 @@ def test_without_a_node_that_can_work_the_run_ends(
 
     with pytest.raises(StoreUnavailable) as refusal:
         drive()
-    why = "No node is left that can work; see above why, then run again"
+    why = "No node is left that can work; see the reasons above, then run again"
     if not has_store:
-        why = "--ray auto: no node of the cluster can work: 3 nodes left out; see above why"
+        why = "--ray auto: no node of the cluster can work: 3 nodes left out; see the reasons above"
     assert str(refusal.value) == why
     left_out = [text for text in said if "is left out" in text]
     assert sorted(left_out) == [f"Node {n} is left out: not mounted here" for n in "abc"]

@@ -114,7 +114,7 @@ def test_one_run_is_listed_by_its_own_path(runs: ToyRun, name: str) -> None:
         ("merged", [], "hicachectl merge RUN --again"),
         ("finished", [], "hicachectl merge RUN"),
         ("unfinished", [1], "run part 1 of 2 with --run RUN and the options of the others"),
-        ("listing", [], "part 0 lists the store; run it again if it has ended"),
+        ("listing", [], "part 0 lists the store; if its process has ended, run part 0 again"),
     ],
 )
 def test_the_status_says_what_is_missing_and_what_to_do(
@@ -212,7 +212,9 @@ def test_a_run_with_another_file_stays_whole(runs: ToyRun, place: str, name: str
     report = purge_runs(runs.path, time.time() + 1)
     ((where, why),) = report.failures
     assert where == str(path)
-    assert why == f"not purged: {folder}/{name}: is no file of a run; move it away, then run again"
+    assert (
+        why == f"not purged: {folder}/{name}: is not a file of a run; move it away, then run again"
+    )
     assert [row["state"] for row in report.rows.to_pylist()] == ["failed"]
     assert tree(path) == before
 
@@ -429,5 +431,5 @@ def test_the_command_purges_and_says_what_it_kept(
     (runs.path / "b" / "x").write_text("")
     os.utime(runs.path / "b" / "x", (0, 0))
     failed = invoke(*purge, "--yes", "--unmerged", exit_code=4)
-    assert f"{runs.path}/b: not purged: {runs.path}/b/x: is no file of a run" in failed.stderr
+    assert f"{runs.path}/b: not purged: {runs.path}/b/x: is not a file of a run" in failed.stderr
     assert set(names_in(runs.path)) == {"b", "other", "latest", "file"}
