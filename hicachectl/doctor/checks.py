@@ -31,7 +31,7 @@ class Check:
     group: one of GROUPS.
     evidence: observation behind the answer, such as `page_size 64 in internal_states[0]`; empty if
         `detail` has it.
-    next: the next command or flag; empty if nothing is to be done.
+    next: the next command or flag; empty if no action is needed.
     server: URL of the server that the check is about; empty if it is about the store alone.
     """
 
@@ -48,7 +48,7 @@ class Check:
     def of_message(
         cls, name: str, status: str, message: str, *, group: str, server: str = ""
     ) -> Check:
-        """Return a check whose detail and next step are those of a message."""
+        """Return a check with the detail and the next step of a message."""
         detail, next_step = divided(message)
         return cls(name, status, detail, group=group, next=next_step, server=server)
 

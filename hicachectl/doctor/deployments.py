@@ -323,7 +323,7 @@ def _conversion(
     """
     names = list(one.differences)
     if names == ["keys"]:
-        return "check that STORE is the server's, and the profile"
+        return "check that STORE is the server's store, and that the profile is right"
     if not set(names) <= set(_CONVERTED):
         return (
             "start the server with the sizes of the store, or let it write its own pages: migrate "
@@ -524,7 +524,7 @@ def _recorded(listed: ListedStore, key_model: str) -> set[int]:
 
 
 def _layout(server: LiveServer, listed: ListedStore) -> Iterator[Check]:
-    """Compare the layout with the recorded one: neither keys nor sizes show it."""
+    """Compare the layout with the recorded layout: neither keys nor sizes show a layout."""
     assert listed.store is not None
     assert server.deployment is not None
     profile = server.profile

@@ -187,7 +187,7 @@ def _metrics(counters: _Counters, *, restarted: bool) -> Iterator[Check]:
 
 
 def _plugin(counters: _Counters, statuses: Sequence[PluginStatus]) -> Iterator[Check]:
-    """Judge what the plug-in refuses, by its metrics, else by the status files of its ranks."""
+    """Judge the pages that the plug-in refuses, by its metrics or else by its status files."""
     excluded: dict[str, list[PluginStatus]] = {}
     for status in statuses:
         for reason in status.excluded:

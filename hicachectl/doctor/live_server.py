@@ -33,7 +33,7 @@ class LiveServer:
     layout: parsed `/get_hicache_l3_cache_layout`; empty if the server has none.
     states: `internal_states`, one for each data-parallel rank; empty if the reply has none.
     settings: arguments that hold now: `info`, overridden by the first state.
-    deployment: flags and model paths; None if the reply does not tell them.
+    deployment: flags and model paths; None if the reply does not state them.
     profile: profile by the replies, with the weights if they can be read. If the replies do not
         suffice, the profile of the request with the server's names and sizes. None without either.
     why_no_profile: why the replies do not suffice for a profile, with the next step, else "".

@@ -85,7 +85,9 @@ class _Measured:
 def request_checks(
     listed: ListedStore, given: GivenRequests, *, explained: bool = False
 ) -> list[Check]:
-    """Compare how far a store can serve requests with what servers restored, causes first.
+    """Compare the tokens that a store can serve with the tokens that servers restored.
+
+    Causes come first.
 
     explained: whether an earlier check may be the cause if the store serves nothing.
     """
@@ -99,7 +101,7 @@ def request_checks(
         return [Check.of_message("hits", UNKNOWN, f"Not measured: {error}", group=REQUESTS)]
     below = list(_below_threshold(measured))
     if verdict_of(below) == FAIL:
-        return below  # no other check could tell more
+        return below  # no other check would show more
     explained |= verdict_of(below) == WARN
     return [*below, *_missing(listed, measured, explained=explained), *_restored(measured)]
 
@@ -184,7 +186,7 @@ def _stopping(report: HitsReport, request: int) -> str:
 
 
 def _restored(measured: _Measured) -> Iterator[Check]:
-    """Compare the tokens that the store can serve with those that servers say they took."""
+    """Compare the tokens that the store can serve with the tokens that servers say they took."""
     requests, given = measured.requests, measured.given
     if requests.page_size is None:
         return
@@ -194,7 +196,7 @@ def _restored(measured: _Measured) -> Iterator[Check]:
         taken = np.where(requests.cached < 0, 0, requests.cached)
         storage, memory = int(taken[:, 2].sum()), int(taken[:, :2].sum())
         if not (can or storage):
-            return  # the check of missing pages tells it
+            return  # the check of missing pages says so
         said = f"{could}; servers took {storage} from it and {memory} from their memory"
         earlier = _earlier_pages(requests) * requests.page_size
         wanted = np.minimum(measured.served_tokens, earlier)

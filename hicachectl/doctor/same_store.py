@@ -63,7 +63,7 @@ class _Answer(NamedTuple):
 
 
 class _Unseen(Exception):
-    """The place where the server writes is not known; the message says why."""
+    """The place of the server's writes is not known; the message says why."""
 
 
 def same_store_checks(
@@ -113,7 +113,7 @@ def started_of(server: LiveServer, statuses: Sequence[RankStatus] = ()) -> float
 
 
 def _by_place(server: LiveServer, store: Store) -> _Answer:
-    """Compare where the server writes with the store; say why that is not possible."""
+    """Compare the place of the server's writes with the store, or say why that is not possible."""
     try:
         return _compared(server, parse_url(store.url), set(store.places))
     except PermissionError:

@@ -235,7 +235,7 @@ def _structure(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
     left_out = []
     if findings.explained:
         left_out.append(
-            f"{counted(findings.explained, 'page')} of another size, told by the server's checks"
+            f"{counted(findings.explained, 'page')} of another size; see the server's checks"
         )
     if findings.young:
         left_out.append(f"{counted(findings.young, 'page')} younger than {_GRACE_SECONDS:.0f} s")

@@ -282,7 +282,7 @@ def _host_pool(server: LiveServer) -> Iterable[Check]:
 
 
 def _weights(server: LiveServer) -> Iterable[Check]:
-    """Compare the ranks' model path and weight version with those at the start."""
+    """Compare the ranks' model path and weight version with the values at the start."""
     updated = [
         name
         for name in ("model_path", "weight_version")

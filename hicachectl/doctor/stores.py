@@ -83,9 +83,9 @@ def _empty(listed: ListedStore, store: Store, inventory: Inventory, *, is_explai
         "pages",
         WARN,
         f"The servers have written no page yet: {what}",
-        evidence="the write policy tells when pages are written; pages that were in a server's "
-        "memory before the store was attached are not",
-        next="send prompts of several pages to the servers, that are new to them or after "
+        evidence="the write policy decides when pages are written; pages that were in a server's "
+        "memory before the store was attached are not written",
+        next="send new prompts of several pages to the servers, or the same ones after "
         "/flush_cache, and run doctor again",
     )
 

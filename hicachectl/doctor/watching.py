@@ -34,7 +34,7 @@ _TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A server's counters at two moments, and what appeared in the store between them.
+    """A server's counters at two moments, and the pages that appeared in the store between them.
 
     first: look after the listing of the store, so that all pages written after the look are new.
     second: look after the wait.
