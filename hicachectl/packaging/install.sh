@@ -81,7 +81,7 @@ fi
 mkdir -p -- "$prefix/lib" || fail "$prefix: cannot be created; give another --prefix"
 prefix=$(CDPATH='' cd -- "$prefix" && pwd -P)
 
-# What is not a link to it stays.
+# A file that is not a link of this script is never replaced.
 installed=$prefix/lib/hicachectl
 refuse_others() {
   for file in "$@"; do
@@ -143,7 +143,7 @@ import os, sys
 
 new, link = sys.argv[1:]
 os.symlink(new, f"{new}.link")
-if os.path.isdir(link) and not os.path.islink(link):  # of an earlier script
+if os.path.isdir(link) and not os.path.islink(link):  # an earlier script made a directory
     os.rename(link, f"{new}.earlier")
 os.replace(f"{new}.link", link)
 END
