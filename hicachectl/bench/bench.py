@@ -120,7 +120,9 @@ def bench(
         if request.writes:
             check_writable(store)
         if request.drop_cache and not isinstance(store, InFiles):
-            raise UsageError(f"--drop-cache: {store.url}: its objects are no files; leave it out")
+            raise UsageError(
+                f"--drop-cache: {store.url}: its objects are not files; leave out --drop-cache"
+            )
         if request.device and (profile is None or profile.inferred):
             raise UsageError(needs_profile("--device"))
     first, known = stores[0], profiles[0]
@@ -251,7 +253,7 @@ def _probe(store: Store, profile: Profile, request: BenchRequest, found: _Found)
 
 
 def _note(store: Store, sample: Sample, timings: Sequence[Timing], found: _Found) -> None:
-    """Note the pages that were read, and the failed and omitted ones."""
+    """Record how many pages were read, and how many objects failed or had vanished."""
     firsts = [timing for timing in timings if timing.bare_seconds is None]
     pages = sum(timing.pages for timing in firsts if timing.rank == 0)
     failed = sum(timing.failed for timing in firsts)

@@ -57,7 +57,7 @@ class PromptTimes:
 
     tokens: tokens of whole pages; each prompt has one or two more, which are always computed.
     computed: seconds of each request that the server computed.
-    restored: seconds of each request that the server restored out of the store.
+    restored: seconds of each request that the server restored from the store.
     """
 
     tokens: int
@@ -112,13 +112,13 @@ def break_even_of(times: Sequence[PromptTimes]) -> BreakEven:
 
 
 def check_probed(store: Store, profile: Profile) -> None:
-    """Raise UsageError unless a server can restore prompts of the bench out of a store."""
+    """Raise UsageError unless a server can restore prompts of the bench from a store."""
     traits = store.traits
     if not traits.writes or not traits.deletes or traits.append_only:
         why = f"{store.url}: pages cannot be written and removed again"
     elif not Hashing.of(profile).seeds:
-        why = f"SGLang {profile.sglang} stores all salts of a prompt as one; 0.5.20 is the first "
-        why += "that does not"
+        why = f"SGLang {profile.sglang} gives a prompt the same keys with every salt; releases "
+        why += "from 0.5.20 on do not"
     else:
         return
     raise UsageError(f"--probe-server: {why}; leave out --probe-server")

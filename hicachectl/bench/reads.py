@@ -54,7 +54,7 @@ class Timing(msgspec.Struct, kw_only=True):
     """One batch, read once by one rank.
 
     rank: number of the rank.
-    cache: where the batch's bytes were before the read: cold, mixed, cached or unknown.
+    cache: place of the batch's bytes before the read: cold, mixed, cached or unknown.
     pages: number of pages.
     nbytes: bytes of the objects that were read.
     gone: number of objects that had vanished.
@@ -316,7 +316,7 @@ class _Reader(Closing):
     def _bare(self, pieces: Divided) -> float:
         """Return how long opens, preadv calls and closes of the same files take.
 
-        The memory and the number of threads are those of the reads through the store.
+        The loop uses the memory and the number of threads of the reads through the store.
         """
         began = time.perf_counter()
         if self._pool is None:
@@ -338,7 +338,7 @@ class _Reader(Closing):
                     continue
 
     def _cache(self, pieces: Divided, *, drops: bool) -> str:
-        """Return where the bytes of a batch are; drop them from the page cache if asked."""
+        """Return the place of a batch's bytes; if `drops`, drop them from the page cache first."""
         if self.files is None:
             return UNKNOWN
         total = cached = 0

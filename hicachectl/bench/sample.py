@@ -138,7 +138,7 @@ def own_rows(inventory: Inventory) -> IntArray:
 
 
 def batch_lengths(pages: int, short: int) -> list[int]:
-    """Return the pages of each batch: full ones, and short ones spread among them.
+    """Return the pages of each batch: full batches, and short batches spread among them.
 
     Short batches show the cost of a batch besides its pages. The pages that remain are left out,
     because a batch of them would be neither full nor short.

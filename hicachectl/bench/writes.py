@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import IntArray
 
 _ARENA_BYTES = 64 << 20
-# A bench writes at most these fractions of --most and of the free space: one in so many bytes.
+# Divisors of --most and of the free space: a bench writes no more than either quotient.
 _WRITTEN_SHARE, _FREE_SHARE = 4, 10
 
 
