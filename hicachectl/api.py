@@ -1,4 +1,4 @@
-"""The Python interface: what the commands do, without a command line and without output.
+"""The Python interface: the operations of the commands, without a command line and output.
 
 Each function takes open stores and one request, raises the errors of `hicachectl.formats.errors`,
 and returns what the command of the same name writes as JSON. The result's `remarks` are the

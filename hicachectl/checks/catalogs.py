@@ -179,7 +179,7 @@ def _count_entries(path: Path) -> int:
 
 
 def of_another_store(path: Path, recorded: str, store: str) -> str | None:
-    """Return a remark if the recorded store of a catalog is another one."""
+    """Return a remark if a catalog records another store than `store`."""
     if recorded == store:
         return None
     return f"{path}: the catalog records {recorded}, not {store}; objects are compared by key"

@@ -260,7 +260,7 @@ def _lower_half(values: Octaves) -> BoolArray:
 
 
 def _octaves(codes: Codes, dtype: str) -> Octaves:
-    """Return the logarithms of codes read in a dtype; -100 where they are no numbers."""
+    """Return the logarithms of codes read in a dtype; -100 for codes without a logarithm."""
     bits = codes.astype(f"<u{TENSOR_DTYPE_BYTES[dtype]}")
     values = to_float32(bits, dtype).astype(np.float64)
     values[is_nan(bits, dtype) | is_inf(bits, dtype) | (values == 0)] = 2.0**-100

@@ -134,9 +134,9 @@ def name_findings(found: Iterable[tuple[str, Iterable[pa.Table]]]) -> pa.Table:
 def combine_named(tables: Iterable[pa.Table], schema: pa.Schema = PLACED_SCHEMA) -> pa.Table:
     """Return the findings of all checks in one table, in the columns of a schema.
 
-    tables: columns of the schema and the names of checks; may be `packed`. The order is that of
-    `combine`. If a check of page tables and the reading report the same fault of an object, only
-    the check's finding is kept: its detail is more precise.
+    Findings are ordered as by `combine`. If a check of page tables and the reading report the same
+    fault of an object, only the check's finding is kept: its detail is more precise.
+    tables: columns of the schema and the names of checks; may be `packed`.
     """
     found = pa.concat_tables(packed(table.select([*schema.names, "check"])) for table in tables)
     names = found.column("check").cast(pa.string())

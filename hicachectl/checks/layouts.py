@@ -59,7 +59,7 @@ class LayoutCheck:
 
     @property
     def looks(self) -> list[OrderLook]:
-        """The rows of the first look, then those of the second look for each rival."""
+        """The rows of the first look, then, for each rival, the rows of the second look."""
         first = self._look(self.test.first_sets, FIRST_CHANNELS)
         return [first, *(self._look(sets, SECOND_CHANNELS) for sets in self.test.second_sets)]
 

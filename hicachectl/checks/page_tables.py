@@ -344,7 +344,7 @@ def _suspicious(found: pa.Table) -> pa.ChunkedArray:
 
 
 def _confirmed(store: PageTables, found: pa.Table) -> pa.Table:
-    """Return the findings without those about keys that have changed since the snapshot.
+    """Return the findings, except findings about keys that have changed since the snapshot.
 
     Keys may change while a snapshot is saved, so suspicious keys are looked up again.
     """

@@ -26,9 +26,9 @@ class Reason:
     source: program that counts the reason, one of SOURCES.
     counters: names of the metrics that have the reason as a label. For an SGLang metric without
         such a label, the reason is the metric's name without `sglang:` and `_tokens_total`.
-    meaning: what happened.
-    effect: what the server does about it.
-    remedy: what to do. {command} stands for the command.
+    meaning: event that the reason stands for.
+    effect: reaction of the server.
+    remedy: advice to the operator. {command} stands for the command.
     command: the next command, with STORE and OPTIONS in it; empty if there is none.
     """
 
@@ -68,5 +68,5 @@ def _counters(name: str, source: str) -> list[str]:
 
 
 def reason_named(name: str) -> Reason | None:
-    """Return a reason by its exact name; None if it is not known, such as a new release's."""
+    """Return a reason by its exact name; None if it is unknown, as for a new release of SGLang."""
     return next((reason for reason in reasons() if reason.name == name), None)

@@ -1,4 +1,4 @@
-"""Registry of checks; `codes` has the finding codes of the built-in ones.
+"""Registry of checks; `codes` has the finding codes of the built-in checks.
 
 Functions are given as "package.module:name", so --help imports none of them. Other packages can
 register checks:
@@ -48,7 +48,7 @@ class CheckGroup:
 
 
 class Need(StrEnum):
-    """Requirements of checks; `VerifyRequest.unmet` explains unmet ones."""
+    """Requirements of checks; `VerifyRequest.unmet` explains unmet requirements."""
 
     # Object sizes, listed or from a profile.
     SIZES = auto()
@@ -67,7 +67,10 @@ class Need(StrEnum):
 
 
 class Scope(Enum):
-    """What a check looks at; a run can check a store in parts, each with whole page groups."""
+    """Data that a check examines.
+
+    A run can check a store in parts; each part has whole page groups.
+    """
 
     # Objects and page groups of a part.
     OBJECTS = auto()
@@ -191,7 +194,7 @@ class TensorStats:
 class ValueIssue:
     """A problem of one object.
 
-    index: number of the object among those checked together.
+    index: position of the object among the objects that were checked together.
     code: one of the check's codes.
     detail: the fault, its count, its tensors and layers, and its first place.
     """
@@ -258,7 +261,7 @@ def unregister(name: str) -> None:
 
 
 def checks(groups: Collection[str] | None = None) -> list[Check]:
-    """Return the checks of some groups and those that always run; None: all checks."""
+    """Return the checks of some groups, and the checks that always run; None: all checks."""
     return [
         check
         for check in _CHECKS.values()

@@ -86,7 +86,7 @@ class ValueChecker:
 
     @property
     def judges_layout(self) -> bool:
-        """Whether a check can tell the layouts of the spec."""
+        """Whether a check can distinguish the layouts of the spec."""
         return any("layout-mismatch" in check.code_names for check in self.prepared)
 
     def check(

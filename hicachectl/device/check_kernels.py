@@ -118,7 +118,10 @@ class OrderKernel:
         return True
 
     def launch(self, count: int) -> list[torch.Tensor]:
-        """Correlate rows: gains [count, sets] of all looks, then the usable sets, likewise."""
+        """Correlate rows: return the gains of each look, then the usable sets of each look.
+
+        Each result is [count, sets].
+        """
         looks = self.correlate(count)
         return [own for own, _ in looks] + [usable for _, usable in looks]
 

@@ -221,7 +221,7 @@ class DeviceChecker(Closing):
             self._free.put(lane)
 
     def close(self) -> None:
-        """Free the device memory, except that of a failed device."""
+        """Free the device memory, except the memory of a failed device."""
         while not self._free.empty():
             lane = self._free.get_nowait()
             mine = {place: run for place, run in self._runs.items() if place[0] is lane}

@@ -30,7 +30,7 @@ _FOLDERS = 256 // _REMOVERS
 def forked_calls(
     count: int, stores: Sequence[Store], make: Callable[[], object], *, objects: int
 ) -> Callees | None:
-    """Fork processes that call the methods of an object on stores; None where threads are as fast.
+    """Fork processes that call the methods of an object on stores; None if threads are as fast.
 
     Each process, this one included, keeps an equal share of the stores' calls at once, and has a
     Python lock of its own. If the number of calls was given (--jobs), no process is forked.

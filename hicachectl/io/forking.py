@@ -183,7 +183,7 @@ class Workers(_Children):
                 assert isinstance(pipe, connection.Connection)
                 try:
                     received = pipe.recv_bytes()
-                except (EOFError, OSError):  # between messages, or within one
+                except (EOFError, OSError):  # the child ended, between messages or within one
                     raise self._killed(busy[pipe]) from None
                 kind, content = received[:1], received[1:]
                 if kind == _MESSAGE:

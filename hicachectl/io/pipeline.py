@@ -318,7 +318,7 @@ class Pipeline(Generic[T]):
                 self._reads.expect(upcoming.task.rows, upcoming.task.capacities)
 
     def _look_ahead(self) -> list[_Upcoming]:
-        """Take tasks from the iterator in advance; return those to announce."""
+        """Take tasks from the iterator in advance; return the tasks to announce."""
         fresh = []
         while not self._ahead or self._ahead_bytes < _AHEAD_BYTES:
             task = next(self._tasks, None)

@@ -91,7 +91,7 @@ class RowOrder:
 
     @property
     def visible(self) -> tuple[str, ...]:
-        """The axes whose order matters: those longer than 1."""
+        """The axes longer than 1: only their order matters."""
         return tuple(a for a, n in zip(self.axes, self.lengths, strict=True) if n > 1)
 
 

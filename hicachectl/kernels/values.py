@@ -210,7 +210,7 @@ def _has_special(bits: Bits, dtype: str) -> bool:
 
 
 def _has_bad_scale(bits: Bits, floor: float) -> bool:
-    signed = bits.view(np.int32)  # keeps the order of positive floats; negative ones are lower
+    signed = bits.view(np.int32)  # positive floats keep their order; negative floats are lower
     return int(signed.min()) < floor_bits(floor) or int(signed.max()) >= _INF_BITS32
 
 

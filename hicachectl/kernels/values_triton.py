@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # with zeros, if rows begin with the field.
 SPECIAL, BAD_SCALE, ZERO_HEAD = 1, 2, 4
 FLAG_BITS = 3  # the flags of field n begin at bit n * FLAG_BITS
-_MOST_FIELDS = 31 // FLAG_BITS  # in one result
+_MOST_FIELDS = 31 // FLAG_BITS  # most fields with flags in one result
 
 _WORD = 4
 _VECTOR_BYTES = 16
@@ -119,7 +119,7 @@ def block_flags(
 
     pool:     1D uint8, contiguous, 16-byte aligned.
     blocks:   [n] int64 on the pool's device, block numbers; blocks have `block_bytes` each.
-    fields:   of rows with one pitch.
+    fields:   fields of the rows, all with one pitch.
     together: consecutive blocks that share a result, as the layers of an object do; divides n.
     tile:     vectors that a program checks, a power of two.
     Returns [n / together] int32, the flags of all fields: see FLAG_BITS. Does not synchronise.

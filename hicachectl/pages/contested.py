@@ -83,7 +83,8 @@ def with_ambiguous_pages(
     """Return the table and the affix ids with doubtful pages marked as ambiguous.
 
     The affix ids are None if no page is doubtful; the table is then the given one.
-    pieces: returns all objects, those of a page in one piece; called only if counts raise a doubt.
+    pieces: returns all objects, with all objects of a page in one piece; called only if counts
+        raise a doubt.
     """
     readings = [
         sorted(_all_readings(table, affix, one), key=explained, reverse=True)

@@ -113,7 +113,7 @@ class Inventory:
 
     @property
     def known_sizes(self) -> IntArray:
-        """Bytes of each object, those of its spec if none are listed, 0 if unknown: [objects]."""
+        """Bytes of each object: [objects]. As listed, else as its spec states, else 0."""
         stated = self.table.expected_sizes[self.affix_ids]
         sizes = np.where(self.sizes == UNKNOWN_SIZE, stated, self.sizes)
         known: IntArray = np.where(sizes == UNKNOWN_SIZE, 0, sizes)

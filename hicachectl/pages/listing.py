@@ -293,7 +293,7 @@ def summarise(
 ) -> tuple[pa.Table, Totals]:
     """Return totals by deployment, pool and object size, and the total of all objects.
 
-    The rows have the columns of `ls --summary`, the total has those that add up. A pool of a
+    The rows have the columns of `ls --summary`; the total has the columns that add up. A pool of a
     deployment has a row for each of its four most common sizes. Others share a row with
     object_nbytes null, as do unknown sizes. Foreign objects have nulls in the columns that only
     pages have. Bytes are null if any size is not known. A page with objects in several rows counts

@@ -47,7 +47,7 @@ def profile_document(profile: Profile) -> DeploymentDocument:
 
 
 def deployment_document(deployment: Deployment, page_size: int | None = None) -> DeploymentDocument:
-    """Return a deployment in JSON types; None for what neither a profile nor the keys state.
+    """Return a deployment in JSON types; None for values that neither a profile nor keys state.
 
     page_size: tokens of the pages that requests were hashed into, if keys do not state it.
     """

@@ -42,7 +42,8 @@ def with_seen_sizes(
 
     A kind with several common sizes gets a `SizeMix` instead. If a profile states the size of a
     kind, the mix has the other common sizes that servers may still write (`_still_written`).
-    pieces: returns all objects, those of a page in one piece; called only if a size may be mixed.
+    pieces: returns all objects, with all objects of a page in one piece; called only if a size may
+        be mixed.
     """
     kinds, kind_of, stated = _kinds(table)
     if not kinds:
@@ -208,7 +209,7 @@ def _count_pages(
 
 
 # Share of a pool's wrong-sized objects that must have one common size before the pool counts as
-# another deployment's. Below it the objects may be damaged ones of this deployment.
+# another deployment's. Below it, they may be damaged objects of this deployment.
 _NEARLY_ALL = 0.9
 _LIST = "or list what the store has with hicachectl ls --summary"
 

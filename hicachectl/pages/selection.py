@@ -207,7 +207,7 @@ class Selection:
     def fits(self, deployment: Deployment, sizes: Mapping[str, int] | None = None) -> bool:
         """Return whether a deployment fits.
 
-        sizes: size of each axis; None for those that `ls` shows.
+        sizes: size of each axis; None for the sizes that `ls` shows.
         """
         model, tag = deployment.names.columns.values()
         if self.model is not None and model != self.model.replace("/", "-"):
@@ -320,7 +320,7 @@ def explain_selection(store: Store, listed: Inventory, selection: Selection) -> 
 
 
 def explain_parts(parts: Iterable[tuple[int, str]]) -> str:
-    """Return why no page was chosen in any part of a store, as the largest part tells.
+    """Return why no page was chosen in any part of a store: the explanation of the largest part.
 
     parts: number of listed objects of each part, and the explanation for this part.
     """
