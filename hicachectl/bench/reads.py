@@ -348,12 +348,12 @@ class _Reader(Closing):
                     with closing_descriptor(self._opened(directory, name)) as descriptor:
                         if drops:
                             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                        there = cached_bytes(descriptor, size)
+                        resident = cached_bytes(descriptor, size)
                 except OSError:
                     continue
-                if there is None:
+                if resident is None:
                     return UNKNOWN
-                total, cached = total + size, cached + there
+                total, cached = total + size, cached + resident
         if cached <= _COLD_SHARE * total:
             return COLD
         return CACHED if cached >= _CACHED_SHARE * total else MIXED
@@ -375,18 +375,18 @@ def cached_bytes(descriptor: int, nbytes: int) -> int | None:
     Linux tells the owner and users who may write; to others, every page seems to be cached. Raises
     OSError.
     """
-    facts = os.fstat(descriptor)
-    nbytes = min(nbytes, facts.st_size)
+    file = os.fstat(descriptor)
+    nbytes = min(nbytes, file.st_size)
     if not nbytes:
         return 0
-    if facts.st_uid != os.geteuid() and not os.access(f"/proc/self/fd/{descriptor}", os.W_OK):
+    if file.st_uid != os.geteuid() and not os.access(f"/proc/self/fd/{descriptor}", os.W_OK):
         return None
     with mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ) as mapping:
         view = np.frombuffer(mapping, dtype=np.uint8)
-        there = np.zeros(-(-nbytes // mmap.PAGESIZE), dtype=np.uint8)
-        address, vector = ctypes.c_void_p(view.ctypes.data), ctypes.c_void_p(there.ctypes.data)
+        resident = np.zeros(-(-nbytes // mmap.PAGESIZE), dtype=np.uint8)
+        address, vector = ctypes.c_void_p(view.ctypes.data), ctypes.c_void_p(resident.ctypes.data)
         refused = LIBC.mincore(address, ctypes.c_size_t(nbytes), vector)
         del view
     if refused:
         return None
-    return min(nbytes, int((there & 1).sum()) * mmap.PAGESIZE)
+    return min(nbytes, int((resident & 1).sum()) * mmap.PAGESIZE)

@@ -34,7 +34,7 @@ from hicachectl.doctor.same_store import same_store_checks, started_of
 from hicachectl.doctor.settings import setting_checks
 from hicachectl.doctor.stores import store_checks
 from hicachectl.doctor.text import check_lines
-from hicachectl.doctor.watching import Watched, watched
+from hicachectl.doctor.watching import Watched, watch
 from hicachectl.formats.errors import HicacheError, ProfileError, UsageError
 from hicachectl.profiles.sources import agree_to_look
 from hicachectl.requests.chains import Hashing
@@ -96,7 +96,7 @@ def examine(
             one.status.weights for one in statuses if one.standing == SERVING and one.status.weights
         ),
     )
-    looks = watched(servers, listed, request.watch_seconds, on_wait)
+    looks = watch(servers, listed, request.watch_seconds, on_wait)
     statuses = _statuses(store)
     checks: list[Check] = []
     explained: set[Fraction] = set()

@@ -99,12 +99,12 @@ def own_statuses(server: LiveServer, statuses: Sequence[RankStatus]) -> list[Plu
         for one in statuses
         if one.standing == SERVING and model in (None, one.status.model)
     ]
-    here = [one for one in serving if (one.host, one.pid_namespace) == this_host()]
-    schedulers = processes_of(server.url).schedulers if here else ()
+    local = [one for one in serving if (one.host, one.pid_namespace) == this_host()]
+    schedulers = processes_of(server.url).schedulers if local else ()
     if not schedulers:
         return serving
-    own = [one for one in here if one.pid in schedulers]
-    return own or [one for one in serving if one not in here]
+    own = [one for one in local if one.pid in schedulers]
+    return own or [one for one in serving if one not in local]
 
 
 def environment_of(pid: int) -> dict[str, str]:

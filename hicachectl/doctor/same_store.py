@@ -105,9 +105,9 @@ def started_of(server: LiveServer, statuses: Sequence[RankStatus] = ()) -> float
 
     statuses: statuses in the store, which state the start of a server on another machine.
     """
-    here = processes_of(server.url).started
-    if here is not None:
-        return here
+    started = processes_of(server.url).started
+    if started is not None:
+        return started
     told = (one.started_ns / 1e9 for one in own_statuses(server, statuses) if one.started_ns)
     return min(told, default=None)
 

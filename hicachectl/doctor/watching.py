@@ -47,7 +47,7 @@ class Watched:
     new_pages: int | None
 
 
-def watched(
+def watch(
     servers: Sequence[LiveServer],
     listed: ListedStore,
     seconds: float,

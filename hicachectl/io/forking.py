@@ -281,15 +281,15 @@ def _live(
 
 def _error(error: BaseException) -> bytes:
     """Return the message that a child sends of an exception."""
-    return _ERROR + json.dumps(told(error)).encode()
+    return _ERROR + json.dumps(packed_error(error)).encode()
 
 
 def _raised_by_child(content: bytes) -> Exception:
     """Return the exception in a message of `_error`, without its first byte."""
-    return raised(*json.loads(content), where="In a forked process")
+    return unpacked_error(*json.loads(content), where="In a forked process")
 
 
-def told(error: BaseException) -> tuple[str, str]:
+def packed_error(error: BaseException) -> tuple[str, str]:
     """Return an exception for another process: the name of its class, and its text.
 
     The class is the nearest one in `formats.errors`. For a bug, the name is "", and the text is the
@@ -302,8 +302,8 @@ def told(error: BaseException) -> tuple[str, str]:
     return name, str(error)
 
 
-def raised(name: str, text: str, *, where: str) -> Exception:
-    """Return the exception of another process, from the result of `told`.
+def unpacked_error(name: str, text: str, *, where: str) -> Exception:
+    """Return the exception of another process, from the result of `packed_error`.
 
     where: name of that process, for the message of a bug.
     """

@@ -242,8 +242,8 @@ def _plan_step(
     tl.store(tokens + slot, kept, mask=in_n & (kept != token))
     mark = tl.load(marks + position, mask=inside & (column < columns), other=0)
     found = tl.where(short, tl.where(inside, position, 0), mark)
-    there = has_page & (page >= 0) & (page < page_limit)
-    want = there | (inside & (position == newest))
+    present = has_page & (page >= 0) & (page < page_limit)
+    want = present | (inside & (position == newest))
     hit = want & (tl.gather(kept, found, 0) == position)
     miss = want & ~hit
     tl.store(used + found, 1, mask=hit)

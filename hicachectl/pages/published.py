@@ -29,9 +29,9 @@ from hicachectl.pages.scanning import (
     AFFIX_ID,
     MEMORY_ROWS,
     Spool,
+    resolve_scan,
     scan_columns,
     take_inventory,
-    understood,
 )
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def publish_listing(
     wanted = scan_columns(store, columns)
     with Spool(scan_schema(wanted), folder, memory_rows) as spool:
         spool.fill(store.scan(wanted), on_batch)
-        table, pieces = understood(spool, store, profile, needs_pages=needs_pages)
+        table, pieces = resolve_scan(spool, store, profile, needs_pages=needs_pages)
         listing = Listing(table, tuple(wanted))
         count = parts(spool.rows) if callable(parts) else parts
         shares: list[Share] = [{} for _ in range(count)]

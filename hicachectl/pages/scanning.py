@@ -69,15 +69,15 @@ def take_inventory(
     Memory: about 120 bytes per object. Raises StoreUnavailable.
     """
     wanted = scan_columns(store, columns)
-    understand = partial(
-        understood,
+    resolve = partial(
+        resolve_scan,
         store=store,
         profile=profile,
         only_others=only_others,
         needs_pages=needs_pages,
         on_contradiction=on_contradiction,
     )
-    return _inventory(store.scan(wanted), scan_schema(wanted), understand, on_batch)
+    return _inventory(store.scan(wanted), scan_schema(wanted), resolve, on_batch)
 
 
 def scan_columns(store: Store, columns: Collection[str]) -> list[str]:
@@ -101,25 +101,25 @@ def look_up(
     columns = _columns(store)
     tables = (store.look(pa.table({"key": part}), columns) for part in some)
     batches = (batch for table in tables for batch in table.combine_chunks().to_batches())
-    understand = partial(understood, store=store, profile=profile, only_others=only_others)
-    found = _inventory(batches, scan_schema(columns), understand)
+    resolve = partial(resolve_scan, store=store, profile=profile, only_others=only_others)
+    found = _inventory(batches, scan_schema(columns), resolve)
     return replace(found, partial=True)
 
 
 def _inventory(
     scanned: Iterable[pa.RecordBatch],
     schema: pa.Schema,
-    understand: Callable[[Spool], tuple[AffixTable, Iterator[Inventory]]],
+    resolve: Callable[[Spool], tuple[AffixTable, Iterator[Inventory]]],
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> Inventory:
     spool = Spool(schema)
     spool.fill(scanned, on_batch)
-    (inventory,) = understand(spool)[1]
+    (inventory,) = resolve(spool)[1]
     pa.default_memory_pool().release_unused()
     return inventory.without_unused_columns()
 
 
-def understood(
+def resolve_scan(
     spool: Spool,
     store: Store,
     profile: Profile | None,

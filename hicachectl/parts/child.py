@@ -25,7 +25,7 @@ import msgspec
 import pyarrow as pa
 from msgspec import Struct
 
-from hicachectl.io.forking import end_with, told
+from hicachectl.io.forking import end_with, packed_error
 from hicachectl.parts.job import PartInput, StageResult
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def main(parent: int) -> None:
     except _StoppedError:
         os._exit(_TERMINATED)
     except BaseException as error:
-        answering.send(Failed(*told(error)))
+        answering.send(Failed(*packed_error(error)))
     # A normal exit could abort while threads of libraries run. The stores are closed here.
     os._exit(0)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hicachectl import __version__
 from hicachectl.backends.disk.io import Closing
 from hicachectl.formats.errors import DeviceError, HicacheError, StoreUnavailable, UsageError
-from hicachectl.io.forking import raised
+from hicachectl.io.forking import unpacked_error
 from hicachectl.parts.child import (
     ANSWERS,
     STOP_SECONDS,
@@ -317,7 +317,7 @@ def _raised(name: str, text: str) -> Exception:
 
     The loss of a store or device may be the node's fault, so the attempt is lost, not the run.
     """
-    error = raised(name, text, where="On another node")
+    error = unpacked_error(name, text, where="On another node")
     if isinstance(error, StoreUnavailable | DeviceError):
         return LostError(text, error)
     return error

@@ -199,7 +199,7 @@ class Kind:
     schemas: schemas of the results' tables, by name.
     merge: function that returns the result of the whole run. It takes the results so far by part,
         and the result of `finish`; it opens no store.
-    said: function that returns messages about work that a part did not do.
+    undone: function that returns messages about work that a part did not do.
     parts_fail: whether a part that is not settled ends with exit status 4. Else only `merge` does.
     finishes: whether the process of the last part calls `finish`.
     """
@@ -207,7 +207,7 @@ class Kind:
     command: str
     schemas: Mapping[str, pa.Schema]
     merge: Callable[[Manifest, Mapping[int, Record], Record | None], Result]
-    said: Callable[[Manifest, RecordForm], Iterable[str]]
+    undone: Callable[[Manifest, RecordForm], Iterable[str]]
     parts_fail: bool = True
     finishes: bool = False
 

@@ -69,7 +69,7 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
     return _result(manifest, facts, convert(manifest.options, _Options, MANIFEST).labelled)
 
 
-def said(manifest: Manifest, record: RecordForm) -> Iterator[str]:
+def undone(manifest: Manifest, record: RecordForm) -> Iterator[str]:
     """Yield the remarks and the sums of a part that is not settled."""
     if not record.settled:
         facts = convert(record.facts, MigrationFacts, "The result")
@@ -87,7 +87,7 @@ def _result(manifest: Manifest, facts: Sequence[MigrationFacts], labelled: int) 
     )
 
 
-KIND = Kind("migrate", {}, merge, said)
+KIND = Kind("migrate", {}, merge, undone)
 
 
 class MigrateJob(CopyJob):

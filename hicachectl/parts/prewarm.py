@@ -85,7 +85,7 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
     return result if finish is not None else result.with_undone(*restorable.remarks)
 
 
-def said(manifest: Manifest, record: RecordForm) -> Iterator[str]:
+def undone(manifest: Manifest, record: RecordForm) -> Iterator[str]:
     """Yield messages about work that a slice has not done; `merge` has all other messages."""
     if not record.settled:
         facts = convert(record.facts, PrewarmFacts, "The result")
@@ -95,7 +95,7 @@ def said(manifest: Manifest, record: RecordForm) -> Iterator[str]:
             yield f"Stopped: {facts.stopped_by}"
 
 
-KIND = Kind("prewarm", {}, merge, said, finishes=True)
+KIND = Kind("prewarm", {}, merge, undone, finishes=True)
 
 
 class PrewarmJob(CopyJob):

@@ -181,7 +181,7 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
     return replace(result, write_catalog=write)
 
 
-def said(manifest: Manifest, record: RecordForm) -> Iterator[str]:
+def undone(manifest: Manifest, record: RecordForm) -> Iterator[str]:
     """Yield why the repair of a part was refused; `merge` ends with the status of the refusal."""
     form = convert(record.facts, _ResultForm, "result: facts")
     for refusal in form.facts.refused:
@@ -193,7 +193,7 @@ def _refused(refusal: Refusal) -> str:
 
 
 _SCHEMAS = {_FOUND: NAMED_SCHEMA, _EVIDENCE: EVIDENCE_SCHEMA, _CATALOG: CATALOG_SCHEMA}
-KIND = Kind("verify", _SCHEMAS, merge, said, parts_fail=False)
+KIND = Kind("verify", _SCHEMAS, merge, undone, parts_fail=False)
 
 
 class VerifyJob(Job):

@@ -12,7 +12,7 @@ from hicachectl.cli.demo_store import PROFILE
 from hicachectl.doctor.listed_store import list_store
 from hicachectl.doctor.live_server import ask_server
 from hicachectl.doctor.request import DoctorRequest
-from hicachectl.doctor.watching import watched
+from hicachectl.doctor.watching import watch
 from tests.doctor.replies import answering, info
 from tests.move.migrations import demo_store
 from tests.stores import page, put
@@ -41,10 +41,10 @@ def test_new_pages_are_those_of_the_servers_deployment(
     with open_store(str(directory)) as store, answering(info(), metrics=METRICS) as url:
         seen = list_store(store, request_.profile)
         server = ask_server(url, request_)
-        (look,) = watched([server], seen, WATCH_S, write)
+        (look,) = watch([server], seen, WATCH_S, write)
         assert look.new_pages == 2
         assert look.second.at - look.first.at >= WATCH_S
-        (look,) = watched([server], list_store(store, request_.profile), 0.0, write)
+        (look,) = watch([server], list_store(store, request_.profile), 0.0, write)
         assert look.new_pages == 0
 
 
@@ -57,7 +57,7 @@ def test_a_new_page_counts_in_an_empty_store(tmp_path: Path) -> None:
 
     with open_store(str(tmp_path)) as store, answering(info(), metrics=METRICS) as url:
         server = ask_server(url, DoctorRequest())
-        (look,) = watched([server], list_store(store), WATCH_S, write)
+        (look,) = watch([server], list_store(store), WATCH_S, write)
     assert look.new_pages == 1
 
 
@@ -66,6 +66,6 @@ def test_servers_without_counters_are_not_waited_for(tmp_path: Path) -> None:
     with open_store(str(tmp_path)) as store, answering(info()) as url:
         server = ask_server(url, DoctorRequest())
         began = time.monotonic()
-        (look,) = watched([server], list_store(store), 60.0)
+        (look,) = watch([server], list_store(store), 60.0)
     assert time.monotonic() - began < 30
     assert (look.new_pages, look.second.samples) == (None, None)

@@ -72,7 +72,7 @@ def in_worker(order: bytes) -> Iterator[bytes]:
         parent = SimpleNamespace(send_bytes=answers.append)
         child.answer(child.ORDERS.decode(order), child.Answering(parent))
     except errors.HicacheError as error:
-        answers.append(child.encoded(child.Failed(*child.told(error))))
+        answers.append(child.encoded(child.Failed(*child.packed_error(error))))
     while answers:  # Ray sends into this generator, which no list takes
         yield answers.pop(0)
 

@@ -54,12 +54,12 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
     return Result(document=document, rows=copied, rows_name="numbers", lines=lines)
 
 
-def said(manifest: Manifest, record: RecordForm) -> Iterator[str]:
+def undone(manifest: Manifest, record: RecordForm) -> Iterator[str]:
     """Say nothing."""
     return iter(())
 
 
-KIND = Kind("toy", {"copied": NUMBERS}, merge, said, parts_fail=False, finishes=True)
+KIND = Kind("toy", {"copied": NUMBERS}, merge, undone, parts_fail=False, finishes=True)
 
 
 class ToyJob:

@@ -159,7 +159,7 @@ def _do_part(ctx: click.Context, options: Mapping[str, Any], shard: Shard, job: 
         say(f"{name} is done; when all are, join them with: hicachectl merge {quote(str(path))}")
     else:
         remark(ctx, f"{name} is not complete; {_AGAIN}", failure=True)
-    remark(ctx, *job.kind.said(manifest, record), failure=True)
+    remark(ctx, *job.kind.undone(manifest, record), failure=True)
     if job.kind.parts_fail and not record.settled:
         ctx.exit(FINDINGS)
 
