@@ -36,10 +36,13 @@ MAN = Path(__file__).parents[2] / "man"
 TEXTS = Path(manpages.__file__).parent / "texts"
 BY_HAND = {
     "hcpack.5",
-    *(
-        f"hicachectl-{name}.7"
-        for name in ("kubernetes", "plugin", "python", "runbooks", "scaling", "scheduling")
-    ),
+    "hicachectl-concepts.7",
+    "hicachectl-kubernetes.7",
+    "hicachectl-plugin.7",
+    "hicachectl-python.7",
+    "hicachectl-runbooks.7",
+    "hicachectl-scaling.7",
+    "hicachectl-scheduling.7",
 }
 SYSTEM_PAGES = {("crontab", "5"), ("systemd.timer", "5")}
 

@@ -41,7 +41,7 @@ def test_the_configuration_to_copy_is_accepted() -> None:
 
 
 def test_the_commands_are_accepted() -> None:
-    lines = section("MOVE AN EXISTING DIRECTORY UNDER IT").replace("\\-", "-").splitlines()
+    lines = section("ADOPT AN EXISTING DIRECTORY").replace("\\-", "-").splitlines()
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("hicachectl ")]
     assert [command[0] for command in commands] == ["profile", "verify", "migrate"]
     for command in commands:
