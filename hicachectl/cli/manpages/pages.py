@@ -35,6 +35,7 @@ from hicachectl.cli.manpages.mdoc import (
     with_listings,
 )
 from hicachectl.cli.manpages.members import DOCUMENTS, members_of
+from hicachectl.cli.manpages.web import write_web_pages
 from hicachectl.cli.metrics import LABELS, metrics
 from hicachectl.cli.parameters import OWN, sections
 from hicachectl.cli.prose import Item, prose
@@ -378,3 +379,4 @@ def _see_also(page: str) -> Iterator[str]:
 
 if __name__ == "__main__":
     build(Path(sys.argv[1]))
+    write_web_pages(Path(sys.argv[1]))
