@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -65,6 +66,14 @@ class Browser:
         answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
+
+    def picture(self, width: int, height: int) -> bytes:
+        """Return a PNG of the top left corner of the page, without scroll bars."""
+        self._call("Emulation.setScrollbarsHidden", hidden=True)
+        self.value("document.body.style.display = 'none'; document.body.offsetHeight")
+        self.value("document.body.style.display = ''")
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        return base64.b64decode(self._call("Page.captureScreenshot", clip=clip)["data"])
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
         self._number += 1
