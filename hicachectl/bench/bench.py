@@ -58,7 +58,7 @@ class BenchRequest:
 
     profile: profile of the deployment; None: the profile that a pack records; other stores have
         none.
-    most_bytes: limit on the bytes of the pages chosen in each store; a quarter of it is written.
+    most_bytes: limit on the bytes of the pages chosen in each store; writes take at most a quarter.
     seconds: time for the reads of each store, and for its writes.
     ranks: ranks that read at once; None: as many as the keys name.
     threads: threads of each rank.
@@ -108,7 +108,7 @@ def bench(
     *,
     on_listed: Callable[[int], None] = lambda objects: None,
 ) -> Result:
-    """Measure stores one after another; the server of the request has the first one attached.
+    """Measure stores one after another; the server of the request has the first store attached.
 
     on_listed: takes the number of objects of each batch of the listing.
     Raises EmptyStore, UsageError, ProfileError, DeviceError and StoreUnavailable.

@@ -66,7 +66,7 @@ class PromptTimes:
 
     @property
     def gain(self) -> float:
-        """Share of the time of computing that restoring saves; negative if it takes longer.
+        """Share of the computing time that restoring saves; negative if restoring takes longer.
 
         The fastest answer of each kind counts: it waited for no other request.
         """
@@ -89,7 +89,7 @@ class BreakEven(NamedTuple):
 
     computed_to: prompts up to this length are computed faster; None if no length is.
     restored_from: prompts from this length on are restored faster; None if no length is.
-    Between the two, both take about as long.
+    Prompts between the two lengths take about as long either way.
     """
 
     computed_to: int | None = None
@@ -255,7 +255,7 @@ class _Prompts:
     def once(self, pages: int) -> tuple[float, float] | None:
         """Let the server compute a prompt, and restore it; return the seconds of both.
 
-        None, and a message in `remarks`, if that failed.
+        If that fails, return None, and add a message to `remarks`.
         """
         count = tokens_to_restore(pages, self._page_size, bigram=self._hashing.bigram)
         tokens = random.choices(_TOKENS, k=count)
@@ -299,7 +299,7 @@ class _Prompts:
         return [spec.affix for spec in self._specs]
 
     def _asked(self, prompt: Request) -> tuple[float, int, str]:
-        """Send a prompt; return the seconds, the tokens not computed, and why it failed, or ""."""
+        """Send a prompt; return the seconds, the cached tokens, and why it failed, or ""."""
         server = ThroughServer(self._url, jobs=1)
         began = time.perf_counter()
         server.pull([Prefix(0, len(prompt.token_ids), prompt)])

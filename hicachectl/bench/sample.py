@@ -175,7 +175,7 @@ def _is_own(deployment: Deployment) -> bool:
 
 
 def _shards(specs: Sequence[ObjectSpec]) -> list[Ranks]:
-    """Return the ranks that the keys name; a key that names fewer axes belongs to several."""
+    """Return the ranks that keys name; a key that names fewer axes belongs to several ranks."""
     named = list(dict.fromkeys(spec.coordinate.shard.ranks for spec in specs))
     return [one for one in named if not any(one != two and _within(one, two) for two in named)]
 
@@ -189,7 +189,7 @@ def _within(wide: Ranks, narrow: Ranks) -> bool:
 
 
 def _sizes(inventory: Inventory, slots: IntArray) -> IntArray:
-    """Return the bytes of objects. Raises UsageError if one is unknown."""
+    """Return the bytes of objects. Raises UsageError if a size is unknown."""
     sizes = inventory.sizes[slots]
     expected = inventory.table.expected_sizes[inventory.affix_ids[slots]]
     known: IntArray = np.where(sizes == UNKNOWN_SIZE, expected, sizes)

@@ -52,7 +52,7 @@ def most_written(store: Store, most_bytes: int) -> int:
 
 
 def writable_bytes(store: Store, page: Sequence[Sized], most_bytes: int) -> int:
-    """Return how many bytes a bench may write. Raises UsageError if a page has more.
+    """Return how many bytes a bench may write. Raises UsageError if a page needs more.
 
     page: objects of a page, of all ranks.
     most_bytes: limit on the bytes read.

@@ -299,7 +299,7 @@ def _split(kinds: _Kinds) -> tuple[int, int, bool] | None:
 
 
 def _rounded(after_ns: int, until_ns: int, *, early: bool) -> int:
-    """Return the roundest time that is later than one time and not later than another.
+    """Return the roundest time that is later than `after_ns` and not later than `until_ns`.
 
     early: whether the first of equally round times is returned, not the last.
     """

@@ -2,7 +2,8 @@
 
 Keys and sizes are equal for both. Only the exponents differ: five bits of float16, eight of
 bfloat16. Neighbours in a row of keys, values or states have about the same magnitude. The share of
-such pairs whose exponents differ by k or more halves with each k, since values near zero are dense.
+such pairs with exponents that differ by k or more is halved with each step of k, because values
+near zero are dense.
 Read as bfloat16, float16 multiplies these differences by eight, as three bits of its mantissa
 become bits of the exponent. Read as float16, bfloat16 divides them by eight.
 

@@ -177,7 +177,7 @@ def combine(tables: Iterable[pa.Table], schema: pa.Schema = SCHEMA) -> pa.Table:
 def packed(table: pa.Table) -> pa.Table:
     """Return a table of findings that has each text of the repeated columns once.
 
-    Of 290 bytes of a finding about a missing object, 180 are left. Only `combine` and
+    A finding about a missing object then takes 180 bytes, not 290. Only `combine` and
     `combine_named` take such tables.
     """
     for index, name in enumerate(table.column_names):

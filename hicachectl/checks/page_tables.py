@@ -59,7 +59,7 @@ def check_page_tables(
     yield from _page_counts(state.tables)
 
 
-# contents of tables, for repair too
+# contents of tables, which repair uses, too
 
 
 def holders(table: PageTable) -> IntArray:

@@ -61,7 +61,7 @@ class DeviceChecker(Closing):
         device_bytes: memory to use on each device.
         largest: bytes of the largest object.
         falls_back: whether `examine` returns None after a device failure, instead of raising.
-        Raises UsageError if one object does not fit.
+        Raises UsageError if an object does not fit.
         """
         slab = slab_size(devices, device_bytes, buffer_bytes, largest, largest_name)
         lanes = allocate_lanes(devices, device_bytes, slab, max(1, largest))

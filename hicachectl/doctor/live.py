@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     Measure = Callable[[Look], tuple[float, float]]
 
 # Lost tokens are computed again, which costs time and nothing else. A loss of less than a twentieth
-# changes the load of a server less than an hour of the day does, and any busy server has some. From
-# half on, the store loses more than it gives.
+# changes the load of a server less than the time of day does, and every busy server has such
+# losses. From half on, the store loses more than it gives.
 _WARN_SHARE = 0.05
 _FAIL_SHARE = 0.5
 # A loss of fewer tokens than this many look-ups have is one unlucky moment, and shows no rate.

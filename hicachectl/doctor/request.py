@@ -29,8 +29,9 @@ class DoctorRequest:
     draft_model_config: config.json of a separate draft model, or its directory.
     overrides: fields of DeploymentFlags that replace the servers' own.
     weights: values of --weights and --draft-weights, by parameter.
-    read: function that reads the requests. Its argument states how tokens are hashed; if that is
-        None, unknown, the function may raise UsageError. None: no requests are examined.
+    read: function that reads the requests. Its argument states how tokens are hashed; if the
+        argument is None (unknown), the function may raise UsageError. None: no requests are
+        examined.
     threshold: the servers' prefetch threshold in tokens; None: the threshold that they state.
     watch_seconds: time between two looks at the servers' counters.
     sample_pages: number of pages to read; 0 reads none.

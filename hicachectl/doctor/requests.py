@@ -48,7 +48,7 @@ _check = partial(Check, group=REQUESTS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenRequests:
-    """Requests, and the tokens of them that a server says it restored.
+    """Requests, and the number of tokens that a server says it has restored.
 
     request: the requests, the profile that they are measured by, and the prefetch threshold.
     words: options that name the requests in suggested commands.

@@ -229,7 +229,7 @@ def _policies(server: LiveServer) -> Iterable[Check]:
 
 
 def _threshold(server: LiveServer) -> Iterable[Check]:
-    """Say how many tokens a request needs, so that the server looks its pages up."""
+    """State how many tokens a request needs before the server looks up its pages."""
     stated = server.settings.get(_EXTRA)
     if isinstance(stated, str) and stated.startswith("@"):
         yield server.check(

@@ -86,7 +86,7 @@ def space_checks(
 def _written_lately(
     inventory: Inventory, sizes: IntArray, listing: ListingTime
 ) -> tuple[int, float]:
-    """Return the bytes written in the last day, and the seconds that they took; 0 if unknown.
+    """Return the bytes written in the last day, and the seconds of this period; 0 if unknown.
 
     A store that is younger than an hour shows no rate.
     """

@@ -28,8 +28,9 @@ _check = partial(Check, group=STORE)
 def store_checks(listed: ListedStore) -> list[Check]:
     """Judge a store by its listing, a sample, its space and its services, in the order of causes.
 
-    At most a sample of the pages is read, and nothing is changed. Without a server, this is the
-    health of the store: it can be reached and read, it has room, and the age of its newest page.
+    At most a sample of the pages is read, and nothing is changed. Without a server, this shows the
+    health of the store: whether it can be reached and read and has room, and how old its newest
+    page is.
     """
     store, inventory, listing = listed.store, listed.inventory, listed.listing
     if store is None or inventory is None or listing is None:

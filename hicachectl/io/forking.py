@@ -197,8 +197,8 @@ class Workers(_Children):
 class Callees(_Children):
     """Forked processes that call the methods of an object, each one call at a time. Thread-safe.
 
-    A call raises the errors that iterating `Workers` does. After a child has ended, so does each
-    later call.
+    A call raises the errors that iterating `Workers` raises. Once a child has ended, every later
+    call raises its error, too.
     """
 
     def __init__(self, count: int, make: Callable[[], object]) -> None:
@@ -262,7 +262,7 @@ def _live(
     parent: int,
     mask: set[int],
 ) -> NoReturn:
-    """Live in the child, send an error that ends it, and exit without the parent's cleanup."""
+    """Do the child's work, send an error that ends it, and exit without the parent's cleanup."""
     try:
         for inherited in others:  # an open copy would hide that the parent has closed a pipe
             inherited.close()
@@ -280,7 +280,7 @@ def _live(
 
 
 def _error(error: BaseException) -> bytes:
-    """Return the message that a child sends of an exception."""
+    """Return the message that a child sends about an exception."""
     return _ERROR + json.dumps(packed_error(error)).encode()
 
 

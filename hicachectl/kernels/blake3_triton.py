@@ -2,8 +2,9 @@
 
 Each lane compresses one chunk of 1024 bytes of any range, so one launch handles ranges of different
 lengths. Then neighbouring nodes are merged, level by level; an odd last node moves up. This yields
-the specified tree, whose left subtrees are the largest powers of two. One program merges up to 64
-neighbours with one warp, because half of its lanes become idle at each level.
+the specified tree, in which each left subtree has the largest possible power of two of chunks. One
+program merges up to 64 neighbours with one warp, because half of its lanes become idle at each
+level.
 
 Source: the BLAKE3 paper, section 2.
 """

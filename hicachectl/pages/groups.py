@@ -103,7 +103,7 @@ class PageGroups:
     def objects_of(self, groups: IntArray) -> tuple[IntArray, IntArray]:
         """Return the rows of some groups' objects, group by group.
 
-        Also the start of each group's rows and the end of the last: [groups + 1].
+        Also return the start of each group's rows, and the end of the last: [groups + 1].
         """
         order, starts = self._by_group
         lengths = starts[groups + 1] - starts[groups]

@@ -42,7 +42,7 @@ class ListingTime:
 
     @classmethod
     def now(cls, store: Store, *, changes: bool) -> ListingTime:
-        """Note the start of a listing. changes: see `present_ns`. Raises StoreUnavailable."""
+        """Record the start of a listing. changes: see `present_ns`. Raises StoreUnavailable."""
         began = time.monotonic()
         return cls(start_ns=present_ns(store, changes=changes), began=began)
 

@@ -184,7 +184,7 @@ def inventory_of(objects: pa.Table, table: AffixTable) -> Inventory:
     """Return the inventory of a part.
 
     objects: table that `read_share` returned.
-    Raises FormatError if they are not objects of the table.
+    Raises FormatError if `objects` has affixes that the table lacks.
     """
     ids = objects.column(AFFIX_ID.name).to_numpy()
     if len(ids) and not -1 <= ids.min() <= ids.max() < len(table.affixes):

@@ -39,7 +39,7 @@ class PageList:
     source: the file, for messages.
     pages: page hashes.
     groups: each page's group label (`ls` shows it as "group"); None: all groups.
-    lengths: pages in each line; a line of several is a chain.
+    lengths: pages in each line; a line of several pages is a chain.
     """
 
     source: str
@@ -274,7 +274,7 @@ def select(inventory: Inventory, selection: Selection) -> Inventory:
 
 
 def no_times(option: str) -> UsageError:
-    """Return the refusal of an option about times for a store that keeps none."""
+    """Return the refusal of an option about times for a store that keeps no times."""
     return UsageError(f"{option}: the store keeps no timestamps; leave out {option}")
 
 

@@ -207,7 +207,7 @@ def slice_ends(cost: IntArray, count: int) -> IntArray:
 def _objects(pages: CopyPlan) -> tuple[IntArray, IntArray]:
     """Return the rows of the inventory from which the wanted targets are made, best page first.
 
-    Also the position of each row's page among the wanted pages.
+    Also return the position of each row's page among the wanted pages.
     """
     survey = pages.survey
     route, count = survey.route, len(pages.order)

@@ -55,7 +55,7 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
 
 
 def undone(manifest: Manifest, record: RecordForm) -> Iterator[str]:
-    """Say nothing."""
+    """Yield no message."""
     return iter(())
 
 
