@@ -125,8 +125,8 @@ class CopyPlan:
 def oldest_first(survey: Survey, newest_ns: IntArray) -> IntArray:
     """Return the rows of a survey, oldest groups first, because servers write parents first.
 
-    Groups of equal age are spread over the listing, and so over all folders of a store, because
-    a file system makes only one change at a time in a folder.
+    Groups of equal age are spread over the listing, and so over all folders of a store, because a
+    file system makes only one change at a time in a folder.
     newest_ns: [n] mtime of each group's newest object.
     """
     first_rows = np.full(len(survey.groups), np.iinfo(np.int64).max)
@@ -170,8 +170,8 @@ def cut(
     """Yield slices of groups, in order, each within the limits or of a single group.
 
     nbytes, objects: [groups] bytes and objects that each group needs.
-    first_bytes: limit of the first slice, small so that writing begins soon. The limit doubles
-        with each slice, up to most_bytes.
+    first_bytes: limit of the first slice, small so that writing begins soon. The limit doubles with
+        each slice, up to most_bytes.
     """
     by_bytes, by_objects = np.cumsum(nbytes), np.cumsum(objects)
     start, limit = 0, min(first_bytes, most_bytes)

@@ -106,8 +106,8 @@ def refuse_destination(
 ) -> None:
     """List a destination, and refuse it if it has another topology under the keys to write.
 
-    Call this where surveys look up keys: lookups cannot show another topology. A listing that
-    lags behind is not read. Raises ProfileError, StoreUnavailable.
+    Call this where surveys look up keys: lookups cannot show another topology. A listing that lags
+    behind is not read. Raises ProfileError, StoreUnavailable.
     """
     if not store.traits.lists_late:
         _listed(store, routes, (), grammar, on_batch)

@@ -380,8 +380,7 @@ class _Comparison:
         self, loaded: Loaded
     ) -> tuple[PageBatch, npt.NDArray[np.int8], IntArray, pa.BinaryArray]:
         """Compare a batch with B. Return the batch, the kind of each group, and the groups that
-        differ
-        with a differing key of each.
+        differ with a differing key of each.
         """
         batch: PageBatch = loaded.task  # type: ignore[assignment]
         kinds = np.full(len(batch.pages), Kind.EQUAL, dtype=np.int8)

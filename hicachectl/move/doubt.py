@@ -1,7 +1,7 @@
 """Refuse a repair if its profile may be wrong, because most of the newest pages have one finding.
 
-A wrong profile gives healthy pages findings that look like damage. Real damage strikes pages of
-any age, while the newest pages show how servers run now.
+A wrong profile gives healthy pages findings that look like damage. Real damage strikes pages of any
+age, while the newest pages show how servers run now.
 """
 
 from __future__ import annotations

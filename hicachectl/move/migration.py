@@ -355,8 +355,7 @@ class _Choice:
         """Return which groups are not whole and may still be being written: [groups].
 
         Copying such a group does no harm. Removing it may take a sidecar of a page whose anchor
-        comes
-        next. A move therefore looks again in stores that have no times.
+        comes next. A move therefore looks again in stores that have no times.
         """
         request, groups, source = self._request, self._groups, self._migration.source
         grace = request.grace_seconds

@@ -125,8 +125,7 @@ class Quarantine:
 
         writes: whether files will change.
         Raises UsageError if the directory is missing, UntrustedError, and StoreUnavailable, also
-        for
-        an OSError in the block.
+        for an OSError in the block.
         """
         directory = None
         try:

@@ -40,8 +40,7 @@ class RepairPlan:
     groups: numbers of the groups, ascending.
     reasons: findings in the columns of findings.LOCATED_SCHEMA, sorted by group.
     by_choice: whether the user chose the groups, which then need no finding. A chosen group stays
-        if
-        it changes before its removal.
+        if it changes before its removal.
     unplaced: number of findings without a group, by code. They concern foreign keys or the whole
         store, and removals do not repair them.
     others: number of groups with findings that the profile does not describe.
@@ -271,8 +270,7 @@ class RemovalBatch:
         - GONE: no object exists.
         - KEPT: the group is whole and has no unwanted object.
         - IN_FLIGHT: a server is writing the group, because all objects are new and no anchor lacks
-        a
-          sidecar.
+        a sidecar.
         - DONE: the group must be removed.
 
         present: [cells] whether an object exists.
@@ -453,8 +451,7 @@ class ListedGroups:
         """Yield the groups in batches of one deployment each.
 
         The groups of a batch are spread over the listing, and so over all folders of a store,
-        because
-        a file system makes only one change at a time in a folder.
+        because a file system makes only one change at a time in a folder.
         times: size of a batch as a multiple of BATCH_OBJECTS.
         """
         ids = self._groups.deployment_ids[self._plan.groups]

@@ -97,8 +97,7 @@ def restore_groups(
 
     - ProfileError if the store has pages of another deployment that its keys do not name.
     - UsageError if the quarantine is missing, has a run of another kind of store, or has only runs
-    of
-      an earlier form.
+    of an earlier form.
     - FormatError if run.json or findings.jsonl of a run is damaged.
     - UntrustedError if an entry is a link or its owner is not trusted.
 

@@ -60,8 +60,7 @@ class CopyOptions:
     """Options of a copy.
 
     jobs: number of batches copied at a time; three by default, and at most three between stores
-        that
-        both spread their calls.
+        that both spread their calls.
     verify: whether to read back and compare each copy; always true for a move.
     move: whether to remove the originals of compared copies.
     pin: whether to protect pages from eviction.
@@ -171,8 +170,7 @@ class StorePair:
         """State the deployment to write in a destination of which the keys do not name it.
 
         Call this before the first write. Raises ProfileError if the destination has pages of
-        another
-        deployment, StoreUnavailable.
+        another deployment, StoreUnavailable.
         """
         refuse_other_owner(self.destination, self.target, claims=True)
 
@@ -503,8 +501,8 @@ def _digest(destination: Trailed, markers: Iterable[Marker], new: Mapping[Affix,
 def _identities_in(store: Store, keys: pa.BinaryArray | pa.ChunkedArray) -> list[bytes | None]:
     """Return the hash of the identity in each object's trailer.
 
-    Return None for an object without a trailer and for a null key, and b"" for a trailer of
-    another rank.
+    Return None for an object without a trailer and for a null key, and b"" for a trailer of another
+    rank.
     """
     assert isinstance(store, Trailed)
     known = pa.table({"key": keys}).filter(keys.is_valid())

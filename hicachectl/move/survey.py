@@ -160,8 +160,7 @@ class Survey:
     sizes:  bytes of each row of the inventory; UNKNOWN_SIZE if neither store nor profile states
         them.
     wanted: table of the targets to write. A slot has the target's bytes, or UNSIZED if a source has
-        an
-        unknown or unexpected size.
+        an unknown or unexpected size.
     existing: table of the targets in the destination. A slot has the target's bytes, or UNSIZED.
     strays: [n] whether the group has objects that are not sources of the route.
     times:  mtime_ns of each row of the inventory; null if the store keeps no times.

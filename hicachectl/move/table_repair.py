@@ -63,8 +63,7 @@ class TableRepair:
     """Repair of one table through its server.
 
     left: keys of pages outside the table. They stay, because the server would give the freed page
-        to
-        a writer, which would write past the end of the file. A repaired snapshot omits the keys.
+        to a writer, which would write past the end of the file. A repaired snapshot omits the keys.
     """
 
     table: PageTable
@@ -151,8 +150,7 @@ def repaired_table(table: PageTable, bad: BoolArray, *, release_leaked: bool = F
 
     bad: [m] rows found by `bad_rows`.
     release_leaked: whether to free leaked pages as well, which is safe only if no engine will
-        confirm
-        reserved pages.
+        confirm reserved pages.
     Raises UsageError if more than `_MOST_LEAKED` pages are leaked.
     """
     kept = ~bad & ~out_of_range(table)

@@ -79,18 +79,15 @@ def remove_groups(
     """Remove the groups of a plan from the store.
 
     groups: groups of a listing. It has the column `version` if the store has versions, to show
-        which
-        objects were rewritten since the listing.
+        which objects were rewritten since the listing.
     buffer_bytes: memory for copies, at most `MEMORY_BYTES`.
     on_end: called if a signal or a lost store ends the removal.
     then: called after each plan with the GroupStatus of its groups. It returns a plan of more
-        groups
-        to remove, or None.
+        groups to remove, or None.
     If several repairs run at once, a group belongs to the repair that takes its first object. For
     the other repairs, the group is gone.
     Raises StoreUnavailable, and UsageError if the quarantine is unusable. The report has the
-    failures
-    of objects.
+    failures of objects.
     """
     place = Quarantine.of(store, quarantine) if mode == "quarantine" else None
     listed = ListedGroups(groups, plan)
@@ -236,8 +233,7 @@ class _Removal:
         """Return each group's status after a lookup: [k].
 
         A group that the user chose stays if servers have written to it since, because nobody chose
-        the
-        new objects. It does not stay once an object was removed.
+        the new objects. It does not stay once an object was removed.
         known: see `RemovalBatch.judge`.
         before: the groups as an earlier lookup found them.
         """

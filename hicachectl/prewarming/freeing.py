@@ -517,13 +517,11 @@ def _least_useful_first(
     """Return the order of removal: [n].
 
     Incomplete pages come first, because no server reads them. Next come pages of deployments that
-    no
-    request names, then pages without a value. These are ordered by last use, as by SGLang's evictor
-    and the plug-in. Last come pages with a value, the least valuable first.
+    no request names, then pages without a value. These are ordered by last use, as by SGLang's
+    evictor and the plug-in. Last come pages with a value, the least valuable first.
 
     The order by last use does not know the prefix of a page. But a server uses all pages of a
-    request
-    within seconds, so only the request at the limit can lose a prefix before its tail.
+    request within seconds, so only the request at the limit can lose a prefix before its tail.
     used_ns: [n] last use, Unix nanoseconds.
     places, named: see `_Candidates`.
     complete: [n] whether the group is complete.

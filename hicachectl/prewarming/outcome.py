@@ -94,8 +94,7 @@ class PrewarmFacts(CopyFacts, kw_only=True):
     missing: number of requested pages that cannot be restored from the source.
     requested_tokens: tokens of all chains, or of the pages if there are no chains.
     not_pinned: number of pages that --pin cannot pin: the destination had them, at least in part,
-        and
-        its master pins only new objects.
+        and its master pins only new objects.
     cut: whether the budget excludes pages.
     """
 
@@ -116,8 +115,7 @@ class FinishFacts(msgspec.Struct, kw_only=True):
     only_there: number of requested pages that only the destination has.
     not_pinned: number of pages that --pin did not pin, although the destination has them.
     pinned_until: Unix seconds at which the pins end; None without pins, or if each copy was pinned
-        by
-        its write.
+        by its write.
     deployment: the deployment for which tokens are counted; see `profile_document`.
     """
 
@@ -139,8 +137,7 @@ class PrewarmOutcome:
     usable_pages: [chains] number of pages that servers can restore; empty without chains.
     plan: pages to copy, best first: page, parent, depth, bytes.
     interruption: exception that ended the copying, such as KeyboardInterrupt. It is raised after
-        the
-        report.
+        the report.
     """
 
     document: dict[str, Any]

@@ -179,8 +179,7 @@ class PrewarmRequest:
     pages: pages to copy if there are no requests, best first; None for all pages, newest first.
     in_others: pages that the page list names only in groups of other deployments.
     rank: function that returns the rank of each distinct page of requests by value. 0 is best. A
-        page
-        ranks behind all pages before it in its chains.
+        page ranks behind all pages before it in its chains.
     destination_profile: profile of the destination's servers; None if it is `profile`, too.
     served: profiles of live servers of the destination, by URL. Usable pages are counted for each.
     allow_empty: whether to accept a source without pages.

@@ -475,8 +475,8 @@ def pull(
     assert requests.starts is not None
     assert requests.hashing is not None
     hashing = requests.hashing
-    # Only a request that ends at a trailing state restores it, so with trailing pools each
-    # prefix of a longer prefix is requested as well.
+    # Only a request that ends at a trailing state restores it, so with trailing pools each prefix
+    # of a longer prefix is requested as well.
     longest_only = not any(pool.trailing for pool in request.target.pools)
     chosen = prefixes_worth_asking(requests, usable_pages, request.rank, longest_only=longest_only)
     starts = requests.starts[chosen].tolist()

@@ -44,8 +44,7 @@ class RankedBlocks:
     requests: requests that use the blocks.
     order: [ranked] int64, indices into the names of the requests.
     values: [ranked] float64, not increasing. The chance that a request uses the block, averaged
-        over
-        horizons (`value.reuse`). If no block was used twice, the time of the last use. Without
+        over horizons (`value.reuse`). If no block was used twice, the time of the last use. Without
         times, `uses`.
     uses: [ranked] int32, number of requests that used the block.
     last_seen: [ranked] float64, time of the last use; None if unknown.
@@ -65,9 +64,8 @@ def rank_blocks(requests: Requests, *, budget: int | None = None) -> RankedBlock
     """Order all blocks of requests by the savings expected from warming them.
 
     The estimate is for the moment one mean request interval after the last request. Blocks of equal
-    value
-    keep the order of their first use, one chain after another, so that each prefix is copied with
-    the states at its end.
+    value keep the order of their first use, one chain after another, so that each prefix is copied
+    with the states at its end.
     budget: largest number of blocks to return; None for all.
     """
     requests = requests.in_time_order()

@@ -33,8 +33,7 @@ class Target:
     """Target of a removal.
 
     kind: whether the amount counts removed objects (free), free space (keep-free), or the objects
-        left
-        in the store (max-size).
+        left in the store (max-size).
     amount: bytes, or for keep-free a share of the store's capacity.
     """
 
@@ -111,8 +110,7 @@ class Gauge:
 
         stored_bytes: bytes of all objects of the store; None if a size is unknown.
         Raises UsageError for a target that the store cannot reach, UnsupportedByBackend for a
-        target
-        that it cannot measure, and StoreUnavailable.
+        target that it cannot measure, and StoreUnavailable.
         """
         if target.kind == "free":
             return cls(target, int(target.amount), int(target.amount))
@@ -142,8 +140,7 @@ class Gauge:
         """Return the bytes still to be removed. Look at the store if the target is free space.
 
         A file system may show freed space late. Until a sync, removed bytes count as free even if
-        they
-        do not show, so that nothing is removed needlessly.
+        they do not show, so that nothing is removed needlessly.
         removed: bytes of the objects removed so far.
         Raises StoreUnavailable.
         """
@@ -176,8 +173,7 @@ class Gauge:
 
         Some file systems free space in the background, so wait before more pages are removed. If
         servers write as much as was removed, the free space falls instead. Then stop waiting,
-        because
-        more pages must leave before the store is full.
+        because more pages must leave before the store is full.
         """
         free = first = self._look(store)
         latest = removed - self._known_removed  # bytes of which none may show as free yet

@@ -109,8 +109,7 @@ def prefix_of(number: int, request: Request, pages: int, hashing: Hashing) -> Pr
     """Cut a request to the tokens that make a server restore its first pages.
 
     A server computes at least one token after the pages. If the request ends with the pages, its
-    last
-    token is repeated, because any token will do.
+    last token is repeated, because any token will do.
     Raises FormatError if the request is too short, because the file has changed.
     """
     wanted = tokens_to_restore(pages, hashing.page_size, bigram=hashing.bigram)

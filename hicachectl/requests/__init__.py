@@ -1,1 +1,1 @@
-"""Requests as page chains, and their hits in a store."""
+"""Read requests as chains of pages, and find their hits in a store."""

@@ -39,20 +39,20 @@ LABELS = ("model", "salt", "adapter", "session", "server")
 _ROW = ("lengths", "prompt_blocks", "tokens", "reach", "output_tokens", "starts")
 _REFERENCES_AT_ONCE = 1 << 20
 _IDS_AT_ONCE = 1 << 22
-_LARGEST_SHARE = 4  # an id is small if the table of numbers has at most so many per reference
+_LARGEST_SHARE = 4  # most entries in the table of small ids for each reference
 _SAMPLE_REQUESTS = 8
-_SAMPLE_TOKENS = 1026  # enough for a page of 1024 tokens, the next token, and a bigram
+_SAMPLE_TOKENS = 1026  # a page of 1024 tokens, the next token, and one for a bigram
 
 _HEX = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), "<u2")
 
 
 @dataclass(frozen=True, slots=True)
 class Hashing:
-    """How tokens become pages.
+    """Rules by which tokens become pages.
 
-    page_size: tokens per page.
-    bigram: whether token pairs are hashed.
-    seeds: whether extra_key and cache_salt seed the hashes, as from SGLang 0.5.20 on.
+    page_size: number of tokens of a page.
+    bigram: whether pairs of tokens are hashed.
+    seeds: whether extra_key and cache_salt seed the hashes, as in SGLang 0.5.20 and later.
     """
 
     page_size: int
@@ -70,7 +70,7 @@ class Hashing:
     def of_flags(cls, page_size: int, algorithm: str, sglang: str) -> Hashing:
         """Return the hashing of servers with these flags.
 
-        page_size: tokens per page.
+        page_size: number of tokens of a page.
         algorithm: --speculative-algorithm; empty for none.
         sglang: release of SGLang.
         Raises ProfileError for an unknown algorithm or release.
@@ -79,7 +79,7 @@ class Hashing:
         return cls(page_size, unit == "bigram", release_of(sglang).seeds)
 
     def hashes(self, request: Request) -> npt.NDArray[np.uint8]:
-        """Return the hashes of full pages: [pages, 32]. Raises FormatError naming the line."""
+        """Return the hashes of full pages: [pages, 32]. Raises FormatError that names the line."""
         try:
             seed = namespace_seed(request.extra_key, request.cache_salt) if self.seeds else None
             return page_hashes(request.token_ids, self.page_size, bigram=self.bigram, prior=seed)
@@ -93,9 +93,9 @@ class Hashing:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Forest:
-    """Prefixes of blocks.
+    """Forest of the prefixes of blocks.
 
-    parents: [blocks] int32, the previous block of the chain; -1 for the first.
+    parents: [blocks] int32, previous block of the chain; -1 for the first block.
     depths: [blocks] int32, number of blocks before the block in its chain.
     """
 
@@ -106,15 +106,18 @@ class Forest:
         return len(self.parents)
 
     def of(self, blocks: IntArray) -> Forest:
-        """Return the forest of some distinct blocks, in this order, with all their prefixes."""
-        numbers = np.full(len(self) + 1, -1, np.int32)  # the last is the parent of first blocks
+        """Return the forest of some distinct blocks, numbered in this order.
+
+        blocks: blocks that include their own prefixes.
+        """
+        numbers = np.full(len(self) + 1, -1, np.int32)  # entry -1: the parent of first blocks
         numbers[blocks] = np.arange(len(blocks))
         return Forest(numbers[self.parents[blocks]], self.depths[blocks])
 
     def closed(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return each block's value, raised to the largest value of the blocks that follow it.
+        """Return the value of each block, raised to the largest value of any block after it.
 
-        A block is of no use without the blocks before it.
+        A block is of no use without the blocks before it, so these are worth at least as much.
         """
         closed = values.copy()
         by_depth = np.argsort(self.depths, kind="stable")
@@ -126,10 +129,10 @@ class Forest:
 
 
 class Labels(NamedTuple):
-    """Texts of requests.
+    """One text for each request, such as its model.
 
-    names: distinct texts; None for requests that have none.
-    ids: [requests] int32, index into `names`.
+    names: distinct texts; None for requests without a text.
+    ids: [requests] int32, index of the text in `names`.
     """
 
     names: tuple[str | None, ...]
@@ -144,22 +147,23 @@ class Requests:
     names: [distinct, 32] uint8, page hashes; or [distinct] int64, block ids. Blocks are in the
         order of their first use, so that each comes after its prefix.
     blocks: [references] int32, indices into `names`, one chain after another.
-    offsets: [requests + 1] int64; request i has blocks[offsets[i]:offsets[i + 1]].
-    tokens: [requests] int64, tokens of each prompt; -1 if unknown.
-    reach: [requests] int64, blocks that a server can take from a store: not the page of the last
-        token, which it always computes; all blocks if tokens are unknown.
-    output_tokens: [requests] int64, generated tokens; -1 if unknown.
-    prompt_blocks: [requests] int64, leading blocks of the prompt; the chain may go on with blocks
-        of generated tokens.
-    block_tokens: tokens of a full block; 0 if unknown.
-    times: [requests] float64 in the unit of the input; None if unknown.
-    seconds_per_unit: seconds of the unit of `times`; None if unknown.
-    starts: [requests] int64, place of each request for `Trace.again`; None without a file.
-    cached: [requests, 3] int64, prompt tokens that device, host and storage served, -1 if unknown;
-        a sum alone stands first. None if unknown for all.
-    labels: texts of requests by their kind, one of `LABELS`; only kinds that some request has.
+    offsets: [requests + 1] int64. Request i has blocks[offsets[i]:offsets[i + 1]].
+    tokens: [requests] int64, number of prompt tokens; -1 if unknown.
+    reach: [requests] int64, number of leading blocks that a server can take from a store. The page
+        of the last token is out of reach, because a server always computes that token. If tokens
+        are unknown, all blocks are within reach.
+    output_tokens: [requests] int64, number of generated tokens; -1 if unknown.
+    prompt_blocks: [requests] int64, number of blocks of the prompt. Blocks of generated tokens may
+        follow in the chain.
+    block_tokens: number of tokens of a full block; 0 if unknown.
+    times: [requests] float64, time in the unit of the input; None if unknown.
+    seconds_per_unit: seconds in the unit of `times`; None if unknown.
+    starts: [requests] int64, place of the request for `Trace.again`; None without a file.
+    cached: [requests, 3] int64, number of prompt tokens that device, host and storage served; -1 if
+        unknown. If only the sum is known, it stands first. None if unknown for all requests.
+    labels: texts of requests by kind (`LABELS`); without the kinds that no request has.
     sample: first tokens of the first requests; empty if only hashes are known.
-    hashing: how tokens become these pages; None if unknown, and of block ids.
+    hashing: rules by which tokens became these pages; None if unknown, and for block ids.
     """
 
     names: Names
@@ -190,20 +194,20 @@ class Requests:
 
     @property
     def page_size(self) -> int | None:
-        """Tokens of a page; None if unknown."""
+        """Number of tokens of a page; None if unknown."""
         return None if self.hashing is None else self.hashing.page_size
 
     @cached_property
     def page_names(self) -> pa.StringArray:
-        """Hashes of the distinct pages, in hex."""
+        """Hashes of the distinct pages, in hexadecimal digits."""
         return hex_pages(self.names.astype(np.uint8, copy=False))
 
     @cached_property
     def forest(self) -> Forest:
         """Prefix of each block.
 
-        Raises FormatError naming a block that follows two different blocks: its name stands for two
-        prefixes, so no plan is possible.
+        Raises FormatError that names a block that follows two different blocks. Such a name stands
+        for two prefixes, so no plan is possible.
         """
         if self._origin is not None:
             origin, used = self._origin
@@ -221,9 +225,9 @@ class Requests:
         return Forest(parents, depths)
 
     def _references(self) -> Iterator[tuple[Blocks, Blocks, Blocks]]:
-        """Yield blocks, the block before each and its depth, for some requests at a time.
+        """Yield blocks with the block before each and its depth, for some requests at a time.
 
-        These have about a million references, to bound memory.
+        Requests are taken together up to about a million references, to bound memory.
         """
         first, offsets = 0, self.offsets
         while first < len(self):
@@ -268,7 +272,7 @@ class Requests:
             )
 
     def tokens_requested(self, page_size: int) -> IntArray:
-        """Return the tokens of each request that shares refer to: [requests].
+        """Return the tokens of each request that count as 100% of a share: [requests].
 
         These are the tokens of the pages within reach. A request without such a page counts with
         all its tokens, none of which can be restored.
@@ -276,15 +280,18 @@ class Requests:
         return np.where(self.reach == 0, np.maximum(self.tokens, 0), self.reach * page_size)
 
     def requested_tokens(self, page_size: int) -> int:
-        """Return the number of tokens that shares refer to: the sum of `tokens_requested`."""
+        """Return the number of tokens that count as 100%: the sum of `tokens_requested`."""
         return int(self.tokens_requested(page_size).sum())
 
     def within_reach(self) -> Requests:
-        """Return the requests, each cut to its reach."""
+        """Return the requests with each chain cut to its reach."""
         return self.cut(self.reach)
 
     def cut(self, lengths: IntArray) -> Requests:
-        """Return the requests, each cut to its first blocks: lengths [requests]."""
+        """Return the requests with each chain cut to its first blocks.
+
+        lengths: [requests] number of blocks to keep.
+        """
         if np.array_equal(lengths, np.diff(self.offsets)):
             return self
         offsets, places = _ranges(self.offsets[:-1], lengths)
@@ -294,10 +301,10 @@ class Requests:
         return self._made_of(places, fewer=True, offsets=offsets, **shorter)
 
     def merged(self, count: int) -> Requests:
-        """Return the requests with `count` blocks in each block; a rest is left out.
+        """Return the requests with every `count` blocks merged into one. A rest is left out.
 
-        The last of these names the new block, since it stands for the whole prefix. It is not the
-        hash of such a page, so the hashing is unknown.
+        The last of the blocks names the new block, because its name stands for the whole prefix.
+        The name is not the hash of a page of that size, so the hashing is unknown.
         """
         if count == 1:
             return self
@@ -311,9 +318,10 @@ class Requests:
         return replace(merged, block_tokens=size, hashing=None, _origin=None)
 
     def after(self, lengths: IntArray, reach: IntArray) -> Requests:
-        """Return the requests without their first blocks: lengths [requests].
+        """Return the requests without their first blocks.
 
-        reach: blocks after them that a server asks a store for.
+        lengths: [requests] number of blocks to leave out.
+        reach: [requests] number of blocks after these that a server asks a store for.
         """
         offsets, places = _ranges(self.offsets[:-1] + lengths, np.diff(self.offsets) - lengths)
         prompts = np.maximum(self.prompt_blocks - lengths, 0)
@@ -333,16 +341,13 @@ class Requests:
         return self._made_of(places, fewer=len(order) < len(self), offsets=offsets, **columns)
 
     def in_time_order(self) -> Requests:
-        """Return the requests in the order of their times, if these are known.
-
-        The names stay as they are.
-        """
+        """Return the requests in the order of their times, if known. `names` stays as it is."""
         if self.times is None or not (np.diff(self.times) < 0).any():
             return self
         return self.take(np.argsort(self.times, kind="stable"))
 
     def _made_of(self, places: IntArray, *, fewer: bool, **columns: Any) -> Requests:
-        """Return requests of the blocks at some places. fewer: names can be left over."""
+        """Return requests of the blocks at some places. fewer: whether names can be left over."""
         blocks, names, used = self.blocks[places], self.names, None
         if fewer:
             coded = pa.array(blocks).dictionary_encode()
@@ -356,8 +361,9 @@ def requests_of(
 ) -> Requests:
     """Return requests in columns, without their tokens, in the same order.
 
-    hashing: hashing of token ids, if any. Raises FormatError naming the line; UsageError for token
-    ids without hashing, and without requests.
+    hashing: hashing for token ids; None if there are none.
+    Raises FormatError that names the line, and UsageError for token ids without hashing, or if
+    there is no request.
     """
     columns = Columns(hashing)
     for request in requests:
@@ -370,7 +376,7 @@ def requests_of(
 def requests_of_pages(
     chains: Iterable[list[str]], hashing: Hashing | None, *, source: str = "pages"
 ) -> Requests:
-    """Return requests of which only page hashes are known. hashing: None if unknown."""
+    """Return requests of which only the page hashes are known. hashing: None if unknown."""
     columns = Columns(hashing)
     for chain in chains:
         columns.add_pages(chain)
@@ -378,7 +384,7 @@ def requests_of_pages(
 
 
 class Columns:
-    """Columns of requests so far."""
+    """Columns of requests while they are read."""
 
     def __init__(self, hashing: Hashing | None, *, outputs: bool = False) -> None:
         """Begin without requests. outputs: whether chains go on with generated tokens."""
@@ -399,7 +405,7 @@ class Columns:
         return len(self._rows) // len(_ROW)
 
     def add(self, request: Request) -> None:
-        """Add a request. Raises FormatError naming the line."""
+        """Add a request. Raises FormatError that names the line."""
         hashed, timed = request.block_ids is None, request.time is not None
         _refuse_other(request, self._hashed, hashed, '"token_ids"', '"hash_ids"')
         _refuse_other(request, self._timed, timed, "a timestamp", "no timestamp")
@@ -429,7 +435,7 @@ class Columns:
     def add_pages(
         self, pages: list[str], tokens: int = -1, output_tokens: int = -1, start: int = -1
     ) -> None:
-        """Add a request of known pages. tokens: tokens of the prompt; -1 if unknown."""
+        """Add a request of which the pages are known. tokens: prompt tokens; -1 if unknown."""
         self._hashed = True
         hashes = np.frombuffer(bytes.fromhex("".join(pages)), np.uint8).reshape(-1, HASH_BYTES)
         self._hashes.append(hashes)
@@ -459,7 +465,7 @@ class Columns:
         if hashing is None:
             raise UsageError(f"Hashing token ids needs a page size; {GIVE_PROFILE}, or --page-size")
         count = len(tokens)
-        # SGLang never stores the last generated token: no later token has read it.
+        # SGLang never stores the last generated token, because no later token has read it.
         generated = list(request.output_ids[:-1]) if self._outputs else []
         whole = changed(request, token_ids=tokens + generated) if generated else request
         hashes = hashing.hashes(whole)
@@ -475,8 +481,8 @@ class Columns:
     ) -> Requests:
         """Return the requests. Raises FormatError for too many references.
 
-        unit: seconds of the unit of relative times; None if unknown. block_tokens: tokens of a
-        block, where no request states them.
+        unit: seconds in the unit of relative times; None if unknown.
+        block_tokens: number of tokens of a block, if no request states it.
         """
         rows = _numpy(self._rows).reshape(-1, len(_ROW))
         columns = dict(zip(_ROW, np.ascontiguousarray(rows.T), strict=True))
@@ -521,7 +527,8 @@ class Columns:
         """Return the distinct pages, and the index of each page among them."""
         hashes = np.concatenate([np.zeros((0, HASH_BYTES), np.uint8), *self._hashes])
         self._hashes.clear()
-        # Numbers of 64 bits are found several times faster than 32 bytes.
+        # The first 64 bits of each hash: a dictionary of numbers is several times faster than one
+        # of 32 bytes.
         words = np.ascontiguousarray(hashes[:, :8]).view(np.int64).ravel()
         coded = pa.array(words).dictionary_encode()
         blocks = coded.indices.to_numpy()
@@ -540,17 +547,17 @@ class Columns:
 
 
 class _DistinctIds:
-    """Distinct block ids in the order of their first use, and the number of each reference's.
+    """Distinct block ids in the order of their first use, and a number for each reference.
 
     References are numbered some millions at a time, so that their ids need not stay in memory.
-    Small ids are looked up in a table, others in a sorted array.
+    A table has the numbers of small ids. Once there is a large id, a sorted array has all numbers.
     """
 
     def __init__(self) -> None:
         self._waiting = array("q")
         self._blocks = array("i")
         self._names = array("q")
-        self._table = np.full(_REFERENCES_AT_ONCE, -1, np.int32)  # the number of each small id
+        self._table = np.full(_REFERENCES_AT_ONCE, -1, np.int32)  # number of each small id
         self._known: tuple[IntArray, Blocks] | None = None  # sorted ids, and their numbers
 
     def add(self, ids: list[int]) -> None:
@@ -560,7 +567,7 @@ class _DistinctIds:
             self._number()
 
     def finished(self) -> tuple[Names, Blocks]:
-        """Return the distinct ids, and the index of each reference's id among them."""
+        """Return the distinct ids, and for each reference the index of its id."""
         self._number()
         return _numpy(self._names), np.frombuffer(self._blocks, np.int32)
 
@@ -584,7 +591,7 @@ class _DistinctIds:
         table = self._table
         new = ids[table[ids] < 0]
         places = np.arange(len(new), dtype=np.int32)
-        table[new[::-1]] = places[::-1]  # the place of each id's first reference
+        table[new[::-1]] = places[::-1]  # place of the first reference to each id
         first = new[table[new] == places]
         table[first] = np.arange(len(self._names), len(self._names) + len(first))
         self._names.frombytes(first.tobytes())
@@ -611,14 +618,14 @@ class _DistinctIds:
 
 
 class _LabelColumn:
-    """Texts of requests. Many requests have equal texts."""
+    """Texts of requests, stored once if equal."""
 
     def __init__(self) -> None:
         self._numbers: dict[str | None, int] = {}
         self._ids = array("i")
 
     def set(self, request: int, text: str) -> None:
-        """Set the text of a request; the numbers of requests grow."""
+        """Set the text of a request. Call this with growing numbers of requests."""
         self._fill(request)
         self._ids.append(self._numbers.setdefault(text, len(self._numbers)))
 
@@ -627,7 +634,7 @@ class _LabelColumn:
             self._ids.extend((self._numbers.setdefault(None, len(self._numbers)),) * missing)
 
     def finished(self, count: int) -> Labels | None:
-        """Return the texts of `count` requests; None if no request has one."""
+        """Return the texts of `count` requests; None if no request has a text."""
         if not self._numbers:
             return None
         self._fill(count)
@@ -635,7 +642,10 @@ class _LabelColumn:
 
 
 def _seconds_per_unit(times: npt.NDArray[np.float64], unit: float | None) -> float | None:
-    """Return the seconds of the unit of times. Large times are Unix seconds or milliseconds."""
+    """Return the seconds in the unit of times.
+
+    Large times are Unix seconds or milliseconds. For others, `unit` is returned.
+    """
     first = float(times.min(initial=np.inf))
     if 1e9 <= first < 1e11:
         return 1.0
@@ -643,7 +653,7 @@ def _seconds_per_unit(times: npt.NDArray[np.float64], unit: float | None) -> flo
 
 
 def _ranges(starts: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:
-    """Return offsets of ranges, put one after another, and the places of all their items."""
+    """Return the offsets of ranges put one after another, and the places of all their items."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets, np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
@@ -663,9 +673,11 @@ def _refuse_other(request: Request, before: bool | None, now: bool, yes: str, no
 
 
 def _block_tokens(tokens: IntArray, lengths: IntArray) -> int:
-    """Return the tokens of a block: every prompt of n tokens has ceil(n / tokens) blocks.
+    """Return the number of tokens of a block: n tokens of a prompt fill ceil(n / number) blocks.
 
-    If several numbers fit, the least power of two among them, else the least; 0 if none fits.
+    If several numbers fit all prompts, return the least power of two among them, else the least
+    number.
+    Return 0 if none fits.
     """
     known = (tokens > 0) & (lengths > 0)
     if not known.any() or not (tokens >= 0).all():
@@ -681,7 +693,7 @@ def _block_tokens(tokens: IntArray, lengths: IntArray) -> int:
 
 
 def hex_pages(pages: npt.NDArray[np.uint8]) -> pa.StringArray:
-    """Return the hex form, as in keys, of raw page hashes [n, 32]."""
+    """Return page hashes as the hexadecimal digits of keys. pages: [n, 32] bytes."""
     width = PAGE_DIGITS
     text = _HEX[pages]
     # Arrow's 32-bit offsets can address only 2 GiB of text.

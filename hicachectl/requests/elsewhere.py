@@ -1,4 +1,4 @@
-"""Explain missing pages: other deployments have them, or the requests were hashed wrongly."""
+"""Explain missing pages: another deployment has them, or the requests were hashed wrongly."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SHOWN = 4
 
 
 class ElsewhereRow(TypedDict):
-    """Row of another deployment that has requested pages."""
+    """Row for another deployment that has requested pages."""
 
     place: str
     pages: int
@@ -44,10 +44,10 @@ class ElsewhereRow(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """Requested pages that another deployment has, and the measured one cannot restore.
+    """Requested pages that another deployment has, and that the measured deployment cannot restore.
 
-    place: seen from the measured deployment, such as "tp 4". pages: indices into the page names of
-    the hits, ascending.
+    place: difference from the measured deployment, such as "tp 4".
+    pages: indices into the page names of the hits, ascending.
     """
 
     deployment: Deployment
@@ -56,7 +56,7 @@ class Elsewhere:
 
     @property
     def row(self) -> ElsewhereRow:
-        """The row of the document."""
+        """Row for the document."""
         return {
             "place": self.place,
             "pages": len(self.pages),
@@ -65,9 +65,10 @@ class Elsewhere:
 
 
 def find_elsewhere(inventory: Inventory, hits: Hits) -> list[Elsewhere]:
-    """Return the other deployments with pages that the measured one cannot restore, most first.
+    """Return the other deployments with pages that the measured deployment cannot restore.
 
-    Only what is listed is found: all keys, unless some key of the deployment could be looked up.
+    Only listed keys are found. An inventory has all keys, unless a lookup found some key of the
+    measured deployment. The deployment with most pages comes first.
     """
     own = hits.deployment
     if own is None:
@@ -83,7 +84,7 @@ def find_elsewhere(inventory: Inventory, hits: Hits) -> list[Elsewhere]:
     chosen = of_objects != UNRESOLVED
     if not chosen.any() or not len(lacking):
         return []
-    # 64 bits distinguish the pages of a store.
+    # The first 64 bits of a hash are enough to tell the pages of a store apart.
     words = pa.array(inventory.page_words(chosen, 0))
     wanted = (
         np.ascontiguousarray(hits.chains.names[lacking, :8]).view(">u8").ravel().astype(np.uint64)
@@ -107,7 +108,7 @@ def miss_remarks(
     hits: Hits,
     elsewhere: list[Elsewhere],
 ) -> list[str]:
-    """Return why pages may be missing: they are elsewhere, or the requests were hashed wrongly.
+    """Return why pages may be missing: another deployment has them, or the hashing is wrong.
 
     elsewhere: result of `find_elsewhere`.
     """
@@ -137,10 +138,11 @@ _PAGE_SIZES = tuple(1 << power for power in range(11))
 
 
 def suspect_hashing(url: str, inventory: Inventory, chains: Requests) -> str:
-    """Return why a store has pages, but none of any chain, as far as that shows; else "".
+    """Return why a store has pages, but no page of any chain; "" if there is another reason.
 
-    inventory: all objects of the store. Tries the usual page sizes, both hash units, and hashes
-    with and without a namespace, on the first requests.
+    Try the usual page sizes, both hash units, and hashes with and without a namespace on the first
+    requests.
+    inventory: all objects of the store.
     """
     hashing = chains.hashing
     names = chains.within_reach().page_names
@@ -166,7 +168,7 @@ def suspect_hashing(url: str, inventory: Inventory, chains: Requests) -> str:
 
 
 def _hashing_text(hashing: Hashing) -> str:
-    """Return a hashing as a text, with the option that states it."""
+    """Return a hashing as text, with the option that states it."""
     words = f"--page-size {hashing.page_size}" + (" over token pairs" if hashing.bigram else "")
     return words if hashing.seeds else f"{words}, without extra_key and cache_salt"
 
@@ -189,7 +191,10 @@ def _remedy(used: Hashing, other: Hashing) -> str:
 
 
 def _likely(inventory: Inventory, chains: Requests, used: Hashing) -> tuple[Hashing, int] | None:
-    """Return the hashing that finds pages of most of the first requests, and of how many."""
+    """Return the hashing that finds pages of most requests of the sample, and of how many.
+
+    Return None if no hashing finds any page.
+    """
     named = any(request.extra_key or request.cache_salt for request in chains.sample)
     seedings = (used.seeds, not used.seeds) if named else (used.seeds,)
     tried: list[tuple[Hashing, list[pa.StringArray]]] = []
@@ -208,7 +213,7 @@ def _likely(inventory: Inventory, chains: Requests, used: Hashing) -> tuple[Hash
 
 
 def _pages(chains: Requests, hashing: Hashing) -> list[pa.StringArray]:
-    """Return the pages of each request of the sample; none for tokens that cannot be hashed."""
+    """Return the pages of each request of the sample; empty if tokens cannot be hashed."""
     try:
         return [hex_pages(hashing.hashes(request)) for request in chains.sample]
     except FormatError:  # pairs of tokens of several words
@@ -216,6 +221,6 @@ def _pages(chains: Requests, hashing: Hashing) -> list[pa.StringArray]:
 
 
 def _present(inventory: Inventory, names: pa.StringArray) -> pa.StringArray:
-    """Return which pages the store has, each once."""
+    """Return the pages that the store has, each once."""
     pages = inventory.pages()
     return pc.unique(pages.filter(pc.is_in(pages, value_set=names.cast(pages.type))))

@@ -1,8 +1,8 @@
-"""Say what a request is, and what a form of request records has to tell.
+"""Define a request, and a form of request records.
 
-A form is one kind of file that people have: our own, a server's log, a public trace, a data set of
-chats. `reading` has the table of all forms, and reads files by them. A form is recognised by the
-content of a record, never by the name of a file.
+A form is one kind of file: hicachectl's own, a server's log, a public trace, a data set of chats.
+`reading` has the table of all forms, and reads files by them. A form is recognised by the content
+of a record, never by the name of a file.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ UNHASHABLE = "but only text can be hashed; give --token-ids with the ids that we
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A request: what determines its pages, and what else a trace tells.
+    """A request: the members that determine its pages, and facts for statistics.
 
     where: "FILE: line N", for messages.
     token_ids: tokens of the prompt; empty with block_ids or page_hashes.
-    extra_key: the text that seeds the hashes besides the salt: SGLang's member of this name, and
-        the lora_id after it. An empty one is None (managers/io_struct.py).
-    cache_salt: SGLang's member of this name; an empty one is None.
-    block_ids: ids of blocks of tokens; equal ids have equal prefixes. None with token_ids.
+    extra_key: text that seeds the hashes besides the salt: SGLang's extra_key, followed by the
+        lora_id.
+        None if the text is empty (managers/io_struct.py).
+    cache_salt: SGLang's member of this name; None if it is empty.
+    block_ids: ids of blocks of tokens. Equal ids have equal prefixes. None with token_ids.
     time: time of the request, in any unit.
     input_tokens: number of prompt tokens, with block_ids; -1 if unknown.
     output_tokens: number of generated tokens; -1 if unknown.
     start: place at which `Trace.again` finds the request; -1 without a file.
-    page_hashes: hashes of the prompt's full pages, in hex, where the input names pages.
-    block_tokens: tokens of a full block, where the input states them; 0 if it does not.
-    output_ids: generated tokens, where the input has them.
-    cached: prompt tokens that device, host and storage served; None if unknown. If only their sum
-        is known, it stands first, and the others are -1.
+    page_hashes: hexadecimal hashes of the prompt's full pages, if the input names pages.
+    block_tokens: number of tokens of a full block; 0 if the input does not state it.
+    output_ids: generated tokens; empty if the input does not have them.
+    cached: number of prompt tokens that device, host and storage served; None if unknown. If only
+        the sum is known, it stands first, and the others are -1.
     model: name of the model.
-    adapter: LoRA adapter: its name or path, else its id.
-    session: text that all requests of one session or conversation have.
-    server: text that all requests to one server have.
+    adapter: name or path of the LoRA adapter, else its id.
+    session: text that all requests of one session or conversation share.
+    server: text that all requests to one server share.
     """
 
     where: str
@@ -74,9 +75,9 @@ class Request(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages and the other input of the chat template.
+    """Messages and the other input of a chat template.
 
-    tool_choice: "auto", "required", "none", or one of the tools, as in a request.
+    tool_choice: "auto", "required", "none", or a tool, as in a request.
     """
 
     messages: list[dict[str, Any]]
@@ -90,9 +91,9 @@ Prompt = str | Chat
 
 @dataclass(frozen=True, slots=True)
 class Prompted:
-    """A request whose prompt a tokenizer must encode.
+    """A request with a prompt that a tokenizer must encode.
 
-    request: the rest of the request, without tokens.
+    request: the request without its tokens.
     tokens: number of tokens that the server counted; -1 if unknown.
     """
 
@@ -105,16 +106,16 @@ class PromptTokenizer(Protocol):
     """Tokenizer that gives the same token ids as a server."""
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Return the token ids of each prompt. A FormatError does not name the prompt."""
+        """Return the token ids of each prompt. Raises FormatError that does not name the prompt."""
 
 
 @dataclass(slots=True)
 class Context:
-    """What a reader of a form knows and reports.
+    """Settings of the reader of a form, and its reports.
 
-    block_size: tokens of a block, as the user states them; None if the user does not.
-    notes: how often the input lacks a thing; the keys are what `note` gets.
-    unfinished: number of lines about requests that the server has only received.
+    block_size: number of tokens of a block, as stated by the user; None if not stated.
+    notes: number of requests that lack something; the keys are the texts given to `note`.
+    unfinished: number of lines about requests that the server has received, but not finished.
     """
 
     block_size: int | None = None
@@ -122,15 +123,15 @@ class Context:
     unfinished: int = 0
 
     def note(self, what: str, remedy: str, count: int = 1) -> None:
-        """Count something that the input cannot tell: it is said once, after reading.
+        """Count requests that lack something. One remark for all of them follows after reading.
 
         what: words before the count of requests, such as "Without tokens, since …".
-        remedy: what the user can do, or what becomes of the requests.
+        remedy: next step of the user, or what happens to the requests.
         """
         self.notes[what, remedy] += count
 
     def note_adapter(self, lora_id: str | None) -> None:
-        """Count a request of an adapter that has been loaded at run time, by its uuid4.
+        """Count a request if its adapter was loaded at run time, which its uuid4 shows.
 
         An adapter of --lora-paths has a uuid5 of its name and path, which stays the same. Source:
         SGLang srt/lora/lora_registry.py :: LoRARef.
@@ -144,7 +145,7 @@ class Context:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the input cannot tell, once each, with a count and the remedy."""
+        """One remark for each kind of lack, with the number of requests and the remedy."""
         return tuple(
             f"{what}: {counted(count, 'request')}; {remedy}"
             for (what, remedy), count in self.notes.items()
@@ -157,15 +158,15 @@ class Form:
 
     name: name for --trace-format.
     title: name in messages, such as "SGLang's request log".
-    recognises: return whether a line is of this form, by its content; of a whole document, its
-        first 64 KiB. It is cheap, and raises nothing.
-    reader: return a new reader for one run over all lines. A reader may keep state, such as the
-        numbers of chained ids. It raises FormatError without the place of the line, which the
-        caller adds, and UsageError for a form that cannot be used at all.
-    unit: seconds of the unit of relative times.
-    in_log: whether a server logs the records: other lines may stand between them, and requests
-        whose pages a record does not tell are left out and counted.
-    is_document: whether a whole file is one record: the reader gets one line for each file.
+    recognises: function that returns whether a line has this form, by its content. For a document,
+        it gets the first 64 KiB. It is cheap, and raises nothing.
+    reader: function that returns a new reader for one run over all lines. A reader may keep state,
+        such as the numbers of chained ids. It raises FormatError without the place of the line,
+        which the caller adds, and UsageError for a form that cannot be used at all.
+    unit: seconds in the unit of relative times.
+    in_log: whether the records are lines of a server's log. Other lines may then stand between
+        them, and records that do not show the pages of their request are counted and left out.
+    is_document: whether a whole file is one record, so that the reader gets one line for each file.
     """
 
     name: str
@@ -178,7 +179,7 @@ class Form:
 
 
 def token_count(value: int | None, name: str) -> int:
-    """Return a number of tokens; -1 for None. Raises FormatError naming the member."""
+    """Return a number of tokens; -1 for None. Raises FormatError that names the member."""
     if value is None:
         return -1
     if not 0 <= value <= _MOST_TOKENS:
@@ -187,7 +188,7 @@ def token_count(value: int | None, name: str) -> int:
 
 
 def time_of(stamp: float | str | None) -> float | None:
-    """Return a time as a number: Unix seconds for ISO 8601. Raises FormatError."""
+    """Return a time as a number; Unix seconds if the stamp is ISO 8601. Raises FormatError."""
     if isinstance(stamp, str):
         try:
             return datetime.fromisoformat(stamp).timestamp()
@@ -207,7 +208,7 @@ def seeding_key(extra_key: str | None, lora_id: str | None) -> str | None:
 
 
 class _Cached(msgspec.Struct):
-    """Prompt tokens that each tier served."""
+    """Number of prompt tokens that each tier served."""
 
     device: int = 0
     host: int = 0
@@ -215,10 +216,10 @@ class _Cached(msgspec.Struct):
 
 
 class Record(msgspec.Struct):
-    """Members of every record of a request.
+    """Members that any record of a request can have.
 
-    refused: members that make other pages than the text or tokens alone. Source: SGLang
-    srt/managers/io_struct.py :: GenerateReqInput.
+    refused: members that give the request other pages than its text or tokens. Source: SGLang
+        srt/managers/io_struct.py :: GenerateReqInput.
     """
 
     refused: ClassVar[tuple[str, ...]] = (
@@ -245,7 +246,7 @@ class Record(msgspec.Struct):
     session_params: Any = None
 
     def refuse(self) -> None:
-        """Raise FormatError for a member that makes other pages than tokens alone."""
+        """Raise FormatError for a member that gives the request other pages than its tokens."""
         for name, value in (("lora_path", self.lora_path), ("lora_id", self.lora_id)):
             if value is not None and not isinstance(value, str):
                 raise FormatError(f"{name}: {shown(value)} is no text; give one adapter")
@@ -293,7 +294,7 @@ _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def members(line: bytes) -> frozenset[str]:
-    """Return the names of the members of a JSON object; none for other lines."""
+    """Return the names of the members of a JSON object; empty for any other line."""
     try:
         return frozenset(_MEMBERS.decode(line))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

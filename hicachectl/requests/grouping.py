@@ -1,4 +1,4 @@
-"""Group requests by their model, salt, adapter, server, or the age of their session."""
+"""Group requests by model, salt, adapter, server, or the age of their session."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _FIRST, _OLDER = "first turn", "1 h and more"
 class Grouping:
     """Requests in groups.
 
-    by: a word of `GROUPINGS`; None for the group of all requests.
-    names: name of each group; None where a request does not tell.
-    ids: [requests], group of each request.
+    by: a word of `GROUPINGS`; None for one group of all requests.
+    names: name of each group; None for requests of which the group is unknown.
+    ids: [requests] group of each request.
     """
 
     by: str | None
@@ -37,7 +37,7 @@ class Grouping:
 
 
 def grouping_of(requests: Requests, by: str) -> Grouping:
-    """Return the groups of requests. Raises UsageError if the input does not tell them."""
+    """Return the groups of requests. Raises UsageError if the input does not have them."""
     if by not in GROUPINGS:
         raise UsageError(not_one_of("by", by, GROUPINGS))
     found = requests.labels.get(_LABELS[by])
@@ -68,5 +68,5 @@ def grouping_of(requests: Requests, by: str) -> Grouping:
 
 
 def everyone(requests: Requests) -> Grouping:
-    """Return the one group of all requests."""
+    """Return one group of all requests."""
     return Grouping(None, (None,), np.zeros(len(requests), np.int64))

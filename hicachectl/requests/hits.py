@@ -1,8 +1,9 @@
 """Hits: the part of each page chain that a store can serve, and the object that stops the chain.
 
-An object is usable if it exists with its expected size, or if sizes are unknown. Reads of a
-shorter object fail (files) or return stale bytes (Mooncake). Where servers compare trailers, an
-object of another identity or rank, or without a trailer, is not usable.
+An object is usable if it exists and has its expected size, or if sizes are unknown. The size
+matters, because a read of a shorter object fails (files) or returns stale bytes (Mooncake). Where
+servers compare trailers, an object of another identity or rank, or without a trailer, is not
+usable.
 """
 
 from __future__ import annotations
@@ -45,31 +46,32 @@ if TYPE_CHECKING:
     from hicachectl.requests.chains import Requests
 
 
-# Values of a slot that is not ABSENT. MISFIT: an object of another size. UNTRAILED, FOREIGN: an
-# object without a trailer, or of another identity or rank, where servers compare trailers.
+# Values of a slot that is not ABSENT. HELD: a usable object. MISFIT: an object of another size.
+# Where servers compare trailers, UNTRAILED: an object without a trailer; FOREIGN: an object of
+# another identity or rank.
 MISFIT, HELD, UNTRAILED, FOREIGN = range(4)
 _REFUSED = {BARE: UNTRAILED, OTHER: FOREIGN}
-CLEARED = 4  # a fault: the slot is ABSENT, since its object is from before a server's `clear`
-
-_FEW_KEYS = 10_000  # looked up singly, in under a second on a file system
+CLEARED = 4  # fault of an ABSENT slot: a server's `clear` made its object a miss
+_FEW_KEYS = 10_000  # keys that lookups find in under a second on a file system
 
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Restorable part of each chain; arrays are [chains] unless stated.
+    """Restorable part of each chain. Arrays are [chains] unless stated otherwise.
 
-    deployment:   of the restoring servers; None if the store shows none.
-    needs:        object sets that servers need; slots: ABSENT, or a value from MISFIT on, for each
-        of page_names.
-    chains:       cut to their reach.
-    page_names, page_of: distinct pages in hex; index of each page of `chains` among these.
-    kv_pages:     leading pages with kv on all ranks.
-    usable_pages: the longest prefix that all ranks can restore.
+    deployment:   deployment of the servers that restore pages; None if the store shows none.
+    needs:        object sets that servers need. The slots have ABSENT, or a value from MISFIT on,
+        for each page of `page_names`.
+    chains:       requests, cut to their reach.
+    page_names:   distinct pages, in hexadecimal digits.
+    page_of:      [pages of `chains`] index of each page in `page_names`.
+    kv_pages:     number of leading pages that have kv on all ranks.
+    usable_pages: number of pages in the longest prefix that all ranks can restore.
     allowed:      [pages of `chains`] whether all ranks can restore the prefix up to the page.
-    stop_pages:   index in its chain of the page that stops the chain; -1: none.
-    stop_specs:   index in the deployment's specs of that page's first object at fault; -1 without
-        a stop or a deployment.
-    stop_faults:  value of that object's slot: ABSENT, MISFIT, UNTRAILED or FOREIGN; or CLEARED.
+    stop_pages:   index in its chain of the page that stops the chain; -1 if no page does.
+    stop_specs:   index, in the deployment's specs, of the first faulty object of that page; -1
+        without a stop or a deployment.
+    stop_faults:  value of that object's slot (ABSENT, MISFIT, UNTRAILED or FOREIGN), or CLEARED.
         ABSENT without a stop.
     """
 
@@ -86,7 +88,7 @@ class Hits:
     stop_faults: IntArray
 
     def usable_within(self, lengths: IntArray) -> IntArray:
-        """Return the longest usable prefix of each chain within `lengths` pages: [chains]."""
+        """Return the longest usable prefix of each chain, of at most `lengths` pages: [chains]."""
         return longest(self.allowed, self.chains.offsets, lengths)
 
     @property
@@ -116,8 +118,8 @@ class Hits:
     def unreachable_pages(self) -> IntArray:
         """Number of pages of each chain that are whole, but that no server reaches: [chains].
 
-        They are beyond the usable prefix, so a server would use them only if the pages before them
-        were restorable.
+        Such pages are beyond the usable prefix. A server would use them only if it could restore
+        the pages before them.
         """
         unreachable = np.flatnonzero(self.beyond & self.whole[self.page_of])
         found: IntArray = np.diff(np.searchsorted(unreachable, self.chains.offsets))
@@ -148,10 +150,10 @@ class Hits:
         return whole
 
     def needed(self, prefix_pages: IntArray | None = None) -> BoolArray:
-        """Return whether restoring prefixes needs each object set of a page: [page_names, needs].
+        """Return which object sets of each page prefixes need to be restored: [page_names, needs].
 
-        prefix_pages: [chains]; default: `usable_pages`. Trailing pools are needed only in the
-        window at the end of a prefix.
+        A prefix needs trailing pools only in the window at its end.
+        prefix_pages: [chains] length of each prefix; None for `usable_pages`.
         """
         offsets = self.chains.offsets
         places = positions_of(offsets)
@@ -177,8 +179,8 @@ def inventory_of_chains(
 ) -> Inventory:
     """Return an inventory with at least the pages of chains.
 
-    Looks up single keys if few, or if listings lack recent writes. If no key exists, lists the
-    store, whose other keys may show why. Arguments and errors as of `take_inventory`.
+    Look up keys if they are few, or if listings lack recent writes. If no key exists, list the
+    store, because its other keys may show why. Arguments and errors as in `take_inventory`.
     """
     names = chains.within_reach().page_names
     grammar = grammar_of(store.grammar)
@@ -205,10 +207,11 @@ def hits_of_store(
 ) -> tuple[Inventory, Hits]:
     """Return the part of each chain that servers of a profile can restore from a store.
 
-    without: pages that count as missing, because their objects are known to be others'.
-    Also what the store has of the chains. If the profile names no weights, they are those that the
-    store's markers agree on. A store with pages of other deployments only has no hits. Raises like
-    `take_inventory`.
+    If the profile names no weights, the weights on which the store's markers agree are taken. A
+    store that has only pages of other deployments has no hits.
+    without: pages that count as missing, because their objects are known to be from other writers.
+    Return the inventory with the pages of the chains, and the hits. Raises as `take_inventory`
+    does.
     """
     profile = with_marked_weights(profile, store)
     inventory = inventory_of_chains(
@@ -232,12 +235,11 @@ def find_hits(
 ) -> Hits:
     """Return the part of each chain that servers of a deployment can restore from a store.
 
-    deployment_id: index into the inventory's deployments; None: nothing can be restored.
-    own: ignore objects that another model wrote under the same keys.
-    acceptance: what servers accept by the trailers of objects; None: all of them.
-
-    Memory: one byte per distinct page and object of its sets, and about 30 bytes per page of a
+    Memory: one byte for each slot of each distinct page, and about 30 bytes for each page of a
     chain.
+    deployment_id: index of the deployment in the inventory; None if nothing can be restored.
+    own: whether to ignore objects that another model wrote under the same keys.
+    acceptance: rule by which servers accept objects by their trailers; None to accept all objects.
     """
     chains = chains.within_reach()
     page_names, page_of = chains.page_names, chains.blocks.astype(np.int64)
@@ -285,9 +287,9 @@ def _held_objects(
     own: bool,
     acceptance: Acceptance | None,
 ) -> GroupTable:
-    """Return the objects that servers of a deployment find for distinct pages, as values of slots.
+    """Return a table of distinct pages. A slot has the value of the object that servers find.
 
-    SGLang looks at keys only, so objects of another model count too, except with `own`.
+    SGLang looks only at keys, so objects of another model count, too, except with `own`.
     """
     table = inventory.table
     specs = table.deployments[deployment_id].specs
@@ -319,9 +321,10 @@ def _are_cleared(
     at: IntArray,
     specs: IntArray,
 ) -> BoolArray:
-    """Return which objects are in the store, but from before a server's `clear`: [n].
+    """Return which objects the store has only from before a server's `clear`: [n].
 
-    at, specs: [n] page numbers and specs.
+    at: [n] index of the object's page in `page_names`.
+    specs: [n] index of the object's spec.
     """
     affixes = [spec.affix for spec in table.specs]
     keys = join_keys(affixes, pa.array(specs), page_names.take(pa.array(at)))
@@ -356,7 +359,7 @@ def _no_hits(chains: Requests, page_names: pa.StringArray, page_of: IntArray) ->
 
 
 def _all_pages_runs(pools: list[PoolPages], offsets: IntArray) -> IntArray:
-    """Return how many leading pages of each chain all ALL_PAGES pools have: [chains]."""
+    """Return how many leading pages of each chain have the objects of all ALL_PAGES pools."""
     everywhere = np.ones(offsets[-1], dtype=np.bool_)
     for pool in pools:
         if pool.window == ALL_PAGES:
@@ -367,11 +370,12 @@ def _all_pages_runs(pools: list[PoolPages], offsets: IntArray) -> IntArray:
 def _stop_pages(
     pools: list[PoolPages], offsets: IntArray, runs: IntArray, usable: IntArray
 ) -> IntArray:
-    """Return the index of the first page at fault in each chain: [chains], -1 without a fault.
+    """Return the index of the first faulty page in each chain: [chains]; -1 without a fault.
 
-    runs: leading pages of the ALL_PAGES pools. If a run is longer than the usable prefix, the first
-    page that a trailing pool lacks in the run's last window is at fault; otherwise the page after
-    the run.
+    The page after the run is faulty. But if the run is longer than the usable prefix, it is the
+    first page in the last window of the run that a trailing pool lacks.
+    runs: [chains] number of leading pages that all ALL_PAGES pools have.
+    usable: [chains] number of usable pages.
     """
     starts = offsets[:-1]
     ends = starts + runs
@@ -386,10 +390,11 @@ def _stop_pages(
 def _at_fault(
     needs: tuple[SlotBlock, ...], pages: IntArray, stops: IntArray, runs: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Return the first spec at fault at each stop, and the value of its slot: [stops] each.
+    """Return the first faulty spec at each stop, and the value of its slot: [stops] each.
 
-    pages: [stops] page numbers. stops: indices of these pages in their chains. runs: see
-    `_stop_pages`.
+    pages: [stops] numbers of the pages that stop chains.
+    stops: [stops] indices of these pages in their chains.
+    runs: see `_stop_pages`.
     """
     beyond = stops >= runs
     first = np.full(len(pages), np.iinfo(np.int64).max)

@@ -1,8 +1,8 @@
-"""Read lines of request files as people have them: rotated logs, compressed files, pipes.
+"""Read the lines of request files, also of rotated logs, compressed files and pipes.
 
 Inputs are files, directories and patterns; `-` is stdin. The files of a directory or pattern are
 read in the order of their last change, then of their names, as log rotation leaves them. gzip and
-zstd are recognised by their first bytes, and a byte order mark is left out.
+zstd are recognised by the first bytes of a file. A byte order mark is left out.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Line(NamedTuple):
     """A line that is not blank, or a whole file.
 
     where: file and line, for messages.
-    place: number by which the line is found again.
+    place: number that finds the line again.
     data: bytes of the line, with its end.
     file: path of the file.
     """
@@ -55,20 +55,20 @@ class Line(NamedTuple):
 
 
 class Inputs:
-    """Files that are read as one sequence of lines; a context manager.
+    """Files that are read as one sequence of lines. This is a context manager.
 
-    Compressed files and pipes are copied to a file without a name if `keeps`, since their lines
-    could not be found again.
+    keeps: whether to copy compressed files and pipes to a file without a name, because their lines
+        could not be found again otherwise.
     """
 
     def __init__(self, names: Sequence[str], *, keeps: bool = False) -> None:
-        """Find the files. Raises UsageError for a name without any."""
+        """Find the files. Raises UsageError for a name without a file."""
         self.source = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         found = [one for name in names for one in _files_of(name)]
         self._paths = [path for path, _ in found]
         self._identities = [identity for _, identity in found]
         self._keeps = keeps
-        self._ends: list[int] = []  # the place after the last line of each file
+        self._ends: list[int] = []  # place after the last line of each file
         self._kept: dict[int, BinaryIO] = {}
         self._begun: dict[int, tuple[io.BufferedReader, bool]] = {}
         self._files = ExitStack()
@@ -80,13 +80,13 @@ class Inputs:
         self.close()
 
     def close(self) -> None:
-        """Close the files; copies are lost."""
+        """Close the files. Copies are lost."""
         self._files.close()
         for file, _ in self._begun.values():
             file.close()
 
     def head(self) -> bytes:
-        """Return first bytes of the first file that is not empty, without reading them.
+        """Return the first bytes of the first file that is not empty. `lines` still yields them.
 
         Raises UsageError if a file cannot be read.
         """
@@ -124,9 +124,9 @@ class Inputs:
             self._ends.append(begin + text.tell())
 
     def lines_from(self, place: int) -> Iterator[Line]:
-        """Yield the line that has a place, which may be within it, and those after it.
+        """Yield the line at a place, which may lie inside the line, and the lines after it.
 
-        `lines` has come to its end before. Raises UsageError if the file cannot be read.
+        Call this after `lines` has ended. Raises UsageError if the file cannot be read.
         """
         number = bisect.bisect_right(self._ends, place)
         begin, path = self._ends[number - 1] if number else 0, self._paths[number]
@@ -145,7 +145,7 @@ class Inputs:
             ) from error
 
     def _data_of(self, number: int, limit: int) -> Iterator[bytes]:
-        """Yield the bytes of each line of a file, out of its copy if it has been read before."""
+        """Yield the bytes of each line of a file, from its copy if there is one."""
         path = self._paths[number]
         if (copy := self._kept.get(number)) is not None:
             copy.seek(0)
@@ -171,7 +171,7 @@ class Inputs:
                     yield data
 
     def _opened(self, number: int) -> tuple[io.BufferedReader, bool]:
-        """Return a stream of a file's lines, and whether the file can be opened again for them."""
+        """Return a stream of a file, and whether its lines can be found again in the file."""
         path = self._paths[number]
         is_stdin = str(path) == STDIN
         if is_stdin:
@@ -197,16 +197,18 @@ class Inputs:
         try:
             yield
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-            is_damaged = getattr(error, "errno", 0) is None  # the library that unpacks states none
+            is_damaged = (
+                getattr(error, "errno", 0) is None
+            )  # the decompressor's errors have no errno
             remedy = "it is damaged or not complete; copy it again" if is_damaged else _CHECK
             raise UsageError(failed(self._paths[number], "read", error, remedy)) from error
 
 
 class _Filling(io.FileIO):
-    """A file whose reads fill the buffer. One read of a pipe may return a single byte."""
+    """A file of which each read fills the buffer. A read of a pipe may return a single byte."""
 
     def readinto(self, buffer: Any) -> int:
-        """Read until the buffer is full or the file ends; return the number of bytes."""
+        """Read until the buffer is full or the file ends. Return the number of bytes."""
         view, count = memoryview(buffer).cast("B"), 0
         while count < len(view) and (read := super().readinto(view[count:])):
             count += read
@@ -214,7 +216,7 @@ class _Filling(io.FileIO):
 
 
 def _line_begin(file: BinaryIO, place: int) -> int:
-    """Return where the line that has a byte of a file begins."""
+    """Return the offset of the line that has a byte of a file. place: offset of the byte."""
     while place:
         begin = max(place - _HEAD_BYTES, 0)
         file.seek(begin)
@@ -225,10 +227,11 @@ def _line_begin(file: BinaryIO, place: int) -> int:
 
 
 def _files_of(name: str) -> list[tuple[Path, Identity | None]]:
-    """Return the files of an input; the one that changed last is at the end.
+    """Return the files of an input. The file that changed last comes last.
 
-    Files of a directory or pattern have their identity; links to one of them are left out. Raises
-    UsageError.
+    Files of a directory or pattern come with their identity, and links to the same file are left
+    out.
+    Raises UsageError.
     """
     if not name:
         raise UsageError("the name of a request file is empty; give a file")
@@ -242,7 +245,7 @@ def _files_of(name: str) -> list[tuple[Path, Identity | None]]:
             return [(path, None)]
         found = []
         for one in names:
-            with suppress(FileNotFoundError):  # a link to nothing, or a file that was rotated
+            with suppress(FileNotFoundError):  # a dangling link, or a file that was rotated
                 if stat.S_ISREG((status := one.stat()).st_mode):
                     found.append((status.st_mtime_ns, one.is_symlink(), one.name, one, status))
     except OSError as error:
@@ -260,7 +263,7 @@ def _identity_of(status: os.stat_result) -> Identity:
 
 
 def _now_at(path: Path, identity: Identity) -> Path:
-    """Return where a file is now: its server may have rotated it."""
+    """Return the present path of a file, which its server may have rotated."""
     for one in itertools.chain([path], path.parent.iterdir()):
         with suppress(FileNotFoundError):
             if _identity_of(one.stat()) == identity:

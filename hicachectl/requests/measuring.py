@@ -1,4 +1,4 @@
-"""Measure how far a store serves requests: the rows and the document of `hits`, and its gate."""
+"""Measure how far a store serves requests: rows, document and --min-usable of `hits`."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ class HitsDocument(HitsTotals, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class HitsReport:
-    """How much of each request a store can serve.
+    """Part of each request that a store can serve.
 
-    rows: `ChainRow` of each request.
-    causes: `CauseRow` of each cause that stops requests, the most lost tokens first.
-    groups: `GroupRow` of each group, the largest first, by the words of `HitsRequest.by`.
-    document: the other members of `HitsDocument`.
-    remarks: messages about what these do not show.
+    rows: a `ChainRow` for each request.
+    causes: a `CauseRow` for each cause that stops requests, the most lost tokens first.
+    groups: for each word of `HitsRequest.by`, a `GroupRow` for each group, the largest first.
+    document: other members of `HitsDocument`.
+    remarks: messages about facts that no row shows.
     """
 
     rows: pa.Table
@@ -103,7 +103,7 @@ class HitsReport:
 
     @property
     def totals(self) -> dict[str, Any]:
-        """All members of `HitsTotals`; rows are tables."""
+        """All members of `HitsTotals`, with tables as rows."""
         found = {"causes": self.causes, **self.document}
         if self.groups:
             found["groups"] = pa.concat_tables(self.groups.values())
@@ -114,10 +114,10 @@ class HitsReport:
 class HitsRequest:
     """Requests to measure.
 
-    profile: profile of the servers; None: the one deployment of the store that `choice` fits.
-    threshold: the servers' prefetch threshold in tokens; None: what the profile states, else
+    profile: profile of the servers; None for the only deployment of the store that `choice` fits.
+    threshold: prefetch threshold of the servers in tokens; None for the profile's, else for
         SGLang's default.
-    by: words of `GROUPINGS`, each for rows by group.
+    by: words of `GROUPINGS`; each adds rows by group.
     """
 
     requests: Requests
@@ -130,14 +130,14 @@ class HitsRequest:
 def measure_hits(
     store: Store, request: HitsRequest, *, on_listed: Callable[[int], None] = lambda objects: None
 ) -> HitsReport:
-    """Return how far servers can restore each request, and what else the store has of them.
+    """Return how far servers can restore each request, and which other pages of it the store has.
 
-    Raises UsageError if the requests do not tell the groups; ProfileError if the profile
-    contradicts the store, or `choice` fits several deployments; StoreUnavailable.
+    Raises UsageError if the requests do not have the groups; ProfileError if the profile
+    contradicts the store, or `choice` fits several deployments; and StoreUnavailable.
     """
     profile, requests = request.profile, request.requests
     for by in request.by:
-        grouping_of(requests, by)  # refuses what the input does not tell, before the work
+        grouping_of(requests, by)  # raises before the work if the input lacks the groups
     inventory = (
         take_inventory(store, on_batch=on_listed)
         if profile is None
@@ -149,7 +149,7 @@ def measure_hits(
 def measure_listed(
     store: Store, inventory: Inventory, request: HitsRequest
 ) -> tuple[Hits, HitsReport]:
-    """Return the hits in objects that are listed, and `measure_hits` of them."""
+    """Return the hits in listed objects, and their report as `measure_hits` returns it."""
     profile = request.profile
     hits = find_hits(
         inventory,
@@ -183,7 +183,7 @@ def measure_listed(
 
 
 def short_requests(hits: Hits, page_size: int, threshold: int) -> int:
-    """Return how many requests are too short for servers to look up their pages.
+    """Return how many requests are so short that servers look up no page of them.
 
     threshold: prefetch threshold of the servers, in tokens.
     """
@@ -191,7 +191,7 @@ def short_requests(hits: Hits, page_size: int, threshold: int) -> int:
 
 
 def _threshold_remarks(rows: pa.Table, threshold: int) -> Iterator[str]:
-    """Yield why servers do not take usable pages of requests. rows: those of `hit_rows`."""
+    """Yield why servers do not take usable pages of requests. rows: result of `hit_rows`."""
     reasons = pc.value_counts(pc.struct_field(rows["stopped_by"].combine_chunks(), "reason"))
     counts = {row["values"]: row["counts"] for row in reasons.to_pylist()}
     if below := counts.get(BELOW_THRESHOLD):
@@ -244,14 +244,14 @@ def _document(
             elsewhere=[one.row for one in elsewhere],
         )
     )
-    del document["causes"]  # rows, which `HitsReport.totals` adds
+    del document["causes"]  # `HitsReport.totals` adds the rows
     return document
 
 
 def hit_remarks(hits: Hits, inventory: Inventory, expected: Expected) -> Iterator[str]:
     """Yield facts that no row shows: comparisons not made, and faults that stop chains.
 
-    expected: identities of the servers' objects in the store.
+    expected: identities that the objects of the servers have.
     """
     if expected.unknown:
         yield f"Objects of every identity count: {expected.unknown}"
@@ -285,8 +285,9 @@ def hit_remarks(hits: Hits, inventory: Inventory, expected: Expected) -> Iterato
 def served_share(document: Mapping[str, Any]) -> float | None:
     """Return the share of the requested tokens that servers fetch; None if none is requested.
 
-    document: the result of `hits` or `prewarm`. Where that does not tell the served tokens, since
-    the prefixes or the page size are unknown, the share is that of the usable ones.
+    If the served tokens are unknown, because prefixes or the page size are unknown, the usable
+    tokens are counted instead.
+    document: document of `hits` or `prewarm`.
     """
     requested = document["requested_tokens"]
     if requested is None:
@@ -296,9 +297,9 @@ def served_share(document: Mapping[str, Any]) -> float | None:
 
 
 def served_text(document: Mapping[str, Any], *, now: bool = False) -> str:
-    """Return the share as a text: `89% of 1152 tokens served by org/model tp 2`.
+    """Return the share as text: `89% of 1152 tokens served by org/model tp 2`.
 
-    now: whether it will change.
+    now: whether to add "now", because a copy is about to change the share.
     """
     requested = document["requested_tokens"]
     if served_share(document) is None:
@@ -310,9 +311,9 @@ def served_text(document: Mapping[str, Any], *, now: bool = False) -> str:
 
 
 def short_text(document: Mapping[str, Any]) -> str:
-    """Return how many requests are below the threshold; "" without any.
+    """Return a message about requests below the threshold; "" if there are none.
 
-    document: the result of `hits`.
+    document: document of `hits`.
     """
     short = document["short_requests"]
     if not short:
@@ -324,7 +325,10 @@ def short_text(document: Mapping[str, Any]) -> str:
 
 
 def unreachable_text(document: Mapping[str, Any]) -> str:
-    """Return how many pages no server reaches; "" without any. document: the result of `hits`."""
+    """Return a message about pages that no server reaches; "" if there are none.
+
+    document: document of `hits`.
+    """
     pages, distinct = document["unreachable_pages"], document["distinct_unreachable_pages"]
     if not pages:
         return ""
@@ -336,25 +340,25 @@ def unreachable_text(document: Mapping[str, Any]) -> str:
 
 
 def _counted(document: Mapping[str, Any]) -> int:
-    """Return the served tokens, else the usable ones."""
+    """Return the served tokens; the usable tokens if the served tokens are unknown."""
     served, usable = document["served_tokens"], document["usable_tokens"]
     return int(usable if served is None else served)
 
 
 def _percent(document: Mapping[str, Any]) -> int:
-    """Return the share in percent, rounded; 100 means all, and 0 means nothing."""
+    """Return the share in percent, rounded, but to 100 only for all and to 0 only for nothing."""
     share = served_share(document) or 0.0
     return round(share * 100) if share in (0, 1) else min(max(round(share * 100), 1), 99)
 
 
 def passes(document: Mapping[str, Any], min_usable: float | None) -> bool:
-    """Return whether the share is at least --min-usable. Of nothing requested, it never is."""
+    """Return whether the share is at least --min-usable. It never is if nothing was requested."""
     share = served_share(document)
     return min_usable is None or (share is not None and share >= min_usable)
 
 
 def failed_text(document: Mapping[str, Any], min_usable: float, next_step: str) -> str:
-    """Return why a gate failed, in one line."""
+    """Return the message of a failed --min-usable, in one line."""
     deployment = document["deployment"]
     by = f"servers of {deployment_text(deployment)}" if deployment else "servers"
     share, requested = served_share(document), document["requested_tokens"]

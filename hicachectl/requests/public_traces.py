@@ -1,6 +1,6 @@
 """Read public traces of block ids: kvcache-simulator's, Bailian's, and LMCache's lookup logs.
 
-Mooncake's and AIPerf's records with chained hash_ids have the members of our own form. Sources:
+Mooncake's and AIPerf's records with chained hash_ids are read as hicachectl's own form. Sources:
 kvcache-simulator 0.1.3 trace.py; alibaba-edu/qwen-bailian-usagetraces-anon README.md; LMCache 0.5.6
 v1/mp_observability/subscribers/logging/lookup_hash.py and v1/lookup_client/record_strategies/
 file_hash.py; README.md of HPMLL/BurstGPT and AzureLLMInferenceDataset2023.md of Azure.
@@ -33,7 +33,7 @@ _LENGTHS = re.compile(rb"\s*timestamp,(.*,)?(request tokens|contexttokens),", re
 
 
 class _Simulated(msgspec.Struct):
-    """A record for kvcache-simulator, which reads no times.
+    """A record of kvcache-simulator's traces, which have no times.
 
     block_tokens: number of tokens of each block.
     """
@@ -48,7 +48,7 @@ class _Simulated(msgspec.Struct):
 class _Chat(msgspec.Struct):
     """A record of Bailian's traces.
 
-    parent_chat_id: the request that this one continues; -1 for none.
+    parent_chat_id: request that this request continues; -1 if there is none.
     """
 
     chat_id: _Int64
@@ -78,13 +78,16 @@ _LOOKUP = msgspec.json.Decoder(_Lookup)
 
 
 class PrefixIds:
-    """Numbers of blocks together with their prefixes, for blocks that are hashed one by one."""
+    """Numbers for blocks with their prefixes, made from ids that depend on the block alone."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int | str, int | str], int] = {}
 
     def of(self, blocks: Iterable[int | str], root: str = "") -> list[int]:
-        """Return the number of each block of a chain. root: blocks of other roots differ."""
+        """Return the number of each block of a chain.
+
+        root: text that tells chains apart; equal blocks of different roots get different numbers.
+        """
         numbers, chain = self._numbers, []
         before: int | str = root
         for block in blocks:
@@ -216,7 +219,7 @@ FORMS = (
     ),
 )
 
-# The last form that is tried.
+# This form is tried last.
 LENGTHS = Form(
     "lengths",
     "lengths only (BurstGPT, Azure), which are refused",

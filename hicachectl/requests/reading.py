@@ -1,8 +1,8 @@
-"""Read requests of files, in any form that people have, and lists of pages.
+"""Read requests from files of any form in `FORMS`, and lists of pages.
 
-`FORMS` has the forms. Members of a record that change the pages of its request are read, or refused
-by name; others are ignored, so that a line can be a whole request body. Reading raises UsageError
-if an input cannot be read or has no requests, FormatError naming the line.
+Members of a record that change the pages of its request are read, or refused by name. All others
+are ignored, so that a line can be a whole request body. Reading raises UsageError if an input
+cannot be read or has no requests, and FormatError that names the line.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     Read = Callable[[Line], Iterable[Request | Prompted]]
 
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-_PROMPTS_AT_ONCE = 64  # a tokenizer encodes several in parallel
+_PROMPTS_AT_ONCE = 64  # prompts in one call, which a tokenizer encodes in parallel
 _HASH = re.compile(r"[0-9a-f]{64}")
 _LIST = re.compile(rb"\s*\[\s*(\]|-?\d+\s*[],])")
 _TOKEN_MEMBERS = ("token_ids", "input_ids", "hash_ids", "pages")
@@ -80,9 +80,9 @@ _PAGE_LINE = msgspec.json.Decoder(list[str] | _PageLine)
 
 
 class Trace:
-    """Requests of files, directories, patterns and stdin, in any form; a context manager.
+    """Requests from files, directories, patterns and stdin, in any form. This is a context manager.
 
-    remarks: after reading, each thing that the input cannot tell, with a count and the remedy.
+    remarks: after reading, one remark for each kind of lack, with a count and the remedy.
     """
 
     def __init__(
@@ -96,10 +96,11 @@ class Trace:
     ) -> None:
         """Find the files.
 
-        form: name of the form; default: the form is recognised. tokenizer: returns the tokenizer
-        for requests that are text; it is called for such a request only. block_size: tokens of
-        a block of `hash_ids`, where the input states none. keeps: whether requests are read again.
-        Raises UsageError for a name without a file, and an unknown form.
+        form: name of the form; "" to recognise it.
+        tokenizer: function that returns the tokenizer; called at the first request that is text.
+        block_size: number of tokens of a block of `hash_ids`, if the input does not state it.
+        keeps: whether requests will be read again.
+        Raises UsageError for a name without a file, and for an unknown form.
         """
         self._inputs = Inputs(names, keeps=keeps)
         self._form = None if not form else form_named(form)
@@ -118,9 +119,10 @@ class Trace:
     def requests(self, hashing: Hashing | None, *, outputs: bool = False) -> Requests:
         """Read all requests, in the order of the input, without their tokens.
 
-        hashing: hashing of tokens, if any. outputs: whether chains go on with the full pages of
-        generated tokens. Raises UsageError for an input without requests, and one that cannot be
-        used; FormatError naming the line.
+        hashing: hashing for tokens; None if there are none.
+        outputs: whether chains go on with the full pages of generated tokens.
+        Raises UsageError for an input that has no requests or cannot be used, and FormatError that
+        names the line.
         """
         context = Context(self._block_size)
         columns = Columns(hashing, outputs=outputs)
@@ -137,7 +139,7 @@ class Trace:
         return requests
 
     def _why_none(self, context: Context) -> str:
-        """Return why an input has no requests, and what to do."""
+        """Return why an input has no requests, and the next step."""
         if self._form is not None and (lacks := self.remarks):
             return "; ".join(lacks)
         if context.unfinished:
@@ -150,8 +152,8 @@ class Trace:
     def again(self, places: Iterable[int]) -> Iterator[Request]:
         """Yield the requests at some places (`Requests.starts`), in that order.
 
-        Tokens are not kept, since there may be billions. Raises UsageError if the input cannot be
-        read again, FormatError if it has changed.
+        Requests are read again, because there may be billions of tokens, too many to keep. Raises
+        UsageError if the input cannot be read again, and FormatError if it has changed.
         """
         form, context = self._form, Context(self._block_size)
         assert form is not None
@@ -169,7 +171,7 @@ class Trace:
             raise FormatError(f"{source}: changed since it was read; run again") from error
 
     def _request_at(self, reader: Read, place: int) -> Request | Prompted:
-        """Return the request that starts at a place. Raises KeyError without one."""
+        """Return the request that starts at a place. Raises KeyError if there is none."""
         for line in unwrapped(self._inputs.lines_from(place)):
             if line.place <= place:
                 for one in _numbered(reader, line):
@@ -181,9 +183,10 @@ class Trace:
     def each(
         self, context: Context | None = None, only: frozenset[int] | None = None
     ) -> Iterator[Request]:
-        """Yield every request with its tokens. Raises as `requests`.
+        """Yield every request with its tokens. Raises as `requests` does.
 
-        context: gets the notes. only: starts of the requests that are wanted; default: all.
+        context: context that collects the notes.
+        only: starts of the wanted requests; None for all.
         """
         context = context or Context(self._block_size)
         lines = self._lines()
@@ -197,7 +200,7 @@ class Trace:
             yield from self._encoded(found, context)
 
     def _read_line(self, reader: Read, line: Line) -> Iterable[Request | Prompted]:
-        """Return the requests of a line, which a FormatError names."""
+        """Return the requests of a line. Raises FormatError that names the line."""
         try:
             return _numbered(reader, line)
         except FormatError as error:
@@ -206,8 +209,10 @@ class Trace:
             raise FormatError(f"{line.where}: {error}") from error
 
     def _of_one_kind(self, lines: Iterable[Line]) -> Iterator[Line]:
-        """Yield the lines of logs, in which lines of unknown kinds are left out.
+        """Yield the lines of logs.
 
+        Readers of logs skip lines of unknown kinds, so a file of another form would be skipped
+        whole.
         Raises FormatError for a file that begins with a record of another form.
         """
         file = ""
@@ -226,7 +231,7 @@ class Trace:
             )
 
     def _lines(self) -> Iterator[Line]:
-        """Return the lines of the input. The first line of a known form decides the form."""
+        """Return the lines of the input. The first line in a known form decides the form."""
         if self._form is None:
             head = self._inputs.head()
             self._form = next((f for f in FORMS if f.is_document and f.recognises(head)), None)
@@ -251,7 +256,7 @@ class Trace:
         )
 
     def _encoded(self, found: Iterable[Request | Prompted], context: Context) -> Iterator[Request]:
-        """Yield requests with the tokens of those that are text."""
+        """Yield the requests. Encode those that are text."""
         waiting: list[Request | Prompted] = []
         for one in found:
             if isinstance(one, Request) and not waiting:
@@ -288,13 +293,13 @@ class Trace:
         try:
             return self._encoder.encode([one.prompt for one in batch])
         except FormatError as error:
-            if len(batch) > 1:  # find the bad prompt
+            if len(batch) > 1:  # encode one by one to find the bad prompt
                 return [ids for one in batch for ids in self._tokens([one])]
             raise FormatError(f"{batch[0].request.where}: {error}") from error
 
 
 def _check_blocks(requests: Requests, context: Context) -> None:
-    """Refuse more blocks than their size makes of the tokens, and note tokens without a block."""
+    """Raise FormatError for more blocks than the tokens fill, and note tokens without a block."""
     size, tokens, blocks = requests.block_tokens, requests.tokens, np.diff(requests.offsets)
     if requests.hashed or not size:
         return
@@ -311,7 +316,7 @@ def _check_blocks(requests: Requests, context: Context) -> None:
 
 
 def _numbered(reader: Read, line: Line) -> Sequence[Request | Prompted]:
-    """Return the requests of a line; the i-th starts at the place of the line plus i."""
+    """Return the requests of a line. Request i starts at the place of the line plus i."""
     found = tuple(reader(line))
     return found if len(found) < 2 else [_moved(one, line.place + i) for i, one in enumerate(found)]
 
@@ -390,19 +395,19 @@ def form_named(name: str) -> Form:
 
 
 def read_page_chains(path: Path) -> Iterator[list[str]]:
-    """Yield page chains.
+    """Yield the page chains of a file.
 
-    A line is a page hash, a JSON list of page hashes (a chain), or a JSON row with a "page", as
-    `ls --format jsonl` prints.
+    A line is a page hash, a JSON list of page hashes (a chain), or a JSON row with a "page" as `ls
+    --format jsonl` prints it.
     """
     for chain, _ in _page_lines(path, required=True):
         yield chain
 
 
 def read_page_list(path: Path, *, requests: bool = False) -> PageList:
-    """Read a page list, in the lines of `read_page_chains`. Rows may have a "group".
+    """Read a page list, with lines as in `read_page_chains`. Rows may have a "group".
 
-    requests: whether the lines are requests; a list that only chooses pages may be empty.
+    requests: whether the lines are requests. A list that only chooses pages may be empty.
     """
     pages: list[str] = []
     groups: list[str | None] = []
@@ -419,9 +424,10 @@ def request_lines(
 ) -> Iterator[tuple[int, int, bytes]]:
     """Yield each line that is not blank: its number, the offset of its first byte, its bytes.
 
-    required: raise UsageError for a file without such a line, so that nothing requested is never
-    taken for everything served. what: the plural name of a line, for this message. limit: most
-    bytes of a line; default: MAX_LINE_BYTES.
+    limit: most bytes of a line; None for MAX_LINE_BYTES.
+    what: plural noun for the lines, in the message.
+    required: whether to raise UsageError for a file without such a line, so that an empty file
+        never counts as fully served.
     """
     end, is_empty = 0, True
     for number, line in read_lines(path, MAX_LINE_BYTES if limit is None else limit):

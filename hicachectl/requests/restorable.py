@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from hicachectl.requests.chains import Requests
     from hicachectl.requests.hits import Hits
 
-# Settings that decide which objects a server requests and how it reads them, each with the option
-# that converts pages, or "".
+# Settings that decide which objects a server requests and how it reads them. Each has the option
+# that converts pages, or "" if pages cannot be converted.
 _OPTIONS = {
     "model": "--to-model {}",
     "tag": "--to-tag {}",
@@ -39,7 +39,7 @@ _OPTIONS = {
     "page_size": "",
     "kv_cache_dtype": "",
 }
-# Keys do not show these settings: objects written with other values have the server's keys too.
+# Keys do not show these settings, so objects written with other values have the server's keys, too.
 _NOT_IN_KEYS = {"layout", "page_size", "kv_cache_dtype"}
 
 
@@ -47,9 +47,11 @@ _NOT_IN_KEYS = {"layout", "page_size", "kv_cache_dtype"}
 class Usable:
     """Pages that servers can restore from a store.
 
-    pages: [chains] int64, leading pages that servers of `deployment` can restore.
-    served: [chains] int64, the pages of these that they fetch. target: hits of the
-    deployment that pages are written for. remarks: about servers of another deployment.
+    pages: [chains] int64, number of leading pages that servers of `deployment` can restore.
+    served: [chains] int64, number of these pages that servers fetch.
+    deployment: profile of the servers for which pages are counted.
+    target: hits of the deployment for which pages are written.
+    remarks: messages about servers of another deployment.
     """
 
     pages: IntArray
@@ -80,11 +82,13 @@ def count_usable(
 ) -> Usable:
     """Count the leading pages of each chain that servers can restore from a store.
 
-    target: the deployment that pages are written for; counted if no server is known. served: the
-    deployment of each live server, by URL; the pages of the server that fetches the fewest are
-    returned. explains: with remarks about pages that the target misses. needs_pages: see
-    `take_inventory`. without: pages that count as missing. Raises StoreUnavailable, and
-    ProfileError if the target contradicts the store.
+    target: profile for which pages are written. Pages are counted for it if no server is known.
+    served: profile of each live server, by URL. Pages are counted for the server that fetches the
+        fewest.
+    explains: whether to add remarks about pages that the target misses.
+    needs_pages: see `take_inventory`.
+    without: pages that count as missing.
+    Raises StoreUnavailable, and ProfileError if the target contradicts the store.
     """
     inventory, hits = hits_of_store(
         store, target, chains, needs_pages=needs_pages, without=without, on_batch=on_batch
@@ -134,7 +138,7 @@ def _restorable(
 
 
 def _differences(target: Profile, served: Profile) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ: the server's value and the target's."""
+    """Return the settings that differ, each with the server's value and the target's value."""
     theirs, ours = _features(served), _features(target)
     if all(kind_of(pool).shards is False for pool in target.pools):
         theirs["tp"] = ours["tp"]  # all TP ranks share each object

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class ShardRow(TypedDict, total=False):
-    """Coordinates of an object; those that its key does not show are left out."""
+    """Coordinates of an object, without those that its key does not show."""
 
     tp_rank: int
     tp_size: int
@@ -42,7 +42,7 @@ class ShardRow(TypedDict, total=False):
 
 
 class StopRow(TypedDict):
-    """Why servers fetch no more of a chain."""
+    """Reason why servers fetch no more pages of a chain."""
 
     page: str | None
     pool: str | None
@@ -55,7 +55,7 @@ class StopRow(TypedDict):
 
 
 class ChainRow(TypedDict):
-    """Row of `hits`."""
+    """Row for a request in `hits`."""
 
     chain: int
     tokens: int | None
@@ -69,7 +69,7 @@ class ChainRow(TypedDict):
 
 
 class CauseRow(TypedDict):
-    """Cause that stops requests, and their sums."""
+    """Row for a cause that stops requests, with sums over these requests."""
 
     reason: str | None
     fault: str | None
@@ -84,7 +84,7 @@ class CauseRow(TypedDict):
 
 
 class GroupRow(TypedDict):
-    """Sums of the requests of a group."""
+    """Row for a group of requests, with their sums."""
 
     by: str
     group: str | None
@@ -96,9 +96,9 @@ class GroupRow(TypedDict):
     unreachable_pages: int
 
 
-BELOW_THRESHOLD = "below_threshold"  # a reason, as SGLang's metrics name it
+BELOW_THRESHOLD = "below_threshold"  # a reason, named as in SGLang's metrics
 BELOW_LOAD_BACK = "below_load_back"
-"""Reason of tokens that servers fetch and compute again: fewer than `LOAD_BACK_TOKENS`."""
+"""Reason for fewer than `LOAD_BACK_TOKENS`, which servers fetch, but compute again."""
 
 # Faults of the object that stops a chain.
 _FAULTS = {
@@ -125,18 +125,17 @@ _STOP_FIELDS = [
 def hit_rows(
     hits: Hits, page_size: int | None, threshold: int, elsewhere: Sequence[Elsewhere] = ()
 ) -> pa.Table:
-    """Return a row per chain, in the columns of `hits`.
+    """Return a row for each chain, in the columns of a `ChainRow`.
 
-    page_size: None if unknown.
+    page_size: number of tokens of a page; None if unknown.
     threshold: prefetch threshold of the servers, in tokens.
-    elsewhere: other deployments with requested pages; of several that have a page, the first is
-        named.
+    elsewhere: other deployments with requested pages. If several have a page, the first is named.
     """
     tokens = hits.chains.tokens
     size = page_size or 0
     taken = fetched(hits.usable_pages, size, threshold, trailing=hits.trailing)
     usable, served = hits.usable_pages * size, taken * size
-    # Without a page size, the threshold is no number of pages.
+    # Without a page size, a threshold in tokens says nothing about pages.
     lost = hits.chains.reach - (hits.usable_pages if page_size is None else taken)
     unknown = np.full(len(usable), page_size is None)
     return pa.table(
@@ -157,7 +156,7 @@ def hit_rows(
 def cause_rows(hits: Hits, rows: pa.Table, page_size: int | None) -> pa.Table:
     """Return a `CauseRow` for each cause that stops requests, the most lost tokens first.
 
-    rows: those of `hit_rows`.
+    rows: result of `hit_rows`.
     """
     stops = rows["stopped_by"].combine_chunks()
     stopped = np.flatnonzero(stops.is_valid().to_numpy(zero_copy_only=False))
@@ -198,9 +197,9 @@ def cause_rows(hits: Hits, rows: pa.Table, page_size: int | None) -> pa.Table:
 def group_rows(grouping: Grouping, hits: Hits, rows: pa.Table, page_size: int | None) -> pa.Table:
     """Return a `GroupRow` for each group of requests, the largest first.
 
-    rows: those of `hit_rows`.
+    rows: result of `hit_rows`.
     """
-    unit = page_size or 1  # the share is that of pages, if their tokens are unknown
+    unit = page_size or 1  # if the tokens of a page are unknown, shares count pages
     chains, count = hits.chains, len(grouping.names)
     requested = chains.reach if page_size is None else chains.tokens_requested(unit)
     requests = np.bincount(grouping.ids, minlength=count)
@@ -230,20 +229,20 @@ def group_rows(grouping: Grouping, hits: Hits, rows: pa.Table, page_size: int | 
 
 
 def _codes(texts: pa.StringArray) -> IntArray:
-    """Return a number for each text: [n], -1 for null."""
+    """Return a number for each text: [n]; -1 for null."""
     codes: IntArray = texts.dictionary_encode().indices.fill_null(-1).to_numpy().astype(np.int64)
     return codes
 
 
 def _sums(values: IntArray, ids: IntArray, count: int) -> IntArray:
-    """Return the sums of the values of each number: [count]."""
+    """Return the sum of the values of each id: [count]."""
     sums = np.zeros(count, np.int64)
     np.add.at(sums, ids, values)
     return sums
 
 
 def _reasons(usable: IntArray, served: IntArray, threshold: int) -> pa.StringArray:
-    """Return why servers do not take the usable tokens of each chain: [chains], null if they do.
+    """Return why servers do not take the usable tokens of each chain: [chains]; null if they do.
 
     usable, served: [chains] tokens.
     """
@@ -254,7 +253,7 @@ def _reasons(usable: IntArray, served: IntArray, threshold: int) -> pa.StringArr
 def _stopped_by(
     hits: Hits, reasons: pa.StringArray, elsewhere: Sequence[Elsewhere]
 ) -> pa.StructArray:
-    """Return what stops each chain. reasons: those of `_reasons`."""
+    """Return a `StopRow` for each chain; null if nothing stops it. reasons: see `_reasons`."""
     stopped = hits.stop_pages >= 0
     positions = (hits.chains.offsets[:-1] + hits.stop_pages)[stopped]
     spread = np.full(len(stopped), -1, dtype=np.int64)
@@ -266,7 +265,7 @@ def _stopped_by(
     coordinates = [spec.coordinate for spec in specs]
     keys = join_keys([spec.affix for spec in specs], which, pages)
     pools = pa.array([c.pool for c in coordinates], pa.string()).take(which)
-    if hits.deployment is None:  # the first missing object is kv
+    if hits.deployment is None:  # the first object that servers miss is kv
         pools = pc.if_else(pa.array(stopped), ANCHOR, pools)
     parts = pa.array([c.part for c in coordinates], pa.string()).take(which)
     shards = pa.array([shard_fields(c.shard) for c in coordinates], _SHARD).take(which)
@@ -291,7 +290,7 @@ def _stopped_by(
 
 
 def _places(hits: Hits, elsewhere: Sequence[Elsewhere]) -> pa.StringArray:
-    """Return where else each page exists, or null: [page_names]."""
+    """Return the other place of each page: [page_names]; null without one."""
     numbers = np.full(len(hits.page_names), -1, dtype=np.int64)
     for number in reversed(range(len(elsewhere))):
         numbers[elsewhere[number].pages] = number

@@ -3,7 +3,7 @@
 Source: SGLang srt/utils/request_logger.py :: RequestLogger; utils/log_utils.py :: log_json;
 observability/request_metrics_exporter.py :: FileRequestMetricsExporter. A line of the log has a
 bracketed time before its JSON value, and stands among other lines of the server. Docker's json-file
-driver and Kubernetes' CRI put each line into one of their own, and cut long lines.
+driver and Kubernetes' CRI wrap each line in a line of their own, and cut long lines.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from hicachectl.requests.forms import Context
     from hicachectl.requests.inputs import Line
 
-# `2026-11-28T13:00:00.123456789Z stdout F …`; the next line continues one with P.
+# `2026-11-28T13:00:00.123456789Z stdout F …`. P instead of F: the next line continues this line.
 _CRI = re.compile(rb"[0-9T:.+Z-]{20,40} (stdout|stderr) ([PF])(?: |$)")
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _RECORD = re.compile(rb'\{"timestamp": "[^"]*", "event": "request\.(\w+)')
 _AS_TEXT = re.compile(rb"(?:^|\] )(?:Finish|Receive): obj=\w+ReqInput\(")
 _MEASURED = re.compile(rb'\{"request_parameters": "')
-_HEALTH_CHECK = "HEALTH_CHECK"  # begins the rid (srt/constants.py :: HEALTH_CHECK_RID_PREFIX)
+_HEALTH_CHECK = "HEALTH_CHECK"  # prefix of the rid (srt/constants.py :: HEALTH_CHECK_RID_PREFIX)
 _CUT = "..."
-_CUT_AT = 1024  # characters of a text, and items of a list, on each side of "..."
+_CUT_AT = 1024  # characters of a text, or items of a list, that stay on each side of "..."
 _SHOW_ALL = 'set --log-requests-level 3, or POST /configure_logging {"log_requests_level": 3}'
 
-# What a log cannot tell, and the remedy, as `Context.note` takes them.
+# What a log lacks, and the remedy, as `Context.note` takes them.
 _NO_TOKENS = "Without tokens, since the log has level 0 or 1", _SHOW_ALL
 _SHORTENED = "With a prompt that the log has cut at level 2", _SHOW_ALL
 _NOT_JSON = "Logged as text", "set --log-requests-format json"
@@ -71,9 +71,9 @@ _DOCKER = msgspec.json.Decoder(_Docker)
 
 
 def unwrapped(lines: Iterable[Line]) -> Iterator[Line]:
-    """Yield the lines that a program wrote, out of those that containers log.
+    """Yield the lines that a program wrote, without the wrapping of container logs.
 
-    The parts of a line that a container has cut are put together; the place is the first one's.
+    The pieces of a line that a container has cut are joined, and have the place of the first piece.
     """
     begun: dict[tuple[str, str], tuple[Line, bytearray]] = {}
     for line in lines:
@@ -92,7 +92,7 @@ def unwrapped(lines: Iterable[Line]) -> Iterator[Line]:
         else:
             yield line
             continue
-        place = line.file.partition(".log")[0], stream  # a rotated file goes on in the next
+        place = line.file.partition(".log")[0], stream  # a line can go on in the next rotated file
         if not goes_on and place not in begun:
             yield line._replace(data=data)
             continue
@@ -117,7 +117,7 @@ class _Reason(msgspec.Struct):
 
 
 class _Meta(msgspec.Struct):
-    """Members of `meta_info` in an answer. Times are Unix seconds, durations seconds."""
+    """Members of `meta_info` in an answer. Times are in Unix seconds, durations in seconds."""
 
     prompt_tokens: _Count | None = None
     completion_tokens: _Count = -1
@@ -137,7 +137,7 @@ class _Meta(msgspec.Struct):
 
     @property
     def cached(self) -> tuple[int, int, int] | None:
-        """Prompt tokens that each tier served; all together, if tiers are unknown."""
+        """Number of prompt tokens that each tier served, or of all if the tiers are unknown."""
         if (found := self.cached_tokens_details) is not None:
             return found.device, found.host, found.storage
         if self.cached_tokens is None:
@@ -175,7 +175,7 @@ class _Object(msgspec.Struct):
 
     @property
     def has_other_bytes(self) -> bool:
-        """Whether something else than tokens names the pages."""
+        """Whether other bytes than the tokens decide the names of the pages."""
         return bool(self.image_data or self.video_data or self.audio_data or self.input_embeds)
 
 
@@ -230,7 +230,7 @@ def _metrics_reader(context: Context) -> Callable[[Line], Iterable[Request | Pro
         try:
             record = _METRICS_RECORD.decode(line.data)
             obj = _PARAMETERS.decode(record.request_parameters)
-            # The samples of a streamed request (n) can lack times; the record before them has one.
+            # The samples of a streamed request (n > 1) can lack times; the record before has one.
             if (time := _arrival(record, None, context, streamed=obj.stream)) is None:
                 record.request_received_ts = latest
             else:
@@ -248,7 +248,7 @@ def _metrics_reader(context: Context) -> Callable[[Line], Iterable[Request | Pro
 def _requests(
     line: Line, obj: _Object, out: _Out, timestamp: str | None, context: Context
 ) -> Iterable[Request | Prompted]:
-    """Return the request of a record, if the record tells its pages."""
+    """Return the request of a record, if the record shows its pages."""
     meta, tokens = out.meta_info, out.meta_info.prompt_tokens
     if tokens is None or meta.refused or (obj.rid or "").startswith(_HEALTH_CHECK):
         return ()
@@ -259,7 +259,7 @@ def _requests(
         return ()
     context.note_adapter(obj.lora_id)
     outputs = out.output_ids or ()
-    if len(outputs) != meta.completion_tokens or _CUT in outputs:  # a part of a streamed answer
+    if len(outputs) != meta.completion_tokens or _CUT in outputs:  # only a part of the answer
         outputs = ()
     request = Request(
         line.where,
@@ -282,7 +282,7 @@ def _requests(
 def _lack_of(
     obj: _Object, meta: _Meta, ids: list[int | str] | None, text: str | None
 ) -> tuple[str, str] | None:
-    """Return why a record does not tell the pages of its request; None if it does."""
+    """Return why a record does not show the pages of its request; None if it does."""
     samples = 1 if obj.sampling_params is None else obj.sampling_params.n or 1
     if obj.has_other_bytes:
         return _OTHER_BYTES
@@ -301,10 +301,10 @@ def _lack_of(
 def _arrival(
     meta: _Meta, timestamp: str | None, context: Context, *, streamed: bool
 ) -> float | None:
-    """Return when a request came, in Unix seconds.
+    """Return the time at which a request arrived, in Unix seconds.
 
-    SGLang writes the time of arrival with --enable-metrics only. The answer's time is that of the
-    first piece of a streamed answer.
+    SGLang writes the time of arrival only with --enable-metrics. Otherwise, return the time of the
+    first piece of a streamed answer, or the time of another answer less its duration.
     """
     if meta.request_received_ts is not None:
         return meta.request_received_ts
@@ -322,10 +322,10 @@ def _arrival(
 
 
 def _server(file: str, rank: int | None) -> str:
-    """Return the name of a server, out of its file: HOST_0.log.2026-11-28_15 is of HOST_0."""
+    """Return the name of the server that wrote a file: HOST_0 for HOST_0.log.2026-11-28_15."""
     path = PurePath(file)
     name = path.name.partition(".log")[0]
-    if name.startswith("sglang-request-metrics-"):  # one file an hour
+    if name.startswith("sglang-request-metrics-"):  # a file an hour in the server's directory
         name = path.parent.name or name
     elif name.isdigit():  # /var/log/pods/NAMESPACE_POD_UID/CONTAINER/0.log
         name = path.parent.parent.name or name

@@ -1,6 +1,7 @@
 """Read requests that are texts: prompts, chats, bodies of OpenAI requests, ShareGPT conversations.
 
-A tokenizer encodes them as a server does. Sources: SGLang srt/entrypoints/openai/protocol.py ::
+A tokenizer encodes the texts as a server does. Sources: SGLang srt/entrypoints/openai/protocol.py
+::
 ChatCompletionRequest, CompletionRequest; AIPerf 0.13.0 dataset/loader/models.py :: MooncakeTrace;
 SGLang benchmark/datasets/sharegpt.py.
 """
@@ -99,17 +100,17 @@ class _Body(Record):
 
 
 class _Line(_Body):
-    """A line: the body of a request, or a record that has the body in a member.
+    """A line: the body of a request, or a record with the body in a member.
 
-    body: the body in a line of an OpenAI batch.
-    payload: the body in AIPerf's records.
+    body: body in a line of an OpenAI batch.
+    payload: body in AIPerf's records.
     """
 
     body: _Body | None = None
     payload: _Body | None = None
 
     def request_body(self) -> _Body:
-        """Return the body, which may be the line itself. Raises FormatError for several."""
+        """Return the body, which may be the line itself. Raises FormatError for several bodies."""
         inner = [body for body in (self.body, self.payload) if body is not None]
         if inner and len(inner) + self.given() > 1:
             raise FormatError('needs exactly one prompt; "body" or "payload" is not the only one')
@@ -117,7 +118,7 @@ class _Line(_Body):
 
 
 class _Turn(msgspec.Struct):
-    """What one side of a conversation says."""
+    """Text of one speaker in a conversation."""
 
     value: str
     speaker: str = msgspec.field(name="from")
@@ -150,7 +151,10 @@ def _are_tokens(values: list[Any]) -> bool:
 
 
 def _check_content(content: object, where: str) -> None:
-    """Refuse parts that SGLang hashes by bytes, not as text (schedule_batch.py, pad values)."""
+    """Raise FormatError for parts that are no text, which SGLang hashes by their bytes.
+
+    Source: SGLang schedule_batch.py, pad values.
+    """
     if content is None or isinstance(content, str):
         return
     if not isinstance(content, list):
@@ -228,7 +232,7 @@ def _conversation_reader(_: Context) -> Read:
 
 
 def _chats(conversation: _Conversation) -> list[Chat]:
-    """Return a chat for each turn of the user, with all turns before it."""
+    """Return a chat for each turn of the user, with all earlier turns."""
     messages: list[dict[str, Any]] = []
     chats = []
     for turn in conversation.conversations:

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 _TOKENIZER_FILE = "tokenizer.json"
-_MAX_TOKENIZER_BYTES = 256 << 20  # the largest known file has about 40 MB
+_MAX_TOKENIZER_BYTES = 256 << 20  # far above the largest known file, about 40 MB
 _MAX_CONFIG_BYTES = 64 << 20
 _INSTALL = "pip install 'hicachectl[tokenizers]'"
 _OTHER_SOURCE = "give --token-ids"
-# Classes whose add_bos_token (default true) overrides tokenizer.json's post-processor;
-# add_eos_token does not in fast classes (_fix_v5_add_bos_eos_token).
+# Classes in which add_bos_token (default true) overrides the post-processor of tokenizer.json.
+# In fast classes, add_eos_token does not (_fix_v5_add_bos_eos_token).
 _BOS_BY_FLAG = frozenset(
     {
         "LlamaTokenizer",
@@ -43,15 +43,16 @@ _BOS_BY_FLAG = frozenset(
         "CohereTokenizerFast",
     }
 )
-# Architectures whose chats SGLang renders without a chat template (openai/chat_encoding.py).
+# Architectures for which SGLang renders chats without a template (openai/chat_encoding.py).
 _OWN_RENDERERS = ("DeepseekV4", "KimiK3", "InklingForConditionalGeneration")
 
 
 def find_tokenizer(
     given: Path | None, places: Iterable[Path | None] = ()
 ) -> Callable[[], DirectoryTokenizer] | None:
-    """Return what opens the tokenizer of the given directory, else of the first place with one.
+    """Return a function that opens the tokenizer of a directory; None if none has a tokenizer.
 
+    given: directory of the tokenizer; None for the first place that has a tokenizer.
     places: directories, or files in them.
     """
     if given is not None:
@@ -65,12 +66,13 @@ def find_tokenizer(
 
 
 class DirectoryTokenizer:
-    """The tokenizer of a model directory. Downloads nothing, and runs no code of the model."""
+    """Tokenizer of a model directory. It downloads nothing, and runs no code of the model."""
 
     def __init__(self, directory: Path) -> None:
-        """Raise UsageError if tokenizer.json or the package tokenizers is missing.
+        """Load tokenizer.json.
 
-        Raises FormatError for a damaged tokenizer.json.
+        Raises UsageError if the file or the package tokenizers is missing, and FormatError if the
+        file is damaged.
         """
         self._directory = directory
         file = directory / _TOKENIZER_FILE
@@ -86,7 +88,7 @@ class DirectoryTokenizer:
         data = read_bounded(file, _MAX_TOKENIZER_BYTES, what="a tokenizer", regular=True)
         try:
             self._fast: Any = Tokenizer.from_buffer(data)
-        except Exception as error:  # tokenizers raises Exception itself
+        except Exception as error:  # tokenizers raises plain Exception
             why = failed(file, "load the tokenizer", error, "copy it from the model again")
             raise FormatError(why) from error
         self._fast.no_truncation()
@@ -98,7 +100,7 @@ class DirectoryTokenizer:
         """Return the token ids of each prompt."""
         chats = [isinstance(prompt, Chat) for prompt in prompts]
         texts = [self._rendered(p) if isinstance(p, Chat) else p for p in prompts]
-        # A chat template writes special tokens itself.
+        # A chat template writes special tokens itself, so the tokenizer adds none to chats.
         own = self._prefix is None
         prefix = self._prefix or []
         plain = self._encoded([t for t, chat in zip(texts, chats, strict=True) if not chat], own)
@@ -109,13 +111,13 @@ class DirectoryTokenizer:
     def _encoded(self, texts: list[str], special: bool) -> list[list[int]]:
         try:
             found = self._fast.encode_batch(texts, add_special_tokens=special)
-        except Exception as error:  # tokenizers raises Exception itself
+        except Exception as error:  # tokenizers raises plain Exception
             why = f"the tokenizer cannot encode the text: {reason_of(error)}; {_OTHER_SOURCE}"
             raise FormatError(why) from error
         return [encoding.ids for encoding in found]
 
     def _flagged_prefix(self) -> list[int] | None:
-        """Return the token ids before each text; None if tokenizer.json decides."""
+        """Return the token ids that go before each text; None if tokenizer.json decides."""
         if self._config.get("tokenizer_class") not in _BOS_BY_FLAG:
             return None
         if self._config.get("add_bos_token") is False:
@@ -134,7 +136,7 @@ class DirectoryTokenizer:
         messages = _template_messages(chat.messages, takes_parts=self._takes_parts)
         tools = template_tools(chat)
         ways = [tools]
-        if tools:  # some templates need the bare functions, which SGLang also tries second
+        if tools:  # some templates need the bare functions; SGLang, too, tries these second
             ways.append([tool["function"] for tool in tools])
         for given in ways:
             try:
@@ -180,7 +182,7 @@ class DirectoryTokenizer:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether SGLang passes content to the template in parts, not as one text.
+        """Whether SGLang passes content to the template as a list of parts, not as one text.
 
         Source: parser/jinja_template_utils.py :: detect_jinja_template_content_format.
         """
@@ -197,7 +199,7 @@ def _iterates_content(template: str) -> bool:
 
     try:
         tree = Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(template)
-    except TemplateSyntaxError:  # syntax of transformers' own extensions
+    except TemplateSyntaxError:  # the template uses transformers' own extensions
         return False
     for loop in tree.find_all(nodes.For):
         source = loop.iter
@@ -214,7 +216,7 @@ def _iterates_content(template: str) -> bool:
 
 
 def _member(node: Any) -> tuple[object, object]:
-    """Return the name and the member of `name.member` or `name["member"]`."""
+    """Return the name and the member in `name.member` or `name["member"]`."""
     owner = getattr(getattr(node, "node", None), "name", None)
     argument = getattr(node, "arg", None)
     return owner, getattr(node, "attr", None) or getattr(argument, "value", None)
@@ -230,7 +232,7 @@ def _template_messages(
         if given["role"] == "assistant" and given.get("tool_calls"):
             given["tool_calls"] = [_parsed_call(call) for call in given["tool_calls"]]
         found.append(given)
-    # A last message of the assistant counts as the user's (_handle_last_assistant_message).
+    # SGLang sends a last message of the assistant as the user's (_handle_last_assistant_message).
     if found and found[-1]["role"] == "assistant" and isinstance(found[-1]["content"], str):
         found[-1] = {"role": "user", "content": found[-1]["content"]}
     return found
@@ -247,7 +249,7 @@ def _content(message: dict[str, Any], *, takes_parts: bool) -> object:
 
 
 def _parsed_call(call: Any) -> Any:
-    """Return a tool call with its arguments parsed; requests have them as JSON text."""
+    """Return a tool call with its arguments parsed. Requests have them as JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -262,17 +264,17 @@ def _read_json(file: Path) -> dict[str, Any]:
     return parse_json_object(data, str(file))
 
 
-_ALWAYS = ("description", "name", "parameters")  # null if a request omits the member
+_ALWAYS = ("description", "name", "parameters")  # members that are null if a request omits them
 _WHERE_GIVEN = ("strict", "defer_loading")
 _TYPES = frozenset({"null", "boolean", "object", "array", "number", "string", "integer"})
 _CHOICES = ("auto", "required", "none")
 
 
 def template_tools(chat: Chat) -> list[dict[str, Any]] | None:
-    """Return the tools that SGLang passes to a chat's template, or None.
+    """Return the tools that SGLang passes to the template of a chat; None without tools.
 
-    Raises FormatError for a malformed tool, an unknown choice, and types in JSON schemas that
-    SGLang would replace.
+    Raises FormatError for a malformed tool, for an unknown choice, and for types in JSON schemas
+    that SGLang would replace.
     """
     tools = [_tool(tool, number) for number, tool in enumerate(chat.tools)]
     choice = chat.tool_choice

@@ -56,8 +56,8 @@ def table_lines(rows: pa.Table, screen: Screen) -> Iterator[str]:
     r"""Yield the lines of a table of text columns. A leading ">" in a name aligns it right.
 
     Characters that a terminal would interpret or hide are escaped (`escape_controls`). On a
-    terminal,
-    long cells are shortened and then the least useful columns left out, so that no line wraps.
+    terminal, long cells are shortened and then the least useful columns left out, so that no line
+    wraps.
     """
     columns = [
         _Column.of(name, printable(pc.fill_null(column.combine_chunks(), "-")))

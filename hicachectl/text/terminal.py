@@ -23,9 +23,8 @@ def escape_controls(text: str, *, keep: str = "") -> str:
     r"""Escape characters that a terminal would obey or hide, as \xNN, \uNNNN or \UNNNNNNNN.
 
     These are control and format characters (bidirectional overrides, zero-width), line and
-    paragraph
-    separators, surrogates, private-use and unassigned code points, and characters without a visible
-    glyph. A decomposed text looks like the composed text, so its marks are escaped, too.
+    paragraph separators, surrogates, private-use and unassigned code points, and characters without
+    a visible glyph. A decomposed text looks like the composed text, so its marks are escaped, too.
     keep: characters that stay as they are.
     """
     if text.isascii() and text.isprintable():
@@ -99,8 +98,7 @@ def mute_native_logs() -> None:
 
     C++ libraries write to descriptor 2 from their own threads, whatever their settings. So Python's
     stderr moves to a copy of descriptor 2, and descriptor 2 becomes /dev/null. If stderr uses
-    another
-    descriptor, nothing is muted.
+    another descriptor, nothing is muted.
     """
     try:
         if sys.stderr.fileno() != 2:

@@ -164,8 +164,7 @@ class ReadingChoice:
     counts: number of objects to read, by check group. One object can serve several groups.
     huge: rows of objects that exceed the buffer.
     undigested: number of objects not read, because the store has no digest of them and no other
-        check
-        needs them.
+        check needs them.
     """
 
     plan: ReadingPlan

@@ -135,8 +135,7 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
         """Return the next steps for the servers after wrong pages were removed.
 
         oldest_ns: mtime of the earliest removed object, Unix nanoseconds; None if the store keeps
-            no
-            times.
+            no times.
         doubtful: whether the removed pages may have been right.
         """
         template = following_command(timed=oldest_ns is not None)
