@@ -187,8 +187,7 @@ def _first_words(pages: pa.StringArray, rows: IntArray) -> npt.NDArray[np.uint64
 
 
 def has_whole(store: Store, survey: Survey, items: IntArray) -> BoolArray:
-    """Return which groups a destination has whole, with all objects in their expected sizes:
-    [items].
+    """Return which groups a destination has whole and in their expected sizes: [items].
 
     Look up all targets of the groups.
     items: rows of the survey.

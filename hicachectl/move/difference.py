@@ -379,8 +379,10 @@ class _Comparison:
     def _judged(
         self, loaded: Loaded
     ) -> tuple[PageBatch, npt.NDArray[np.int8], IntArray, pa.BinaryArray]:
-        """Compare a batch with B. Return the batch, the kind of each group, and the groups that
-        differ with a differing key of each.
+        """Compare a batch with B.
+
+        Return the batch, the kind of each group, the groups that differ, and a differing key of
+        each of these.
         """
         batch: PageBatch = loaded.task  # type: ignore[assignment]
         kinds = np.full(len(batch.pages), Kind.EQUAL, dtype=np.int8)

@@ -215,9 +215,7 @@ class DiffFacts:
             )
 
     def _closings(self, closers: Closers) -> Iterator[Closing]:
-        """Yield the commands that close the differences: copies in both directions, then
-        replacements.
-        """
+        """Yield the commands that close the differences: copies, then replacements."""
         for giver, taker, mending, only in (
             ("a", "b", closers.to_b, Kind.ONLY_IN_A),
             ("b", "a", closers.to_a, Kind.ONLY_IN_B),

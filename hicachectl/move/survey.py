@@ -193,9 +193,7 @@ class Survey:
 
     @cached_property
     def left_over(self) -> BoolArray:
-        """Which groups have objects that are not copied, apart from replicas of copied objects:
-        [n].
-        """
+        """Which groups have objects that are not copied, except replicas: [n]."""
         left = self.strays.copy()
         for unit in self.route.units:
             groups, complete = self.rows.holders(unit.sources)

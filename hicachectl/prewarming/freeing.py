@@ -287,8 +287,7 @@ class _Candidates:
         return min(len(self), int(np.searchsorted(self.ends, min(reached, _INT64_MAX))) + 1)
 
     def in_place(self, taken: int) -> int | None:
-        """Return the bytes that leave because groups were spared; None if unknown or none was
-        spared.
+        """Return the bytes that leave because groups were spared; None if unknown or if none was.
 
         taken: number of groups that leave.
         """

@@ -162,8 +162,7 @@ def _ended(
     on_done: Callable[[int], None],
     check: Callable[[], None],
 ) -> bool:
-    """Wait until a running request ends, and remove it from `running`. Return False at the
-    deadline.
+    """Wait until a request ends, and remove it from `running`. Return False at the deadline.
 
     Raises the exception of the request.
     """

@@ -98,7 +98,7 @@ class GroupRow(TypedDict):
 
 BELOW_THRESHOLD = "below_threshold"  # a reason, named as in SGLang's metrics
 BELOW_LOAD_BACK = "below_load_back"
-"""Reason for fewer than `LOAD_BACK_TOKENS`, which servers fetch, but compute again."""
+"""Reason: servers fetch fewer than `LOAD_BACK_TOKENS` tokens, but compute these again."""
 
 # Faults of the object that stops a chain.
 _FAULTS = {

@@ -1,1 +1,1 @@
-"""Simulate caches of many sizes and policies from one reading of requests."""
+"""Simulate caches of many sizes and policies from one reading of the requests."""

@@ -1,7 +1,7 @@
-"""Caches that are replayed one capacity at a time, each as its store evicts.
+"""Caches that are replayed one capacity at a time. Each evicts as its store does.
 
-A cache holds pages by number. A server asks how many leading pages it holds, reads them, and
-writes others. Pages of a call are consecutive pages of one chain.
+A cache holds pages by number. A server asks how many leading pages the cache holds, reads these,
+and writes the others. The pages of one call are consecutive pages of one chain.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ class Cache(Protocol):
     """A cache of pages that servers share. Times are in seconds, and never decrease."""
 
     def held(self, pages: Sequence[int]) -> int:
-        """Return how many leading pages the cache can serve. Nothing counts as used."""
+        """Return how many leading pages the cache can serve. This counts as no use."""
 
     def read(self, pages: Sequence[int], time: float) -> None:
         """Read leading pages that the cache can serve."""
 
     def write(self, pages: Sequence[int], time: float) -> None:
-        """Write the pages of one node; pages that are held count as used."""
+        """Write the pages of one node. Pages that the cache holds count as used."""
 
 
 class Start(NamedTuple):
-    """Pages that a cache begins with, each with all objects but those of trailing pools.
+    """Pages that a cache holds at the start, each with all objects except those of trailing pools.
 
-    pages: [pages] int64 numbers, the least recently used page first. Numbers above those of the
-        requests name pages that no request uses.
-    trailing: [pages] bool, which pages have objects of trailing pools, too; None for no page.
-    seconds: [pages] times of the last use; None if unknown.
+    pages: [pages] int64, numbers of the pages, the least recently used page first. Numbers above
+        those of the requests stand for pages that no request uses.
+    trailing: [pages] bool, whether the page also has its objects of trailing pools; None for no
+        page.
+    seconds: [pages] time of the last use; None if unknown.
     """
 
     pages: IntArray
@@ -58,7 +59,7 @@ class Start(NamedTuple):
     seconds: npt.NDArray[np.float64] | None = None
 
     def rows(self) -> Iterator[tuple[int, bool, float]]:
-        """Yield each page, whether it has objects of trailing pools, and its time or 0."""
+        """Yield each page, whether it has objects of trailing pools, and its time; 0 if unknown."""
         count = len(self.pages)
         trailing = [False] * count if self.trailing is None else self.trailing.tolist()
         seconds = [0.0] * count if self.seconds is None else self.seconds.tolist()
@@ -68,12 +69,16 @@ class Start(NamedTuple):
 class TreeLru:
     """A cache that evicts the least recently used page that no held page continues.
 
-    A page counts as used when a page that continues it is used, as in SGLang's trees. The objects
-    of a page are evicted together.
+    The use of a page also counts as a use of its prefix, as in SGLang's trees. The objects of a
+    page are evicted together.
     """
 
     def __init__(self, capacity: int, sizes: PageSizes, parents: Blocks) -> None:
-        """capacity: bytes. parents: the page before each page, -1 for the first of a chain."""
+        """Make an empty cache.
+
+        capacity: bytes.
+        parents: previous page of each page in its chain; -1 for the first page.
+        """
         self._capacity = capacity
         self._parents = parents
         self._page_bytes, self._state_bytes = sizes.page_bytes, sizes.trailing_bytes
@@ -96,7 +101,7 @@ class TreeLru:
         return 0
 
     def begin(self, start: Start) -> None:
-        """Hold some pages, before the first request."""
+        """Take some pages before the first request."""
         for page, trailing, _ in start.rows():
             self._nbytes[page] = self._page_bytes + (self._state_bytes if trailing else 0)
             self._total += self._nbytes[page]
@@ -128,9 +133,9 @@ class TreeLru:
 
 
 class RoomPages(ABC):
-    """The objects in one room of a store. Subclasses say which are evicted.
+    """Objects in one room of a store. Subclasses decide which objects are evicted.
 
-    files: objects of a page here, in the order in which a server writes them.
+    files: objects of a page in this room, in the order in which a server writes them.
     """
 
     def __init__(self, files: Sequence[PageFile]) -> None:
@@ -143,11 +148,11 @@ class RoomPages(ABC):
 
     @abstractmethod
     def begin(self, start: Start) -> None:
-        """Hold some pages, before the first request."""
+        """Take some pages before the first request."""
 
     @abstractmethod
     def has(self, page: int, number: int) -> bool:
-        """Return whether one of the files of a page is held."""
+        """Return whether the room holds one file of a page. number: index in `files`."""
 
     @abstractmethod
     def read(self, pages: Sequence[int], time: float) -> None:
@@ -158,17 +163,17 @@ class RoomPages(ABC):
         """See `Cache`."""
 
     def _begun(self, trailing: bool) -> list[int]:
-        """Return the files of a page that a cache begins with."""
+        """Return which files a page has at the start. trailing: see `Start`."""
         return [n for n, file in enumerate(self.files) if trailing or not file.window]
 
     def _tail(self, pages: Sequence[int], number: int) -> Sequence[int]:
-        """Return the pages of a node that have a file."""
+        """Return the pages of a node that have the file with this number."""
         window = self.files[number].window
         return pages[-window:] if window else pages
 
 
 class Rooms:
-    """A store whose ranks or tables evict apart; a page is served if all have its objects."""
+    """A store of rooms that evict independently. It serves a page if all rooms have its objects."""
 
     def __init__(self, rooms: Sequence[RoomPages]) -> None:
         self._rooms = rooms
@@ -212,14 +217,14 @@ class EvictedFiles(RoomPages):
     """
 
     def __init__(self, files: Sequence[PageFile], limit: int, ratio: float) -> None:
-        """limit: bytes, its max_size. ratio: its eviction_ratio."""
+        """Make an empty room. limit: max_size in bytes. ratio: eviction_ratio."""
         super().__init__(files)
         self._limit, self._kept = limit, int(limit * ratio)
         self._held: OrderedDict[int, int] = OrderedDict()
         self._total = 0
 
     def begin(self, start: Start) -> None:
-        """See `RoomPages`. HiCacheFile lists files by their mtime, and evicts once."""
+        """See `RoomPages`. HiCacheFile lists its files by mtime at the start, and evicts once."""
         for page, trailing, _ in start.rows():
             for number in self._begun(trailing):
                 self._held[page * len(self.files) + number] = self.files[number].nbytes
@@ -232,7 +237,7 @@ class EvictedFiles(RoomPages):
         return page * len(self.files) + number in self._held
 
     def read(self, pages: Sequence[int], time: float) -> None:
-        """Touch files batch by batch."""
+        """Touch the files of pages, batch by batch."""
         for start in range(0, len(pages), _BATCH):
             for number in (*self._anchors, *self._beside):
                 for page in pages[start : start + _BATCH]:
@@ -267,15 +272,15 @@ class EvictedFiles(RoomPages):
 class TablePages(RoomPages):
     """The keys of one table of SGLang's 3FS metadata server.
 
-    The server takes the keys of a batch out of their order of use one after another, and then the
-    oldest keys for those that are new. If too few keys are left, the batch fails, and the pages
-    that it took are lost.
+    For a batch, the server first marks known keys as used, one after another. Then it evicts the
+    oldest key for each new key. If too few keys are left, the batch fails, and the pages that it
+    took are lost.
 
     Source: SGLang mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: RankMetadata.
     """
 
     def __init__(self, files: Sequence[PageFile], limit: int) -> None:
-        """limit: file_size, the bytes of the table's file."""
+        """Make an empty table. limit: file_size, the bytes of the table's file."""
         super().__init__(files)
         self._free = limit // max(files[0].nbytes, 1)
         self._held: OrderedDict[int, None] = OrderedDict()
@@ -300,7 +305,7 @@ class TablePages(RoomPages):
             self._touch(self._keys(self._tail(pages, number), [number]))
 
     def write(self, pages: Sequence[int], time: float) -> None:
-        """See `Cache`. A server gives the keys of objects beside the anchor in one batch."""
+        """See `Cache`. A server sends the keys of all other objects than anchors in one batch."""
         for number in (*self._beside, *self._trailing):
             self._put(self._keys(self._tail(pages, number), [number]))
         for start in range(0, len(pages), _BATCH):
@@ -330,11 +335,11 @@ class TablePages(RoomPages):
 
 
 class PluginPages(RoomPages):
-    """The files of one rank of the plug-in, whose objects of a page are evicted together.
+    """The files of one rank of the plug-in, which evicts the objects of a page together.
 
-    Pages are evicted when more than 98 % of the limit is taken, until 96 % are. A write marks pages
-    that it finds, a read those that were not used for an hour; besides, the mount notes the first
-    read after each write or mark (relatime). Removals are taken to be as fast as writes.
+    Above 98 % of the limit, pages are evicted until 96 % is taken. A write marks the pages that it
+    finds as used. A read marks pages that were not used for an hour. Besides, the mount notes the
+    first read after each write or mark (relatime). Removals count as being as fast as writes.
 
     Source: hicachectl.backends.sglang, capacity.py, ledger.py, file_pages.py :: PageFiles.
     """
@@ -342,14 +347,15 @@ class PluginPages(RoomPages):
     _HIGH, _LOW, _SHARES, _MOST_SHARES, _TOUCHED_EVERY_S = 0.98, 0.96, 1024, 4, 3600.0
 
     def __init__(self, files: Sequence[PageFile], limit: int, trailer: int) -> None:
-        """limit: bytes, its max_size. trailer: bytes that follow the bytes of each object."""
+        """Make an empty room. limit: max_size in bytes. trailer: bytes after each object."""
         super().__init__(files)
         self._limit = limit
         self._share = limit // self._SHARES
         self._nbytes = [file.nbytes + trailer for file in files]
-        # For each page the files, the time of the last use, and whether the mount notes a read.
+        # For each page: its files, the time of its last use, and whether the mount notes the next
+        # read.
         self._held: OrderedDict[int, tuple[int, float, bool]] = OrderedDict()
-        self._taken = self._unused = 0  # bytes taken from the ledger, those not yet written
+        self._taken = self._unused = 0  # bytes taken from the ledger, and those not yet written
 
     def begin(self, start: Start) -> None:
         """See `RoomPages`."""
@@ -409,12 +415,15 @@ class PluginPages(RoomPages):
 
 
 class LeasedObjects(RoomPages):
-    """The objects in the memory of a Mooncake cluster, as its master evicts them.
+    """The objects in the memory of a Mooncake cluster, evicted as its master evicts them.
 
-    A read or a write of an object that is held leases it; an object with a lease stays. Above the
-    watermark, the master takes a share of all objects, those of the earliest end of lease first.
-    It looks every 10 ms, here after each page. The gaps between objects count as room. A look-up
-    leases no page here; SGLang's leases also pages behind the first missing one.
+    A read or write of an object in the cluster leases the object, and an object with a lease stays.
+    Above the watermark, the master evicts a share of all objects, the earliest ends of leases
+    first.
+    The master looks every 10 ms; this class looks after each page. Gaps between objects count as
+    room.
+    A lookup leases no page here, while SGLang's lookup also leases pages behind the first missing
+    page.
 
     Source: Mooncake mooncake-store/src/master_service.cpp :: MasterService::BatchEvict.
     """
@@ -422,7 +431,7 @@ class LeasedObjects(RoomPages):
     def __init__(
         self, files: Sequence[PageFile], limit: int, watermark: float, ratio: float, lease: float
     ) -> None:
-        """limit: bytes of all segments. lease: seconds."""
+        """Make an empty cluster. limit: bytes of all segments. lease: seconds of a lease."""
         super().__init__(files)
         self._limit, self._watermark, self._ratio, self._lease = limit, watermark, ratio, lease
         self._ends: dict[int, tuple[float, int]] = {}
@@ -484,14 +493,14 @@ def cache_of(
     lease: float = LEASE_S,
     start: Start | None = None,
 ) -> Cache:
-    """Return a cache.
+    """Return a cache that evicts by a policy.
 
     capacity: bytes of the whole store; blocks if the sizes are unknown.
-    parents: the page before each page; only `lru` needs them.
+    parents: previous page of each page; only `lru` needs it.
     ratio: eviction_ratio of HiCacheFile.
     watermark: eviction_high_watermark_ratio of Mooncake's master.
-    lease: seconds for which Mooncake's master leases an object; 0 without times of requests.
-    start: pages that it begins with.
+    lease: seconds for which Mooncake's master leases an object; 0 if requests have no times.
+    start: pages that the cache holds at the start.
     Raises UsageError for a policy that must know later requests.
     """
     limit = capacity // max(sizes.limits, 1)

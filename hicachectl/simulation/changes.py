@@ -1,4 +1,4 @@
-"""Deployments that could serve the same requests: other settings, and so other bytes a page."""
+"""Deployments with other settings, and so other bytes a page, for the same requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS = (*_NUMBERS, "kv_cache_dtype", "layout")
 
 
 def parse_changes(text: str) -> dict[str, str]:
-    """Return the settings of `page_size=128,tp=4`. Raises UsageError."""
+    """Return the settings in a text such as `page_size=128,tp=4`. Raises UsageError."""
     found: dict[str, str] = {}
     for part in text.split(","):
         name, equals, value = part.partition("=")
@@ -42,14 +42,14 @@ def parse_changes(text: str) -> dict[str, str]:
 
 
 def changes_text(changes: Mapping[str, str]) -> str:
-    """Return settings as `page_size=128,tp=4`."""
+    """Return settings as text, such as `page_size=128,tp=4`."""
     return ",".join(f"{name}={value}" for name, value in changes.items())
 
 
 def changed(profile: Profile, changes: Mapping[str, str]) -> Profile:
-    """Return the profile with other settings. Raises UsageError for a setting that it cannot have.
+    """Return the profile with other settings. Raises UsageError for impossible settings.
 
-    changes: values by a name of `SETTINGS`.
+    changes: new values by the names in `SETTINGS`.
     """
     said = changes_text(changes)
     tp = changes.get("tp")

@@ -1,4 +1,4 @@
-"""Compile loops over references with numba, where it is installed and the loop is long."""
+"""Compile loops over references with numba, if it is installed and the loop is long."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     R = TypeVar("R")
     First = TypeVar("First", bound=Sized)
 
-LEAST = 1 << 14  # Compiling a loop takes some seconds, as Python does for so many references.
+LEAST = 1 << 14  # references that take Python some seconds, as long as compiling a loop
 
 
 @cache
@@ -24,16 +24,16 @@ def is_installed() -> bool:
 
 
 def is_compiled(references: int) -> bool:
-    """Return whether a loop over so many references is compiled."""
+    """Return whether a loop over this number of references is compiled."""
     return references >= LEAST and is_installed()
 
 
 def compiled(
     function: Callable[Concatenate[First, P], R],
 ) -> Callable[Concatenate[First, P], R]:
-    """Compile a loop of arrays and numbers when its first argument is long for the first time.
+    """Compile a loop over arrays when it is first called with a long first argument.
 
-    Nothing is cached on disk: numba's caches are pickles.
+    Nothing is cached on disk, because numba's caches are pickles, which run code when loaded.
     """
 
     @cache

@@ -1,9 +1,9 @@
-"""How much a cache must hold to serve each page of a request: stack distances of prefix chains.
+"""Stack distances of prefix chains: how much a cache must hold to serve each page of a request.
 
-A cache that evicts the least recently used page holds, at capacity C, the C pages of the lowest
-ranks: the rank of a page counts the pages used since its last use, and itself. Ranks are taken
-before a request touches anything, so one pass over the requests answers every capacity. A page
-that was never used has the rank NEVER.
+The rank of a page is the number of pages used since its last use, with the page itself. A cache of
+capacity C that evicts the least recently used page holds the C pages of the lowest ranks. Ranks are
+taken before a request touches any page, so one pass over the requests answers every capacity. A
+page that was never used has the rank NEVER.
 
 Requests are chains, one after another: `blocks` [references] int32, `offsets` [requests + 1] int64.
 No chain has a page twice.
@@ -28,11 +28,11 @@ NEVER = np.iinfo(np.int32).max
 
 
 class Ranks(NamedTuple):
-    """Ranks of references, [references] int32 each.
+    """Ranks of references. Both arrays are [references] int32.
 
-    before: rank before the request touches any page.
-    touched: rank when the page is touched, after the pages before it; None where the last page of
-        a chain is touched first.
+    before: rank of the page before the request touches any page.
+    touched: rank of the page just before it is touched, after the earlier pages of its chain; None
+        if the last page of a chain is touched first.
     """
 
     before: Blocks
@@ -43,9 +43,9 @@ def rank_pages(blocks: Blocks, offsets: IntArray, distinct: int, *, leaves_first
     """Return the rank of every reference.
 
     distinct: number of distinct blocks.
-    leaves_first: touch the pages of a request from the last to the first, so that an eviction
-        takes the last page of a chain first, as SGLang's trees do. Otherwise, the first page of a
-        request is touched first, as HiCacheFile and 3FS do.
+    leaves_first: whether a request touches its pages from the last to the first, so that the last
+        page of a chain is evicted first, as in SGLang's trees. Otherwise the first page is touched
+        first, as in HiCacheFile and 3FS.
     """
     if is_compiled(len(blocks)):
         before = np.empty(len(blocks), np.int32)
@@ -66,8 +66,8 @@ def _ranks(
 ) -> None:
     """Fill `before` and `touched`.
 
-    Every block has one mark, at the position of its last touch. A Fenwick tree counts marks, and
-    positions are numbered anew when they are used up.
+    Every block has one mark, at the position of its last touch. A Fenwick tree counts the marks.
+    When all positions are used up, they are numbered anew.
     """
     longest = 0
     for request in range(len(offsets) - 1):
@@ -131,12 +131,12 @@ def _ranks(
 
 
 def _ranks_by_sorting(blocks: Blocks, offsets: IntArray, *, leaves_first: bool) -> Ranks:
-    """Return the ranks without compiled loops: O(n log n) in numpy, a few seconds a million.
+    """Return the ranks without compiled loops, in O(n log n) numpy: some seconds for a million.
 
-    A touch at position q is followed by another touch of its block before position s if the later
-    one, at q' < s, has its previous touch at q. So of the s - p - 1 touches between a block's last
-    touch p and s, those count for distinct blocks that no q' < s with a previous touch after p
-    repeats.
+    Let p be the last touch of a block before position s. The rank of the block at s is the number
+    of distinct blocks in the touches from p to s. Of these s - p touches, count only the last touch
+    of each block: leave out every touch that is repeated before s. The number left out is the
+    number of positions before s of which the previous touch of the same block lies after p.
     """
     starts = np.repeat(offsets[:-1], np.diff(offsets))
     ends = np.repeat(offsets[1:], np.diff(offsets))
@@ -156,7 +156,7 @@ def _ranks_by_sorting(blocks: Blocks, offsets: IntArray, *, leaves_first: bool) 
 
 
 def previous_uses(blocks: Blocks) -> IntArray:
-    """Return the position of the same block's previous occurrence; -1 for the first."""
+    """Return the position of the previous occurrence of each block; -1 for the first one."""
     order = np.argsort(blocks, kind="stable")
     again = np.flatnonzero(blocks[order[1:]] == blocks[order[:-1]])
     previous = np.full(len(blocks), -1, np.int64)
@@ -170,7 +170,7 @@ def _count_later(previous: IntArray, ends: IntArray, least: IntArray) -> IntArra
     total = len(previous)
     width = 1
     while width <= total:
-        # The pieces of this width are sorted; adding a step per piece sorts them all.
+        # Each piece of this width is sorted. A step added to each piece sorts all of them together.
         pieces = previous[: total // width * width].reshape(-1, width)
         step = total + 2
         keys = np.sort(pieces, axis=1) + (np.arange(len(pieces)) * step)[:, None]

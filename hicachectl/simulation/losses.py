@@ -1,4 +1,4 @@
-"""What a store serves of requests today, and the prompt tokens that it does not, by cause."""
+"""Find which prompt tokens of requests a store serves today, and why it does not serve others."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ CAUSES = (
     NOT_LOOKED_UP,
 )
 
-_FIRST_UNIX_S = 1e9  # 2001; smaller times count from the start of a trace
+_FIRST_UNIX_S = 1e9  # in 2001; smaller times are relative to the start of a trace
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Prompt tokens of requests that a store serves or does not.
+    """Prompt tokens of requests that a store serves, or loses.
 
-    tokens: all tokens of the prompts.
-    served_tokens: tokens that servers fetch from the store.
-    rows: the others by cause, most first; they sum to `tokens` less `served_tokens`.
+    tokens: number of all tokens of the prompts.
+    served_tokens: number of tokens that servers fetch from the store.
+    rows: lost tokens by cause, most first. Their sum is `tokens` less `served_tokens`.
     """
 
     tokens: int
@@ -69,13 +69,13 @@ class Losses:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Today:
-    """A store as it is.
+    """State of a store today.
 
-    nbytes: bytes of all objects of the measured deployment; None if the store does not tell.
-    start: pages that it holds whole.
-    losses: what it serves of the requests.
-    free_bytes: bytes that it has free; None if it does not tell.
-    remarks: messages about what these do not show.
+    nbytes: bytes of all objects of the measured deployment; None if unknown.
+    start: pages that the store has whole.
+    losses: tokens of the requests that the store serves or loses.
+    free_bytes: free bytes of the store; None if unknown.
+    remarks: messages about facts that the other members do not show.
     """
 
     nbytes: int | None
@@ -95,10 +95,12 @@ def look_at(
     allow_empty: bool = False,
     on_listed: Callable[[int], None] = lambda objects: None,
 ) -> Today:
-    """List a store; return what it holds and serves.
+    """List a store. Return the pages that it has, and the tokens that it serves.
 
-    requests, threshold, counted: see `find_losses`. on_listed: takes the number of objects of each
-    batch. Raises EmptyStore unless allow_empty, ProfileError and StoreUnavailable.
+    requests, threshold, counted: see `find_losses`.
+    allow_empty: whether to accept a store without pages.
+    on_listed: takes the number of objects of each batch.
+    Raises EmptyStore, ProfileError and StoreUnavailable.
     """
     inventory = take_inventory(
         store,
@@ -126,9 +128,9 @@ def look_at_listed(
     threshold: int,
     counted: BoolArray | None = None,
 ) -> Today:
-    """Return what a listed store holds and serves.
+    """Return the pages that a listed store has, and the tokens that it serves.
 
-    groups: those of all objects, listed with `atime_ns` if the store has it.
+    groups: groups of all objects, listed with `atime_ns` if the store has it.
     hits, requests, threshold, counted: see `find_losses`.
     """
     span = groups.span(0)
@@ -148,14 +150,14 @@ def find_losses(
 ) -> Losses:
     """Return the tokens of requests that the measured servers do not fetch, by cause.
 
-    A page of a chain that a server lacks has its own cause; a page that it has, behind such a page,
-    has the cause of the missing page before it.
+    A page that servers lack has a cause of its own. A page that they have, but that follows a
+    missing page, has the cause of that missing page.
 
     inventory: all objects of the store.
     hits: `find_hits` of these requests.
     requests: requests of known pages and tokens, in the order of their times.
     threshold: prefetch threshold of the servers, in tokens.
-    counted: [requests] whose tokens count; None: all.
+    counted: [requests] whether the tokens of the request count; None to count all.
     """
     size, chains = requests.block_tokens, hits.chains
     usable = hits.usable_pages
@@ -164,7 +166,7 @@ def find_losses(
     places = positions_of(chains.offsets)
     owners = np.repeat(np.arange(len(chains)), np.diff(chains.offsets))
     lost = (places >= usable[owners]) & counts[owners]
-    # A page beyond reach was written, too, so earlier uses are those of whole chains.
+    # Pages beyond reach were written, too, so look for earlier uses in whole chains.
     earlier = previous_uses(requests.blocks)[requests.offsets[owners] + places]
     causes = _page_causes(inventory, hits)[hits.page_of]
     absent = causes == CAUSES.index(NOT_THERE)
@@ -184,7 +186,10 @@ def find_losses(
 
 
 def _page_causes(inventory: Inventory, hits: Hits) -> npt.NDArray[np.int64]:
-    """Return the index of the cause for which servers lack each page: [page_names], -1 if none."""
+    """Return the index of the cause for which servers lack each page: [page_names].
+
+    -1 for pages that servers have.
+    """
     causes = np.full(len(hits.page_names), CAUSES.index(NOT_THERE))
     for one in reversed(find_elsewhere(inventory, hits)):
         causes[one.pages] = CAUSES.index(OTHER_DEPLOYMENT)
@@ -194,9 +199,9 @@ def _page_causes(inventory: Inventory, hits: Hits) -> npt.NDArray[np.int64]:
 
 
 def _absence(inventory: Inventory, requests: Requests, earlier: IntArray) -> IntArray:
-    """Return the cause for which the store has nothing of the page of each reference.
+    """Return the index of the cause for which the store lacks the page of each reference: [n].
 
-    earlier: [n] previous reference of the page; -1 without one.
+    earlier: [n] previous reference to the page; -1 if there is none.
     """
     causes = np.full(len(earlier), CAUSES.index(NOT_THERE))
     oldest = _oldest_write_s(inventory)
@@ -211,17 +216,19 @@ def _absence(inventory: Inventory, requests: Requests, earlier: IntArray) -> Int
 
 
 def _oldest_write_s(inventory: Inventory) -> float | None:
-    """Return the oldest write of the measured deployment, Unix seconds; None if unknown."""
+    """Return the time of the oldest object of the deployment, in Unix seconds; None if unknown."""
     own = inventory.by_affix([one == 0 for one in inventory.table.deployment_ids], False)
     times = inventory.objects.column("mtime_ns").filter(own).drop_null()
     return float(times.to_numpy().min()) / 1e9 if len(times) else None
 
 
 def _carried(causes: IntArray, owners: IntArray) -> IntArray:
-    """Return the causes of lost pages, those of a chain one after another.
+    """Return the causes of lost pages. The pages of a chain stand one after another.
 
-    A page without a cause takes that of the page before it; the first pages of a chain that all
-    servers have are lost because a pool lacks its pages at the end.
+    A page without a cause takes the cause of the page before it. If there is none, all servers have
+    the page, and it is lost because a trailing pool lacks its pages at the end.
+    causes: [lost] index of the page's own cause; -1 without one.
+    owners: [lost] chain of each page.
     """
     numbers = np.arange(len(causes))
     last = np.maximum.accumulate(np.where(causes >= 0, numbers, -1))

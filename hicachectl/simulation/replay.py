@@ -1,7 +1,7 @@
-"""Serve chains of pages from caches of given capacities: how many leading pages each request hits.
+"""Replay requests on caches of given capacities, to find how many leading pages each request hits.
 
 A request hits its leading pages that the cache holds, at most its reach. Then it writes the others,
-and all its pages count as used. Arrays are as in `distances`; results are [capacities, requests]
+and all its pages count as used. Arrays are as in `distances`. Results are [capacities, requests]
 int32.
 """
 
@@ -49,13 +49,14 @@ def replay(
     capacities: bytes of the whole store; blocks if the sizes are unknown.
     ratio: eviction_ratio of HiCacheFile.
     watermark: eviction_high_watermark_ratio of Mooncake's master.
-    least: least number of leading pages that a server reads; of fewer, it reads none.
-    start: pages that the cache begins with.
+    least: least number of leading pages that a server reads. If fewer are held, it reads none.
+    start: pages that the cache holds at the start.
     seconds: [requests] times of the requests, ascending; None if unknown.
 
     One pass answers all capacities of `lru` and `hicachefile` if each rank writes a page as one
-    object. Other caches are replayed one after another, which takes microseconds a page. The bound
-    `optimal` counts no objects of trailing pools.
+    object.
+    Other caches are replayed one after another, which takes some microseconds for each page. The
+    bound `optimal` ignores the objects of trailing pools.
     """
     if policy is Policy.OPTIMAL:
         runs = replay_optimal(requests, [*map(sizes.pages, capacities)], start)
@@ -87,7 +88,7 @@ def replay(
 def replay_cache(
     requests: Requests, cache: Cache, *, least: int = 0, seconds: Seconds | None = None
 ) -> Runs:
-    """Return the hits of one cache: [requests]. See `replay` for `least` and `seconds`."""
+    """Return the hits of one cache: [requests]. least, seconds: see `replay`."""
     runs = np.empty(len(requests), np.int32)
     times = np.zeros(len(requests)) if seconds is None else seconds
     rows = zip(
@@ -111,12 +112,12 @@ def replay_lru(
     leaves_first: bool,
     start: Start | None = None,
 ) -> Runs:
-    """Return the hits of caches that evict the least recently used page, down to their capacity.
+    """Return the hits of caches that evict the least recently used page.
 
-    See `rank_pages` for `leaves_first`.
     capacities: numbers of pages.
-    start: pages that the cache begins with. With `leaves_first`, the result is exact if each page
-        follows the pages that continue it.
+    leaves_first: see `rank_pages`.
+    start: pages that the cache holds at the start. With `leaves_first`, the result is exact if each
+        page stands after the pages that continue it.
     """
     blocks, offsets, reach, distinct = _begun(requests, start, leaves_first=leaves_first)
     before = rank_pages(blocks, offsets, distinct, leaves_first=leaves_first).before
@@ -135,7 +136,7 @@ def _lru_runs(
     rows: IntArray,
     runs: Runs,
 ) -> None:
-    """Fill the hits of ascending capacities: a page is held where its rank is not above one."""
+    """Fill the hits of ascending capacities. A capacity holds pages of ranks up to it."""
     for request in range(len(reach)):
         start, row = offsets[request], 0
         for place in range(reach[request]):
@@ -157,11 +158,11 @@ def replay_files(
 ) -> Runs:
     """Return the hits of HiCacheFile, which evicts down to a ratio of its limit.
 
-    limits: max_size, the bytes of one rank.
+    limits: max_size values, in bytes of one rank.
     ratio: eviction_ratio.
-    nbytes: sizes of a page on the ranks. All ranks use pages in the same order, and serve the
-        pages that all hold.
-    start: pages that the cache begins with, exactly as HiCacheFile.
+    nbytes: sizes of a page on the ranks. All ranks use pages in the same order, and serve the pages
+        that all of them hold.
+    start: pages that the cache holds at the start.
     Source: SGLang mem_cache/storage/file/lru_file_evictor.py :: LRUFileEvictor.
     """
     blocks, offsets, reach, distinct = _begun(requests, start, leaves_first=False)
@@ -190,10 +191,10 @@ def _file_runs(
     held: IntArray,
     runs: Runs,
 ) -> None:
-    """Lower the hits of each capacity to those of one rank.
+    """Lower the hits of each capacity to the hits of one rank.
 
     A cache always holds the `held` most recently used pages. A write above the capacity evicts
-    until `kept` pages are left with the written one.
+    until `kept` pages are left, with the written page.
     """
     for request in range(len(reach)):
         start, end = offsets[request], offsets[request + 1]
@@ -214,16 +215,15 @@ def _file_runs(
 def replay_optimal(
     requests: Requests, capacities: Sequence[int], start: Start | None = None
 ) -> Runs:
-    """Return the hits of a cache that knows all later requests, and evicts leaves only.
+    """Return the hits of a cache that knows all later requests, and evicts only leaves.
 
-    It evicts the page whose next use is furthest. A page is used no later than the pages that
-    continue it, so of pages with the same next use, the last of the chain goes first.
-
+    The cache evicts the page with the furthest next use. No page is used later than the pages that
+    continue it, so of pages with the same next use, the last page of the chain is evicted first.
     capacities: numbers of pages.
-    start: pages that the cache begins with.
+    start: pages that the cache holds at the start.
     """
     if start is not None:
-        # Pages of the same next use stand in the order of their chain.
+        # Pages with the same next use must stand in the order of their chain.
         depths = np.zeros(max(len(requests.names), start.pages.max(initial=-1) + 1), np.int32)
         depths[: len(requests.names)] = requests.forest.depths
         start = Start(start.pages[np.argsort(depths[start.pages], kind="stable")])
@@ -240,7 +240,7 @@ def _begun(
 ) -> tuple[Blocks, IntArray, IntArray, int]:
     """Return blocks, offsets, reach and the number of distinct blocks.
 
-    Pages of `start` become a first request that hits nothing.
+    The pages of `start` become a first request, which hits nothing.
     """
     if start is None:
         return requests.blocks, requests.offsets, requests.reach, len(requests.names)
@@ -256,7 +256,7 @@ def _begun(
 def _next_requests(blocks: Blocks, offsets: IntArray, distinct: int) -> Blocks:
     """Return the next request that uses the page of each reference: [references].
 
-    A page without a next use has the number of requests.
+    For a page without a next use, return the number of requests.
     """
     following = np.empty(len(blocks), np.int32)
     last = np.full(distinct, len(offsets) - 1, np.int32)
@@ -284,9 +284,9 @@ def _optimal_runs(
 ) -> None:
     """Fill the hits of one capacity.
 
-    Held pages stand in queues by their next request. All pages of a queue are of that request's
-    chain, and a page joins after the pages that continue it, so the front is the last of the chain.
-    `ready` is a heap of the queues that are not empty, the furthest first.
+    Held pages stand in queues by their next request. All pages of a queue belong to that request's
+    chain. A page joins after the pages that continue it, so the front of a queue is the last page
+    of the chain. `ready` is a heap of the queues that are not empty, the furthest next use first.
     """
     count = len(runs)
     is_held = np.zeros(distinct, np.bool_)
@@ -302,7 +302,7 @@ def _optimal_runs(
         while run < reach[request] and is_held[blocks[start + run]]:
             run += 1
         runs[request] = run
-        fronts[request] = -1  # its pages are those that this request uses
+        fronts[request] = -1  # this request uses all pages of its queue
         for at in range(end - 1, start - 1, -1):
             block = blocks[at]
             if not is_held[block]:

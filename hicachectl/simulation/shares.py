@@ -1,4 +1,4 @@
-"""What caches serve of requests, in rows: a row for each capacity, policy and group of requests."""
+"""Rows of `simulate`: the share of requests that each capacity and policy serves, by group."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 _TIB = 1 << 40
 _BAR = 24
-_ROOM = 0.1  # a store that has more than this share of its size free is not at its limit
-_ENOUGH = 0.9  # a curve that reaches this share of the best possible hits is flat from there
+_ROOM = 0.1  # a store with more than this share of its size free is not at its limit
+_ENOUGH = 0.9  # share of the best possible hits from which a curve counts as flat
 
 
 class CapacityRow(TypedDict):
-    """Row of `simulate`."""
+    """Row for a capacity, policy and group of requests."""
 
     what_if: str | None
     by: str | None
@@ -49,7 +49,7 @@ _SCHEMA = schema_of(CapacityRow)
 
 
 class LossRow(TypedDict):
-    """Row of a cause of lost hits."""
+    """Row for a cause of lost hits."""
 
     cause: str
     tokens: int
@@ -59,9 +59,9 @@ class LossRow(TypedDict):
 class Capacity(NamedTuple):
     """A capacity of a store under a policy.
 
-    pages: pages that it holds.
+    pages: number of pages that the store holds.
     nbytes: bytes of the whole store; None if the bytes of a page are unknown.
-    limit: bytes of one rank or table, if the store's settings limit these; else None.
+    limit: bytes of one rank or table, if the store's settings limit ranks or tables; else None.
     """
 
     pages: int
@@ -72,10 +72,10 @@ class Capacity(NamedTuple):
 class Served(NamedTuple):
     """Tokens that caches of one policy serve.
 
-    capacities: the capacities, ascending.
-    tokens: [capacities, requests].
-    device: [capacities or 1, requests], tokens that the devices serve; None without their memory.
-    host: the same of the hosts.
+    capacities: capacities of the store, ascending.
+    tokens: [capacities, requests] tokens that the store serves.
+    device: [capacities or 1, requests] tokens that devices serve; None if L1 is not simulated.
+    host: [capacities or 1, requests] tokens that hosts serve; None if L2 is not simulated.
     """
 
     policy: str
@@ -86,7 +86,7 @@ class Served(NamedTuple):
 
 
 def prompt_tokens(requests: Requests) -> IntArray:
-    """Return the tokens of each prompt, those of its blocks if the input does not tell them."""
+    """Return the tokens of each prompt. If unknown, count the tokens of its blocks."""
     blocks = requests.prompt_blocks * requests.block_tokens
     return np.where(requests.tokens < 0, blocks, requests.tokens)
 
@@ -95,9 +95,9 @@ def prompt_tokens(requests: Requests) -> IntArray:
 class Counting:
     """Requests that count, and the tokens of their prompts.
 
-    counted: [requests], False for those that only warm the caches.
-    tokens: [requests], all tokens of each prompt.
-    hours: time between the first and the last counted request; None if unknown.
+    counted: [requests] whether the request counts; False if it only warms the caches.
+    tokens: [requests] number of prompt tokens.
+    hours: hours between the first and the last counted request; None if unknown.
     """
 
     counted: BoolArray
@@ -106,7 +106,7 @@ class Counting:
 
     @classmethod
     def of(cls, requests: Requests, warm_up: float) -> Counting:
-        """Leave a first share of the requests out of the counts."""
+        """Return a counting that leaves out the first requests. warm_up: share left out."""
         counted = np.arange(len(requests)) >= int(len(requests) * warm_up)
         times, unit = requests.times, requests.seconds_per_unit
         hours = None
@@ -121,11 +121,14 @@ class Counting:
 
     @property
     def total(self) -> int:
-        """Tokens of the prompts that count."""
+        """Number of prompt tokens that count."""
         return int(self.tokens[self.counted].sum())
 
     def share(self, hits: IntArray) -> float | None:
-        """Return the share of some tokens of each request; None if no token counts."""
+        """Return the share of hits in the counted tokens; None if no token counts.
+
+        hits: [requests] tokens that were hit.
+        """
         return int(hits[self.counted].sum()) / self.total if self.total else None
 
     def rows(
@@ -199,7 +202,7 @@ class Counting:
         return {name: row[name] for name in _SCHEMA.names}  # type: ignore[return-value]
 
     def _sums(self, values: IntArray, ids: IntArray, count: int) -> IntArray:
-        """Return the sums of the counted requests of each group: [rows, groups]."""
+        """Return the sums over the counted requests of each group: [rows, groups]."""
         return np.stack(
             [
                 np.bincount(ids, weights=row[self.counted], minlength=count).astype(np.int64)
@@ -216,8 +219,8 @@ def rows_table(rows: Sequence[CapacityRow]) -> pa.Table:
 def curve_for_people(rows: Sequence[CapacityRow]) -> pa.Table:
     """Return the text columns of the rows of all requests, with a bar for each share.
 
-    The gain is for each TiB, or for the unit of the largest capacity if that is less. Rows of less
-    than a sixteenth of the unit have none: it would be a rate far beyond the curve.
+    The gain is for each TiB, or for the unit of the largest capacity if that is smaller. Capacities
+    below a sixteenth of the unit have no gain, because the rate would be far beyond the curve.
     """
     largest = max((row["capacity_bytes"] or 0 for row in rows), default=0)
     unit, scale = unit_of(min(largest, _TIB))
@@ -245,7 +248,7 @@ def curve_for_people(rows: Sequence[CapacityRow]) -> pa.Table:
 def groups_for_people(rows: Sequence[CapacityRow], by: str, chosen: CapacityRow) -> pa.Table:
     """Return the text columns of the groups of one word of --by, the largest group first.
 
-    chosen: the row whose capacity and policy are shown.
+    chosen: row with the capacity and policy to show.
     """
     found = [
         row
@@ -286,10 +289,10 @@ def losses_for_people(rows: Sequence[LossRow]) -> pa.Table:
 
 
 def denominators(rows: Sequence[CapacityRow], document: Mapping[str, Any], least: int) -> str:
-    """Return what the shares of rows refer to.
+    """Return a message that says what 100% of the shares is.
 
     document: the document of `simulate`.
-    least: fewest tokens that servers take from a store.
+    least: least number of tokens that servers take from a store.
     """
     whole, warm = rows[0], document["warm_up_requests"]
     below = f"; hits of fewer than {least} tokens do not count" if least > 1 else ""
@@ -301,7 +304,7 @@ def denominators(rows: Sequence[CapacityRow], document: Mapping[str, Any], least
 
 
 def room_texts(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message if the size of a store is no limit that is known: it has room.
+    """Yield a message if a store has so much free space that its size is no known limit.
 
     document: the document of `simulate`.
     """
@@ -315,9 +318,10 @@ def room_texts(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def served_text(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a store serves as it is, and why a cache of its size can serve another share.
+    """Yield a message on the share that a store serves today; nothing if there is no store.
 
-    document: the document of `simulate`; without a store, nothing is said.
+    It also says why a simulated cache of the same size can serve another share.
+    document: the document of `simulate`.
     """
     if document["losses"] is not None:
         served = document["served_tokens"]
@@ -330,10 +334,10 @@ def served_text(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def chosen_row(rows: Sequence[CapacityRow], document: Mapping[str, Any]) -> CapacityRow:
-    """Return the row of the first policy that answers what the cache is worth.
+    """Return the row of the first policy that tells best what the cache is worth.
 
-    It has the capacity of today. Without that, it is the first from which the curve is flat.
-
+    This is the row of today's capacity. Without a store, it is the first row from which the curve
+    is flat.
     document: the document of `simulate`.
     """
     curve = [row for row in rows if _are_alike(row, rows[0])]
@@ -345,15 +349,15 @@ def chosen_row(rows: Sequence[CapacityRow], document: Mapping[str, Any]) -> Capa
 
 
 def _are_alike(row: Mapping[str, Any], other: Mapping[str, Any], *names: str) -> bool:
-    """Return whether two rows are of one curve, or alike in some members."""
+    """Return whether two rows have equal members. names: members; none for those of a curve."""
     return all(row[name] == other[name] for name in names or ("policy", "by", "what_if"))
 
 
 def answer(rows: Sequence[CapacityRow], document: Mapping[str, Any]) -> str:
-    """Return what the curve of the first policy says, in one line.
+    """Return the result of the first policy in one line.
 
-    document: the document of `simulate`. Its capacity of today is in the rows, with half and twice
-    as much.
+    document: the document of `simulate`. If it has a capacity of today, the rows have this, half
+        and twice of it.
     """
     chosen, today = chosen_row(rows, document), document["today_bytes"]
     now = chosen["hit_share"] or 0.0

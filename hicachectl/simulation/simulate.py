@@ -92,27 +92,27 @@ class SimulateDocument(msgspec.Struct, kw_only=True):
 class SimulateRequest:
     """Requests to simulate, and the caches.
 
-    profile: deployment of the servers; None: capacities count pages.
-    capacities: bytes of the whole store, or pages without a profile; empty: powers of two, and with
-        a store also the bytes that it holds, half and twice as many.
-    policies: names of `Policy`; empty: optimal, and the policy of the store or else lru.
+    profile: profile of the servers; None if capacities count pages.
+    capacities: bytes of the whole store, or pages without a profile. If empty, powers of two, and
+        with a store also the bytes that it holds, half and twice as many.
+    policies: names of `Policy`. If empty, optimal, and the policy of the store or else lru.
     eviction_ratio: eviction_ratio of HiCacheFile.
     warm_up: share of the requests, from the first on, that are not counted.
-    by: words of `GROUPINGS`, each for further rows by group.
-    threshold: the servers' prefetch threshold in tokens; None: what the profile states, else
+    by: words of `GROUPINGS`; each adds rows by group.
+    threshold: prefetch threshold of the servers in tokens; None for the profile's, else for
         SGLang's default.
-    plan: pages that the caches hold at first; None: those of the store, if one is given.
+    plan: pages that the caches hold at the start; None for those of the store, if there is one.
     what_ifs: settings of other deployments, by name: page_size, tp, kv_cache_dtype and layout. Each
-        is simulated, too, with caches that are empty at first.
-    reread: function that reads the requests with another hashing; a what-if needs it for a page
-        size that is no multiple.
-    l1: device memory for pages of one server, all its ranks together, in the unit of capacities;
-        None: every hit is one of the store.
-    l2: host memory, likewise.
+        deployment is simulated, too, with caches that are empty at the start.
+    reread: function that reads the requests with another hashing. A what-if needs it if its page
+        size is no multiple of the present one.
+    l1: device memory for pages of one server, for all its ranks, in the unit of capacities; None if
+        every hit is a hit in the store.
+    l2: host memory for pages of one server, in the unit of capacities; None like `l1`.
     write_policy: --hicache-write-policy of the servers.
-    servers: number of servers on the store.
-    cold: begin with empty caches.
-    allow_empty: accept a store without any page.
+    servers: number of servers that share the store.
+    cold: whether to begin with empty caches.
+    allow_empty: whether to accept a store without pages.
     """
 
     requests: Requests
@@ -153,7 +153,7 @@ class SimulateRequest:
 
     @property
     def prefetch_threshold(self) -> int:
-        """The servers' prefetch threshold in tokens."""
+        """Prefetch threshold of the servers, in tokens."""
         if self.threshold is not None:
             return self.threshold
         return PREFETCH_THRESHOLD if self.profile is None else self.profile.prefetch_threshold
@@ -165,7 +165,7 @@ class SimulateRequest:
 
     @property
     def least_tokens(self) -> int:
-        """The fewest tokens that servers take from a store for a request."""
+        """Least number of tokens that servers take from a store for a request."""
         return least_tokens(self.prefetch_threshold, trailing=self.trailing)
 
 
@@ -181,17 +181,17 @@ def simulate(
     A request hits its leading pages that the cache holds, unless these have fewer tokens than the
     prefetch threshold.
 
-    store: a store of the profile's deployment, in which the caches begin; the result also tells
-        where its hits are lost.
-    today: what the store holds and serves; None: list the store.
+    store: store of the profile's deployment. The caches begin with its pages, and the result also
+        says why its hits are lost.
+    today: state of the store; None to list the store.
     on_listed: takes the number of objects of each batch of the listing.
-    Raises UsageError if the requests do not tell the tokens of a page or the groups, or have other
-    pages than the profile; ProfileError, EmptyStore and StoreUnavailable.
+    Raises UsageError if the requests do not state the tokens of a page or the groups, or if their
+    pages do not fit the profile; ProfileError, EmptyStore and StoreUnavailable.
     """
     case = _Case.of(request)
     requests, counting = case.requests, Counting.of(case.requests, request.warm_up)
     for by in request.by:
-        grouping_of(requests, by)  # refuses what the input does not tell, before the work
+        grouping_of(requests, by)  # raises before the work if the input lacks the groups
     if store is not None and today is None:
         requests.refuse_block_ids("give token ids, or leave out STORE")
         if request.profile is None or request.profile.inferred:
@@ -264,10 +264,11 @@ def _start(request: SimulateRequest, requests: Requests, today: Today | None) ->
 class _Case:
     """Requests in the pages of one deployment.
 
-    pages_of_block: pages of the deployment in a block of the requests.
-    start: pages that the caches hold at first.
-    changes: settings that are not those of the request's profile.
-    refused: numbers of requests that no server took, of each replay behind the memory of servers.
+    pages_of_block: number of pages of the deployment in a block of the requests.
+    start: pages that the caches hold at the start.
+    changes: settings that differ from the request's profile; None for the profile itself.
+    refused: for each replay behind the memory of servers, the number of requests that no server
+        took.
     """
 
     request: SimulateRequest
@@ -285,7 +286,7 @@ class _Case:
         return cls(request, request.profile, *in_pages(requests, request.profile))
 
     def what_if(self, changes: Mapping[str, str]) -> _Case:
-        """Return the same with other settings, and caches that are empty at first.
+        """Return the case of a deployment with other settings. Its caches are empty at the start.
 
         Raises UsageError, and ProfileError for a deployment that does not exist.
         """
@@ -293,7 +294,7 @@ class _Case:
             raise UsageError("what_if: other settings need a profile; give one")
         profile, request = changed(self.profile, changes), self.request
         size, requests = profile.page_size, request.requests
-        # Requests without a sample name their pages, and their tokens are unknown.
+        # Requests without a sample name their pages, so reading them again gives no tokens.
         if requests.sample and size % requests.block_tokens and request.reread is not None:
             requests = request.reread(Hashing.of(profile))
         return _Case(request, profile, *in_pages(requests.in_time_order(), profile), None, changes)
@@ -319,7 +320,7 @@ class _Case:
         )
 
     def rows(self, policies: Sequence[Policy], capacities: Sequence[int]) -> Iterator[CapacityRow]:
-        """Yield the rows of all requests, then those of their groups."""
+        """Yield the rows of all requests, then the rows of their groups."""
         start = COLD if self.start is None else STORE if self.request.plan is None else PLAN
         counting = Counting.of(self.requests, self.request.warm_up)
         served = [self._served(policy, capacities) for policy in policies]
@@ -329,7 +330,7 @@ class _Case:
             yield from counting.rows(served, grouping, start=start, what_if=text)
 
     def _served(self, policy: Policy, capacities: Sequence[int]) -> Served:
-        """Return what caches of a policy serve."""
+        """Return the tokens that caches of a policy serve."""
         sizes, tiers = self.sizes(policy), self.tiers
         limited = policy.limit != "store" and sizes.known
         found = [
@@ -399,14 +400,14 @@ class _Case:
         return -(-self.request.least_tokens // self.requests.block_tokens)
 
     def hit_tokens(self, runs: IntArray | Runs) -> IntArray:
-        """Return the tokens of leading pages: [..., requests]."""
+        """Return the prompt tokens in leading pages: [..., requests]. runs: numbers of pages."""
         size = self.requests.block_tokens
         return np.minimum(runs.astype(np.int64) * size, prompt_tokens(self.requests))
 
     def most_pages(self) -> IntArray:
-        """Return the leading pages of each request that were used before, or held at first.
+        """Return how many leading pages of each request any cache can serve at most: [requests].
 
-        No cache serves more.
+        These pages were used before, or held at the start.
         """
         requests = self.requests
         numbers = np.arange(len(requests.blocks), dtype=np.int32)
@@ -420,9 +421,9 @@ class _Case:
 
 
 def in_pages(requests: Requests, profile: Profile | None) -> tuple[Requests, int]:
-    """Return the requests in pages of a profile, and the pages of a block.
+    """Return the requests in pages of a profile, and the number of pages in a block.
 
-    Blocks are merged to pages, or stay if a block is several pages. Without a profile, blocks stay.
+    Blocks are merged to pages. They stay if a block is several pages, or if there is no profile.
     Raises UsageError if the tokens of a block are unknown or do not fit.
     """
     block, size = requests.block_tokens, 0 if profile is None else profile.page_size
@@ -445,9 +446,9 @@ def in_pages(requests: Requests, profile: Profile | None) -> tuple[Requests, int
 
 
 def _full_blocks(requests: Requests) -> Requests:
-    """Return the requests without a last block of the prompt that is not full, which is no page.
+    """Return the requests without a last block that is not full, because such a block is no page.
 
-    The page of a prompt's last token is out of reach, since servers always compute that token.
+    The page of a prompt's last token is out of reach, because servers always compute that token.
     """
     if requests.hashed:
         return requests
@@ -461,7 +462,7 @@ def _full_blocks(requests: Requests) -> Requests:
 def _capacities(
     request: SimulateRequest, distinct: int, sizes: PageSizes, today: Today | None
 ) -> list[int]:
-    """Return the capacities, ascending: bytes, or blocks if their bytes are unknown."""
+    """Return the capacities, ascending, in bytes, or in blocks if their bytes are unknown."""
     found = set(request.capacities)
     if not found:
         page = sizes.page_bytes

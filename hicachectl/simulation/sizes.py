@@ -1,8 +1,9 @@
-"""The bytes that a page takes in a store, and the limits that bound them.
+"""Bytes that a page takes in a store, and the limits of the store.
 
-A store bounds the bytes of one rank (HiCacheFile, the plug-in), of one table (3FS) or of all
-objects together (Mooncake). A capacity is always the whole store's; limits of ranks or tables are
-equal parts of it, since one setting gives them all.
+A store limits the bytes of each rank (HiCacheFile, the plug-in), of each table (3FS), or of all
+objects together (Mooncake). What has a limit of its own is a room. A capacity is always for the
+whole store. The limits of ranks or tables are equal parts of it, because one setting gives them
+all.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 class PageFile(NamedTuple):
     """One object of a page.
 
-    pool: name of its pool.
-    nbytes: its bytes.
-    window: number of last pages of a written node that have the object; 0 for all pages.
+    pool: name of the object's pool.
+    nbytes: bytes of the object.
+    window: number of pages, at the end of a written node, that have the object; 0 for all pages.
     anchor: whether servers find the page by this object.
     """
 
@@ -35,10 +36,10 @@ class PageFile(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Equal rooms of a store, each with a limit of its own.
+    """Rooms of a store that are equal. Each has a limit of its own.
 
     files: objects of a page in one room, in the order in which a server writes them.
-    copies: number of rooms with such objects. They always hold the same pages.
+    copies: number of such rooms. They always hold the same pages.
     """
 
     files: tuple[PageFile, ...]
@@ -49,8 +50,8 @@ class Room(NamedTuple):
 class PageSizes:
     """Sizes of the objects of a page, in the rooms of a store.
 
-    rooms: the rooms, equal ones together.
-    known: False if only blocks are counted: a page is then one object of one unit.
+    rooms: rooms of the store, equal rooms together.
+    known: whether bytes are known. If not, blocks are counted: a page is one object of size 1.
     """
 
     rooms: tuple[Room, ...] = (Room((PageFile("kv", 1),)),)
@@ -58,9 +59,9 @@ class PageSizes:
 
     @classmethod
     def of(cls, profile: Profile | None, policy: Policy) -> PageSizes:
-        """Return the sizes of a deployment's pages; without a profile, of blocks.
+        """Return the sizes of a deployment's pages; without a profile, the sizes of blocks.
 
-        Raises like `object_specs`.
+        Raises as `object_specs` does.
         """
         if profile is None:
             return cls()
@@ -73,7 +74,7 @@ class PageSizes:
         return cls(tuple(Room(files, count) for files, count in counts.items()), known=True)
 
     def in_blocks(self, count: int) -> PageSizes:
-        """Return the sizes of blocks of several pages each."""
+        """Return the sizes of blocks. count: number of pages in a block."""
         if count == 1:
             return self
         rooms = [
@@ -84,7 +85,7 @@ class PageSizes:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page in the whole store, without objects that only some pages have."""
+        """Bytes of a page in the whole store, without objects of trailing pools."""
         return self._total(trailing=False)
 
     @property
@@ -94,7 +95,7 @@ class PageSizes:
 
     @property
     def limits(self) -> int:
-        """Number of rooms, each of which has an equal part of a capacity as its limit."""
+        """Number of rooms. The limit of each room is an equal part of the capacity."""
         return sum(room.copies for room in self.rooms)
 
     @property
@@ -103,7 +104,7 @@ class PageSizes:
         return all(len(room.files) == 1 and not room.files[0].window for room in self.rooms)
 
     def pages(self, capacity: int) -> int:
-        """Return the number of pages that a store of so many bytes holds."""
+        """Return the number of pages that a store holds. capacity: bytes of the store."""
         return capacity // max(self.page_bytes, 1)
 
     def _total(self, *, trailing: bool) -> int:
@@ -116,15 +117,15 @@ class PageSizes:
 
 
 def _of_block(file: PageFile, count: int) -> PageFile:
-    """Return the objects of the pages of a block as one; a trailing pool has its last pages."""
+    """Return the objects of a block as one. A trailing pool has only its last pages."""
     pages = min(count, file.window or count)
     return file._replace(nbytes=file.nbytes * pages, window=-(-file.window // count))
 
 
 def _room_of(spec: ObjectSpec, policy: Policy) -> object:
-    """Return what identifies the room of an object: its rank, its table, or nothing.
+    """Return a key for the room of an object: its rank or table; None if the store has one room.
 
-    Of ranks that share an object, the first one writes it.
+    If ranks share an object, the first of them writes it.
     """
     if policy.limit == "table":
         return spec.affix[0]

@@ -1,4 +1,4 @@
-"""Pages that caches hold before the first request: those of a store, or of a plan."""
+"""Pages that caches hold at the start: the pages of a store, or of a plan."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def start_from_store(groups: PageGroups, requests: Requests) -> Start:
-    """Return the whole pages of the first deployment, the one unused for the longest time first.
+    """Return the whole pages of the first deployment, the longest unused page first.
 
-    groups: those of an inventory that has `atime_ns` if the store has it.
+    groups: groups of an inventory that has `atime_ns` if the store has it.
     """
     table, span = groups.tables[0], groups.span(0)
     held = np.flatnonzero(table.states == WHOLE)
@@ -46,9 +46,9 @@ def start_from_plan(planned: PlannedPages, requests: Requests) -> Start:
 
 
 def _ordered(requests: Requests, places: IntArray, worth: Worth) -> tuple[IntArray, IntArray]:
-    """Return the number of each page, and the order of the pages, the least worth first.
+    """Return the number of each page, and the order of the pages, the least valuable page first.
 
-    No page stands after its prefix.
+    Every page stands before its prefix.
 
     places: [held] index of each page among the names of the requests; -1 if no request uses it.
     """

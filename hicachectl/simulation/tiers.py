@@ -1,8 +1,8 @@
-"""SGLang's device and host pools in front of a store: what they serve, and what the store is asked.
+"""Simulate SGLang's device and host pools in front of a store.
 
-Each server has one tree for both pools. Its nodes are runs of pages that no request divides. A node
-is copied and evicted as a whole, and only a leaf of its pool is evicted: the one used least
-recently. Requests are served one after another, and every copy is complete before the next.
+Each server has one tree for both pools. A node of the tree is a run of pages that no request
+divides. Nodes are copied and evicted as a whole. A pool evicts only leaves, the least recently used
+first. Requests are served one after another, and every copy ends before the next request.
 
 Source: SGLang 0.5.23, mem_cache/unified_cache/unified_tree_core.py and components/full.py,
 mem_cache/unified_radix_cache.py, managers/schedule_policy.py.
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 class Tiers:
     """The pools of the servers.
 
-    l1_tokens: tokens of the device pool of one server.
-    l2_tokens: tokens of the host pool of one server.
+    l1_tokens: size of the device pool of one server, in tokens.
+    l2_tokens: size of the host pool of one server, in tokens.
     write_policy: --hicache-write-policy.
-    servers: number of servers on the store. Requests go to them by their label "server", else in
-        turn.
-    threshold: least tokens that a server asks the store for, and takes from it.
+    servers: number of servers that share the store. Requests go to servers by their label "server",
+        else in turn.
+    threshold: least number of tokens for which a server asks the store, or which it takes from it.
     trailing: whether the servers need a pool only at the end of a prefix.
     chunk: --chunked-prefill-size.
     """
@@ -53,21 +53,21 @@ class Tiers:
 
     @property
     def filters(self) -> bool:
-        """Whether the pools keep the same pages after a hit of the store as after a miss.
+        """Whether the pools keep the same pages after a hit in the store as after a miss.
 
-        Then one stream of requests serves stores of all sizes.
+        If so, stores of all sizes get the same requests.
         """
         return self.write_policy == "write_through" and self.l2_tokens > self.l1_tokens
 
 
 class Filtered(NamedTuple):
-    """What the pools leave to the store.
+    """Requests that the pools leave to the store.
 
     requests: chains without the pages that the pools served. The store is asked for the pages
-        within reach, and all are written to it.
-    device: tokens that the device pools served, [requests].
-    host: tokens that the host pools served, [requests].
-    refused: number of requests that exceed the device pool. No server takes them.
+        within reach, and gets all of them written.
+    device: [requests] number of tokens that the device pools served.
+    host: [requests] number of tokens that the host pools served.
+    refused: number of requests that exceed the device pool, so that no server takes them.
     """
 
     requests: Requests
@@ -77,7 +77,7 @@ class Filtered(NamedTuple):
 
 
 class Served(NamedTuple):
-    """Prompt tokens that each tier served, [requests] each.
+    """Number of prompt tokens that each tier served. All arrays are [requests].
 
     refused: number of requests that exceed the device pool.
     """
@@ -89,7 +89,7 @@ class Served(NamedTuple):
 
 
 def filtered(requests: Requests, tiers: Tiers) -> Filtered:
-    """Return what the pools serve, and the requests as a store behind them sees them."""
+    """Return the tokens that the pools serve, and the requests that reach a store behind them."""
     assert tiers.filters
     (matched, asked, *pages), refused = _serve(requests, tiers, None, None)
     device, host, _ = _tokens(requests, pages)
@@ -99,7 +99,7 @@ def filtered(requests: Requests, tiers: Tiers) -> Filtered:
 def replay_behind(
     requests: Requests, tiers: Tiers, cache: Cache, *, seconds: Seconds | None = None
 ) -> Served:
-    """Return what the pools and a cache behind them serve.
+    """Return the tokens that the pools, and a cache behind them, serve.
 
     seconds: [requests] times of the requests, ascending; None if unknown.
     """
@@ -109,7 +109,10 @@ def replay_behind(
 
 
 def _tokens(requests: Requests, tiers: Sequence[IntArray]) -> Iterator[IntArray]:
-    """Yield the prompt tokens in the pages of each tier: the last block may be no full one."""
+    """Yield the prompt tokens in the pages of each tier. The last block may not be full.
+
+    tiers: for each tier, [requests] number of pages that it served.
+    """
     rest = np.where(requests.tokens < 0, np.iinfo(np.int64).max, requests.tokens)
     for pages in tiers:
         tokens = np.minimum(pages * requests.block_tokens, rest)
@@ -120,10 +123,11 @@ def _tokens(requests: Requests, tiers: Sequence[IntArray]) -> Iterator[IntArray]
 def _serve(
     requests: Requests, tiers: Tiers, cache: Cache | None, seconds: Seconds | None
 ) -> tuple[IntArray, int]:
-    """Return pages of each request, [5, requests], and the number of refused requests.
+    """Return numbers of pages of each request, [5, requests], and the number of refused requests.
 
-    The pages are those that the pools held, further ones that the store was asked for, and those
-    that device, host and storage served. The pools count as holding all pages of a refused request.
+    The five numbers are the pages that the pools held, the pages after these for which the store
+    was asked, and the pages that device, host and storage served. The pools count as holding all
+    pages of a refused request.
     """
     unit = requests.block_tokens
     if not unit:
@@ -150,16 +154,16 @@ def _serve(
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """Pages that follow one another, and that no request has divided.
+    """Node of a tree: consecutive pages that no request has divided.
 
     at: place of the first page among the blocks of all requests.
     length: number of pages.
-    parent: node that this one continues; the root has none.
-    children: number of nodes that continue this one.
-    device_children: number of them on the device.
-    hits: insertions that passed the node.
+    parent: node that this node continues; the root has none.
+    children: number of nodes that continue this node.
+    device_children: number of these nodes that are on the device.
+    hits: number of insertions that passed the node.
     used: time of the last access.
-    holder: request that is being served and holds the node.
+    holder: number of the last request that used the node, and holds it while it is being served.
     """
 
     at: int
@@ -185,9 +189,9 @@ class Node:
 
 
 class _Leaves:
-    """The leaves of one pool, in the order of their last access.
+    """Leaves of one pool, in the order of their last access.
 
-    An entry may be out of date: its node was used since, or is no leaf any more.
+    An entry can be outdated, because its node was used since or is no longer a leaf.
     """
 
     def __init__(self, is_leaf: Callable[[Node], bool]) -> None:
@@ -196,19 +200,23 @@ class _Leaves:
         self._entered: set[Node] = set()
 
     def add(self, node: Node) -> None:
-        """Enter a node, if it is a leaf."""
+        """Add a node if it is a leaf."""
         if node not in self._entered and self._is_leaf(node):
             self._entered.add(node)
             heappush(self._entries, (node.used, node.at, node))
 
     def take_oldest(self, holder: int) -> Node | None:
-        """Return the leaf used least recently that the request does not hold, and remove it."""
+        """Remove and return the least recently used leaf that a request does not hold.
+
+        holder: number of the request.
+        Return None if there is no such leaf.
+        """
         while self._entries:
             used, _, node = heappop(self._entries)
             self._entered.discard(node)
             if node.used != used:
                 self.add(node)
-            elif node.holder == holder:  # all others are younger, and of this request, too
+            elif node.holder == holder:  # the request holds all younger leaves, too
                 self.add(node)
                 return None
             elif self._is_leaf(node):
@@ -236,13 +244,13 @@ class Tree:
         self.nodes: dict[int, Node] = {}  # keys are the first blocks of the nodes
         self._leaves = _Leaves(lambda node: node.is_device_leaf)
         self._host_leaves = _Leaves(lambda node: node.is_host_leaf)
-        self._on_both: dict[Node, None] = {}  # only write_back, which frees such copies first
+        self._on_both: dict[Node, None] = {}  # for write_back, which frees such host copies first
         self._now = 0
         self._number = -1
         self._time = 0.0
 
     def serve(self, number: int, time: float) -> tuple[int, int, int, int, int] | None:
-        """Serve a request; return its pages in the order of `_serve`; None if it is refused."""
+        """Serve a request. Return its five numbers of pages as in `_serve`; None if refused."""
         requests = self._requests
         start, end = requests.offsets[number : number + 2].tolist()
         reach = int(requests.reach[number])
@@ -272,7 +280,7 @@ class Tree:
         return -(-tokens // self._unit)
 
     def _match(self, start: int, stop: int) -> list[Node]:
-        """Return the nodes of the longest prefix in the pools; divide a node where it ends."""
+        """Return the nodes of the longest prefix in the pools. Divide the node where it ends."""
         path: list[Node] = []
         while start < stop and (node := self.nodes.get(int(self._blocks[start]))) is not None:
             length = self._common(node, start, stop)
@@ -286,7 +294,7 @@ class Tree:
     def _common(self, node: Node, start: int, stop: int) -> int:
         """Return how many pages of a node a chain has, at least one.
 
-        A block's name stands for its whole prefix, so equal blocks have equal blocks before them.
+        The name of a block stands for its whole prefix, so equal blocks have equal prefixes.
         """
         blocks, at = self._blocks, node.at
         most = min(node.length, stop - start)
@@ -302,7 +310,7 @@ class Tree:
             node.holder = self._number
 
     def _divide(self, node: Node, length: int) -> Node:
-        """Divide a node; return the front, a new node. The rest counts as used, too."""
+        """Divide a node. Return its front part, a new node. The rest counts as used, too."""
         front = Node(node.at, length, node.parent)
         front.children = 1
         front.device_children = int(node.on_device)
@@ -319,7 +327,7 @@ class Tree:
         return front
 
     def _prefetch(self, start: int, asked: int, path: list[Node]) -> int:
-        """Copy the leading pages that the store has into the host pool; return their number."""
+        """Copy the leading pages that the store has into the host pool. Return their number."""
         if self._cache is None:
             return 0
         pages = self._blocks[start : start + asked].tolist()
@@ -348,7 +356,7 @@ class Tree:
         return node
 
     def _load_back(self, path: list[Node], pages: int) -> bool:
-        """Copy the nodes of a path that only the host has to the device; return whether."""
+        """Copy the nodes that only the host has to the device. Return whether it had room."""
         if pages * self._unit < self._least_loaded or not self._make_room(pages):
             return False
         for node in path:
@@ -358,7 +366,7 @@ class Tree:
         return True
 
     def _compute(self, start: int, done: int, prompt: int, tokens: int) -> None:
-        """Compute a prompt after its first `done` pages, and insert it after each chunk."""
+        """Compute a prompt after its first `done` pages. Insert it after each chunk."""
         counted, last = 0, max(self._pages_of(tokens), done + 1)
         for first in range(done, last, self._chunk):
             stop = min(first + self._chunk, last)
@@ -378,7 +386,7 @@ class Tree:
     def _insert(self, start: int, stop: int, counted: int) -> None:
         """Insert a chain that is on the device.
 
-        counted: leading pages that this request has inserted before.
+        counted: number of leading pages that this request has already inserted.
         """
         at, parent = start, self._root
         while at < stop and (node := self.nodes.get(int(self._blocks[at]))) is not None:
@@ -407,9 +415,9 @@ class Tree:
         self._leaves.add(node)
 
     def _count_hit(self, node: Node) -> None:
-        """Count an insertion; copy the node to the host and the store if the policy says so.
+        """Count an insertion. Copy the node to the host and the store if the policy wants it.
 
-        Nodes before it that are not on the host are copied first.
+        Earlier nodes of the chain that are not on the host are copied first.
         """
         if self._writes_back:
             return
@@ -424,7 +432,7 @@ class Tree:
                 return
 
     def _back_up(self, node: Node) -> bool:
-        """Copy a node to the host and then to the store; return whether the host had room."""
+        """Copy a node to the host and then to the store. Return whether the host had room."""
         lacking = node.length - self.free_host
         if lacking > 0 and self._evict_host(lacking) < lacking:
             return False
@@ -436,7 +444,7 @@ class Tree:
         return True
 
     def _make_room(self, pages: int) -> bool:
-        """Evict nodes from the device until so many pages are free; return whether they are."""
+        """Evict nodes from the device until `pages` pages are free. Return whether they are."""
         while self.free < pages:
             node = self._leaves.take_oldest(self._number)
             if node is None:
@@ -458,7 +466,7 @@ class Tree:
         self._leaves.add(node.parent)
 
     def _evict_host(self, pages: int) -> int:
-        """Free pages of the host pool, if it can; return how many."""
+        """Free pages of the host pool, as many as possible. Return how many were freed."""
         before = self.free_host
         if self._writes_back:
             self._free_both(pages)
@@ -474,7 +482,7 @@ class Tree:
             self._on_both.setdefault(node)
 
     def _free_both(self, pages: int) -> None:
-        """Free host copies of nodes that are on the device; of its leaves only if needed."""
+        """Free host copies of nodes that are on the device, of device leaves only if needed."""
         for node in sorted(
             self._on_both, key=lambda node: node.is_device_leaf and node.holder != self._number
         ):
@@ -486,7 +494,7 @@ class Tree:
             pages -= node.length
 
     def _drop(self, node: Node) -> None:
-        """Remove a node of the device with the nodes that continue it, which only the host has."""
+        """Remove a node from the device, and later nodes of its chain from the host."""
         while node.children:
             for other in list(self.nodes.values()):
                 ancestor = other.parent
@@ -497,7 +505,7 @@ class Tree:
         self._remove(node)
 
     def _remove(self, node: Node) -> None:
-        """Remove a node without children, and nodes before it that no pool has."""
+        """Remove a node without children, and earlier nodes of its chain that no pool has."""
         while True:
             parent = node.parent
             if node.on_device:

@@ -164,9 +164,7 @@ def human_sizes(nbytes: pa.Array) -> pa.Array:
 
 
 def human_column(values: pa.Array, text: Callable[[Any], str]) -> pa.StringArray:
-    """Return the text of each value. `text` is called once for each distinct value. Nulls stay
-    null.
-    """
+    """Return the text of each value. Call `text` once for each distinct value. Nulls stay null."""
     if isinstance(values, pa.ChunkedArray):
         values = values.combine_chunks()
     distinct = pc.dictionary_encode(values)
