@@ -1,1 +1,1 @@
-"""Profiles of deployments, from options, servers, stamps and stores."""
+"""Get the profiles of deployments from options, servers, stamps and stores."""

@@ -1,4 +1,4 @@
-"""Identities that objects with trailers must have, and the objects that servers accept by them."""
+"""Identities that objects with trailers must have, and which objects servers therefore accept."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.pages.inventory import Inventory
 
-_NAMED = 3  # weights in a message
-
-# Of an object: its trailer is as expected, missing, or of another identity or rank.
+_NAMED = 3  # most weights that a message names
+# States of an object: its trailer is as expected, is missing, or has another identity or rank.
 OWN, BARE, OTHER = range(3)
 
 _ASKED_AT_ONCE = 8192
@@ -40,10 +39,10 @@ _NOT_ASKED = -1
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Identities of the objects of a profile's servers in one store.
+    """Identities that the objects of a profile's servers have in one store.
 
-    identities: identity of the objects with each affix; empty if the weights are unknown.
-    marked: suffixes with markers.
+    identities: identity of the objects of each affix; empty if the weights are unknown.
+    marked: suffixes for which the store has markers.
     unknown: why objects with trailers cannot be compared with identities, else "".
     """
 
@@ -53,15 +52,15 @@ class Expected:
 
 
 def markers_of(store: Store) -> list[Marker]:
-    """Return a store's markers; none if the store keeps no trailers. Raises like `markers`."""
+    """Return a store's markers; empty if it keeps no trailers. Raises as `Trailed.markers` does."""
     return store.markers() if isinstance(store, Trailed) else []
 
 
 def with_marked_weights(profile: Profile, store: Store) -> Profile:
     """Return a profile with the weights that the store's markers state.
 
-    Unchanged if the profile names weights, or unless the markers that agree with it in everything
-    else state the same.
+    Only markers that agree with the profile in everything else count. The profile stays unchanged
+    if it names weights, or if these markers do not all state the same weights.
     """
     if profile.weights or profile.inferred:
         return profile
@@ -72,7 +71,7 @@ def with_marked_weights(profile: Profile, store: Store) -> Profile:
 def expected_identities(store: Store, profile: Profile | None) -> Expected:
     """Return the identities that a profile's objects must have in a store.
 
-    profile: the result of `with_marked_weights`.
+    profile: result of `with_marked_weights`.
     """
     markers = markers_of(store)
     marked = frozenset(marker.suffix for marker in markers)
@@ -81,7 +80,7 @@ def expected_identities(store: Store, profile: Profile | None) -> Expected:
 
 
 def expect_identities(store: Store, profile: Profile | None) -> None:
-    """Let a store report objects of other identities than the profile's as foreign."""
+    """Make a store report objects as foreign if their identity is not the profile's."""
     if isinstance(store, Trailed):
         store.expect_identities(_known(profile, store.grammar))
 
@@ -93,7 +92,7 @@ def _known(profile: Profile | None, grammar: str) -> Mapping[Affix, Identity]:
 
 
 def _agreeing(profile: Profile, grammar: str, markers: Iterable[Marker]) -> list[tuple[str, str]]:
-    """Return weights and draft weights of the markers that agree in everything else, sorted."""
+    """Return the weights and draft weights of markers that agree in everything else, sorted."""
     found: dict[str, set[str]] = defaultdict(set)
     for spec, marker in _paired(profile, grammar, markers):
         facts = marker.identity
@@ -110,7 +109,7 @@ def _named(profile: Profile, weights: str, draft_weights: str) -> Profile:
 def _paired(
     profile: Profile, grammar: str, markers: Iterable[Marker]
 ) -> Iterable[tuple[ObjectSpec, Marker]]:
-    """Yield each marker with the spec whose keys it is about."""
+    """Yield the markers of a profile's objects, each with the spec of the objects."""
     specs = {spec.affix: spec for spec in object_specs(profile, grammar)}
     for marker in markers:
         if (spec := specs.get(("", marker.suffix))) is not None:
@@ -118,7 +117,7 @@ def _paired(
 
 
 def _unknown(profile: Profile | None, store: Store, markers: list[Marker]) -> str:
-    """Return why the weights of a profile are unknown; "" if no marker is about its objects."""
+    """Return why the weights of a profile are unknown; "" if its objects have no marker."""
     if profile is None or profile.inferred:
         if not markers:
             return ""
@@ -138,28 +137,28 @@ def _unknown(profile: Profile | None, store: Store, markers: list[Marker]) -> st
 
 
 def several_weights(found: Iterable[tuple[str, str]]) -> str:
-    """Return the words for several weights, with the next step."""
+    """Return a text that names several weights, with the next step."""
     names = sorted({" with draft ".join(filter(None, pair)) for pair in found})
     shown = ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
     return f"the weights {shown}; choose with --weights"
 
 
 def acceptance_of(store: Store, inventory: Inventory, profile: Profile | None) -> Acceptance:
-    """Return how a profile's servers judge the objects of a store's listing."""
+    """Return the rule by which a profile's servers accept the objects of a listing."""
     return Acceptance(store, inventory, expected_identities(store, profile))
 
 
 class Acceptance:
-    """Comparison of a listing's objects with the expected identities, by their trailers.
+    """Comparison of the trailers of listed objects with the expected identities.
 
-    Objects of affixes without a marker have no trailers, and are OWN; so are those of affixes
-    without an expected identity.
+    Objects of affixes without a marker have no trailers, and count as OWN. Objects of affixes
+    without an expected identity count as OWN, too.
     """
 
     def __init__(
         self, store: Store, inventory: Inventory, expected: Expected, *, bare: bool = False
     ) -> None:
-        """bare: objects without a trailer are OWN, too."""
+        """Prepare. bare: whether objects without a trailer count as OWN, too."""
         self._bare = OWN if bare else BARE
         self._objects = inventory.objects.select(["key"])
         self._hashes: list[bytes] = []
@@ -176,13 +175,13 @@ class Acceptance:
 
     @property
     def compares(self) -> bool:
-        """Return whether any object can be other than OWN."""
+        """Whether any object can be other than OWN."""
         return self._store is not None
 
     def of(self, rows: IntArray) -> npt.NDArray[np.int8]:
         """Return OWN, BARE or OTHER for each row of the listing: [rows].
 
-        Opens each object that may have a trailer. One without a whole trailer is BARE.
+        Open each object that may have a trailer. An object without a whole trailer is BARE.
         """
         found = np.full(len(rows), OWN, dtype=np.int8)
         if self._store is None:

@@ -1,4 +1,4 @@
-"""Infer the profile of a deployment from a store's keys and object sizes."""
+"""Infer the profile of a deployment from the keys and object sizes in a store."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _OTHER_SOURCES = "give --profile, --server, or --model-config with the server's 
 
 
 def infer_profile(inventory: Inventory, grammar: str, choice: Selection) -> Profile:
-    """Return the profile of the one matching deployment: shards, pools and object sizes.
+    """Return the profile of the only matching deployment: shards, pools and object sizes.
 
     grammar: key grammar of the store.
-    Raises ProfileError like `choose_deployment`, and if a profile cannot describe the objects.
+    Raises ProfileError as `choose_deployment` does, and if no profile can describe the objects.
     """
     chosen = choose_deployment(inventory, choice)
     deployment = _seen(inventory, inventory.table.deployments[chosen])
@@ -46,10 +46,11 @@ def infer_profile(inventory: Inventory, grammar: str, choice: Selection) -> Prof
 def with_marked_facts(
     profile: Profile, markers: Iterable[Marker], grammar: str
 ) -> tuple[Profile, list[str]]:
-    """Return an inferred profile with the facts that all markers of its objects agree on.
+    """Add to an inferred profile the facts on which all markers of its objects agree.
 
-    Also the names of these facts: weights, draft_weights, layout, page_size, dtype of a pool.
     grammar: key grammar of the store.
+    Return the profile, and the names of these facts: weights, draft_weights, layout, page_size,
+    dtype of a pool.
     """
     suffixes = {spec.affix[1] for spec in object_specs(profile, grammar)}
     found = [one.identity for one in markers if one.suffix in suffixes]
@@ -59,7 +60,7 @@ def with_marked_facts(
         if len(values) == 1:
             stated[name] = values.pop()
     if stated.get("draft_weights") == stated.get("weights") or "weights" not in stated:
-        stated.pop("draft_weights", None)  # "" means as weights
+        stated.pop("draft_weights", None)  # "" means the same as weights
     pools = []
     for pool in profile.pools:
         dtypes = {one.dtype for one in found if one.pool == pool.name}
@@ -71,9 +72,9 @@ def with_marked_facts(
 
 
 def choose_deployment(inventory: Inventory, choice: Selection) -> int:
-    """Return the index of the inventory's one deployment that fits the filters on deployments.
+    """Return the index of the only deployment that fits the filters on deployments.
 
-    Raises ProfileError if none or several match.
+    Raises ProfileError if no deployment or several deployments fit.
     """
     deployments = inventory.table.deployments
     if not deployments:
@@ -98,7 +99,7 @@ def choose_deployment(inventory: Inventory, choice: Selection) -> int:
 
 
 def _seen(inventory: Inventory, deployment: Deployment) -> Deployment:
-    """Return the deployment with only the specs that keys of the store name."""
+    """Return the deployment without the specs for which the store has no key."""
     listed = set(inventory.table.affixes)
     return replace(deployment, specs=tuple(s for s in deployment.specs if s.affix in listed))
 
@@ -191,7 +192,7 @@ def _pool(name: str, specs: list[ObjectSpec]) -> dict[str, object]:
     ranked = _ranked(specs)
     if nbytes:
         return {"name": name, "kind": "opaque", "nbytes": nbytes, "replicated": not ranked}
-    if name == ANCHOR and not ranked:  # DeepSeek-V4: an empty file marks each page
+    if name == ANCHOR and not ranked:  # for DeepSeek-V4, an empty file marks each page
         return {"name": name, "kind": "logical"}
     raise ProfileError(f"The store's {name} objects are empty; run hicachectl verify")
 
@@ -223,7 +224,7 @@ def _place(spec: ObjectSpec) -> str:
 
 
 def _check_says_all(profile: Profile, deployment: Deployment, grammar: str) -> None:
-    """Raise ProfileError if the profile does not expect exactly the objects seen on each rank."""
+    """Raise ProfileError if a rank has other objects than the profile expects."""
     expected = {e.coordinate for e in object_specs(profile, grammar)}
     for spec in deployment.specs:
         if spec.coordinate not in expected:
@@ -234,7 +235,7 @@ def _check_says_all(profile: Profile, deployment: Deployment, grammar: str) -> N
     anchored = {_stage(spec) for spec in _anchors(deployment)}
     for pool in profile.pools:
         own = {_stage(spec) for spec in deployment.specs if spec.pool == pool.name}
-        if not pool.is_draft and own != anchored:  # a draft is on the last stage only
+        if not pool.is_draft and own != anchored:  # drafts exist only on the last stage
             raise ProfileError(
                 f"{pool.name} objects exist on some pipeline or context-parallel ranks only, "
                 f"which an inferred profile cannot state; {_OTHER_SOURCES}"
@@ -251,7 +252,7 @@ def _ranked(specs: Iterable[ObjectSpec]) -> bool:
 
 
 def _sizes(specs: Iterable[ObjectSpec]) -> dict[str, int]:
-    """Return the size of each axis; 1 if no key states one."""
+    """Return the size of each axis; 1 if no key states it."""
     return {axis: _size(specs, axis) for axis in AXES}
 
 

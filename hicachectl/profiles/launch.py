@@ -1,4 +1,4 @@
-"""Read the command that launches a server: a text, a script, a container, or a running process.
+"""Read the command that launches a server, from a text, a script, a container or a process.
 
 Nothing is executed.
 """
@@ -33,18 +33,18 @@ from hicachectl.profiles.shell_words import SEVERAL_WORDS, Command, ScriptReader
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-# Bytes of a script, a file of flags or a process's command line.
+# Most bytes of a script, a file of flags or a process's command line.
 _MAX_BYTES = 256 << 10
-_DEEPEST_SCRIPT = 4  # `bash -c` in `bash -c` …
-_DEEPEST = 64  # nested lists and mappings of YAML
-_MOST_YAML = 4 << 20  # characters, with those that aliases repeat
+_DEEPEST_SCRIPT = 4  # most scripts inside one another, such as `bash -c` in `bash -c`
+_DEEPEST = 64  # most lists and mappings of YAML inside one another
+_MOST_YAML = 4 << 20  # most characters of YAML, with those that aliases repeat
 _PROCESS = re.compile(r"pid:([0-9]{1,10})")
 _VARIABLE = re.compile(r"(?:--env=|-e)?(SGLANG_\w+)=(.*)", re.DOTALL)  # `env` and `docker run`
-# What Kubernetes, Compose and Helm put into a container's words.
+# References that Kubernetes, Compose and Helm replace in the words of a container.
 _REFERENCE = re.compile(r"(?<!\$)\$\(([A-Za-z_]\w*)\)|\$\{[^}]*\}|\{\{.*?\}\}")
 _SET_ELSEWHERE = "the file does not set it"
 _LOGGED = re.compile(r"server_args=((?:ServerArgs\(|\{).*)")
-_MOST_LAUNCHES = 16  # for which profiles are made
+_MOST_LAUNCHES = 16  # most launch commands for which profiles are made
 _HUGE_NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxX_:]{1000}")
 _MODULE = "sglang.launch_server"
 # Programs that do not pass on the environment that a script exports.
@@ -57,12 +57,12 @@ _EXTRA = "hicache_storage_backend_extra_config"
 class Launch:
     """A server's command line, or the arguments that its log shows.
 
-    arguments: words behind the program.
-    environment: variables of SGLang that are set with it.
-    folder: where the server runs.
-    root: its file system, as this process sees it.
-    unknown: parts of the words and the environment that the text does not tell, with the reason.
-    logged: fields of ServerArgs that a server's log shows, after SGLang's changes.
+    arguments: words after the program.
+    environment: SGLang's environment variables that the command sets.
+    folder: working directory of the server.
+    root: root directory of the server, as this process sees it.
+    unknown: parts of the words and the environment of which the value is unknown, with the reason.
+    logged: fields of ServerArgs in a server's log, after SGLang's changes; None without a log.
     """
 
     arguments: tuple[str, ...]
@@ -87,9 +87,10 @@ def profile_from_launch(
 ) -> ServerProfile:
     """Return the profile of the server that a launch command starts.
 
-    text: see `read_launches`. The other arguments are those of `profile_from_server`. Raises
-    UsageError unless all launch commands give one profile, FormatError, and ProfileError naming the
-    flag at fault.
+    text: see `read_launches`.
+    Other arguments as in `profile_of_replies`.
+    Raises UsageError unless all launch commands give the same profile, FormatError, and
+    ProfileError that names the faulty flag.
     """
     launches = read_launches(text)
     if len(launches) <= _MOST_LAUNCHES:
@@ -113,7 +114,7 @@ def _profile_of(
     given: Mapping[str, Any],
 ) -> ServerProfile:
     version = given.get("sglang", "")
-    # What is given may be unknown in the command.
+    # An option can state a value that is unknown in the command.
     replaced = {flag.argument: given[flag.field] for flag in OPTIONS if flag.field in given}
     replaced.pop("", None)
     if launch.logged is not None:
@@ -128,7 +129,7 @@ def _profile_of(
         )
 
     def places(name: str) -> Iterator[Path]:
-        """Yield a path of the server, and the snapshot in this user's Hub cache."""
+        """Yield the places of a model: its path on the server, and this user's Hub cache."""
         yield launch.path(name)
         if snapshot := hub_snapshot(name):
             yield snapshot
@@ -142,8 +143,13 @@ def _profile_of(
 def read_launches(text: str) -> list[Launch]:
     """Return the distinct launch commands of a text, at least one.
 
-    text: the command as in a shell, or its words as a JSON list; the path of a file, with or
-    without "@", with a script, such a list, a server's log, or YAML with a container; or `pid:N`.
+    text: one of these:
+
+    - the command as in a shell, or its words as a JSON list
+    - the path of a file, with or without "@", that has a script, such a list, a server's log, or
+    YAML with a container
+    - `pid:N` for a running process
+
     Raises UsageError, FormatError.
     """
     if match := _PROCESS.fullmatch(text):
@@ -164,7 +170,8 @@ def read_launches(text: str) -> list[Launch]:
 
 
 def _some(launches: Iterator[Launch], where: str, text: str) -> list[Launch]:
-    # A script can have thousands, so texts that only equal launches have tell which are equal.
+    # A script can have thousands of launches. A text that is the same for equal launches finds the
+    # distinct ones.
     by_text = {repr((one.arguments, dict(one.environment), one.logged)): one for one in launches}
     found = list(by_text.values())
     if found:
@@ -183,7 +190,7 @@ def _launches(text: str) -> Iterator[Launch]:
         for match in logged:
             yield _of_log(match[1])
         return
-    # A list ends with its bracket; the test of a shell, `[ … ]`, is followed by a command.
+    # A list ends the text with its bracket. After a shell's test, `[ … ]`, a command follows.
     if text.lstrip().startswith("[") and text.rstrip().endswith("]"):
         words = parse_json(text, "the list of words")
         for word in words:
@@ -198,9 +205,9 @@ def _launches(text: str) -> Iterator[Launch]:
 def _of_words(
     command: Command, variables: Mapping[str, str | None], depth: int = 0
 ) -> Iterator[Launch]:
-    """Yield the launch command that a command is, or has in a script of its own (`bash -c`).
+    """Yield the launch command that a command is, or those in its own script (`bash -c`).
 
-    variables: the environment of such a script, as far as it is known.
+    variables: environment of such a script, as far as it is known.
     depth: number of scripts around the command.
     """
     words = command.words
@@ -218,7 +225,7 @@ def _of_words(
     scripts = [" ".join(words[words.index("eval") + 1 :])] if "eval" in words else words
     for script in scripts if depth < _DEEPEST_SCRIPT and found is None else ():
         if "sglang" in script and len(script.split()) > 1:
-            # Text that is unknown can change any variable.
+            # Unknown text can change any variable.
             is_known = not any(part in script for part in unknown)
             reader = ScriptReader({**variables, **given} if is_known else None, trusts=is_known)
             for inner in reader.commands(script):
@@ -226,7 +233,7 @@ def _of_words(
 
 
 def _of_log(text: str) -> Launch:
-    """Return the launch of a line of a server's log: `ServerArgs(name=value, …)`, or a dict."""
+    """Return the launch in a line of a server's log: `ServerArgs(name=value, …)`, or a dict."""
     try:
         parsed = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -244,16 +251,16 @@ def _of_log(text: str) -> Launch:
     for name, value in pairs:
         try:
             fields[str(name)] = ast.literal_eval(value)
-        except ValueError:  # an object of SGLang's
+        except ValueError:  # the value is an object of SGLang
             fields[str(name)] = ast.unparse(value)
             unknown[fields[str(name)]] = "the log does not show its value"
     return Launch((), unknown=unknown, logged=fields)
 
 
 def _server_arguments(words: Sequence[str]) -> tuple[str, ...] | None:
-    """Return the words behind the program that launches a server; None if there is none.
+    """Return the words after the program that launches a server; None if there is none.
 
-    A list that begins with a flag is what a container gives to its entry point.
+    A list that begins with a flag has the arguments that a container gives to its entry point.
     """
     if words and words[0].startswith("--model"):
         return tuple(words)
@@ -267,7 +274,7 @@ def _server_arguments(words: Sequence[str]) -> tuple[str, ...] | None:
 
 
 def _of_serve(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the arguments of `sglang serve`, which also takes the model as its first word.
+    """Return the arguments of `sglang serve`, which may have the model as first word.
 
     Source: SGLang cli/serve.py.
     """
@@ -282,11 +289,11 @@ def _of_serve(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _launches_of_yaml(text: str) -> Iterator[Launch]:
-    """Yield the launch commands of the containers in YAML documents, such as Kubernetes has."""
+    """Yield the launch commands of containers in YAML documents, such as Kubernetes'."""
     for document in _parse_yaml(text):
         for container in _containers(document):
             environment = _container_environment(container)
-            # Compose puts the variables of its own shell into words, not those of the container.
+            # Compose replaces the variables of its own shell in words, not the container's.
             is_compose = "environment" in container
             variables = {
                 name: value
@@ -304,7 +311,7 @@ def _launches_of_yaml(text: str) -> Iterator[Launch]:
 
 
 def _commands(stated: Any, environment: Mapping[str, str | None]) -> Iterator[Command]:
-    """Yield a container's command or args: a list of words, or a text as in a shell."""
+    """Yield the commands of a container's command or args: a list of words, or a shell's text."""
     if isinstance(stated, str):
         yield from ScriptReader().commands(stated)
     for word in stated if isinstance(stated, list) else ():
@@ -314,7 +321,10 @@ def _commands(stated: Any, environment: Mapping[str, str | None]) -> Iterator[Co
 
 
 def _containers(document: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the mappings with a command or args, at any depth; a list of words alone is args."""
+    """Yield the mappings that have a command or args, at any depth.
+
+    A list of words alone counts as args.
+    """
     if isinstance(document, dict):
         own = document.keys() & {"command", "args"}
         if own:
@@ -331,7 +341,7 @@ def _containers(document: Any) -> Iterator[Mapping[str, Any]]:
 def _container_environment(container: Mapping[str, Any]) -> dict[str, str | None]:
     """Return the variables of a container of Kubernetes (`env`) or Compose (`environment`).
 
-    The value of one that is set elsewhere is None.
+    The value is None if it is set elsewhere.
     """
     stated = container.get("env") or container.get("environment") or []
     if isinstance(stated, dict):
@@ -350,7 +360,7 @@ def _container_environment(container: Mapping[str, Any]) -> dict[str, str | None
 
 
 def _of_process(number: int) -> list[Launch]:
-    """Return the command line of a running process, and of its environment what is SGLang's."""
+    """Return the launch of a running process, with its command line and SGLang's variables."""
     place = Path(f"/proc/{number}")
     if not place.is_dir():
         raise UsageError(f"pid:{number}: no such process on this machine; see ps -ef")
@@ -375,9 +385,10 @@ def _null_separated(path: Path) -> list[str]:
 def read_arguments(
     arguments: Sequence[str], path_of: Callable[[str], Path] = Path
 ) -> dict[str, Any]:
-    """Return the fields of ServerArgs that arguments state, themselves or by their --config.
+    """Return the fields of ServerArgs that arguments, or the file of their --config, state.
 
-    path_of: returns a path of the server as seen from here. Raises UsageError, FormatError.
+    path_of: function that returns a path of the server as this process sees it.
+    Raises UsageError, FormatError.
     """
     words = list(arguments)
     if "--config" in words:
@@ -393,7 +404,7 @@ def read_arguments(
 
 
 def _stated(launch: Launch) -> dict[str, Any]:
-    """Return the fields of ServerArgs that a command states; options of its store as a mapping."""
+    """Return the fields of ServerArgs that a command states. Options of its store are a mapping."""
     switches = {name for flag in recorded().flags if flag.values == 0 for name in flag.names}
     for before, word in zip(("", *launch.arguments), launch.arguments, strict=False):
         is_value = before.startswith("-") and "=" not in before and before not in switches
@@ -413,7 +424,7 @@ def _stated(launch: Launch) -> dict[str, Any]:
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
-    """Read a JSON, TOML or YAML file with named values, as SGLang takes them."""
+    """Read a JSON, TOML or YAML file of named values, as SGLang does."""
     data = read_bounded(path, _MAX_BYTES, what="a file of flags")
     suffix = path.suffix.lower()
     if suffix == ".json":
@@ -431,15 +442,15 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _is_huge(scalar: Any) -> bool:
-    """Return whether YAML has a number that takes long to read, or that no text can show."""
+    """Return whether a YAML scalar is a number too long to read fast, or to show as text."""
     is_text = bool(scalar.style) and scalar.tag is None
     return not is_text and _HUGE_NUMBER.match(scalar.value) is not None
 
 
 def _check_bounds(events: Iterator[Any]) -> None:
     """Raise FormatError for YAML that takes much memory or time to read."""
-    sizes: dict[str | None, int] = {}  # characters of each anchor, with those of aliases in it
-    open_: list[tuple[str | None, int]] = []  # anchors of collections, and the sizes before them
+    sizes: dict[str | None, int] = {}  # characters of each anchor, with aliases replaced
+    open_: list[tuple[str | None, int]] = []  # anchors of open collections, and sizes before them
     size = 0
     for event in events:
         kind = type(event).__name__
@@ -467,7 +478,7 @@ def _check_bounds(events: Iterator[Any]) -> None:
 
 
 def _parse_yaml(text: str) -> list[Any]:
-    """Parse YAML documents of bounded depth, whose aliases repeat a bounded text."""
+    """Parse YAML documents of bounded depth and size, also with aliases replaced."""
     try:
         import yaml
     except ImportError:
@@ -479,7 +490,7 @@ def _parse_yaml(text: str) -> list[Any]:
     try:
         _check_bounds(yaml.parse(text, loader))
         return list(yaml.load_all(text, loader))
-    except yaml.MarkedYAMLError as error:  # its text has the line, and perhaps a password
+    except yaml.MarkedYAMLError as error:  # its text quotes the line, perhaps with a password
         line = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
         raise FormatError(f"not YAML: {line}{error.problem}"[:200]) from error
     except (yaml.YAMLError, ValueError) as error:

@@ -3,10 +3,10 @@
     python probe.py FLAG… > profile.toml
 
 Run it in the server's environment, on a machine with the server's GPU, with the flags and the
-environment variables of the server. It needs SGLang 0.5.23, and nothing of hicachectl. Pools, sizes
-and layers are SGLang's own answers: ServerArgs, ModelConfig, KVCacheConfigurator, the speculative
-workers' draft plan and the stack strategies, on the meta device. Comments in the profile say what
-is uncertain. Exit code 2: SGLang, or a rule of profiles, refuses; the words are on stderr.
+environment variables of the server. It needs SGLang 0.5.23, but not hicachectl. SGLang's own code
+gives pools, sizes and layers: ServerArgs, ModelConfig, KVCacheConfigurator, the speculative
+workers' draft plan and the stack strategies, on the meta device. Comments in the profile say which
+facts are uncertain. The exit code is 2 if SGLang or a rule of profiles refuses; stderr says why.
 """
 
 from __future__ import annotations
@@ -37,7 +37,12 @@ _STATED_LAYERS = re.compile(r"self\.start_layer\b[^=\n]*=[^=]")
 
 
 class Rank(NamedTuple):
-    """The first TP rank of a pipeline stage. tp, pp: sizes."""
+    """First TP rank of a pipeline stage.
+
+    tp: TP size.
+    pp: number of pipeline stages.
+    stage: number of the stage, from 0.
+    """
 
     tp: int
     pp: int
@@ -47,9 +52,11 @@ class Rank(NamedTuple):
 class StoredPool(NamedTuple):
     """A pool that HiCache stores.
 
-    host: SGLang's host pool, whose buffers have no memory. layers: model layer numbers; a draft's
-    count from its first. packed: layers of drafts behind them. trailing: how many last pages of a
-    tree node have an object; 0 if all have.
+    host: SGLang's host pool, with buffers that have no memory.
+    layers: numbers of the model's layers; a draft's layers count from 0.
+    packed: number of draft layers after these.
+    trailing: number of pages at the end of a tree node that have an object; 0 if all pages have
+        one.
     """
 
     name: str
@@ -60,7 +67,7 @@ class StoredPool(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What a rank stores. runner: what ModelRunner has of its KV cache."""
+    """Pools that a rank stores. runner: object with ModelRunner's members about the KV cache."""
 
     runner: Any
     pools: tuple[StoredPool, ...]
@@ -99,9 +106,10 @@ def without_memory() -> Iterator[None]:
 
 
 def stored(server_args: Any, rank: Rank, enter: Callable[[str], None]) -> Stored:
-    """Return what one rank stores; raise what SGLang raises.
+    """Return the pools that one rank stores. Raises the exceptions of SGLang.
 
-    server_args: resolved ServerArgs. enter: called with the name of each step of SGLang's.
+    server_args: resolved ServerArgs.
+    enter: called with the name of each step of SGLang.
     """
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.runtime_context import publish
@@ -133,11 +141,11 @@ def _allocated(
     depth: int | None = None,
     draft_backend: str | None = None,
 ) -> Any:
-    """Return a configurator and the pools that it allocates, as ModelRunner has them.
+    """Return a configurator and the pools that it allocates, with the names of ModelRunner.
 
-    target: the target's runner, for a draft. depth: number of the step, for a draft with a runner
-        for each step.
-    draft_backend: the attention backend that a worker names for its draft.
+    target: runner of the target, if the model is a draft; else None.
+    depth: number of the step, for a draft with a runner for each step.
+    draft_backend: attention backend that a worker names for its draft.
     """
     from sglang.srt.configs.model_config import AttentionArch
     from sglang.srt.mem_cache import kv_cache_dtype
@@ -230,7 +238,7 @@ def _host_pools(runner: Any, plan: Any) -> tuple[StoredPool, ...]:
     from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler as assembler
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-    # As managers/scheduler.py and mem_cache/registry.py :: create_unified_radix_cache.
+    # Follows managers/scheduler.py and mem_cache/registry.py :: create_unified_radix_cache.
     configurator = runner.kv_cache_configurator
     components = {ComponentType.FULL: None}
     window = configurator.sliding_window_size
@@ -265,7 +273,7 @@ def _host_pools(runner: Any, plan: Any) -> tuple[StoredPool, ...]:
         spec.pool_name.value: spec.indices_from_pool.value for spec in (*result.sidecars, *specs)
     }
     trailing = {"swa": -(-(window or 0) // configurator.page_size), "mamba": 1}
-    # Controllers count layers from the first that the device pool states.
+    # Controllers count layers from the first layer of the device pool.
     first = getattr(runner.token_to_kv_pool, "start_layer", None) or 0
     return tuple(
         _stored_pool(
@@ -279,7 +287,7 @@ def _host_pools(runner: Any, plan: Any) -> tuple[StoredPool, ...]:
 
 def _stored_pool(entry: Any, first: int, trailing: int) -> StoredPool:
     mapped = [i for i in range(_MOST_LAYERS) if entry.layer_mapper(i) is not None]
-    if entry.name.value.startswith("draft"):  # all layers are of drafts
+    if entry.name.value.startswith("draft"):  # all layers belong to drafts
         return StoredPool(entry.name.value, entry.host_pool, tuple(range(len(mapped))), 0, trailing)
     packed = len(entry.packed_draft_device_pools)
     layers = tuple(first + i for i in mapped[: len(mapped) - packed])
@@ -287,19 +295,19 @@ def _stored_pool(entry: Any, first: int, trailing: int) -> StoredPool:
 
 
 def page_bytes(host: Any) -> int:
-    """Return the bytes of a page's object; of K and V together where no flat page exists."""
+    """Return the bytes of a page's object; where no flat page exists, those of K and V together."""
     if type(host).__name__ == "LogicalHostPool":
         return 0
     if type(host).__name__.startswith("Asymmetric"):
         both = sum(t.numel() * t.itemsize for t in (host.k_buffer, host.v_buffer))
         return int(both // host.page_num)
-    host.pin_memory = False  # refused by a machine without a GPU
+    host.pin_memory = False  # a machine without a GPU refuses pinned memory
     page = host.get_dummy_flat_data_page()
     return int(page.numel() * page.itemsize)
 
 
 def _draft_runners(server_args: Any, target: Any, enter: Callable[[str], None]) -> tuple[Any, ...]:
-    """Return the draft's runners as the speculative workers build them; none without a draft."""
+    """Return the draft's runners as speculative workers build them; empty without a draft."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.runtime_context import get_spec
     from sglang.srt.speculative.draft_worker_common import resolve_draft_worker_attention_backend
@@ -332,7 +340,7 @@ def _draft_runners(server_args: Any, target: Any, enter: Callable[[str], None]) 
 
 
 def _draft_plan(target: Any, drafts: tuple[Any, ...]) -> Any:
-    """Return the draft plan, and note packed drafts in the target's runner."""
+    """Return the draft plan. SGLang adds packed drafts to the target's runner."""
     from sglang.srt.speculative.base_spec_worker import BaseSpecWorker, HiCacheDraftPlan
 
     if not drafts:
@@ -358,7 +366,7 @@ def _draft_host_pools(
 ) -> tuple[list[Any], list[Any]]:
     """Return the sidecar specs and entries of the draft (maybe_register_hicache_draft).
 
-    transfers: the target's number of layers to transfer.
+    transfers: number of the target's layers to transfer.
     """
     from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
         build_hicache_draft_sidecars,
@@ -379,7 +387,7 @@ def _draft_host_pools(
 
 
 def _draft_stand_in(config: Any) -> Any:
-    """Return what SGLang asks of a draft before it allocates: its layers and quantisation."""
+    """Return an object with the draft's members that SGLang reads: layers and quantisation."""
     model_class, sources = _model_class(config.hf_config.architectures[0])
     return SimpleNamespace(
         mtp_layer_id_is_depth="mtp_layer_id_is_depth = True" in sources,
@@ -389,7 +397,10 @@ def _draft_stand_in(config: Any) -> Any:
 
 
 def _draft_layers(config: Any, model_class: type | None) -> dict[str, int]:
-    """Return the attributes by which a draft tells its layers; none of most (layer_setup.py)."""
+    """Return the attributes by which a draft states its layers (layer_setup.py).
+
+    Most drafts have no such attribute.
+    """
     from sglang.srt.models.dspark import DSparkDraftMixin
     from sglang.srt.speculative.dspark_components.dspark_config import parse_dspark_draft_config
 
@@ -424,7 +435,10 @@ def _as_rank(rank: Rank) -> Iterator[None]:
 
 
 def _stand_in(config: Any, rank: Rank) -> Any:
-    """Return what SGLang asks of a model: stages, the window and the quantisation."""
+    """Return an object with the model's members that SGLang reads.
+
+    These are the layers of its stage, the window and the quantisation.
+    """
     from sglang.srt.distributed.utils import get_pp_indices
 
     model_class, sources = _model_class(config.hf_config.architectures[0])
@@ -433,7 +447,7 @@ def _stand_in(config: Any, rank: Rank) -> Any:
     if rank.pp > 1 and states:
         stages = get_pp_indices(config.num_hidden_layers, rank.stage, rank.pp)
         model.start_layer, model.end_layer = stages
-    # Models without a pool of their own for window layers have the method too.
+    # Models without an own pool for window layers have the method, too, so check both.
     if config.is_hybrid_swa and hasattr(model_class, "get_attention_sliding_window_size"):
         asked = model_class.__new__(model_class)
         torch.nn.Module.__init__(asked)
@@ -451,7 +465,7 @@ def _stand_in(config: Any, rank: Rank) -> Any:
 
 
 def _quant_config(config: Any, model_class: type | None) -> Any:
-    """Return the quantisation that a loaded model would have, or None."""
+    """Return the quantisation that a loaded model would have; None without any."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader.loader import _get_quantization_config
 
@@ -461,7 +475,7 @@ def _quant_config(config: Any, model_class: type | None) -> Any:
 
 
 def keeps_quant_config(model_class: type | None) -> bool:
-    """Return whether a model's class keeps its quantisation, which decides the dtype for auto.
+    """Return whether a model's class keeps its quantisation, which decides the dtype `auto`.
 
     Source: mem_cache/kv_cache_dtype.py :: configure_kv_cache_dtype reads `model.quant_config`.
     """
@@ -477,10 +491,10 @@ def keeps_quant_config(model_class: type | None) -> bool:
 
 
 def takes_stages(architecture: str) -> bool:
-    """Return whether a model has the argument that ModelRunner requires for several stages."""
+    """Return whether a model has the argument that ModelRunner needs for several stages."""
     model_class, sources = _model_class(architecture)
     forward = getattr(model_class, "forward", None)
-    if forward is None:  # factories, and modules that this machine cannot import, have none
+    if forward is None:  # a factory, or a module that this machine cannot import
         return "pp_proxy_tensors" in sources
     return "pp_proxy_tensors" in inspect.signature(forward).parameters
 
@@ -494,11 +508,11 @@ def _words_on_stages() -> str:
 
 
 def _states_its_layers(model_class: type) -> bool:
-    """Return whether a model tells its runner the layers that it has.
+    """Return whether a model states its layers to its runner.
 
-    Where only a module deeper inside knows them, resolve_layer_indices takes all layers for each
-    stage, and NEXTN layers for a draft. A NextN model derives from its target's class, but the
-    module inside is another.
+    If only a module inside the model knows the layers, resolve_layer_indices takes all layers for
+    each stage, and the NEXTN layers for a draft. A NextN model derives from the class of its
+    target, but has another module inside.
     """
     tells = hasattr(model_class, "start_layer")
     for base in _bases(model_class):
@@ -512,7 +526,10 @@ def _states_its_layers(model_class: type) -> bool:
 
 
 def _model_class(architecture: str) -> tuple[Any, str]:
-    """Return a model's class, if it can be imported, and the source of it and SGLang's bases."""
+    """Return a model's class, or None if it cannot be imported, and its source.
+
+    The source includes that of the bases in SGLang.
+    """
     import sglang.srt.models as package
     from sglang.srt.models.registry import ModelRegistry
 
@@ -529,16 +546,16 @@ def _sources(model_class: type) -> str:
 
 
 def _bases(model_class: type) -> list[type]:
-    """Return a class and those of its bases that are SGLang's."""
+    """Return a class and its bases in SGLang."""
     return [x for x in inspect.getmro(model_class) if x.__module__.startswith("sglang.")]
 
 
 class Refused(Exception):
-    """No profile can describe this server; the words say why."""
+    """No profile can describe this server, for the reason in the text."""
 
 
 def main(arguments: list[str]) -> int:
-    """Print the profile of a server with these command-line arguments; return the exit code."""
+    """Print the profile of a server with these command-line arguments. Return the exit code."""
     steps = ["arguments"]
     try:
         with contextlib.redirect_stdout(sys.stderr), without_memory():
@@ -546,7 +563,7 @@ def main(arguments: list[str]) -> int:
     except Refused as error:
         print(f"probe: {error}", file=sys.stderr)
         return 2
-    except Exception as error:  # whatever SGLang raises is its refusal
+    except Exception as error:  # SGLang refuses flags with exceptions of many types
         words = f"{type(error).__name__}: {error}"
         print(f"probe: SGLang refuses ({steps[-1]}): {words}", file=sys.stderr)
         return 2
@@ -555,7 +572,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _server_arguments(arguments: list[str]) -> Any:
-    """Return the resolved ServerArgs of a server with HiCache and few slots."""
+    """Return the resolved ServerArgs of a server with HiCache and few state slots."""
     from sglang.srt.server_args import prepare_server_args
 
     small = ("--max-mamba-cache-size", str(STATE_SLOTS), "--max-running-requests", "2")
@@ -660,7 +677,7 @@ def _check_ranks(
 
 
 def _partition(whole: Stored, pp: int) -> list[int]:
-    """Return the layers of each stage, where a profile would not derive them."""
+    """Return the layers of each stage; empty if a profile derives the same layers."""
     from sglang.srt.distributed.utils import get_pp_indices
 
     layers = whole.runner.model_config.num_hidden_layers
@@ -674,10 +691,10 @@ def _partition(whole: Stored, pp: int) -> list[int]:
 def _described(
     runner: Any, pool: StoredPool, stages: list[Stored], tp: int, replicated: bool
 ) -> tuple[dict[str, Any], str]:
-    """Return a pool's fields in a profile, and a comment or "".
+    """Return the fields of a pool in a profile, and a comment or "".
 
-    A pool has a form that hicachectl knows only if that form gives the bytes that each stage's host
-    pool has.
+    A pool gets a kind with known bytes only if that kind gives the bytes of each stage's host pool.
+    Otherwise it is opaque.
     """
     form = _FORMS.get(type(pool.host).__name__)
     row = form(runner, pool) if form else {}
@@ -741,7 +758,7 @@ def _mamba_form(runner: Any, pool: StoredPool) -> dict[str, Any]:
 
 
 def _channels(config: Any, host: Any) -> list[dict[str, Any]]:
-    """Return how TP divides each convolution: the fields of its state but shape and dtype."""
+    """Return how TP divides each convolution: the fields of its state without shape and dtype."""
     shape = config.mamba2_cache_params.shape
     axis = getattr(shape, "conv_slice_axis", 0)
     divided: dict[str, Any] = {"shard_axis": axis} if axis else {}
@@ -750,9 +767,10 @@ def _channels(config: Any, host: Any) -> list[dict[str, Any]]:
     if groups:
         divided["groups"] = groups
     elif channels > inner:  # x, B and C of Mamba2
-        rest = host.conv_buffer[0].shape[3 + axis] - inner  # conv_dim counts copies at TP > 1
+        # The buffer has one copy of each group, while conv_dim counts all copies at TP > 1.
+        rest = host.conv_buffer[0].shape[3 + axis] - inner
         divided["groups"] = [inner, rest // 2, rest // 2]
-        if rest == 2 * shape.state_size:  # one group, of which each rank has a copy
+        if rest == 2 * shape.state_size:  # a single group, of which each rank has a copy
             divided["whole"] = [1, 2]
     return [divided] * len(host.conv_buffer or ())
 
@@ -771,7 +789,7 @@ def _inkling_convolutions(config: Any, _host: Any) -> list[dict[str, Any]]:
     return [{"shard_axis": 1, **one} for one in divided]
 
 
-# By class of SGLang's config: convolutions that are divided in other ways than by channel groups.
+# Functions by class of SGLang's config, for convolutions that TP does not divide by channel groups.
 _CONVOLUTIONS: dict[str, Callable[[Any, Any], list[dict[str, Any]]]] = {
     "ZayaConfig": _zaya_convolutions,
     "InklingModelConfig": _inkling_convolutions,
@@ -779,7 +797,7 @@ _CONVOLUTIONS: dict[str, Callable[[Any, Any], list[dict[str, Any]]]] = {
 
 
 def _state(buffer: torch.Tensor, divided: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state of a host buffer, [slots, layers, 1, …] in any layout."""
+    """Return the fields of a state. buffer: host buffer, [slots, layers, 1, …] in any layout."""
     return {"shape": list(buffer.shape[3:]), "dtype": _name(buffer.dtype), **divided}
 
 
@@ -790,7 +808,7 @@ def _layers(pool: StoredPool) -> dict[str, Any]:
 
 
 def _dtype(runner: Any, pool: StoredPool) -> str:
-    """Return the dtype of K and V; host pools hold fp8 as uint8."""
+    """Return the dtype of K and V. Host pools hold fp8 as uint8, so the runner states it."""
     own = pool.host.dtype
     return _name(runner.kv_cache_dtype if own == torch.uint8 else own)
 
@@ -800,7 +818,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _form_bytes(row: Mapping[str, Any], pool: StoredPool, page_size: int, tp: int) -> int:
-    """Return the bytes of a rank's object by the form that a profile states; -1 if none."""
+    """Return the bytes of a rank's object by its fields in a profile; -1 if they do not divide."""
     layers = len(pool.layers) + pool.packed
     if row["kind"] == "logical":
         return 0
@@ -823,7 +841,7 @@ def _form_bytes(row: Mapping[str, Any], pool: StoredPool, page_size: int, tp: in
 
 
 def _share_bytes(state: Mapping[str, Any], tp: int) -> int:
-    """Return the bytes of a rank's share of a state; -1 if its groups do not divide."""
+    """Return the bytes of a rank's share of a state; -1 if TP does not divide its groups."""
     axis, least = state.get("shard_axis", 0), state.get("least", 0)
     groups = state.get("groups") or [state["shape"][axis]]
     ranks = min(tp, groups[0] // least) if least else tp
@@ -836,7 +854,7 @@ def _share_bytes(state: Mapping[str, Any], tp: int) -> int:
     return int(items * getattr(torch, state["dtype"]).itemsize)
 
 
-# By class of SGLang's host pool. Other classes are opaque.
+# Functions by class of SGLang's host pool. Pools of other classes are opaque.
 _FORMS: dict[str, Callable[[Any, StoredPool], dict[str, Any]]] = {
     "MHATokenToKVPoolHost": _mha_form,
     "AsymmetricMHATokenToKVPoolHost": _mha_form,

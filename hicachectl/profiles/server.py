@@ -31,16 +31,20 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
 
 API_KEY_VARIABLE = "HICACHECTL_API_KEY"
-MAX_REPLY_BYTES = 32 << 20  # a real reply has about 50 KB per attention-DP rank
+MAX_REPLY_BYTES = 32 << 20  # a real reply has about 50 KB for each attention-DP rank
 MAX_CONFIG_BYTES = 32 << 20
-_MOST_POOLS = 256  # entries of a key layout that are read
+_MOST_POOLS = 256  # most entries of a key layout that are read
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerReplies:
-    """Parsed `/server_info` and, if the server has it, `/get_hicache_l3_cache_layout`."""
+    """Replies of a server.
+
+    info: reply to `/server_info`.
+    layout: reply to `/get_hicache_l3_cache_layout`; None if the server lacks it.
+    """
 
     info: Mapping[str, Any]
     layout: Mapping[str, Any] | None
@@ -48,7 +52,11 @@ class ServerReplies:
 
 @dataclass(frozen=True, slots=True)
 class ServerProfile:
-    """Profile of a live server without its weights, its flags, and warnings to show."""
+    """Profile of a server without its weights.
+
+    deployment: flags and settings of the server.
+    warnings: warnings to show.
+    """
 
     profile: Profile
     deployment: ServerDeployment
@@ -58,14 +66,16 @@ class ServerProfile:
 def fetch_server(url: str, option: str = "--server", *, timeout_s: float = 10.0) -> ServerReplies:
     """Fetch the deployment and key layout of a server.
 
-    url: `http://host:port`, or https. option: named in messages. timeout_s: for each whole request.
-    Raises UsageError for a bad URL, StoreUnavailable if no answer is usable.
+    url: `http://host:port`, or https.
+    option: option that messages name.
+    timeout_s: time limit of each whole request.
+    Raises UsageError for a bad URL, and StoreUnavailable if no answer is usable.
     """
     service, base = server_service(url, option, timeout_s=timeout_s)
     try:
         info = _get_json(service, f"{base}/server_info")
         if info is None:
-            info = _get_json(service, f"{base}/get_server_info")  # older name
+            info = _get_json(service, f"{base}/get_server_info")  # name in older releases
         if info is None:
             what = f"has neither /server_info nor /get_server_info; {service.hint}"
             raise service.lost(what)
@@ -79,8 +89,10 @@ def server_service(
 ) -> tuple[HttpService, str]:
     """Return a client of an SGLang server, and the path of its endpoints.
 
-    option: named in messages. api_key: default from HICACHECTL_API_KEY. timeout_s: see
-    `fetch_server`. Raises UsageError for a malformed URL or key.
+    option: option that messages name.
+    api_key: key of the server; None for the value of HICACHECTL_API_KEY.
+    timeout_s: see `fetch_server`.
+    Raises UsageError for a malformed URL or key.
     """
     parts = urlsplit(checked_url(url, option))
     key = checked_key(api_key if api_key is not None else os.environ.get(API_KEY_VARIABLE, ""))
@@ -101,7 +113,8 @@ def server_service(
 def profile_from_server(url: str, *, timeout_s: float = 10.0, **given: Any) -> ServerProfile:
     """Return the profile of a live server.
 
-    given: arguments of `profile_of_replies`. Raises its errors and those of `fetch_server`.
+    given: arguments of `profile_of_replies`.
+    Raises the errors of `profile_of_replies` and `fetch_server`.
     """
     return profile_of_replies(fetch_server(url, timeout_s=timeout_s), **given)
 
@@ -113,11 +126,13 @@ def profile_of_replies(
     draft_model_config: Path | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> ServerProfile:
-    """Return the profile of a server by its replies.
+    """Return the profile of a server from its replies.
 
-    model_config: the model's config.json or its directory; default: the server's `model_path`, if a
-    local directory. overrides: fields of DeploymentFlags that replace the server's. Raises
-    ProfileError if sizes are unknown.
+    model_config: config.json of the model, or its directory; None for the server's `model_path`, if
+        that is a local directory.
+    draft_model_config: the same for a separate draft model.
+    overrides: fields of DeploymentFlags that replace those of the server.
+    Raises ProfileError if sizes are unknown.
     """
     server = flags_from_server_info(replies.info)
     paths = local_models(server, (model_config, draft_model_config), _absolute)
@@ -126,7 +141,7 @@ def profile_of_replies(
     try:
         profile = profile_from_config(config, flags, source=str(paths[0]))
     except ProfileError as error:
-        why = str(error).removesuffix(f"; {RUN_PROBE}")  # _told says it, too
+        why = str(error).removesuffix(f"; {RUN_PROBE}")  # `_told` adds this next step itself
         raise ProfileError(f"{why}; {_told(flags, told_pools(replies.layout))}") from error
     others = _contradictions(profile, replies.layout or {})
     return ServerProfile(profile, server, (*server.notes, *others))
@@ -135,7 +150,7 @@ def profile_of_replies(
 def read_model_config(path: Path) -> dict[str, Any]:
     """Read a config.json, or the config.json in a directory. Raises ProfileError.
 
-    A ModelOpt `hf_quant_config.json` in the same directory is put in, as `hf_quant_config`.
+    A ModelOpt `hf_quant_config.json` in the same directory becomes the member `hf_quant_config`.
     """
     file = path / "config.json" if path.is_dir() else path
     config = _read_json(file)
@@ -146,9 +161,9 @@ def read_model_config(path: Path) -> dict[str, Any]:
 
 
 def told_pools(layout: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the hit policy of each pool in a server's key layout; none but on Mooncake.
+    """Return the hit policy of each pool in a server's key layout. Only Mooncake has such a layout.
 
-    Source: MooncakeStore.describe_l3_object_layout. There is an entry for each pipeline stage.
+    Source: MooncakeStore.describe_l3_object_layout. It has an entry for each pipeline stage.
     """
     described = layout.get("hicache_object_layout") if layout else None
     pools = described.get("pools") if isinstance(described, Mapping) else None
@@ -160,9 +175,10 @@ def told_pools(layout: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def _contradictions(profile: Profile, layout: Mapping[str, Any]) -> list[str]:
-    """Return a message for each fact of a server's key layout that the profile contradicts.
+    """Return a message for each fact in a server's key layout that the profile contradicts.
 
-    The layout states what the server does; options can have replaced flags in the profile.
+    The layout shows what the server really does, while options may have replaced flags in the
+    profile.
     """
     described = layout.get("hicache_object_layout")
     described = described if isinstance(described, Mapping) else {}
@@ -196,7 +212,7 @@ def _key_prefix(profile: Profile) -> str:
 
 
 def _told(flags: DeploymentFlags, pools: Mapping[str, str]) -> str:
-    """Say what a server told of a model without a profile, what is missing, and what to do."""
+    """Return a message for a model without a profile: facts from the server, and the next step."""
     facts = {
         "model": flags.model, "sglang": flags.sglang, "page_size": flags.page_size,
         "layout": normalised_layout(flags), "tp": attention_tp(flags), "pp": flags.pp,
@@ -217,8 +233,8 @@ def local_models(
 ) -> tuple[Path, Path | None]:
     """Return the config or directory of a server's model, and of its separate draft model.
 
-    configs: these of the options, None where no option gives it.
-    places: returns where a model that the server names can be on this machine.
+    configs: config or directory of the model and of the draft in the options; None if not given.
+    places: function that returns the places on this machine where a model of the server can be.
     Raises ProfileError for a model that is not on this machine.
     """
 
@@ -241,9 +257,12 @@ def local_models(
 def read_models(
     paths: tuple[Path, Path | None], flags: DeploymentFlags, settings: Mapping[str, Any]
 ) -> tuple[dict[str, Any], DeploymentFlags]:
-    """Return a model's config, changed by a server's settings, and the flags with the draft's.
+    """Read the configs of a server's model and draft.
 
-    paths: the model's config or directory, and the draft's. Raises ProfileError.
+    paths: config or directory of the model and of the draft.
+    Return the model's config, changed by the server's settings, and the flags with the draft's
+    config.
+    Raises ProfileError.
     """
     model, draft = paths
     if draft is not None:
@@ -252,15 +271,18 @@ def read_models(
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a path is a file; False if it cannot be a path."""
+    """Return whether a path is a file. False for a text that cannot be a path."""
     try:
         return path.is_file()
-    except (OSError, ValueError):  # too long, or with a null character
+    except (OSError, ValueError):  # the text is too long, or has a null character
         return False
 
 
 def _absolute(model_path: str) -> Iterable[Path]:
-    """Return a server's path; none if relative: in its working directory, or on the Hub."""
+    """Return an absolute path of a server in a list.
+
+    A relative path is in the server's working directory or on the Hub, so the list is then empty.
+    """
     path = Path(model_path)
     return [path] if path.is_absolute() else []
 
@@ -274,10 +296,10 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def checked_url(url: str, option: str = "--server") -> str:
-    """Return a server's URL in one normal form, safe to show.
+    """Return a server's URL in one normal form that is safe to show.
 
-    option: named in messages. Raises UsageError for a URL that is malformed or has credentials, a
-    query or a fragment.
+    option: option that messages name.
+    Raises UsageError for a URL that is malformed, or has credentials, a query or a fragment.
     """
     parts = service_url(url)
     if parts is None:
@@ -296,7 +318,7 @@ def checked_url(url: str, option: str = "--server") -> str:
 def checked_key(key: str) -> str:
     """Return the stripped key. Raises UsageError if it is not printable ASCII.
 
-    http.client's own refusal would quote the key.
+    Such a key must not reach http.client, of which the error message would show the key.
     """
     key = key.strip()
     if not (key.isascii() and key.isprintable()):

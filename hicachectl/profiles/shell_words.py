@@ -1,9 +1,9 @@
-"""Split the text of a shell into commands, and put in the values of its plain variables.
+"""Split the text of a shell into commands, and replace its plain variables by their values.
 
-Nothing is executed, and no branch, loop or function is followed. A variable is plain if the text
-names it once, where a statement of its own assigns it at top level, and if no other statement can
-run text that is not in this one. Reading its value is no naming. All other expansions stay as they
-are written, and the command that has them names them.
+Nothing is executed, and no branch, loop or function is followed. A variable is plain if only one
+place in the text names it, apart from places that read its value; if that place is a top-level
+statement that assigns it; and if no other statement can run text from elsewhere. All other
+expansions stay as they are written, and their command lists them as unknown.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SEVERAL_WORDS = "bash can replace it by several words; put it in quotes"
 _ONLY_RUN = "only an execution tells it"
-_MOST_EXPANDED = 1 << 20  # characters, in all expansions of a text
+_MOST_EXPANDED = 1 << 20  # most characters of all expansions of a text
 _BLANK = re.compile(r"(?:[ \t]|\\\n)*(?:#[^\n]*)?")
 _SPACE = re.compile(r"[ \t\n]+")
 _REDIRECTION = re.compile(r"[0-9]*(&>>?|>>|>\||>&|<&|<<<|<<-?|<>|[<>](?!\())", re.ASCII)
@@ -40,7 +40,7 @@ _NESTED = re.compile(
 _CLOSERS = {"(": ")", "{": "}", '"': '"', "`": "`"}
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(\[[@*]\])?\})", re.ASCII)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?\+?=", re.ASCII)
-# Outside quotes, bash can put names of files, several words, or a home directory in their place.
+# Patterns that bash, outside quotes, can replace by file names, several words or a home directory.
 _PATTERN = re.compile(r"[*?\[]|\{.*(?:,|\.\.).*\}|(?:^|[=:])~", re.DOTALL)
 _ENDS = {
     "if": "fi",
@@ -50,11 +50,11 @@ _ENDS = {
 }
 _SKIPPED = ("then", "do", "else", "elif", "!", "time")
 _DECLARERS = ("declare", "export", "local", "readonly", "typeset")
-# Expansions that leave their variable unchanged, and flags, which name no variable.
+# Expansions that only read their variable, and flags, which name no variable.
 _READS = re.compile(r"\$(?:\w+|\{#?[A-Za-z_]\w*(?:\[[@*]\])?(?=\}|:?[-+?]|[%#/^,@]))", re.ASCII)
 _FLAG = re.compile(r"(?<![^\s=])--[A-Za-z][\w-]*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-# Statements that run text which they do not show, and those that change variables unnamed.
+# Statements that run text from elsewhere, and statements that change variables without naming them.
 _RUNS_TEXT = re.compile(
     r"(?<![\w./-])(?:alias|enable|eval|source)(?![\w./=-])|(?<![^\s;&|(){}])\.\s+[^\s-]", re.ASCII
 )
@@ -71,11 +71,11 @@ _OF_BASH = re.compile(
 
 
 class _Piece(NamedTuple):
-    """A part of a word.
+    """A piece of a word.
 
-    text: its characters without quotes, or the expansion as it is written.
-    expands: whether it is an expansion.
-    quoted: whether it stands in quotes.
+    text: characters without quotes, or the expansion as it is written.
+    expands: whether the piece is an expansion.
+    quoted: whether the piece stands in quotes.
     """
 
     text: str
@@ -86,9 +86,9 @@ class _Piece(NamedTuple):
 class _Word(NamedTuple):
     """A word of a text.
 
-    raw: the word as it is written; of an array only its name and "=".
-    pieces: its parts, in order.
-    items: the words of the array that it assigns; None for other words.
+    raw: the word as it is written; for an array assignment, only the name and "=".
+    pieces: pieces of the word, in order.
+    items: words of the array that the word assigns; None for any other word.
     """
 
     raw: str
@@ -103,11 +103,11 @@ class _Word(NamedTuple):
 class _Statement(NamedTuple):
     """A simple command, without the reserved words before it.
 
-    words: its words, in order.
-    others: texts beside the words that can name a variable.
-    line: number of the line on which it ends.
-    top: whether bash executes it always, once, and in its own process.
-    foreign: whether it can run text that is not in this one.
+    words: words of the command, in order.
+    others: other texts, such as here-documents, that can name a variable.
+    line: number of the line on which the statement ends.
+    top: whether bash surely executes it once, in its own process.
+    foreign: whether it can run text from elsewhere.
     """
 
     words: list[_Word]
@@ -120,9 +120,9 @@ class _Statement(NamedTuple):
 class Command(NamedTuple):
     """A command of a text.
 
-    words: the words, with the values of plain variables.
-    environment: variables of SGLang that the text sets for the command.
-    unknown: expansions that stay in words and environment, with the reason.
+    words: words of the command, with plain variables replaced by their values.
+    environment: SGLang's variables that the text sets for the command.
+    unknown: expansions that stay in the words and the environment, with the reason.
     """
 
     words: tuple[str, ...]
@@ -136,14 +136,15 @@ class ScriptReader:
     def __init__(
         self, variables: Mapping[str, str | None] | None = None, *, trusts: bool = True
     ) -> None:
-        """variables: the environment before the text begins; None is an unknown value.
+        """Prepare.
 
-        trusts: the text has no parts that were not read, which could change variables.
+        variables: environment before the text begins. The value None is unknown.
+        trusts: whether the text is complete. Missing parts could change variables.
         """
         self._trusts = trusts
         self._settings = {name for name in variables or {} if name.startswith("SGLANG_")}
         self._known = {n: [value] for n, value in (variables or {}).items() if value is not None}
-        self._lines: dict[str, list[int]] = {}  # where the text names a variable
+        self._lines: dict[str, list[int]] = {}  # lines on which the text names each variable
         self._foreign = 0  # line of another statement that can run text from elsewhere
         self._left = _MOST_EXPANDED
 
@@ -165,7 +166,7 @@ class ScriptReader:
             for name in _names(statement):
                 self._lines.setdefault(name, []).append(statement.line)
                 self._known.pop(name, None)
-                if name == "IFS":  # splits words
+                if name == "IFS":  # IFS changes how bash splits words
                     foreign.append(statement)
         self._settings |= {name for name in self._lines if name.startswith("SGLANG_")}
         for statement in statements:
@@ -173,14 +174,14 @@ class ScriptReader:
             yield from self._read(statement)
 
     def environment(self, unknown: dict[str, str]) -> dict[str, str]:
-        """Return the variables of SGLang that commands receive; add unknown ones to `unknown`."""
+        """Return SGLang's variables that commands receive. Add unknown values to `unknown`."""
         return {
             name: self._text(f"${name}", self._values(f"${name}"), unknown)
             for name in sorted(self._settings)
         }
 
     def _read(self, statement: _Statement) -> Iterator[Command]:
-        """Assign, or yield a command."""
+        """Carry out the assignments of a statement, or yield its command."""
         words = statement.words
         first = words[0].raw if words else ""
         declares = first in _DECLARERS
@@ -200,7 +201,10 @@ class ScriptReader:
             yield Command(tuple(expanded), environment, unknown)
 
     def _assign(self, word: _Word, command: str, *, is_plain: bool) -> Iterator[Command]:
-        """Set a plain variable; yield the launch command that another one may have."""
+        """Set a plain variable. For any other variable, yield its value as a command.
+
+        The value may be a launch command that the text runs later.
+        """
         found = _ASSIGNMENT.match(word.raw)
         assert found is not None
         name, unknown = found[1], dict[str, str]()
@@ -211,7 +215,7 @@ class ScriptReader:
         else:
             values = [text for item in word.items for text in self._expanded(item, unknown)]
         if command != "export" and name.startswith("SGLANG_"):
-            is_plain = False  # commands do not receive it
+            is_plain = False  # commands do not receive a variable that is not exported
         once = len(self._lines[name]) == 1 and found[0] == f"{name}="
         if is_plain and once and not unknown and not _OF_BASH.fullmatch(name):
             self._known[name] = values
@@ -221,7 +225,7 @@ class ScriptReader:
             yield Command((*" ".join(values).split(), part), {}, unknown)
 
     def _expanded(self, word: _Word, unknown: dict[str, str], *, splits: bool = True) -> list[str]:
-        """Return the words that a word becomes; add expansions that stay to `unknown`."""
+        """Return the words that a word becomes. Add expansions that stay to `unknown`."""
         bare = "".join(" " if one.quoted or one.expands else one.text for one in word.pieces)
         if pattern := _PATTERN.search(bare):
             unknown[word.text] = _ONLY_RUN if pattern[0].endswith("~") else SEVERAL_WORDS
@@ -243,7 +247,7 @@ class ScriptReader:
         return [text] if text or any(piece.quoted for piece in word.pieces) else []
 
     def _text(self, expansion: str, values: list[str] | None, unknown: dict[str, str]) -> str:
-        """Return the text of an expansion with these values; without, add it to `unknown`."""
+        """Return the text of an expansion. values: None adds the expansion to `unknown`."""
         if values is not None:
             return " ".join(values)
         found = _VARIABLE.fullmatch(expansion)
@@ -278,8 +282,10 @@ def _statements(text: str) -> Iterator[_Statement]:
     """Yield the statements of a text, in order."""
     words: list[_Word] = []
     others: list[str] = []
-    open_: list[str] = []  # reserved words and parentheses that are not closed
-    documents: list[tuple[str, str]] = []  # last lines of here-documents that begin after this line
+    open_: list[str] = []  # open reserved words and parentheses
+    documents: list[
+        tuple[str, str]
+    ] = []  # last lines of here-documents that begin on the next line
     before, at, line, counted = "\n", _after_blanks(text, 0), 1, 0
     while at < len(text):
         start = at
@@ -309,7 +315,7 @@ def _statements(text: str) -> Iterator[_Statement]:
             )
             words, others = [], []
             open_ += ["("] * (token == "(")
-            if not (is_empty and token == "\n"):  # a line can end behind "&&"
+            if not (is_empty and token == "\n"):  # a line can end after "&&"
                 before = token
             for delimiter, tabs in documents if token == "\n" else ():
                 last = re.compile(rf"^{tabs}{re.escape(delimiter)}$", re.MULTILINE).search(text, at)
@@ -325,7 +331,7 @@ def _statements(text: str) -> Iterator[_Statement]:
 
 
 def _take_reserved(words: list[_Word], open_: list[str]) -> bool:
-    """Take reserved words off the front; return whether each closes the last that is open."""
+    """Take reserved words off the front. Return whether the closing words match the open words."""
     while words:
         word = words[0].raw
         if word in _ENDS:
@@ -357,7 +363,7 @@ def _is_foreign(words: list[_Word]) -> bool:
 
 
 def _names(statement: _Statement) -> Iterator[str]:
-    """Yield the names that a statement has, once for each word, except where it only reads them."""
+    """Yield the names in a statement, once for each word, except names that it only reads."""
     words = [one for word in statement.words for one in (word, *(word.items or ()))]
     is_print = _prints(statement.words)
     keeps_flags = [word.text for word in words[:1]] in (["let"], ["[["])
@@ -416,7 +422,7 @@ def _items(text: str, at: int) -> tuple[tuple[_Word, ...], int]:
 
 
 def _after(text: str, at: int, closer: str) -> int:
-    """Return the place after the closer of what begins before a place."""
+    """Return the place after the closing character. at: place after the opening character."""
     start = at
     while not text.startswith(closer, at):
         match = (_QUOTED_PIECE if closer == '"' else _NESTED).match(text, at)

@@ -1,6 +1,6 @@
-"""Build the profiles of a command from its options, or take the one that the store records.
+"""Build the profiles of a command from its options, or take the profile that the store records.
 
-The --to options describe the destination, and --weights names the weights.
+The --to options describe the destination. --weights names the weights.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from hicachectl.formats.kinds.pool import Pool
     from hicachectl.formats.models.server_info import ServerDeployment
 
-# The options of flags, and their fields in DeploymentFlags.
+# Options that state flags of servers, with their fields in DeploymentFlags.
 _FLAG_OPTIONS = {flag.parameter: flag.field for flag in OPTIONS if flag.kind != "layers"}
 _SOURCES = ("profile_file", "model_config", "server", "launch")
-# The options of weights have the names of a profile's fields, and so have these --to options.
+# Options of weights, and --to options, that have the names of fields of a profile.
 _WEIGHTS = ("weights", "draft_weights")
 _TO_FIELDS = ("model", "tag", "tp", "pp", "tp_lcm_size", "layout", "sglang")
 _WEIGHTS_NAME = re.compile(f"[0-9a-f]{{{FINGERPRINT_DIGITS}}}")
-_MAX_PROFILE_BYTES = 16 << 20  # a profile is kilobytes
+_MAX_PROFILE_BYTES = 16 << 20  # a real profile has kilobytes
 
 
 def profile_from_options(
@@ -50,9 +50,10 @@ def profile_from_options(
 ) -> Profile | None:
     """Return the profile of the options, else the store's recorded profile, else None.
 
-    store: receives the profile, and shows the model's name and weights if no option does.
-    warn: called with warnings about a server's answer. Raises UsageError if options contradict each
-    other, ProfileError and StoreUnavailable from the source or store.
+    store: store that receives the profile. It gives the model's name and weights if no option does.
+    warn: called with warnings about a server's answer.
+    Raises UsageError if options contradict each other, and ProfileError and StoreUnavailable from
+    the source or store.
     """
     profile = _asked_for(options, store, warn)
     if store is not None:
@@ -61,7 +62,7 @@ def profile_from_options(
 
 
 def with_threshold(profile: Profile, options: Mapping[str, Any]) -> Profile:
-    """Return a profile with the prefetch threshold of --prefetch-threshold, if that is given."""
+    """Return a profile with the threshold of --prefetch-threshold, if that is given."""
     stated = options.get("prefetch_threshold")
     return profile if stated is None else replace(profile, prefetch_threshold=stated)
 
@@ -73,10 +74,10 @@ def profile_to_look(
     looks_only: bool = True,
     warn: Callable[[str], None],
 ) -> tuple[Profile | None, str]:
-    """Return `profile_from_options`, and "".
+    """Return the result of `profile_from_options`, and "".
 
-    If its ranks overwrite each other's objects in this store, no profile describes the objects:
-    then, for a command that only looks, return None and the reason.
+    If the ranks of that profile overwrite each other's objects in this store, no profile describes
+    the objects. A command that only looks then gets None and the reason.
     """
     return agree_to_look(store, _asked_for(options, store, warn), looks_only=looks_only)
 
@@ -84,7 +85,7 @@ def profile_to_look(
 def agree_to_look(
     store: Store, profile: Profile | None, *, looks_only: bool = True
 ) -> tuple[Profile | None, str]:
-    """Return `agree_on_profile`, and ""; or None and a reason, as `profile_to_look` does."""
+    """Return the result of `agree_on_profile` and ""; or None and a reason as `profile_to_look`."""
     collision = "" if profile is None else collision_of(profile, store.grammar)
     if collision and looks_only:
         return None, collision
@@ -94,10 +95,11 @@ def agree_to_look(
 def agree_on_profile(
     store: Store, profile: Profile | None, *, looks_only: bool = False
 ) -> Profile | None:
-    """Pass a profile to a store. Return it, completed by what the store records.
+    """Pass a profile to a store. Return the profile with facts that the store records.
 
-    Every process that opens the store for a command does this. looks_only: see
-    `Profiled.use_profile`. Errors as of `profile_from_options`.
+    Every process that opens the store for a command does this.
+    looks_only: see `Profiled.use_profile`.
+    Raises as `profile_from_options` does.
     """
     from hicachectl.backends.capabilities import Archive, Profiled
     from hicachectl.profiles.identities import expect_identities, with_marked_weights
@@ -120,7 +122,7 @@ def states_source(options: Mapping[str, Any]) -> bool:
 def _asked_for(
     options: Mapping[str, Any], store: Store | None, warn: Callable[[str], None]
 ) -> Profile | None:
-    """Return the profile of the options, if any; warn about a release that is not known."""
+    """Return the profile of the options, if any. Warn about an unknown release."""
     profile = _stated(options, store, warn)
     told = None if profile is None else unknown_release(profile.sglang)
     if told is not None:
@@ -188,7 +190,7 @@ def _from_deployment(options: Mapping[str, Any], warn: Callable[[str], None]) ->
 
 
 def _tagged(profile: Profile, warn: Callable[[str], None]) -> Profile:
-    """Return the profile with the tag of the storage plug-in's keys on Mooncake."""
+    """Return the profile with the tag that the plug-in's keys have on Mooncake."""
     from hicachectl.formats.identity import profile_tag
 
     tag = profile.tag or profile_tag(profile)
@@ -214,7 +216,7 @@ def _from_config(options: Mapping[str, Any], store: Store | None) -> Profile:
 
 
 def given_flags(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags of servers that options state, as fields of DeploymentFlags."""
+    """Return the server flags that options state, as fields of DeploymentFlags."""
     flags = {
         field: options[option] for option, field in _FLAG_OPTIONS.items() if options.get(option)
     }
@@ -225,7 +227,10 @@ def given_flags(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _only_model(store: Store | None) -> str:
-    """Return the one model in the first keys of a store. Raises UsageError for none or several."""
+    """Return the only model in the first keys of a store.
+
+    Raises UsageError if there is no model, or several.
+    """
     from hicachectl.formats.keys import grammar_of
     from hicachectl.formats.keys.table import KeySplitter
     from hicachectl.pages.deployments import assign_affixes
@@ -244,10 +249,10 @@ def _only_model(store: Store | None) -> str:
 
 
 def destination_profile(profile: Profile | None, options: Mapping[str, Any]) -> Profile | None:
-    """Return the profile that pages are written for; None without a --to-* option.
+    """Return the profile for which pages are written; None without a --to option.
 
     Raises UsageError if options contradict each other, or if the profile to change is missing or
-    inferred; ProfileError for a release whose objects it does not describe.
+    inferred; and ProfileError for a release that has other objects than the profile describes.
     """
     from hicachectl.formats.transfer import retargeted
 
@@ -278,9 +283,9 @@ def destination_profile(profile: Profile | None, options: Mapping[str, Any]) -> 
 
 
 def _pools_of(options: Mapping[str, Any], model: str, sglang: str) -> tuple[Pool, ...] | None:
-    """Return the pools of another release's servers; None if a live server described them.
+    """Return the pools of servers of another release; None if a live server describes the pools.
 
-    Raises like `profile_from_options`.
+    Raises as `profile_from_options` does.
     """
     if options.get("server"):
         return None
@@ -296,9 +301,9 @@ def _to_option(changes: Mapping[str, Any]) -> str:
 
 
 def _with_weights_of(source: Profile | None, target: Profile) -> Profile:
-    """Return the destination's profile with the source's weights, which no conversion changes.
+    """Return the destination's profile with the source's weights, which a conversion keeps.
 
-    Raises UsageError if it names others.
+    Raises UsageError if the destination's profile names other weights.
     """
     if source is None or not source.weights:
         return target
@@ -317,16 +322,17 @@ def with_weights(
     server: ServerDeployment | None = None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Profile:
-    """Return a profile with the weights of its options, else with those that a server loads.
+    """Return a profile with the weights of the options, else with the weights that a server loads.
 
-    A directory of an option is read as the server, or SGLang with its defaults, loads it. The
-    server's own directories are read if they are on this machine; `warn` is called with the reason
-    if one gives no name. Raises UsageError or FormatError for an option without a name.
+    A directory in an option is read as the server loads it, or as SGLang does by default.
+    Directories of the server are read if they are on this machine.
+    warn: called with the reason if a directory of the server gives no name.
+    Raises UsageError or FormatError if an option gives no name.
     """
     from hicachectl.backends.disk.weights import read_checkpoint
     from hicachectl.formats.models.loading import loaded_weights
 
-    read = cache(read_checkpoint)  # a target's directory can also hold its draft
+    read = cache(read_checkpoint)  # the directory of the target can be that of the draft, too
     settings = {} if server is None else server.settings
 
     def load(field: str, path: Path) -> str:
@@ -341,7 +347,7 @@ def with_weights(
         except (FormatError, UsageError) as error:
             warn(f"the weights are unknown: {error}")
     if names.get("draft_weights") == names.get("weights", profile.weights):
-        names["draft_weights"] = ""  # like weights
+        names["draft_weights"] = ""  # the same as weights
     named = replace(profile, **names)
     if named.draft_weights and not named.weights:
         raise UsageError("--draft-weights needs --weights")
@@ -365,7 +371,7 @@ def _of_server(
     places = {"weights": server.model_path}
     if any(pool.is_draft or pool.packed_draft_layers for pool in profile.pools):
         places["draft_weights"] = server.draft_model_path or server.model_path
-    # A relative path is in the server's working directory, or a name on the Hub.
+    # A relative path is relative to the server's working directory, or is a name on the Hub.
     if not all(Path(place).is_absolute() and Path(place).is_dir() for place in places.values()):
         return {}
     return {field: load(field, Path(place)) for field, place in places.items()}

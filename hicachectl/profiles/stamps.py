@@ -1,4 +1,4 @@
-"""Stamps: the profile and weights version of a store's pages, kept beside the store."""
+"""Stamps: files beside a store with the profile and weights version of its pages."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 _FORM = 1
 _FOLDER = "stamps"
-_MAX_BYTES = 1 << 20  # a stamp is kilobytes
-_KEYLESS = ("sglang",)  # may differ between servers that share a store
-_WEIGHTS = ("weights", "draft_weights")  # unknown in many profiles, so compared where both know
+_MAX_BYTES = 1 << 20  # a real stamp has kilobytes
+_KEYLESS = ("sglang",)  # fields that may differ between servers that share a store
+_WEIGHTS = ("weights", "draft_weights")  # fields that are compared only if both profiles have them
 
 
 class _StampForm(Struct):
@@ -48,17 +48,22 @@ class _StampForm(Struct):
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Profile of the servers that filled a store, and their weights version, "" if unknown."""
+    """Record of the servers that filled a store.
+
+    profile: profile of the servers.
+    weights_version: version of their weights; "" if unknown.
+    """
 
     profile: Profile
     weights_version: str = ""
 
 
 def read_stamp(store: Store, key_model: str) -> Stamp | None:
-    """Return a model's stamp, None if missing. key_model: the model's name in keys.
+    """Return a model's stamp; None if it is missing.
 
-    Raises FormatError for a damaged stamp, UntrustedError for a link, a special file or an
-    untrusted owner, StoreUnavailable if the stamp cannot be read.
+    key_model: name of the model in keys.
+    Raises FormatError for a damaged stamp; UntrustedError for a link, a special file or an
+    untrusted owner; and StoreUnavailable if the stamp cannot be read.
     """
     name = _file_name(key_model)
     with _opened(store, writes=False) as directory:
@@ -76,7 +81,7 @@ def require_stamp_place(store: Store) -> SideFiles:
 
 
 def check_stamp_place(store: Store, key_model: str) -> None:
-    """Raise UntrustedError or StoreUnavailable if `write_stamp` would; change nothing."""
+    """Raise UntrustedError or StoreUnavailable if `write_stamp` would. Change nothing."""
     with _opened(store, writes=True) as directory:
         _check_place(directory, _file_name(key_model))
 
@@ -84,8 +89,8 @@ def check_stamp_place(store: Store, key_model: str) -> None:
 def write_stamp(store: Store, stamp: Stamp) -> Path:
     """Write a stamp beside a store, atomically.
 
-    Raises UnsupportedByBackend if the store has no place for a stamp, UntrustedError like
-    `read_stamp`, StoreUnavailable if writing fails.
+    Raises UnsupportedByBackend if the store has no place for a stamp, UntrustedError as
+    `read_stamp` does, and StoreUnavailable if writing fails.
     """
     side = require_stamp_place(store).side_directory()
     name = _file_name(stamp.profile.key_model)
@@ -105,9 +110,9 @@ def stamp_differences(
     weights_version: str = "",
     remark: Callable[[str], None] = lambda text: None,
 ) -> list[str]:
-    """Return the differences of the profile and weights version from a store's stamp.
+    """Return the differences between a store's stamp and a profile and weights version.
 
-    remark: called if the stamp cannot be read: a link, an untrusted owner, or no permission.
+    remark: called with the reason if the stamp cannot be read.
     """
     if profile is None or profile.inferred:
         return []
@@ -121,7 +126,10 @@ def stamp_differences(
 
 @contextmanager
 def _opened(store: Store, *, writes: bool, makes: bool = False) -> Iterator[Directory | None]:
-    """Yield the directory of a store's stamps, None if missing. makes: create it."""
+    """Open the directory of a store's stamps until the block ends; None if it is missing.
+
+    makes: whether to create the directory.
+    """
     if not isinstance(store, SideFiles):
         yield None
         return
@@ -189,7 +197,7 @@ def _change(old: dict[str, Any], new: dict[str, Any], field: str) -> str:
 
 
 def _file_name(key_model: str) -> str:
-    """Return the file name of a model's stamp; model names may have any character except "/"."""
+    """Return the file name of a model's stamp, with unusual characters escaped."""
     plain = "".join(c if c.isalnum() or c in "-_." else f"%{ord(c):x}" for c in key_model)
     return f"{plain[:200]}.json"
 
