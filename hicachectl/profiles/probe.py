@@ -767,7 +767,7 @@ def _channels(config: Any, host: Any) -> list[dict[str, Any]]:
     if groups:
         divided["groups"] = groups
     elif channels > inner:  # x, B and C of Mamba2
-        # The buffer has one copy of each group, while conv_dim counts all copies at TP > 1.
+        # The buffer's width, because conv_dim counts the copies of groups at TP > 1.
         rest = host.conv_buffer[0].shape[3 + axis] - inner
         divided["groups"] = [inner, rest // 2, rest // 2]
         if rest == 2 * shape.state_size:  # a single group, of which each rank has a copy

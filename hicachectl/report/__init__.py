@@ -1,1 +1,1 @@
-"""The report of `hicachectl report`: a store in pictures, as one HTML file."""
+"""Make the report of `hicachectl report`: pictures of a store in one HTML file."""

@@ -1,9 +1,9 @@
-"""Charts as SVG that takes its colours from the style sheet of the page.
+"""Draw charts as SVG with colours from the style sheet of the page.
 
 A chart is a template of Vega-Lite, `templates/NAME.json`, which vl-convert draws without a browser
-or a network. Each chart is drawn for a wide and for a narrow page, since an SVG that is only scaled
-has letters too small to read. Colours are variables of the style sheet: they follow the light or
-dark theme, and print.
+or a network. Each chart is drawn twice, for a wide and for a narrow page, because the letters of a
+scaled SVG are too small to read. Colours are variables of the style sheet, so they follow the light
+or dark theme, and print.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     # Values of a template, for a page of a width in pixels.
     Values = Callable[[int], dict[str, Any]]
 
-WIDE, NARROW = 1000, 348  # pixels
+WIDE, NARROW = 1000, 348  # width of a chart in pixels
 _MODULES = {"vl_convert": "vl-convert-python", "jinja2": "Jinja2"}
-_FONT_SIZE = 13.5  # the style sheet shows 12: fonts differ in width, and labels must not be cut
-_LABEL = {WIDE: 44, NARROW: 17}  # characters
-# Labels of a fixed room have so many characters, in so many pixels.
+_FONT_SIZE = 13.5  # more than the 12 of the style sheet, so that wider fonts cut no label
+_LABEL = {WIDE: 44, NARROW: 17}  # most characters of a label
+# Most characters of a label with a fixed room, and the pixels of the room.
 _SHORT, _EXTENT = 15, {WIDE: 130, NARROW: 100}
 SERIES = tuple(f"var(--series-{n})" for n in range(6))
 REST = "var(--rest)"
@@ -50,7 +50,7 @@ DAMAGED = "var(--error)"
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A moment to mark in charts over time. at: Unix seconds."""
+    """A time to mark in charts. at: Unix seconds. text: label of the mark."""
 
     at: float
     text: str
@@ -67,7 +67,8 @@ def _drawn(name: str, label: str, values: Values) -> str:
     """Return the SVG of a chart for wide and narrow pages.
 
     name: name of the template.
-    label: what a screen reader says.
+    label: text for screen readers.
+    values: function that returns the values of the template for a width.
     """
     import vl_convert
 
@@ -87,7 +88,7 @@ def _drawn(name: str, label: str, values: Values) -> str:
 
 @cache
 def _templates() -> jinja2.Environment:
-    """Return the templates of charts; parse them once."""
+    """Return the templates of charts. They are parsed once."""
     import jinja2
 
     return jinja2.Environment(
@@ -98,12 +99,12 @@ def _templates() -> jinja2.Environment:
 
 
 def _scale(colours: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the scale of colours, by the values of a field."""
+    """Return the scale that gives each value of a field its colour."""
     return {"domain": list(colours), "range": list(colours.values())}
 
 
 def _labels(names: Iterable[str], most: int) -> dict[str, str]:
-    """Return a label of each distinct name; a shortened name can equal another one."""
+    """Return a distinct label for each distinct name. Equal shortened names get numbers."""
     seen: dict[str, int] = {}
     labels = {}
     for name in dict.fromkeys(names):
@@ -120,7 +121,12 @@ _KINDS = ("most common size", "second size", "third size", "fourth size", "other
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Objects of one size. rank: rank of the size, from 0."""
+    """Piece of a bar: objects of one size.
+
+    size: size of an object, as text.
+    rank: rank of the size by number of objects, from 0.
+    amount: bytes or number of the objects.
+    """
 
     size: str
     rank: int
@@ -130,7 +136,9 @@ class Bar:
 def size_chart(pools: Mapping[str, Sequence[Bar]], *, longest: int, counted: str, of: str) -> str:
     """Return the chart of the pools of a deployment.
 
-    longest: bar of all deployments, whose charts share a scale. counted: "bytes" or "objects".
+    longest: length of the longest bar of all deployments, because their charts share a scale.
+    counted: "bytes" or "objects".
+    of: name of the deployment.
     """
     unit, scale = unit_of(longest) if counted == "bytes" else ("objects", 1)
     used = sorted({bar.rank for bars in pools.values() for bar in bars})
@@ -171,7 +179,7 @@ def size_chart(pools: Mapping[str, Sequence[Bar]], *, longest: int, counted: str
 
 
 def _bar_text(bars: Sequence[Bar], counted: str, width: int) -> str:
-    """Return the text after a bar: its sum and, in a wide chart, the sizes of the objects."""
+    """Return the text after a bar: its sum and, in a wide chart, the sizes of its objects."""
     total = sum(bar.amount for bar in bars)
     text = human_size(total) if counted == "bytes" else f"{total:,}"
     if width == NARROW:
@@ -228,7 +236,7 @@ def write_chart(writes: Writes, marks: Sequence[Mark]) -> str:
 
 
 def _time_format(seconds: float) -> str:
-    """Return a format in which the labels of an axis of this length differ."""
+    """Return a time format in which the labels of an axis differ. seconds: length of the axis."""
     if seconds < 24 * 3600:
         return "%H:%M"
     return "%b %d %H:%M" if seconds <= 9 * 86400 else "%b %d" if seconds <= 300 * 86400 else "%Y-%m"
@@ -246,14 +254,14 @@ _SHARE_STEPS = (
 
 
 def share_level(present: int, expected: int) -> int:
-    """Return the index in SHARES of a share; the last one is for nothing."""
+    """Return the index in SHARES of a share. The last index means that nothing is present."""
     if not present:
         return len(_SHARE_STEPS)
     return next(n for n, (least, _) in enumerate(_SHARE_STEPS) if present >= least * expected)
 
 
 def share_text(present: int, expected: int) -> str:
-    """Return a share in percent, rounded down, so that only a whole one is 100."""
+    """Return a share in percent, rounded down, so that only a full share is 100."""
     tenths = present * 1000 // expected
     return f"{tenths // 10}" if tenths % 10 == 0 else f"{tenths / 10:.1f}"
 
@@ -328,7 +336,7 @@ def tree_chart(tree: PrefixTree) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Share of the prompt tokens that a cache serves. size: bytes, or pages."""
+    """Share of the prompt tokens that a cache serves. size: bytes or pages of the cache."""
 
     policy: str
     size: int
@@ -336,10 +344,10 @@ class Point:
 
 
 def curve_chart(points: Sequence[Point], today: int | None, *, counts_bytes: bool) -> str:
-    """Return the chart of the share that caches serve by their size.
+    """Return the chart of the share that caches serve, by their size.
 
-    today: size of the store; None if it is unknown.
-    counts_bytes: whether sizes are bytes; else pages.
+    today: size of the store; None if unknown.
+    counts_bytes: whether sizes are in bytes, not in pages.
     """
     low, high = (function(point.size for point in points) for function in (min, max))
     powers = range(low.bit_length() - 1, high.bit_length())
@@ -368,7 +376,7 @@ def curve_chart(points: Sequence[Point], today: int | None, *, counts_bytes: boo
 
 
 def loss_chart(parts: Mapping[str, int]) -> str:
-    """Return the bar of prompt tokens: those that the store serves, and the others by cause."""
+    """Return the bar of prompt tokens: the served tokens, and the lost tokens by cause."""
     colours = dict(zip(parts, (STATES[0], *SERIES[1:], REST, STATES[2], STATES[1]), strict=False))
     ends = np.cumsum([0, *parts.values()]).tolist()
 
@@ -390,7 +398,7 @@ def loss_chart(parts: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Values of a tensor in one layer. level: index in MAGNITUDES; None: damaged."""
+    """Values of a tensor in one layer. level: index in MAGNITUDES; None for damaged values."""
 
     tensor: str
     layer: int
@@ -398,7 +406,7 @@ class Cell:
 
 
 def strip_chart(cells: Sequence[Cell], levels: Sequence[str]) -> str:
-    """Return the chart of the values of a page by tensor and layer. levels: names of levels."""
+    """Return the chart of the values of a page, by tensor and layer. levels: names of levels."""
     layers = sorted({cell.layer for cell in cells})
     names = [*levels, "damaged"]
     colour_of = [*_spread(len(levels)), DAMAGED]
@@ -432,6 +440,6 @@ def _number(cell: Cell, names: Sequence[str]) -> int:
 
 
 def _spread(count: int) -> list[str]:
-    """Return colours for some levels, over the whole range."""
+    """Return a colour for each level, spread over the whole range. count: number of levels."""
     last = len(MAGNITUDES) - 1
     return [MAGNITUDES[round(n * last / max(count - 1, 1))] for n in range(count)]

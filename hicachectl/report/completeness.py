@@ -1,4 +1,4 @@
-"""Completeness of the pages of a deployment, by pool and rank."""
+"""Find how complete the pages of a deployment are, by pool and rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import BoolArray
     from hicachectl.pages.groups import PageGroups
 
-_RANKS = 32  # shown
-_POOLS = 40
+_RANKS = 32  # most ranks shown
+_POOLS = 40  # most pools shown
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Pages with the objects of a pool and rank, and pages that should have them."""
+    """Numbers of pages that have the objects of a pool and rank, and that should have them."""
 
     pool: str
     rank: str
@@ -29,20 +29,22 @@ class Share:
 
     @property
     def missing(self) -> int:
-        """Return the number of pages that lack the objects."""
+        """Number of pages that lack the objects."""
         return self.expected - self.present
 
     @property
     def share(self) -> float:
-        """Return the share, from 0 to 1."""
+        """Share of the expected pages that have the objects, from 0 to 1."""
         return self.present / self.expected
 
 
 @dataclass(frozen=True, slots=True)
 class Completeness:
-    """Shares of a deployment.
+    """Shares of one deployment.
 
-    pages: judged. ranks_left_out, pools_left_out: the most complete ones, which are not shown.
+    pages: number of pages judged.
+    ranks_left_out: number of ranks not shown, which are the most complete ones.
+    pools_left_out: number of pools not shown, which are the most complete ones.
     """
 
     deployment: str
@@ -55,8 +57,8 @@ class Completeness:
 def completeness_of(groups: PageGroups, in_flight: BoolArray) -> list[Completeness]:
     """Return the shares of each deployment with pages, most pages first.
 
-    in_flight: [groups], which are not judged. A trailing pool is expected where a page has any of
-    its objects.
+    A trailing pool is expected only for pages that have any of its objects.
+    in_flight: [groups] whether the group is in flight, so that it is not judged.
     """
     found = []
     for number, table in enumerate(groups.tables):
@@ -92,7 +94,7 @@ def _of_worst(name: str, pages: int, shares: list[Share]) -> Completeness:
 
 
 def _worst(shares: list[tuple[str, float]], most: int) -> tuple[set[str], int]:
-    """Return the names with the smallest shares, and the number of the others."""
+    """Return the names with the smallest shares, and how many names are left."""
     worst: dict[str, float] = {}
     for name, share in shares:
         worst[name] = min(worst.get(name, 1.0), share)

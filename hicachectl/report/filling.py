@@ -1,4 +1,4 @@
-"""How fast a store fills: bytes by time of the last write, by deployment, and by last use."""
+"""Measure how fast a store fills: bytes by last write, by deployment, and by last use."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
 _DAY = 86400
 _WINDOWS = (_DAY, 7 * _DAY, 30 * _DAY)
-_LEAST = 3600  # seconds since the first write that a rate needs
+_LEAST = 3600  # shortest time since the first write from which a rate is computed, in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Bytes of the objects whose last write was at most some seconds ago.
+    """Bytes written within a window of time that ends now.
 
+    seconds: length of the window.
+    nbytes: bytes of the objects last written in the window.
     is_all: whether the window begins with the first write of a page.
     """
 
@@ -32,17 +34,17 @@ class Window:
 
     @property
     def per_day(self) -> float:
-        """Bytes a day."""
+        """Bytes written in a day."""
         return self.nbytes * _DAY / self.seconds
 
     def days_until_full(self, free_bytes: int) -> float | None:
-        """Return the days in which so many bytes are written; None if nothing is written."""
+        """Return in how many days the free bytes are written; None if nothing is written."""
         return free_bytes / self.per_day if self.nbytes else None
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Bytes of a deployment. recent: bytes written in the main window."""
+    """Bytes of a deployment. recent: bytes written in the main window of `Filling`."""
 
     name: str
     nbytes: int
@@ -51,7 +53,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Pages by the age of their last use. nbytes: None if a size is unknown."""
+    """Pages with one age of their last use. nbytes: bytes of the pages; None if unknown."""
 
     age: str
     pages: int
@@ -60,16 +62,17 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """How fast a store fills.
+    """Growth of a store.
 
     nbytes: bytes of all objects of known size.
     unsized: number of objects of unknown size.
-    windows: the shortest first; empty without write times, and if the first write is too recent.
-    main: the window that rates are taken from.
-    owners: deployments, with the most bytes first.
-    uses: empty without times.
-    read_pages: number of pages with a read after their last write; None if the store keeps no times
-        of reads.
+    windows: windows of time, the shortest first; empty without write times, or if the first write
+        is too recent.
+    main: window from which the rate is taken; None without one.
+    owners: deployments, most bytes first.
+    uses: pages by the age of their last use; empty without times.
+    read_pages: number of pages read after their last write; None if the store keeps no times of
+        reads.
     is_part: whether filters chose the objects.
     """
 
@@ -84,7 +87,7 @@ class Filling:
 
 
 def filling_of(groups: PageGroups, now: float, *, is_part: bool) -> Filling:
-    """Return how fast a store fills. now: Unix seconds."""
+    """Measure how fast a store fills. now: Unix seconds. is_part: see `Filling`."""
     inventory = groups.inventory
     sizes = inventory.objects.column("nbytes")
     nbytes = sizes.fill_null(0).to_numpy()
@@ -121,7 +124,10 @@ def filling_of(groups: PageGroups, now: float, *, is_part: bool) -> Filling:
 
 
 def _spans(longest: float) -> list[tuple[float, bool]]:
-    """Return the seconds of windows since a first write, and whether each is the longest."""
+    """Return the lengths of the windows, and whether each is the longest.
+
+    longest: seconds since the first write.
+    """
     shorter: list[tuple[float, bool]] = [(span, False) for span in _WINDOWS if span < longest]
     return [*shorter, (longest, True)] if longest >= _LEAST else []
 

@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from hicachectl.pages.deployments import Deployment
 
 AMBIGUOUS = "ambiguous keys"
-FOREIGN = "other objects"  # not of SGLang
+FOREIGN = "other objects"  # objects that SGLang does not write
 NO_RANKS = "all ranks"
 _SIZES = tuple(f"{axis}_size" for axis in AXES)
 
 
 def deployment_name(deployment: Deployment) -> str:
-    """Return the name of a deployment: its model and the sizes that `ls` shows."""
+    """Return the name of a deployment: its model, and the sizes as in `ls`."""
     shard = deployment.shard
     return _named(deployment.names.text, {n: getattr(shard, n) for n in _SIZES})
 
 
 def summary_name(row: Mapping[str, Any], *, models: bool) -> str:
-    """Return the name of the deployment in a row of `ls --summary`, as `deployment_name`.
+    """Return the name of the deployment in a row of `ls --summary`, like `deployment_name`.
 
     models: whether the keys of the store name models.
     """
@@ -44,12 +44,15 @@ def _named(name: str, sizes: Mapping[str, int | None]) -> str:
 
 
 def pool_text(pool: str | None, part: str | None) -> str:
-    """Return the pool of an object, with the part."""
+    """Return the pool of an object with its part, as text."""
     return escape_controls(" ".join(filter(None, (pool, part))))
 
 
 def rank_text(fields: Mapping[str, Any]) -> str:
-    """Return the rank of an object: `tp 0 pp 1`, or `layers 0-16`. fields: see `shard_fields`."""
+    """Return the rank of an object as text: `tp 0 pp 1` or `layers 0-16`.
+
+    fields: see `shard_fields`.
+    """
     ranks = {axis: fields[f"{axis}_rank"] for axis in AXES}
     stated = [
         *(f"{axis} {rank}" for axis, rank in ranks.items() if rank is not None),

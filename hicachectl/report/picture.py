@@ -1,4 +1,4 @@
-"""Gather what the report shows of a store."""
+"""Gather the facts about a store that the report shows."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _NAMED = ("severity", "code")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureRequest:
-    """What to show.
+    """Options of a report.
 
-    verify: the checks to run, on the whole store.
-    hits: the requests to measure, if any.
-    page: prefix of the hash of the page to show in full; None: choose one.
-    title: title of the page; "": name the store.
+    verify: checks to run on the whole store.
+    hits: requests to measure; None without requests.
+    page: hash prefix of the page to show in full; None to choose a page.
+    title: title of the report; "" to name the store.
     """
 
     verify: VerifyRequest
@@ -63,14 +63,14 @@ class PictureRequest:
 
 
 class Requested(NamedTuple):
-    """What requests show of a store.
+    """Facts about a store that requests show.
 
-    tree: None without requests.
-    no_tree: why requests have no tree.
+    tree: prefix tree of the requests; None without requests.
+    no_tree: why requests have no tree, else "".
     unused: pages that no request reaches; None if the requests name no pages of a deployment.
-    tenancies: pages by salt and by adapter, where requests name these.
+    tenancies: pages by salt and by adapter, if requests name these.
     worth: hits of caches, or why they are unknown; None without requests.
-    remarks: messages on the requests.
+    remarks: messages about the requests.
     """
 
     tree: PrefixTree | None = None
@@ -83,17 +83,17 @@ class Requested(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """What the report shows of a store.
+    """Facts about a store that the report shows.
 
-    made: Unix seconds.
+    made: Unix seconds at which the report was made.
     models: whether keys name models.
-    asked: groups of checks.
-    rows, total: see `ls --summary`.
-    states: number of page groups by state, in the order of `vocabulary.STATES`.
-    writes: None if the store keeps no times.
-    page: the page in full.
-    page_choice: why this page is shown, or why none is.
-    remarks: messages to be read before the rest.
+    asked: groups of checks that were requested.
+    rows, total: rows and total of `ls --summary`.
+    states: number of page groups in each state, in the order of `vocabulary.STATES`.
+    writes: objects by time of their last write; None if the store keeps no times.
+    page: report on the page that is shown in full; None without one.
+    page_choice: why this page is shown in full, or why no page is.
+    remarks: messages to read first.
     """
 
     url: str
@@ -117,7 +117,7 @@ class Picture:
 
     @property
     def page_only(self) -> dict[str, int]:
-        """Numbers of findings of the page in full, by code, that the checks did not have."""
+        """Number of findings, by code, that only the page in full has."""
         if self.page is None:
             return {}
         known = {(group.severity, group.code) for group in self.findings}
@@ -126,20 +126,20 @@ class Picture:
 
     @property
     def line(self) -> str:
-        """The sums of the checks in a line, and the findings of the page in full."""
+        """Sums of the checks and findings of the page in full, as one line."""
         more = ", ".join(f"{count} {code}" for code, count in self.page_only.items())
         unasked = [name for name in group_names() if name not in self.asked]
         sums = sum_line(self.verified.document, unasked)
         return sums + (f"; in the page in full: {more}" if more else "")
 
     def worst(self) -> str:
-        """Return the worst severity of a finding, of the page in full too; "" without one."""
+        """Return the worst severity of all findings, with those of the page in full; "" if none."""
         tables = [self.verified.placed, *([self.page.findings] if self.page else [])]
         ranks = np.concatenate([severity_ranks(table) for table in tables])
         return SEVERITIES[ranks.max()] if len(ranks) else ""
 
     def fails(self, fail_on: str) -> bool:
-        """Return whether a finding is at least this severe (or "never")."""
+        """Return whether a finding is at least this severe. fail_on: a severity, or "never"."""
         found = self.worst()
         return (
             fail_on != NEVER
@@ -156,10 +156,10 @@ def take_picture(
     on_read: Callable[[int, int], None] = lambda nbytes, total: None,
     on_wait: Callable[[float, int], None] = lambda seconds, pages: None,
 ) -> Picture:
-    """List and check a store, and gather what the report shows.
+    """List and check a store, and gather the facts that the report shows.
 
-    Callbacks and errors: see `check_store`. It also raises UsageError if no page, or several, begin
-    with the wanted prefix, and ProfileError if the deployment of the requests is not known.
+    Callbacks and errors as in `check_store`. Also raises UsageError if no page or several pages
+    begin with the wanted prefix, and ProfileError if the deployment of the requests is unknown.
     """
     made = time.time()
     verify = request.verify
@@ -234,7 +234,7 @@ def _page(
     verified: VerifyReport,
     checked: PartCheck,
 ) -> tuple[PageReport | None, str]:
-    """Return the page to show in full, if any, and why."""
+    """Return the page to show in full, or None, and the reason."""
     verify = request.verify
 
     def read(page: str) -> PageReport:
@@ -256,12 +256,15 @@ def _page(
         return None, why
     try:
         return read(chosen), why
-    except UsageError as error:  # the finding is about no group, such as objects of a `clear`
+    except UsageError as error:  # the finding has no group, such as one about cleared objects
         return None, str(error)
 
 
 def _choice(verified: VerifyReport, groups: PageGroups) -> tuple[str, str]:
-    """Return the page with the worst finding, or the newest one; and why. "" without pages."""
+    """Return the page with the worst finding, else the newest page, and the reason.
+
+    Return "" for the page of a store without pages.
+    """
     if not len(groups):
         return "", "The store has no pages."
     placed = verified.placed

@@ -1,4 +1,4 @@
-"""The prefix tree of requests, with the runs of pages that a store can serve, and their limits."""
+"""Make the prefix tree of requests: runs of pages that a store can serve, and where they stop."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ if TYPE_CHECKING:
     from hicachectl.requests.hits import Hits
     from hicachectl.requests.measuring import HitsReport
 
-USABLE, KV_ONLY, LOST = range(3)  # states of a page: the best of all requests with the page
-_NODES = 400  # drawn
-_STOPS = 9
+USABLE, KV_ONLY, LOST = range(3)  # states of a page; the best state of all its requests counts
+_NODES = 400  # most nodes drawn
+_STOPS = 9  # most stops shown
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
     """A run of pages that the same requests share, with one state.
 
-    first, last: pages from the start of the prefix, half-open. top, bottom: requests, half-open.
+    first, last: half-open range of pages, counted from the start of the prefix.
+    top, bottom: half-open range of rows, one for each request.
+    state: state of the pages.
     """
 
     first: int
@@ -45,8 +47,9 @@ class Node:
 class Stop:
     """An object that stops requests.
 
-    elsewhere: where the page exists, such as "tp 4", or "". at: index of the page in the chains.
-    row: where it is drawn; None if it is not.
+    elsewhere: another deployment that has the page, such as "tp 4", or "".
+    at: index of the page in the chains.
+    row: row at which the stop is drawn; None if it is not drawn.
     """
 
     key: str
@@ -64,11 +67,18 @@ class Stop:
 class PrefixTree:
     """Requests as a prefix tree, and sums over them.
 
-    page_size: tokens of a page; None if unknown. usable_share, served_share: shares of the
-    requested tokens, as `hits` counts them; None if none is requested. below: number of requests
-    with usable pages that servers do not fetch, since they are below the prefetch threshold. pages,
-    usable, kv_only: over all requests. unstopped: requests that nothing stops. nodes: with the most
-    requests first; hidden: number not drawn. stops: with the most requests first, of stop_count.
+    page_size: number of tokens of a page; None if unknown.
+    usable_share, served_share: shares of the requested tokens, counted as in `hits`; None if no
+        token is requested.
+    below: number of requests with usable pages that servers do not fetch, because there are fewer
+        than the prefetch threshold.
+    requests: number of requests.
+    pages, usable, kv_only: sums over all requests.
+    unstopped: number of requests that nothing stops.
+    nodes: nodes that are drawn, most requests first.
+    hidden: number of nodes that are not drawn.
+    stops: stops that are shown, most requests first.
+    stop_count: number of all stops.
     """
 
     deployment: str
@@ -90,8 +100,9 @@ class PrefixTree:
 def prefix_tree(hits: Hits, measured: HitsReport, deployment: str) -> PrefixTree:
     """Return the tree of the chains of hits.
 
-    measured: the report on these hits. deployment: its name. Raises FormatError if chains
-    contradict each other.
+    measured: report on these hits.
+    deployment: name of the measured deployment.
+    Raises FormatError if chains contradict each other.
     """
     chains = hits.chains
     forest = chains.forest
@@ -120,7 +131,7 @@ def prefix_tree(hits: Hits, measured: HitsReport, deployment: str) -> PrefixTree
 
 
 def _states(hits: Hits) -> npt.NDArray[np.int8]:
-    """Return the state of each distinct page."""
+    """Return the state of each distinct page: [page_names]."""
     lengths = np.diff(hits.chains.offsets)
     places = positions_of(hits.chains.offsets)
     of_place = np.full(len(places), LOST, dtype=np.int8)
@@ -133,9 +144,14 @@ def _states(hits: Hits) -> npt.NDArray[np.int8]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Runs:
-    """Runs of pages; arrays are [runs] unless stated.
+    """Runs of pages. Arrays are [runs] unless stated otherwise.
 
-    heads: the first page of each. parents: the run before; -1: none. of_page: [pages].
+    heads: first page of the run.
+    parents: run before the run; -1 if there is none.
+    first, last: half-open range of pages, counted from the start of the prefix.
+    requests: number of requests that use the run.
+    states: state of the pages.
+    of_page: [pages] run of the page.
     """
 
     heads: IntArray
@@ -152,13 +168,13 @@ def _runs(
 ) -> _Runs:
     """Divide a forest into runs.
 
-    A page continues the run of its parent if the same requests use both, and the state is equal.
+    A page continues the run of its parent if the same requests use both pages, in the same state.
     """
     parents = forest.parents
     begins = (parents < 0) | (counts != counts[parents]) | (states != states[parents])
     heads = np.flatnonzero(begins)
     numbers = np.cumsum(begins) - 1
-    # Along each chain, the last beginning up to a page is the head of the run of the page.
+    # The head of a page's run is the last page that begins a run, up to the page in its chain.
     last = np.maximum.accumulate(np.where(begins[page_of], np.arange(len(page_of)), 0))
     of_page = np.zeros(len(forest), dtype=np.int64)
     of_page[page_of] = numbers[page_of[last]]
@@ -175,12 +191,12 @@ def _runs(
 
 
 def _placed(runs: _Runs) -> tuple[list[Node], dict[int, float]]:
-    """Place the runs with the most requests; also return the middle row of each, by run."""
+    """Place the runs with the most requests. Return the nodes, and the middle row of each run."""
     # A run comes after its parent, which has at least as many requests.
     order = np.lexsort((runs.first, -runs.requests))[:_NODES].tolist()
     nodes: list[Node] = []
     rows: dict[int, float] = {}
-    free = {-1: 0}  # next row for a child of each run
+    free = {-1: 0}  # next free row for a child of each run
     for number in order:
         parent = int(runs.parents[number])
         top = free[parent]

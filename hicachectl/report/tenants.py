@@ -1,4 +1,4 @@
-"""Bytes of a deployment by the requests that reach its pages: unused, by salt and by adapter."""
+"""Divide the pages of a deployment by the requests that reach them: none, by salt, by adapter."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ if TYPE_CHECKING:
     from hicachectl.requests.chains import Labels, Requests
 
 _KINDS = ("salt", "adapter")
-_SHARED, _UNREACHED = 0, 1  # before the numbers of tenants
+_SHARED, _UNREACHED = 0, 1  # owners of pages; the numbers of tenants follow
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Pages in the store that only the requests of a tenant reach.
+    """Pages in the store that only the requests of one tenant reach.
 
-    name: salt or adapter of the requests; None for requests without one.
-    nbytes: bytes of these pages; None if a size of the deployment is unknown.
-    reached: number of pages that its requests reach, also those that other tenants reach.
+    name: salt or adapter of the requests; None for requests that have none.
+    requests: number of requests of the tenant.
+    pages: number of these pages.
+    nbytes: bytes of these pages; None if a size in the deployment is unknown.
+    reached: number of pages that the requests reach, with pages that other tenants reach, too.
     """
 
     name: str | None
@@ -39,12 +41,12 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Tenancy:
-    """Pages of a deployment by tenant; every page counts once.
+    """Pages of a deployment by tenant. Every page counts once.
 
-    kind: "salt" or "adapter".
+    kind: kind of tenants, "salt" or "adapter".
     pages: number of all pages of the deployment.
-    nbytes: their bytes; None if a size is unknown.
-    tenants: with the most pages first.
+    nbytes: bytes of all pages; None if a size is unknown.
+    tenants: tenants, most pages first.
     shared: number and bytes of the pages that several tenants reach.
     unreached: number and bytes of the pages that no request reaches.
     """
@@ -61,7 +63,7 @@ class Unused(NamedTuple):
     """Pages of a deployment that no request reaches.
 
     pages: number of these pages.
-    nbytes: their bytes; None if a size is unknown.
+    nbytes: bytes of these pages; None if a size is unknown.
     of_pages: number of all pages of the deployment.
     of_bytes: bytes of all pages; None if a size is unknown.
     """
@@ -81,7 +83,7 @@ def unused_of(groups: PageGroups, deployment_id: int, requests: Requests) -> Unu
 
 
 def tenancies_of(groups: PageGroups, deployment_id: int, requests: Requests) -> list[Tenancy]:
-    """Return the pages of a deployment by salt and by adapter, where requests name these."""
+    """Return the pages of a deployment by salt and by adapter, if requests name these."""
     labels = {kind: requests.labels[kind] for kind in _KINDS if kind in requests.labels}
     if not labels:
         return []
@@ -98,12 +100,15 @@ def _tenancy(
     kind: str,
     label: Labels,
 ) -> Tenancy:
-    """Return the pages by tenant. places: index of each page among those of the requests, or -1."""
+    """Return the pages by tenant.
+
+    places: [pages] index of the page among the names of the requests; -1 if no request names it.
+    """
     distinct, count = len(requests.names), len(label.names)
     owners = np.repeat(label.ids, np.diff(requests.offsets)).astype(np.int64)
     reached = pc.unique(pa.array(owners * distinct + requests.blocks)).to_numpy()
     tenants, blocks = np.divmod(reached, distinct)
-    owner_of = np.full(distinct + 1, _UNREACHED)  # the last one is for pages without a place
+    owner_of = np.full(distinct + 1, _UNREACHED)  # entry -1: pages that no request names
     owner_of[blocks] = tenants + 2
     owner_of[:-1][np.bincount(blocks, minlength=distinct) > 1] = _SHARED
     owner = owner_of[places]

@@ -1,4 +1,4 @@
-"""The report as one HTML file: the values of the template."""
+"""Render the report as one HTML file."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ if TYPE_CHECKING:
     from hicachectl.verification.inspection import PageReport
     from hicachectl.verification.report_text import FindingGroup, Mending
 
-_DEPLOYMENTS = 6  # with charts of their own; the tables have more
-_TEXT = 4000  # characters; names in a store may be longer
+_DEPLOYMENTS = 6  # most deployments with charts; tables have all deployments
+_TEXT = 4000  # most characters of a text; names in a store may be longer
 _EXAMPLES = 3
 _STRIPS = 40
 _SERVED = "served from the store"
-_FEW_LEVELS = 1.05  # ratio of values that are shown as one level
+_FEW_LEVELS = 1.05  # ratio of the largest to the least value up to which all have one level
 
 
 def html_of(picture: Picture, mending: Mending, marks: Sequence[Mark]) -> str:
-    """Return the page. Texts of the store are escaped, for HTML and as for a terminal."""
+    """Return the HTML of the report. Texts from the store are escaped for HTML and terminals."""
     from markupsafe import Markup
 
     environment, asked = _templates(), picture.requested
@@ -88,12 +88,12 @@ def html_of(picture: Picture, mending: Mending, marks: Sequence[Mark]) -> str:
 
 @cache
 def _templates() -> jinja2.Environment:
-    """Return the templates of the page; parse them once."""
+    """Return the templates of the report. They are parsed once."""
     import jinja2
     from markupsafe import Markup
 
     def shown(value: Any) -> Any:
-        # Markup is ours, or a chart.
+        # Markup comes from this module, or is a chart.
         plain = isinstance(value, str) and not isinstance(value, Markup)
         return shortened(message_text(value), _TEXT) if plain else value
 
@@ -172,7 +172,7 @@ def _verdict(picture: Picture) -> dict[str, str]:
 
 
 def _served(tree: PrefixTree | None) -> str:
-    """Return the share of the requests that can be restored, as a sentence; "" without requests."""
+    """Return a sentence about the share of requests that can be restored; "" without requests."""
     if tree is None or tree.served_share is None:
         return ""
     share = math.floor(tree.served_share * 100)
@@ -199,7 +199,7 @@ def _checks(picture: Picture) -> list[dict[str, Any]]:
 
 
 def _ages(groups: Sequence[FindingGroup]) -> dict[str, Any]:
-    """Return the table of counts by code and age: columns, and a row for each code."""
+    """Return the table of findings by code and age: its columns, and a row for each code."""
     used = sorted({g.age_class for g in groups if g.age_class is not None})
     columns: list[int | None] = [
         *used,
@@ -222,7 +222,7 @@ def _ages(groups: Sequence[FindingGroup]) -> dict[str, Any]:
 
 
 def _findings(groups: Sequence[FindingGroup], mending: Mending) -> list[dict[str, Any]]:
-    """Return the findings by code, the worst severity first."""
+    """Return the findings of each code, the worst severity first."""
     by_code: dict[str, list[FindingGroup]] = defaultdict(list)
     for group in groups:
         by_code[group.code].append(group)
@@ -285,7 +285,7 @@ def _sizes(picture: Picture) -> dict[str, Any]:
 
 
 def _bars(rows: list[dict[str, Any]], amount: str) -> list[Bar]:
-    """Return the objects of a pool by size; the most common size first."""
+    """Return the objects of a pool by size, the most common size first."""
     known = sorted(
         (row for row in rows if row["object_nbytes"] is not None), key=lambda row: -row["objects"]
     )
@@ -370,7 +370,7 @@ def _span_text(window: Window) -> str:
 
 
 def _days(days: float) -> str:
-    """Return a number of days, rounded down; at most 100 years."""
+    """Return a number of days as text, rounded down, at most 100 years."""
     days = min(days, 36500)
     return f"{math.floor(days):d}" if days >= 10 else f"{math.floor(days * 10) / 10:g}"
 
@@ -454,7 +454,7 @@ def _page(report: PageReport) -> dict[str, Any]:
 def _cells(
     contents: list[dict[str, Any]], what_of: dict[str, str]
 ) -> tuple[list[Cell], list[str], int]:
-    """Return the cells of the strips, the names of their levels, and the strips left out."""
+    """Return the cells of the strips, the names of levels, and the number of strips left out."""
     means = [
         one["mean_magnitude"]
         for one in contents

@@ -1,4 +1,4 @@
-"""What a cache is worth to requests: hits by capacity, and the hits that a store loses today."""
+"""Find what a cache is worth to requests: hits by capacity, and the hits lost today."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 class Worth:
     """Hits of caches of several capacities.
 
-    verdicts: what the rows say, what the store serves as it is, and whether it has room.
+    verdicts: messages on the result, on the share that the store serves today, and on its free
+        space.
     rows: rows of `simulate` for all requests.
-    document: its document.
-    remarks: what the shares refer to, and what they do not show.
+    document: document of `simulate`.
+    remarks: messages about what 100% of the shares is, and about facts that no share shows.
     """
 
     verdicts: tuple[str, ...]
@@ -34,7 +35,7 @@ class Worth:
 
     @property
     def tokens(self) -> int:
-        """Number of prompt tokens that shares refer to."""
+        """Number of prompt tokens that are 100% of the shares."""
         return int(self.rows[0]["tokens"])
 
 
@@ -46,11 +47,11 @@ def worth_of(
 ) -> Worth | str:
     """Return the hits of caches, or why they are unknown.
 
-    measured: the requests, in the order of their times.
+    measured: requests, in the order of their times.
     policy: policy by which the store evicts.
-    held: all pages of the store, of which the first deployment is measured, and the hits of the
-        requests in them; None leaves out what the store holds and loses today.
-    free_bytes: bytes that the store has free; None if it does not tell.
+    held: all pages of the store, and the hits of the requests in its first deployment. None leaves
+        out the state of the store today.
+    free_bytes: free bytes of the store; None if unknown.
     """
     request = SimulateRequest(
         requests=measured.requests,

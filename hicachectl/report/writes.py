@@ -1,4 +1,4 @@
-"""Objects of a store by deployment and time of the last write."""
+"""Count the objects of a store by deployment and time of the last write."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
-# Seconds of a bin, with their name.
+# Widths of a bin in seconds, with their names.
 _WIDTHS = {5 * _MINUTE: "5 minutes", _HOUR: "hour", 6 * _HOUR: "6 hours", _DAY: "day",
            7 * _DAY: "7 days", 28 * _DAY: "28 days", 364 * _DAY: "364 days"}  # fmt: skip
 _BINS = 72
 _LEAST_BINS = 12
-_TAIL = 0.02  # this share of the times is left out at each end if it stretches the axis
+_TAIL = 0.02  # share of the times at each end that is left out if it stretches the axis
 _SERIES = 6
 
 
@@ -30,8 +30,10 @@ _SERIES = 6
 class Writes:
     """Numbers of objects by deployment and time.
 
-    start: Unix seconds, of the first bin. width: seconds of a bin. series: name and [bins] numbers;
-    the deployments with the most objects first. earlier, later: objects outside the bins.
+    start: Unix seconds of the start of the first bin.
+    width: seconds of a bin.
+    series: name and [bins] numbers of each deployment, most objects first.
+    earlier, later: numbers of objects before and after the bins.
     """
 
     start: int
@@ -52,12 +54,12 @@ class Writes:
 
     @property
     def end(self) -> int:
-        """Unix seconds, of the end of the last bin."""
+        """Unix seconds of the end of the last bin."""
         return self.start + self.width * self.bins
 
 
 def writes_of(inventory: Inventory) -> Writes | None:
-    """Count the objects that have a time; None if there are none."""
+    """Count the objects that have a time. Return None if no object has one."""
     times = inventory.objects.column("mtime_ns")
     known = times.is_valid().to_numpy()
     if not known.any():
@@ -84,7 +86,7 @@ def writes_of(inventory: Inventory) -> Writes | None:
 def owners_of(inventory: Inventory) -> tuple[list[str], IntArray]:
     """Return the names of deployments, and the index of each object's name: [objects].
 
-    Deployments with one name are one.
+    Deployments of the same name count as one.
     """
     names = [*map(deployment_name, inventory.table.deployments), AMBIGUOUS, FOREIGN]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
@@ -98,9 +100,10 @@ def owners_of(inventory: Inventory) -> tuple[list[str], IntArray]:
 def _series(
     names: list[str], owners: IntArray, at: IntArray, bins: int
 ) -> Iterator[tuple[str, IntArray]]:
-    """Yield the numbers of objects in each bin of the names with the most, then of all others.
+    """Yield the numbers of objects in each bin for the most frequent names, then for all others.
 
-    owners: index in names. at: bin.
+    owners: [objects] index of the object's name in `names`.
+    at: [objects] bin of the object.
     """
     totals = np.bincount(owners, minlength=len(names))
     order = np.argsort(-totals, kind="stable")[: np.count_nonzero(totals)]
@@ -116,7 +119,7 @@ def _series(
 def _span(seconds: IntArray) -> tuple[int, int]:
     """Return the first and the last time to draw.
 
-    Few times are left out if drawing them would squeeze all others into one bin.
+    A few times are left out if they would squeeze all others into one bin.
     """
     tail = int(len(seconds) * _TAIL)
     ordered = np.partition(seconds, (tail, len(seconds) - 1 - tail))
