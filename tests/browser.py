@@ -24,8 +24,8 @@ _NOISY = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded
 class Browser:
     """One page of a browser.
 
-    noise: messages on the console, exceptions and refused requests of the last load. requests: URLs
-    that it asked for.
+    noise: messages on the console, exceptions and refused requests of the last load.
+    requests: URLs for which the page asked.
     """
 
     def __init__(self, commands: int, answers: int) -> None:
@@ -43,7 +43,11 @@ class Browser:
             self._call(f"{domain}.enable")
 
     def load(self, page: Path, *, width: int, scheme: str, media: str = "") -> None:
-        """Load a file in a window of a width. scheme: light or dark. media: such as print."""
+        """Load a file in a window of a width.
+
+        scheme: light or dark.
+        media: such as print.
+        """
         self._call(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=900, deviceScaleFactor=1, mobile=False,
@@ -59,7 +63,7 @@ class Browser:
         self._call("Page.navigate", url=page.as_uri())
         while not self._loaded:
             self._note(self._next())
-        self.value("1")  # what came before is noted
+        self.value("1")  # earlier events are noted by now
 
     def value(self, expression: str) -> Any:
         """Return the value of a JavaScript expression in the page."""
@@ -109,7 +113,7 @@ class Browser:
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Browser]:
-    """Start Chromium with its profile in a folder, and end it; skip if it is not installed."""
+    """Start Chromium with its profile in a folder, and end it. Skip if it is not installed."""
     program = need_tool("chromium")
     bash = need_tool("bash")
     commands, own_commands = os.pipe()
@@ -132,7 +136,7 @@ def browser(folder: Path) -> Iterator[Browser]:
     try:
         yield Browser(own_commands, own_answers)
     finally:
-        os.close(own_commands)  # Chromium ends with its pipe
+        os.close(own_commands)  # Chromium ends when its pipe closes
         os.close(own_answers)
         try:
             child.wait(10)

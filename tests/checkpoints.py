@@ -19,7 +19,7 @@ CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_
 
 
 def shard_header(tensors: Tensors) -> tuple[bytes, int]:
-    """Return a shard's header with its length before it, and the bytes of its tensors."""
+    """Return a shard's header, preceded by its length, and the number of bytes of its tensors."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -31,7 +31,7 @@ def shard_header(tensors: Tensors) -> tuple[bytes, int]:
 
 
 def write_shard(path: Path, tensors: Tensors, *, seed: int | None = None) -> None:
-    """Write a safetensors file: random numbers of the seed, or holes without one."""
+    """Write a safetensors file with random numbers of a seed, or with holes if there is none."""
     header, nbytes = shard_header(tensors)
     with path.open("wb") as file:
         file.write(header)
@@ -42,7 +42,7 @@ def write_shard(path: Path, tensors: Tensors, *, seed: int | None = None) -> Non
 
 
 def write_checkpoint(directory: Path, shards: Mapping[str, Tensors], *, index: bool = True) -> Path:
-    """Write a model directory with random weights; return it."""
+    """Write a model directory with random weights. Return it."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(CONFIG))
     for seed, (name, tensors) in enumerate(shards.items()):
@@ -55,7 +55,7 @@ def write_checkpoint(directory: Path, shards: Mapping[str, Tensors], *, index: b
 
 
 def flip(path: Path, offset: int) -> None:
-    """Change one byte of a file, and neither its size nor its times."""
+    """Change one byte of a file, but not its size or its times."""
     facts = path.stat()
     with path.open("r+b") as file:
         file.seek(offset)

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
-# pyarrow imports dateutil for each Python value that it converts without a type. A package that is
-# absent is looked for anew each time, in all of sys.path and by the finder of pytest.
+# pyarrow imports dateutil for each Python value that it converts without a type. Python searches an
+# absent package anew each time, in all of sys.path and with the finder of pytest.
 if importlib.util.find_spec("dateutil") is None:
     sys.modules.update(dict.fromkeys(("dateutil", "dateutil.relativedelta")))  # type: ignore[arg-type]
 
@@ -90,7 +90,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave weekly tests out; mark tests that need a server, and those in slow folders."""
+    """Leave out weekly tests. Mark tests that need a server, and tests in slow folders."""
     if not ALL:
         weekly = [item for item in items if item.get_closest_marker("weekly")]
         config.hook.pytest_deselected(items=weekly)
@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Name a long text by its length: each report has the whole id of its test."""
+    """Name a long text by its length, because each report has the whole id of its test."""
     if not isinstance(val, str | bytes) or len(val) <= _LONGEST_ID:
         return None
     return f"{argname}-{len(val)}"
@@ -156,8 +156,8 @@ def _clean_environment(
     for name in list(os.environ):
         if name.startswith(_FOREIGN_SETTINGS) and not name.startswith("HICACHECTL_TEST_"):
             monkeypatch.delenv(name)
-    # A folder for each of the thousands of tests that need none would take seconds. Nothing makes
-    # this one, but SGLang's processes can.
+    # Making a folder for each of the thousands of tests that need none would take seconds. This
+    # folder does not exist, but SGLang's processes can make it.
     needs_folder = "tmp_path" in request.fixturenames
     above = request.getfixturevalue("tmp_path") if needs_folder else tmp_path_factory.getbasetemp()
     monkeypatch.setenv("HOME", str(above / "home"))

@@ -1,6 +1,7 @@
-"""Commands whose calls to the files of a directory wait; the calls are counted.
+"""Run commands so that their calls to the files of a directory wait, and count these calls.
 
-For quick tests: no mount, no libfuse, and the command runs as it is. `delayed_calls.c` says how.
+This suits quick tests: it needs no mount and no libfuse, and the command runs unchanged.
+`delayed_calls.c` explains how.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Delayed(NamedTuple):
     """A command that has ended.
 
     calls: number of calls to the files of the directory, by name.
-    at_once: most of them that waited at the same time.
+    at_once: largest number of calls that waited at the same time.
     """
 
     status: int
@@ -47,7 +48,7 @@ def _program() -> Path:
 def delayed_command(
     directory: Path, delay_ms: float, report: Path, words: Sequence[object]
 ) -> list[str]:
-    """Return the words of a command that delays another; it writes the report at its end."""
+    """Return the words of a command that delays another, and writes a report at its end."""
     return [str(word) for word in (_program(), directory.resolve(), delay_ms, report, *words)]
 
 
@@ -58,9 +59,9 @@ def delayed(
     folder: Path,
     environment: Mapping[str, str] | None = None,
 ) -> Delayed:
-    """Run a command so that each call to the files of a directory waits; skip without seccomp.
+    """Run a command so that each call to the files of a directory waits. Skip without seccomp.
 
-    folder: gets the report, until it is read.
+    folder: folder for the report. The report is removed once read.
     """
     report = folder / "delayed-calls"
     done = subprocess.run(
@@ -74,7 +75,7 @@ def delayed(
 
 
 def read_report(report: Path) -> tuple[dict[str, int], int]:
-    """Return the calls by name, and the most that waited at once; remove the report."""
+    """Read and remove a report. Return the calls by name, and the most that waited at once."""
     lines = (line.split() for line in report.read_text().splitlines())
     calls = {name: int(count) for name, count in lines}
     report.unlink()

@@ -1,4 +1,4 @@
-"""What a command does to files and to the network, by its system calls."""
+"""Find what a command does to files and to the network, from its system calls."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ _ADDRESS = re.compile(
 
 
 class Effect(NamedTuple):
-    """One thing done. verb: reads, writes, removes, runs, connects or listens.
+    """One thing that a command did.
 
+    verb: reads, writes, removes, runs, connects or listens.
     object: a path, or an address with its port.
     """
 
@@ -54,7 +55,11 @@ class Traced(NamedTuple):
 
 
 def traced(arguments: Sequence[object], environment: Mapping[str, str], trace: Path) -> Traced:
-    """Run the command line in a process of its own. environment: all of it. trace: a new file."""
+    """Run the command line in a process of its own.
+
+    environment: whole environment of the process.
+    trace: path of a new file for the trace.
+    """
     options = ["-f", "--seccomp-bpf", "-qq", "-y", "-xx", "-s", "4096", "-o", str(trace)]
     options += ["-e", "signal=none", "-e", f"trace={','.join(f'?{call}' for call in _CALLS)}"]
     done = subprocess.run(
@@ -76,7 +81,7 @@ def traced(arguments: Sequence[object], environment: Mapping[str, str], trace: P
 
 
 def _effects(text: str) -> Iterator[Effect]:
-    """Yield the effects of some calls. What a command made itself, it may remove unsaid."""
+    """Yield the effects of calls. It is no effect if a command removes what it made itself."""
     made: set[str] = set()
     bound: dict[str, str] = {}
     for name, arguments, result in calls_in(text):
@@ -87,7 +92,10 @@ def _effects(text: str) -> Iterator[Effect]:
 
 
 def _of_network(name: str, arguments: str, result: int, bound: dict[str, str]) -> Iterator[Effect]:
-    """Yield the effects of a call. bound: addresses of sockets."""
+    """Yield the effects of a call.
+
+    bound: address of each socket, by its path.
+    """
     address = _address(arguments)
     if name == "connect" and address:
         yield Effect("connects", address)
@@ -98,7 +106,10 @@ def _of_network(name: str, arguments: str, result: int, bound: dict[str, str]) -
 
 
 def _of_files(name: str, arguments: str, made: set[str]) -> Iterator[Effect]:
-    """Yield the effects of a call that succeeded. made: paths made so far."""
+    """Yield the effects of a call that succeeded.
+
+    made: paths that the command has made so far.
+    """
     *_, path = _paths(arguments) or [_handle(arguments)]
     if name in _STARTS:
         yield Effect("runs", _paths(arguments)[0])
@@ -118,16 +129,16 @@ def _of_files(name: str, arguments: str, made: set[str]) -> Iterator[Effect]:
 
 
 def _paths(arguments: str) -> list[str]:
-    """Return the paths in the arguments of a call; commands stay in their first directory."""
+    """Return the paths in the arguments of a call. Commands stay in ROOT, their first directory."""
     return [os.path.normpath(ROOT / path) for path in paths_in(arguments)]
 
 
 def _handle(arguments: str) -> str:
-    """Return the path of the descriptor that a call takes first."""
+    """Return the path of a call's first descriptor."""
     return handles_in(arguments)[0].path
 
 
 def _address(arguments: str) -> str:
-    """Return the address and the port of an internet socket; else ""."""
+    """Return the address and the port of an internet socket; "" for another socket."""
     found = _ADDRESS.search(arguments)
     return f"{decoded(found[2]).decode()}:{found[1]}" if found else ""

@@ -1,4 +1,4 @@
-"""A file system that can stop answering, as one of a dead server."""
+"""A file system that can stop answering, like that of a dead server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def freezable_mount(source: Path, mount: Path) -> Iterator[int]:
-    """Mount a directory with FUSE; yield the process that serves it, which can be stopped."""
+    """Mount a directory with FUSE. Yield the pid of the process that serves it, to be stopped."""
     need_tool("bindfs")
     unmount = need_tool("fusermount3", "fuse3")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):

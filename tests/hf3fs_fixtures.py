@@ -41,6 +41,6 @@ def shared_metadata_server(sglang_python: Path) -> Iterator[MetadataServer]:
 
 @pytest.fixture
 def metadata_server(shared_metadata_server: MetadataServer) -> MetadataServer:
-    """The worker's server without ranks; a test that kills a server starts its own."""
+    """Return the worker's server, without ranks. A test that kills a server starts its own."""
     shared_metadata_server.reset()
     return shared_metadata_server

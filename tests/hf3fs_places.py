@@ -25,7 +25,8 @@ BFLOAT16_NAN = b"\xc0\x7f"
 class Place:
     """Data files with the demo's pages, as engines make them, and a snapshot.
 
-    snapshot: a copy of the server's, which can write its own at any time, unless another is given.
+    snapshot: path of a snapshot; by default a copy, because the server can write its own at any
+        time.
     """
 
     def __init__(self, folder: Path, server: MetadataServer, snapshot: Path | None = None) -> None:
@@ -55,7 +56,10 @@ class Place:
             self.snapshot.write_bytes(saved.read_bytes())
 
     def url(self, server: str | None = None) -> str:
-        """Return the URL of the store at a server; default: its own; "" for no server."""
+        """Return the URL of the store.
+
+        server: URL of the metadata server; None for its own, "" for no server.
+        """
         asked = f"server={self.server.url if server is None else server}&" if server != "" else ""
         return (
             f"hf3fs://{self.folder}/hicache?{asked}snapshot={self.snapshot}&file_size={FILE_BYTES}"

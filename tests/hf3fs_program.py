@@ -52,7 +52,7 @@ def _obey(module: ModuleType, answers: IO[str]) -> None:
 
 
 def _written(state: Any) -> tuple[int, int]:
-    """Return the identity of one version of the snapshot; inodes alone are reused."""
+    """Return inode and mtime, which identify a version of the snapshot: inodes alone are reused."""
     facts = state.persistence_path.stat()
     return facts.st_ino, facts.st_mtime_ns
 

@@ -24,14 +24,14 @@ HOST = "127.0.0.1"
 STARTS = 3  # another process can take a free port before the server binds it
 START_TIMEOUT_S = 60
 TAKEN = "address already in use"
-PORT_TIMEOUT_S = 60  # until another process that took the port releases it
+PORT_TIMEOUT_S = 60  # longest wait for another process to release the port
 ANSWER_TIMEOUT_S = 30
 NEVER_S = 1 << 20  # a save interval longer than any test
 PROGRAM = str(Path(__file__).with_name("hf3fs_program.py"))
 
 
 class MetadataServer(Closing):
-    """One server process with persistence; a context manager that removes all files.
+    """One server process with persistence. This is a context manager that removes all files.
 
     The server saves at start, at `save()` and, with save_interval_s, by its own timer. Port and
     snapshot stay the same after `kill` and `start`. Raises RuntimeError with the end of the log if
@@ -70,7 +70,7 @@ class MetadataServer(Closing):
         return path
 
     def save(self) -> Path:
-        """Make the server write its snapshot of the current state; return its path."""
+        """Make the server write its snapshot of the current state. Return its path."""
         self._command("save")
         return self.snapshot
 
@@ -80,7 +80,7 @@ class MetadataServer(Closing):
         self.save()
 
     def kill(self) -> None:
-        """SIGKILL the server; unsaved changes are lost."""
+        """SIGKILL the server. Unsaved changes are lost."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -102,13 +102,13 @@ class MetadataServer(Closing):
                 time.sleep(0.1)
 
     def initialize(self, rank: int, num_pages: int, namespace: str = "kv") -> None:
-        """Create a table, as a starting server rank does; keep an existing one."""
+        """Create a table, as a starting server rank does. Keep an existing table."""
         self.post(rank, "initialize", num_pages=num_pages, namespace=namespace)
 
     def reserve(
         self, rank: int, keys: Sequence[str], namespace: str = "kv"
     ) -> list[tuple[bool, int]]:
-        """Reserve pages; return for each key whether it existed, and its page."""
+        """Reserve pages. Return for each key whether it existed, and its page."""
         pairs = [[key, ""] for key in keys]
         verb = "reserve_and_allocate_page_indices"
         reply = self.post(rank, verb, keys=pairs, namespace=namespace)
@@ -121,12 +121,12 @@ class MetadataServer(Closing):
         released: Sequence[int] = (),
         namespace: str = "kv",
     ) -> None:
-        """Map keys to pages, and free other pages; the server checks nothing."""
+        """Map keys to pages, and free other pages. The server checks nothing."""
         body = {"written_keys_to_confirm": list(written), "pages_to_release": list(released)}
         self.post(rank, "confirm_write", **body, namespace=namespace)
 
     def put(self, rank: int, keys: Sequence[str], namespace: str = "kv") -> list[int]:
-        """Reserve and confirm; return the page of each key."""
+        """Reserve and confirm pages. Return the page of each key."""
         indices = [index for _, index in self.reserve(rank, keys, namespace)]
         self.confirm(rank, list(zip(keys, indices, strict=True)), namespace=namespace)
         return indices
@@ -145,7 +145,7 @@ class MetadataServer(Closing):
     def page_indices(
         self, rank: int, keys: Sequence[str], namespace: str = "kv"
     ) -> list[int | None]:
-        """Return the page of each key; the query makes the keys the most recent."""
+        """Return the page of each key. This query makes the keys the most recent."""
         body = {"keys": list(keys), "namespace": namespace}
         indices: list[int | None] = self.post(rank, "get_page_indices", **body)["indices"]
         return indices

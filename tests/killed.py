@@ -61,9 +61,10 @@ _CALLS = (
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Result of a run; a killed run has code -9 and unknown counts.
+    """Result of a run. A killed run has code -9 and unknown counts.
 
-    begun: whether the run read a page or changed anything. read: bytes requested from the source.
+    begun: whether the run read a page or changed anything.
+    read: bytes requested from the source.
     """
 
     code: int
@@ -87,7 +88,7 @@ class Run:
 
 
 class Runner(Closing):
-    """Runs command lines, each in its own process; a context manager."""
+    """Runs command lines, each in its own process. This is a context manager."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -150,7 +151,7 @@ class _Counter:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def writing(self, nbytes: int) -> int:
-        """Count bytes to be written; return how many to write before the kill, -1 for all."""
+        """Count bytes to be written. Return how many to write before the kill; -1 for all."""
         with self._lock:
             self._begun[0] = 1
             before, self.written = self.written, self.written + nbytes

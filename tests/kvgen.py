@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float32]
     Bytes = NDArray[np.uint8]
 
-_CHANNEL_SIGMA = 0.39  # of the natural logarithm of a channel's magnitude
+_CHANNEL_SIGMA = 0.39  # standard deviation of the logarithm of a channel's magnitude
 _LAYER_SIGMA = 0.18
-_OUTLIERS = 3  # channels per head
-_NEAR_ZERO_EVERY = 40  # one layer of this many
+_OUTLIERS = 3  # outlier channels of each head
+_NEAR_ZERO_EVERY = 40  # one layer in so many is near zero
 _NEAR_ZERO = 2.0**-7
 _VOCABULARY = 50_000
 _ZIPF = 1.2
@@ -49,8 +49,10 @@ _FP8_LARGEST = 448.0
 class KvGenerator:
     """Generator of objects of one kind for pages of one model.
 
-    seed: of the model. The page number determines tokens and position, for all pools and ranks.
-    Ranks that hold the same KV head make the same bytes.
+    seed: number that stands for the model.
+
+    The page number determines tokens and position, for all pools and ranks. Ranks that hold the
+    same KV head make the same bytes.
     """
 
     def __init__(self, expected: ObjectSpec, profile: Profile, seed: int) -> None:
@@ -188,7 +190,7 @@ class KvGenerator:
 
 
 def page_tokens(seed: int, page: int, count: int) -> NDArray[np.int64]:
-    """Draw the tokens of a page; frequent tokens repeat."""
+    """Draw the tokens of a page. Frequent tokens repeat."""
     rng = np.random.default_rng([seed, page, 1])
     return np.minimum(rng.zipf(_ZIPF, count), _VOCABULARY)
 
@@ -308,7 +310,7 @@ def _by_axes(part: Bytes, tensor: TensorLayout) -> Bytes:
 def _first_head(
     pool: Pool, tp_rank: int | None, tp_size: int | None, heads: tuple[int, int] | None
 ) -> Any:
-    """Return the first KV head of a rank; ranks with replicas of a head share its number."""
+    """Return the first KV head of a rank. Ranks with replicas of a head share its number."""
     if pool.kind == "mha" and tp_rank is not None and tp_size and not pool.replicated:
         return tp_rank * pool.kv_heads // tp_size
     return heads if heads is not None else tp_rank

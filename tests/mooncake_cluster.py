@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 STARTS = 3  # another process can take a free port before the master binds it
-PORT_TIMEOUT_S = 60  # until another process that took a killed master's port releases it
+PORT_TIMEOUT_S = 60  # longest wait for another process to release a killed master's port
 START_TIMEOUT_S = 30
 STOP_TIMEOUT_S = 5
 LOCAL_BUFFER_BYTES = 16 << 20
@@ -38,12 +38,14 @@ OWNER = str(Path(__file__).with_name("mooncake_owner.py"))
 
 
 class Cluster(Closing):
-    """A master and its segment owners; a context manager that ends them all.
+    """A master and its segment owners. This is a context manager that ends them all.
 
-    offload: a directory, where each owner writes its objects to files, in `rank_0_N_0_0` as
-    SGLang's N-th rank does. environment: more of it, for all processes. flags: more options of
-    mooncake_master, such as eviction_ratio=0.1. Raises RuntimeError with the end of the log if a
-    process does not start.
+    offload: directory, where each owner writes its objects to files, in `rank_0_N_0_0` as SGLang's
+        N-th rank does.
+    environment: additional variables for all processes.
+    flags: additional options of mooncake_master, such as eviction_ratio=0.1.
+
+    Raises RuntimeError with the end of the log if a process does not start.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Cluster(Closing):
         return f"mooncake://{self.master}?admin={self.admin}&protocol=tcp"
 
     def add_store(self, segment_bytes: int | None = None) -> str:
-        """Start a segment owner; return its name once it accepts objects."""
+        """Start a segment owner. Return its name once it accepts objects."""
         known = self._segments()
         number = next(self._numbers)
         program = [OWNER, self.master, str(segment_bytes or self._segment_bytes)]
@@ -103,7 +105,7 @@ class Cluster(Closing):
         return name
 
     def kill_store(self, name: str | None = None) -> None:
-        """SIGKILL an owner (default: the last); the master notices after its client_ttl."""
+        """SIGKILL an owner (default: the last). The master notices after its client_ttl."""
         _kill(self._stores.pop(name) if name else self._stores.popitem()[1])
 
     def pause_store(self) -> None:
@@ -117,7 +119,7 @@ class Cluster(Closing):
         self._master = None
 
     def restart_master(self) -> None:
-        """Start a killed master at its port, without objects; the owners register again."""
+        """Start a killed master at its port, without objects. The owners register again."""
         self._start_master([int(each.rpartition(":")[2]) for each in (self.master, self.admin)])
         _await(
             lambda: len(self._segments()) == len(self._stores),
@@ -168,7 +170,7 @@ class Cluster(Closing):
 
     @property
     def can_pin(self) -> bool:
-        """Whether the master can pin the objects that it has, as from 0.3.14 on."""
+        """Whether the master can pin the objects that it has, which 0.3.14 and later can."""
         try:
             urllib.request.urlopen(f"http://{self.admin}/api/v1/soft_unpin", b"{}", timeout=10)
         except urllib.error.HTTPError as refused:

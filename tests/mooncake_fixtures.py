@@ -38,14 +38,14 @@ def shared_mooncake_cluster(mooncake_package: None) -> Iterator[Cluster]:
 
 @pytest.fixture
 def mooncake_cluster(shared_mooncake_cluster: Cluster) -> Cluster:
-    """The worker's cluster, empty; a test that kills a process starts its own cluster."""
+    """Return the worker's cluster, emptied. A test that kills a process starts its own."""
     shared_mooncake_cluster.clear()
     return shared_mooncake_cluster
 
 
 @pytest.fixture
 def pinning_cluster(mooncake_cluster: Cluster) -> Cluster:
-    """The worker's cluster, empty, with a master that can pin stored objects."""
+    """Return the worker's cluster, emptied, with a master that can pin stored objects."""
     if not mooncake_cluster.can_pin:
         lacking(PINS)
     return mooncake_cluster

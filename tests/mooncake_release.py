@@ -1,4 +1,4 @@
-"""The newest release of Mooncake, for processes of its own: two cannot be imported in one.
+"""Run processes with the newest Mooncake, because one process cannot import two releases.
 
 Its wheel exists for CUDA only. The client loads without a GPU beside a library with the names of
 CUDA's driver, each of which returns an error, so that Mooncake finds no device.
@@ -14,7 +14,7 @@ from tests.skips import missing, need_tool
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ROOT / ".venv-mooncake"
-# The folder whose packages a process uses, for the processes that it starts in turn.
+# Variable that tells a process, and the processes that it starts, which folder of packages to use.
 VARIABLE = "HICACHECTL_TEST_MOONCAKE"
 
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
@@ -32,7 +32,7 @@ _CUDA_DRIVER = (
 def newest_release(folder: Path) -> dict[str, str]:
     """Return the variables of processes that use the newest release; skip if it is not installed.
 
-    folder: an empty one, for the library.
+    folder: empty folder for the library.
     """
     if not (PACKAGES / "mooncake").is_dir():
         missing("the newest Mooncake", "`make .venv-mooncake/.installed` installs it")
@@ -51,6 +51,6 @@ def newest_release(folder: Path) -> dict[str, str]:
 
 
 def release_of_process() -> list[str]:
-    """Return the folder of the release that this process must use, if it is not the installed."""
+    """List the folder of the release that this process must use; [] for the installed release."""
     folder = os.environ.get(VARIABLE)
     return [folder] if folder else []

@@ -1,4 +1,4 @@
-"""Writer of Mooncake's SSD files, built from its source, for forms and damage of one's choice.
+"""Write Mooncake's SSD files, after its source, in any form and with any damage.
 
 `tests/conformance/test_mooncake_ssd.py` reads what a real client wrote.
 Source: Mooncake 0.3.13, mooncake-store/src/storage_backend.cpp ::
@@ -45,7 +45,7 @@ def text(place: int, content: bytes) -> bytes:
 
 
 def bucket_meta(keys: Sequence[bytes], sizes: Sequence[int]) -> bytes:
-    """Return the `.meta` file of objects that follow one another; keys as stored."""
+    """Return the `.meta` file of objects that follow one another, with their keys as stored."""
     starts, end = [], 0
     for key, size in zip(keys, sizes, strict=True):
         starts.append(end)
@@ -63,7 +63,7 @@ def bucket_meta(keys: Sequence[bytes], sizes: Sequence[int]) -> bytes:
 def put_bucket(
     directory: Path, id_: int, objects: Mapping[bytes, bytes], *, tenant: bytes = TENANT
 ) -> Path:
-    """Write a bucket and its `.meta`; return the bucket's path."""
+    """Write a bucket and its `.meta`. Return the bucket's path."""
     stored = {tenant + key: value for key, value in objects.items()}
     path = directory / f"{id_}.bucket"
     path.write_bytes(b"".join(key + value for key, value in stored.items()))
@@ -74,7 +74,11 @@ def put_bucket(
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record of an offset file. key: as stored. crc: state one."""
+    """A record of an offset file.
+
+    key: key as stored.
+    crc: whether the record states a CRC.
+    """
 
     key: bytes
     value: bytes
@@ -128,7 +132,7 @@ def offset_meta(
 def put_offset_files(
     directory: Path, records: Sequence[Record], *, sequence: int = 1 << 20, capacity: int = 1 << 20
 ) -> Path:
-    """Write `kv_cache.data` and `kv_cache.meta`; return the data file's path."""
+    """Write `kv_cache.data` and `kv_cache.meta`. Return the data file's path."""
     data = bytearray(capacity)
     for record in records:
         data[record.start : record.start + len(record.content)] = record.content

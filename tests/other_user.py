@@ -1,4 +1,4 @@
-"""This process as a user without rights on the files of root."""
+"""Run this process as a user without rights on the files of root."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NOBODY = 65534
 
 @contextmanager
 def as_other_user() -> Iterator[None]:
-    """Run the block, in all threads, as NOBODY, whom only open descriptors let into a closed path.
+    """Run the block, in all threads, as NOBODY, who reaches a closed path only by open descriptors.
 
-    The test has to be marked with `needs_root`.
+    The test must be marked with `needs_root`.
     """
     groups = os.getgroups()
     os.setgroups([])

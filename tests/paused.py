@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-_SETTLING_S = 0.3  # until an exception of a handler is caught
+_SETTLING_S = 0.3  # time in which an exception of a handler is caught
 
 
 class Ended(NamedTuple):
@@ -73,7 +73,7 @@ class Paused:
         time.sleep(_SETTLING_S)
 
     def resumed(self) -> Ended:
-        """Resume the run and wait for its end; fail if it does not end."""
+        """Resume the run and wait for its end. Fail if it does not end."""
         started = time.monotonic()
         (self._folder / "go").touch()
         try:
@@ -92,7 +92,7 @@ class Paused:
         return path.stat().st_size if path.exists() else 0
 
     def _await(self, condition: Callable[[], bool], complaint: str) -> None:
-        """Wait until a condition holds; fail if the process ends first."""
+        """Wait until a condition holds. Fail if the process ends first."""
 
         def met() -> bool:
             running = self.running
@@ -106,7 +106,7 @@ class Paused:
 
 @contextmanager
 def paused(folder: Path, call: str, number: int, *arguments: object) -> Iterator[Paused]:
-    """Run a command until call `number`; kill it at the end if it still runs."""
+    """Run a command until call `number`. Kill it at the end if it still runs."""
     process = Paused(folder, call, number, *arguments)
     try:
         yield process

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SOURCE_PAGES = 16
 LEASE_MS = 300  # a move waits for the leases of its own reads
-FILE_BYTES = 8 << 20  # of each data file of 3FS
+FILE_BYTES = 8 << 20  # size of each data file of 3FS
 
 # By key: bytes of the object, and its time if the place keeps times.
 Held = dict[bytes, tuple[bytes, int | None]]
@@ -244,7 +244,10 @@ class Places:
         return path
 
     def source(self, kind: str, *, fresh: bool) -> Place:
-        """Return a place with the demo. fresh: written now, for runs that remove pages."""
+        """Return a place with the demo.
+
+        fresh: whether to fill it anew, for runs that remove pages.
+        """
         role = "moved" if fresh else "source"
         if fresh or (role, kind) not in self._made:
             self._place(role, kind).fill(SOURCE_PAGES)
@@ -298,7 +301,7 @@ def page_of(key: str) -> str:
 
 
 def half_pages(place: Place, whole: Held) -> list[str]:
-    """Return pages with an anchor but without all sidecars that they have in `whole`."""
+    """Return the pages that have an anchor, but lack a sidecar that they have in `whole`."""
     spell = grammar_of(place.grammar).affix
     anchors = {spell(e.coordinate) for e in object_specs(place.profile, place.grammar)
                if e.anchor}  # fmt: skip

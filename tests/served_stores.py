@@ -130,7 +130,7 @@ def serving(directory: Path, profile: Profile, **options: Any) -> Iterator[list[
 def served_store(
     directory: Path, profile: Profile, pages: Iterable[int] = range(4), **options: Any
 ) -> list[str]:
-    """Write pages as servers with the plug-in do, with old times; return the page hashes."""
+    """Write pages as servers with the plug-in do, with old times. Return the page hashes."""
     numbers = list(pages)
     with serving(directory, profile, **options) as ranks:
         for rank in ranks:
@@ -145,7 +145,9 @@ def served_store(
 
 
 def age(directory: Path, pages: Collection[str] | None = None) -> None:
-    """Give the objects old times, so that no page is in flight. pages: None: of all pages.
+    """Give the objects old times, so that no page is in flight.
+
+    pages: pages of the objects; None for all pages.
 
     Setting a file's times renews its ctime, which would bring back what a server has cleared.
     """
@@ -155,7 +157,7 @@ def age(directory: Path, pages: Collection[str] | None = None) -> None:
 
 
 def forget_ranks(directory: Path) -> None:
-    """Turn all trailers into those of releases that name no rank, with old times."""
+    """Replace all trailers by trailers without a rank, as older releases write. Set old times."""
     for path in directory.rglob("*.bin"):
         data = path.read_bytes()
         trailer = parse_trailer(data[-TRAILER_BYTES:])
@@ -165,7 +167,7 @@ def forget_ranks(directory: Path) -> None:
 
 
 def swap_ranks(directory: Path, page: str) -> set[str]:
-    """Swap the files of ranks 0 and 1 of TP 2 of a page; return their names."""
+    """Swap the files of ranks 0 and 1 of TP 2 of a page. Return their names."""
     firsts = sorted(directory.glob(f"{page}*_0_2.bin"))
     assert firsts
     seconds = [path.with_name(path.name.replace("_0_2.bin", "_1_2.bin")) for path in firsts]

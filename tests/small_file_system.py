@@ -1,4 +1,4 @@
-"""A small file system, and one different from the tests' own."""
+"""Mount small file systems, and one other than that of the tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def small_file_system(directory: Path, size: int | str) -> Iterator[Path]:
-    """Mount a tmpfs of a size at a directory; skip if mounting fails."""
+    """Mount a tmpfs of a size at a directory. Skip if mounting fails."""
 
     def skip() -> NoReturn:
         missing("the right to mount a tmpfs", "run the tests as root, with CAP_SYS_ADMIN")
@@ -30,10 +30,11 @@ def small_file_system(directory: Path, size: int | str) -> Iterator[Path]:
 
 @contextmanager
 def small_ext4(directory: Path, size: int, reserved: int) -> Iterator[Path]:
-    """Mount a file with an ext4 at a directory; skip if mounting fails.
+    """Mount a file with an ext4 at a directory. Skip if mounting fails.
+
+    reserved: percentage of the blocks that only root may use.
 
     Containers can lack loop devices, which no package installs.
-    reserved: percentage of the blocks that only root may use.
     """
     tool = need_tool("mkfs.ext4", "e2fsprogs")
     image = directory.with_suffix(".img")

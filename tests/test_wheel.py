@@ -135,8 +135,8 @@ def linked(names: set[str], folder: Path) -> Path:
 def repacked(name: str, folder: Path, modules: Path | None) -> None:
     """Make a wheel of a distribution that this environment has.
 
-    modules: folder with its modules, to which the wheel points; to unpack all takes a minute. None:
-        the wheel has them.
+    modules: folder with its modules, to which the wheel points, because to unpack all takes a
+        minute; None if the wheel has them.
     """
     whole, kept = modules is None, ("METADATA", "WHEEL", "entry_points.txt")
     found = distribution(name)
@@ -190,7 +190,7 @@ def test_install_sh_is_clean() -> None:
 class Image(NamedTuple):
     """What the Containerfile installs, below another prefix.
 
-    given: the files that it copies.
+    given: folder with the files that it copies.
     variables: the whole environment of its programs.
     """
 
@@ -289,7 +289,7 @@ def test_install_sh_installs_what_the_container_file_copies(
 class Pod:
     """A container of the manifests, run in the image with other places and numbers.
 
-    instead: texts of the manifests, with what stands for them here.
+    instead: replacements for texts of the manifests.
     """
 
     def __init__(self, image: Image, container: dict[str, Any], instead: dict[str, str]) -> None:
@@ -317,7 +317,7 @@ class Pod:
             )
 
     def run(self, folder: Path, **variables: object) -> str:
-        """Run it to its end, which must be good; return stdout."""
+        """Run the container to its end, which must be a success. Return stdout."""
         return run(folder, *self._image.clean({**self.variables, **variables}), *self.words)
 
 
