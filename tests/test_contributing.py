@@ -1,16 +1,20 @@
-"""CONTRIBUTING.md: its paths, names, commands and tables are those of the project."""
+"""CONTRIBUTING.md and SECURITY.md: paths, names, commands and tables are those of the project."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.test_readme import check_arguments
+
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+SECURITY = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 ROOMS = ("hicachectl", "backends", "formats")
 # Names, and the module that defines them, as in: `COMMANDS` of `hicachectl/cli/group.py`.
 _NAMED = re.compile(
@@ -148,12 +152,23 @@ def test_commands_exist() -> None:
     assert all(name in tests for name in variables)
 
 
+def command_lines() -> list[str]:
+    """Return the command lines of the program in both documents."""
+    words = in_ticks(TEXT + SECURITY)
+    return sorted({word for word in words if re.match("hicachectl [a-z]", word)})
+
+
+@pytest.mark.parametrize("line", command_lines())
+def test_a_command_line_is_understood(line: str) -> None:
+    check_arguments(shlex.split(line)[1:])
+
+
 def test_links_and_pages_exist() -> None:
     anchors = {re.sub("[^a-z0-9 -]", "", name.lower()).replace(" ", "-") for name in headings()}
     linked = re.findall(r"\]\(#([^)]+)\)", TEXT)
     assert linked
     assert set(linked) <= anchors
-    for document in (TEXT, (ROOT / "SECURITY.md").read_text(encoding="utf-8")):
+    for document in (TEXT, SECURITY):
         for name, number in re.findall(r"\b((?:hicachectl|hcpack)[\w-]*)\(([157])\)", document):
             assert (ROOT / "man" / f"{name}.{number}").exists(), name
 
