@@ -27,28 +27,29 @@ T = TypeVar("T")
 
 MOST_CALLS = 256
 
-# A slice takes long beside its bookkeeping, and little beside a run.
+# Intended time of a slice: long compared with its bookkeeping, short compared with a run.
 _SLICE_SECONDS = 0.005
-# It takes longer by this for each call at once: threads need Python's lock between slices, and
-# would wait for it.
+# Added for each further call at once. Threads need Python's lock between slices: longer slices keep
+# many threads from waiting for it.
 _TURN_SECONDS = 0.001
-# And where calls do not wait, since to hand a slice to a thread takes longer than some of them.
+# Least time of a slice if calls do not wait: handing a slice to a thread takes longer than some
+# of these calls.
 _LONGER_SECONDS = 0.02
-# Items of the first slice of a kind: how long they take is not known.
+# Items in the first slice of a kind, while the time of an item is unknown.
 _FIRST_ITEMS = 4
-# A number of calls is judged by so many slices, or more, in so many seconds, or more.
+# A number of calls at once is judged after at least so many slices and so many seconds.
 _JUDGED_SLICES = 8
 _JUDGED_SECONDS = 0.02
 # A doubling stays if items per second grow by this factor, a halving if they keep this share.
 _GAIN, _LOSS = 1.15, 0.95
-# While less of the processors' time is used, calls wait.
+# Calls wait if they use less than this share of the processors' time.
 _BUSY = 0.7
 # A call that takes longer waits for something other than a processor.
 _WAIT_SECONDS = 0.0001
-# The judgements for which a number stays after trials that failed: twice as many for each, since
-# something else may have disturbed the first ones.
+# Most judgements without a trial after failed trials. Each failed trial doubles their number. The
+# first trials are repeated soon, because something else may have disturbed them.
 _MOST_REST = 32
-# Slices of a stream that may be done before an earlier one is, for each call at once.
+# Slices of a stream that threads work ahead of the reader, for each call at once.
 _AHEAD = 4
 
 
@@ -60,7 +61,7 @@ class _Sums:
     slices: slices done.
     wall: seconds, summed over the slices.
     cpu: seconds of processor time, summed over the slices.
-    beside: seconds, each slice's times the number of slices that ran at once.
+    beside: seconds of each slice times the number of slices at once, summed over the slices.
     """
 
     items: int = 0
@@ -80,7 +81,7 @@ class _Sums:
         return self.at_once * self.items / self.wall
 
     def waits(self, processors: float) -> bool:
-        """Return whether the calls leave much of the time of so many processors unused."""
+        """Return whether the calls leave much of the time of `processors` processors unused."""
         return self.at_once * self.cpu < _BUSY * self.wall * processors
 
 
@@ -88,9 +89,9 @@ class _Sums:
 class _Calls:
     """Calls of one kind, and the number of them that the file system gets at once.
 
-    level: the number now.
-    unlocked: whether the calls take most of their processor time without Python's lock.
-    active: threads at work on such calls, or on the way there.
+    level: present number of calls at once.
+    unlocked: whether the calls spend most of their processor time without Python's lock.
+    active: threads that make such calls, or have a turn to make one.
     item_seconds: mean seconds of the last calls; 0 before the first.
     """
 
@@ -100,8 +101,8 @@ class _Calls:
     item_seconds: float = 0.0
     _sums: _Sums = field(default_factory=_Sums)
     _tried: tuple[int, float] | None = None  # level and rate before the change on trial
-    _failed: int = 0  # trials in vain since the level changed
-    _rest: int = 0
+    _failed: int = 0  # failed trials since the level changed
+    _rest: int = 0  # judgements until the next trial
     _shrinks: bool = False  # the next trial is a halving
 
     @property
@@ -126,10 +127,11 @@ class _Calls:
         most: the highest level.
         processors: number of processors for the calls; None: the level stays.
         """
-        # Other processes may take the processors: calls that do not wait count by their own time.
+        # Other processes may keep the processors busy, so calls that do not wait count by their
+        # processor time.
         seconds = max((wall if wall > _WAIT_SECONDS * items else cpu) / items, 1e-9)
         known = self.item_seconds or seconds
-        # The first calls take longer, as all does at first: forget them soon.
+        # First calls take longer than later ones, so the mean falls faster than it rises.
         self.item_seconds = known + (0.25 if seconds > known else 0.75) * (seconds - known)
         sums = self._sums
         sums.items += items
@@ -192,7 +194,7 @@ class _Run:
     error: BaseException | None = None
 
     def slice_items(self, calls: _Calls) -> int:
-        """Return the items of the next slice, not so many that other threads would have none."""
+        """Return the number of items in the next slice; leave other threads their share."""
         fair = -(-(self.count - self.next) // max(1, calls.level))
         return max(self.least, min(fair, calls.slice_items(1)))
 
@@ -201,8 +203,8 @@ class _Run:
 class _Part(Generic[S, T]):
     """A slice of a stream, and its result.
 
-    begun: whether a thread has taken it, or none shall.
-    done: whether it has a result or an error.
+    begun: whether a thread has taken the slice, or no thread may take it any more.
+    done: whether the slice has a result or an error.
     """
 
     items: Sequence[S]
@@ -215,7 +217,7 @@ class _Part(Generic[S, T]):
 class _Thread(threading.local):
     """State of the running thread.
 
-    turn: whether the thread may call.
+    turn: whether the thread has a turn, the right to make one call at a time.
     """
 
     turn = False
@@ -234,7 +236,7 @@ class Concurrency:
         self._most = jobs or MOST_CALLS
         self._last = jobs or 1  # the level found last, with which a new kind starts
         self._kinds: dict[str, _Calls] = {}
-        self._turns: int  # threads at work on calls of any kind, or on the way there
+        self._turns: int  # threads that have a turn
         self._waiting: int  # threads that wait for a turn
         self._thread = _Thread()
         self._processors = float(len(os.sched_getaffinity(0)))
@@ -242,9 +244,9 @@ class Concurrency:
         _all.add(self)
 
     def _begin_process(self) -> None:
-        """Have no threads: neither those of a parent, nor locks and turns that these held."""
-        # A signal may raise in Condition.__enter__ while the lock is held. Entering a lock itself
-        # leaves no such moment, so `with` takes the lock, and the condition only waits.
+        """Begin without threads. A forked child drops its parent's threads, locks and turns."""
+        # A signal handler may raise in Condition.__enter__ while the lock is held. Entering a lock
+        # itself leaves no such moment, so `with` takes the lock, and the condition only waits.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._pool: ThreadPoolExecutor | None = None
@@ -254,7 +256,7 @@ class Concurrency:
 
     @property
     def jobs(self) -> int | None:
-        """The number of calls at once as given; None if it is found."""
+        """Number of calls at once that was given; None if it is found while running."""
         return self._most if self._fixed else None
 
     def limit(self, jobs: int) -> None:
@@ -262,7 +264,7 @@ class Concurrency:
         self._fixed, self._most, self._last = True, jobs, jobs
 
     def share(self, processes: int) -> None:
-        """Leave this forked process its share of the calls and of the processors from now on.
+        """Reduce this forked process's calls at once and processors to its share.
 
         processes: number of processes that share them.
         """
@@ -293,9 +295,9 @@ class Concurrency:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait until this thread may call; it makes one call at a time during the block.
+        """Wait for a turn, the right to make one call at a time during the block.
 
-        `each` within the block needs no other turn for this thread.
+        `each` within the block needs no further turn for this thread.
         """
         if self._thread.turn:
             yield
@@ -323,10 +325,10 @@ class Concurrency:
         """Do `work` for slices of range(count), several at once; this thread works, too.
 
         work: takes start and stop of a slice.
-        least: items of a slice, as far as there are so many.
+        least: minimum items of a slice; the last slice may have fewer.
         unlocked: whether calls of this kind run mostly without Python's lock, so that more of them
-            may use more processors.
-        Raises the first error of a slice, after all that had begun have ended.
+            can use more processors.
+        Raises the first error of a slice, after all slices that had begun have ended.
         """
         calls, run = self._calls(kind, unlocked=unlocked), _Run(work, count, least)
         try:
@@ -350,10 +352,10 @@ class Concurrency:
     ) -> Generator[T, None, None]:
         """Yield the results of `work` for slices of lists, in order; other threads work ahead.
 
-        lists: may call the file system, too; one call is left to them.
-        least: items of a slice, as far as a list has so many.
+        lists: lists of items. Their iterator may call the file system: one turn stays free for it.
+        least: minimum items of a slice; the last slice of a list may have fewer.
         unlocked: see `each`.
-        Raises the error of a slice in its turn.
+        Raises the error of a slice in place of its result.
         """
         calls = self._calls(kind, unlocked=unlocked)
         if self._most == 1 or self._thread.turn:
@@ -393,7 +395,8 @@ class Concurrency:
     def _calls(self, kind: str, *, unlocked: bool) -> _Calls:
         with self._lock:
             if kind not in self._kinds:
-                # Other calls found as many as processors where none waits: too many for one lock.
+                # A level up to the number of processors does not show that calls wait. Calls that
+                # hold Python's lock would only compete for it, so they start with one.
                 few = not (unlocked or self._fixed) and self._last <= self._processors
                 self._kinds[kind] = _Calls(1 if few else self._last, unlocked)
             return self._kinds[kind]
@@ -412,7 +415,7 @@ class Concurrency:
         self._thread.turn = True  # tasks are submitted with a turn
 
     def _started(self, work: Callable[P, object], *given: P.args, **named: P.kwargs) -> bool:
-        """Give work, and the turn for it, to another thread; return False if there is none left."""
+        """Give work, and a turn for it, to another thread. Return False if none can be started."""
         taken = False
 
         def is_first() -> bool:
@@ -433,7 +436,7 @@ class Concurrency:
         return True
 
     def _give_back(self, calls: _Calls, turns: int) -> None:
-        """Give back turns for which the system has no thread, and make no more calls than now."""
+        """Give back turns that got no thread, and limit calls at once to the present number."""
         with self._lock:
             calls.active -= turns
             self._turns -= turns
@@ -452,7 +455,7 @@ class Concurrency:
                 self._changed.notify_all()
 
     def _wait_for(self, may_call: Callable[[], bool]) -> None:
-        """Wait for a turn; helpers of others give theirs up meanwhile."""
+        """Wait for a turn. Meanwhile, threads that help with other runs give up theirs."""
         self._waiting += 1
         try:
             self._changed.wait_for(may_call)
@@ -460,9 +463,9 @@ class Concurrency:
             self._waiting -= 1
 
     def _may_begin(self, calls: _Calls, pending: deque[_Part[S, T]]) -> bool:
-        """Wait until a slice of a stream may begin, which counts from now on, or until one is done.
+        """Wait until a slice of a stream may begin, or until the first pending slice is done.
 
-        Return which of both.
+        Return True, and give the new slice a turn, if it may begin.
         """
 
         def is_done() -> bool:
@@ -493,7 +496,7 @@ class Concurrency:
             part.result = work(part.items)
         except BaseException as error:
             part.error = error
-            if not isinstance(error, Exception):  # a signal's
+            if not isinstance(error, Exception):  # raised by a signal handler
                 raise
         else:
             self._note(calls, len(part.items), began, cpu)
@@ -522,7 +525,7 @@ class Concurrency:
             return start, run.next
 
     def _recruit(self, calls: _Calls, run: _Run) -> None:
-        """Let other threads work on a run, as many as there may be, and as there are slices."""
+        """Let other threads work on a run: as many as the limits allow and slices are left."""
         with self._lock:
             left = -(-(run.count - run.next) // run.slice_items(calls))
             wanted = min(calls.level - calls.active, left, self._most - self._turns)
@@ -534,7 +537,7 @@ class Concurrency:
         try:
             while begun < wanted and self._started(self._help, calls, run):
                 begun += 1
-        finally:  # also after a signal's exception
+        finally:  # also after an exception from a signal handler
             if begun < wanted:
                 self._give_back(calls, wanted - begun)
 
@@ -552,9 +555,9 @@ class Concurrency:
                 self._changed.notify_all()
 
     def _end(self, run: _Run) -> None:
-        """Wait for the slices that have begun; no other one begins.
+        """Wait for the slices that have begun, and let no other slice begin.
 
-        An interrupt of the wait is raised after it: a caller that cleans up must be alone.
+        An interrupt of the wait is raised after it: no helper may run while the caller cleans up.
         """
         interrupt: BaseException | None = None
         while run.next < run.count or run.helpers:
@@ -579,7 +582,7 @@ class Concurrency:
             with self._lock:
                 run.error = run.error or error
                 run.next = run.count
-            if not isinstance(error, Exception):  # a signal's
+            if not isinstance(error, Exception):  # raised by a signal handler
                 raise
         else:
             self._note(calls, stop - start, began, cpu)
@@ -596,8 +599,8 @@ _all: weakref.WeakSet[Concurrency] = weakref.WeakSet()
 
 
 def _begin_process() -> None:
-    for one in _all:
-        one._begin_process()
+    for concurrency in _all:
+        concurrency._begin_process()
 
 
 os.register_at_fork(after_in_child=_begin_process)
