@@ -22,7 +22,7 @@ from hicachectl.formats.wording import failed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ALIGNMENT = 4096  # bytes, of slabs and objects; O_DIRECT and memory registration need it
+ALIGNMENT = 4096  # bytes; O_DIRECT and memory registration need aligned slabs and objects
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _SHARED_MEMORY = Path("/dev/shm")  # shm_open's directory on Linux
 
@@ -88,9 +88,9 @@ class Arena:
         return self.array[offset : offset + nbytes]
 
     def populate(self) -> None:
-        """Let the system give this process all of the memory now, before reads wait for it.
+        """Allocate all of the memory now, so that no read waits for the system to allocate it.
 
-        Older systems do not, and give each page at its first use.
+        Systems before Linux 5.14 allocate each page at its first use instead.
         """
         with suppress(OSError):
             self._map.madvise(_MADV_POPULATE_WRITE)

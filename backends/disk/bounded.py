@@ -33,9 +33,11 @@ def read_bounded(
 ) -> bytes:
     """Return the content of a file of at most `limit` bytes.
 
-    what: the expected kind, such as "a profile". regular: refuse other files.
-    where: the file's name in messages; default: its path. refusal: raised for every failure;
-    default: UsageError if unreadable, FormatError if too large.
+    what: the expected kind, such as "a profile".
+    regular: refuse files that are not regular.
+    where: the file's name in messages; by default its path.
+    refusal: error raised for every failure; by default UsageError if the file is unreadable,
+        FormatError if it is too large.
     """
     name = where or str(path)
     try:

@@ -65,9 +65,9 @@ class Trust:
     """
 
     def __init__(self, facts: os.stat_result | None, *, writes: bool) -> None:
-        """Derive the users from a directory's stat; None: without a directory.
+        """Derive the users from a directory's stat; None if there is no directory.
 
-        writes: a file may be created.
+        writes: the process may create a file in the directory.
         """
         self._may_probe = writes
         self._owners = {_ROOT, os.geteuid()}
@@ -150,8 +150,9 @@ def existing_part(path: Path) -> tuple[Path, list[str]]:
 class Directory(Closing):
     """An open directory.
 
-    path: for messages only. All methods raise OSError, and UntrustedError for an entry that is not
-    a regular file or directory, not of the requested kind, or has an untrusted owner.
+    path: path in messages; calls use the descriptor.
+    All methods raise OSError, and UntrustedError for an entry that is not a regular file or
+    directory, not of the requested kind, or has an untrusted owner.
     """
 
     def __init__(self, descriptor: int, path: str, trust: Trust) -> None:
@@ -165,14 +166,14 @@ class Directory(Closing):
     def named(cls, path: str, *, writes: bool, trust: Trust | None = None) -> Self:
         """Open a directory that an option names, following links.
 
-        trust: the store's; default: derived from the directory.
+        trust: trust of the store. By default it is derived from the directory.
         """
         descriptor = os.open(path, OPEN_DIRECTORY)
         return cls(descriptor, path, trust or Trust(os.fstat(descriptor), writes=writes))
 
     @classmethod
     def again(cls, descriptor: int, path: str, *, writes: bool) -> Self:
-        """Open an open directory once more; trust is derived from the directory."""
+        """Duplicate a directory's descriptor. Trust is derived from the directory."""
         return cls(os.dup(descriptor), path, Trust(os.fstat(descriptor), writes=writes))
 
     @classmethod
@@ -181,8 +182,9 @@ class Directory(Closing):
     ) -> Directory | None:
         """Open a directory that an option names; None if it is missing.
 
-        makes: create it and its missing parents. trust: default: derived from the deepest existing
-        directory of the path. Links are followed down to there.
+        makes: create it and its missing parents.
+        trust: by default derived from the deepest existing directory of the path. Links are
+            followed down to that directory.
         """
         found, missing = existing_part(path)
         if missing and not makes:
@@ -190,9 +192,9 @@ class Directory(Closing):
         return cls.named(str(found), writes=writes, trust=trust).descend(missing, makes=makes)
 
     def descend(self, names: Sequence[str], *, makes: bool) -> Directory | None:
-        """Close this directory; return the one at the end of the names below it.
+        """Close this directory, and open the directory at the end of the names below it.
 
-        makes: create missing ones; else None if one is missing.
+        makes: create missing directories; otherwise return None if one is missing.
         """
         here: Directory | None = self
         for name in names:
@@ -233,7 +235,7 @@ class Directory(Closing):
     def check_owner(self, next_step: str) -> None:
         """Raise UntrustedError unless the owner of the directory itself is trusted.
 
-        next_step: what to do instead of giving it to a trusted user, for the message.
+        next_step: end of the message, after "chown it or".
         """
         if not self.trust.includes(self._facts, self.descriptor):
             raise UntrustedError(_stranger(self.path, self._facts, next_step))
@@ -252,7 +254,7 @@ class Directory(Closing):
         return stat.S_IMODE(self._facts.st_mode)
 
     def directory(self, name: str, *, any_owner: bool = False) -> Directory:
-        """Open a sub-directory. any_owner: its owner need not be trusted."""
+        """Open a sub-directory. any_owner: accept an owner who is not trusted."""
         descriptor = self._open(name, _OPEN_ENTRY)
         with undo_on_error(partial(os.close, descriptor)):
             self.check(name, os.fstat(descriptor), any_owner=any_owner)
@@ -306,8 +308,9 @@ class Directory(Closing):
     def make_directory(self, name: str, *, exist_ok: bool = False) -> Directory:
         """Create a directory durably and open it.
 
-        Its permissions are within this directory's and `trust.permissions`. Its group may do what
-        it may do here, whatever the umask: members remove what other members have made.
+        Its permissions exceed neither this directory's nor `trust.permissions`. The group gets the
+        rights that it has in this directory, whatever the umask, because members of the group
+        remove files that other members made.
         """
         try:
             os.mkdir(name, self._readable & 0o777 | 0o700, dir_fd=self.descriptor)
@@ -331,10 +334,11 @@ class Directory(Closing):
     ) -> None:
         """Write a file atomically, with permissions limited as in `make_directory`.
 
-        shared: several processes may write the name at once. durable: sync the file and its name.
+        shared: several processes may write the name at once.
+        durable: sync the file and its name.
         """
         temporary = "" if shared else f".{name}.tmp"
-        if temporary:  # left by a killed process
+        if temporary:  # a killed process may have left it
             with suppress(FileNotFoundError):
                 self.remove(temporary)
         mode = self._readable & 0o666 | 0o600
@@ -352,7 +356,7 @@ class Directory(Closing):
         return descriptor
 
     def publish(self, name: str, content: bytes) -> bool:
-        """Create a file, whole and durable, unless its name exists; return whether it is ours.
+        """Create a file, whole and durable, unless its name exists. Return whether it was created.
 
         Uses link(2), which never replaces a file, also if processes of several hosts publish one
         name at once. Raises UnsupportedByBackend on a file system without links.
@@ -375,7 +379,7 @@ class Directory(Closing):
         try:
             os.link(temporary, name, src_dir_fd=here, dst_dir_fd=here, follow_symlinks=False)
         except FileExistsError:
-            # An NFS client may repeat a call whose answer was lost: then the name is ours.
+            # An NFS client repeats a call whose answer was lost: the name may be our own file.
             return is_named(descriptor, name, here)
         except OSError as error:
             if error.errno in _NO_LINKS:
@@ -402,7 +406,7 @@ class Directory(Closing):
         give_file(descriptor, owner, self._facts.st_gid)
 
     def rename(self, name: str, new: str) -> None:
-        """Rename an entry within the directory, replacing another file."""
+        """Rename an entry within the directory. A file of the new name is replaced."""
         os.rename(name, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def remove(self, name: str) -> None:

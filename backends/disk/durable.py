@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 STDOUT = Path("/dev/stdout")
-# NFS locks only files that are open for writing (EBADF); a directory cannot be.
+# NFS locks only files that are open for writing (EBADF), and a directory cannot be opened so.
 _NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF, errno.EISDIR}
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
-_AT_FDCWD = -100  # instead of a descriptor: the name is a path
+_AT_FDCWD = -100  # fcntl.h: names start at the current directory, as in open(2)
 
 
 # names
@@ -46,7 +46,7 @@ def sync_directory(directory: int) -> None:
     try:
         os.fsync(directory)
     except OSError as error:
-        if error.errno not in UNSUPPORTED:  # network file systems that need no sync
+        if error.errno not in UNSUPPORTED:  # some network file systems need no such sync
             raise
 
 
@@ -64,7 +64,7 @@ def sync_file_system(directory: int) -> bool:
     if not LIBC.syncfs(directory):
         return True
     number = ctypes.get_errno()
-    if number == errno.ENOSYS:  # in some sandboxes
+    if number == errno.ENOSYS:  # some sandboxes refuse the call
         return False
     raise OSError(number, os.strerror(number))
 
@@ -91,17 +91,19 @@ def make_directories(path: str | os.PathLike[str]) -> list[str]:
 def rename_noreplace(source: int | None, old: bytes, target: int | None, new: bytes) -> bool:
     """Rename without replacing; return False if the system lacks that call.
 
-    source, target: descriptors of directories; None if the name is a path. Raises OSError, and
-    FileExistsError if `new` exists.
+    source, target: descriptors of directories; None if the name is a path.
+    Raises OSError, and FileExistsError if `new` exists.
     """
-    here, there = (_AT_FDCWD if one is None else one for one in (source, target))
-    return _rename(here, old, there, new, _RENAME_NOREPLACE)
+    source = _AT_FDCWD if source is None else source
+    target = _AT_FDCWD if target is None else target
+    return _rename(source, old, target, new, _RENAME_NOREPLACE)
 
 
 def exchange(directory: int, one: bytes, other: bytes) -> bool:
-    """Let two files of a directory swap their names at once; return False if the system cannot.
+    """Swap the names of two files of a directory; return False if the system cannot.
 
-    Each name always names a file. Raises OSError, and FileNotFoundError if a name is missing.
+    The swap is atomic: each name always names a file. Raises OSError, and FileNotFoundError if a
+    name is missing.
     """
     return _rename(directory, one, directory, other, _RENAME_EXCHANGE)
 
@@ -149,13 +151,13 @@ def new_file(
     """Yield a new file's descriptor; the file gets its name when the block ends normally.
 
     mode:      permissions while the file is written, less the umask.
-    partial:   temporary name in the same directory; default: random.
+    partial:   temporary name in the same directory; by default random.
     directory: descriptor that `path` is relative to.
-    replaces:  replace an existing file; else raise FileExistsError.
+    replaces:  replace an existing file; otherwise raise FileExistsError.
     durable:   sync the bytes before the rename, and the name after it.
     Raises OSError.
     """
-    # Not derived from the file's name, which may have the maximum length.
+    # The temporary name is not derived from the file's name, which may have the maximum length.
     partial = partial or temporary_name()
     partial = os.path.join(os.path.dirname(path), partial)  # noqa: PTH118, PTH120
     descriptor = os.open(partial, CREATE_FILE, mode, dir_fd=directory)
@@ -188,14 +190,16 @@ def whole_file(
     """Yield a stream whose content replaces `path` when the block ends normally.
 
     Symbolic links are followed. Devices, pipes and `STDOUT` are written directly.
-    mode: "w" writes UTF-8. durable: see `new_file`.
-    permissions: default: the replaced file's, else 0o666 less the umask.
-    readable_by: at most these permissions for a new file.
+    mode: "w" writes UTF-8.
+    durable: see `new_file`.
+    permissions: mode of the file; by default that of the replaced file, or 0o666 less the umask.
+    readable_by: limit for the permissions of a file that replaces none.
     Raises UsageError if the file cannot be written, BrokenPipeError for a closed pipe.
     """
     encoding = None if "b" in mode else "utf-8"
     try:
-        if path == STDOUT:  # also a file, which others write to as well, as after `>>`
+        # Standard output can be a file that others also append to (`>>`): do not replace it.
+        if path == STDOUT:
             with open(1, mode, encoding=encoding, closefd=False) as stream:
                 yield stream
             return
@@ -249,9 +253,10 @@ def lock(descriptor: int, *, optional: bool = False) -> bool:
 def is_named(
     descriptor: int, path: str, directory: int | None = None, *, follow: bool = False
 ) -> bool:
-    """Return whether a name still names an open file; check this after locking.
+    """Return whether a path still names an open file.
 
-    follow: the name may be a link to the file.
+    Ask after locking, because the file can be replaced before it is locked.
+    follow: the path may be a link to the file.
     """
     try:
         facts = os.stat(path, dir_fd=directory, follow_symlinks=follow)

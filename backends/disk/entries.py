@@ -1,7 +1,7 @@
-"""Names in directories, thousands with each system call, and without a stat of any.
+"""Read the names in a directory: thousands with each system call, and without a stat.
 
-Python's `os.scandir` asks for 32 KiB of names at a time, and stats each file of a directory that
-does not tell the kinds of its entries (NFS without READDIRPLUS).
+Python's `os.scandir` reads 32 KiB of names at a time, and stats each file if the directory does not
+tell the kinds of its entries (NFS without READDIRPLUS).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 # d_type of dirent.h
 UNKNOWN, DIRECTORY, REGULAR = 0, 4, 8
 
-# Bytes of entries for which each call asks. A file server is asked seldom, and some ten thousand
-# names take no notable memory.
+# Bytes of entries per call: some ten thousand names, so few requests go to a file server.
 _CALL_BYTES = 1 << 20
-# Places in an entry of getdents64(2); it ends with the name, a NUL and bytes up to a multiple of 8.
+# Offsets of fields in an entry of getdents64(2). An entry ends with the name, a NUL, and padding to
+# a multiple of 8 bytes.
 _LENGTH, _KIND, _NAME = 16, 18, 19
-_SHORTEST = 24
+_SHORTEST = 24  # bytes of the shortest entry
 
 
 class Entries(NamedTuple):
     """Some entries of a directory.
 
-    names: their names.
+    names: names of the entries.
     kinds: [names] uint8, UNKNOWN, DIRECTORY, REGULAR or others of dirent.h.
     """
 
@@ -67,13 +67,13 @@ def entries_in(directory: int) -> Iterator[Entries]:
 
 
 def _parsed(written: bytes) -> Entries:
-    """Return the entries that getdents64(2) wrote. written: their bytes."""
+    """Parse entries. written: bytes from getdents64(2)."""
     block = np.frombuffer(written, dtype=np.uint8)
     starts = _starts(written)
     stops = np.append(starts[1:], len(block))
     tails = block.reshape(-1, 8)[stops // 8 - 1]
     is_end = tails == 0
-    # The last eight bytes of the shortest entries begin with other fields.
+    # In the shortest entries, the last eight bytes begin with fields before the name.
     is_end[stops - starts == _SHORTEST, : _NAME - _LENGTH] = False
     begins, ends = starts + _NAME, stops - 8 + is_end.argmax(axis=1)
     text = written.decode("latin-1")  # one character a byte
@@ -90,7 +90,7 @@ def _parsed(written: bytes) -> Entries:
 
 
 def _starts(written: bytes) -> npt.NDArray[np.int64]:
-    """Return the offset of each entry: each has its length."""
+    """Return the offset of each entry, found by the lengths in the entries."""
     lengths = memoryview(written).cast("H")
     at, starts = _LENGTH // 2, list[int]()
     while at < len(lengths):

@@ -1,4 +1,4 @@
-"""Bytes of open files: read, write and copy all of them; and facts about file systems."""
+"""Read, write and copy all bytes of open files; look at the file systems that they lie on."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPE
 # Errors of a process or host that has too many open files. They say nothing about the file: with a
 # finding about it, a repair would remove a healthy page.
 TOO_MANY_OPEN = frozenset({errno.EMFILE, errno.ENFILE})
-# With these errors of a call, no answer about any file is valid: the file system is unreachable, or
-# there is no room for an open file.
+# After these errors, no answer about any file is valid: the file system is unreachable, or the
+# process can open no further file.
 LOST = TOO_MANY_OPEN | {
     errno.ESTALE,
     errno.ENOTCONN,
@@ -41,7 +41,7 @@ LOST = TOO_MANY_OPEN | {
     errno.ENODEV,
     errno.EHOSTDOWN,
 }
-# Errors of a read that say nothing about the file, but that this user may not read it.
+# Errors that tell only that this user may not read the file.
 DENIED = frozenset({errno.EACCES, errno.EPERM})
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 CHECK_MOUNT = "check that the file system is mounted"
@@ -51,8 +51,8 @@ MAY_READ = "run as the server's user, or let your group read its files (umask 02
 # time: Linux (6.18, ext4) searches the page cache for large folios.
 WRITE_BYTES = 256 << 10
 
-# Their locks may stay on one host, whatever flock returns: fuse unless the program implements
-# them, beegfs unless tuneUseGlobalFileLocks is set, gpfs and 9p by version.
+# File systems on which flock can succeed and still lock on one host only: fuse unless its program
+# implements locks, beegfs unless tuneUseGlobalFileLocks is set, some versions of gpfs and 9p.
 _LOCAL_LOCKS = ("9p", "beegfs", "fuse", "gpfs", "virtiofs")
 _LOCAL_LOCK_OPTIONS = {
     "nfs": {"nolock", "local_lock=all", "local_lock=flock"},
@@ -61,7 +61,7 @@ _LOCAL_LOCK_OPTIONS = {
     "cifs": {"nobrl"},
     "smb3": {"nobrl"},
 }
-# Errors of copy_file_range if missing, or unable to copy between file systems.
+# Errors of copy_file_range where the system lacks it, or cannot copy between two file systems.
 _NOT_BY_THE_SYSTEM = UNSUPPORTED | {errno.EXDEV}
 # Writeback of files of at least this size starts at once, to shorten the batch's sync. For smaller
 # files the calls cost more than they save.
@@ -118,7 +118,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 def allow_descriptors(more: int) -> None:
-    """Raise this process's limit of open files, as far as the system allows."""
+    """Raise this process's limit of open files by `more`, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = soft + more
     with suppress(OSError, ValueError):
@@ -130,7 +130,7 @@ def allow_descriptors(more: int) -> None:
 
 
 def raise_lost(error: OSError, name: str, action: str, next_step: str = CHECK_MOUNT) -> None:
-    """Raise StoreUnavailable if an error says that no file can be asked for."""
+    """Raise StoreUnavailable for an error after which no answer about any file is valid (LOST)."""
     if error.errno in TOO_MANY_OPEN:
         next_step = OPEN_FEWER
     if error.errno in LOST:
@@ -149,8 +149,8 @@ def raise_denied(error: OSError, name: str) -> None:
 def locks_reach_all_hosts(descriptor: int) -> bool:
     """Return whether flock excludes every process that can reach a directory.
 
-    descriptor: the open directory. A local disk has no other hosts. An unknown mount is taken to
-    lock, so a failing flock still decides.
+    descriptor: the open directory. True for a local disk, which no other host reaches, and for an
+    unknown mount: if that has no locks, flock fails.
     """
     mount = _mount_of(descriptor)
     return mount is None or lock_reach(*mount)
@@ -186,11 +186,11 @@ def _mount_of(descriptor: int) -> tuple[str, str] | None:
 def file_system_ns(directory: int) -> int:
     """Return the present time of an open directory's file system, Unix nanoseconds.
 
-    Times of files are compared with it: this host's clock may differ from the file server's. The
-    directory is touched, and its ctime is the time. No file is made that a kill could leave, or for
-    which a full file system has no room. Raises OSError without the right to write.
+    Compare times of files with it: this host's clock may differ from the file server's.
+    The call touches the directory and reads its ctime. It makes no file, because a kill would leave
+    the file, and a full file system has no room for it. Raises OSError without the right to write.
     """
-    os.utime(directory)  # "now", which NFS clients leave to the server
+    os.utime(directory)  # sets "now"; an NFS client lets the server choose that time
     return os.fstat(directory).st_ctime_ns
 
 
@@ -293,7 +293,7 @@ def entries_of(directory: int) -> Iterator[Iterator[os.DirEntry[str]]]:
 def write_all(descriptor: int, buffers: Sequence[Buffer], offset: int | None = None) -> int:
     """Write buffers one after another; return the bytes of all. Raises OSError.
 
-    offset: default: the file's position.
+    offset: offset in the file; by default the file's position.
     """
     done, total = 0, sum(map(len, buffers))
     while done < total:
@@ -328,7 +328,7 @@ def copy_bytes(source: int, nbytes: int, target: int) -> None:
         if not count:  # end of file, or a file system that cannot copy and returns 0
             break
         done += count
-    if done < nbytes:  # starting a generator for each small file would show in a migration
+    if done < nbytes:  # a generator for each small file would slow a migration
         for chunk in chunks(source, nbytes, done):
             done += write_all(target, (chunk,), done)
     _begin_to_store(target, nbytes)
@@ -342,7 +342,7 @@ def _begin_to_store(descriptor: int, nbytes: int) -> None:
 
 
 def _after(buffers: Sequence[Any], skipped: int) -> list[Any]:
-    """Return buffers without their first bytes."""
+    """Return buffers without their first `skipped` bytes."""
     left = []
     for buffer in buffers:
         if skipped < len(buffer):

@@ -48,7 +48,7 @@ def check_new_key(key: bytes) -> None:
 
 
 def storable_ns(time_ns: int) -> int:
-    """Return a file's time, or the nearest in 64 bits: file systems hold times after 2262."""
+    """Limit a file's time to 64 bits: file systems can hold times after the year 2262."""
     return min(max(time_ns, _EARLIEST_NS), _LATEST_NS)
 
 

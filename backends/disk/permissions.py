@@ -16,8 +16,10 @@ _LIST = 0o5  # rights on a directory that suffice to list and open its files
 class Permissions:
     """Permission bits, with the group that the group bits apply to.
 
-    bits: the owner's are always 0o700. group: None if the sources have several groups. owner: the
-    only user who may own a copy; None: any user; NOBODY: the sources have several owners.
+    bits: permission bits; the owner always has 0o700.
+    group: group of the sources; None if they have several.
+    owner: the only user who may own a copy. None means any user; NOBODY means that the sources
+        have several owners.
     """
 
     bits: int = 0o777
@@ -28,7 +30,7 @@ class Permissions:
     def of_file(cls, facts: os.stat_result) -> Permissions:
         """Return the permissions of a file."""
         bits = facts.st_mode & 0o777 | 0o700
-        bits |= (bits & 0o444) >> 2  # a user who may read a directory may also search it
+        bits |= (bits & 0o444) >> 2  # directories made with these bits need x wherever they have r
         return cls(bits, facts.st_gid, None if bits & 0o004 else facts.st_uid)
 
     @classmethod
@@ -45,7 +47,7 @@ class Permissions:
         return self.owner in (None, user)
 
     def for_group(self, group: int) -> int:
-        """Return the bits for a file with a group; another group gets no more than everyone."""
+        """Return the bits for a file of a group: only others' rights, unless it is `self.group`."""
         return self.bits if group == self.group else with_foreign_group(self.bits)
 
     def both(self, other: Permissions) -> Permissions:
@@ -56,7 +58,7 @@ class Permissions:
         if self.group == other.group:
             return Permissions(self.bits & other.bits, self.group, owner)
         mine, theirs = with_foreign_group(self.bits), with_foreign_group(other.bits)
-        if mine == self.bits:  # the group has no more rights than everyone
+        if mine == self.bits:  # the group has no more rights than others
             return Permissions(mine & other.bits, other.group, owner)
         if theirs == other.bits:
             return Permissions(self.bits & theirs, self.group, owner)
@@ -71,8 +73,9 @@ def with_foreign_group(mode: int) -> int:
 def give_file(descriptor: int, owner: int, group: int, *, mode: int | None = None) -> None:
     """Set an open file's owner (as root) and group, as far as the system allows.
 
-    mode: new permissions; default: unchanged. If the group cannot be set, the file's group gets
-    no more rights than everyone. Raises OSError.
+    mode: new permissions; by default unchanged. If the group cannot be set, the file's group gets
+        only the rights of others.
+    Raises OSError.
     """
     facts = os.fstat(descriptor)
     if (facts.st_uid, facts.st_gid) != (owner, group):
@@ -86,7 +89,7 @@ def give_file(descriptor: int, owner: int, group: int, *, mode: int | None = Non
 
 
 def as_umask_says(permissions: Permissions, group: int) -> int:
-    """Return the mode of a new file with a group: 0o666 within permissions and umask."""
+    """Return the mode of a new file of a group: 0o666 within permissions and umask."""
     return 0o666 & permissions.for_group(group) & ~_umask()
 
 

@@ -1,6 +1,6 @@
-"""Statuses on disk: the files of a store in which ranks with the plug-in describe themselves.
+"""Read and write statuses: files of a store in which ranks with the plug-in describe themselves.
 
-They lie in `.hicachectl/status/`, see `formats.plugin_status`.
+The files lie in `.hicachectl/status/`; `formats.plugin_status` has their form.
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ from hicachectl.formats.wording import reason_of
 if TYPE_CHECKING:
     from hicachectl.backends.disk.directory import Directory
 
-# Standings of a rank. closed: its backend was detached. ended: its process ended without that.
-# silent: its file is so old that the process must have ended, or hangs. serving: none of these.
+# Standings of a rank.
+# closed: its backend was detached.
+# ended: its process ended without a detach.
+# silent: its file is so old that the process must have ended, or hangs.
+# serving: none of these.
 CLOSED, ENDED, SILENT, SERVING = STANDINGS = ("closed", "ended", "silent", "serving")
-# Fleets restart often: a week of their statuses would be more than are read.
+# Seconds for which statuses are kept. Fleets restart often: a week of statuses would exceed
+# MAX_STATUSES.
 _KEPT_S = 86400.0
 _CLOCKS_DIFFER_S = 2.0  # a process's start is known to the second
 _START_FIELD = 19  # proc(5), starttime: its place after the name in parentheses
@@ -40,14 +44,18 @@ _ENDED = ("Z", "X")  # proc(5), state: a zombie, and a dead process
 
 
 class RankStatus(NamedTuple):
-    """A status that was read, and one of STANDINGS."""
+    """A rank's status, and its standing, one of STANDINGS."""
 
     status: PluginStatus
     standing: str
 
 
 class StoreStatuses(NamedTuple):
-    """The statuses of a store, sorted by the names of their files, and why others were not read."""
+    """The statuses of a store.
+
+    statuses: statuses sorted by the names of their files.
+    problems: messages about files that were not read.
+    """
 
     statuses: tuple[RankStatus, ...]
     problems: tuple[str, ...]
@@ -56,7 +64,8 @@ class StoreStatuses(NamedTuple):
 def write_status(directory: Directory, status: PluginStatus) -> None:
     """Write a rank's status, not durably.
 
-    directory: the store's. Raises OSError, UntrustedError.
+    directory: directory of the store.
+    Raises OSError, UntrustedError.
     """
     with (
         directory.make_directory(os.fsdecode(OWN_PREFIX), exist_ok=True) as side,
@@ -88,9 +97,10 @@ def read_statuses(side: Directory) -> StoreStatuses:
 
 
 def remove_ended(directory: Directory, own: PluginStatus) -> None:
-    """Remove the statuses of ranks that have ended long ago, or on this host.
+    """Remove old statuses, and statuses of ranks that have ended on this host.
 
-    own: this rank's status, which stays. Raises OSError, UntrustedError.
+    own: this rank's status, which stays.
+    Raises OSError, UntrustedError.
     """
     with (
         directory.directory(os.fsdecode(OWN_PREFIX)) as side,
@@ -105,7 +115,7 @@ def remove_ended(directory: Directory, own: PluginStatus) -> None:
 
 
 def standing(status: PluginStatus) -> str:
-    """Return how a rank stands now: one of STANDINGS."""
+    """Return the present standing of a rank: one of STANDINGS."""
     if status.closed:
         return CLOSED
     if _runs(status) is False:
@@ -123,7 +133,7 @@ def this_host() -> tuple[str, int]:
 
 
 def process_start_ns(pid: int) -> int | None:
-    """Return the start of a process, Unix ns; None if it has ended, 0 if that is unknown."""
+    """Return the start of a process, Unix ns; None if it has ended, 0 if the start is unknown."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         fields = text.rpartition(")")[2].split()

@@ -39,6 +39,7 @@ _SUFFIX = ".safetensors"
 _COMMIT = re.compile("[0-9a-f]{40}")
 _THREADS = 32  # a read over a network waits some milliseconds
 _MAX_CONFIG_BYTES = 32 << 20
+_NAME_THEM = "give a text that names them, by --weights or the plug-in's identity"
 _REFUSED = {
     ".gguf": "GGUF files",
     ".bin": "pickles (.bin)",
@@ -50,12 +51,12 @@ _REFUSED = {
 def hub_snapshot(name: str, revision: str | None = None, cache: str | None = None) -> Path | None:
     """Return the local files of a model on the Hugging Face Hub; None if this host has none.
 
-    revision: a commit, branch or tag; default: main. cache: the Hub's cache; default: the one that
-    huggingface_hub uses.
+    revision: commit, branch or tag; by default main.
+    cache: directory of the Hub's cache; by default the one that huggingface_hub uses.
     """
     if name.count("/") > 1 or name.startswith(("/", ".")) or ".." in name:
         return None
-    stated = (os.environ.get(one) for one in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"))
+    stated = (os.environ.get(variable) for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"))
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or Path(caches, "huggingface")
     folder = cache or next(filter(None, stated), None) or Path(home, "hub")
@@ -73,9 +74,9 @@ def hub_snapshot(name: str, revision: str | None = None, cache: str | None = Non
 def read_checkpoint(path: Path) -> Checkpoint:
     """Return the fingerprint and configs of a model directory, or of its config.json's directory.
 
-    Reads 4 KiB or more of each tensor, in parallel; see `formats.weights`. Raises UsageError if a
-    file cannot be read, FormatError if there is no config or no safetensors file, one that the
-    index names is missing, or one is truncated or damaged.
+    Reads 4 KiB or more of each tensor, in parallel; see `formats.weights`.
+    Raises UsageError if a file cannot be read. Raises FormatError without a config or a safetensors
+    file, if a file of the index is missing, or if a file is truncated or damaged.
     """
     directory = _directory(path)
     next_step = "give the directory of a model"
@@ -109,7 +110,7 @@ def _directory(path: Path) -> Path:
         return path.parent
     kind = _REFUSED.get(path.suffix)
     raise FormatError(
-        f"{path}: weights are read from safetensors files, not {kind}; name the weights yourself"
+        f"{path}: weights are read from safetensors files, not {kind}; {_NAME_THEM}"
         if kind
         else f"{path}: not a model directory; give the directory of config.json"
     )
@@ -121,7 +122,7 @@ def _no_shards(directory: Path, names: list[str]) -> str:
         return f"{directory}: no safetensors files; give the directory of a model"
     return (
         f"{directory}: weights are read from safetensors files, but it has only "
-        f"{' and '.join(kinds)}; name the weights yourself"
+        f"{' and '.join(kinds)}; {_NAME_THEM}"
     )
 
 
