@@ -1,9 +1,9 @@
 """One behaviour suite for every store: a test for each sentence of the `Store` contract.
 
 A backend's test module subclasses `StoreSuite` and defines a `store` fixture and the `raw_`
-accessors, which bypass the backend to detect faults common to writes and reads. Tests of missing
-traits and capabilities are skipped.
-For tests only: needs pytest and hypothesis.
+accessors. These bypass the backend, because a fault that writes and reads share would not show
+otherwise. Tests of traits and capabilities that the store lacks are skipped.
+Only tests import this module: it needs pytest and hypothesis.
 """
 # ruff: noqa: D102 - the names of tests are their descriptions
 
@@ -172,7 +172,7 @@ class StoreSuite(ABC):
                 lack(store, name)
 
     def need_empty_objects(self, store: Store) -> None:
-        """Skip if objects cannot be empty."""
+        """Skip if the store cannot hold empty objects."""
         if not self.empty_objects:
             lack(store, "empty objects")
 
@@ -192,7 +192,7 @@ class StoreSuite(ABC):
     @pytest.mark.parametrize(
         "columns", [(), ("nbytes",), ("version", "mtime_ns"), tuple(SCAN_FIELDS)]
     )
-    def test_scan_gives_the_columns_asked_for(self, store: Store, columns: tuple[str, ...]) -> None:
+    def test_a_scan_has_the_requested_columns(self, store: Store, columns: tuple[str, ...]) -> None:
         self.raw_put(store, self.keys[0], self.value(0))
         batches = list(store.scan(columns))
         assert sum(batch.num_rows for batch in batches) == 1
@@ -355,7 +355,7 @@ class StoreSuite(ABC):
 
     # writing
 
-    def test_what_is_written_is_there(self, store: Store) -> None:
+    def test_written_objects_are_stored_and_listed(self, store: Store) -> None:
         self.need(store, "writes")
         objects = {key: self.value(n) for n, key in enumerate(self.keys)}
         result = write(store, objects, if_absent=True)
@@ -405,7 +405,7 @@ class StoreSuite(ABC):
             assert write(other, {self.keys[0]: self.value(0)}, if_absent=True).all_ok
         assert self.raw_get(store, self.keys[0]) == self.value(0)
 
-    def test_pins_come_and_go_and_what_is_missing_is_said(self, store: Store) -> None:
+    def test_pins_are_set_and_removed_and_missing_objects_are_gone(self, store: Store) -> None:
         if not isinstance(store, Pins) or not store.can_pin(60):
             lack(store, "pins of stored objects")
         self.put(store, 1)
@@ -416,9 +416,9 @@ class StoreSuite(ABC):
             assert store.unpin(rows).statuses.tolist() == [Status.OK, Status.GONE]
         assert self.raw_get(store, self.keys[0]) == self.value(0)
 
-    # the rest
+    # other operations
 
-    def test_what_the_traits_exclude_is_refused(self, store: Store) -> None:
+    def test_calls_that_the_traits_exclude_are_refused(self, store: Store) -> None:
         if store.traits.writes and store.traits.deletes:
             lack(store, "refusals")
         if not store.traits.writes:
@@ -428,7 +428,7 @@ class StoreSuite(ABC):
             with pytest.raises(UnsupportedByBackend):
                 store.delete(rows_of(self.keys[:1]))
 
-    def test_delete_takes_away_what_was_named_only(self, store: Store) -> None:
+    def test_delete_removes_only_the_given_objects(self, store: Store) -> None:
         self.need(store, "deletes")
         self.put(store, 3)
         rows = scanned_rows(store, self.keys[:2])
@@ -436,7 +436,7 @@ class StoreSuite(ABC):
         assert set(listing(store)) == {self.keys[2]}
         assert self.raw_get(store, self.keys[0]) is None
 
-    def test_what_was_just_written_can_be_taken_back(self, store: Store) -> None:
+    def test_new_writes_can_be_undone(self, store: Store) -> None:
         self.need(store, "writes")
         old, new = self.keys[:2]
         self.raw_put(store, old, self.value(0))
@@ -452,7 +452,7 @@ class StoreSuite(ABC):
         assert store.delete(rows).statuses.tolist() == [Status.GONE, Status.OK]
         assert store.delete(rows_of(self.keys[2:3])).statuses.tolist() == [Status.GONE]
 
-    def test_touching_says_what_is_there_and_changes_no_byte(self, store: Store) -> None:
+    def test_touching_tells_which_objects_exist_and_changes_no_byte(self, store: Store) -> None:
         if not isinstance(store, Touch):
             lack(store, "touch")
         rows = self.put(store, 2)
@@ -479,7 +479,7 @@ class StoreSuite(ABC):
         assert answer.tolist() == [False, True, False]
         assert Store.exists(store, rows_of(self.keys[:3])).tolist() == answer.tolist()
 
-    def test_looking_lists_the_keys_asked_for_as_a_scan_does(self, store: Store) -> None:
+    def test_a_look_returns_the_rows_of_a_scan(self, store: Store) -> None:
         self.put(store, 3)
         columns = ("nbytes", "mtime_ns", "version")
         scanned = pa.Table.from_batches(list(store.scan(columns))).sort_by("key").to_pylist()
@@ -490,7 +490,7 @@ class StoreSuite(ABC):
         assert found.sort_by("key").to_pylist() == wanted
         assert len(store.look(rows_of([]))) == 0
 
-    def test_confirming_tells_what_is_where_it_was_listed(self, store: Store) -> None:
+    def test_confirming_finds_unchanged_and_deleted_objects(self, store: Store) -> None:
         if not isinstance(store, Confirm) or not store.confirms:
             lack(store, "confirmed reads")
         rows = self.put(store, 2)
@@ -506,9 +506,9 @@ class StoreSuite(ABC):
     def test_files_beside_the_objects_are_not_listed(self, store: Store) -> None:
         if not isinstance(store, SideFiles):
             lack(store, "side files")
-        there = store.open_side_directory(writes=False)
-        if there is not None:  # the store keeps files of its own there
-            there.close()
+        existing = store.open_side_directory(writes=False)
+        if existing is not None:  # the store keeps files of its own in it
+            existing.close()
         made = store.open_side_directory(writes=True, makes=True)
         assert made is not None
         with made:
@@ -517,7 +517,7 @@ class StoreSuite(ABC):
         assert listing(store) == {}
         assert not store.exists(rows_of(self.keys[:1])).any()
 
-    def test_the_system_copies_what_was_listed(self, store: Store) -> None:
+    def test_the_system_copies_listed_objects(self, store: Store) -> None:
         if not isinstance(store, SystemCopy):
             lack(store, "copies by the system")
         origins = self.put(store, 2)
