@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 StatusArray = npt.NDArray[np.uint8]
 Rows = Any  # pa.RecordBatch | pa.Table, a slice of the scan table; pyarrow ships no types
 
-_MANY_CHUNKS = 8  # `take_rows` keeps so many chunks, or more, apart
+_MANY_CHUNKS = 8  # from this number on, `take_rows` does not join chunks first
 
 SCAN_FIELDS = {
     "key": pa.field("key", pa.binary(), nullable=False),
     "nbytes": pa.field("nbytes", pa.int64()),
     "mtime_ns": pa.field("mtime_ns", pa.int64()),
-    # Last read, as far as the store notes reads; never later than it was.
+    # Time of the last read that the store recorded. The true last read may be later.
     "atime_ns": pa.field("atime_ns", pa.int64()),
-    # Meaningful only to the store, such as a 3FS page index or a pack entry.
+    # Number by which the store finds the object, such as a 3FS page index or a pack entry.
     "locator": pa.field("locator", pa.int64()),
     # Opaque bytes that change whenever the data of the object may have changed.
     "version": pa.field("version", pa.binary()),
-    # When a server's `clear` made the object a miss, Unix nanoseconds; else null.
+    # Time of the server's `clear` that made the object a miss, Unix nanoseconds; else null.
     "cleared_ns": pa.field("cleared_ns", pa.int64()),
     # The store's copies of the object. kind: "memory", "disk", "local_disk" or "nof".
     "replicas": pa.field(
@@ -117,11 +117,11 @@ class ReadResult(Result):
     """Statuses, sizes and versions of one read's rows.
 
     nbytes:   [n] int64, bytes of the stored object; -1 if unknown.
-    versions: [n, len(version_fields)] uint64, the numbers of the scan's `version`, for the bytes
-        read. Undefined for rows that are not OK, and without `identify`.
-    compared: [n] bool, which OK rows were compared with a digest that the store keeps; None for
-        all rows if `traits.keeps_digests`, else for none.
-    unranked: [n] bool, which OK rows have a trailer that names no rank; None for none.
+    versions: [n, len(version_fields)] uint64, the numbers in the scan's `version`, for the bytes
+        that were read. Undefined for rows that are not OK, and without `identify`.
+    compared: [n] bool, which OK rows were compared with a digest that the store keeps. None means
+        all OK rows if `traits.keeps_digests`, else no row.
+    unranked: [n] bool, which OK rows have a trailer that names no rank. None means no row.
     """
 
     nbytes: IntArray
@@ -137,7 +137,7 @@ class Limits:
     batch_objects: int  # maximum rows per call
     batch_bytes: int  # maximum bytes per call
     parallel_reads: int  # threads that read at once
-    parallel_writes: int = 2  # while one waits for the disk, the other copies or compresses
+    parallel_writes: int = 2  # threads that write at once: one waits for the disk, one copies
     forkable: bool = False  # forked processes may read, each with its own arena
     named_arena: bool = False  # reads are fastest into a named arena
 
@@ -163,7 +163,7 @@ class Traits:
     evicts: bool = False  # objects are evicted to make room for new ones
     evicts_pools_apart: bool = False  # pools are evicted separately: sidecars can outlive anchors
     versions_recur: bool = False  # a new object can have the version of an earlier one
-    # Instead of `identify`, call `exists` once after many reads; it confirms their versions.
+    # One call of `exists` after many reads confirms their versions; it costs less than `identify`.
     identifies_by_exists: bool = False
     logs_natively: bool = False  # the store's library logs to file descriptor 2 itself
 
@@ -172,7 +172,7 @@ class Traits:
 class Capacity:
     """How much a store can hold.
 
-    nbytes: bytes stored and free, also those of others on the same file system.
+    nbytes: bytes stored and free, including files of others on the same file system.
     unit: an object takes a multiple of this many bytes.
     """
 
@@ -217,10 +217,10 @@ class Store(Closing, ABC):
 
     @property
     def places(self) -> tuple[Hashable, ...]:
-        """Return what identifies the places of the objects, by whatever URL they were named.
+        """Return an identifier for each place with objects. Every URL of a place gives the same.
 
-        Stores of one class with equal places are the same; with one in common, they can have
-        objects in common.
+        Two stores of one class with equal places are the same store. Two stores with one place in
+        common can have objects in common.
         """
         return (self.url,)
 
@@ -228,15 +228,15 @@ class Store(Closing, ABC):
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
         """Yield record batches of bounded size with every object, in the store's own order.
 
-        Batches have `scan_schema(columns)`; columns that the store lacks are null. Objects that
-        are misses since a server's `clear` do not exist for any operation; only with the column
-        `cleared_ns`, scans and looks return them. Objects deleted during the scan may be missing.
-        Closing the generator frees its resources.
+        Batches have `scan_schema(columns)`; columns that the store lacks are null. An object that a
+        server's `clear` made a miss does not exist for any operation, except that `scan` and `look`
+        return it if `cleared_ns` is among the columns. Objects deleted during the scan may be
+        missing. Closing the generator frees its resources.
         """
 
     @abstractmethod
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
-        """Return a table, like a scan's, of keys that still exist, in any order."""
+        """Look up keys. Return a table like a scan's: a row for each key that exists, any order."""
 
     def attach(self, arena: Arena) -> None:
         """Use `arena` for reads and writes until `detach`."""
@@ -254,7 +254,7 @@ class Store(Closing, ABC):
 
         offsets:    [n] int64, in bytes from the start of the arena
         capacities: [n] int64, expected bytes of each object; the arena beyond them stays unchanged
-        identify:   also return versions; some stores need another request for them
+        identify:   also return versions, for which some stores need another request
         Statuses: OK (exactly `capacity` bytes), GONE, SHORT, OVERSIZED, UNREACHABLE, ERROR,
         DAMAGED, FOREIGN. The arena bytes of rows that are not OK are undefined.
         """
@@ -269,9 +269,9 @@ class Store(Closing, ABC):
     ) -> Result:
         """Write objects from the arena, each atomically; they are durable on return.
 
-        offsets, sizes: [n] int64, in bytes. if_absent: keep an existing object and return EXISTS;
-        else replace it. Statuses: OK, EXISTS, FULL, ERROR. Raises UnsupportedByBackend unless
-        `traits.writes`.
+        offsets, sizes: [n] int64, in bytes
+        if_absent: keep an existing object and return EXISTS; otherwise replace it
+        Statuses: OK, EXISTS, FULL, ERROR. Raises UnsupportedByBackend unless `traits.writes`.
         """
         raise UnsupportedByBackend(
             f"{self.url}: objects cannot be written to this store; name another one"
@@ -300,7 +300,10 @@ class Store(Closing, ABC):
         return found
 
     def find(self, keys: Any, columns: Collection[str]) -> tuple[Any, IntArray]:
-        """Look up keys. Return the rows found, as `look` does, and the row of each key, or -1."""
+        """Look up keys. Return the table of `look`, and its row for each key: [n] int, -1 if none.
+
+        keys: Arrow array of binary.
+        """
         import pyarrow.compute as pc
 
         found = self.look(pa.table({"key": keys}), columns)
@@ -319,7 +322,7 @@ class Store(Closing, ABC):
         return None
 
     def capacity(self) -> Capacity | None:
-        """Return how much the store can hold, as of `free_bytes`.
+        """Return how much the store can hold, in the same measure as `free_bytes`.
 
         None if the store does not report it, or if a removal does not add to `free_bytes`.
         """
@@ -371,10 +374,10 @@ def attached(arena: Arena, *stores: Store) -> Iterator[None]:
 
 
 def batch_spans(sizes: IntArray, most: int, most_rows: int | None = None) -> Iterator[slice]:
-    """Yield slices of rows, in order, whose sizes add up to `most` at most.
+    """Divide rows, in order, into slices with sizes that add up to at most `most`.
 
     sizes: [n] int64, such as bytes. A row above `most` gets a slice of its own.
-    most_rows: limit on the rows of a slice.
+    most_rows: maximum rows of a slice.
     """
     ends = np.cumsum(sizes)
     start = 0
@@ -387,7 +390,7 @@ def batch_spans(sizes: IntArray, most: int, most_rows: int | None = None) -> Ite
 
 
 def joined(count: int, parts: Iterable[tuple[IntArray | slice, Result]]) -> Result:
-    """Return one result for `count` rows. parts: the rows of each call, and its result."""
+    """Join the results of several calls into one. parts: the rows of each call, and its result."""
     statuses = np.zeros(count, dtype=np.uint8)
     errors: dict[int, str] = {}
     for rows, found in parts:
@@ -399,9 +402,10 @@ def joined(count: int, parts: Iterable[tuple[IntArray | slice, Result]]) -> Resu
 
 
 def in_batches(sizes: IntArray, limits: Limits, call: Callable[[slice], Result]) -> Result:
-    """Call within a store's limits; return one result.
+    """Call once for each batch that keeps to a store's limits. Return one result.
 
-    sizes: [n] int64, bytes of each row. call: takes a slice of the rows.
+    sizes: [n] int64, bytes of each row.
+    call: takes a slice of the rows.
     """
     spans = batch_spans(sizes, limits.batch_bytes, limits.batch_objects)
     return joined(len(sizes), ((span, call(span)) for span in spans))
@@ -439,7 +443,7 @@ def keys_of(rows: Rows) -> list[bytes]:
 
 
 def values_of(rows: Rows, name: str) -> list[Any]:
-    """Return a scan column of rows; None for unknown values, and without such a column."""
+    """Return a scan column as Python values: None where unknown, or for all without the column."""
     if name not in rows.schema.names:
         return [None] * len(rows)
     values: list[Any] = rows.column(name).to_pylist()

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Announces(Store):
-    """Store that fetches announced objects early."""
+    """Store that can be told which objects are read next, and fetches them early."""
 
     announced_bytes: ClassVar[int] = 1 << 20  # announcing smaller objects saves no time
 
@@ -49,21 +49,21 @@ class Announces(Store):
 
 
 class Spreads(Store):
-    """Store that spreads the work of each call over threads, as many as calls at once pay."""
+    """Store that spreads the work of each call over threads, and finds the best number of them."""
 
     @property
     @abstractmethod
     def concurrency(self) -> Concurrency:
-        """Return the threads, and how many of them call at once."""
+        """Return the threads of the store."""
 
 
 def jobs_of(store: Store) -> int | None:
-    """Return the number of calls at once that a store was given; None if it finds the number."""
+    """Return the number of calls at once that a store must keep to; None if it finds the number."""
     return store.concurrency.jobs if isinstance(store, Spreads) else None
 
 
 class Digesting(Store):
-    """Store that can digest objects while it reads them, in pieces that the processor caches."""
+    """Store that can digest objects while it reads them, in pieces that fit the processor cache."""
 
     @abstractmethod
     def digest(
@@ -96,20 +96,20 @@ class Pins(Store):
     def can_pin(self, seconds: float) -> bool:
         """Return whether `pin` and `unpin` work; else only `pin_writes` does.
 
-        seconds: duration of the pins. Raises UsageError if no pin may last so long, as far as the
-        store can tell; StoreUnavailable.
+        seconds: duration of the pins.
+        Raises StoreUnavailable, and UsageError if the store can tell that no pin may last so long.
         """
 
     @abstractmethod
     def pin(self, rows: Rows, seconds: float) -> Result:
-        """Pin objects from now on, also those with a pin that ends sooner or later.
+        """Pin objects from now on, in place of the pins that they have.
 
         Statuses: OK, GONE, ERROR. Raises StoreUnavailable, and UsageError as `can_pin` does.
         """
 
     @abstractmethod
     def unpin(self, rows: Rows) -> Result:
-        """Remove the pins of objects. Statuses, for objects without a pin too: see `pin`."""
+        """Remove the pins of objects. Statuses: OK, also without a pin; GONE, ERROR."""
 
 
 class Leases(Store):
@@ -125,7 +125,7 @@ class Loss:
 
     code: code of the finding.
     place: the file, or the directory with the files.
-    what: how many, why, and the next step.
+    what: number of objects, the reason, and the next step.
     changed_ns: modification time of a file that a server may be writing, Unix ns.
     """
 
@@ -139,12 +139,12 @@ class Loss:
 
 
 class Losing(Store):
-    """Store whose listing can tell of objects that servers have lost."""
+    """Store whose listing reports objects that servers have lost."""
 
     @property
     @abstractmethod
     def losses(self) -> tuple[Loss, ...]:
-        """Return what the last listing found to be lost; `remarks` have the same in words."""
+        """Return the losses that the last listing found. `remarks` has them as text."""
 
 
 class RacyWrites(Store):
@@ -190,14 +190,14 @@ class Profiled(Store):
 
 
 class Claimed(Store):
-    """Store whose keys name no deployment and whose pages state no size: it holds one deployment's.
+    """Store that holds one deployment: its keys name no deployment, and its pages state no size.
 
-    It needs the bytes of its objects, from a profile or without one.
+    Callers give it the sizes of its objects, by a profile or by `use_sizes`.
     """
 
     @abstractmethod
     def use_sizes(self, sizes: Mapping[tuple[str, str], int]) -> None:
-        """Set the bytes of all objects by affix, in place of `Profiled.use_profile`.
+        """Set the size in bytes of each affix's objects, in place of `Profiled.use_profile`.
 
         Raises ProfileError if the store cannot hold objects of these sizes together.
         """
@@ -206,7 +206,7 @@ class Claimed(Store):
     def claimed_by(self, tag: str, *, writes: bool) -> str | None:
         """Return the tag of the deployment that has claimed the store; None without one.
 
-        tag: tag of our deployment, which claims the store if `writes` and no other one has.
+        tag: tag of the caller's deployment. With `writes`, it claims a store without a claim.
         Raises StoreUnavailable.
         """
 
@@ -282,7 +282,7 @@ class Trailed(Store):
 
     @abstractmethod
     def markers(self) -> list[Marker]:
-        """Return what the store states of its objects with trailers; empty without such objects.
+        """Return the markers, which describe the objects with trailers; empty without such objects.
 
         Raises StoreUnavailable, UntrustedError, and FormatError, which names the marker's file.
         """
@@ -299,12 +299,12 @@ class Trailed(Store):
     def write_trailers(self, identities: Mapping[Affix, Identity], digest: str) -> None:
         """Give new objects of these affixes trailers, and new objects of other affixes none.
 
-        digest: one of `trailer.DIGEST_KINDS`. `write_from` digests the arena's bytes, and writes
-        the markers before the objects. `copy_from` keeps a trailer with the right page, pool,
-        identity and rank, drops others, and adds missing ones; with `preserve`, it keeps every
-        trailer.
-        Without this call, `write_from` writes none, and `copy_from` keeps those of objects that
-        keep their key.
+        digest: one of `trailer.DIGEST_KINDS`.
+        `write_from` digests the arena's bytes, and writes the markers before the objects.
+        `copy_from` keeps a trailer with the right page, pool, identity and rank, replaces others,
+        and adds missing ones; with `preserve`, it keeps every trailer.
+        Without this call, `write_from` writes no trailers, and `copy_from` keeps the trailers of
+        objects that keep their key.
         """
 
     @abstractmethod
@@ -313,9 +313,9 @@ class Trailed(Store):
 
         Each object is whole at every moment, and keeps its bytes, times, owner and mode.
         sizes: [n] int64, expected bytes of each object.
-        Statuses: OK also for an object that has its trailer, or gets none. EXISTS if a writer has
-        replaced the object meanwhile. GONE, SHORT, OVERSIZED, DAMAGED, FOREIGN, FULL, ERROR.
-        CHANGED if written to during the copy.
+        Statuses: OK, also for an object that has its trailer already, or gets none. EXISTS if a
+        writer has replaced the object meanwhile. CHANGED if a writer wrote to it during the copy.
+        GONE, SHORT, OVERSIZED, DAMAGED, FOREIGN, FULL, ERROR.
         """
 
     @abstractmethod
@@ -327,22 +327,23 @@ class Trailed(Store):
 
     @abstractmethod
     def cleared_since(self, rows: Rows, since_ns: int) -> BoolArray:
-        """Return for which keys a server's `clear` came at a time or later: [n] bool.
+        """Return for which keys a server's `clear` came at `since_ns` or later: [n] bool.
 
-        since_ns: Unix nanoseconds, by the clock of the store. Raises StoreUnavailable.
+        since_ns: Unix nanoseconds, by the clock of the store.
+        Raises StoreUnavailable.
         """
 
     @abstractmethod
     def add_markers(self, markers: Iterable[Marker]) -> None:
-        """Write the markers that the store lacks, before objects with trailers come to it.
+        """Write the markers that the store lacks. Call before objects with trailers are added.
 
-        `write_from` and `copy_from` without `preserve` do so by themselves. Raises
-        StoreUnavailable, UntrustedError.
+        `write_from`, and `copy_from` without `preserve`, write the markers themselves.
+        Raises StoreUnavailable, UntrustedError.
         """
 
     @abstractmethod
     def read_trailers(self, rows: Rows) -> Any:
-        """Return what the objects' trailers state: a table with `trailer_schema()`, a row per row.
+        """Return the objects' trailers: a table with `trailer_schema()`, one row for each object.
 
         A row is null for an object that is missing, unreadable, or without a whole trailer.
         """
@@ -393,7 +394,7 @@ def keeps_digests(store: Store) -> bool:
 
 
 class Mover(ABC):
-    """Mover of objects between a store and a quarantine run of its file system, by renames.
+    """Moves objects by renames between a store and a quarantine run on the same file system.
 
     A rename is atomic and keeps the modification time. `flush` makes renames durable. Statuses are
     those of `Store.delete`; the calls raise StoreUnavailable for a lost store.
@@ -403,7 +404,7 @@ class Mover(ABC):
     def take(self, rows: Rows) -> Result:
         """Move objects out of the store into the run: OK, GONE, CHANGED or ERROR.
 
-        rows: if they have the column `version`, an object with another version stays: CHANGED.
+        rows: with the column `version`, an object of another version stays, and is CHANGED.
         """
 
     @abstractmethod
@@ -470,25 +471,26 @@ class Mounted(Store):
     def shows(self, name: bytes) -> bool:
         """Return whether one of the directories has a file of this name, by open(2).
 
-        Clients of network file systems answer listings and stat(2) from caches.
+        open(2) asks the server. Clients of network file systems answer listings and stat(2) from
+        their caches.
         Raises StoreUnavailable.
         """
 
 
 class FileTimes(Store):
-    """Store whose times are times of files, by the clock of their file system."""
+    """Store whose times are file times, set by the clock of the file system."""
 
     @abstractmethod
     def clock_ns(self) -> int:
         """Return the present time of the file system, Unix nanoseconds.
 
-        The first call touches the outer directories. With several file systems, it is the earliest
-        of their times. Raises StoreUnavailable.
+        The first call touches the outer directories. Of several file systems, the earliest time
+        counts. Raises StoreUnavailable.
         """
 
 
 class OtherFiles(Store):
-    """Store in a directory that can have directories and files of others.
+    """Store in a directory that can also have directories and files of other programs.
 
     path: path of the directory.
     """
@@ -497,14 +499,15 @@ class OtherFiles(Store):
 
     @abstractmethod
     def other_files(self, objects: Any) -> tuple[list[str], list[str]]:
-        """Return the names of sub-directories and of other files, without our own.
+        """Return the names of sub-directories, and of files that are no objects and not our own.
 
-        objects: the listing of a store without pages. Raises StoreUnavailable.
+        objects: the listing of a store without pages.
+        Raises StoreUnavailable.
         """
 
 
 class SideFiles(Store):
-    """Store that can keep side files, which servers ignore: in its directory, unless `Emptied`."""
+    """Store that can keep side files, which servers ignore. `Emptied` stores keep them outside."""
 
     @abstractmethod
     def side_directory(self) -> Path:
@@ -525,7 +528,8 @@ class SideFiles(Store):
 class Emptied(Store):
     """Store without side files inside: a server's `clear` removes every file in its directories.
 
-    The parameter `urls.SIDE_PARAMETER` of its URL makes it also `SideFiles`.
+    The parameter `urls.SIDE_PARAMETER` of its URL names a side directory elsewhere; then the store
+    is also `SideFiles`.
     """
 
     @property
@@ -534,7 +538,7 @@ class Emptied(Store):
         """Return the directories."""
 
     def refuse_inside(self, path: Path, what: str) -> None:
-        """Raise UsageError for a path in the directories. what: what names it, for the message."""
+        """Raise UsageError for a path in the directories. what: its option, for the message."""
         real = Path(os.path.realpath(path))
         for directory in self.directories:
             if real.is_relative_to(os.path.realpath(directory)):
@@ -579,17 +583,18 @@ def mover_of(store: Store, run: Store) -> Mover | None:
 
 
 def permissions_of(store: Store, *, listing: bool = False) -> Permissions:
-    """Return which users may read a store's objects: all users if these are not files."""
+    """Return which users may read a store's objects: all users if the store has no files."""
     if isinstance(store, FilePermissions):
         return store.readable_by(listing=listing)
     return Permissions()
 
 
 def present_ns(store: Store, *, changes: bool) -> int:
-    """Return the present time to judge the ages of a store's objects by, Unix nanoseconds.
+    """Return the present time, by which the ages of a store's objects are judged, Unix nanoseconds.
 
-    changes: the command may change the store. Then it is the time of the store's file system, if
-    the store has one. A command that only looks writes nothing, and goes by this host's clock.
+    changes: the command may change the store. Then the clock is the one of the store's file system,
+        if the store has one. Reading that clock writes to the store, so a command that only looks
+        uses this host's clock.
     Raises StoreUnavailable.
     """
     if changes and isinstance(store, FileTimes):
@@ -598,10 +603,10 @@ def present_ns(store: Store, *, changes: bool) -> int:
 
 
 def trust_of(*stores: Store) -> Trust:
-    """Return the trust in files elsewhere that decide what happens to these stores.
+    """Return which owners to trust for files outside the stores that control what is done to them.
 
-    Trusted are the users whom all stores trust; for stores without a directory, this process's
-    user and root. Files may be created, see `Trust`. Raises OSError.
+    These are the users whom all stores trust; for stores without a directory, this process's user
+    and root. The caller may create such files, see `Trust`. Raises OSError.
     """
     trusts = []
     for store in stores:
@@ -615,7 +620,8 @@ def trust_of(*stores: Store) -> Trust:
 def keep_as_private(target: Store, source: Store, *, listing: bool = False) -> None:
     """Make new files of `target` no more readable than the objects read from `source`.
 
-    listing: no more readable than the source's listing. Raises StoreUnavailable.
+    listing: make them no more readable than the source's listing.
+    Raises StoreUnavailable.
     """
     if isinstance(target, FilePermissions):
         target.keep_private(permissions_of(source, listing=listing), listing=listing)

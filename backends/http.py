@@ -74,9 +74,9 @@ class HttpService:
     who:       the service's name in messages, such as "Mooncake master".
     hint:      next step if a wrong service, or none, answers.
     timeout_s: seconds for a whole reply, or for each block of a streamed one.
-    headers:   sent with every request.
+    headers:   headers of every request.
     tls:       use TLS, and check the certificate.
-    max_reply_bytes: most bytes of a whole reply; None for MAX_REPLY_BYTES.
+    max_reply_bytes: maximum bytes of a whole reply; None means MAX_REPLY_BYTES.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class HttpService:
             self._put_back(connection, response)
 
     def lost(self, what: str, remedy: str = "") -> StoreUnavailable:
-        """Return the error for a problem with the service. remedy: default: the hint."""
+        """Return the error for a problem with the service. remedy: by default the hint."""
         return StoreUnavailable(with_next(f"{self._name}: {what}", remedy or self.hint))
 
     def refused(self, path: str, reply: Reply) -> StoreUnavailable:
@@ -209,10 +209,10 @@ class HttpService:
 
     def _put_back(self, connection: _Connection, response: http.client.HTTPResponse | None) -> None:
         """Keep a connection if its response was read to the end; else close it."""
-        fit = response is not None and response.isclosed() and not response.will_close
+        reusable = response is not None and response.isclosed() and not response.will_close
         with self._lock:
             self._busy.discard(connection)
-            keep = fit and not self._closed
+            keep = reusable and not self._closed
             if keep:
                 self._idle.append(connection)
         if not keep:
@@ -263,7 +263,7 @@ class HttpService:
 class _DeadlineSocket(socket.socket):
     """A socket with one deadline for all reads, instead of a timeout for each.
 
-    head_left: bytes that may still be read of a reply's head; None after the head.
+    head_left: bytes of a reply's head that may still be read; None after the head.
     """
 
     deadline = 0.0

@@ -53,7 +53,7 @@ class PageTable:
         return f"{self.rank}:{self.namespace}"
 
     def names_at(self, rows: IntArray) -> Any:
-        """Return the server's names (KEY alone) of some keys: a chunked binary array."""
+        """Return the server's names, KEY alone, of the keys in `rows`: a chunked binary array."""
         keys = take_rows(pa.table({"key": self.keys}), rows).column("key")
         return pc.binary_slice(keys, len(self.name) + 1, MAX_KEY_BYTES)
 
@@ -82,12 +82,12 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableState(Snapshot):
-    """A snapshot, and facts about its tables.
+    """A snapshot, and the data files of its tables.
 
     path: the file of the snapshot.
     files: known data files by table name, RANK:NAMESPACE.
     page_bytes: bytes of a page by table name, if known.
-    live: a server may have changed the tables since.
+    live: a server may have changed the tables since the snapshot.
     """
 
     path: str
@@ -100,7 +100,7 @@ class TableServer(Protocol):
     """The server that keeps the tables, and changes them. All calls raise StoreUnavailable."""
 
     def page_indices(self, rank: int, namespace: str, keys: Sequence[str]) -> list[int | None]:
-        """Return the page of each key, None if missing. Existing keys become the last used."""
+        """Return the page of each key; None if missing. Found keys become the last used."""
 
     def reserve(self, rank: int, namespace: str, keys: Sequence[str]) -> list[tuple[bool, int]]:
         """Reserve a page for each key. Return whether each key exists, and its page."""

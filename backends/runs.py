@@ -60,7 +60,7 @@ def _dump_run(form: RunForm) -> bytes:
 
 
 def _parse_run(text: bytes, source: str) -> RunForm:
-    """Return what run.json states. Raises FormatError."""
+    """Parse run.json. Raises FormatError."""
     next_step = "move its folder out of the quarantine to go on without it"
     try:
         document = parse_json_object(text, "JSON")
@@ -84,8 +84,8 @@ def begin_run(
 ) -> RunForm:
     """Make an empty folder a run for objects of a store, durably. Raises OSError.
 
-    describe: writes all else that describes the run, durably. Only then run.json is written: a
-    folder without that file has never had an object.
+    describe: writes the other files that describe the run, durably. run.json is written last, so a
+        folder without it has never had an object.
     """
     scheme: Literal["file", "nixl", "pack"] = "pack"
     if isinstance(store, ObjectFiles):
@@ -108,7 +108,7 @@ def begin_run(
 
 
 def make_run_folder(parent: Directory, name: str, store: Store) -> Directory:
-    """Make the folder of a run durably; its owner, group and mode are the store's directory's.
+    """Make the folder of a run durably, with owner, group and mode of the store's directory.
 
     Raises OSError, and FileNotFoundError if another process has removed the folder.
     """
@@ -121,17 +121,18 @@ def make_run_folder(parent: Directory, name: str, store: Store) -> Directory:
 
 
 def open_run_folder(parent: Directory, name: str, *, writes: bool) -> Directory:
-    """Open the folder of a run, whose entries must be trusted by its own owner.
+    """Open the folder of a run. Trust in its files is derived from its own owner.
 
-    Its owner is that of the store's directory. Raises UntrustedError if the owner is not trusted
-    and others than the owner of the quarantine may have made the folder; OSError.
+    That owner owns the store's directory, too.
+    Raises OSError, and UntrustedError if the owner is not trusted and users other than the owner of
+    the quarantine may have made the folder.
     """
     with parent.directory(name, any_owner=not parent.mode & 0o022) as opened:
         return Directory.again(opened.descriptor, opened.path, writes=writes)
 
 
 def read_run(run: Directory) -> RunForm | None:
-    """Return what a folder's run.json states; None without one.
+    """Return the content of a folder's run.json; None if the file is missing.
 
     Raises OSError, UntrustedError, FormatError.
     """
@@ -151,11 +152,10 @@ def open_run(
 ) -> Store:
     """Open a run as a store, which no server writes to.
 
-    create: open it to be filled, as a repair does.
-    jobs: calls that a run of files makes at once; None: find the number while running.
-    Raises OSError, StoreUnavailable,
-    UntrustedError, and `UnfinishedPackError` for a pack that a killed repair left: no object has
-    left the store then.
+    create: open the run for a repair that fills it.
+    jobs: calls at once of a run with files; None finds the number while running.
+    Raises OSError, StoreUnavailable, UntrustedError. Raises UnfinishedPackError without a finished
+    pack: a killed repair left the run, and no object has left the store.
     """
     if form.scheme != "pack":
         files = _open_files(run, form)
@@ -201,7 +201,7 @@ class _RunNixl(NixlStore):
 
 
 class QuarantineRun(Store):
-    """Opener of runs: `from_url` returns a store of another class."""
+    """Opens runs: `from_url` returns a store of another class."""
 
     @classmethod
     def from_url(cls, url: StoreUrl) -> Self:

@@ -42,9 +42,9 @@ _PERCENTAGE = "a percentage above 0; give one such as 80"
 
 
 class Params(Struct, frozen=True, kw_only=True):
-    """Parameters of a URL, by their types; `params_of` reads them.
+    """Parameters of a URL as typed fields, which `params_of` reads.
 
-    A description of a type says what its values are, for messages.
+    The description of a type completes the message `NAME: VALUE is not …`.
     """
 
 
@@ -143,7 +143,7 @@ class Scheme:
 
 
 PACK_SUFFIX = ".hcpack"
-# The parameter for side files, of schemes whose stores have no place for them.
+# Name of the parameter for a directory of side files, for stores that have no place for these.
 SIDE_PARAMETER = "side_directory"
 
 SCHEMES = {
@@ -187,9 +187,9 @@ _NUMBERS = {int: re.compile("[0-9]{1,20}"), float: re.compile(r"[0-9]{1,20}(?:\.
 
 # Secrets in URLs: the text before the @ of a host, and values of parameters with names like
 # "token". A URL can be percent-encoded inside another. A port before a path or parameters is not
-# a password. Of a scheme, the last character is enough.
-# Where a search could begin again within the same text, the pattern also matches without the group
-# "end", if there is no secret: hostile text takes linear time.
+# a password. Patterns look for the last character of a scheme only.
+# Some patterns also match text without a secret, and then without the group "end". Otherwise a
+# search would begin again within that text, and hostile text would take quadratic time.
 _SCHEME = r"[a-z0-9+.-](?::|%3a)(?:/|%2f){2}(?!/|%2f)"
 _PORT = r"[^\s'\"/?#@:%]*(?::|%3a)\d{1,5}(?:[/?#&\s'\"]|%2f|%3f|$)"
 _NAME_BEGIN = r"(?:[?&;#]|%3f|%26)"
@@ -242,12 +242,12 @@ class StoreUrl:
 
     @property
     def kind(self) -> Scheme:
-        """Facts about the scheme."""
+        """The entry of the scheme in SCHEMES."""
         return SCHEMES[self.scheme]
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The directories of the path, or the path."""
+        """The directories that the path lists, or the path."""
         return tuple(self.path.split(",")) if self.kind.directories else (self.path,)
 
     def __str__(self) -> str:
@@ -264,7 +264,7 @@ class StoreUrl:
 class NamedStore:
     """A store of the config file: its URL, and the files that commands use with it.
 
-    The paths are absolute. They hold unless an option says otherwise.
+    The paths are absolute. Options of a command replace them.
     """
 
     url: str
@@ -285,9 +285,11 @@ class Config:
 
 
 def params_of(url: StoreUrl, form: type[_P]) -> _P:
-    """Return a URL's parameters by their types. Raises UsageError, which names the parameter."""
+    """Return a URL's parameters as typed fields. Raises UsageError that names the parameter."""
     values = {
-        one.name: _value(url, one.name, one.type) for one in fields(form) if one.name in url.params
+        param.name: _value(url, param.name, param.type)
+        for param in fields(form)
+        if param.name in url.params
     }
     return form(**values)
 
@@ -329,7 +331,7 @@ def written_store(
     URL is relative if the server's is.
 
     backend: value of --hicache-storage-backend.
-    extra: its extra config; that of `dynamic` must load this package's plug-in.
+    extra: extra config of that backend; for `dynamic`, it must load this package's plug-in.
     environ: the server's environment.
     Raises UsageError for a malformed URL. Sources: hicache_storage.py :: HiCacheFile.__init__,
     hicache_nixl.py :: HiCacheNixl.__init__, mooncake_store.py :: MooncakeBaseStore._load_config.
@@ -398,7 +400,7 @@ def parse_url(text: str, config: Config | None = None) -> StoreUrl:
 def load_config(path: str | None = None, environ: Mapping[str, str] = os.environ) -> Config:
     """Read the config file: `path`, else $HICACHECTL_CONFIG, else the user's file if it exists.
 
-    That is $XDG_CONFIG_HOME/hicachectl/config.toml, in ~/.config by default.
+    The user's file is $XDG_CONFIG_HOME/hicachectl/config.toml, by default in ~/.config.
     Raises UsageError if a requested file cannot be read, FormatError for its content.
     """
     asked = path or environ.get("HICACHECTL_CONFIG")
@@ -414,7 +416,7 @@ def load_config(path: str | None = None, environ: Mapping[str, str] = os.environ
 def parse_config(text: str, *, source: str = "config", directory: str | Path = "") -> Config:
     """Parse a config from TOML text. Raises FormatError, which names the key.
 
-    directory: where relative paths start, by default the current one.
+    directory: start of relative paths; by default the current directory.
     """
     from hicachectl.formats.documents import parse_toml
 
@@ -433,9 +435,10 @@ def parse_config(text: str, *, source: str = "config", directory: str | Path = "
 
 
 def named_store(text: str, config: Config) -> NamedStore | None:
-    """Return what the config states for a STORE argument; None if that names no store of it.
+    """Return the named store of a STORE argument; None if the argument names no store.
 
-    If the URL of a store names another one, the other one's paths complete its own.
+    If the URL of a named store names another one, the other supplies the paths that the first
+    lacks.
     """
     found: NamedStore | None = None
     seen: set[str] = set()
