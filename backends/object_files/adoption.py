@@ -1,7 +1,7 @@
-"""Adoption: the objects of a file store get trailers where they are.
+"""Adoption: give the objects of a file store trailers in place.
 
 Each file is replaced by a copy that ends with a trailer. Servers may read, write, evict and clear
-the store meanwhile. This is why that is safe:
+the store meanwhile. That is safe for these reasons:
 
 - Readers. The name of an object always names a whole file, the old one or the new one
   (`Temporaries.replace_seen`). HiCacheFile opens a file and reads the bytes that it expects from
@@ -10,32 +10,32 @@ the store meanwhile. This is why that is safe:
   name is gone.
 - Listings. The markers are durable before the first file is replaced. They say that a file of 128
   more bytes is whole; a file without a trailer keeps its size. Unfinished copies have names that
-  SGLang ignores and that `rm --temporaries` knows. ext4 lists each name once. tmpfs may miss or
-  repeat names that are renamed during a listing, whoever renames them (tried with Linux 6.18).
+  SGLang ignores and that `rm --temporaries` removes. ext4 lists each name once. tmpfs may miss or
+  repeat names that any process renames during a listing (tried with Linux 6.18).
 - Writers. HiCacheFile never writes over an object; the plug-in replaces an object that it refuses,
-  by a rename. The exchange of names shows what was replaced. A writer's new file gets its name
-  back, and the object is tried again.
-- Removals. HiCacheFile's evictor and `clear` unlink names. The plug-in's evictor takes a file away
-  under another name, and looks at it once more. An exchange fails if the name is missing, so a
-  removed object never comes back. HiCacheFile counts a file's size when it writes or first sees
-  the file: it learns of the 128 bytes at its next start.
+  by a rename. After the exchange, the replaced file has the temporary name, and is compared. A
+  writer's new file gets its name back, and the object is tried again.
+- Removals. HiCacheFile's evictor and `clear` unlink names. The plug-in's evictor renames a file to
+  a temporary name, and compares it again. An exchange fails if the name is missing, so a removed
+  object never comes back. HiCacheFile counts a file's size when it writes or first sees the file:
+  it learns of the 128 bytes at its next start.
 - The order of eviction. The new file has the mtime and the atime of the old one, also if the old
   one was used during the copy.
-- The plug-in's `clear`. It is an epoch: files whose ctime is not later are stale. The new file has
-  a new ctime. So the epoch is read again after the exchange, and a stale object is removed.
-- Rights. The new file has the owner, group and mode of the old one, else there is none: a server
-  could no longer read, mark or evict it.
+- The plug-in's `clear`. It sets an epoch: a file is stale if its ctime is not later. The new file
+  has a new ctime. So the epoch is read again after the exchange, and a stale object is removed.
+- Rights. The new file has the owner, group and mode of the old one. If it cannot, the old file
+  stays: a server could no longer read, mark or evict the new one.
 - Hard links. The old bytes of a file with a second name would stay on the disk, and the store
   would grow. Such files stay as they are.
-- Room. A batch of copies is on the disk at a time; each old file is removed right after the
-  exchange.
+- Room. Only one batch of copies is on the disk beside the old files; each old file is removed right
+  after the exchange.
 - Kills and power failures. The copies are durable before the exchange. Before and after it, the
-  name names a whole file. The other name is that of a temporary file, which the next run of the
-  same request removes. An object that has its trailer is left alone.
-- A second adoption is a writer, too: the first copy stays.
-- File systems without an exchange of names, such as NFS, get a comparison and then a rename. A file
-  that is removed between both calls comes back; one that is replaced there is replaced again, by
-  bytes of the same page.
+  object's name names a whole file. The other name is a temporary name; the next run of the same
+  request removes that file, and skips objects that have their trailers.
+- A second adoption counts as a writer: the first copy stays.
+- On file systems without an exchange of names, such as NFS, a comparison and then a rename replace
+  the file. A file that is removed between both calls comes back. A file that is replaced between
+  them is replaced again, by bytes of the same page.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class FileAdopter(FileCopier):
         def stage(index: int, errors: dict[int, str]) -> Temporary | Status:
             def make(source: int) -> Temporary | Verdict:
                 seen[index] = os.fstat(source)
-                one = CopiedObject(keys[index], keys[index], nbytes[index], source)
-                return self._copy_with_trailer(one, seen[index])
+                item = CopiedObject(keys[index], keys[index], nbytes[index], source)
+                return self._copy_with_trailer(item, seen[index])
 
             return self.staged(index, keys[index], make, errors)
 
@@ -98,18 +98,18 @@ class FileAdopter(FileCopier):
         markers = self._trailers.markers(keys, nbytes)
         return self._writer.publish(keys, stage, markers, name)
 
-    def _copy_with_trailer(self, one: CopiedObject, before: os.stat_result) -> Temporary | Verdict:
+    def _copy_with_trailer(self, item: CopiedObject, before: os.stat_result) -> Temporary | Verdict:
         """Copy an open file to a temporary file, with its rights and times.
 
         The verdict is OK for an object that needs no trailer. before: stat of the open file.
         """
-        excess = excess_of(before, one.nbytes)
+        excess = excess_of(before, item.nbytes)
         if isinstance(excess, Verdict):
             return excess
-        tail = self.tail(one, excess)
+        tail = self.tail(item, excess)
         if isinstance(tail, Verdict):
             return tail
-        if tail == os.pread(one.source, excess, one.nbytes):
+        if tail == os.pread(item.source, excess, item.nbytes):
             return Verdict(Status.OK)
         if before.st_nlink > 1:
             return Verdict(Status.ERROR, _LINKED)
@@ -118,15 +118,18 @@ class FileAdopter(FileCopier):
             give_file(copy, before.st_uid, before.st_gid, mode=before.st_mode)
             if _rights(os.fstat(copy)) != _rights(before):
                 raise OSError(errno.EPERM, _OTHER_RIGHTS)
-            one.copy_to(copy, tail)
+            item.copy_to(copy, tail)
             os.utime(copy, ns=(before.st_atime_ns, before.st_mtime_ns))
 
-        new, nbytes = Ownership(0o600, None), one.nbytes + len(tail)
-        file = self._writer.write_temporary(one.key, fill, None, new, nbytes=nbytes)
-        return file if one.is_still(before) else discarded(file)
+        new, nbytes = Ownership(0o600, None), item.nbytes + len(tail)
+        file = self._writer.write_temporary(item.key, fill, None, new, nbytes=nbytes)
+        return file if item.is_still(before) else discarded(file)
 
     def _replace(self, key: bytes, file: Temporary, seen: os.stat_result) -> Status:
-        """Put a copy in place of the file seen. Raises FileNotFoundError after a `clear`."""
+        """Put a copy in place of the object's file. Raises FileNotFoundError after a `clear`.
+
+        seen: stat of the object's file when it was copied.
+        """
         temporaries = self._writer.temporaries
         try:
             replaced = temporaries.replace_seen(file.name, key, seen)
@@ -135,7 +138,7 @@ class FileAdopter(FileCopier):
             return Status.GONE
         if not replaced:
             return Status.EXISTS
-        # Another thread may look at the same time: its epoch may be an earlier one.
+        # Use the epoch that this call returns: another thread may store an earlier one meanwhile.
         if seen.st_ctime_ns <= self._epoch(key).look():  # the copy is newer than the epoch
             with suppress(FileNotFoundError):
                 here, name = self._writer.files.objects.place(key)

@@ -1,4 +1,4 @@
-"""Copies of object files by the system, with the trailers that the copies shall have."""
+"""Copy object files by the system, and give the copies their trailers."""
 
 from __future__ import annotations
 
@@ -44,24 +44,26 @@ class CopiedObject(NamedTuple):
         return chunks(self.source, self.nbytes)
 
     def copy_to(self, copy: int, tail: bytes) -> None:
-        """Copy the object to a new file, and add a trailer or no bytes. Raises OSError, EOFError.
+        """Copy the object to a new file, and append its trailer. Raises OSError, EOFError.
 
         copy: descriptor of the new file.
+        tail: the trailer, or no bytes.
         """
         copy_bytes(self.source, self.nbytes, copy)
         if tail:
             write_all(copy, (tail,), self.nbytes)
 
     def is_still(self, before: os.stat_result) -> bool:
-        """Return whether the file was not written to since a stat."""
+        """Return whether no writer has changed the file since a stat."""
         now = os.fstat(self.source)
         return (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
 def excess_of(facts: os.stat_result, nbytes: int) -> int | Verdict:
-    """Return the bytes of a file after its object's, or why it is no such object.
+    """Return the number of bytes after the object in a file, or a verdict on a wrong size.
 
-    nbytes: bytes of the object. Raises OSError for a file that is not regular.
+    nbytes: bytes of the object.
+    Raises OSError for a file that is not regular.
     """
     if not stat.S_ISREG(facts.st_mode):
         raise OSError(errno.ENXIO, "")
@@ -72,7 +74,7 @@ def excess_of(facts: os.stat_result, nbytes: int) -> int | Verdict:
 
 
 def discarded(file: Temporary) -> Verdict:
-    """Remove a copy of a file that was written to meanwhile; return the verdict on the object."""
+    """Remove the copy of a file that a writer changed meanwhile. Return the verdict CHANGED."""
     os.unlink(file.name, dir_fd=file.directory)
     return Verdict(Status.CHANGED)
 
@@ -81,7 +83,7 @@ class FileCopier:
     """Copies objects into one store.
 
     origin: files of the store that objects are copied from.
-    preserve: whether copies keep mode, owner and every trailer.
+    preserve: copies keep mode, owner and every trailer.
     """
 
     def __init__(self, origin: StoreFiles, writer: FileWriter, *, preserve: bool) -> None:
@@ -105,8 +107,8 @@ class FileCopier:
 
         def stage(index: int, errors: dict[int, str]) -> Temporary | Status:
             def make(source: int) -> Temporary | Verdict:
-                one = CopiedObject(files[index], keys[index], nbytes[index], source)
-                return self._copy_temporary(one, times[index])
+                item = CopiedObject(files[index], keys[index], nbytes[index], source)
+                return self._copy_temporary(item, times[index])
 
             return self.staged(index, files[index], make, errors)
 
@@ -121,10 +123,10 @@ class FileCopier:
         make: Callable[[int], Temporary | Verdict],
         errors: dict[int, str],
     ) -> Temporary | Status:
-        """Open an object's file, and return what `make` makes of it, or the row's status.
+        """Open an object's file, and copy it. Return the copy, or the row's status.
 
         index: row of the object.
-        make: takes the open file; returns a copy, or why there is none.
+        make: takes the open file; returns a copy, or a verdict if there is none.
         """
         try:
             check_key(key)
@@ -160,64 +162,64 @@ class FileCopier:
             if suffix in suffixes and size in sizes
         }
 
-    def _copy_temporary(self, one: CopiedObject, mtime_ns: int | None) -> Temporary | Verdict:
+    def _copy_temporary(self, item: CopiedObject, mtime_ns: int | None) -> Temporary | Verdict:
         """Copy an open file, which must stay unchanged, to a temporary file."""
-        before = os.fstat(one.source)
-        excess = excess_of(before, one.nbytes)
+        before = os.fstat(item.source)
+        excess = excess_of(before, item.nbytes)
         if isinstance(excess, Verdict):
             return excess
         new = Ownership(0o600, None)
         if not self._preserve:
             mode, owner = self._writer.ownership(self._within.both(Permissions.of_file(before)))
             new = Ownership(mode & before.st_mode | 0o600, owner)
-        tail = self.tail(one, excess)
+        tail = self.tail(item, excess)
         if isinstance(tail, Verdict):
             return tail
 
         def fill(copy: int) -> None:
             if self._preserve:
                 give_file(copy, before.st_uid, before.st_gid, mode=before.st_mode)
-            one.copy_to(copy, tail)
+            item.copy_to(copy, tail)
 
-        nbytes = one.nbytes + len(tail)
-        file = self._writer.write_temporary(one.new_key, fill, mtime_ns, new, nbytes=nbytes)
-        return file if one.is_still(before) else discarded(file)
+        nbytes = item.nbytes + len(tail)
+        file = self._writer.write_temporary(item.new_key, fill, mtime_ns, new, nbytes=nbytes)
+        return file if item.is_still(before) else discarded(file)
 
     # trailers
 
-    def tail(self, one: CopiedObject, excess: int) -> bytes | Verdict:
-        """Return the trailer of the copy, no bytes, or why there is no copy.
+    def tail(self, item: CopiedObject, excess: int) -> bytes | Verdict:
+        """Return the trailer of the copy, no bytes for none, or a verdict against the copy.
 
-        excess: bytes of the source after the object's.
+        excess: number of bytes after the object in the source.
         """
         if excess:
-            old = os.pread(one.source, excess, one.nbytes)
+            old = os.pread(item.source, excess, item.nbytes)
             trailer = trailer_in(old)
             if isinstance(trailer, Verdict):
                 kept = self._preserve and trailer.status == Status.DAMAGED
                 return old if kept else trailer
             if self._preserve:
                 return old
-            verdict = self._origin.checks.compare(one.key, one.nbytes, trailer)
+            verdict = self._origin.checks.compare(item.key, item.nbytes, trailer)
             if verdict.status != Status.OK:
                 return verdict
-            if self._keeps(one, trailer):
+            if self._keeps(item, trailer):
                 return old
-            # Without its trailer, a damaged object would look like a whole one.
-            verdict = self._origin.checks.check(one.key, trailer, one.value(), one.nbytes)
+            # Without its trailer, a damaged object would look whole.
+            verdict = self._origin.checks.check(item.key, trailer, item.value(), item.nbytes)
             if verdict.status != Status.OK:
                 return verdict
         trailers = self._writer.trailers
-        made = trailers.make(one.new_key, one.value(), one.nbytes) if trailers else None
+        made = trailers.make(item.new_key, item.value(), item.nbytes) if trailers else None
         return made or b""
 
-    def _keeps(self, one: CopiedObject, trailer: Trailer) -> bool:
+    def _keeps(self, item: CopiedObject, trailer: Trailer) -> bool:
         """Return whether the copy gets its source's trailer."""
-        if not self._writer.files.checks.belongs(one.new_key, one.nbytes, trailer):
+        if not self._writer.files.checks.belongs(item.new_key, item.nbytes, trailer):
             return False
         if self._writer.trailers is not None:
-            return self._writer.trailers.wants(one.new_key, trailer)
-        parts = split_key(one.new_key)
-        if parts is None or one.key != one.new_key:
+            return self._writer.trailers.wants(item.new_key, trailer)
+        parts = split_key(item.new_key)
+        if parts is None or item.key != item.new_key:
             return False
-        return (parts[1], one.nbytes, trailer.identity) in self._markers
+        return (parts[1], item.nbytes, trailer.identity) in self._markers

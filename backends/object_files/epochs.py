@@ -1,14 +1,16 @@
 """Epochs: `clear` makes all objects of a suffix misses at once, without removing them.
 
-The epoch of a suffix is a time in the text of a file in `.hicachectl/`. Objects whose ctime is not
-later are stale. A rename sets the ctime, so it is the time at which an object got its name; both
-times are from the file system's clock. Mtimes are no measure: copies keep them.
+The epoch of a suffix is a time in the text of a file in `.hicachectl/`. An object is stale if its
+ctime is not later than the epoch. A rename sets the ctime, so the ctime is the time at which an
+object got its name. Both times are from the file system's clock. Mtimes do not suffice, because
+copies keep them.
 
-The first plug-ins set the ctime of the epoch's file, and read nothing else. They write the suffix
-over the beginning of the text, so the ctime is the epoch of a file without a text of our form. The
-ctime is later than the text: the first plug-ins take a few more objects for stale.
+The first versions of the plug-in use only the ctime of the epoch's file, and overwrite the
+beginning of its text with the suffix. So the ctime is the epoch of a file without a text of the
+present form. The ctime is later than the time in the text: the first versions take a few more
+objects for stale.
 
-Stale objects are no objects of the store: the plug-in removes them after a while.
+Stale objects do not count as objects of the store. The plug-in removes them after a while.
 """
 
 from __future__ import annotations
@@ -65,19 +67,19 @@ def begin_epoch(directory: ObjectTree, suffixes: Iterable[bytes]) -> None:
             try:
                 now_ns = file_system_ns(side.descriptor)
                 side.write(name, b"epoch %d %s\n" % (now_ns, suffix), shared=True)
-            except OSError:  # such as a full disk: a file without a text needs no room
+            except OSError:  # for example a full disk: a file without a text needs no room
                 _begin_by_ctime(side, name)
 
 
 def _begin_by_ctime(side: Directory, name: str) -> None:
-    """Write an epoch without a text: its ctime is the time, which the first plug-ins write, too."""
+    """Write an epoch without a text, like the first versions of the plug-in: its ctime counts."""
     with closing_descriptor(side.open_lock(name)) as descriptor:
         os.truncate(descriptor, 0)
         os.utime(descriptor)  # sets the ctime
 
 
-def _known_ctime(name: bytes, side: int) -> int:
-    """Return an epoch; the ctime of an unreadable file; 0 if it is no regular file."""
+def _epoch_in(name: bytes, side: int) -> int:
+    """Return a file's epoch: its ctime if the file is unreadable, 0 if it is not regular."""
     try:
         return _Epoch.read(name, side).time_ns
     except OSError:
@@ -93,9 +95,10 @@ class _Epoch(NamedTuple):
 
     @classmethod
     def read(cls, name: bytes, side: int, known: _Epoch | None = None) -> _Epoch:
-        """Read an epoch. Opening the file shows what other hosts did (NFS).
+        """Read an epoch. The file is opened, because NFS clients ask the server only then.
 
-        known: the result of an earlier call, returned if the file is unchanged. Raises OSError.
+        known: the result of an earlier call, returned if the file is unchanged.
+        Raises OSError.
         """
         descriptor = os.open(name, OPEN_FILE, dir_fd=side)
         try:
@@ -106,15 +109,15 @@ class _Epoch(NamedTuple):
             text = _TEXT.fullmatch(os.pread(descriptor, _MOST_BYTES, 0))
         finally:
             os.close(descriptor)
-        # A text with a later time than the file's own is no work of `begin_epoch`.
+        # `begin_epoch` writes no time later than the file's ctime.
         time_ns = min(int(text[1]), facts.st_ctime_ns) if text else facts.st_ctime_ns
         return cls(time_ns, state)
 
 
 class EpochReader:
-    """The epoch of one suffix, as it was when `look` was last called.
+    """The epoch of one suffix, as the last call of `look` found it.
 
-    time_ns: 0 if there is no epoch.
+    time_ns: the epoch, Unix nanoseconds; 0 if there is none.
     """
 
     def __init__(self, directory: ObjectTree, suffix: bytes) -> None:
@@ -124,7 +127,7 @@ class EpochReader:
         self._epoch: _Epoch | None = None
 
     def look(self) -> int:
-        """Read and return `time_ns`; an unreadable epoch leaves it.
+        """Read the epoch, and return `time_ns`, which an unreadable epoch does not change.
 
         Call it once per call of SGLang. Several threads may call it.
         """
@@ -143,7 +146,7 @@ class EpochReader:
         return epoch.time_ns
 
     def stale(self, facts: os.stat_result) -> bool:
-        """Return whether an object got its name before the epoch, or at its very moment."""
+        """Return whether an object got its name before the epoch, or at the same time."""
         return facts.st_ctime_ns <= self.time_ns
 
 
@@ -152,16 +155,16 @@ def _name(suffix: bytes) -> bytes:
 
 
 def suffixes_of(rows: Rows) -> Any:
-    """Return the ends of keys, after their page hashes: a binary array."""
+    """Return the part of each key after its page hash: a binary array."""
     import pyarrow.compute as pc  # imported late: costs 20 ms at start-up
 
     return pc.binary_slice(rows.column("key"), PAGE_DIGITS, _LONGEST)
 
 
 class Epochs:
-    """The epochs of a directory at one moment; false if it has none.
+    """The epochs of a directory, read once; false if it has none.
 
-    None are read from a side directory that is missing, or not trusted.
+    A side directory that is missing or not trusted has no epochs.
     """
 
     def __init__(self, objects: ObjectTree) -> None:
@@ -180,7 +183,7 @@ class Epochs:
                 if name.startswith(_PREFIX):
                     with suppress(FileNotFoundError):
                         owner = name.removeprefix(_PREFIX)
-                        self._by_owner[owner] = _known_ctime(name, side.descriptor)
+                        self._by_owner[owner] = _epoch_in(name, side.descriptor)
 
     def __bool__(self) -> bool:
         return bool(self._by_owner)
@@ -197,9 +200,10 @@ class Epochs:
         return facts.st_ctime_ns <= self.of(key)
 
     def times(self, batch: Any) -> Any | None:
-        """Return int64: the epoch of each stale object, null for others; None if none is stale.
+        """Return the epoch of each stale object: int64, null for others; None if none is stale.
 
-        batch: with `key`; one stat for each object with an epoch, unless it has `version`.
+        batch: batch of a scan. Without the column `version`, each object whose suffix has an epoch
+            costs a stat.
         Raises OSError.
         """
         if not self or not len(batch):
@@ -218,16 +222,16 @@ class Epochs:
         return pa.array(epochs, pa.int64(), mask=fresh)
 
     def _ctimes(self, batch: Any, rows: IntArray) -> IntArray:
-        """Return the ctime of some rows' files: [rows], the latest for files that are gone."""
+        """Return the ctimes of some rows' files: [rows] int64, the maximum for missing files."""
         import pyarrow as pa
 
         ctimes = np.full(len(rows), np.iinfo(np.int64).max)
         if "version" in batch.schema.names:
             versions = batch.column("version").take(pa.array(rows)).to_pylist()
-            found = (None if one is None else VERSION.unpack(one)[_CTIME] for one in versions)
+            found = (None if v is None else VERSION.unpack(v)[_CTIME] for v in versions)
         else:
             keys = batch.column("key").take(pa.array(rows)).to_pylist()
-            found = (None if one is None else one.st_ctime_ns for one in map(self._look, keys))
+            found = (None if st is None else st.st_ctime_ns for st in map(self._look, keys))
         for place, ctime in enumerate(found):
             if ctime is not None:
                 ctimes[place] = ctime

@@ -70,25 +70,25 @@ def not_writable(path: str, error: OSError) -> StoreUnavailable:
 class StoreFiles:
     """The files of one store, and statuses for failed calls on them.
 
-    objects: their tree.
+    objects: tree of the files.
     sizes: the markers of the store.
-    checks: comparisons with trailers.
-    concurrency: the threads of all calls on them.
+    checks: comparisons of objects with their trailers.
+    concurrency: the threads that call the file system.
     """
 
     def __init__(self, objects: ObjectTree) -> None:
         allow_descriptors(_DESCRIPTORS)
         self.objects = objects
         self.sizes = MarkedSizes(objects, self._unavailable)
-        self.checks = TrailerChecks(self.sizes.facts)
+        self.checks = TrailerChecks(self.sizes.identity_of)
         self.concurrency = Concurrency()
 
     def status(self, index: int, error: OSError | UntrustedError, errors: dict[int, str]) -> Status:
-        """Return a row's status, and enter its message unless the status says all.
+        """Return a row's status for an error, and enter a message unless the status needs none.
 
         Raises StoreUnavailable if the store is lost.
         """
-        if isinstance(error, UntrustedError):  # its folder is a link, or a stranger's
+        if isinstance(error, UntrustedError):  # the folder is a link, or of an untrusted owner
             errors[index] = str(error)
             return Status.ERROR
         raise_lost(error, self.objects.path, _ACTION)
@@ -120,10 +120,11 @@ class StoreFiles:
         statuses: StatusArray,
         errors: dict[int, str],
     ) -> None:
-        """Set the status of each row to what `act` returns or raises, for several rows at once.
+        """Set each row's status by `act`, for several rows at once.
 
         kind: kind of the calls, for `Concurrency.each`.
-        act: called in several threads.
+        act: returns the status of a row, or raises OSError or UntrustedError. Called in several
+            threads.
         """
         rows = list(indices)
 
@@ -143,7 +144,7 @@ class StoreFiles:
         statuses: StatusArray,
         errors: dict[int, str],
     ) -> bool:
-        """Return whether a sync succeeds; if not, OK rows get the error."""
+        """Call `sync`. Return True if it succeeds; otherwise give its error to all OK rows."""
         try:
             sync()
         except OSError as error:
@@ -170,6 +171,6 @@ class StoreFiles:
 
 
 def _start_of(key: bytes) -> str:
-    """Return a key, a page hash as its first digits."""
+    """Return a key as text, shortened to the first digits of its page hash."""
     text = key.decode(errors="backslashreplace")
     return f"page {text[:8]}…" if len(text) > PAGE_DIGITS else text

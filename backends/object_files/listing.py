@@ -1,4 +1,4 @@
-"""Listings of files: names in batches of rows, the objects of a store, and remarks on the rest."""
+"""List files: names in batches of rows, the objects of a store, and remarks on skipped files."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import BoolArray
 
 SCAN_ROWS = 16384
-_AHEAD_NS = 60 * 10**9  # clocks differ by less
+_AHEAD_NS = 60 * 10**9  # more than the clocks of two hosts usually differ
 _OBJECT = re.compile(r"[0-9a-f]{64}_|.*\.bin$", re.DOTALL)  # names of HiCacheNixl, HiCacheFile
-_STAT, _LIST, _LOOK = "stat", "list", "look"  # kinds of calls
-_OF_ARROW = {"nbytes", "mtime_ns"}
-_OF_PYTHON = {"atime_ns", "version"}  # Arrow returns no inode and no time of reads
+_STAT, _LIST, _LOOK = "stat", "list", "look"  # kinds of calls for `Concurrency`
+_OF_ARROW = {"nbytes", "mtime_ns"}  # columns that Arrow's stat gives
+_OF_PYTHON = {"atime_ns", "version"}  # columns that need os.stat: Arrow gives no inode and no atime
 
 
 @dataclass(slots=True)
@@ -62,12 +62,16 @@ class SkippedEntries:
 
 @dataclass(slots=True)
 class LeftOut:
-    """What listings left out. others: links, FIFOs, sockets and devices named like objects.
+    """Entries that a listing left out, and objects with doubtful times.
 
-    misplaced: files named like objects, outside the folders of their names. strangers: other files
-    there. cleared: numbers of objects from before a `clear`. ahead: numbers of objects with times
-    ahead of this host's clock, which are listed, each with the most nanoseconds. folders: messages.
-    sampled: this is of some files only.
+    others: links, FIFOs, sockets and devices named like objects.
+    misplaced: files named like objects, outside the folders of their names.
+    strangers: files with other names, in directories where they do not belong.
+    cleared: for each batch, the number of objects from before a `clear`.
+    ahead: for each batch, the number of objects dated ahead of this host's clock, and by how many
+        nanoseconds at most. These objects are listed.
+    folders: messages about folders that are not trusted.
+    sampled: whether only some files were looked at.
     """
 
     others: SkippedEntries = field(default_factory=SkippedEntries)
@@ -79,7 +83,7 @@ class LeftOut:
     sampled: bool = False
 
     def note_others(self, names: Iterable[str]) -> None:
-        """Count those files that are no regular ones, and are named like objects."""
+        """Count irregular files that are named like objects."""
         for name in filter(_OBJECT.match, names):
             self.others.add(name)
 
@@ -89,8 +93,8 @@ class Names(Sequence[str]):
     """Names of files in one directory.
 
     place: the directory.
-    names: the names.
-    are_regular: whether the directory says that they are regular files; else only a stat tells.
+    names: names of the files.
+    are_regular: whether the directory says that they are regular files; if not, a stat must tell.
     """
 
     place: Place
@@ -119,8 +123,10 @@ def scan_places(
 ) -> Generator[Any, None, None]:
     """Yield the regular files of directories as batches with a scan's schema.
 
-    left_out: counts skipped entries. finish: changes each batch. concurrency: lists the directories
-    and stats the files. Raises OSError.
+    left_out: counts skipped entries.
+    finish: changes each batch.
+    concurrency: lists the directories and stats the files.
+    Raises OSError.
     """
     lists = _names_of(places, left_out, concurrency)
     read = partial(_read, schema, concurrency)
@@ -138,7 +144,7 @@ def scan_places(
 
 
 def _joined(batches: list[Any]) -> Any:
-    """Return batches as one."""
+    """Join batches into one."""
     if len(batches) == 1:
         return batches[0]
     whole = pa.Table.from_batches(batches).combine_chunks().to_batches()
@@ -150,14 +156,15 @@ def _names_of(
 ) -> Generator[Names, None, None]:
     """Yield the names of files that belong in their directories, some thousand at a time.
 
-    The first names of several directories are read at once: all of most folders.
+    The first names of several directories are read at once; most folders have no further names.
     """
 
     def begin(some: Sequence[Place]) -> list[tuple[Place, Iterator[Found]]]:
         begun: list[tuple[Place, Iterator[Found]]] = []
         for place in some:
             following = files_in(place.descriptor)
-            first = list(islice(following, 2))  # the second call tells that the first was all
+            # A second call tells whether the first one returned all names.
+            first = list(islice(following, 2))
             begun.append((place, chain(first, following)))
         return begun
 
@@ -199,9 +206,9 @@ def held_names(names: list[str], place: Place, left_out: LeftOut) -> list[str]:
 class Found(NamedTuple):
     """Names of files in a directory.
 
-    names: regular files.
-    are_regular: whether the directory says that these are; else only a stat tells.
-    others: links, FIFOs, sockets and devices.
+    names: names of regular files.
+    are_regular: whether the directory says that they are regular; if not, a stat must tell.
+    others: names of links, FIFOs, sockets and devices.
     """
 
     names: list[str]
@@ -235,7 +242,7 @@ def batch_reader(
         return scan_batch(schema, {"key": _key_array(names)}, len(names))
 
     if waits and os.path.lexists(_by_descriptor(directory)):
-        # Longer to look up, but the directory itself: nothing is left to ask a file server.
+        # This path takes longer to look up, but needs no request to a file server.
         path, links = _by_descriptor(directory), True
     # Arrow accepts only UTF-8 names.
     fast = path.isascii() and not _OF_PYTHON & set(schema.names)
@@ -288,27 +295,27 @@ def ask_each(files: Iterable[tuple[int, str]], schema: Any, others: list[str] | 
     Raises OSError if the file system is unreachable.
     """
     found: list[str] = []
-    facts: list[tuple[int | None, int | None, int | None, bytes | None]] = []
-    fact: tuple[int | None, int | None, int | None, bytes | None]
+    rows: list[tuple[int | None, int | None, int | None, bytes | None]] = []
+    row: tuple[int | None, int | None, int | None, bytes | None]
     for directory, name in files:
         try:
-            s = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            st = os.stat(name, dir_fd=directory, follow_symlinks=False)
         except FileNotFoundError:
             continue
         except OSError as error:
             if error.errno in LOST:
                 raise
-            fact = (None, None, None, None)
+            row = (None, None, None, None)
         else:
-            if not stat.S_ISREG(s.st_mode):
-                if others is not None and not stat.S_ISDIR(s.st_mode):
+            if not stat.S_ISREG(st.st_mode):
+                if others is not None and not stat.S_ISDIR(st.st_mode):
                     others.append(name)
                 continue
-            mtime_ns, atime_ns = storable_ns(s.st_mtime_ns), storable_ns(s.st_atime_ns)
-            fact = s.st_size, mtime_ns, atime_ns, version_of(s)
+            mtime_ns, atime_ns = storable_ns(st.st_mtime_ns), storable_ns(st.st_atime_ns)
+            row = st.st_size, mtime_ns, atime_ns, version_of(st)
         found.append(name)
-        facts.append(fact)
-    sizes, times, reads, versions = zip(*facts, strict=True) if facts else ((), (), (), ())
+        rows.append(row)
+    sizes, times, reads, versions = zip(*rows, strict=True) if rows else ((), (), (), ())
     columns = {
         "key": _key_array(found),
         "nbytes": pa.array(sizes, pa.int64()),
@@ -332,9 +339,9 @@ def _key_array(names: list[str]) -> Any:
 
 
 class FileListings(Losing):
-    """Listings of a store's objects, with sizes without trailers, and without stale objects.
+    """Lists a store's objects. Their sizes count no trailers.
 
-    Only with the column `cleared_ns`, stale objects are listed. Raises StoreUnavailable.
+    Stale objects are listed only with the column `cleared_ns`. Methods raise StoreUnavailable.
     """
 
     def __init__(self, files: StoreFiles, left_out: LeftOut) -> None:
@@ -353,20 +360,21 @@ class FileListings(Losing):
             calls = self._files.concurrency
             places = objects.places(left_out.folders, calls)
             yield from scan_places(places, schema, left_out, finish, calls)
-            if not all(map(is_linked, objects.roots)):  # a part is not the whole
+            if not all(map(is_linked, objects.roots)):  # then the listing may lack objects
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
     def _finished(self, epochs: Epochs, left_out: LeftOut, batch: Any) -> Any:
-        """Return a batch with sizes of objects, and with or without those that are stale.
+        """Return a batch with sizes of objects, without stale ones unless it has `cleared_ns`.
 
-        left_out: gets the number of stale objects, and of those with times in the future.
+        left_out: gets the number of stale objects, and of objects dated in the future.
         """
         if "mtime_ns" in batch.schema.names:
             times, now_ns = batch.column("mtime_ns").fill_null(0).to_numpy(), time.time_ns()
             if count := int(np.count_nonzero(times > now_ns + _AHEAD_NS)):
                 left_out.ahead.append((count, int(times.max()) - now_ns))
         if "nbytes" in batch.schema.names:
-            # A marker comes before the first file that it describes: the sizes were asked before.
+            # A marker is written before the first file that it describes. The sizes of the files
+            # are known by now, so a marker read now cannot come too late.
             self._files.sizes.current()
         batch = self._files.sizes.strip(batch)
         times = epochs.times(batch)
@@ -380,7 +388,7 @@ class FileListings(Losing):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Report what the last listing left out."""
+        """Report the entries that the last listing left out, and objects dated in the future."""
         left_out, path = self._left_out, self._files.objects.path
         others, strangers = left_out.others, left_out.strangers
         remarks = list(left_out.folders)
@@ -413,7 +421,7 @@ class FileListings(Losing):
 
     @property
     def losses(self) -> tuple[Loss, ...]:
-        """Report files that the last listing found where no server looks for them."""
+        """Report the files that the last listing found outside the folders of their keys."""
         misplaced, objects = self._left_out.misplaced, self._files.objects
         if not misplaced.count:
             return ()
@@ -442,7 +450,7 @@ class FileListings(Losing):
         return pa.Table.from_batches([finished])
 
     def _places(self, keys: list[bytes]) -> Iterator[tuple[int, str]]:
-        """Yield directory and name of each key's file, unless there can be none."""
+        """Yield directory and name of each key's file; skip keys that can have no file."""
         for key in keys:
             if is_file_name(key):
                 with suppress(FileNotFoundError, NotADirectoryError, UntrustedError):
@@ -453,18 +461,18 @@ class FileListings(Losing):
         """Return which keys are regular files, by one stat each."""
         objects, calls = self._files.objects, self._files.concurrency
         keys = keys_of(rows)
-        are_there = np.zeros(len(keys), dtype=np.bool_)
+        found = np.zeros(len(keys), dtype=np.bool_)
 
         def ask(start: int, stop: int) -> None:
             for index in range(start, stop):
-                are_there[index] = self._is_there(epochs, keys[index])
+                found[index] = self._has_file(epochs, keys[index])
 
         with usable(objects.path):
             epochs = Epochs(objects)
             calls.each(_LOOK, ask, len(keys))
-        return are_there
+        return found
 
-    def _is_there(self, epochs: Epochs, key: bytes) -> bool:
+    def _has_file(self, epochs: Epochs, key: bytes) -> bool:
         try:
             check_key(key)
             directory, name = self._files.objects.place(key)

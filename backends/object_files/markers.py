@@ -1,6 +1,6 @@
-"""Markers on disk: one file each in `.hicachectl/plugin/` of a file store.
+"""Read and write markers: files in `.hicachectl/plugin/` of a file store.
 
-They tell the sizes of objects without their trailers, so that no object is opened.
+Markers tell which file sizes include a trailer, so that listings need not open objects.
 """
 
 from __future__ import annotations
@@ -36,15 +36,18 @@ MARKER_DIRECTORY = "plugin"
 MAX_MARKERS = 1 << 16  # all identities that ever wrote to the store have some
 _NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}\.json")
 _PATH = f"{SIDE_DIRECTORY}/{MARKER_DIRECTORY}"
-_TICK_S = 1.0  # two markers can be written within one tick of the file system's clock
+# Two markers can be written within one tick of the file system's clock: then the second does not
+# change the times of the directory.
+_TICK_S = 1.0
 
 __all__ = ["MarkedSizes", "Marker", "read_markers", "write_marker"]
 
 
 def write_marker(directory: Directory, marker: Marker) -> None:
-    """Write a marker durably, unless it is there; several processes may write it at once.
+    """Write a marker durably, unless it exists; several processes may write it at once.
 
-    directory: the store's. Raises OSError, UntrustedError.
+    directory: directory of the store.
+    Raises OSError, UntrustedError.
     """
     with (
         directory.make_directory(SIDE_DIRECTORY, exist_ok=True) as side,
@@ -57,7 +60,7 @@ def write_marker(directory: Directory, marker: Marker) -> None:
 def read_markers(directory: Directory) -> list[Marker]:
     """Return the markers of a store, sorted by file name.
 
-    directory: the store's. Files with other names, such as unfinished ones, are ignored.
+    directory: directory of the store. Files with other names, such as unfinished ones, are ignored.
     Raises OSError, UntrustedError, and FormatError, which names the file.
     """
     found: list[Marker] = []
@@ -107,7 +110,7 @@ class _Table(NamedTuple):
 class MarkedSizes:
     """The markers of one store, read again when their directory changes.
 
-    problem: why the side directory is left alone; "" if it is not.
+    problem: reason for ignoring the markers; "" if they are used.
     """
 
     def __init__(
@@ -119,11 +122,11 @@ class MarkedSizes:
         self._lock = threading.Lock()
         self._state: tuple[int, ...] | None = None  # state of the directory when it was read
         self._since = 0.0  # `time.monotonic()` when the directory was first seen in this state
-        self._settled = False  # no further marker can come without another state
+        self._settled = False  # every further marker would change the state
         self._markers: list[Marker] = []
         self._known: set[Marker] = set()
-        self._facts: dict[bytes, Identity] = {}  # an identity for each hash
-        self._table = _table([])  # replaced at once: other threads may be using it
+        self._identities: dict[bytes, Identity] = {}  # identity of each hash
+        self._table = _table([])  # replaced as a whole: other threads may be using it
         self.problem = ""
 
     def current(self) -> list[Marker]:
@@ -138,9 +141,9 @@ class MarkedSizes:
                 raise self._unavailable(error) from error
             return self._markers
 
-    def facts(self, identity: bytes) -> Identity | None:
-        """Return the identity with a hash, if a marker that was read last states it."""
-        return self._facts.get(identity)
+    def identity_of(self, hash_: bytes) -> Identity | None:
+        """Return the identity that has a hash, if one of the markers that were read last has it."""
+        return self._identities.get(hash_)
 
     def ensure(self, markers: set[Marker]) -> None:
         """Write the markers that the store lacks. Raises OSError, UntrustedError."""
@@ -157,7 +160,7 @@ class MarkedSizes:
     def strip(self, batch: Any) -> Any:
         """Return a scan's batch with `nbytes` less the trailers of marked objects.
 
-        Like `payloads`, uses the markers that were read last.
+        Like `payloads`, it uses the markers that were read last.
         """
         if not len(self._table.pairs) or "nbytes" not in batch.schema.names:
             return batch
@@ -173,9 +176,10 @@ class MarkedSizes:
     def payloads(self, rows: Rows, files: IntArray) -> IntArray:
         """Return the bytes of objects without their trailers: [n] int64.
 
-        rows: with `key`. files: [n] int64, bytes of each file.
+        rows: rows with the column `key`.
+        files: [n] int64, bytes of each file.
         """
-        import pyarrow as pa  # The plug-in writes markers without it.
+        import pyarrow as pa  # imported late: the plug-in writes markers without it
         import pyarrow.compute as pc
 
         suffixes, sizes, pairs = self._table
@@ -210,11 +214,11 @@ class MarkedSizes:
                 else:
                     markers = read_markers(directory)
         self._use(markers)
-        # By this process's own clock: the file system's may differ from this host's.
+        # Both times are of this process's own clock: the file system's clock may differ.
         self._settled = now - self._since > _TICK_S
 
     def _look(self) -> tuple[int, ...] | None:
-        """Return what changes with the directory of the markers; None if it is missing."""
+        """Return numbers that change with the directory of the markers; None if it is missing."""
         if not self._objects.side_files:
             return None
         try:
@@ -222,14 +226,14 @@ class MarkedSizes:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError:
-            return (0, 0)  # reading them will tell why
+            return (0, 0)  # reading the markers will report the error
         return facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns
 
     def _use(self, markers: list[Marker]) -> None:
         if markers == self._markers:
             return
         self._markers, self._known = markers, set(markers)
-        self._facts = {one.identity.hash(): one.identity for one in markers}
+        self._identities = {marker.identity.hash(): marker.identity for marker in markers}
         self._table = _table(markers)
 
 

@@ -51,14 +51,14 @@ class FileMover(Mover):
         def take(index: int) -> Status:
             try:
                 status = self._take(keys[index], versions[index])
-            except FileExistsError as error:  # in the run, where it says nothing about the object
+            except FileExistsError as error:  # the run has the name: this is no EXISTS of the store
                 errors[index] = reason_of(error)
                 return Status.ERROR
             if status is None:
                 raced.append(index)
             return Status.CHANGED if status is None else status
 
-        self._turn(into_store=False)
+        self._set_direction(into_store=False)
         try:
             self._files.each("take", range(len(keys)), take, statuses, errors)
         finally:  # an error or a signal must not keep a writer's new files in the run
@@ -69,9 +69,10 @@ class FileMover(Mover):
     def _return(
         self, rows: Rows, raced: list[int], statuses: StatusArray, errors: dict[int, str]
     ) -> None:
-        """Put files back that a writer had just written; replace none that is newer still.
+        """Put back files that a writer had just written, unless the store has newer ones.
 
-        raced: their rows. statuses, errors: get the rows that cannot be put back.
+        raced: rows of the files.
+        statuses, errors: get the rows that cannot be put back.
         """
         keys = keys_of(rows)
         back = self.put_back(rows.take(pa.array(raced)))
@@ -81,10 +82,10 @@ class FileMover(Mover):
                 os.unlink(target, dir_fd=there)
             elif place in back.errors:
                 statuses[index], errors[index] = Status.ERROR, back.errors[place]
-        self._turn(into_store=False)
+        self._set_direction(into_store=False)
 
     def _take(self, key: bytes, version: bytes | None) -> Status | None:
-        """Rename a file into the run; None if it was a file that a writer has just put there."""
+        """Rename a file into the run. Return None if a writer had just replaced the file."""
         check_key(key)
         try:
             here, name = self._objects.place(key)
@@ -109,7 +110,7 @@ class FileMover(Mover):
         keys = keys_of(rows)
         statuses = np.zeros(len(keys), dtype=np.uint8)
         errors: dict[int, str] = {}
-        self._turn(into_store=True)
+        self._set_direction(into_store=True)
         self._files.each(
             "put back",
             range(len(keys)),
@@ -135,7 +136,7 @@ class FileMover(Mover):
         return Status.OK
 
     def flush(self, *, into_store: bool) -> None:
-        """Sync store and run, the one with the new names first.
+        """Sync store and run: first the one that has the new names.
 
         In the other order, an object could have neither name after a crash.
         """
@@ -144,7 +145,7 @@ class FileMover(Mover):
         then.sync()
         self._into_store = None
 
-    def _turn(self, *, into_store: bool) -> None:
+    def _set_direction(self, *, into_store: bool) -> None:
         """Flush renames of the other direction, which need another order of syncs."""
         if self._into_store is (not into_store):
             self.flush(into_store=not into_store)

@@ -1,4 +1,4 @@
-"""Reads of a file store's objects, with or without trailers."""
+"""Read a file store's objects, with or without trailers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.trailer import Trailer
 
-    _Checked = tuple[Trailer | Verdict, Verdict]  # a trailer, or why there is none; the outcome
+    # A trailer, or the reason why a file has none; then the outcome of the comparison.
+    _Checked = tuple[Trailer | Verdict, Verdict]
 
 _VERSION_BYTES = VERSION.size
 _VERSION_FIELDS = VERSION.size // 8
@@ -53,10 +54,10 @@ def open_file(name: bytes, directory: int) -> int:
 def read_file(
     name: bytes, directory: int, target: memoryview
 ) -> tuple[int, os.stat_result, bytearray | None]:
-    """Read a file of exactly the target's size, or of that and a trailer's.
+    """Read a file whose size is the target's, or the target's plus a trailer's.
 
-    Return its size, its stat and the bytes after the target's; None if it has no such bytes. A
-    file of another size is not read. Raises OSError.
+    Return the file's size, its stat, and the bytes of its trailer or None. A file of another size
+    is not read. Raises OSError.
     """
     descriptor = open_file(name, directory)
     try:
@@ -90,7 +91,7 @@ class FileReader:
         self._files = files
         self._objects = files.objects
         self._noting = threading.Lock()
-        self.seen = Permissions()  # common to all files read
+        self.seen = Permissions()  # permissions common to all files read
 
     def read(
         self,
@@ -137,9 +138,10 @@ class FileReader:
     ) -> tuple[int, os.stat_result, _Checked | None]:
         """Read a file in pieces, which update `state` unless it is None.
 
-        Return its size, its stat, and the outcome of the comparison with its trailer; None without
-        one. A file that has neither `nbytes` bytes nor a trailer after them is not read. Raises
-        OSError.
+        Return the file's size, its stat, and its trailer with the outcome of the comparison; None
+        without a trailer. A file of another size is not read.
+        nbytes: size of the file without a trailer.
+        Raises OSError.
         """
 
         def pieces() -> Iterator[memoryview]:
@@ -166,7 +168,7 @@ class FileReader:
                 checked = trailer, self._files.checks.check(name, trailer, value, nbytes)
             for _ in value:  # pieces that the comparison did not need
                 pass
-        except EOFError:  # cut short meanwhile
+        except EOFError:  # a writer has shortened the file meanwhile
             return min(os.fstat(descriptor).st_size, nbytes - 1), facts, None
         finally:
             os.close(descriptor)
@@ -186,10 +188,10 @@ class FileReader:
         """Read each object by `read`, several at once.
 
         kind: kind of these calls, see `Concurrency`.
-        read: takes name, directory and target. Returns size, stat and the trailer's bytes, or
-            what `check` makes of them. Raises OSError.
-        targets: [n], where to read each object to.
-        check: takes key, row and trailer of an object with one.
+        read: takes name, directory and target. Returns size, stat, and the trailer in the form that
+            `check` takes; None without a trailer. Raises OSError.
+        targets: [n], third argument of `read` for each object.
+        check: takes key, row and trailer of an object that has one.
         identify: whether to return versions.
         """
         statuses = np.zeros(len(rows), dtype=np.uint8)
@@ -200,7 +202,7 @@ class FileReader:
         tails: list[tuple[int, T]] = []
         keys = keys_of(rows)
         check_name = None if are_plain(keys) else check_key
-        things = list(zip(keys, targets, strict=True))
+        pairs = list(zip(keys, targets, strict=True))
 
         def read_slice(start: int, stop: int) -> None:
             modes, groups, owners = 0o777, set[int](), set[int]()
@@ -208,7 +210,7 @@ class FileReader:
             # together.
             objects, here = self._objects, self._objects.descriptor
             note = _note_version if identify else _note_none
-            for index, (key, target) in enumerate(things[start:stop], start):
+            for index, (key, target) in enumerate(pairs[start:stop], start):
                 try:
                     if check_name is not None:
                         check_name(key)
@@ -252,7 +254,7 @@ class FileReader:
         return result
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
-        """Let the system start reading files not yet in memory."""
+        """Let the system start reading files that are not in memory yet."""
         places = list(zip(keys_of(rows), capacities.tolist(), strict=True))
 
         def expect_slice(start: int, stop: int) -> None:
@@ -269,7 +271,7 @@ class FileReader:
         self._files.concurrency.each("expect", expect_slice, len(places), unlocked=True)
 
     def trailers(self, rows: Rows) -> Any:
-        """Return what the trailers state, as `Trailed.read_trailers` does."""
+        """Return the objects' trailers as `Trailed.read_trailers` does."""
         keys = keys_of(rows)
         found = list(zip(keys, self._trailers(keys), strict=True))
         columns = (
@@ -308,7 +310,7 @@ class FileReader:
         return trailer
 
     def _note_readable(self, modes: int, groups: set[int], owners: set[int]) -> None:
-        """Record the permissions common to some files; modes: their bitwise AND."""
+        """Limit `seen` to the permissions common to files. modes: bitwise AND of their modes."""
         group = groups.pop() if len(groups) == 1 else None
         owner = owners.pop() if len(owners) == 1 else NOBODY
         seen = Permissions(modes & 0o777 | 0o700, group, None if modes & 0o004 else owner)
@@ -317,7 +319,7 @@ class FileReader:
 
 
 def _enter(result: ReadResult, index: int, trailer: Trailer | Verdict, verdict: Verdict) -> None:
-    """Enter the outcome of a trailer's comparison for a row."""
+    """Enter a row's trailer, and the outcome of its comparison, into the result."""
     assert result.compared is not None
     assert result.unranked is not None
     result.statuses[index] = verdict.status

@@ -73,7 +73,7 @@ _NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 def _in_turn(
     method: Callable[Concatenate[ObjectFiles, _P], _R],
 ) -> Callable[Concatenate[ObjectFiles, _P], _R]:
-    """Return a method that also makes its single calls within the store's calls at once."""
+    """Make a method hold a turn, so that its own calls count among the store's calls at once."""
 
     @wraps(method)
     def within(store: ObjectFiles, /, *args: _P.args, **named: _P.kwargs) -> _R:
@@ -97,10 +97,12 @@ class ObjectFiles(
     SystemCopy,
     Touch,
 ):
-    """A tree of files, named by their keys; reads and listings create, resize and touch nothing."""
+    """A tree of files named by their keys. Reads and listings create, resize and touch nothing."""
 
     limits: Limits = Limits(
-        batch_objects=1024,  # with one syncfs per batch, writes take 1.2-1.5 times as long
+        # A batch ends with one syncfs. With this many objects, writes take 1.2 to 1.5 times as long
+        # as without any sync.
+        batch_objects=1024,
         batch_bytes=256 << 20,
         parallel_reads=4,
         forkable=True,  # reading needs only descriptors
@@ -135,9 +137,9 @@ class ObjectFiles(
 
     @property
     def places(self) -> tuple[Hashable, ...]:
-        """Return the outer directories; links and mounts give them several names."""
-        facts = [os.fstat(root) for root in self.objects.roots]
-        return tuple((one.st_dev, one.st_ino) for one in facts)
+        """Return (st_dev, st_ino) of each outer directory, which all paths to it have in common."""
+        stats = [os.fstat(root) for root in self.objects.roots]
+        return tuple((st.st_dev, st.st_ino) for st in stats)
 
     @property
     def concurrency(self) -> Concurrency:
@@ -175,7 +177,7 @@ class ObjectFiles(
                     os.unlink(name, dir_fd=root)
 
     def shows(self, name: bytes) -> bool:
-        """Open a file of each outer directory; a file that this user may not read counts, too."""
+        """Open the file in each outer directory. A file that this user may not read counts, too."""
         for root in self.objects.roots:
             try:
                 os.close(os.open(name, OPEN_FILE, dir_fd=root))
@@ -217,7 +219,7 @@ class ObjectFiles(
         return self._clock_ns + time.monotonic_ns()
 
     def keep_private(self, permissions: Permissions, *, listing: bool = False) -> None:
-        """Limit the modes of new files. listing: also of the directories that `create` made."""
+        """Limit the modes of new files. listing: also limit the directories that `create` made."""
         limit = self._writer.limit(permissions)
         for directory in self._made if listing else ():
             with (
@@ -288,7 +290,7 @@ class ObjectFiles(
         """
         self._refuse_untrusted()
         keys, versions = keys_of(rows), values_of(rows, "version")
-        changed: set[int] = set()  # directories
+        changed: set[int] = set()  # descriptors of directories
 
         def remove(index: int) -> Status:
             check_key(keys[index])
@@ -301,9 +303,10 @@ class ObjectFiles(
         return self._removed(len(keys), remove, changed)
 
     def _removed(self, count: int, remove: Callable[[int], Status], changed: set[int]) -> Result:
-        """Return the result of removing rows, and sync their directories.
+        """Remove rows, and sync their directories.
 
-        changed: gets these from `remove`.
+        remove: removes the object of a row. Called in several threads.
+        changed: descriptors of the directories, which `remove` adds.
         """
         statuses = np.zeros(count, dtype=np.uint8)
         errors: dict[int, str] = {}
@@ -340,7 +343,7 @@ class ObjectFiles(
             return self._writer.touch(keys_of(rows), self.clock_ns())
 
     def mover(self, run: Store) -> FileMover | None:
-        """Return a mover to a run; None if it is on another file system or mount."""
+        """Return a mover to a run; None if the run is on another file system or mount."""
         if not isinstance(run, ObjectFiles):
             return None
         self._refuse_untrusted()
@@ -350,7 +353,7 @@ class ObjectFiles(
         return FileMover(self._files, run.objects, self._writer.remove_stale)
 
     def _crosses(self, target: int, root: int) -> bool:
-        """Return whether a directory is on another file system or mount than the store's."""
+        """Return whether two directories are on different file systems or mounts."""
         if os.fstat(target).st_dev != os.fstat(root).st_dev:
             return True
         # Between mounts of one file system, the rename fails with EXDEV, even for a missing name.
@@ -371,7 +374,7 @@ class ObjectFiles(
         return space.f_bavail * space.f_frsize
 
     def capacity(self) -> Capacity | None:
-        """Return the size of the file system without the blocks that are root's, as df does."""
+        """Return the size of the file system less the blocks reserved for root, as df does."""
         space = os.fstatvfs(self.objects.descriptor)
         blocks = space.f_blocks - space.f_bfree + space.f_bavail
         return Capacity(blocks * space.f_frsize, space.f_frsize)

@@ -1,4 +1,4 @@
-"""Trailers of a file store's objects: compared when objects are read, made for new objects."""
+"""Compare trailers when objects of a file store are read; make trailers for new objects."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _KEY = re.compile(rb"([0-9a-f]{64})(.*)", re.DOTALL)
-_MOST_SUFFIXES = 1 << 12  # readings of so many suffixes are remembered
+_MOST_SUFFIXES = 1 << 12  # number of suffixes with cached expectations
 
 
 class Verdict(NamedTuple):
-    """Outcome of a comparison. why: for statuses other than OK."""
+    """Outcome of a comparison. why: message for statuses other than OK."""
 
     status: Status
     why: str = ""
@@ -53,19 +53,21 @@ def split_key(key: bytes) -> tuple[bytes, bytes] | None:
 
 
 class TrailerChecks:
-    """Comparisons of trailers with what keys say, and with expected identities.
+    """Compares trailers with the keys of their objects, and with expected identities.
 
-    facts: returns the identity with a hash, if it is known.
+    identity_of: returns the identity that has a hash; None if it is unknown.
     """
 
-    def __init__(self, facts: Callable[[bytes], Identity | None] = lambda hash_: None) -> None:
-        self._facts = facts
-        self._identities: dict[bytes, Identity] = {}  # expected, by suffix
-        self._known: dict[bytes, Expected] = {}  # one for each suffix
+    def __init__(
+        self, identity_of: Callable[[bytes], Identity | None] = lambda hash_: None
+    ) -> None:
+        self._identity_of = identity_of
+        self._identities: dict[bytes, Identity] = {}  # expected identity of each suffix
+        self._known: dict[bytes, Expected] = {}  # cache, by suffix
         self._suspended = 0
 
     def expect(self, identities: Mapping[Affix, Identity]) -> None:
-        """Expect these identities, by affix; those of an earlier call no longer."""
+        """Replace the expected identities. identities: identity of each affix's objects."""
         self._identities = _by_suffix(identities)
         self._known.clear()
 
@@ -80,7 +82,7 @@ class TrailerChecks:
 
     def compare(self, key: bytes, nbytes: int, trailer: Trailer) -> Verdict:
         """Compare a trailer with its object's key and size: OK, DAMAGED or FOREIGN."""
-        parts = split_key(key)  # None in a quarantine
+        parts = split_key(key)  # None for a file that is not named by a page hash
         page, suffix = parts or (trailer.page, b"")
         expected = self._expected(suffix) if parts else _ANY
         match expected.difference(trailer, nbytes, page):
@@ -97,17 +99,18 @@ class TrailerChecks:
         return _OK
 
     def _difference(self, found: bytes, suffix: bytes) -> str:
-        facts = self._facts(found)
-        if facts is None:
+        identity = self._identity_of(found)
+        if identity is None:
             return f"its identity {found.hex()} is not the expected one, and no marker describes it"
-        return f"its identity differs: {differences(facts, self._identities[suffix])}"
+        return f"its identity differs: {differences(identity, self._identities[suffix])}"
 
     def check(
         self, key: bytes, trailer: Trailer | Verdict, value: Iterable[Buffer], nbytes: int
     ) -> Verdict:
         """Compare a trailer with its object's key and bytes: OK, DAMAGED or FOREIGN.
 
-        trailer: or the reason why the file has none.
+        trailer: a trailer, or the verdict of `trailer_in` on a file without one.
+        value: bytes of the object.
         """
         if isinstance(trailer, Verdict):
             skipped = self._suspended and trailer.status == Status.DAMAGED
@@ -122,7 +125,7 @@ class TrailerChecks:
         return _damaged(f"its bytes differ from the {trailer.digest_kind} digest in its trailer")
 
     def belongs(self, key: bytes, nbytes: int, trailer: Trailer) -> bool:
-        """Return whether a trailer is of this key, whatever its identity and rank."""
+        """Return whether a trailer belongs to a key, whatever its identity and rank."""
         return self.compare(key, nbytes, trailer).status in (Status.OK, Status.FOREIGN)
 
     def has_rank(self, key: bytes, trailer: Trailer) -> bool:
@@ -140,9 +143,10 @@ class TrailerChecks:
 
 
 def _expected(suffix: bytes, identity: Identity | None) -> Expected:
-    """Return what trailers can state, by all readings of a suffix; anything without a reading.
+    """Return the contents that trailers can have, by all readings of a suffix.
 
-    identity: identity of the objects, if known. It tells where the model's name ends.
+    A suffix without a reading allows every content.
+    identity: identity of the objects, if known. It tells where the model's name ends in the suffix.
     """
     try:
         readings = grammar_of(WHOLE_PAGES).readings("", suffix.decode())
@@ -157,13 +161,18 @@ def _expected(suffix: bytes, identity: Identity | None) -> Expected:
 
 
 class NewTrailers:
-    """Trailers for new objects.
+    """Makes trailers for new objects.
 
-    identities: identity of each suffix. kind: kind of their digests.
+    identities: identity of new objects, by suffix.
     """
 
     def __init__(self, identities: Mapping[Affix, Identity], kind: str) -> None:
-        """Choose the digest; raises UsageError for an unknown kind."""
+        """Choose identities and the digest.
+
+        identities: identity of new objects, by affix.
+        kind: kind of the digest, one of `trailer.DIGEST_KINDS`.
+        Raises UsageError for an unknown kind.
+        """
         self.identities = _by_suffix(identities)
         self._hashes = {suffix: one.hash() for suffix, one in self.identities.items()}
         self._ranks = {
@@ -173,7 +182,7 @@ class NewTrailers:
         self._digest = digest_function(kind)
 
     def wants(self, key: bytes, trailer: Trailer) -> bool:
-        """Return whether a trailer has the identity and the rank that a key's object gets."""
+        """Return whether a trailer has the identity and the rank that `make` would write."""
         parts = split_key(key)
         if parts is None or parts[1] not in self._hashes:
             return False
@@ -196,7 +205,7 @@ class NewTrailers:
         }
 
     def make(self, key: bytes, value: Iterable[Buffer], nbytes: int) -> bytes | None:
-        """Return the trailer of a new object; None for no trailer."""
+        """Return the trailer of a new object; None if the object gets no trailer."""
         parts = split_key(key)
         identity = None if parts is None else self.identities.get(parts[1])
         if parts is None or identity is None:
@@ -220,9 +229,9 @@ def _only(ranks: frozenset[int]) -> int:
 
 
 def trailer_in(data: Buffer) -> Trailer | Verdict:
-    """Return the trailer in the last bytes of a file, or the reason why it has no trailer.
+    """Parse the trailer in the last bytes of a file. Return a verdict if there is none.
 
-    The file is DAMAGED, or, without any sign of a trailer, OVERSIZED.
+    The verdict is DAMAGED, or OVERSIZED if the bytes have no sign of a trailer.
     """
     try:
         return parse_trailer(data) or Verdict(Status.OVERSIZED)

@@ -33,7 +33,7 @@ SIDE_DIRECTORY = os.fsdecode(OWN_PREFIX)
 FOLDER_NAMES = frozenset(b"%02x" % number for number in range(256))
 _TEMPORARY = OWN_PREFIX + b"-"
 _OWNER_BYTES, _PROCESS_BYTES = 8, 4
-_MANY = 8  # directories; one syncfs takes less time than so many syncs of directories
+_MANY = 8  # number of directories for which one syncfs takes less time than their syncs
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Place:
     """A directory to list.
 
     path: path of `descriptor`, for faster calls.
-    holds: takes names, and returns which are of objects in this folder, [n] bool; None: every name
-        is, and this is no folder, so that links may lead to it.
+    holds: takes names, and returns which of them belong in this folder: [n] bool. None for an outer
+        directory: all names belong in it, and its path may lead through links.
     """
 
     descriptor: int
@@ -53,10 +53,12 @@ class Place:
 class ObjectTree(ABC):
     """Open directories with the files of one store. Several threads may use them at once.
 
-    path: text for messages. descriptor: the outer directory, whose owner and group new files get;
-    negative after `close`. folders: whether files lie in folders. side_files: whether the outer
-    directory may have a `.hicachectl`. elsewhere: why servers find no object outside its folder,
-    and the next step.
+    path: path in messages.
+    descriptor: the outer directory, which gives new files its owner and group; negative after
+        `close`.
+    folders: whether files lie in folders.
+    side_files: whether the outer directory may have a `.hicachectl`.
+    elsewhere: message that says why servers find no object outside its folder, and the next step.
     """
 
     path: str
@@ -86,15 +88,17 @@ class ObjectTree(ABC):
     def place_for_new(self, key: bytes, nbytes: int = 0) -> tuple[int, bytes]:
         """Return `place` of a new object, after making its folder durably if it is missing.
 
-        nbytes: size of the file. Raises also OSError for a key that names no folder, and if the
-        directory takes no file of this size.
+        nbytes: size of the file.
+        Raises as `place` does, and OSError for a key that names no folder, or if the directory
+        takes no file of this size.
         """
 
     @abstractmethod
     def temporary_name(self, key: bytes, token: bytes, number: int) -> bytes:
         """Return the name of a temporary file beside an object's file; SGLang ignores it.
 
-        token: 24 hex digits of the process. number: counts its files.
+        token: 24 hex digits of the process.
+        number: number of the file in the process.
         """
 
     @abstractmethod
@@ -118,7 +122,7 @@ class ObjectTree(ABC):
     def sync(self, changed: Collection[int] | None = None) -> None:
         """Make the names in directories durable. Raises OSError.
 
-        changed: their descriptors; default: every directory with files.
+        changed: descriptors of the directories; by default all directories with files.
         """
         if changed is None:
             changed = list(self.directories())
@@ -132,9 +136,9 @@ class ObjectTree(ABC):
 
 
 class FolderedDirectory(Closing):
-    """An open directory, and those of its 256 folders `00` to `ff` that were used.
+    """An open directory, and its folders `00` to `ff`, each opened at its first use.
 
-    Descriptors keep their numbers until `close`.
+    Descriptors keep their numbers until `close`, because other threads may be using them.
     """
 
     def __init__(self, path: str, descriptor: int) -> None:
@@ -195,14 +199,15 @@ class FolderedDirectory(Closing):
     def folder(self, name: bytes, *, makes: bool) -> int:
         """Return a folder's descriptor. makes: make a missing folder.
 
-        Raises OSError, and UntrustedError for a link or a stranger's folder.
+        Raises OSError, and UntrustedError for a link or a folder of an untrusted owner.
         """
         if (number := self._open_number(name)) is not None:
             return number
-        # One thread makes a folder, durably, before another writes to it; all open them at once.
+        # A thread makes a folder durably before another thread writes to it. Existing folders are
+        # opened by several threads at once.
         with self._making.setdefault(name, threading.Lock()) if makes else nullcontext():
             if makes and (number := self._open_number(name)) is not None:
-                return number  # another thread has made it meanwhile
+                return number  # another thread has made the folder meanwhile
             while True:
                 current = self._current
                 opened = self._open_folder(os.fsdecode(name), makes=makes)
@@ -212,16 +217,16 @@ class FolderedDirectory(Closing):
                 os.close(opened)  # the directory was replaced or closed meanwhile
 
     def _open_number(self, name: bytes) -> int | None:
-        """Return the descriptor of a folder that is open; None for one to open or to make."""
+        """Return a folder's descriptor; None if the folder must be opened or made."""
         if name not in self._current:
             return None
         number = self._numbers[name]
-        return number if is_linked(number) else None  # another process may have removed it
+        return number if is_linked(number) else None  # another process may have removed the folder
 
     def _keep(self, name: bytes, opened: int) -> int:
-        """Give a folder that was opened its descriptor, and return that."""
+        """Put an opened folder under its lasting descriptor, and return that."""
         number = self._numbers.setdefault(name, opened)
-        if number != opened:  # a thread may be using the number: give it the new folder
+        if number != opened:  # a thread may be using the number: let it lead to the new folder
             os.dup2(opened, number, inheritable=False)
             os.close(opened)
         self._current.add(name)
@@ -243,18 +248,18 @@ class FolderedDirectory(Closing):
 
 
 def give_like(folder: int, outer: os.stat_result) -> None:
-    """Give a new folder a directory's owner, group and mode: who uses one uses the other."""
+    """Give a new folder a directory's owner, group and mode: the same users need both."""
     give_file(folder, outer.st_uid, outer.st_gid)
     if os.fstat(folder).st_gid == outer.st_gid:
         os.fchmod(folder, stat.S_IMODE(outer.st_mode))
 
 
 class _Names(NamedTuple):
-    """Names of one process.
+    """Names for the temporary files of one process.
 
-    process: its id.
+    process: id of the process.
     token: 24 hex digits.
-    numbers: counts the names.
+    numbers: numbers of the next names.
     """
 
     process: int
@@ -263,7 +268,7 @@ class _Names(NamedTuple):
 
     @classmethod
     def of(cls, owner: bytes) -> _Names:
-        """Return new names of an owner for this process."""
+        """Begin names of an owner for this process."""
         return cls(os.getpid(), owner + os.urandom(_PROCESS_BYTES).hex().encode(), count())
 
 
@@ -280,7 +285,7 @@ class Temporaries:
         self._names = _Names.of(owner)
 
     def name(self, key: bytes) -> bytes:
-        """Return a new name for a file beside an object's."""
+        """Return a new name for a file beside an object's file."""
         names = self._own_names()
         return self._objects.temporary_name(key, names.token, next(names.numbers))
 
@@ -290,7 +295,7 @@ class Temporaries:
         return b"%s%s%s.tmp" % (_TEMPORARY, token, os.urandom(4).hex().encode())
 
     def _own_names(self) -> _Names:
-        """Return this process's names: a forked one does not go on with its parent's."""
+        """Return this process's names: a forked process must not go on with its parent's."""
         names = self._names
         if names.process != os.getpid():
             names = self._names = _Names.of(self._owner)
@@ -304,12 +309,15 @@ class Temporaries:
         used_since: bool,
         place: tuple[int, bytes] | None = None,
     ) -> bool:
-        """Remove an object's file if it is the one seen; return whether it was removed.
+        """Remove an object's file unless it has changed since a stat. Return whether it is removed.
 
-        Rename it first and compare it then: a writer may have replaced or touched it, and then it
-        gets its name back. used_since: also remove a file that was used since; a stale one must not
-        come back under its name, which would make it new. place: `ObjectTree.place` of the key, if
-        it is known. Raises OSError.
+        The file is renamed before it is compared, because a writer can replace or touch it at any
+        moment. A changed file gets its name back.
+        seen: the stat.
+        used_since: also remove a file that was read since. A stale file must not get its name back:
+            the rename would give it a new ctime, and it would count as new.
+        place: `ObjectTree.place` of the key, if known.
+        Raises OSError.
         """
         temporary = self.name(key)
         try:
@@ -328,18 +336,20 @@ class Temporaries:
         return same
 
     def replace_seen(self, temporary: bytes, key: bytes, seen: os.stat_result) -> bool:
-        """Put a temporary file in place of an object's file if that is the one seen.
+        """Put a temporary file in place of an object's file that has not changed since a stat.
 
-        Return False if a writer has replaced it. The name always names a whole file, and a removed
-        file stays removed: the names are exchanged, and then the old file is compared. A file
-        system that cannot exchange names gets a plain rename, right after the comparison.
+        Return False if a writer has replaced the object's file. The two names are exchanged before
+        the old file is compared. So the object's name always names a whole file, and a removed file
+        stays removed. On a file system that cannot exchange names, a plain rename follows right
+        after a comparison.
+        seen: the stat.
         Raises OSError, and FileNotFoundError if one of the files is gone.
         """
         here, name = self._objects.place(key)
         now = os.stat(name, dir_fd=here, follow_symlinks=False)
         if _state(now) != _state(seen):
             return False
-        if now.st_atime_ns != seen.st_atime_ns:  # used since it was seen
+        if now.st_atime_ns != seen.st_atime_ns:  # the object was read since
             os.utime(temporary, ns=(now.st_atime_ns, now.st_mtime_ns), dir_fd=here)
         ours = os.stat(temporary, dir_fd=here, follow_symlinks=False)
         if not exchange(here, temporary, name):
@@ -351,7 +361,7 @@ class Temporaries:
             return True
         exchange(here, temporary, name)
         taken = os.stat(temporary, dir_fd=here, follow_symlinks=False)
-        if taken.st_ino != ours.st_ino:  # replaced once more: the last writer's file gets the name
+        if taken.st_ino != ours.st_ino:  # replaced once more: the last writer's file keeps the name
             exchange(here, temporary, name)
         return False
 
@@ -364,5 +374,5 @@ def owner_in(name: str) -> str:
 
 
 def _state(facts: os.stat_result) -> tuple[int, ...]:
-    """Return what changes when a file is replaced or written, but not when it is renamed."""
+    """Return the stat fields that a write or a replacement changes, and a rename does not."""
     return facts.st_ino, facts.st_size, facts.st_mtime_ns

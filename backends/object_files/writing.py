@@ -1,4 +1,4 @@
-"""Writes of a file store: temporary files, synced together, then renamed to their keys."""
+"""Write a file store's objects: temporary files, synced together, then renamed to their keys."""
 
 from __future__ import annotations
 
@@ -43,14 +43,18 @@ _NO_NEW_FILES = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
 class Ownership(NamedTuple):
-    """Mode of new files before the umask; their user and group, or None to leave them."""
+    """Mode and owner of a new file.
+
+    mode: mode before the umask.
+    owner: user and group; None leaves those of the process.
+    """
 
     mode: int
     owner: tuple[int, int] | None
 
 
 class Temporary(NamedTuple):
-    """A file under a temporary name. directory: the descriptor of its directory."""
+    """A file under a temporary name. directory: descriptor of its directory."""
 
     directory: int
     name: bytes
@@ -59,7 +63,8 @@ class Temporary(NamedTuple):
 class FileWriter:
     """Creates the files of one store.
 
-    files: the files of the store. trailers: maker of trailers for new objects; None to write none.
+    files: the files of the store.
+    trailers: makes trailers for new objects; None writes none.
     """
 
     def __init__(self, files: StoreFiles) -> None:
@@ -85,7 +90,7 @@ class FileWriter:
         return Ownership(0o666 & permissions.for_group(self._own_group), None)
 
     def limit(self, permissions: Permissions) -> Permissions:
-        """Reduce the permissions of new files; return what remains."""
+        """Reduce the permissions of new files to those that `permissions` has, too. Return them."""
         with self._limiting:
             limit = self._limit = self._limit.both(permissions)
             self._new = self.ownership(limit)
@@ -105,7 +110,7 @@ class FileWriter:
                 check_key(key)
                 directory, name = self._objects.place(key)
                 facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                if epochs.stale(key, facts):  # it would be new again
+                if epochs.stale(key, facts):  # a touch would make it count as new
                     continue
                 times = now + index, now + index
                 os.utime(name, ns=times, dir_fd=directory, follow_symlinks=False)
@@ -182,7 +187,7 @@ class FileWriter:
         statuses = np.zeros(len(keys), dtype=np.uint8)
         errors: dict[int, str] = {}
         written: dict[int, Temporary] = {}
-        changed: set[int] = set()  # directories
+        changed: set[int] = set()  # descriptors of directories
 
         def make(index: int) -> Status:
             check_new_key(keys[index])
@@ -264,11 +269,13 @@ class FileWriter:
         return self.temporaries.remove_seen(key, facts, used_since=True, place=place)
 
     def remove(self, key: bytes, place: tuple[int, bytes], version: bytes | None) -> Status:
-        """Remove a key's file. version: an object with another version stays, and is CHANGED.
+        """Remove a key's file.
 
         place: `ObjectTree.place` of the key.
-        A full disk may have no room for the name under which the file is looked at once more: then
-        a writer can replace the object right before the removal. Raises OSError.
+        version: an object with another version stays, and is CHANGED. None removes any version.
+        A full disk may have no room for the temporary name of `remove_seen`. Then the file is
+        removed directly, and a writer can replace the object right before that.
+        Raises OSError.
         """
         here, name = place
         if version is None:
@@ -287,7 +294,7 @@ class FileWriter:
         return Status.OK if removed else Status.CHANGED
 
     def sync_data(self, files: Sequence[Temporary]) -> None:
-        """Sync files by one syncfs if possible, far cheaper than an fsync per file."""
+        """Sync files by one syncfs if possible, which costs far less than an fsync per file."""
         if self._objects.sync_file_systems():
             return
 
@@ -326,6 +333,8 @@ class FileWriter:
     ) -> Temporary:
         """Create an unsynced temporary file beside a key's, under a name that SGLang ignores.
 
+        fill: takes the file's descriptor, and writes the content.
+        new: mode and owner; by default those of all new files.
         nbytes: size of the whole file.
         """
         mode, owner = new or self._new
