@@ -1,8 +1,8 @@
 """The directory of a file store: flat, or with 256 folders.
 
-A flat directory is SGLang's form (hicache_storage.py :: HiCacheFile). In a directory with folders,
-which `.hicachectl/folders` marks, the first two hex digits of a key name the folder of its file,
-and the last two of a temporary file's name.
+A flat directory is SGLang's form (hicache_storage.py :: HiCacheFile). The file
+`.hicachectl/folders` marks a directory with folders. In it, the first two hex digits of a key name
+the folder of its file. The last two digits of a temporary file's name name the folder of that file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OBJECT = re.compile(r"[0-9a-f]{64}[._]")
 def folder_of(name: bytes) -> bytes | None:
     """Return the folder that a file belongs to in a directory with folders.
 
-    None for a name without one: such a file lies beside the folders.
+    None for a name that names no folder: such a file lies beside the folders.
     """
     folder = name[-6:-4] if name.startswith(_OWN_TEMPORARY) else name[:2]
     return folder if folder in FOLDER_NAMES else None
@@ -68,10 +68,10 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
 
     @classmethod
     def open(cls, path: str) -> Self:
-        """Open a directory, in the form that it has; its path may lead through links.
+        """Open a directory in the form that its mark states. Its path may lead through links.
 
         Raises OSError, UntrustedError for a mark that is not trusted, FormatError for an unknown
-        one.
+        mark.
         """
         return cls.within(path, os.open(path, OPEN_DIRECTORY))
 
@@ -87,8 +87,9 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
     ) -> Self:
         """Open a directory; create it, with its parents, if it is missing.
 
-        folders: the form of a new or empty directory; None for flat, or as the directory is
-        marked. made: gets the paths of new directories, innermost first.
+        folders: whether a new or empty directory gets folders. None keeps the form of an existing
+            directory, and makes a new one flat.
+        made: gets the paths of new directories, innermost first.
         Raises OSError, and UsageError for a directory of the other form.
         """
         new = make_directories(path)
@@ -140,17 +141,18 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
 
     @property
     def vanished(self) -> bool:
-        """Return whether the path names this directory no longer. Raises OSError if unknown."""
+        """Return whether the path no longer names this directory. Raises OSError if unknown."""
         try:
             return not is_named(self.descriptor, self.path, follow=True)
         except NotADirectoryError:
             return True
 
     def reopen(self, *, makes: bool = True) -> None:
-        """Open what the path names now.
+        """Open the directory that the path names now, in place of the earlier one.
 
-        makes: make it again, with its mark, if it is missing; else take it in the form that it has.
-        Calls that use the earlier directory at this time may fail. Raises like `create` or `open`.
+        makes: make a missing directory again, in the same form. Otherwise open the directory in the
+            form that it has.
+        Calls that use the earlier directory meanwhile may fail. Raises as `create` or `open` does.
         """
         if makes:
             make_directories(self.path)
@@ -165,7 +167,7 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
 
 
 def _holder(folder: bytes | None) -> Callable[[list[str]], list[bool]]:
-    """Return a function that tells which files belong into a folder, or beside the folders."""
+    """Return a function that tells which files belong in a folder; None: beside the folders."""
     if folder is None:
         return lambda names: [folder_of(os.fsencode(name)) is None for name in names]
     text = os.fsdecode(folder)
@@ -193,8 +195,9 @@ def _is_marked(path: str, descriptor: int) -> bool:
 
 
 def _settle(path: str, descriptor: int, folders: bool | None) -> bool:
-    """Return whether a directory has folders; mark an empty one if it shall have.
+    """Return whether a directory has folders. Mark an empty directory that is to get them.
 
+    folders: see `ObjectDirectory.create`.
     Raises UsageError for a directory of the other form.
     """
     marked = _is_marked(path, descriptor)

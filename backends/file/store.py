@@ -1,11 +1,11 @@
 """SGLang's file store: a directory with one file per object, named by the key.
 
-Source: sglang srt/mem_cache/hicache_storage.py :: HiCacheFile. Only regular files are objects:
-symbolic links are not followed; sub-directories, such as our `.hicachectl`, are ignored, except the
-folders of a directory that is marked as having them (`folders`). Objects may have trailers
-(`formats.trailer`); sizes are without them. Temporary files of unfinished writes (SGLang:
-`.<32 hex>.tmp`, hicachectl: `.hicachectl-<32 hex>.tmp`) are listed like objects, for a check to
-report.
+Source: sglang srt/mem_cache/hicache_storage.py :: HiCacheFile. Only regular files are objects.
+Symbolic links are not followed, and sub-directories such as `.hicachectl` are ignored. A directory
+that is marked as having folders (`folders`) has its objects in these. Objects may have trailers
+(`formats.trailer`), which sizes do not count. Temporary files of unfinished writes (SGLang:
+`.<32 hex>.tmp`, hicachectl: `.hicachectl-<32 hex>.tmp`) are listed like objects, so that a check
+can report them.
 """
 
 from __future__ import annotations
@@ -50,17 +50,21 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
     def __init__(
         self, path: str | os.PathLike[str], objects: ObjectDirectory | None = None
     ) -> None:
-        """Open a directory. objects: the directory if it is open already; taken over."""
+        """Open a directory. objects: the open directory, which this store takes over and closes."""
         path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
-        self._mark_problem = ""  # why the mark of folders is left alone
+        self._mark_problem = ""  # reason for ignoring the mark of folders; empty if it is trusted
         with usable(path):
             objects = objects or self._opened(path, os.open(path, OPEN_DIRECTORY))
         super().__init__(objects, path, str(StoreUrl("file", path)))
 
     def _opened(self, path: str, descriptor: int) -> ObjectDirectory:
-        """Return a directory in its form; as flat, with a remark, if its mark is not trusted."""
+        """Open a directory as flat or with folders, as its mark says.
+
+        A mark that is not trusted is ignored, with a remark: the directory counts as flat.
+        """
         with closing_descriptor(descriptor):
-            os.stat(".", dir_fd=descriptor)  # listing needs r, everything else x
+            # Raises without the right to search (x). To open and list, the right to read suffices.
+            os.stat(".", dir_fd=descriptor)
             try:
                 return ObjectDirectory.within(path, os.dup(descriptor))
             except (UntrustedError, PermissionError) as error:
@@ -109,7 +113,7 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
             return here.directory(SIDE_DIRECTORY) if here.has(SIDE_DIRECTORY) else None
 
     def other_files(self, objects: Any) -> tuple[list[str], list[str]]:
-        """See `OtherFiles`. The folders of a store that has folders are our own."""
+        """See `OtherFiles`. The folders of a directory with folders are left out."""
         directories: list[str] = []
         others: list[str] = []
         with (
@@ -136,7 +140,7 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Report what the last listing left out."""
+        """Report what the last listing left out, and side files that are not trusted."""
         remarks = super().remarks
         if problem := self._untrusted:
             remarks += (f"{problem}; folders and trailers, if there are any, go unnoticed",)
@@ -144,7 +148,7 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
 
     @property
     def _untrusted(self) -> str:
-        """Why the files in the side directory are left alone; "" if they are not."""
+        """Reason for ignoring the files in the side directory; "" if they are trusted."""
         return self._mark_problem or self._files.sizes.problem
 
     def _refuse_untrusted(self) -> None:
@@ -196,7 +200,7 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
         """Remove stale files, and sync their directories."""
         self._refuse_untrusted()
         keys = keys_of(rows)
-        changed: set[int] = set()  # directories
+        changed: set[int] = set()  # descriptors of directories
 
         def remove(index: int) -> Status:
             check_key(keys[index])

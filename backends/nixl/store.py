@@ -1,8 +1,8 @@
 """SGLang's NIXL store on local files: one file per object, in folders of one or more directories.
 
-A file lies at a place that its key and the number and order of the directories determine
-(`formats.keys.nixl`). Files elsewhere are no objects. Servers write into the files themselves, so
-an object can be short while it is written. The directories hold no side files of ours: a server's
+The key of an object, and the number and order of the directories, determine the place of its file
+(`formats.keys.nixl`). Files in other places are no objects. Servers use no temporary files, so an
+object can be short while it is written. The directories have no side files, because a server's
 `clear` removes every file below them. Side files lie in the directory that the URL names for them.
 Source: sglang srt/mem_cache/storage/nixl/, nixl_utils.py :: NixlFileManager, nixl_routing.py.
 """
@@ -48,8 +48,10 @@ if TYPE_CHECKING:
 _GRAMMARS = {"on": DIRECT, "off": BUFFERED}
 # The last four digits of a temporary file's name are its directory and folder.
 _TEMPORARY = re.compile(re.escape(OWN_PREFIX) + rb"-[0-9a-f]{28}([0-9a-f]{2})([0-9a-f]{2})\.tmp")
-_SAMPLE = 64  # objects; by chance, all lie in one of two directories once in 2**63 stores
-_LOOKED = 1024  # files of a directory
+# Objects to look at in a directory. By chance, all of them have places in the same one of two
+# directories once in 2**63 stores.
+_SAMPLE = 64
+_LOOKED = 1024  # files to look at in a directory
 MAX_DIRECTORIES = 256  # temporary names have two digits for the directory
 
 
@@ -57,8 +59,7 @@ class NixlDisks(ObjectTree):
     """The open directories of a store, in order.
 
     high_watermark: percentage of a disk in use at which servers begin to remove objects.
-    complete: servers are known to use these directories only, also if they used more before.
-    sample: what some files of each directory have shown.
+    sample: files outside their folders, among some files of each directory.
     """
 
     folders = True
@@ -71,7 +72,10 @@ class NixlDisks(ObjectTree):
     def __init__(
         self, disks: Sequence[FolderedDirectory], *, high_watermark: float, complete: bool = False
     ) -> None:
-        """Take over open directories; `close` closes them. Raises as `open`."""
+        """Take over open directories; `close` closes them. Raises as `open` does.
+
+        complete: servers are known to use these directories only, also if they used more before.
+        """
         self.path = ",".join(disk.path for disk in disks)
         self.high_watermark = high_watermark
         self._disks = tuple(disks)
@@ -86,10 +90,11 @@ class NixlDisks(ObjectTree):
         complete: bool = False,
         made: list[str] | None = None,
     ) -> Self:
-        """Open directories; create those that are missing if `made` is given.
+        """Open directories; create missing directories if `made` is given.
 
-        made: gets the paths of new directories, innermost first. Raises OSError, and UsageError
-        for a directory that is given twice, and if directories of the servers are missing.
+        made: gets the paths of new directories, innermost first.
+        Raises OSError, and UsageError for a directory that is given twice, or if directories of the
+        servers are missing.
         """
         allow_descriptors(len(paths) * len(FOLDER_NAMES))
         with ExitStack() as opened:
@@ -100,8 +105,8 @@ class NixlDisks(ObjectTree):
                     made[:0] = make_directories(path)
                 disks.append(FolderedDirectory(path, os.open(path, OPEN_DIRECTORY)))
                 opened.callback(disks[-1].close)
-            facts = [os.fstat(disk.descriptor) for disk in disks]
-            if len({(one.st_dev, one.st_ino) for one in facts}) < len(disks):
+            stats = [os.fstat(disk.descriptor) for disk in disks]
+            if len({(st.st_dev, st.st_ino) for st in stats}) < len(disks):
                 raise UsageError(
                     f"nixl://{','.join(paths)}: names a directory twice; name each once"
                 )
@@ -122,7 +127,7 @@ class NixlDisks(ObjectTree):
 
     @property
     def descriptor(self) -> int:  # type: ignore[override]
-        """The first directory's descriptor."""
+        """Descriptor of the first directory."""
         return self._disks[0].descriptor
 
     @property
@@ -161,7 +166,7 @@ class NixlDisks(ObjectTree):
     def places(
         self, left_alone: list[str], concurrency: Concurrency | None = None
     ) -> Iterator[Place]:
-        """Yield the folders, and the directories, where no file belongs."""
+        """Yield each directory, in which no file belongs, and its folders."""
         for number, disk in enumerate(self._disks):
             yield Place(disk.descriptor, disk.path, lambda names: [False] * len(names))
             yield from self._folders(number, left_alone, concurrency)
@@ -184,11 +189,13 @@ class NixlDisks(ObjectTree):
         return found
 
     def _sampled(self, *, complete: bool) -> LeftOut:
-        """Look at some files of each directory; return which lie outside the folders of their keys.
+        """Look at some files of each directory. Return those outside the folders of their keys.
 
-        With n of k * n directories given, all files can lie where n directories would have them,
-        and pages only look incomplete. In another order, most files lie elsewhere, and a repair
-        would remove the others. Raises UsageError for both, unless `complete`; OSError.
+        If n of k * n directories are given, all files can have the places of a store of n
+        directories, and pages only look incomplete. If the order differs, most files have wrong
+        places, and a repair would remove the others.
+        complete: see `__init__`.
+        Raises OSError, and UsageError for both mistakes unless `complete`.
         """
         left_out, given = LeftOut(), len(self._disks)
         for number, disk in enumerate(self._disks):
@@ -214,7 +221,7 @@ class NixlDisks(ObjectTree):
         return LeftOut(misplaced=left_out.misplaced, sampled=True)
 
     def _some_objects(self, number: int, left_out: LeftOut) -> list[int]:
-        """Return the hashes of objects in a directory, at least _SAMPLE if they are soon found."""
+        """Return hashes of objects in a directory: _SAMPLE or more, fewer if they are rare."""
         found: list[int] = []
         looked = 0
         for place in self._folders(number, []):
@@ -234,7 +241,7 @@ class NixlDisks(ObjectTree):
     # space
 
     def free_bytes(self) -> int:
-        """Return the bytes that can be written, evenly to all directories, below the watermark."""
+        """Return the bytes that fit below the watermark if all directories get equal shares."""
         by_device: dict[int, list[FolderedDirectory]] = {}
         for disk in self._disks:
             by_device.setdefault(os.fstat(disk.descriptor).st_dev, []).append(disk)
@@ -283,7 +290,7 @@ class NixlStore(ObjectFiles, Emptied):
 
     @property
     def grammar(self) -> str:
-        """See `Store`: servers without direct I/O divide pages otherwise."""
+        """See `Store`. Servers without direct I/O divide pages in another way."""
         return self._grammar
 
     @classmethod
@@ -345,7 +352,7 @@ def _class_for(url: StoreUrl) -> type[NixlStore]:
 def _directories_in(url: StoreUrl, stated: int | None) -> list[str]:
     """Return the directories of a URL, in order (hicache_nixl.py :: _parse_storage_dirs).
 
-    stated: their number, if the URL has it.
+    stated: number of directories in the URL's parameters; None if missing.
     """
     paths = [path.strip() for path in url.path.split(",")]
     for path in paths:
