@@ -78,7 +78,8 @@ class RecordPlace(NamedTuple):
 class PackContents:
     """A valid pack, whose objects are found by offset or by key.
 
-    entries: a table of ENTRIES. end: its size in bytes.
+    entries: objects as a table of ENTRIES.
+    end: size of the file in bytes.
     """
 
     pack_id: bytes
@@ -134,7 +135,7 @@ class PackContents:
 
 
 class PackEntries(dict[bytes, RecordPlace]):
-    """Objects of a pack that is written to, by key. Threads may change it meanwhile."""
+    """Objects of a pack that is being written, by key. Several threads may change it."""
 
     def places(self, rows: Rows) -> list[RecordPlace | None]:
         """See `PackContents`."""
@@ -167,7 +168,7 @@ def places_in(entries: pa.Table) -> Iterator[RecordPlace]:
 def open_pack(path: str, flags: int) -> int:
     """Open a pack file; only the owner may read a new one. Raises StoreUnavailable."""
     try:
-        # A FIFO must not block.
+        # O_NONBLOCK: opening a FIFO must not wait.
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except OSError as error:
         next_steps = {errno.ENOENT: "check the path", errno.EISDIR: _instead_of_a_directory(path)}
@@ -282,7 +283,7 @@ class RecordContent(RawIOBase):
         self._digest = blake3()
 
     def readable(self) -> bool:
-        """Return true, as of any file that is read."""
+        """Return True, as RawIOBase requires for reading."""
         return True
 
     def read(self, nbytes: int = -1) -> bytes:
@@ -305,7 +306,7 @@ class RecordContent(RawIOBase):
 
 @contextmanager
 def _named(what: str, remedy: str) -> Iterator[None]:
-    """Add what is damaged, and the next step, to the message of a FormatError."""
+    """Complete the message of a FormatError. what: damaged thing. remedy: next step."""
     try:
         yield
     except FormatError as error:
@@ -325,7 +326,7 @@ def read_metadata(descriptor: int, record: Record, offset: int) -> Metadata:
 
 
 class ObjectReader:
-    """Reader of objects, one per thread; it keeps memory for the largest object so far."""
+    """Reads objects in one thread, and keeps memory for the largest object so far."""
 
     def __init__(self, descriptor: int, pack_id: bytes) -> None:
         self._descriptor = descriptor

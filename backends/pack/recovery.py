@@ -64,7 +64,7 @@ _COPY_BYTES = 8 << 20
 
 @dataclass(slots=True)
 class ScannedPack:
-    """A pack's contents according to its records, without its index; or the result of a repair.
+    """A pack's contents according to its records, without its index, or the result of a repair.
 
     end: offset after the last whole record.
     cut_bytes: bytes after `end`.
@@ -94,8 +94,9 @@ def walk(
 ) -> ScannedPack:
     """Read the heads of all records and check the content of the last ones.
 
-    on_bytes: called with the bytes just passed and the file's size. Damage between records is
-    skipped. Memory: about 500 bytes per object. Raises FormatError if the file is not a pack.
+    Damage between records is skipped. Memory: about 500 bytes per object.
+    on_bytes: called with the bytes just passed and the file's size.
+    Raises FormatError if the file is not a pack.
     """
     size = os.fstat(descriptor).st_size
     found = ScannedPack(read_header(descriptor, path))
@@ -197,9 +198,10 @@ def repair(
 ) -> ScannedPack:
     """Make a valid pack from all whole records, in place or as a new file.
 
-    In place, only a tail without a whole record is cut off. output: a new file; the pack stays
-    unchanged. Raises UsageError if output exists, FormatError if nothing can be saved,
-    StoreUnavailable if another process writes to the pack or a system call fails.
+    In place, only a tail without a whole record is cut off.
+    output: path of a new file; the pack stays unchanged.
+    Raises UsageError if `output` exists, FormatError if no object can be saved, StoreUnavailable if
+    another process writes to the pack or a system call fails.
     """
     if output is not None and Path(output).exists():
         raise _taken(output)

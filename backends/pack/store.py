@@ -66,7 +66,7 @@ SCAN_ROWS = 16384
 class PackStore(Announces, Archive, FilePermissions, Resumable):
     """One pack file, open for reading or, by `create`, for writing.
 
-    `grammar`: of the store that the keys came from.
+    grammar: key grammar of the store that the keys come from.
     """
 
     limits: Limits = Limits(
@@ -147,7 +147,7 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
 
     @property
     def open_grammar(self) -> bool:
-        """Whether the grammar of the keys is not set yet."""
+        """Return whether the grammar of the keys is not set yet."""
         return self._writer is not None and not self._metadata.grammar
 
     def use_grammar(self, name: str) -> None:
@@ -170,7 +170,7 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         return parse_profile(text, source=f"{self.path}: profile") if text else None
 
     def use_profile(self, profile: Profile, *, looks_only: bool = False) -> None:
-        """Record the profile of the next writes, unless it is inferred and so incomplete."""
+        """Record the profile of the next writes. An inferred profile is incomplete, so skip it."""
         if self._writer is None or profile.inferred:
             return
         profile = stored_profile(profile)
@@ -251,8 +251,8 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         """Omit objects from the new index; their bytes stay in the file."""
         if self._writer is None:
             return super().undo_writes(rows)
-        there = self._writer.withdraw(keys_of(rows))
-        return Result(np.where(there, Status.OK, Status.GONE).astype(np.uint8))
+        existed = self._writer.withdraw(keys_of(rows))
+        return Result(np.where(existed, Status.OK, Status.GONE).astype(np.uint8))
 
     def exists(self, rows: Rows) -> BoolArray:
         """Return which keys the index has."""
@@ -263,15 +263,15 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         """List a few objects again, from the index."""
         schema = scan_schema(columns)
         batches = self._listed.look(rows).to_batches()
-        return pa.Table.from_batches([_scanned(one, schema) for one in batches], schema=schema)
+        return pa.Table.from_batches([_scanned(batch, schema) for batch in batches], schema=schema)
 
     def free_bytes(self) -> int | None:
-        """Return the free bytes for objects, as for users other than root."""
+        """Return the free bytes for objects, counted for users other than root."""
         objects = 0 if self._writer is None else len(self._writer.entries)
         return max(0, free_bytes(self._descriptor, objects))
 
     def summary(self) -> dict[str, Any]:
-        """Return the pack's contents and storage facts as JSON types."""
+        """Return the numbers of `hicachectl pack info` as JSON types."""
         listed = self._listed.table()
         head = RECORD_BYTES * len(listed) + (
             pc.sum(pc.binary_length(listed.column("key"))).as_py() or 0

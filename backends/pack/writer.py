@@ -1,4 +1,4 @@
-"""Writer of a pack: compress objects in threads and append them in order."""
+"""Write a pack: compress objects in threads, and append them in order."""
 
 from __future__ import annotations
 
@@ -78,17 +78,18 @@ _INDEX_ROW_BYTES = 512
 # Bytes and objects that a thread encodes at once and one system call writes.
 _HANDFUL_BYTES = 1 << 20
 _HANDFUL_OBJECTS = 64
-_AHEAD_BYTES = 32 << 20  # encoded by one call and not yet appended; one larger object is allowed
+# Limit of the bytes that a call encodes before they are appended; one larger object is allowed.
+_AHEAD_BYTES = 32 << 20
 
 _Work = tuple[bytes, "int | None", memoryview]  # key, mtime_ns, content
 _Encoded = tuple[Record, bytes, "list[Plane]"]  # record, its head as bytes, content
 
 
 class PackWriter:
-    """Writer of a locked pack file; threads may share it.
+    """Writes a locked pack file; threads may share it.
 
-    metadata: set by `use_metadata`, written before the next object. remarks: state of an unfinished
-    pack when opened.
+    metadata: metadata from `use_metadata`, written before the next object.
+    remarks: state of an unfinished pack when it was opened.
     """
 
     def __init__(self, path: str) -> None:
@@ -105,13 +106,13 @@ class PackWriter:
         self.entries = PackEntries()
         self.remarks: tuple[str, ...] = ()
         self._end = 0
-        self._is_valid = False  # the file ends with an index of all objects
+        self._is_valid = False  # whether the file ends with an index of all objects
         self._written: Metadata | None = None  # metadata in the file
-        self._has_tail = False  # bytes follow the last whole record
+        self._has_tail = False  # whether bytes follow the last whole record
         # Whether `close` finishes the file: this run has written to it or taken it over.
         self.may_finish = False
         self._failed: OSError | None = None
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._plans = PlanMemory()
         self._of_thread = threading.local()
         self._encoders: ThreadPoolExecutor | None = None
@@ -153,7 +154,7 @@ class PackWriter:
 
         Raises StoreUnavailable.
         """
-        with self._turn:
+        with self._lock:
             self._limit = self._limit.both(permissions)
             facts = os.fstat(self.descriptor)
             mode = stat.S_IMODE(facts.st_mode)
@@ -170,7 +171,8 @@ class PackWriter:
     def use_metadata(self, *, grammar: str | None = None, profile: str | None = None) -> None:
         """Set the grammar of the keys to write, or their profile as TOML.
 
-        Raises UnsupportedByBackend or ProfileError if the pack has objects with another one.
+        Raises UnsupportedByBackend if the pack has objects with another grammar, ProfileError if it
+        has objects with another profile.
         """
         if grammar is not None and grammar != self.metadata.grammar:
             if self.entries:
@@ -242,7 +244,7 @@ class PackWriter:
         *,
         if_absent: bool,
     ) -> Iterator[int]:
-        """Yield the objects to append; set the statuses of the others."""
+        """Yield the rows of the objects to append; set the statuses of the others."""
         for index, key in enumerate(keys):
             if not 0 < len(key) <= MOST_KEY_BYTES:
                 statuses[index] = Status.ERROR
@@ -253,7 +255,7 @@ class PackWriter:
                 yield index
 
     def close(self) -> None:
-        """Finish the pack if it has changed; remove a pack that nothing was written to.
+        """Finish the pack if it has changed; remove a pack that has no record.
 
         Raises StoreUnavailable if the index cannot be written; the objects are safe then.
         """
@@ -282,7 +284,7 @@ class PackWriter:
     def _begin(self) -> None:
         """Write the header and metadata unless they are in the file."""
         self.may_finish = True
-        with self._turn:
+        with self._lock:
             if self.descriptor < 0:
                 raise ValueError("The pack is closed")
             if self._failed is not None:
@@ -314,7 +316,7 @@ class PackWriter:
         self._written = self.metadata
 
     def _pool(self) -> ThreadPoolExecutor:
-        with self._turn:
+        with self._lock:
             if self._encoders is None:
                 self._encoders = ThreadPoolExecutor(self._ahead, thread_name_prefix="pack-encoder")
             return self._encoders
@@ -323,7 +325,7 @@ class PackWriter:
         encoder: Encoder | None = getattr(self._of_thread, "encoder", None)
         if encoder is None:
             encoder = self._of_thread.encoder = Encoder()
-        return [self._encode(encoder, *one) for one in work]
+        return [self._encode(encoder, *item) for item in work]
 
     def _encode(
         self, encoder: Encoder, key: bytes, mtime_ns: int | None, data: memoryview
@@ -346,14 +348,14 @@ class PackWriter:
         A record of each removal is appended for `walk`, which uses no index. If these records do
         not fit, only the next index leaves the objects out.
         """
-        with self._turn:
-            there = [self.entries.pop(key, None) is not None for key in keys]
-            gone = [key for key, was_there in zip(keys, there, strict=True) if was_there]
-            if gone:
+        with self._lock:
+            existed = [self.entries.pop(key, None) is not None for key in keys]
+            removed = [key for key, had in zip(keys, existed, strict=True) if had]
+            if removed:
                 self.may_finish = True
                 with suppress(OSError):
-                    self._put([self._withdrawal(key) for key in gone])
-            return there
+                    self._put([self._withdrawal(key) for key in removed])
+            return existed
 
     def _withdrawal(self, key: bytes) -> bytes:
         nothing = blake3(b"").digest()
@@ -365,13 +367,13 @@ class PackWriter:
         answers: list[Status | OSError] = []
         buffers: list[Plane] = []
         added: dict[bytes, RecordPlace] = {}
-        with self._turn:
+        with self._lock:
             at = self._end
             room = free_bytes(self.descriptor, len(self.entries))
             for record, head, planes in encoded:
-                # Added by another thread, or twice in this call.
-                is_there = record.key in self.entries or record.key in added
-                if if_absent and is_there:
+                # Another thread may have added the key, or the call has it twice.
+                exists = record.key in self.entries or record.key in added
+                if if_absent and exists:
                     answers.append(Status.EXISTS)
                 elif record.length + _INDEX_ROW_BYTES > room:
                     answers.append(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
@@ -407,13 +409,13 @@ class PackWriter:
 
     def _unavailable(self, error: OSError) -> StoreUnavailable:
         next_step = "fix the cause, then run again"
-        if self._written is not None:  # else there is no object to save
+        if self._written is not None:  # otherwise the file has no object to save
             next_step = f"fix the cause, then run hicachectl pack repair {self.path}"
         return StoreUnavailable(failed(self.path, "write the pack", error, next_step))
 
 
 def free_bytes(descriptor: int, objects: int) -> int:
-    """Return the bytes left for new objects after the present objects' index.
+    """Return the free bytes for new objects, less those for an index of `objects` objects.
 
     Negative if that index does not fit.
     """
