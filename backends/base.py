@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 StatusArray = npt.NDArray[np.uint8]
 Rows = Any  # pa.RecordBatch | pa.Table, a slice of the scan table; pyarrow ships no types
 
-_MANY_CHUNKS = 8  # from this number on, `take_rows` does not join chunks first
+_MANY_CHUNKS = 8  # `take_rows` joins fewer chunks than this before it takes rows
 
 SCAN_FIELDS = {
     "key": pa.field("key", pa.binary(), nullable=False),

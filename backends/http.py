@@ -153,7 +153,7 @@ class HttpService:
             self._put_back(connection, response)
 
     def lost(self, what: str, remedy: str = "") -> StoreUnavailable:
-        """Return the error for a problem with the service. remedy: by default the hint."""
+        """Return the error for a problem with the service. remedy: next step, or else the hint."""
         return StoreUnavailable(with_next(f"{self._name}: {what}", remedy or self.hint))
 
     def refused(self, path: str, reply: Reply) -> StoreUnavailable:

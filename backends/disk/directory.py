@@ -183,8 +183,8 @@ class Directory(Closing):
         """Open a directory that an option names; None if it is missing.
 
         makes: create it and its missing parents.
-        trust: by default derived from the deepest existing directory of the path. Links are
-            followed down to that directory.
+        trust: trust of the store. By default it is derived from the deepest existing directory of
+            the path. Links are followed down to that directory.
         """
         found, missing = existing_part(path)
         if missing and not makes:

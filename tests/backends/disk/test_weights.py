@@ -193,7 +193,7 @@ def _text(name: str, text: str) -> Callable[[Path], object]:
         (lambda d: _shorter(d, 90_000), FormatError, "{d}/" + FIRST + ": truncated: has "),
         (_text(FIRST, "x" * 100), FormatError, "not a safetensors file: its header would have"),
         (_without_shards, FormatError, "{d}: no safetensors files; give the directory of a model"),
-        (lambda d: _without_shards(d, "a.gguf"), FormatError, "but it has only GGUF files; name"),
+        (lambda d: _without_shards(d, "a.gguf"), FormatError, "but it has only GGUF files; give"),
         (
             lambda d: _without_shards(d, "a.bin", "b.pt"),
             FormatError,
