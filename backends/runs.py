@@ -167,12 +167,12 @@ def open_run(
         url = StoreUrl("pack", path, params={"keys": form.grammar})
         return PackStore.create(url)
     try:
-        facts = os.stat(PACK_FILE, dir_fd=run.descriptor, follow_symlinks=False)
+        st = os.stat(PACK_FILE, dir_fd=run.descriptor, follow_symlinks=False)
     except FileNotFoundError as error:
         raise UnfinishedPackError(f"{path}: missing; no page has left the store") from error
-    if not stat.S_ISREG(facts.st_mode):
+    if not stat.S_ISREG(st.st_mode):
         raise StoreUnavailable(f"{path}: not a regular file; move it out of the run")
-    run.check(PACK_FILE, facts)
+    run.check(PACK_FILE, st)
     return PackStore(path)
 
 

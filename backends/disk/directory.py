@@ -64,40 +64,40 @@ class Trust:
     process that may write creates a file to learn that owner.
     """
 
-    def __init__(self, facts: os.stat_result | None, *, writes: bool) -> None:
+    def __init__(self, st: os.stat_result | None, *, writes: bool) -> None:
         """Derive the users from a directory's stat; None if there is no directory.
 
         writes: the process may create a file in the directory.
         """
         self._may_probe = writes
         self._owners = {_ROOT, os.geteuid()}
-        if facts is None:
+        if st is None:
             self.permissions, self._group, self._group_shows = Permissions(), None, False
             return
-        self.permissions = Permissions.within(facts)
-        self._owners.add(facts.st_uid)
-        self._group = facts.st_gid if facts.st_mode & stat.S_IWGRP else None
+        self.permissions = Permissions.within(st)
+        self._owners.add(st.st_uid)
+        self._group = st.st_gid if st.st_mode & stat.S_IWGRP else None
         # If everyone may write to a set-group-ID directory, the group of a file proves nothing.
-        self._group_shows = not facts.st_mode & stat.S_IWOTH
+        self._group_shows = not st.st_mode & stat.S_IWOTH
 
-    def includes(self, facts: os.stat_result, directory: int) -> bool:
+    def includes(self, st: os.stat_result, directory: int) -> bool:
         """Return whether a file's owner is trusted. directory: its parent's descriptor."""
-        if facts.st_uid in self._owners or self._is_of_group(facts):
+        if st.st_uid in self._owners or self._is_of_group(st):
             return True
         if self._may_probe:
             self._may_probe = False
             self._owners.update(_owner_of_new_files(directory))
-        return facts.st_uid in self._owners
+        return st.st_uid in self._owners
 
-    def _is_of_group(self, facts: os.stat_result) -> bool:
+    def _is_of_group(self, st: os.stat_result) -> bool:
         if self._group is None:
             return False
-        if self._group_shows and facts.st_gid == self._group:
+        if self._group_shows and st.st_gid == self._group:
             return True
         import pwd
 
         try:
-            user = pwd.getpwuid(facts.st_uid)
+            user = pwd.getpwuid(st.st_uid)
             return self._group in os.getgrouplist(user.pw_name, user.pw_gid)
         except (KeyError, OSError):
             return False
@@ -111,16 +111,16 @@ class JointTrust(Trust):
         super().__init__(None, writes=writes)
         self._trusts = trusts
 
-    def includes(self, facts: os.stat_result, directory: int) -> bool:
+    def includes(self, st: os.stat_result, directory: int) -> bool:
         """See `Trust`."""
         if not self._trusts:
-            return super().includes(facts, directory)
-        return all(trust.includes(facts, directory) for trust in self._trusts)
+            return super().includes(st, directory)
+        return all(trust.includes(st, directory) for trust in self._trusts)
 
 
-def _stranger(path: str, facts: os.stat_result, next_step: str) -> str:
+def _stranger(path: str, st: os.stat_result, next_step: str) -> str:
     return (
-        f"{path}: belongs to user {facts.st_uid}, but only user {os.geteuid()}, root, and the "
+        f"{path}: belongs to user {st.st_uid}, but only user {os.geteuid()}, root, and the "
         f"store's owner and group are trusted; check its content, then chown it or {next_step}"
     )
 
@@ -160,7 +160,7 @@ class Directory(Closing):
         self.descriptor = descriptor
         self.path = path
         self.trust = trust
-        self._facts = os.fstat(descriptor)
+        self._stat = os.fstat(descriptor)
 
     @classmethod
     def named(cls, path: str, *, writes: bool, trust: Trust | None = None) -> Self:
@@ -224,21 +224,21 @@ class Directory(Closing):
                     found[entry.name] = entry.stat(follow_symlinks=False)
         return dict(sorted(found.items()))
 
-    def check(self, name: str, facts: os.stat_result, *, any_owner: bool = False) -> None:
+    def check(self, name: str, st: os.stat_result, *, any_owner: bool = False) -> None:
         """Raise UntrustedError unless the entry is a trusted owner's regular file or directory."""
-        if not (stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):
-            raise self._refusal(name, facts)
-        if not (any_owner or self.trust.includes(facts, self.descriptor)):
+        if not (stat.S_ISREG(st.st_mode) or stat.S_ISDIR(st.st_mode)):
+            raise self._refusal(name, st)
+        if not (any_owner or self.trust.includes(st, self.descriptor)):
             next_step = f"move it out of {self.path}"
-            raise UntrustedError(_stranger(self._spell(name), facts, next_step))
+            raise UntrustedError(_stranger(self._spell(name), st, next_step))
 
     def check_owner(self, next_step: str) -> None:
         """Raise UntrustedError unless the owner of the directory itself is trusted.
 
         next_step: end of the message, after "chown it or".
         """
-        if not self.trust.includes(self._facts, self.descriptor):
-            raise UntrustedError(_stranger(self.path, self._facts, next_step))
+        if not self.trust.includes(self._stat, self.descriptor):
+            raise UntrustedError(_stranger(self.path, self._stat, next_step))
 
     def has(self, name: str) -> bool:
         """Return whether an entry exists."""
@@ -251,7 +251,7 @@ class Directory(Closing):
     @property
     def mode(self) -> int:
         """Permission bits of the directory, as it was opened."""
-        return stat.S_IMODE(self._facts.st_mode)
+        return stat.S_IMODE(self._stat.st_mode)
 
     def directory(self, name: str, *, any_owner: bool = False) -> Directory:
         """Open a sub-directory. any_owner: accept an owner who is not trusted."""
@@ -274,12 +274,12 @@ class Directory(Closing):
             return os.open(name, flags, mode, dir_fd=self.descriptor)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
-                facts = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
-                raise self._refusal(name, facts) from error
+                st = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+                raise self._refusal(name, st) from error
             raise
 
-    def _refusal(self, name: str, facts: os.stat_result) -> UntrustedError:
-        kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "not a regular file")
+    def _refusal(self, name: str, st: os.stat_result) -> UntrustedError:
+        kind = _KINDS.get(stat.S_IFMT(st.st_mode), "not a regular file")
         return UntrustedError(f"{self._spell(name)}: is {kind}; move it out of {self.path}")
 
     def _spell(self, name: str) -> str:
@@ -297,10 +297,10 @@ class Directory(Closing):
 
     def _checked_file(self, name: str, descriptor: int) -> int:
         with undo_on_error(partial(os.close, descriptor)):
-            facts = os.fstat(descriptor)
-            if not stat.S_ISREG(facts.st_mode):
-                raise self._refusal(name, facts)
-            self.check(name, facts)
+            st = os.fstat(descriptor)
+            if not stat.S_ISREG(st.st_mode):
+                raise self._refusal(name, st)
+            self.check(name, st)
         return descriptor
 
     # writing
@@ -320,12 +320,10 @@ class Directory(Closing):
             return self.directory(name)
         made = self.directory(name)
         self._give_away(made.descriptor)
-        made._facts = facts = os.fstat(made.descriptor)
-        if facts.st_gid == self._facts.st_gid and (
-            lacks := self._readable & 0o070 & ~facts.st_mode
-        ):
-            os.fchmod(made.descriptor, stat.S_IMODE(facts.st_mode) | lacks)
-            made._facts = os.fstat(made.descriptor)
+        made._stat = st = os.fstat(made.descriptor)
+        if st.st_gid == self._stat.st_gid and (lacks := self._readable & 0o070 & ~st.st_mode):
+            os.fchmod(made.descriptor, stat.S_IMODE(st.st_mode) | lacks)
+            made._stat = os.fstat(made.descriptor)
         self.sync()
         return made
 
@@ -393,17 +391,17 @@ class Directory(Closing):
 
     @property
     def _readable(self) -> int:
-        return self._facts.st_mode & self.trust.permissions.for_group(self._facts.st_gid)
+        return self._stat.st_mode & self.trust.permissions.for_group(self._stat.st_gid)
 
     def _give_away(self, descriptor: int) -> None:
         """Give a new entry this directory's group and, as root, this directory's owner.
 
         The owner is not set if `trust.permissions` forbids it.
         """
-        owner = self._facts.st_uid
+        owner = self._stat.st_uid
         if not self.trust.permissions.may_own(owner):
             owner = os.fstat(descriptor).st_uid
-        give_file(descriptor, owner, self._facts.st_gid)
+        give_file(descriptor, owner, self._stat.st_gid)
 
     def rename(self, name: str, new: str) -> None:
         """Rename an entry within the directory. A file of the new name is replaced."""

@@ -203,7 +203,7 @@ def whole_file(
             with open(1, mode, encoding=encoding, closefd=False) as stream:
                 yield stream
             return
-        found = _facts_of(path)
+        found = _stat_of(path)
         if found is not None and not stat.S_ISREG(found.st_mode):
             with path.open(mode, encoding=encoding) as stream:
                 yield stream
@@ -225,7 +225,7 @@ def whole_file(
         raise UsageError(failed(path, "write", error, next_step)) from error
 
 
-def _facts_of(path: Path) -> os.stat_result | None:
+def _stat_of(path: Path) -> os.stat_result | None:
     try:
         return path.stat()
     except FileNotFoundError:
@@ -259,20 +259,20 @@ def is_named(
     follow: the path may be a link to the file.
     """
     try:
-        facts = os.stat(path, dir_fd=directory, follow_symlinks=follow)
+        st = os.stat(path, dir_fd=directory, follow_symlinks=follow)
     except FileNotFoundError:
         return False
-    found = _open_facts(descriptor)
-    return found is not None and os.path.samestat(facts, found)
+    found = _open_stat(descriptor)
+    return found is not None and os.path.samestat(st, found)
 
 
 def is_linked(descriptor: int) -> bool:
     """Return whether an open file has a name. Raises OSError."""
-    found = _open_facts(descriptor)
+    found = _open_stat(descriptor)
     return found is not None and found.st_nlink > 0
 
 
-def _open_facts(descriptor: int) -> os.stat_result | None:
+def _open_stat(descriptor: int) -> os.stat_result | None:
     """Return the stat of an open file; None for one that another host removed from NFS."""
     try:
         return os.fstat(descriptor)

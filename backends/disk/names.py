@@ -52,12 +52,12 @@ def storable_ns(time_ns: int) -> int:
     return min(max(time_ns, _EARLIEST_NS), _LATEST_NS)
 
 
-def version_of(facts: os.stat_result) -> bytes:
+def version_of(st: os.stat_result) -> bytes:
     """Return bytes that change when a writer replaces or changes the file."""
-    return VERSION.pack(*version_fields(facts))
+    return VERSION.pack(*version_fields(st))
 
 
-def version_fields(facts: os.stat_result) -> tuple[int, int, int, int]:
+def version_fields(st: os.stat_result) -> tuple[int, int, int, int]:
     """Return the fields of `VERSION` for a file."""
-    times = storable_ns(facts.st_mtime_ns), storable_ns(facts.st_ctime_ns)
-    return facts.st_ino, *times, facts.st_size
+    times = storable_ns(st.st_mtime_ns), storable_ns(st.st_ctime_ns)
+    return st.st_ino, *times, st.st_size

@@ -27,11 +27,11 @@ class Permissions:
     owner: int | None = None
 
     @classmethod
-    def of_file(cls, facts: os.stat_result) -> Permissions:
+    def of_file(cls, st: os.stat_result) -> Permissions:
         """Return the permissions of a file."""
-        bits = facts.st_mode & 0o777 | 0o700
+        bits = st.st_mode & 0o777 | 0o700
         bits |= (bits & 0o444) >> 2  # directories made with these bits need x wherever they have r
-        return cls(bits, facts.st_gid, None if bits & 0o004 else facts.st_uid)
+        return cls(bits, st.st_gid, None if bits & 0o004 else st.st_uid)
 
     @classmethod
     def within(cls, directory: os.stat_result) -> Permissions:
@@ -77,13 +77,13 @@ def give_file(descriptor: int, owner: int, group: int, *, mode: int | None = Non
         only the rights of others.
     Raises OSError.
     """
-    facts = os.fstat(descriptor)
-    if (facts.st_uid, facts.st_gid) != (owner, group):
+    st = os.fstat(descriptor)
+    if (st.st_uid, st.st_gid) != (owner, group):
         try:
             os.fchown(descriptor, owner if not os.geteuid() else -1, group)
         except OSError:
-            if facts.st_gid != group:
-                mode = with_foreign_group(facts.st_mode if mode is None else mode)
+            if st.st_gid != group:
+                mode = with_foreign_group(st.st_mode if mode is None else mode)
     if mode is not None:
         os.fchmod(descriptor, stat.S_IMODE(mode) & 0o777)
 

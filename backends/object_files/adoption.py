@@ -155,5 +155,5 @@ class FileAdopter(FileCopier):
         return self._epochs[suffix]
 
 
-def _rights(facts: os.stat_result) -> tuple[int, int, int]:
-    return facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode) & 0o777
+def _rights(st: os.stat_result) -> tuple[int, int, int]:
+    return st.st_uid, st.st_gid, stat.S_IMODE(st.st_mode) & 0o777

@@ -59,15 +59,15 @@ class CopiedObject(NamedTuple):
         return (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
-def excess_of(facts: os.stat_result, nbytes: int) -> int | Verdict:
+def excess_of(st: os.stat_result, nbytes: int) -> int | Verdict:
     """Return the number of bytes after the object in a file, or a verdict on a wrong size.
 
     nbytes: bytes of the object.
     Raises OSError for a file that is not regular.
     """
-    if not stat.S_ISREG(facts.st_mode):
+    if not stat.S_ISREG(st.st_mode):
         raise OSError(errno.ENXIO, "")
-    excess = facts.st_size - nbytes
+    excess = st.st_size - nbytes
     if excess in (0, TRAILER_BYTES):
         return excess
     return Verdict(Status.SHORT if excess < 0 else Status.OVERSIZED)

@@ -62,8 +62,8 @@ def begin_epoch(directory: ObjectTree, suffixes: Iterable[bytes]) -> None:
         for suffix in suffixes:
             name = os.fsdecode(_name(suffix))
             with suppress(FileNotFoundError):
-                facts = os.stat(name, dir_fd=side.descriptor, follow_symlinks=False)
-                side.check(name, facts)
+                st = os.stat(name, dir_fd=side.descriptor, follow_symlinks=False)
+                side.check(name, st)
             try:
                 now_ns = file_system_ns(side.descriptor)
                 side.write(name, b"epoch %d %s\n" % (now_ns, suffix), shared=True)
@@ -83,8 +83,8 @@ def _epoch_in(name: bytes, side: int) -> int:
     try:
         return _Epoch.read(name, side).time_ns
     except OSError:
-        facts = os.stat(name, dir_fd=side, follow_symlinks=False)
-        return facts.st_ctime_ns if stat.S_ISREG(facts.st_mode) else 0
+        st = os.stat(name, dir_fd=side, follow_symlinks=False)
+        return st.st_ctime_ns if stat.S_ISREG(st.st_mode) else 0
 
 
 class _Epoch(NamedTuple):
@@ -102,15 +102,15 @@ class _Epoch(NamedTuple):
         """
         descriptor = os.open(name, OPEN_FILE, dir_fd=side)
         try:
-            facts = os.fstat(descriptor)
-            state = facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
+            st = os.fstat(descriptor)
+            state = st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns
             if known is not None and known.state == state:
                 return known
             text = _TEXT.fullmatch(os.pread(descriptor, _MOST_BYTES, 0))
         finally:
             os.close(descriptor)
         # `begin_epoch` writes no time later than the file's ctime.
-        time_ns = min(int(text[1]), facts.st_ctime_ns) if text else facts.st_ctime_ns
+        time_ns = min(int(text[1]), st.st_ctime_ns) if text else st.st_ctime_ns
         return cls(time_ns, state)
 
 
@@ -145,9 +145,9 @@ class EpochReader:
         self._epoch, self.time_ns = epoch, epoch.time_ns
         return epoch.time_ns
 
-    def stale(self, facts: os.stat_result) -> bool:
+    def stale(self, st: os.stat_result) -> bool:
         """Return whether an object got its name before the epoch, or at the same time."""
-        return facts.st_ctime_ns <= self.time_ns
+        return st.st_ctime_ns <= self.time_ns
 
 
 def _name(suffix: bytes) -> bytes:
@@ -195,9 +195,9 @@ class Epochs:
             self._by_suffix[suffix] = self._by_owner.get(owner_of(suffix), 0)
         return self._by_suffix[suffix]
 
-    def stale(self, key: bytes, facts: os.stat_result) -> bool:
+    def stale(self, key: bytes, st: os.stat_result) -> bool:
         """Return whether a key's file is stale."""
-        return facts.st_ctime_ns <= self.of(key)
+        return st.st_ctime_ns <= self.of(key)
 
     def times(self, batch: Any) -> Any | None:
         """Return the epoch of each stale object: int64, null for others; None if none is stale.

@@ -476,10 +476,10 @@ class FileListings(Losing):
         try:
             check_key(key)
             directory, name = self._files.objects.place(key)
-            facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            st = os.stat(name, dir_fd=directory, follow_symlinks=False)
         except UntrustedError:
             return False
         except OSError as error:
             raise_lost(error, self._files.objects.path, "use the store")
             return False
-        return stat.S_ISREG(facts.st_mode) and not (epochs and epochs.stale(key, facts))
+        return stat.S_ISREG(st.st_mode) and not (epochs and epochs.stale(key, st))

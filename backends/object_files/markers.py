@@ -222,12 +222,12 @@ class MarkedSizes:
         if not self._objects.side_files:
             return None
         try:
-            facts = os.stat(_PATH, dir_fd=self._objects.descriptor, follow_symlinks=False)
+            st = os.stat(_PATH, dir_fd=self._objects.descriptor, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError:
             return (0, 0)  # reading the markers will report the error
-        return facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns
+        return st.st_ino, st.st_mtime_ns, st.st_ctime_ns
 
     def _use(self, markers: list[Marker]) -> None:
         if markers == self._markers:

@@ -61,26 +61,26 @@ def read_file(
     """
     descriptor = open_file(name, directory)
     try:
-        facts = os.fstat(descriptor)
-        size = facts.st_size
-        if not stat.S_ISREG(facts.st_mode):
+        st = os.fstat(descriptor)
+        size = st.st_size
+        if not stat.S_ISREG(st.st_mode):
             raise OSError(errno.ENXIO, "")
         if size == len(target):
-            return fill(descriptor, (target,)), facts, None
+            return fill(descriptor, (target,)), st, None
         if size != len(target) + TRAILER_BYTES:
-            return size, facts, None
+            return size, st, None
         tail = bytearray(TRAILER_BYTES)
         done = fill(descriptor, (target, memoryview(tail)))
-        return done, facts, tail if done == size else None
+        return done, st, tail if done == size else None
     finally:
         os.close(descriptor)
 
 
-def _note_version(versions: bytearray, index: int, facts: os.stat_result) -> None:
-    VERSION.pack_into(versions, index * _VERSION_BYTES, *version_fields(facts))
+def _note_version(versions: bytearray, index: int, st: os.stat_result) -> None:
+    VERSION.pack_into(versions, index * _VERSION_BYTES, *version_fields(st))
 
 
-def _note_none(versions: bytearray, index: int, facts: os.stat_result) -> None:
+def _note_none(versions: bytearray, index: int, st: os.stat_result) -> None:
     pass
 
 
@@ -153,26 +153,26 @@ class FileReader:
         checked = None
         descriptor = open_file(name, directory)
         try:
-            facts = os.fstat(descriptor)
-            size = facts.st_size
-            if not stat.S_ISREG(facts.st_mode):
+            st = os.fstat(descriptor)
+            size = st.st_size
+            if not stat.S_ISREG(st.st_mode):
                 raise OSError(errno.ENXIO, "")
             if size not in {nbytes, nbytes + TRAILER_BYTES}:
-                return size, facts, None
+                return size, st, None
             value = pieces()
             if size != nbytes:
                 tail = read_up_to(descriptor, TRAILER_BYTES, nbytes)
                 if len(tail) != TRAILER_BYTES:
-                    return nbytes + len(tail), facts, None
+                    return nbytes + len(tail), st, None
                 trailer = trailer_in(tail)
                 checked = trailer, self._files.checks.check(name, trailer, value, nbytes)
             for _ in value:  # pieces that the comparison did not need
                 pass
         except EOFError:  # a writer has shortened the file meanwhile
-            return min(os.fstat(descriptor).st_size, nbytes - 1), facts, None
+            return min(os.fstat(descriptor).st_size, nbytes - 1), st, None
         finally:
             os.close(descriptor)
-        return size, facts, checked
+        return size, st, checked
 
     def _read(
         self,
@@ -216,17 +216,17 @@ class FileReader:
                         check_name(key)
                     if objects.folders:
                         here, _ = objects.place(key)
-                    size, facts, tail = read(key, here, target)
+                    size, st, tail = read(key, here, target)
                 except (OSError, UntrustedError) as error:
                     statuses[index] = self._files.unread(index, key, error, errors)
                     continue
                 sizes[index] = size
                 if tail is not None:
                     tails.append((index, tail))
-                modes &= facts.st_mode
-                groups.add(facts.st_gid)
-                owners.add(facts.st_uid)
-                note(versions, index, facts)
+                modes &= st.st_mode
+                groups.add(st.st_gid)
+                owners.add(st.st_uid)
+                note(versions, index, st)
             if groups:
                 self._note_readable(modes, groups, owners)
 
@@ -298,9 +298,9 @@ class FileReader:
         directory, name = self._objects.place(key)
         descriptor = open_file(name, directory)
         try:
-            facts = os.fstat(descriptor)
-            nbytes = facts.st_size - TRAILER_BYTES
-            if not stat.S_ISREG(facts.st_mode) or nbytes < 0:
+            st = os.fstat(descriptor)
+            nbytes = st.st_size - TRAILER_BYTES
+            if not stat.S_ISREG(st.st_mode) or nbytes < 0:
                 return None
             trailer = trailer_in(os.pread(descriptor, TRAILER_BYTES, nbytes))
         finally:

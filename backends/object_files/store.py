@@ -226,9 +226,9 @@ class ObjectFiles(
                 usable(self.path),
                 closing_descriptor(os.open(directory, OPEN_DIRECTORY | os.O_NOFOLLOW)) as opened,
             ):
-                facts = os.fstat(opened)
-                mode = stat.S_IMODE(facts.st_mode)
-                os.fchmod(opened, mode & (limit.for_group(facts.st_gid) | ~0o777))
+                st = os.fstat(opened)
+                mode = stat.S_IMODE(st.st_mode)
+                os.fchmod(opened, mode & (limit.for_group(st.st_gid) | ~0o777))
 
     @_in_turn
     def read_into(

@@ -233,16 +233,16 @@ class FolderedDirectory(Closing):
         return number
 
     def _open_folder(self, name: str, *, makes: bool) -> int:
-        facts = os.fstat(self.descriptor)
+        st = os.fstat(self.descriptor)
         with self.outer(writes=makes) as here:
             made = False
             if makes:
                 with suppress(FileExistsError):
-                    os.mkdir(name, facts.st_mode & 0o777, dir_fd=self.descriptor)
+                    os.mkdir(name, st.st_mode & 0o777, dir_fd=self.descriptor)
                     made = True
             with here.directory(name) as opened:
                 if made:
-                    give_like(opened.descriptor, facts)
+                    give_like(opened.descriptor, st)
                     here.sync()
                 return os.dup(opened.descriptor)
 
@@ -373,6 +373,6 @@ def owner_in(name: str) -> str:
     return name[start : start + 2 * _OWNER_BYTES] if is_ours else ""
 
 
-def _state(facts: os.stat_result) -> tuple[int, ...]:
+def _state(st: os.stat_result) -> tuple[int, ...]:
     """Return the stat fields that a write or a replacement changes, and a rename does not."""
-    return facts.st_ino, facts.st_size, facts.st_mtime_ns
+    return st.st_ino, st.st_size, st.st_mtime_ns

@@ -74,10 +74,10 @@ class FileWriter:
         self._limit = Permissions()  # limit of new files
         self._limiting = threading.Lock()
         self.temporaries = Temporaries(files.objects, os.urandom(8).hex().encode())
-        facts = os.fstat(files.objects.descriptor)
+        st = os.fstat(files.objects.descriptor)
         # As root, new files get the directory's owner and group.
-        self._owner = None if os.geteuid() or not facts.st_uid else (facts.st_uid, facts.st_gid)
-        self._own_group = facts.st_gid if facts.st_mode & stat.S_ISGID else os.getegid()
+        self._owner = None if os.geteuid() or not st.st_uid else (st.st_uid, st.st_gid)
+        self._own_group = st.st_gid if st.st_mode & stat.S_ISGID else os.getegid()
         self._new = Ownership(0o666, self._owner)
 
     # permissions
@@ -109,12 +109,12 @@ class FileWriter:
             try:
                 check_key(key)
                 directory, name = self._objects.place(key)
-                facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                if epochs.stale(key, facts):  # a touch would make it count as new
+                st = os.stat(name, dir_fd=directory, follow_symlinks=False)
+                if epochs.stale(key, st):  # a touch would make it count as new
                     continue
                 times = now + index, now + index
                 os.utime(name, ns=times, dir_fd=directory, follow_symlinks=False)
-                touched[index] = facts
+                touched[index] = st
             except (OSError, UntrustedError) as error:
                 self.files.status(index, error, {})
         for index in self._cleared_since(epochs, keys, touched):
@@ -130,8 +130,8 @@ class FileWriter:
         later = Epochs(self._objects)
         rows = [
             index
-            for index, facts in touched.items()
-            if later.of(keys[index]) != epochs.of(keys[index]) and later.stale(keys[index], facts)
+            for index, st in touched.items()
+            if later.of(keys[index]) != epochs.of(keys[index]) and later.stale(keys[index], st)
         ]
         for index in rows:
             key = keys[index]
@@ -261,12 +261,12 @@ class FileWriter:
         """
         try:
             here, name = place = self._objects.place(key)
-            facts = os.stat(name, dir_fd=here, follow_symlinks=False)
+            st = os.stat(name, dir_fd=here, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        if not stat.S_ISREG(facts.st_mode) or not Epochs(self._objects).stale(key, facts):
+        if not stat.S_ISREG(st.st_mode) or not Epochs(self._objects).stale(key, st):
             return False
-        return self.temporaries.remove_seen(key, facts, used_since=True, place=place)
+        return self.temporaries.remove_seen(key, st, used_since=True, place=place)
 
     def remove(self, key: bytes, place: tuple[int, bytes], version: bytes | None) -> Status:
         """Remove a key's file.
@@ -281,11 +281,11 @@ class FileWriter:
         if version is None:
             os.unlink(name, dir_fd=here)
             return Status.OK
-        facts = os.stat(name, dir_fd=here, follow_symlinks=False)
-        if not stat.S_ISREG(facts.st_mode) or version_of(facts) != version:
+        st = os.stat(name, dir_fd=here, follow_symlinks=False)
+        if not stat.S_ISREG(st.st_mode) or version_of(st) != version:
             return Status.CHANGED
         try:
-            removed = self.temporaries.remove_seen(key, facts, used_since=True, place=place)
+            removed = self.temporaries.remove_seen(key, st, used_since=True, place=place)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise

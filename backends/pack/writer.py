@@ -156,9 +156,9 @@ class PackWriter:
         """
         with self._lock:
             self._limit = self._limit.both(permissions)
-            facts = os.fstat(self.descriptor)
-            mode = stat.S_IMODE(facts.st_mode)
-            narrowed = mode & (self._limit.for_group(facts.st_gid) | ~0o777)
+            st = os.fstat(self.descriptor)
+            mode = stat.S_IMODE(st.st_mode)
+            narrowed = mode & (self._limit.for_group(st.st_gid) | ~0o777)
             if narrowed != mode:
                 try:
                     os.fchmod(self.descriptor, narrowed)
