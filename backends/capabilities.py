@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
 
 
-class Announces(Store):
+class ReadsAhead(Store):
     """Store that can be told which objects are read next, and fetches them early."""
 
     announced_bytes: ClassVar[int] = 1 << 20  # announcing smaller objects saves no time
@@ -138,7 +138,7 @@ class Loss:
         return f"{self.place}: {self.what}"
 
 
-class Losing(Store):
+class ReportsLosses(Store):
     """Store whose listing reports objects that servers have lost."""
 
     @property
@@ -189,7 +189,7 @@ class Profiled(Store):
         """
 
 
-class Claimed(Store):
+class SingleDeployment(Store):
     """Store that holds one deployment: its keys name no deployment, and its pages state no size.
 
     Callers give it the sizes of its objects, by a profile or by `use_sizes`.
@@ -507,7 +507,11 @@ class OtherFiles(Store):
 
 
 class SideFiles(Store):
-    """Store that can keep side files, which servers ignore. `Emptied` stores keep them outside."""
+    """Store that can keep side files, which servers ignore.
+
+    They lie in the store's directory, or outside if a server's `clear` would remove them
+    (`ClearRemovesAll`).
+    """
 
     @abstractmethod
     def side_directory(self) -> Path:
@@ -525,7 +529,7 @@ class SideFiles(Store):
         """Return which users' side files are trusted. writes: the caller may create such files."""
 
 
-class Emptied(Store):
+class ClearRemovesAll(Store):
     """Store without side files inside: a server's `clear` removes every file in its directories.
 
     The parameter `urls.SIDE_PARAMETER` of its URL names a side directory elsewhere; then the store
@@ -612,7 +616,7 @@ def trust_of(*stores: Store) -> Trust:
     for store in stores:
         if isinstance(store, SideFiles):
             trusts.append(store.trust(writes=True))
-        elif isinstance(store, Emptied):
+        elif isinstance(store, ClearRemovesAll):
             trusts += [Trust(path.stat(), writes=True) for path in store.directories]
     return JointTrust(trusts)
 

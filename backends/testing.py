@@ -31,12 +31,12 @@ from hicachectl.backends.base import (
     scan_schema,
 )
 from hicachectl.backends.capabilities import (
-    Announces,
     Confirm,
     Digesting,
     Mounted,
     Mover,
     Pins,
+    ReadsAhead,
     Renames,
     SideFiles,
     SystemCopy,
@@ -259,7 +259,7 @@ class StoreSuite(ABC):
         rows = self.put(store, 2)
         self.raw_delete(store, self.keys[1])
         sizes = np.array([len(self.value(0)) + 1, len(self.value(1))], dtype=np.int64)
-        if not isinstance(store, Announces):
+        if not isinstance(store, ReadsAhead):
             lack(store, "announcements")
         store.expect(rows, sizes)
         store.expect(rows_of([]), sizes[:0])

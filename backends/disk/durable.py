@@ -23,7 +23,7 @@ from hicachectl.backends.disk.io import (
     UNSUPPORTED,
     closing_descriptor,
 )
-from hicachectl.backends.disk.permissions import Permissions, as_umask_says
+from hicachectl.backends.disk.permissions import Permissions, new_file_mode
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import failed
 
@@ -211,7 +211,7 @@ def whole_file(
         if permissions is None and found is not None:
             permissions = stat.S_IMODE(found.st_mode)
         if permissions is None and readable_by is not None:
-            permissions = as_umask_says(readable_by, os.getegid())
+            permissions = new_file_mode(readable_by, os.getegid())
         at_first = 0o666 if permissions is None else permissions & 0o666
         with new_file(os.path.realpath(path), at_first, durable=durable) as descriptor:
             with open(descriptor, mode, encoding=encoding, closefd=False) as stream:

@@ -50,7 +50,7 @@ class Permissions:
         """Return the bits for a file of a group: only others' rights, unless it is `self.group`."""
         return self.bits if group == self.group else with_foreign_group(self.bits)
 
-    def both(self, other: Permissions) -> Permissions:
+    def intersection(self, other: Permissions) -> Permissions:
         """Return the permissions that both grant."""
         owner = self.owner if other.owner in (None, self.owner) else other.owner
         if None not in (self.owner, other.owner) and self.owner != other.owner:
@@ -88,7 +88,7 @@ def give_file(descriptor: int, owner: int, group: int, *, mode: int | None = Non
         os.fchmod(descriptor, stat.S_IMODE(mode) & 0o777)
 
 
-def as_umask_says(permissions: Permissions, group: int) -> int:
+def new_file_mode(permissions: Permissions, group: int) -> int:
     """Return the mode of a new file of a group: 0o666 within permissions and umask."""
     return 0o666 & permissions.for_group(group) & ~_umask()
 

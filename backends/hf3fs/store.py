@@ -30,12 +30,12 @@ from hicachectl.backends.base import (
     scan_schema,
 )
 from hicachectl.backends.capabilities import (
-    Announces,
-    Claimed,
     Condition,
     FilePermissions,
     Profiled,
+    ReadsAhead,
     Serviced,
+    SingleDeployment,
     Touch,
 )
 from hicachectl.backends.disk.io import raise_denied
@@ -73,7 +73,9 @@ _HIGHEST = np.iinfo(np.int64).max
 _SERVER = "metadata-server"
 
 
-class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Serviced, Touch):
+class Hf3fsStore(
+    ReadsAhead, SingleDeployment, FilePermissions, PageTables, Profiled, Serviced, Touch
+):
     """A store of data files and of the tables of a metadata server, or of its snapshot.
 
     Object sizes are unknown before `use_profile`.
@@ -157,7 +159,7 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Serv
     def keep_private(self, permissions: Permissions, *, listing: bool = False) -> None:
         """Narrow the modes of new data files; existing files keep theirs."""
         if self._maker is not None:
-            self._maker.permissions = self._maker.permissions.both(permissions)
+            self._maker.permissions = self._maker.permissions.intersection(permissions)
 
     def close(self) -> None:
         """Close the data files and the connections to the server."""

@@ -23,7 +23,7 @@ from hicachectl.backends.base import (
     scan_batch,
     scan_schema,
 )
-from hicachectl.backends.capabilities import Losing
+from hicachectl.backends.capabilities import ReportsLosses
 from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.disk.io import (
     CHECK_MOUNT,
@@ -70,7 +70,7 @@ _TRAITS = tuple(
 )
 
 
-class MooncakeSsdStore(Losing):
+class MooncakeSsdStore(ReportsLosses):
     """One tenant's objects in the files of one or more clients; never written to."""
 
     limits: Limits = Limits(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicachectl.backends.capabilities import Emptied, SideFiles
+from hicachectl.backends.capabilities import ClearRemovesAll, SideFiles
 from hicachectl.backends.disk.directory import Directory, Trust, existing_part
 from hicachectl.backends.disk.durable import make_directories
 from hicachectl.backends.disk.io import OPEN_DIRECTORY, allow_descriptors, undo_on_error
@@ -261,7 +261,7 @@ def _remove_empty(directories: Sequence[str]) -> None:
             os.rmdir(directory)  # noqa: PTH106 - names that are not UTF-8
 
 
-class NixlStore(ObjectFiles, Emptied):
+class NixlStore(ObjectFiles, ClearRemovesAll):
     """The directories of a `nixl:` URL."""
 
     objects: NixlDisks
@@ -341,7 +341,7 @@ class NixlStoreWithSideFiles(NixlStore, SideFiles):
     def trust(self, *, writes: bool) -> Trust:
         """Return the trust of the directory; new files are no more readable than the store."""
         trust = Trust(existing_part(self._side)[0].stat(), writes=writes)
-        trust.permissions = trust.permissions.both(self.readable_by(listing=True))
+        trust.permissions = trust.permissions.intersection(self.readable_by(listing=True))
         return trust
 
 

@@ -4,10 +4,10 @@ Each file is replaced by a copy that ends with a trailer. Servers may read, writ
 the store meanwhile. That is safe for these reasons:
 
 - Readers. The name of an object always names a whole file, the old one or the new one
-  (`Temporaries.replace_seen`). HiCacheFile opens a file and reads the bytes that it expects from
-  the beginning (hicache_storage.py :: HiCacheFile.get), so it reads both alike. The plug-in accepts
-  the new file, and treats the old one as `unstamped` says. An open file stays readable after its
-  name is gone.
+  (`Temporaries.replace_unchanged`). HiCacheFile opens a file and reads the bytes that it expects
+  from the beginning (hicache_storage.py :: HiCacheFile.get), so it reads both alike. The plug-in
+  accepts the new file, and treats the old one as its setting `unstamped` says. An open file stays
+  readable after its name is gone.
 - Listings. The markers are durable before the first file is replaced. They say that a file of 128
   more bytes is whole; a file without a trailer keeps its size. Unfinished copies have names that
   SGLang ignores and that `rm --temporaries` removes. ext4 lists each name once. tmpfs may miss or
@@ -132,7 +132,7 @@ class FileAdopter(FileCopier):
         """
         temporaries = self._writer.temporaries
         try:
-            replaced = temporaries.replace_seen(file.name, key, seen)
+            replaced = temporaries.replace_unchanged(file.name, key, seen)
         except FileNotFoundError:
             os.stat(file.name, dir_fd=file.directory, follow_symlinks=False)
             return Status.GONE
@@ -143,7 +143,7 @@ class FileAdopter(FileCopier):
             with suppress(FileNotFoundError):
                 here, name = self._writer.files.objects.place(key)
                 now = os.stat(name, dir_fd=here, follow_symlinks=False)
-                temporaries.remove_seen(key, now, used_since=True)
+                temporaries.remove_unchanged(key, now, even_if_read=True)
             return Status.GONE
         return Status.OK
 

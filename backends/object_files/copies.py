@@ -170,7 +170,9 @@ class FileCopier:
             return excess
         new = Ownership(0o600, None)
         if not self._preserve:
-            mode, owner = self._writer.ownership(self._within.both(Permissions.of_file(before)))
+            mode, owner = self._writer.ownership(
+                self._within.intersection(Permissions.of_file(before))
+            )
             new = Ownership(mode & before.st_mode | 0o600, owner)
         tail = self.tail(item, excess)
         if isinstance(tail, Verdict):

@@ -21,7 +21,7 @@ import pyarrow as pa
 from pyarrow.fs import FileType, LocalFileSystem
 
 from hicachectl.backends.base import keys_of, scan_batch, scan_schema
-from hicachectl.backends.capabilities import Losing, Loss
+from hicachectl.backends.capabilities import Loss, ReportsLosses
 from hicachectl.backends.disk.durable import is_linked, is_named
 from hicachectl.backends.disk.entries import DIRECTORY, REGULAR, UNKNOWN, entries_in
 from hicachectl.backends.disk.io import LOST, raise_lost
@@ -338,7 +338,7 @@ def _key_array(names: list[str]) -> Any:
     return pa.Array.from_buffers(pa.binary(), len(names), buffers)
 
 
-class FileListings(Losing):
+class FileListings(ReportsLosses):
     """Lists a store's objects. Their sizes count no trailers.
 
     Stale objects are listed only with the column `cleared_ns`. Methods raise StoreUnavailable.

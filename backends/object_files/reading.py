@@ -315,7 +315,7 @@ class FileReader:
         owner = owners.pop() if len(owners) == 1 else NOBODY
         seen = Permissions(modes & 0o777 | 0o700, group, None if modes & 0o004 else owner)
         with self._noting:
-            self.seen = self.seen.both(seen)
+            self.seen = self.seen.intersection(seen)
 
 
 def _enter(result: ReadResult, index: int, trailer: Trailer | Verdict, verdict: Verdict) -> None:

@@ -25,12 +25,12 @@ from hicachectl.backends.base import (
     values_of,
 )
 from hicachectl.backends.capabilities import (
-    Announces,
     Digesting,
     FilePermissions,
     FileTimes,
     InFiles,
     Mounted,
+    ReadsAhead,
     Renames,
     Resumable,
     Spreads,
@@ -85,7 +85,7 @@ def _in_turn(
 
 class ObjectFiles(
     FileListings,
-    Announces,
+    ReadsAhead,
     Digesting,
     FilePermissions,
     FileTimes,
@@ -202,7 +202,7 @@ class ObjectFiles(
     def readable_by(self, *, listing: bool = False) -> Permissions:
         """Return the permissions common to the directory and all files read."""
         directory = Permissions.within(os.fstat(self.objects.descriptor))
-        return directory if listing else self._reader.seen.both(directory)
+        return directory if listing else self._reader.seen.intersection(directory)
 
     def clock_ns(self) -> int:
         """See `FileTimes`."""

@@ -301,12 +301,12 @@ class Temporaries:
             names = self._names = _Names.of(self._owner)
         return names
 
-    def remove_seen(
+    def remove_unchanged(
         self,
         key: bytes,
         seen: os.stat_result,
         *,
-        used_since: bool,
+        even_if_read: bool,
         place: tuple[int, bytes] | None = None,
     ) -> bool:
         """Remove an object's file unless it has changed since a stat. Return whether it is removed.
@@ -314,8 +314,8 @@ class Temporaries:
         The file is renamed before it is compared, because a writer can replace or touch it at any
         moment. A changed file gets its name back.
         seen: the stat.
-        used_since: also remove a file that was read since. A stale file must not get its name back:
-            the rename would give it a new ctime, and it would count as new.
+        even_if_read: also remove a file that was read since. A stale file must not get its name
+            back: the rename would give it a new ctime, and it would count as new.
         place: `ObjectTree.place` of the key, if known.
         Raises OSError.
         """
@@ -326,7 +326,7 @@ class Temporaries:
         except FileNotFoundError:
             return False
         taken = os.stat(temporary, dir_fd=here, follow_symlinks=False)
-        used = taken.st_atime_ns != seen.st_atime_ns and not used_since
+        used = taken.st_atime_ns != seen.st_atime_ns and not even_if_read
         same = _state(taken) == _state(seen) and not used
         if not same:
             with suppress(FileExistsError):  # replaced once more
@@ -335,7 +335,7 @@ class Temporaries:
         os.unlink(temporary, dir_fd=here)
         return same
 
-    def replace_seen(self, temporary: bytes, key: bytes, seen: os.stat_result) -> bool:
+    def replace_unchanged(self, temporary: bytes, key: bytes, seen: os.stat_result) -> bool:
         """Put a temporary file in place of an object's file that has not changed since a stat.
 
         Return False if a writer has replaced the object's file. The two names are exchanged before

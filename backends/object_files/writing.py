@@ -92,7 +92,7 @@ class FileWriter:
     def limit(self, permissions: Permissions) -> Permissions:
         """Reduce the permissions of new files to those that `permissions` has, too. Return them."""
         with self._limiting:
-            limit = self._limit = self._limit.both(permissions)
+            limit = self._limit = self._limit.intersection(permissions)
             self._new = self.ownership(limit)
         return limit
 
@@ -139,7 +139,7 @@ class FileWriter:
                 here, name = self._objects.place(key)
                 now = os.stat(name, dir_fd=here, follow_symlinks=False)
                 if now.st_ino == touched[index].st_ino:
-                    self.temporaries.remove_seen(key, now, used_since=True)
+                    self.temporaries.remove_unchanged(key, now, even_if_read=True)
         return rows
 
     def write(
@@ -266,14 +266,14 @@ class FileWriter:
             return False
         if not stat.S_ISREG(st.st_mode) or not Epochs(self._objects).stale(key, st):
             return False
-        return self.temporaries.remove_seen(key, st, used_since=True, place=place)
+        return self.temporaries.remove_unchanged(key, st, even_if_read=True, place=place)
 
     def remove(self, key: bytes, place: tuple[int, bytes], version: bytes | None) -> Status:
         """Remove a key's file.
 
         place: `ObjectTree.place` of the key.
         version: an object with another version stays, and is CHANGED. None removes any version.
-        A full disk may have no room for the temporary name of `remove_seen`. Then the file is
+        A full disk may have no room for the temporary name of `remove_unchanged`. Then the file is
         removed directly, and a writer can replace the object right before that.
         Raises OSError.
         """
@@ -285,7 +285,7 @@ class FileWriter:
         if not stat.S_ISREG(st.st_mode) or version_of(st) != version:
             return Status.CHANGED
         try:
-            removed = self.temporaries.remove_seen(key, st, used_since=True, place=place)
+            removed = self.temporaries.remove_unchanged(key, st, even_if_read=True, place=place)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise

@@ -18,7 +18,7 @@ from hicachectl.backends.disk.io import (
     undo_on_error,
     write_all,
 )
-from hicachectl.backends.disk.permissions import Permissions, as_umask_says
+from hicachectl.backends.disk.permissions import Permissions, new_file_mode
 from hicachectl.backends.pack.file import (
     ObjectReader,
     PackEntries,
@@ -271,7 +271,7 @@ def _write_copy(
             at = _copy_bytes(descriptor, path, place, target, at)
         append_index(target, found.pack_id, moved.table(), found.metadata, at)
         source = Permissions.of_file(os.fstat(descriptor))
-        os.fchmod(target, as_umask_says(source, os.fstat(target).st_gid))
+        os.fchmod(target, new_file_mode(source, os.fstat(target).st_gid))
         move_noreplace(None, os.fsencode(temporary), None, os.fsencode(output))
     finally:
         os.close(target)

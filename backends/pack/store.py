@@ -29,7 +29,7 @@ from hicachectl.backends.base import (
     scan_schema,
     values_of,
 )
-from hicachectl.backends.capabilities import Announces, Archive, FilePermissions, Resumable
+from hicachectl.backends.capabilities import Archive, FilePermissions, ReadsAhead, Resumable
 from hicachectl.backends.disk.io import raise_denied, raise_lost, undo_on_error
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.pack.file import (
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 SCAN_ROWS = 16384
 
 
-class PackStore(Announces, Archive, FilePermissions, Resumable):
+class PackStore(ReadsAhead, Archive, FilePermissions, Resumable):
     """One pack file, open for reading or, by `create`, for writing.
 
     grammar: key grammar of the store that the keys come from.

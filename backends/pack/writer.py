@@ -27,7 +27,7 @@ from hicachectl.backends.disk.io import (
     undo_on_error,
     write_all,
 )
-from hicachectl.backends.disk.permissions import Permissions, as_umask_says
+from hicachectl.backends.disk.permissions import Permissions, new_file_mode
 from hicachectl.backends.pack.file import (
     PackEntries,
     RecordPlace,
@@ -155,7 +155,7 @@ class PackWriter:
         Raises StoreUnavailable.
         """
         with self._lock:
-            self._limit = self._limit.both(permissions)
+            self._limit = self._limit.intersection(permissions)
             st = os.fstat(self.descriptor)
             mode = stat.S_IMODE(st.st_mode)
             narrowed = mode & (self._limit.for_group(st.st_gid) | ~0o777)
@@ -277,7 +277,7 @@ class PackWriter:
                 append_index(descriptor, self.pack_id, table, self._written, self._end)
                 if self._is_new:
                     group = os.fstat(descriptor).st_gid
-                    os.fchmod(descriptor, as_umask_says(self._limit, group))
+                    os.fchmod(descriptor, new_file_mode(self._limit, group))
             elif self._written is None and os.fstat(descriptor).st_size <= HEADER_BYTES:
                 Path(self.path).unlink(missing_ok=True)
 

@@ -381,7 +381,7 @@ class PageFiles:
 
     def remove(self, page: Page, found: Found) -> bool:
         """Remove a page's file if it is still the one examined. Return whether it was removed."""
-        removed = self._temporaries.remove_seen(page[0], found.st, used_since=True)
+        removed = self._temporaries.remove_unchanged(page[0], found.st, even_if_read=True)
         if removed and self._capacity is not None:
             self._capacity.release(found.st.st_size)
         return removed

@@ -21,7 +21,7 @@ from msgspec import structs
 
 from hicachectl.backends.arena import ALIGNMENT, Arena, place
 from hicachectl.backends.base import SCAN_FIELDS, Result, Status, Store, open_store
-from hicachectl.backends.capabilities import Archive, Claimed, Confirm, Leases, RacyWrites
+from hicachectl.backends.capabilities import Archive, Confirm, Leases, RacyWrites, SingleDeployment
 from hicachectl.backends.sglang.log import logger
 from hicachectl.backends.sglang.page_store import PageStore
 from hicachectl.formats.errors import HicacheError
@@ -316,7 +316,7 @@ class StorePages(PageStore):
         if isinstance(store, Archive):
             pools = self._pools.values()
             return archive_problem(store, pools, reads_unstamped=self._reads_unstamped)
-        if not isinstance(store, Claimed):
+        if not isinstance(store, SingleDeployment):
             # Without a tag in the keys, nothing tells pages of other weights apart.
             return "" if grammar_of(store.grammar).has_tag else "has keys that name no deployment"
         named = bool(self._anchor.identity.weights)
@@ -340,7 +340,7 @@ class StorePages(PageStore):
         else:
             grammar, tag = store.grammar, self._tag
         forms = {pool.name: page_form(grammar, pool, tag) for pool in self._pools.values()}
-        if isinstance(store, Claimed):
+        if isinstance(store, SingleDeployment):
             objects = [one for form in forms.values() for one in form.objects]
             store.use_sizes({one.affix: one.nbytes for one in objects})
         return forms

@@ -231,7 +231,9 @@ class Sweeper:
                 return gone
         freed = 0
         for kind in sorted(found):
-            if self._temporaries.remove_seen(self._key(page, kind), found[kind], used_since=False):
+            if self._temporaries.remove_unchanged(
+                self._key(page, kind), found[kind], even_if_read=False
+            ):
                 freed += found[kind].st_size
                 self.evicted += kind == 0 and self._has_anchor
             elif kind == 0 and self._has_anchor:
@@ -244,7 +246,9 @@ class Sweeper:
         seen = self._look(key)
         if seen is None or seen.st_ctime_ns > epoch_ns:
             return 0
-        return seen.st_size if self._temporaries.remove_seen(key, seen, used_since=True) else 0
+        return (
+            seen.st_size if self._temporaries.remove_unchanged(key, seen, even_if_read=True) else 0
+        )
 
     def _is_in_flight(self, found: Mapping[int, os.stat_result]) -> bool:
         """Return whether a writer may be about to write the page's anchor.

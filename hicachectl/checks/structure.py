@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.backends.capabilities import Losing
+from hicachectl.backends.capabilities import ReportsLosses
 from hicachectl.checks.codes import COSTS_HITS_ONLY, POOLS_APART
 from hicachectl.checks.findings import findings, object_findings
 from hicachectl.formats.keys.base import TEMPORARY_PATTERN
@@ -53,7 +53,7 @@ def check_collision(given: CheckListing) -> Iterator[pa.Table]:
 
 def check_losses(given: CheckListing) -> Iterator[pa.Table]:
     """Yield a finding for each loss that the listing found and that is older than the grace."""
-    for loss in given.store.losses if isinstance(given.store, Losing) else ():
+    for loss in given.store.losses if isinstance(given.store, ReportsLosses) else ():
         if loss.changed_ns <= given.grace_start_ns:
             yield findings(
                 loss.code, keys=pa.array([_readable(loss.place)]), detail=_readable(loss.what)

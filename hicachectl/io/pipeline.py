@@ -21,7 +21,7 @@ import numpy as np
 
 from hicachectl.backends.arena import Arena, ReservationCancelledError, SlabAllocator, place
 from hicachectl.backends.base import batch_spans
-from hicachectl.backends.capabilities import Announces, Spreads
+from hicachectl.backends.capabilities import ReadsAhead, Spreads
 from hicachectl.formats.errors import UsageError
 from hicachectl.io.interrupts import deferred, persistent
 from hicachectl.io.reads import ObjectReads
@@ -205,7 +205,7 @@ class Pipeline(Generic[T]):
         self._at_work: set[int] = set()  # numbers of tasks begun, not ended
         self._next = threading.Condition()
         self._work = work
-        self._announces = store if isinstance(store, Announces) else None
+        self._announces = store if isinstance(store, ReadsAhead) else None
         few = min(store.limits.parallel_reads, len(os.sched_getaffinity(0)))
         if processes is not None:
             jobs = processes.count

@@ -8,7 +8,7 @@ import numpy as np
 
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import attached
-from hicachectl.backends.capabilities import Announces, Confirm, Digesting, Spreads
+from hicachectl.backends.capabilities import Confirm, Digesting, ReadsAhead, Spreads
 from hicachectl.backends.disk.io import Closing
 from hicachectl.io.forking import Callees
 
@@ -62,7 +62,7 @@ class ObjectReads:
 
     def expect(self, rows: IntArray, capacities: IntArray) -> None:
         """Announce objects that will be read, if the store takes announcements."""
-        if isinstance(self._store, Announces):
+        if isinstance(self._store, ReadsAhead):
             self._store.expect(self._named(rows), capacities)
 
     def _named(self, rows: IntArray) -> pa.Table:

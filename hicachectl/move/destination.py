@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.backends.capabilities import Claimed
+from hicachectl.backends.capabilities import SingleDeployment
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.identity import profile_tag
 from hicachectl.formats.keys import grammar_of
@@ -39,7 +39,7 @@ def refuse_other_owner(store: Store, profile: Profile | None, *, claims: bool = 
     claims: whether to write the profile's deployment into a store that states none.
     Raises StoreUnavailable.
     """
-    if not isinstance(store, Claimed):
+    if not isinstance(store, SingleDeployment):
         return
     tag = None if profile is None or profile.inferred else profile_tag(profile)
     owner = store.claimed_by(tag or "", writes=claims and tag is not None)

@@ -21,7 +21,13 @@ import msgspec
 import pyarrow as pa
 
 from hicachectl.backends.base import keys_of
-from hicachectl.backends.capabilities import Emptied, SideFiles, Trailed, jobs_of, present_ns
+from hicachectl.backends.capabilities import (
+    ClearRemovesAll,
+    SideFiles,
+    Trailed,
+    jobs_of,
+    present_ns,
+)
 from hicachectl.backends.concurrency import Concurrency
 from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.disk.io import OPEN_DIRECTORY, file_system_ns, write_bytes
@@ -79,7 +85,7 @@ class Quarantine:
         side = None if self._beside is None else self._beside.side_directory()
         if path is None and side is None:
             assert store is not None
-            raise UsageError(no_quarantine(store.url, nameable=isinstance(store, Emptied)))
+            raise UsageError(no_quarantine(store.url, nameable=isinstance(store, ClearRemovesAll)))
         self.path: Path = path or side / "quarantine"  # type: ignore[operator]
         self.only = ""
         if names_run(self.path):
@@ -87,7 +93,7 @@ class Quarantine:
         self._below = None if side is None else _parts_below(self.path, side.parent)
         self.own = (
             side is not None
-            and not isinstance(store, Emptied)
+            and not isinstance(store, ClearRemovesAll)
             and self._below == (side.name, "quarantine")
         )
 
@@ -105,7 +111,7 @@ class Quarantine:
         path = Path(url.path)
         if not url.kind.directory or (path.exists() and not path.is_dir()):
             raise UsageError(f"--quarantine {quarantine}: not a local directory; give another path")
-        if isinstance(store, Emptied):
+        if isinstance(store, ClearRemovesAll):
             store.refuse_inside(path, f"--quarantine {quarantine}")
         elif isinstance(store, SideFiles) and os.path.realpath(path) == os.path.realpath(
             store.side_directory().parent

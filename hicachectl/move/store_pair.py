@@ -12,9 +12,9 @@ import pyarrow.compute as pc
 
 from hicachectl.backends.capabilities import (
     Archive,
-    Losing,
     Mounted,
     Profiled,
+    ReportsLosses,
     Spreads,
     Trailed,
     copier_of,
@@ -141,7 +141,7 @@ class StorePair:
         self.jobs = options.job_count
         if isinstance(source, Spreads) and isinstance(destination, Spreads):
             self.jobs = min(self.jobs, _JOBS)  # more batches at once would only be smaller
-        losses = destination.losses if isinstance(destination, Losing) else ()
+        losses = destination.losses if isinstance(destination, ReportsLosses) else ()
         self.remarks = [*map(str, losses), *filter(None, [self.trailers.remark])]
 
     def refuse_removals(self, option: str) -> None:

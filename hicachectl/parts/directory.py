@@ -73,7 +73,7 @@ class RunDirectory(Closing):
                     mode &= permissions.for_group(facts.st_gid)
                     os.fchmod(directory.descriptor, mode | 0o700)
                 within = Permissions.within(os.fstat(directory.descriptor))
-                trust.permissions = within.both(permissions)
+                trust.permissions = within.intersection(permissions)
                 run._refuse_other_files()
             except BaseException:
                 run.close()

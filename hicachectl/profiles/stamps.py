@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, to_builtins
 
-from hicachectl.backends.capabilities import Emptied, SideFiles
+from hicachectl.backends.capabilities import ClearRemovesAll, SideFiles
 from hicachectl.formats.documents import parse_json
 from hicachectl.formats.errors import (
     FormatError,
@@ -75,7 +75,7 @@ def read_stamp(store: Store, key_model: str) -> Stamp | None:
 def require_stamp_place(store: Store) -> SideFiles:
     """Return the store if it has a place for a stamp. Raises UnsupportedByBackend."""
     if not isinstance(store, SideFiles):
-        nameable = isinstance(store, Emptied)
+        nameable = isinstance(store, ClearRemovesAll)
         raise UnsupportedByBackend(no_stamp_place(store.url, nameable=nameable))
     return store
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.backends.capabilities import Losing
+from hicachectl.backends.capabilities import ReportsLosses
 from hicachectl.checks.catalogs import carry_forward
 from hicachectl.checks.evidence import EVIDENCE_SCHEMA
 from hicachectl.checks.findings import (
@@ -148,7 +148,7 @@ def lister_findings(store: Store, request: VerifyRequest, now_ns: int) -> pa.Tab
 
 def lister_remarks(store: Store, request: VerifyRequest, now_ns: int) -> tuple[str, ...]:
     """Return the remarks about a listing, except remarks that `lister_findings` repeats."""
-    losses = store.losses if isinstance(store, Losing) else ()
+    losses = store.losses if isinstance(store, ReportsLosses) else ()
     grace_start_ns = now_ns - request.grace_ns
     said = {str(loss) for loss in losses if loss.changed_ns <= grace_start_ns}
     return tuple(text for text in store.remarks if text not in said)

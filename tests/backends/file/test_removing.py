@@ -27,9 +27,9 @@ def directory(tmp_path: Path) -> Iterator[ObjectDirectory]:
         yield opened
 
 
-def removed(directory: ObjectDirectory, seen: os.stat_result, *, used_since: bool = True) -> bool:
+def removed(directory: ObjectDirectory, seen: os.stat_result, *, even_if_read: bool = True) -> bool:
     temporaries = Temporaries(directory, b"0" * 16)
-    return temporaries.remove_seen(NAME.encode(), seen, used_since=used_since)
+    return temporaries.remove_unchanged(NAME.encode(), seen, even_if_read=even_if_read)
 
 
 def replace(path: Path) -> None:
@@ -67,21 +67,21 @@ def test_what_changed_since_stays(
     assert not list(tmp_path.glob(".hicachectl-*"))
 
 
-@pytest.mark.parametrize("used_since", [True, False])
+@pytest.mark.parametrize("even_if_read", [True, False])
 def test_a_file_that_was_read_since_stays_unless_it_is_stale(
-    directory: ObjectDirectory, tmp_path: Path, used_since: bool
+    directory: ObjectDirectory, tmp_path: Path, even_if_read: bool
 ) -> None:
     path = put(tmp_path, NAME)
     seen = path.stat()
     os.utime(path, (OLD + 1, OLD))
-    assert removed(directory, seen, used_since=used_since) == used_since
-    assert path.exists() != used_since
+    assert removed(directory, seen, even_if_read=even_if_read) == even_if_read
+    assert path.exists() != even_if_read
 
 
 def test_an_unchanged_file_goes_once(directory: ObjectDirectory, tmp_path: Path) -> None:
     seen = put(tmp_path, NAME).stat()
-    assert removed(directory, seen, used_since=False)
-    assert not removed(directory, seen, used_since=False)
+    assert removed(directory, seen, even_if_read=False)
+    assert not removed(directory, seen, even_if_read=False)
     assert list(tmp_path.iterdir()) == []
 
 
