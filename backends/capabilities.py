@@ -301,7 +301,7 @@ class Trailed(Store):
 
         digest: one of `trailer.DIGEST_KINDS`.
         `write_from` digests the arena's bytes, and writes the markers before the objects.
-        `copy_from` keeps a trailer with the right page, pool, identity and rank, replaces others,
+        `copy_from` keeps a trailer with the right page, pool, identity and rank, drops others,
         and adds missing ones; with `preserve`, it keeps every trailer.
         Without this call, `write_from` writes no trailers, and `copy_from` keeps the trailers of
         objects that keep their key.

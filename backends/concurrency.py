@@ -49,7 +49,7 @@ _WAIT_SECONDS = 0.0001
 # Most judgements without a trial after failed trials. Each failed trial doubles their number. The
 # first trials are repeated soon, because something else may have disturbed them.
 _MOST_REST = 32
-# Slices of a stream that threads work ahead of the reader, for each call at once.
+# Most pending slices of a stream, for each call at once: threads work so far ahead of the reader.
 _AHEAD = 4
 
 

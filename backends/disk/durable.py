@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 STDOUT = Path("/dev/stdout")
-# NFS locks only files that are open for writing (EBADF), and a directory cannot be opened so.
+# NFS locks only files that are open for writing. No directory can be: flock fails with EBADF.
 _NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF, errno.EISDIR}
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2

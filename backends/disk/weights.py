@@ -39,7 +39,7 @@ _SUFFIX = ".safetensors"
 _COMMIT = re.compile("[0-9a-f]{40}")
 _THREADS = 32  # a read over a network waits some milliseconds
 _MAX_CONFIG_BYTES = 32 << 20
-_NAME_THEM = "give a text that names them, by --weights or the plug-in's identity"
+_NAME_WEIGHTS = "give the weights a name: --weights TEXT, or identity of the plug-in"
 _REFUSED = {
     ".gguf": "GGUF files",
     ".bin": "pickles (.bin)",
@@ -110,7 +110,7 @@ def _directory(path: Path) -> Path:
         return path.parent
     kind = _REFUSED.get(path.suffix)
     raise FormatError(
-        f"{path}: weights are read from safetensors files, not {kind}; {_NAME_THEM}"
+        f"{path}: weights are read from safetensors files, not {kind}; {_NAME_WEIGHTS}"
         if kind
         else f"{path}: not a model directory; give the directory of config.json"
     )
@@ -122,7 +122,7 @@ def _no_shards(directory: Path, names: list[str]) -> str:
         return f"{directory}: no safetensors files; give the directory of a model"
     return (
         f"{directory}: weights are read from safetensors files, but it has only "
-        f"{' and '.join(kinds)}; {_NAME_THEM}"
+        f"{' and '.join(kinds)}; {_NAME_WEIGHTS}"
     )
 
 

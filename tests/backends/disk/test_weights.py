@@ -197,7 +197,7 @@ def _text(name: str, text: str) -> Callable[[Path], object]:
         (
             lambda d: _without_shards(d, "a.bin", "b.pt"),
             FormatError,
-            "only pickles (.bin) and pickles (.pt); give a text that names them, by --weights or",
+            "only pickles (.bin) and pickles (.pt); give the weights a name: --weights TEXT, or",
         ),
         (lambda d: (d / FIRST).unlink(), FormatError, "names shards that are not in the directory"),
         (
@@ -227,7 +227,7 @@ def test_what_is_no_whole_checkpoint_is_refused_by_name(
 
 def test_other_files_and_missing_directories_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").touch()
-    with pytest.raises(FormatError, match=r"a\.gguf: .* not GGUF files; give a text that names "):
+    with pytest.raises(FormatError, match=r"a\.gguf: .* not GGUF files; give the weights a"):
         read_checkpoint(tmp_path / "a.gguf")
     with pytest.raises(FormatError, match="nowhere: not a model directory"):
         read_checkpoint(tmp_path / "nowhere")
