@@ -377,7 +377,7 @@ class Directory(Closing):
         try:
             os.link(temporary, name, src_dir_fd=here, dst_dir_fd=here, follow_symlinks=False)
         except FileExistsError:
-            # An NFS client repeats a call whose answer was lost: the name may be our own file.
+            # An NFS client may repeat a call whose answer was lost: then the name is our own file.
             return is_named(descriptor, name, here)
         except OSError as error:
             if error.errno in _NO_LINKS:
