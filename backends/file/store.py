@@ -24,8 +24,8 @@ from hicachectl.backends.disk.io import CHECK_MOUNT, OPEN_DIRECTORY, closing_des
 from hicachectl.backends.disk.names import OWN_PREFIX, check_key
 from hicachectl.backends.file.folders import ObjectDirectory, folder_of
 from hicachectl.backends.object_files.epochs import Epochs
-from hicachectl.backends.object_files.faults import usable
 from hicachectl.backends.object_files.store import ObjectFiles
+from hicachectl.backends.object_files.store_files import usable
 from hicachectl.backends.object_files.trailers import NewTrailers
 from hicachectl.backends.object_files.tree import SIDE_DIRECTORY
 from hicachectl.backends.urls import FileParams, StoreUrl, params_of

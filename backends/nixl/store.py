@@ -24,13 +24,13 @@ from hicachectl.backends.disk.directory import Directory, Trust, existing_part
 from hicachectl.backends.disk.durable import make_directories
 from hicachectl.backends.disk.io import OPEN_DIRECTORY, allow_descriptors, undo_on_error
 from hicachectl.backends.disk.names import OWN_PREFIX
-from hicachectl.backends.object_files.faults import unavailable
 from hicachectl.backends.object_files.listing import (
     LeftOut,
     files_in,
     held_names,
 )
 from hicachectl.backends.object_files.store import ObjectFiles
+from hicachectl.backends.object_files.store_files import unavailable
 from hicachectl.backends.object_files.tree import FOLDER_NAMES, FolderedDirectory, ObjectTree, Place
 from hicachectl.backends.urls import SIDE_PARAMETER, NixlParams, params_of
 from hicachectl.formats.errors import StoreUnavailable, UsageError

@@ -59,7 +59,7 @@ from hicachectl.backends.object_files.trailers import Verdict, split_key
 from hicachectl.backends.object_files.writing import Ownership
 
 if TYPE_CHECKING:
-    from hicachectl.backends.object_files.faults import StoreFiles
+    from hicachectl.backends.object_files.store_files import StoreFiles
     from hicachectl.backends.object_files.trailers import NewTrailers
     from hicachectl.backends.object_files.writing import FileWriter, Temporary
     from hicachectl.formats.arrays import IntArray

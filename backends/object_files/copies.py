@@ -20,8 +20,8 @@ from hicachectl.formats.trailer import TRAILER_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from hicachectl.backends.object_files.faults import StoreFiles
     from hicachectl.backends.object_files.markers import Marker
+    from hicachectl.backends.object_files.store_files import StoreFiles
     from hicachectl.backends.object_files.writing import FileWriter, Temporary
     from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.trailer import Trailer

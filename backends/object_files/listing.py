@@ -27,7 +27,7 @@ from hicachectl.backends.disk.entries import DIRECTORY, REGULAR, UNKNOWN, entrie
 from hicachectl.backends.disk.io import LOST, raise_lost
 from hicachectl.backends.disk.names import check_key, is_file_name, storable_ns, version_of
 from hicachectl.backends.object_files.epochs import Epochs
-from hicachectl.backends.object_files.faults import usable
+from hicachectl.backends.object_files.store_files import usable
 from hicachectl.formats.errors import UntrustedError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Rows
     from hicachectl.backends.concurrency import Concurrency
-    from hicachectl.backends.object_files.faults import StoreFiles
+    from hicachectl.backends.object_files.store_files import StoreFiles
     from hicachectl.backends.object_files.tree import Place
     from hicachectl.formats.arrays import BoolArray
 

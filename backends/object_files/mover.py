@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hicachectl.backends.base import StatusArray
-    from hicachectl.backends.object_files.faults import StoreFiles
+    from hicachectl.backends.object_files.store_files import StoreFiles
     from hicachectl.backends.object_files.tree import ObjectTree
 
 

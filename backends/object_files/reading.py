@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from hicachectl.backends.object_files.faults import StoreFiles
+    from hicachectl.backends.object_files.store_files import StoreFiles
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.trailer import Trailer
 

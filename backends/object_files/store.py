@@ -49,10 +49,15 @@ from hicachectl.backends.disk.io import (
 from hicachectl.backends.disk.names import check_key
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.object_files.copies import FileCopier
-from hicachectl.backends.object_files.faults import StoreFiles, not_writable, unavailable, usable
 from hicachectl.backends.object_files.listing import FileListings, LeftOut
 from hicachectl.backends.object_files.mover import FileMover
 from hicachectl.backends.object_files.reading import FileReader
+from hicachectl.backends.object_files.store_files import (
+    StoreFiles,
+    not_writable,
+    unavailable,
+    usable,
+)
 from hicachectl.backends.object_files.writing import FileWriter
 from hicachectl.formats.errors import UnsupportedByBackend
 

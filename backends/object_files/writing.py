@@ -25,16 +25,16 @@ from hicachectl.backends.disk.io import (
 from hicachectl.backends.disk.names import check_key, check_new_key, version_of
 from hicachectl.backends.disk.permissions import Permissions, give_file
 from hicachectl.backends.object_files.epochs import Epochs
-from hicachectl.backends.object_files.faults import not_writable
 from hicachectl.backends.object_files.listing import files_in
+from hicachectl.backends.object_files.store_files import not_writable
 from hicachectl.backends.object_files.tree import Temporaries, owner_in
 from hicachectl.formats.errors import UntrustedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hicachectl.backends.object_files.faults import StoreFiles
     from hicachectl.backends.object_files.markers import Marker
+    from hicachectl.backends.object_files.store_files import StoreFiles
     from hicachectl.backends.object_files.trailers import NewTrailers
     from hicachectl.formats.arrays import BoolArray, IntArray
 

@@ -17,7 +17,7 @@ from hicachectl.backends.base import Status, attached
 from hicachectl.backends.concurrency import MOST_CALLS, Concurrency
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.file.store import FileStore
-from hicachectl.backends.object_files.faults import StoreFiles
+from hicachectl.backends.object_files.store_files import StoreFiles
 from hicachectl.formats.errors import StoreUnavailable
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from hicachectl.backends.base import Status
 from hicachectl.backends.capabilities import keeps_digests
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.file.store import FileStore
-from hicachectl.backends.object_files.faults import StoreFiles
 from hicachectl.backends.object_files.markers import Marker
+from hicachectl.backends.object_files.store_files import StoreFiles
 from hicachectl.backends.testing import ARENA_BYTES, listing, rows_of, write
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.identity import Identity
