@@ -113,7 +113,7 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
             return here.directory(SIDE_DIRECTORY) if here.has(SIDE_DIRECTORY) else None
 
     def other_files(self, objects: Any) -> tuple[list[str], list[str]]:
-        """See `OtherFiles`. The folders of a directory with folders are left out."""
+        """See `OtherFiles`. The folders with objects are left out."""
         directories: list[str] = []
         others: list[str] = []
         with (

@@ -183,6 +183,7 @@ class NixlDisks(ObjectTree):
         keys = [os.fsencode(name) for name in names]
         disks, folders = routes(hashes_of(keys), len(self._disks))
         held = (disks == number) & (folders == int(folder, 16))
+        # The name of a temporary file states its directory and folder.
         for at in np.flatnonzero([key.startswith(OWN_PREFIX) for key in keys]):
             held[at] = self._route(keys[at]) == (number, folder)
         found: list[bool] = held.tolist()
@@ -200,6 +201,8 @@ class NixlDisks(ObjectTree):
         left_out, given = LeftOut(), len(self._disks)
         for number, disk in enumerate(self._disks):
             before = left_out.misplaced.count
+            # Servers choose the directory by (hash >> 16) modulo the number of directories. If they
+            # have `times` as many, the objects of one directory have equal turns modulo `times`.
             turns = [(found >> 16) // given for found in self._some_objects(number, left_out)]
             misplaced = left_out.misplaced.count - before
             if complete or max(len(turns), misplaced) < _SAMPLE:

@@ -160,6 +160,7 @@ class StoreFiles:
         return unavailable(self.objects.path, error)
 
     def _removed(self, error: OSError) -> bool:
+        """Return whether a file is missing because a directory of the store was removed."""
         self._refuse_closed(error)
         if error.errno != errno.ENOENT:
             return False

@@ -77,6 +77,7 @@ class FileWriter:
         st = os.fstat(files.objects.descriptor)
         # As root, new files get the directory's owner and group.
         self._owner = None if os.geteuid() or not st.st_uid else (st.st_uid, st.st_gid)
+        # In a set-group-ID directory, new files get the directory's group.
         self._own_group = st.st_gid if st.st_mode & stat.S_ISGID else os.getegid()
         self._new = Ownership(0o666, self._owner)
 
