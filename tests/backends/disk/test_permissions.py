@@ -36,7 +36,7 @@ def test_what_is_made_is_read_by_nobody_who_could_not_read_all_sources(
         # Leave out files that give everyone more rights than the group: USERS has no such users.
         if source.bits >> 3 & 0o7 | source.bits & 0o7 == source.bits >> 3 & 0o7
     ]
-    made = reduce(Permissions.both, sources, Permissions()).for_group(group)
+    made = reduce(Permissions.intersection, sources, Permissions()).for_group(group)
     for user in USERS:
         if reads(user, made, group):
             assert all(reads(user, source.bits, source.group) for source in sources)
@@ -44,7 +44,7 @@ def test_what_is_made_is_read_by_nobody_who_could_not_read_all_sources(
 
 @given(st.lists(PERMISSIONS, min_size=1, max_size=4))
 def test_the_order_of_sources_does_not_widen(sources: list[Permissions]) -> None:
-    made = reduce(Permissions.both, sources, Permissions())
+    made = reduce(Permissions.intersection, sources, Permissions())
     everyone = reduce(int.__and__, (source.bits for source in sources), 0o777)
     assert made.bits & 0o007 == everyone & 0o007
     assert made.bits & ~reduce(int.__or__, (source.bits for source in sources)) == 0
