@@ -153,7 +153,9 @@ class Hf3fsStore(
         """Return which users may read all data files that were read so far."""
         directory = Permissions.within(Path(self.settings.prefix).parent.stat())
         return (
-            directory if listing else reduce(Permissions.both, self._readable.values(), directory)
+            directory
+            if listing
+            else reduce(Permissions.intersection, self._readable.values(), directory)
         )
 
     def keep_private(self, permissions: Permissions, *, listing: bool = False) -> None:
