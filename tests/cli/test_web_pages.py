@@ -33,13 +33,14 @@ def test_the_links_of_the_pages_lead_to_pages() -> None:
         assert set(links) <= pages, page
 
 
-def test_a_table_is_a_block_of_its_own_and_examples_have_no_links(tmp_path: Path) -> None:
+def test_tables_are_blocks_lists_stay_together_and_examples_have_no_links(tmp_path: Path) -> None:
     need_tool("mandoc")
     page = tmp_path / "hicachectl-x.1"
     page.write_text(
         ".Dd May 1, 2026\n.Dt X 1\n.Os\n.Sh NAME\nSee hicachectl-ls(1) and hicachectl-no(1).\n"
-        ".Bd -literal\nhicachectl-ls(1)\n.Ed\n"
+        ".Bd -literal\nhicachectl-ls(1)\n.Ed\n.Bl -enum\n.It\nFirst.\nThen hicachectl-ls(1).\n.El\n"
     )
     text = web_page(page, {"hicachectl-ls.1"})
     assert "See [hicachectl-ls(1)](hicachectl-ls.1.md) and hicachectl-no(1).\n\n\thi" in text
-    assert text.endswith("\thicachectl-ls(1)\n")
+    assert "\n\n\thicachectl-ls(1)\n" in text
+    assert text.endswith("1.\tFirst.\n\tThen [hicachectl-ls(1)](hicachectl-ls.1.md).\n")

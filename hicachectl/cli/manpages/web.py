@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 PAGES = ("hicachectl.1", "*.5", "*.7")
 FOLDER = "web"
 _NAMED = re.compile(r"\b((?:hicachectl|hcpack)(?:(?:-|&#45;)[a-z]+)*)\(([157])\)")
+_ITEM = re.compile(r"(?:\d+\.|[*+-])\t")  # the beginning of a list item
 
 
 def write_web_pages(man: Path) -> None:
@@ -46,11 +47,18 @@ def web_page(path: Path, names: set[str]) -> str:
     made = subprocess.run(
         ["mandoc", "-T", "markdown", path], stdout=subprocess.PIPE, text=True, check=True
     ).stdout
-    text = made.rstrip("\n").rpartition("\n")[0].rstrip("\n")  # without the system and the date
-    # A table begins without an empty line, and would continue the paragraph before it.
-    text = re.sub(r"^([^\t\n].*\n)(?=\t)", r"\1\n", text, flags=re.MULTILINE)
-    lines = [line if line.startswith("\t") else _linked(line, names) for line in text.split("\n")]
-    return "\n".join(lines) + "\n"
+    lines: list[str] = []
+    in_list = False
+    for line in made.rstrip("\n").split("\n")[:-1]:  # the last line has the system and the date
+        if _ITEM.match(line):
+            in_list = True
+        elif line and not line.startswith("\t"):
+            in_list = False
+        literal = line.startswith("\t\t" if in_list else "\t")
+        if literal and not in_list and lines and lines[-1] and not lines[-1].startswith("\t"):
+            lines.append("")  # a table would continue the paragraph before it
+        lines.append(line if literal else _linked(line, names))
+    return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def _linked(line: str, names: set[str]) -> str:
