@@ -362,7 +362,7 @@ class Capacity:
         return max(0, self._min_free + margin - self._free_bytes())
 
     def _evict(self, nbytes: int) -> None:
-        """Evict the least recently used pages until so many bytes are freed."""
+        """Evict the least recently used pages until `nbytes` bytes are free."""
         listing, until = self._listing, time.monotonic() + _LONGEST_TURN_S
         freed, before = 0, self._sweeper.evicted
         while listing is not None and freed < nbytes:

@@ -116,7 +116,7 @@ class PageStore(ABC):
     """
 
     def __init__(self, counters: Counters, threads: int) -> None:
-        """Prepare the threads: `threads` each for `exists`, `read` and `write`."""
+        """Prepare `threads` threads each for `exists`, `read` and `write`."""
         self.counters = counters
         self._threads = threads
         self._askers = Workers(threads, "hicachectl-exists")
