@@ -28,6 +28,7 @@ from hicachectl.formats.weights import (
     samples_digest,
     shard_digest,
 )
+from hicachectl.formats.wording import NAME_WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -39,7 +40,6 @@ _SUFFIX = ".safetensors"
 _COMMIT = re.compile("[0-9a-f]{40}")
 _THREADS = 32  # a read over a network waits some milliseconds
 _MAX_CONFIG_BYTES = 32 << 20
-_NAME_WEIGHTS = "give the weights a name: --weights TEXT, or identity of the plug-in"
 _REFUSED = {
     ".gguf": "GGUF files",
     ".bin": "pickles (.bin)",
@@ -110,7 +110,7 @@ def _directory(path: Path) -> Path:
         return path.parent
     kind = _REFUSED.get(path.suffix)
     raise FormatError(
-        f"{path}: weights are read from safetensors files, not {kind}; {_NAME_WEIGHTS}"
+        f"{path}: weights are read from safetensors files, not {kind}; {NAME_WEIGHTS}"
         if kind
         else f"{path}: not a model directory; give the directory of config.json"
     )
@@ -122,7 +122,7 @@ def _no_shards(directory: Path, names: list[str]) -> str:
         return f"{directory}: no safetensors files; give the directory of a model"
     return (
         f"{directory}: weights are read from safetensors files, but it has only "
-        f"{' and '.join(kinds)}; {_NAME_WEIGHTS}"
+        f"{' and '.join(kinds)}; {NAME_WEIGHTS}"
     )
 
 
