@@ -6,6 +6,8 @@ A message names the object or option first, then says what happened, then gives 
 
 from __future__ import annotations
 
+import sys
+from shlex import quote
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -99,6 +101,15 @@ def over_buffer(nbytes: int, buffer_bytes: int) -> str:
         f"needs {nbytes} bytes of memory, but --buffer-bytes is {buffer_bytes}; give a larger "
         "--buffer-bytes"
     )
+
+
+def install_step(*packages: str) -> str:
+    """Return the next step that installs packages for the Python that runs this program.
+
+    packages: their names on the Python package index. An extra cannot be named in place of them:
+    the index does not have hicachectl.
+    """
+    return f"run {quote(sys.executable)} -m pip install {' '.join(packages)}"
 
 
 def no_quarantine(url: str, *, nameable: bool) -> str:

@@ -23,6 +23,7 @@ from hicachectl.backends.disk.io import errors_as, undo_on_error
 from hicachectl.backends.mooncake.ports import close_ports, names_of_sockets
 from hicachectl.backends.mooncake.settings import split_address
 from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend, UsageError
+from hicachectl.formats.wording import install_step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
@@ -96,8 +97,8 @@ _CALLS = ("batch_get_into", "batch_put_from", "batch_remove", "register_buffer")
 _OLDEST = "0.3.13"
 
 _INSTALL = (
-    "run pip install 'hicachectl[mooncake]', "
-    "or install mooncake-transfer-engine-non-cuda on a host without CUDA"
+    f"{install_step('mooncake-transfer-engine')}, or on a host without CUDA "
+    "mooncake-transfer-engine-non-cuda"
 )
 
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import DeviceError, UsageError
-from hicachectl.formats.wording import reason_of
+from hicachectl.formats.wording import install_step, reason_of
 from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def cuda_devices(names: tuple[str, ...]) -> list[torch.device]:
         import triton
     except ImportError as error:
         raise UsageError(
-            f"CUDA: no usable device: {error}; run pip install 'hicachectl[gpu]'"
+            f"CUDA: no usable device: {error}; {install_step('torch', 'triton')}"
         ) from error
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < _OLDEST_TRITON:
         raise UsageError(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hicachectl import __version__
 from hicachectl.backends.disk.io import Closing
 from hicachectl.formats.errors import DeviceError, HicacheError, StoreUnavailable, UsageError
+from hicachectl.formats.wording import install_step
 from hicachectl.io.forking import unpacked_error
 from hicachectl.parts.child import (
     ANSWERS,
@@ -40,7 +41,6 @@ _CONNECT_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
 _CANCEL_SECONDS = STOP_SECONDS + 15
 _ADDRESS = re.compile(r"auto|local|[^\s:/]+:[0-9]{1,5}|\[[0-9A-Fa-f:.]+\]:[0-9]{1,5}")
-_INSTALL = "pip install 'hicachectl[ray]'"
 # RFC 9113, sections 3.4 and 6.5: both sides first send SETTINGS, here without any.
 # The head of a frame; its fourth byte is the type.
 _HTTP2_HEAD_BYTES = 9
@@ -100,7 +100,7 @@ class Cluster(Closing):
         try:
             import ray
         except ImportError as error:
-            raise UsageError(f"--ray {address}: needs Ray; run {_INSTALL}") from error
+            raise UsageError(f"--ray {address}: needs Ray; {install_step('ray')}") from error
         self._ray: Any = ray
         try:
             self._stack.enter_context(_stdout_discarded())

@@ -26,7 +26,7 @@ from hicachectl.formats.models.launch import (
     parse_arguments,
 )
 from hicachectl.formats.models.recorded import recorded
-from hicachectl.formats.wording import failed
+from hicachectl.formats.wording import failed, install_step
 from hicachectl.profiles.server import ServerProfile, is_file, local_models, read_models
 from hicachectl.profiles.shell_words import SEVERAL_WORDS, Command, ScriptReader
 
@@ -483,8 +483,8 @@ def _parse_yaml(text: str) -> list[Any]:
         import yaml
     except ImportError:
         raise UsageError(
-            "YAML needs the package pyyaml; run pip install 'hicachectl[yaml]', or give the flags "
-            "in the command"
+            f"YAML needs the package pyyaml; {install_step('pyyaml')}, or give the flags in the "
+            "command"
         ) from None
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # some builds lack the fast one
     try:

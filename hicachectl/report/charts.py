@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.wording import install_step
 from hicachectl.text.terminal import escape_controls, shortened
 from hicachectl.text.units import human_size, unit_of
 
@@ -60,7 +61,7 @@ def refuse_missing() -> None:
     """Raise UsageError if a package of the extra `report` is not installed."""
     lacking = [name for module, name in _MODULES.items() if find_spec(module) is None]
     if lacking:
-        raise UsageError(f"report needs {', '.join(lacking)}; run pip install 'hicachectl[report]'")
+        raise UsageError(f"report needs {' and '.join(lacking)}; {install_step(*lacking)}")
 
 
 def _drawn(name: str, label: str, values: Values) -> str:

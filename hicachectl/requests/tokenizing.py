@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hicachectl.backends.disk.bounded import read_bounded
 from hicachectl.formats.documents import parse_json, parse_json_object
 from hicachectl.formats.errors import FormatError, UsageError
-from hicachectl.formats.wording import failed, reason_of
+from hicachectl.formats.wording import failed, install_step, reason_of
 from hicachectl.requests.forms import Chat
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _TOKENIZER_FILE = "tokenizer.json"
 _MAX_TOKENIZER_BYTES = 256 << 20  # far above the largest known file, about 40 MB
 _MAX_CONFIG_BYTES = 64 << 20
-_INSTALL = "pip install 'hicachectl[tokenizers]'"
+_INSTALL = install_step("tokenizers", "transformers")
 _OTHER_SOURCE = "give --token-ids"
 # Classes in which add_bos_token (default true) overrides the post-processor of tokenizer.json.
 # In fast classes, add_eos_token does not (_fix_v5_add_bos_eos_token).
@@ -84,7 +84,7 @@ class DirectoryTokenizer:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise UsageError(f"The tokenizers package is missing; run {_INSTALL}") from error
+            raise UsageError(f"The tokenizers package is missing; {_INSTALL}") from error
         data = read_bounded(file, _MAX_TOKENIZER_BYTES, what="a tokenizer", regular=True)
         try:
             self._fast: Any = Tokenizer.from_buffer(data)
@@ -160,7 +160,7 @@ class DirectoryTokenizer:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise UsageError(f"The transformers package is missing; run {_INSTALL}") from error
+            raise UsageError(f"The transformers package is missing; {_INSTALL}") from error
         architectures = _read_json(self._directory / "config.json").get("architectures") or [""]
         if str(architectures[0]).startswith(_OWN_RENDERERS):
             raise UsageError(

@@ -733,11 +733,12 @@ def test_a_driver_s_complaint_is_the_reason_that_there_is_no_device(
 
 
 @pytest.mark.parametrize("package", ["torch", "triton"])
-def test_a_missing_package_is_named_with_its_extra(
+def test_a_missing_package_is_named_with_what_installs_it(
     monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    said = rf"^CUDA: no usable device: .*{package}.*; run pip install 'hicachectl\[gpu\]'$"
+    step = f"run {sys.executable} -m pip install torch triton"
+    said = f"^CUDA: no usable device: .*{package}.*; {step}$"
     with pytest.raises(UsageError, match=said):
         devices.cuda_devices(("cuda",))
 

@@ -355,13 +355,13 @@ def ray_options(tmp_path: Path) -> list[object]:
     return ["verify", tmp_path / "store", "--ray"]
 
 
-def test_without_ray_one_line_names_the_extra(
+def test_without_ray_one_line_says_how_to_install_it(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch, ray_options: list[object]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     refused = invoke(*ray_options, "local", exit_code=2)
     assert refused.stderr == (
-        "hicachectl: --ray local: needs Ray; run pip install 'hicachectl[ray]'\n"
+        f"hicachectl: --ray local: needs Ray; run {sys.executable} -m pip install ray\n"
     )
 
 

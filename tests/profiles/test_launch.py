@@ -745,8 +745,8 @@ def test_yaml_needs_its_package(
     file.touch()
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert refused(invoke, file) == (
-        "hicachectl: YAML needs the package pyyaml; run pip install 'hicachectl[yaml]', or give "
-        "the flags in the command\n"
+        f"hicachectl: YAML needs the package pyyaml; run {sys.executable} -m pip install pyyaml, "
+        "or give the flags in the command\n"
     )
 
 

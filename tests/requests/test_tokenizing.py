@@ -145,12 +145,12 @@ def test_a_tokenizer_without_a_template_takes_texts_only(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("missing", ["tokenizers", "transformers"])
-def test_a_missing_package_is_named_with_its_extra(
+def test_a_missing_package_is_named_with_what_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     made = make_tokenizer(tmp_path, "qwen")
     monkeypatch.setitem(sys.modules, missing, None)
-    step = r"run pip install 'hicachectl\[tokenizers\]'"
+    step = f"run {sys.executable} -m pip install tokenizers transformers"
     with pytest.raises(UsageError, match=f"The {missing} package is missing; {step}"):
         DirectoryTokenizer(made).encode([Chat([USER], {})])
 

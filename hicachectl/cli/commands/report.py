@@ -14,11 +14,11 @@ from hicachectl.cli.asked import (
     asked_checks,
     asked_hits,
     mending_of,
-    of_profile,
-    of_requests,
     refuse_choice,
     refuse_other_sources,
+    request_flags,
     selection_of,
+    without_request_flags,
 )
 from hicachectl.cli.command import Command
 from hicachectl.cli.exit_codes import FINDINGS
@@ -47,7 +47,7 @@ _REQUESTS = ("prompts", "token_ids", "pages", "trace")
 
 
 def _mark(text: str) -> tuple[float, str]:
-    """Return Unix seconds to mark, and the text, of TIME or TEXT=TIME."""
+    """Return the Unix seconds and the label of TIME or TEXT=TIME."""
     label, equals, time = text.rpartition("=")
     if equals and not label.strip():
         raise ValueError(f"{text!r} has no text before =; write TIME or TEXT=TIME")
@@ -110,11 +110,11 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
     """Show a store in pictures, in one HTML file.
 
     The file needs no network and runs no script: send it or print it. It shows the findings with
-    what mends them, bytes by deployment, pool and object size, writes over time, growth and days
-    until the store is full, the last use of pages, the completeness of pools and ranks, and one
-    page in full. With requests (--prompts, --token-ids, --pages, --trace) it shows how much of them
-    STORE can serve, which objects stop them, what a smaller or larger store would serve, and the
-    bytes that each salt and adapter reaches, by name.
+    the commands that mend them, bytes by deployment, pool and object size, writes over time, growth
+    and days until the store is full, the last use of pages, the completeness of pools and ranks,
+    and one page in full. With requests (--prompts, --token-ids, --pages, --trace), it also shows
+    how much of them STORE can serve, which objects stop them, what a smaller or larger store would
+    serve, and the bytes that each salt and each adapter reaches.
 
     report reads the listing of STORE and one page, and changes nothing. Only the checks names,
     groups and sizes run, unless --checks says otherwise; the file names the checks that did not
@@ -125,7 +125,7 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
     The exit status is 4 if there are findings at --fail-on or above, in the store or in the page
     shown in full; the file is written first.
 
-    report needs the extra: pip install 'hicachectl[report]'.
+    report needs the Python packages Jinja2 and vl-convert-python.
 
     Examples:
       hicachectl report prod: --title Week-48 -o store.html
@@ -156,7 +156,7 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
             )
         readable_by = permissions_of(source, listing=True)
         mending = mending_of(
-            ctx, store, source, profile=request.verify.real_profile, without=of_requests(options)
+            ctx, store, source, profile=request.verify.real_profile, without=request_flags(options)
         )
     marks: list[Mark] = [Mark(at, text) for at, text in options["marks"]]
     page = html_of(picture, mending, marks)
@@ -173,7 +173,7 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
 
 
 def _refuse_place(ctx: click.Context, store: str, output: Path) -> None:
-    """Refuse to write among the objects of the store, or over a file that is no page."""
+    """Raise UsageError for an output file in the store, or an existing file that is not HTML."""
     from hicachectl.backends.disk.durable import STDOUT
     from hicachectl.backends.urls import parse_url
 
@@ -194,7 +194,7 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Pictu
     measures = any(options[name] for name in _REQUESTS)
     if measures:
         refuse_choice(selection, options)
-    stated = of_profile(options) if measures else options
+    stated = without_request_flags(options) if measures else options
     profile = profile_to_look(stated, store, warn=partial(remark, ctx))
     verify = asked_checks(ctx, store, options, profile, selection=selection)
     hits = None

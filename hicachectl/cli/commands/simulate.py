@@ -1,4 +1,4 @@
-"""`hicachectl simulate`: which share of the prompt tokens caches of each capacity serve."""
+"""`hicachectl simulate`: what share of the prompt tokens a cache of each capacity serves."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from hicachectl.cli.options import (
 )
 from hicachectl.cli.parameters import MEMORY, START, CommaList, argument, own_option
 from hicachectl.cli.session import opened, progress, remark
-from hicachectl.cli.values import FILE, POSITIVE_SIZE, SHARE, NameList
+from hicachectl.cli.values import FILE, POSITIVE_SIZE, SHARE, Count, NameList
 from hicachectl.formats.eviction import Policy
 from hicachectl.formats.sizes import parse_size
+from hicachectl.formats.wording import install_step
 from hicachectl.results import Result, Shown
 from hicachectl.text.vocabulary import GROUPINGS, WRITE_POLICIES
 
@@ -59,7 +60,8 @@ def _capacities(text: str) -> tuple[int, ...]:
 @own_option(
     "--policy",
     type=NameList(tuple(Policy)),
-    help="Policies by which the caches evict.  [default: that of STORE, else lru; and optimal]",
+    help="Policies by which the caches evict.  [default: the policy of STORE, else lru; and "
+    "optimal]",
 )
 @own_option(
     "--eviction-ratio",
@@ -67,12 +69,12 @@ def _capacities(text: str) -> tuple[int, ...]:
     default="0.9",
     show_default=True,
     metavar="SHARE",
-    help="hicachefile: eviction_ratio of the servers' storage backend.",
+    help="hicachefile: the eviction_ratio of the servers' storage backend.",
 )
 @own_option(
     "--by",
     type=NameList(GROUPINGS),
-    help="Show the same by group of requests.",
+    help="Also show the result for each group of requests.",
 )
 @own_option(
     "--warm-up",
@@ -80,16 +82,16 @@ def _capacities(text: str) -> tuple[int, ...]:
     default="0",
     show_default=True,
     metavar="SHARE",
-    help="Do not count this first share of the requests.",
+    help="Let the first requests, this share of all, only fill the caches.",
 )
-@START.option("--plan", type=FILE, help="Begin with the pages of a plan of prewarm.")
+@START.option("--plan", type=FILE, help="Begin with the pages of a prewarm plan in the caches.")
 @own_option(
     "--what-if",
     "what_ifs",
     type=CommaList(_changes),
     multiple=True,
     metavar="NAME=VALUE,…",
-    help="Show the same for another tp, page_size, layout or kv_cache_dtype, such as "
+    help="Also show the result for another tp, page_size, layout or kv_cache_dtype, such as "
     "tp=4,page_size=128. Can be given several times.",
 )
 @MEMORY.option(
@@ -113,9 +115,10 @@ def _capacities(text: str) -> tuple[int, ...]:
 @MEMORY.option(
     "--servers",
     needs="--l1 SIZE",
-    type=click.IntRange(1),
+    type=Count(1),
     metavar="N",
-    help="Servers on the store, by the server of each request or in turn.  [default: 1]",
+    help="Number of servers on the store. A request goes to the server in its record, else to "
+    "each server in turn.  [default: 1]",
 )
 @START.option("--cold", is_flag=True, help="Begin with empty caches, although STORE has pages.")
 @prefetch_threshold_option
@@ -126,22 +129,21 @@ def _capacities(text: str) -> tuple[int, ...]:
 @profile_options
 @click.pass_context
 def command(ctx: click.Context, /, store: str | None, **options: Any) -> None:
-    """Show which share of the prompt tokens caches of each capacity serve.
+    """Show what share of the prompt tokens a cache of each capacity serves.
 
-    Give the requests with --trace. A request hits its leading pages that the cache holds; fewer
-    than the servers' prefetch threshold do not count.
+    Give the requests with --trace. A request hits its leading pages that the cache holds. Hits of
+    fewer tokens than the servers' prefetch threshold do not count.
 
     With a profile, capacities are bytes of the whole store, all ranks together; without one, they
-    are pages, or blocks of the trace. The policies are lru (the last pages of a prefix first, as
-    SGLang's trees), hicachefile (the limit of SGLang's file backend), 3fs, plugin (hicachectl's
-    storage backend), mooncake, and optimal, which knows all later requests: no policy serves more.
+    are pages, or blocks of the trace. The policies are lru (as SGLang's trees, which evict the last
+    pages of a prefix first), hicachefile (the limit of SGLang's file backend), 3fs, plugin
+    (hicachectl's storage backend), mooncake, and optimal. The policy optimal knows all later
+    requests, so no policy serves more.
 
-    With STORE, the caches begin with the pages that it holds today, and a second table says why
-    the store does not serve the other tokens: their first use, an eviction, damage, or another
-    deployment. STORE is only read.
-
-    The last line compares the capacity of today with its half and its double; the one before says
-    what STORE serves as it is.
+    With STORE, the caches begin with the pages that it holds today. A second table says why the
+    store does not serve the other tokens: first use, eviction, damage, or another deployment. STORE
+    is only read. The last line compares today's capacity with half and twice as much; the line
+    before it says what STORE serves as it is.
 
     With --l1 and --l2, the memory of the servers serves first. --what-if compares other settings.
 
@@ -170,13 +172,13 @@ def command(ctx: click.Context, /, store: str | None, **options: Any) -> None:
 
 
 def _simulated(ctx: click.Context, options: dict[str, Any], store: Store | None) -> Result:
-    from hicachectl.cli.asked import asked_hashing, asked_trace, of_profile
+    from hicachectl.cli.asked import asked_hashing, asked_trace, without_request_flags
     from hicachectl.prewarming.ranking import read_plan
     from hicachectl.profiles.sources import profile_from_options
     from hicachectl.simulation.compiled import is_installed
     from hicachectl.simulation.simulate import SimulateRequest, simulate
 
-    profile = profile_from_options(of_profile(options), store, warn=partial(remark, ctx))
+    profile = profile_from_options(without_request_flags(options), store, warn=partial(remark, ctx))
     plan = None if options["plan"] is None else read_plan(options["plan"])
     trace = ctx.with_resource(asked_trace(options, keeps=bool(options["what_ifs"])))
 
@@ -184,7 +186,8 @@ def _simulated(ctx: click.Context, options: dict[str, Any], store: Store | None)
         requests = trace.requests(hashing, outputs=True)
         remark(ctx, *trace.remarks)
         if len(requests.blocks) > _MANY and not is_installed():
-            remark(ctx, "The loops are not compiled; pip install 'hicachectl[numba]' saves minutes")
+            step = install_step("numba")
+            remark(ctx, f"The loops are not compiled; to save minutes, {step}")
         return requests
 
     request = SimulateRequest(

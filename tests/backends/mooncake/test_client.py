@@ -60,11 +60,14 @@ class Unloadable(ModuleType):
         raise ImportError("libcuda.so.1: cannot open shared object file")
 
 
-def test_a_missing_package_is_named_with_its_extra(
+def test_a_missing_package_is_named_with_what_installs_it(
     master: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "mooncake", None)
-    said = "The mooncake package is missing; run pip install 'hicachectl[mooncake]'"
+    step = (
+        f"run {sys.executable} -m pip install mooncake-transfer-engine, or on a host without CUDA "
+    )
+    said = f"The mooncake package is missing; {step}"
     assert refusal(master, UsageError).startswith(said)
 
 
