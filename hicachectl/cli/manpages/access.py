@@ -12,7 +12,7 @@ USES = {"connects": "connects to", "listens": "listens"}
 
 
 class Row(NamedTuple):
-    """The places that a command reads, writes and removes, or does so with some options.
+    """The places that a command, or a command with some options, reads, writes and removes.
 
     words: words of the command and its options.
     places: names of places by verb, or of services by use.
@@ -26,7 +26,7 @@ class Access(NamedTuple):
     """The tables of `access.toml`.
 
     system: paths of the system that any command may read.
-    options: verb by option, for what all commands do with its value.
+    options: verb by option: what all commands do with the place that its value names.
     network: rows by kind of store, with services by a key of `USES`.
     """
 

@@ -1,4 +1,8 @@
-"""Text as mdoc(7) macros."""
+"""Text as mdoc(7) macros.
+
+In sentences, references to pages become links, and names become bold: options, variables, members
+and what stands in backticks.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from inspect import cleandoc
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from hicachectl import __version__
 from hicachectl.cli.prose import LITERAL, Item, is_literal, literal_of
 
 if TYPE_CHECKING:
@@ -21,16 +26,24 @@ RELEASE_DATE = "November 20, 2026"  # changes with the version in hicachectl/__i
 
 NO_TEXT = r"\&"
 
-# A line before its escapes; a break within --to-profile would show as a space.
-_WRAPPER = textwrap.TextWrapper(70, break_on_hyphens=False, break_long_words=False)
+# A page's name, such as hcpack(5), and the punctuation that has to stay beside it.
+_REFERENCE = re.compile(r"(?:^| )([a-z][a-z-]*)\(([1-9])\)([.,:;)]*)(?= |$)")
+# In turn: text in backticks, an option, a variable or a member with an underscore.
+_NAME = re.compile(
+    r"`([^`]+)`|((?<![\w-])--[a-z][a-z0-9-]*|(?<![\w./:-])[A-Za-z]\w*_\w+(?![\w/(=-]|\.\w))"
+)
+
+# Widths at which a sentence is wrapped, in turn: escapes and marks make its lines longer.
+_WIDTHS = (70, 60, 50, 40)
+_LINE_BYTES = 80  # mandoc warns of longer lines
 
 
-# A file of hicachectl/packaging in a page written by hand: the comment, then the listing.
+# A listing of a file of hicachectl/packaging in a hand-written page, after its comment.
 _LISTING = re.compile(r'^\.\\" file (\S+)\n\.Bd -literal\n.*?^\.Ed$', re.MULTILINE | re.DOTALL)
 
 
 def with_listings(page: str) -> str:
-    """Return a page with the present text of each file that it lists."""
+    """Return a page with its listings replaced by the files as they are now."""
 
     def listing(found: re.Match[str]) -> str:
         text = files("hicachectl").joinpath("packaging", found[1]).read_text(encoding="utf-8")
@@ -68,7 +81,8 @@ def page_head(name: str, summary: str, section: int = 1) -> list[str]:
     return [
         f".Dd {RELEASE_DATE}",
         f".Dt {name.upper()} {section}",
-        ".Os",
+        f".Os hicachectl {__version__}",
+        ".nh",  # a name of a variable that is divided at a line's end cannot be copied
         ".Sh NAME",
         f".Nm {name}",
         f".Nd {text_line(summary)}",
@@ -77,7 +91,7 @@ def page_head(name: str, summary: str, section: int = 1) -> list[str]:
 
 
 def help_text(text: str) -> Iterator[str]:
-    """Yield a help text as paragraphs; blocks that click must not rewrap stay as they are."""
+    """Yield a help text as paragraphs. Blocks that click must not rewrap become literal."""
     paragraphs = cleandoc(text).split("\n\n")
     return section_lines(_indented(p) if p.startswith("\b") else p for p in paragraphs)
 
@@ -96,16 +110,47 @@ def flag_macros(names: str) -> str:
 
 
 def example_section(epilog: str) -> list[str]:
-    """Return the examples of a command's epilog; nothing without examples."""
+    """Return the examples of a command's epilog; empty without examples."""
     _, title, examples = epilog.partition("Examples:\n")
     return [".Sh EXAMPLES", *section_lines([_indented(examples)])] if title else []
 
 
 def sentence_lines(text: str) -> list[str]:
-    """Return one sentence per line, as mdoc requires."""
+    """Return one sentence per line, as mdoc requires, with links and bold names."""
     flat = " ".join(text.split())
     sentences = re.split(r"(?<=[.;:])\s+(?=[A-Z])|(?<=\.)\s+(?=[a-z-])", flat)
-    return [text_line(line) for text in sentences for line in _WRAPPER.wrap(text)]
+    return [line for sentence in sentences for line in _wrapped(sentence)]
+
+
+def _wrapped(sentence: str) -> list[str]:
+    """Return a sentence as lines with links and bold names."""
+    lines: list[str] = []
+    for width in _WIDTHS:
+        # A break within --to-profile would show as a space.
+        parts = textwrap.wrap(sentence, width, break_on_hyphens=False, break_long_words=False)
+        lines = [line for part in parts for line in _linked(part)]
+        if all(len(line) <= _LINE_BYTES for line in lines):
+            break
+    return lines
+
+
+def _linked(line: str) -> Iterator[str]:
+    """Yield a line of text: its text with bold names, and a macro for each reference to a page."""
+    end = 0
+    for reference in _REFERENCE.finditer(line):
+        if before := line[end : reference.start()].strip():
+            yield _marked(before)
+        name, section, punctuation = reference.groups()
+        yield " ".join([".Xr", name, section, *punctuation])
+        end = reference.end()
+    if rest := line[end:].strip():
+        yield _marked(rest)
+
+
+def _marked(line: str) -> str:
+    """Return a line of text with its names in bold."""
+    said = _NAME.sub(lambda found: rf"\fB{found[1] or found[2]}\fR", line)
+    return text_line(said).replace(r"\efB", r"\fB").replace(r"\efR", r"\fR")
 
 
 def text_line(line: str) -> str:
@@ -130,7 +175,7 @@ def escaped(text: str) -> str:
 def section_lines(
     blocks: Iterable[Block], known: Mapping[str, Iterable[Item]] | None = None
 ) -> Iterator[str]:
-    """Yield the lines of a section as mdoc. known: items by the name that stands for them."""
+    """Yield the lines of a section as mdoc. known: items by the NAME of `@NAME`."""
     in_list = False
     for number, block in enumerate(blocks):
         items: Iterable[Item] = ()
@@ -146,7 +191,7 @@ def section_lines(
                 yield ".Bl -tag -width Ds"
                 in_list = True
             for item in items:
-                yield f".It {text_line(item.term)}"
+                yield f".It {_marked(item.term)}"
                 yield from sentence_lines(item.text)
         elif is_literal(block):
             yield from (".Bd -literal -offset indent", *map(literal_line, literal_of(block)), ".Ed")

@@ -52,6 +52,8 @@ class Member(NamedTuple):
 
     path: place of the member, with [] for each entry of a list and NAME for each name of an object
         whose names vary.
+    kind: type of the value in words.
+    text: meaning of the member.
     null: whether the member can be null.
     optional: whether only some documents or rows have the member.
     """
@@ -67,7 +69,7 @@ class Document(NamedTuple):
     """The JSON document of a command.
 
     form: struct of the document.
-    rows: member whose entries are the rows of jsonl, csv, parquet and arrow; "" if these formats
+    rows: member that lists the rows of jsonl, csv, parquet and arrow; "" if these formats
         print one row, or the command does not have them.
     divided: whether a run in parts adds members.
     """
@@ -122,7 +124,7 @@ DOCUMENTS = (
 
 @cache
 def texts_of(section: str) -> Mapping[str, str]:
-    """Return the text of each member of a struct; `@NAME` stands for those of another struct."""
+    """Return the texts of a struct's members. `@NAME` includes those of another struct."""
     texts: dict[str, str] = {}
     for block in prose("members").get(section, ()):
         if isinstance(block, Item):
@@ -133,13 +135,13 @@ def texts_of(section: str) -> Mapping[str, str]:
 
 
 def members_of(form: type, path: str = "") -> Iterator[Member]:
-    """Yield the members of a struct, and those below them. path: text before their names."""
+    """Yield the members of a struct and their own members. path: text before the names."""
     for name, hint in get_type_hints(form, include_extras=True).items():
         yield from _member(f"{path}{name}", hint, form, name)
 
 
 def _member(path: str, hint: Any, form: type, name: str) -> Iterator[Member]:
-    """Yield a member and those below it. name: its name in the texts of the form."""
+    """Yield a member and its own members. name: name of the member in the texts of the form."""
     optional = get_origin(hint) is NotRequired
     if optional:
         (hint,) = get_args(hint)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from inspect import cleandoc
 from pathlib import Path
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 def build(directory: Path) -> None:
     """Write hicachectl.1, one page per command, and pages of section 7.
 
-    Pages written by hand that are there get the present listings of files.
+    Also update the listings of files in the hand-written pages of the directory.
     """
     pages = {
         "hicachectl.1": main_page(),
@@ -72,9 +73,17 @@ def build(directory: Path) -> None:
         **{f"hicachectl-{name}.1": command_page(name) for name in COMMANDS},
     }
     for page, lines in pages.items():
-        (directory / page).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        text = without_own_name("\n".join(lines), page)
+        (directory / page).write_text(text + "\n", encoding="utf-8")
     for path in directory.glob("*.7"):
         path.write_text(with_listings(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def without_own_name(text: str, page: str) -> str:
+    """Return a page without references to itself, which option texts and shared sections have."""
+    name, section = page.split(".")
+    own = rf"(?:; see| in)\n\.Xr {re.escape(name)} {section}((?: [.,:;)])*)$"
+    return re.sub(own, lambda found: found[1].replace(" ", ""), text, flags=re.MULTILINE)
 
 
 def main_page() -> list[str]:
@@ -135,7 +144,7 @@ def command_page(name: str) -> list[str]:
 
 
 def models_page() -> list[str]:
-    """Return the page with the answer to every architecture that SGLang registers."""
+    """Return the page that says of every architecture of SGLang whether a profile describes it."""
     texts = prose("hicachectl-models")
     families = {name: x for name, x in architectures().items() if isinstance(x, Family)}
     drafts = {name: family for name, family in families.items() if family.draft_only}
@@ -210,7 +219,7 @@ def findings_page() -> list[str]:
 
 
 def _explained(name: str, head: str, texts: Mapping[str, str]) -> Iterator[str]:
-    """Yield a subsection with the texts of `explain`."""
+    """Yield a subsection with the texts of `explain`. head: its first line."""
     yield from (f".Ss {text_line(name)}", *sentence_lines(head))
     for title in ("meaning", "effect", "remedy", "cost"):
         if texts.get(title):
@@ -284,7 +293,7 @@ def _cells(row: Mapping[str, Iterable[str]], columns: Iterable[str]) -> Iterator
 
 
 def _by_verb(options: Mapping[str, str]) -> list[Item]:
-    """Return the options that name something, by what commands do with it."""
+    """Return the options that name a place or service, by what commands do with it."""
     return [
         Item(verb.capitalize(), ", ".join(x for x, done in options.items() if done == verb))
         for verb in dict.fromkeys(options.values())
@@ -316,7 +325,7 @@ def _variables(ctx: click.Context) -> list[Item]:
 
 
 def _group_context() -> click.Context:
-    # With the group's settings: click keeps the first help option that it makes.
+    # Without the group's settings, click would make the help option without -h, and keep it.
     return click.Context(cli, info_name="hicachectl", **cli.context_settings)
 
 
@@ -342,7 +351,7 @@ def _subcommands(command: click.Command, ctx: click.Context) -> Iterator[str]:
 def _options(
     command: click.Command, ctx: click.Context, *, without: Section | None = None
 ) -> Iterator[str]:
-    """Yield the options by section; the synopsis and the description have the arguments."""
+    """Yield the options by section. Arguments have no list: the description explains them."""
     for title, options in sections(command.get_params(ctx)).items():
         if without is not None and title == without.title:
             continue
