@@ -451,7 +451,7 @@ def test_a_probe_without_its_server_is_refused(
     assert "--probe-server needs --server URL" in invoke(*words, exit_code=2).stderr
 
 
-@pytest.mark.parametrize("why", ["cannot be written", "0.5.20 is the first"])
+@pytest.mark.parametrize("why", ["cannot be written", "releases from 0.5.20 on do not"])
 def test_a_probe_that_cannot_be_is_refused(
     invoke: Invoke, tmp_path: Path, profile: Path, why: str
 ) -> None:
