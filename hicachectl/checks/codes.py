@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SEVERITIES = ("info", "warning", "error")
 
-# Rules that change a finding's severity. The check chooses the rule.
+# Rules that give a finding another severity. The check says which rule applies.
 # No server reads wrong data without a draft or a trailing pool.
 COSTS_HITS_ONLY = "costs-hits-only"
 # The store evicts each pool separately: orphans are normal.
@@ -33,10 +33,10 @@ RULES = {
     VERSIONS_RECUR: "if the store cannot tell whether a server rewrote the object",
 }
 
-# Words in commands. STORE and OPTIONS are replaced by those of a run, the others are for the user.
+# Words in commands. A run replaces STORE and OPTIONS by its own; the user replaces the others.
 STORE, OPTIONS = "STORE", "OPTIONS"
 PROFILE_OPTION = "--profile FILE"
-# The option that makes a command believe a doubtful profile.
+# The option with which a command believes a doubtful profile.
 DESPITE = "--despite-profile"
 BELOW = "the command below"
 _REPAIR = f"hicachectl verify {STORE} {OPTIONS} --repair quarantine"
@@ -49,7 +49,7 @@ _REPAIR_COST = (
 
 # Next steps after wrong pages were removed, for a command with STORE, MODEL and TIME.
 MODEL, TIME, SERVER = "MODEL", "TIME", "SERVER"
-# Without a key, a server ignores the header.
+# A server without a key ignores the header.
 _IN_MEMORY = (
     "Servers that have loaded these pages keep them in memory: while no request runs, empty it on "
     "each server (ADMIN_KEY: its admin key, or else its API key, or nothing) with "
@@ -73,12 +73,12 @@ def following_command(*, timed: bool) -> str:
 def next_steps(
     command: str, *, server: str = SERVER, timed: bool = True, doubtful: bool = False
 ) -> tuple[str, str]:
-    """Return what to do about servers after wrong pages were removed, a sentence for each step.
+    """Return what to do about servers after wrong pages were removed, one sentence for each step.
 
-    command: a `following_command` in the words of the user.
+    command: the result of `following_command` for the user's store.
     server: URL of a server, quoted for a shell.
     timed: whether the store keeps write times.
-    doubtful: the removed pages may have been right.
+    doubtful: whether the removed pages may have been right.
     """
     what = "those written since the first wrong one, which can be all that are left,"
     if not timed:
@@ -101,18 +101,18 @@ class Code:
     rules: severity under each rule that changes it.
     misleads: a server may have computed with the object, so that answers and later pages are wrong.
     structural: the page group lacks objects; no object is damaged.
-    doubts: settings with which the finding strikes healthy pages, if the profile states others
-        than those of the pages; empty if the profile never causes it.
-    remedy: next step if the finding is not about a page; repair ignores such findings. {command}
-        stands for the command.
+    doubts: settings that cause the finding on healthy pages if the profile states them wrongly;
+        empty if a wrong profile never causes it.
+    remedy: next step for a finding that is not about a page, which repair ignores. {command} stands
+        for the command.
     meaning: what is wrong.
     effect: what a server does with the object or page.
     advice: what to look at before a repair.
     cost: what the remedy costs.
-    command: the remedy; empty for a repair of pages, and if there is none.
-    alternative: a command to be preferred where it applies: one that keeps the pages, or one that
-        frees their space, as a quarantine does not.
-    detail: what is wrong with one object, if all findings of the code say the same.
+    command: command of the remedy; empty for a repair of pages, and without a command.
+    alternative: a better command where it applies: it keeps the pages, or frees their space, which
+        a quarantine does not.
+    detail: text of each finding, if all findings of the code have the same.
     """
 
     name: str
@@ -133,8 +133,8 @@ class Code:
     def mending_command(self, severity: str) -> str:
         """Return the command that mends findings, with STORE and OPTIONS in it; "" without one.
 
-        severity: severity of the findings, which `rules` can change. A repair leaves all but
-            errors unless an option names the code.
+        severity: severity of the findings, which `rules` can change. A repair removes only errors
+            unless an option names the code.
         """
         if self.command or self.remedy:
             return self.command
@@ -142,12 +142,12 @@ class Code:
 
     @property
     def next_step(self) -> str:
-        """The remedy as a part of a sentence; empty for findings about pages."""
+        """The remedy as a clause for messages; empty for findings about pages."""
         return self.remedy.format(command=shown(self.command))
 
     @property
     def exceptions(self) -> str:
-        """When the severity is another one, as a text; empty if never."""
+        """The other severities and their conditions, as a text; empty without any."""
         others = {rule: changed for rule, changed in self.rules.items() if changed != self.severity}
         return "; ".join(f"{changed} {RULES.get(rule, rule)}" for rule, changed in others.items())
 
@@ -178,7 +178,7 @@ def is_repair(command: str) -> bool:
 
 
 def shown(command: str) -> str:
-    """Return a command as it looks without a run."""
+    """Return a command as texts outside a run show it."""
     return command.replace(OPTIONS, PROFILE_OPTION)
 
 
