@@ -64,7 +64,7 @@ FLAGS = (
     Flag("speculative_algorithm", "speculative_algorithm",
          help="SGLang's --speculative-algorithm: EAGLE, EAGLE3, …"),
     Flag("speculative_num_steps", "speculative_num_steps", kind="count", metavar="N",
-         help="SGLang's option; counts the layers of a draft with one layer for each step."),
+         help="SGLang's option: the layers of a draft that has one layer for each step."),
     Flag("enable_multi_layer_eagle", "enable_multi_layer_eagle", kind="switch",
          help="SGLang's option: the draft has one layer for each step."),
     Flag("dsa_prefill_backend", "dsa_prefill_backend",
@@ -72,8 +72,8 @@ FLAGS = (
     Flag("dsa_decode_backend", "dsa_decode_backend",
          help="SGLang's option; see --dsa-prefill-backend."),
     Flag("indexer_dtype",
-         help="Index keys of MiniMax-M3 with fp8 KV, or SGLang's --qsa-indexer-dtype: bfloat16 or "
-         "fp8_e4m3. fp4: SGLang's --enable-deepseek-v4-fp4-indexer."),
+         help="Dtype of index keys. bfloat16 or fp8_e4m3: for MiniMax-M3 with fp8 KV, or as "
+         "SGLang's --qsa-indexer-dtype. fp4: for SGLang's --enable-deepseek-v4-fp4-indexer."),
     Flag("dsv4_attn_backend", "dsv4_attn_backend",
          help="SGLang's option; decides the row format of DeepSeek-V4."),
     Flag("dsv4_kv_layout", "SGLANG_DSV4_KV_LAYOUT",

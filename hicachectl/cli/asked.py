@@ -1,4 +1,4 @@
-"""Requests, pages and checks that the words of a command ask for, and commands like it."""
+"""What the options of a command ask for, and the options of commands that it suggests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def given_filters(options: Mapping[str, Any]) -> list[str]:
-    """Return the options of a command without server flags that are filters, as parameters."""
+    """Return the names of the filters that are given to a command without server flags."""
     return [name for name in FILTER_NAMES if options.get(name) not in (None, False)]
 
 
@@ -44,10 +44,12 @@ def selection_of(
 ) -> Selection:
     """Return the filters of a command.
 
-    options: loses the flags that are filters, and then describes the profile. A flag is a filter
-    unless it describes servers beside --model-config or --server.
+    A server flag such as --tp is a filter unless --model-config or --server is given.
+
+    options: the command's options. Flags that are filters are set to None, so that the other flags
+        describe the profile.
     changes: whether the command changes the store; see `present_ns`.
-    Raises UsageError for --tag beside --no-tag, and as reading of --pages does.
+    Raises UsageError for --tag with --no-tag, and as the reader of --pages does.
     """
     from hicachectl.pages.selection import Selection, no_times
     from hicachectl.requests.reading import read_page_list
@@ -72,7 +74,7 @@ def selection_of(
 
 
 def say_unjudged(ctx: click.Context, selection: Selection, groups: PageGroups) -> None:
-    """Say how many groups may be partial, but are not selected: the profile is of others."""
+    """Say how many groups may be partial and are not selected, since the profile is not theirs."""
 
     if unjudged := selection.unjudged(groups):
         remark(
@@ -84,7 +86,7 @@ def say_unjudged(ctx: click.Context, selection: Selection, groups: PageGroups) -
 
 
 def asked_hashing(profile: Profile | None, options: Mapping[str, Any]) -> Hashing | None:
-    """Return the hashing that a given profile or --page-size states, or None."""
+    """Return the hashing that a given profile or --page-size states; None without either."""
     from hicachectl.formats.releases import NEWEST_SGLANG
     from hicachectl.requests.chains import Hashing
 
@@ -108,11 +110,11 @@ def asked_requests(
     outputs: bool = False,
     trace: Trace | None = None,
 ) -> Requests:
-    """Read the requests of the options. Write a remark on each thing that they lack.
+    """Read the requests of the options. Print a remark on each thing that the input cannot tell.
 
-    remedy: what to give instead of block ids; None accepts them.
-    outputs: whether chains go on with generated tokens.
-    trace: the trace that the options name, if it is open.
+    remedy: next step in the refusal of a trace with block ids only; None accepts such a trace.
+    outputs: whether chains continue with generated tokens.
+    trace: the trace that the options name, if it is open already.
     Raises UsageError if the hashing is unknown, and as the readers of files do.
     """
     from hicachectl.requests.chains import requests_of_pages
@@ -130,7 +132,7 @@ def asked_requests(
 
 
 def asked_trace(options: Mapping[str, Any], *, keeps: bool = False) -> Trace:
-    """Return the requests of --token-ids, --prompts or --trace. keeps: see `Trace`."""
+    """Return the input of --token-ids, --prompts or --trace. keeps: see `Trace`."""
     from hicachectl.requests.reading import Trace
     from hicachectl.requests.tokenizing import find_tokenizer
 
@@ -158,10 +160,10 @@ def asked_in(
     options: Mapping[str, Any],
     trace: Trace | None,
 ) -> PrewarmRequest:
-    """Return the request for the requests or pages that the options name.
+    """Return the prewarm request with the requests or pages that the options name.
 
     grammar: grammar of the source's keys.
-    trace: the open trace that the options name, if any.
+    trace: the open trace that the options name; None for other inputs.
     Raises UsageError and FormatError.
     """
     if options["all_"]:
@@ -222,7 +224,7 @@ def asked_hits(
     choice: Selection,
     **reading: Any,
 ) -> HitsRequest:
-    """Return the requests of the options, to measure how much of them a store can serve.
+    """Return the measurement that the options ask for: how much of requests a store can serve.
 
     reading: arguments of `asked_requests`.
     """
@@ -244,11 +246,11 @@ def asked_checks(
     profile: tuple[Profile | None, str],
     **more: Any,
 ) -> VerifyRequest:
-    """Return the checks of the options.
+    """Return the checks that the options ask for.
 
-    profile: the profile, and why it describes no objects.
+    profile: the profile, and the reason why it describes no objects ("" if it does).
     more: further fields of the request.
-    Raises click.UsageError for a check that --checks names and that cannot run.
+    Raises click.UsageError for a check of --checks that cannot run.
     """
     from hicachectl.verification.request import Sample, VerifyRequest
 
@@ -271,23 +273,24 @@ def asked_checks(
     return request
 
 
-def of_requests(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the flags of a profile that only set the hashing of requests or choose a deployment.
+def request_flags(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the flags that only hash requests or choose a deployment.
 
-    They do without a source of a profile, such as --model-config.
+    They are the flags that need no source of a profile, such as --model-config; none if the options
+    have a source.
     """
     from hicachectl.profiles.sources import states_source
 
     return () if states_source(options) else ("page_size", "speculative_algorithm", "sglang", *AXES)
 
 
-def of_profile(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options without those `of_requests`."""
-    return {**options, **dict.fromkeys(of_requests(options))}
+def without_request_flags(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with the flags of `request_flags` set to None."""
+    return {**options, **dict.fromkeys(request_flags(options))}
 
 
 def refuse_choice(choice: Selection, options: Mapping[str, Any]) -> None:
-    """Raise UsageError for a filter beside a profile, which already names the deployment."""
+    """Raise UsageError for a filter with a profile, which already names the deployment."""
     from hicachectl.profiles.sources import states_source
 
     if choice.names_deployment and states_source(options):
@@ -307,7 +310,7 @@ def refuse_other_sources(options: Mapping[str, Any], sources: Iterable[str]) -> 
 
 
 def mending_without_options(ctx: click.Context, text: str) -> Mending:
-    """Return what other commands on the same store have in common with this one.
+    """Return how suggested commands name the program and the store.
 
     text: the STORE argument.
     """
@@ -319,7 +322,7 @@ def mending_without_options(ctx: click.Context, text: str) -> Mending:
 
 
 def closers_of(ctx: click.Context, texts: tuple[str, str]) -> Closers:
-    """Return what commands that make two stores equal have in common with this one.
+    """Return how suggested commands make the two stores of this command equal.
 
     texts: the arguments that name the stores.
     """
@@ -336,7 +339,7 @@ def closers_of(ctx: click.Context, texts: tuple[str, str]) -> Closers:
         words = (*words, "--profile", str(ctx.params["profile_file"]))
     back: tuple[str, ...] | None = words
     if changing:
-        # The profiles change places; no other options say what the pages of B come from.
+        # The way back exchanges the profiles. No other option describes the pages of B.
         swapped = {"--profile": "--to-profile", "--to-profile": "--profile"}
         back = tuple(swapped.get(word, word) for word in words)
         if changing[:1] != ("--to-profile",) or "--profile" not in words:
@@ -356,12 +359,12 @@ def mending_of(
     quarantine: str = "",
     without: Collection[str] = (),
 ) -> Mending:
-    """Return what commands that mend findings have in common with this one.
+    """Return how suggested commands that mend findings name the store and repeat options.
 
     text: the STORE argument.
-    profile: the given profile, not an inferred one.
-    quarantine: the given directory.
-    without: parameters that the next commands do not have, although their options say so.
+    profile: the given profile; None for an inferred one.
+    quarantine: the directory of --quarantine.
+    without: parameters to leave out of the commands although their options repeat.
     """
     from msgspec.structs import replace
 
@@ -381,7 +384,7 @@ def mending_of(
 
 
 def with_value(ctx: click.Context, option: str, value: str) -> str:
-    """Return the command with another value of an option, for a shell; secrets are masked."""
+    """Return this command for a shell, with another value of an option and masked secrets."""
     from hicachectl.backends.urls import without_secrets
 
     words = words_of(ctx)
@@ -402,10 +405,10 @@ def _program(ctx: click.Context) -> tuple[str, ...]:
 def next_words(
     ctx: click.Context, without: Collection[str] = (), *, only: Collection[str] | None = None
 ) -> Iterator[str]:
-    """Yield the given options that a next command needs, too, as they were given.
+    """Yield the given options that a suggested command repeats, as they were given.
 
-    without: names of options to leave out.
-    only: names of the options to yield; None: those that repeat in next commands.
+    without: names of parameters to leave out.
+    only: names of the parameters to yield; None for those of options that repeat.
     """
     values, _, order = ctx.command.make_parser(ctx).parse_args(words_of(ctx))
     for param in dict.fromkeys(order):

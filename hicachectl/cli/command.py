@@ -1,4 +1,4 @@
-"""Commands and groups of our own on click: help in sections, settings, and errors in one line."""
+"""Commands and groups on click: help in sections, settings, and errors in one line."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 
 GLOBAL = Section("Global options", repeats=False, divided=OWN_VALUE)
 _SCREEN = 40  # lines of --help
-_NAMED = 3  # options of a section that --help only names
-_COLUMN = 24  # characters of an option's names, else its text is on the next line
+_NAMED = 3  # options that --help names of a section which it does not describe
+_COLUMN = 24  # characters; the text of an option with longer names is on the next line
 _HELP = ("--help", "--help-all")
 _WORDS = "hicachectl.words"  # key in the context's meta
 
 
 class Command(click.Command):
-    """A command whose --help fits a screen if it can; --help-all shows everything.
+    """A command with a --help for one screen, where possible; --help-all shows everything.
 
     --help has the first paragraph of the description, the options of `OWN` and the examples, then
-    other sections while there is room. The rest are named.
+    other sections while there is room. It only names the sections that do not fit.
     """
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
@@ -67,16 +67,16 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Keep the arguments for `words_of`, then parse them.
 
-        While a shell completes an option, parse those before it.
+        While a shell completes an option, parse only the arguments before it.
         """
         ctx.meta[_WORDS] = list(args)
         if ctx.resilient_parsing and args and args[-1].startswith("-"):
-            args = args[:-1]  # without its value, which a shell asks for, nothing would be parsed
-        with augment_usage_errors(ctx):  # those of the parser do not know their command
+            args = args[:-1]  # the option still lacks its value, and the parser would refuse it
+        with augment_usage_errors(ctx):  # errors of click's parser do not name the command
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, with its settings of the environment and the config file."""
+        """Run the command, with settings from the environment and the config file."""
         ctx.obj = _begin(ctx.find_root().params)
         refuse_server_variables(self)
         remark(ctx, *unused_variables(ctx))
@@ -86,7 +86,7 @@ class Command(click.Command):
             return super().invoke(ctx)
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the help that fits a screen."""
+        """Write the help for one screen."""
         own, *others = sections(self.get_params(ctx)).items()
         self.format_usage(ctx, formatter)
         formatter.write_paragraph()
@@ -100,16 +100,17 @@ class Command(click.Command):
         for title, options in others:
             part = click.HelpFormatter(width=formatter.width)
             _write_section(ctx, part, title, options, brief=True)
-            lines = part.getvalue().count("\n")  # and an empty one, but none among the named
+            lines = part.getvalue().count("\n")
+            # The empty line before the section replaces the line that would name it.
             if lines <= free:
                 free -= lines
                 formatter.write_paragraph()
                 formatter.write(part.getvalue())
             else:
                 named.append((title, _names(options)))
-        rest = f"{ctx.command_path} --help-all describes"
+        whole = f"{ctx.command_path} --help-all"
         formatter.write_paragraph()
-        formatter.write_text(f"{rest} {'these, too:' if named else 'more.'}")
+        formatter.write_text(f"More options ({whole}):" if named else f"The whole help: {whole}")
         with formatter.indentation():
             if named:
                 formatter.write_dl(named)
@@ -127,15 +128,15 @@ class Command(click.Command):
         if setting is not None:
             formatter.write_paragraph()
             formatter.write_text(
-                f"The environment can have settings, such as {setting.envvar} for "
+                f"Environment variables can set options, such as {setting.envvar} for "
                 f"{long_name(setting)}; see ENVIRONMENT in hicachectl(1)."
             )
 
 
 class Group(click.Group):
-    """A group that suggests commands.
+    """A group of commands. For an unknown command, it suggests those with similar names.
 
-    is_program: whether it is the program itself.
+    is_program: whether the group is the program itself.
     """
 
     command_class = Command
@@ -157,15 +158,15 @@ class Group(click.Group):
         raise UsageError(f"No such command {name!r}; {self.other_name(name) or meant}")
 
     def other_name(self, name: str) -> str:
-        """Return a sentence on the command that others call by a name; "" if there is none."""
+        """Return which command does what other programs call `name`; "" for an unknown name."""
         return ""
 
 
 def global_options(*, of_program: bool = False) -> list[click.Parameter]:
-    """Return the options that stand before or behind the name of a command.
+    """Return the options that can stand before and after the name of a command.
 
-    of_program: whether the options are the program's own, which variables can also set. Options of
-        a command set the program's options.
+    of_program: return the program's own options, which variables can also set. The options of a
+        command set the program's.
     """
     own: dict[str, Any] = {"section": OWN, "variable": True}
     above: dict[str, Any] = {"section": GLOBAL, "expose_value": False, "callback": _set_above}
@@ -194,7 +195,7 @@ def global_options(*, of_program: bool = False) -> list[click.Parameter]:
 
 
 def _set_above(ctx: click.Context, option: click.Parameter, value: Any) -> None:
-    """Set an option of the program. Raises BadParameter if it has another value there."""
+    """Set the program's option of the same name. Raises BadParameter if it has another value."""
     name, root = str(option.name), ctx.find_root()
     if not on_command_line(ctx, name):
         return
@@ -224,7 +225,7 @@ def _with_examples(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pinged(ctx: click.Context) -> AbstractContextManager[None]:
-    """Return the context of a run that --healthcheck-url reports; dry runs and parts are none."""
+    """Return a context that pings --healthcheck-url; dry runs and parts of a run ping nothing."""
     options = ctx.params
     url = options.get("healthcheck_url")
     if url is None or options.get("dry_run") or options.get("shard") is not None:
@@ -258,7 +259,10 @@ def _write_section(
     *,
     brief: bool = False,
 ) -> None:
-    """Write the options of a section; nothing without options. brief: only first sentences."""
+    """Write the options of a section, if it has options.
+
+    brief: write only the first sentence of each option's text.
+    """
     records = [record for option in options if (record := option.get_help_record(ctx))]
     if records:
         with formatter.section(title):
@@ -270,7 +274,7 @@ def _write_section(
 
 
 def _first_sentence(text: str) -> str:
-    """Return the first sentence of an option's help, with the defaults and bounds at its end."""
+    """Return the first sentence of an option's help, with the default and the bounds."""
     match = re.fullmatch(r"(.*?\.)(?:\s+[A-Z].*?)?(\s+\[[^\[\]]*\])?", text)
     return text if match is None else match[1] + (match[2] or "")
 
@@ -307,7 +311,7 @@ def _refusal(error: click.ClickException) -> str:
 
 
 def _place_of(parameter: click.Parameter, ctx: click.Context | None) -> str:
-    """Return the option, the argument, or the variable that has the value."""
+    """Return the name of the option, argument or environment variable that gave the value."""
     source = None if ctx is None or not parameter.name else ctx.get_parameter_source(parameter.name)
     if source is ParameterSource.ENVIRONMENT:
         return str(parameter.envvar)

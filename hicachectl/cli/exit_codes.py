@@ -19,7 +19,7 @@ FINDINGS = 4
 INTERRUPTED = 130
 TERMINATED = 143
 
-# Their subclasses have the same code.
+# A subclass has the code of its base class.
 EXIT_CODES: dict[type[HicacheError], int] = {
     UsageError: BAD_INPUT,
     FormatError: BAD_INPUT,

@@ -1,4 +1,4 @@
-"""A gate that servers wait at: a run is tried again until it succeeds, or its time is over."""
+"""A gate for servers to wait at: repeat a run until it succeeds or its time is over."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE_SECONDS = 2.0
 _LONGEST_PAUSE_SECONDS = 60.0  # an attempt lists stores
-_HANGING_SECONDS = 60.0  # after the gate's time, for the end of an attempt
+_HANGING_SECONDS = 60.0  # time for an attempt to end after the time of the gate
 
 
 class Gate:
-    """Attempts at one run, until one succeeds or the time is over."""
+    """Repeated attempts at one run, until one succeeds or the time is over."""
 
     def __init__(
         self,
@@ -51,11 +51,13 @@ class Gate:
         self._decided = threading.Lock()
 
     def passed(self, attempt: Callable[[float], Result], *, waited: float) -> Result:
-        """Return the result of the last attempt; if it failed, the result is excused.
+        """Return the result of the last attempt. If it failed, the result is excused.
 
-        attempt: does the run; takes the time that is left, in seconds.
+        A run that fails or raises HicacheError is repeated. A signal and any other exception end
+        the gate.
+
+        attempt: does the run. Its argument is the time left, in seconds.
         waited: seconds that earlier processes have waited at the gate.
-        What `HicacheError` reports is tried again. A signal and any other exception end the gate.
         """
         ends = time.monotonic() + self._seconds - waited
         pause = _FIRST_PAUSE_SECONDS
@@ -76,7 +78,7 @@ class Gate:
         return self._excused()
 
     def _wait(self, pause: float, left: float) -> None:
-        """Say what failed, and wait before the next attempt, or for the end of the gate's time."""
+        """Report the failure, and wait for the next attempt or for the end of the gate's time."""
         if left <= 0:
             return
         again = f"tries again in {human_age(pause)}, and " if pause < left else ""
@@ -104,7 +106,7 @@ class Gate:
 
     @contextmanager
     def _watched(self, ends: float) -> Iterator[None]:
-        """End the process if the block hangs, such as in a call of a dead file system."""
+        """End the process if the block hangs, for example in a call to a dead file system."""
 
         def leave() -> None:
             if not self._decided.acquire(blocking=False):
@@ -132,17 +134,19 @@ def _is_signal(ending: BaseException | None) -> bool:
 
 @contextmanager
 def waited_since(path: Path | None) -> Iterator[float]:
-    """Yield the age of a file in seconds; make it if it is missing, and remove it at the end.
+    """Yield the age of a file in seconds. Create a missing file, and remove it after the block.
 
-    If an exception or a kill ends the block, the file stays, so that the next process goes on
-    counting. Without a path, yield 0. Raises UsageError if the file cannot be made or has content,
-    UntrustedError for a link or a file of an untrusted user.
+    If an exception or a kill ends the block, the file stays, so that the next process counts on
+    from its time. Without a path, yield 0.
+
+    Raises UsageError if the file cannot be created or has content, UntrustedError for a link or a
+    file of an untrusted user.
     """
     if path is None:
         yield 0.0
         return
     with held_file(f"--open-since {path}", path, "make the file", os.fstat) as (directory, facts):
-        if facts.st_size:  # it is removed in the end
+        if facts.st_size:  # this function removes the file, so it must be no other one
             raise UsageError(
                 f"--open-since {path}: has {counted(facts.st_size, 'byte')}, so it is no file of a "
                 "gate; give another name"

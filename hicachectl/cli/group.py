@@ -9,7 +9,7 @@ import click
 from hicachectl import __version__
 from hicachectl.cli.command import Group
 
-# The modules of commands, each with its line in `--help`, which imports none of them.
+# The module of each command, and its line in `--help`, which imports no command.
 COMMANDS = {
     "doctor": "Show why servers get no hits from a store, or wrong ones.",
     "ls": "List the pages of a store, or its objects.",
@@ -18,8 +18,8 @@ COMMANDS = {
     "report": "Show a store in pictures, in one HTML file.",
     "explain": "Explain what a finding or a reason means, and what to do.",
     "hits": "Show how much of each request a store can serve.",
-    "simulate": "Show which share of the tokens caches of each size serve.",
-    "bench": "Measure whether a store is faster than computing again.",
+    "simulate": "Show what share of the prompt tokens a cache of each size serves.",
+    "bench": "Measure whether reading from a store is faster than computing.",
     "restore": "Put quarantined pages back into a store.",
     "quarantine": "List the runs in a quarantine; delete old ones.",
     "prewarm": "Copy the most valuable pages into a store.",
@@ -38,7 +38,7 @@ COMMANDS = {
     "version": "Show the version.",
 }
 
-# Names by which other programs call what a command does.
+# Names that other programs give to what a command does.
 _OTHER_NAMES = {
     "du df size space stat stats info": "ls --summary shows bytes and the free space",
     "list dir find keys pages": "ls lists the pages of a store",
@@ -91,7 +91,7 @@ class LazyGroup(Group):
         return command
 
     def other_name(self, name: str) -> str:
-        """Return which command does what another program's command of a name does; else ""."""
+        """Return which command does what other programs call `name`; "" for an unknown name."""
         found = (text for names, text in _OTHER_NAMES.items() if name in names.split())
         return next((f"hicachectl {text}" for text in found), "")
 

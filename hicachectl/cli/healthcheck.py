@@ -1,7 +1,7 @@
-"""Pings of --healthcheck-url, by which a service knows whether a scheduled run happened.
+"""Pings of --healthcheck-url, which tell a service whether a scheduled run happened.
 
-A run pings URL/start when it begins, and URL or URL/fail when it ends, as healthchecks.io has it. A
-run that did nothing, because another process has the lock, pings no end.
+A run pings URL/start when it begins, and URL or URL/fail when it ends, as healthchecks.io expects.
+A run that did nothing, because another process has the lock, pings only the start.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _ENDS = {"/start": "begin", "/fail": "failure", "": "success"}  # what each ping
 
 @contextmanager
 def pinged(ctx: click.Context, url: SplitResult) -> Iterator[None]:
-    """Report the start and the end of the block, which is the run of a command.
+    """Report the start and the end of a command's run, which is the block.
 
-    Pings that fail are one message on stderr after the block, since cron mails what is printed. It
-    is without the path of the URL, which is a secret.
+    Failed pings make one message on stderr after the block, so that cron mails it. The message
+    leaves out the path of the URL, which is a secret.
     """
     tls = url.scheme == "https"
     service = HttpService(
@@ -45,7 +45,7 @@ def pinged(ctx: click.Context, url: SplitResult) -> Iterator[None]:
         max_reply_bytes=_MAX_REPLY_BYTES,
     )
     failed = True
-    lost = dict[str, list[str]]()  # Reason to the reports that did not arrive.
+    lost = dict[str, list[str]]()  # reports that did not arrive, each list by its reason
     try:
         _ping(service, url, "/start", lost)
         yield
@@ -66,7 +66,7 @@ def pinged(ctx: click.Context, url: SplitResult) -> Iterator[None]:
 
 
 def _ping(service: HttpService, url: SplitResult, end: str, lost: dict[str, list[str]]) -> None:
-    """Ping the service; enter an end that is not reported under its reason."""
+    """Ping the service. If the ping fails, add its meaning to `lost` under the reason."""
     query = f"?{quote(url.query, safe=_ALLOWED + '?')}" if url.query else ""
     path = f"{quote(url.path.rstrip('/') + end, safe=_ALLOWED)}{query}"
     try:

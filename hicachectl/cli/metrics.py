@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 LABELS = {"skipped": "check", "findings": "code"}
-"""Labels of metrics that have one beside store."""
+"""The label of each metric that has a label in addition to `store`."""
 
 # A replaced file may have this size; our files have about 10 KB.
 _MAX_BYTES = 1 << 20
@@ -40,8 +40,10 @@ def write_metrics(
 ) -> None:
     """Write the metrics of a command's document atomically.
 
-    succeeded: whether the run ended without failing findings; if not, the time of the last success
-    is taken from the replaced file. A run in parts is as old as its listing, whenever it is merged.
+    The time of a run in parts is the time of its listing, whenever it is merged.
+
+    succeeded: whether the run ended without failing findings. If not, the time of the last success
+        is kept from the replaced file.
     Raises UsageError for a command without metrics, and if the file cannot be written.
     """
     texts = metrics().get(command)
@@ -76,7 +78,7 @@ def write_metrics(
 def metrics_if_empty(
     ctx: click.Context, nothing: Callable[[], Mapping[str, Any]]
 ) -> Iterator[None]:
-    """Write the metrics of a run that does nothing in the block, since a store has no pages.
+    """If the block raises EmptyStore, write the metrics of a run that did nothing.
 
     nothing: returns the document of such a run.
     """
@@ -95,7 +97,7 @@ def _escaped(value: str) -> str:
 
 
 def _last_success(path: Path) -> float:
-    """Return the last success in the replaced file; 0 if not stated."""
+    """Return the time of the last success in the replaced file; 0 if the file states none."""
     try:
         data = read_bounded(path, _MAX_BYTES, what="metrics", regular=True)
         text = data.decode()

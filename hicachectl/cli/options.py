@@ -48,6 +48,7 @@ from hicachectl.cli.values import (
     POSITIVE_SIZE,
     SHARE,
     TIME,
+    Count,
     MetricsFile,
     NameList,
     OutputFile,
@@ -65,29 +66,29 @@ if TYPE_CHECKING:
 
     from hicachectl.formats.models.flag_table import Flag
 
-# Shells put a name into the command line as it is, where `$(…)` would be executed.
+# A shell puts an offered name into the command line unquoted, so a name with `$(…)` would run.
 _OFFERED = re.compile(r"(?![-=])[\w@%+=:,./-]+")
 
 
 def store_names(
     ctx: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem[str]]:
-    """Offer the stores of the config file, and directories."""
+    """Offer the stores of the config file and directories, for shell completion."""
     from click.shell_completion import CompletionItem
 
     from hicachectl.backends.urls import load_config
 
     def is_offered(name: str) -> bool:
-        """Return whether a name continues the word, and means nothing else to a shell."""
+        """Return whether a name continues the word and has no character special to a shell."""
         return name.startswith(incomplete) and _OFFERED.fullmatch(name) is not None
 
     names: list[str] = []
-    with suppress(HicacheError):  # a bad config hides no directory
+    with suppress(HicacheError):  # with a bad config file, directories are still offered
         config = ctx.find_root().params.get("config")
         names = sorted(
             f"{name}:" for name in load_config(None if config is None else str(config)).stores
         )
-    # bash forgets what comes before the directories.
+    # The directories come first: bash drops the candidates before them.
     return [
         CompletionItem(incomplete, type="dir"),
         *(CompletionItem(name) for name in names if is_offered(name)),
@@ -98,11 +99,11 @@ store_argument = argument("store", metavar="STORE", shell_complete=store_names)
 
 
 def _server_flag(flag: Flag) -> Callable[[F], F]:
-    """Return the decorator of the option for a flag of servers."""
+    """Return the decorator of the option that stands for a flag of SGLang servers."""
     name = "--" + flag.parameter.replace("_", "-")
     if flag.kind == "switch":
         return SERVERS.option(name, is_flag=True, help=flag.help)
-    types = {"count": click.IntRange(1), "layers": CommaList()}
+    types = {"count": Count(1), "layers": CommaList()}
     return SERVERS.option(name, type=types.get(flag.kind), metavar=flag.metavar, help=flag.help)
 
 
@@ -116,29 +117,32 @@ output_option = OUTPUT.option(
 findings_options = stack(
     OUTPUT.option(
         "--limit",
-        type=click.IntRange(1),
+        type=Count(1),
         metavar="N",
-        help="In a table, show N groups of findings.  [default: 20]",
+        help="In a table, show at most N groups of findings.  [default: 20]",
     ),
     OUTPUT.option(
-        "--all-findings", is_flag=True, help="In a table, show every finding in a line of its own."
+        "--all-findings", is_flag=True, help="In a table, show one line for each finding."
     ),
 )
 
 
 def refuse_without_table(ctx: click.Context, output_format: str, row: str = "finding") -> None:
-    """Raise click.UsageError for options of tables beside another format. row: word for a row."""
+    """Raise click.UsageError if an option for tables is given with another format.
+
+    row: the word for a row in the message.
+    """
     for parameter, name in (("limit", "--limit"), ("all_findings", "--all-findings")):
         if output_format != "table" and on_command_line(ctx, parameter):
             raise click.UsageError(
-                f"{name}: --format {output_format} has every {row}; leave out {name}"
+                f"{name}: --format {output_format} always has every {row}; leave out {name}"
             )
 
 
 def format_option(
     formats: tuple[str, ...], section: Section = OWN, pointer: str = ""
 ) -> Callable[[F], F]:
-    """Return the option --format of a section; the first of the formats is the default."""
+    """Return the option --format. The first of the formats is the default."""
     return section.option(
         "--format",
         "output_format",
@@ -165,20 +169,18 @@ healthcheck_option = OUTPUT.option(
     type=HEALTHCHECK_URL,
     metavar="URL",
     hide_input=True,
-    help="Ping URL/start first, and URL or URL/fail at the end, as for healthchecks.io.",
+    help="Report the run as healthchecks.io expects: ping URL/start at its start, and URL or "
+    "URL/fail at its end.",
 )
 allow_leases_option = MOONCAKE.option(
     "--allow-leases",
     is_flag=True,
-    help="Mooncake: also use queries that grant leases, which delay eviction by some seconds.",
+    help="Mooncake: also send queries that grant leases, which delay eviction by some seconds.",
 )
 
 
 def pin_ttl_option(name: str, section: Section, *, needs: str = "") -> Callable[[F], F]:
-    """Return the option for the duration of pins.
-
-    needs: see `Option`.
-    """
+    """Return the option for the duration of pins. needs: see `Option`."""
     return section.option(
         name,
         "pin_seconds",
@@ -186,15 +188,16 @@ def pin_ttl_option(name: str, section: Section, *, needs: str = "") -> Callable[
         variable=False,
         type=POSITIVE_DURATION,
         divided=SAME,
-        help="Keep pins this long, at most the master's --max_kv_soft_pin_ttl (a week unless set; "
-        "a day before Mooncake 0.3.14).  [default: 30m]",
+        help="Keep pins for this duration. The master's --max_kv_soft_pin_ttl limits it: by "
+        "default a week, and a day before Mooncake 0.3.14.  [default: 30m]",
     )
 
 
 lease_wait_option = MOONCAKE.option(
     "--lease-wait",
     type=DURATION,
-    help="Mooncake: wait this long for leases to end before a removal fails.  [default: 20s]",
+    help="Mooncake: wait for leases to end, at most this long, before a removal fails.  [default: "
+    "20s]",
 )
 
 
@@ -209,37 +212,40 @@ profile_option = PROFILE.option(
 
 
 def _profile_options(*server: Callable[[F], F]) -> Callable[[F], F]:
-    """Return the options that describe servers. server: the option --server, or nothing."""
+    """Return the options that describe servers.
+
+    server: the option --server; empty for a command that declares its own.
+    """
     return stack(
         profile_option,
         PROFILE.option(
             "--model-config",
             type=click.Path(path_type=Path),
             metavar="FILE",
-            help="Build the profile from a Hugging Face config.json (or its directory) and the "
-            "options below.",
+            help="Build the profile from a Hugging Face config.json, or from the directory with "
+            "it, and from the server flags.",
         ),
         *server,
         PROFILE.option(
             "--weights",
             describes=False,
             metavar="DIR|TEXT",
-            help="Name the model's weights in the profile: read them from DIR, or TEXT as printed "
-            "by hicachectl profile.  [default: those of --server, if its model path is on this "
-            "machine]",
+            help="Record the model's weights in the profile: the fingerprint of the checkpoint in "
+            "DIR, or the TEXT that hicachectl profile printed.  [default: the weights of "
+            "--server, if its model path is on this machine]",
         ),
         PROFILE.option(
             "--draft-weights",
             describes=False,
             metavar="DIR|TEXT",
-            help="Name the weights of a separate draft model.",
+            help="Record the weights of a separate draft model.",
         ),
         *map(_server_flag, OPTIONS),
         SERVERS.option(
             "--draft-model-config",
             type=click.Path(path_type=Path),
             metavar="FILE",
-            help="config.json of the draft model, or its directory.",
+            help="config.json of the draft model, or the directory with it.",
         ),
     )
 
@@ -248,15 +254,15 @@ profile_options = _profile_options(
     PROFILE.option(
         "--server",
         metavar="URL",
-        help="Build the profile from the answers of a live SGLang server.",
+        help="Build the profile from the settings of a live SGLang server.",
     )
 )
 profile_options_beside_servers: Callable[[Any], Any] = _profile_options()
 
 _to = TRANSFORM.option
 _transform_options = stack(
-    _to("--to-profile", type=FILE, help="Write the pages for the deployment of this profile."),
-    _to("--to-model", metavar="NAME", help="Served model name to write."),
+    _to("--to-profile", type=FILE, help="Write pages for the deployment of this profile."),
+    _to("--to-model", metavar="NAME", help="Model name to write, as the servers state it."),
     _to(
         "--to-tag",
         absence="--to-no-tag",
@@ -264,8 +270,8 @@ _transform_options = stack(
         help="Mooncake: extra_backend_tag to write.",
     ),
     _to("--to-no-tag", is_flag=True, help="Mooncake: write keys without a tag."),
-    _to("--to-tp", type=click.IntRange(1), metavar="N", help="Attention TP size to write."),
-    _to("--to-pp", type=click.IntRange(1), metavar="N", help="Pipeline stages to write."),
+    _to("--to-tp", type=Count(1), metavar="N", help="Attention TP size to write."),
+    _to("--to-pp", type=Count(1), metavar="N", help="Pipeline stages to write."),
     _to(
         "--to-pp-partition",
         type=CommaList(),
@@ -274,19 +280,23 @@ _transform_options = stack(
     ),
     _to(
         "--to-tp-lcm-size",
-        type=click.IntRange(1),
+        type=Count(1),
         metavar="N",
         help="Mooncake with split heads: tp_lcm_size to write.",
     ),
     _to("--to-layout", metavar="LAYOUT", help="Memory layout to write."),
-    _to("--to-sglang", metavar="VERSION", help="Write what this SGLang release reads."),
+    _to(
+        "--to-sglang",
+        metavar="VERSION",
+        help="Write the keys and bytes that this SGLang release reads.",
+    ),
     _to(
         "--trailers",
         type=click.Choice(["auto", "write", "drop"]),
         default="auto",
         show_default=True,
-        help="Trailers of objects written to a file store: as needed, always, or never; see "
-        "TRAILERS in hicachectl-migrate(1).",
+        help="Give objects in a file store trailers where needed, always or never; see TRAILERS "
+        "in hicachectl-migrate(1).",
     ),
 )
 
@@ -295,22 +305,22 @@ lock_option = RESOURCES.option(
     type=FILE,
     entry=Entry("lock", ("store", "destination", "quarantine")),
     divided=Divided(instead="leave it out, since two processes may do the same part at once"),
-    help="Lock FILE (flock) during the run, or do nothing if another process holds the lock. See "
-    "LOCKS in hicachectl(1).",
+    help="Lock FILE during the run; do nothing if another process holds the lock. See LOCKS in "
+    "hicachectl(1).",
 )
 jobs_option = RESOURCES.option(
     "--jobs",
-    type=click.IntRange(1, MOST_CALLS),
+    type=Count(1, MOST_CALLS),
     metavar="N",
-    help="Make N calls at once to each store; see CALLS in hicachectl(1).  [default: as many as "
-    f"pay, at most {MOST_CALLS}]",
+    help="Make N calls at once to each store; see CALLS in hicachectl(1).  [default: found during "
+    "the run]",
 )
 _buffer_option = RESOURCES.option(
     "--buffer-bytes",
     type=POSITIVE_SIZE,
     default="1GiB",
     show_default=True,
-    help="Memory to read objects into.",
+    help="Memory for the bytes of objects.",
 )
 _bwlimit_option = RESOURCES.option(
     "--bwlimit", type=POSITIVE_SIZE, divided=SHARED, help="Read at most this many bytes per second."
@@ -320,17 +330,17 @@ parts_options = stack(
     PARTS.option(
         "--shard",
         metavar="I/N",
-        help="Do part I (from 0) of N of the run in --run; part 0 lists for all, and hicachectl "
-        "merge joins the parts. /N takes I from Kubernetes (JOB_COMPLETION_INDEX) or Slurm "
-        "(SLURM_ARRAY_TASK_ID).",
+        help="Do part I of N, counted from 0, of the run in --run. Part 0 lists the store for all "
+        "parts; hicachectl merge joins their results. With /N, Kubernetes (JOB_COMPLETION_INDEX) "
+        "or Slurm (SLURM_ARRAY_TASK_ID) states I.",
     ),
     PARTS.option(
         "--run",
         "run_directory",
         type=RunPath(),
         metavar="DIR",
-        help="Directory of one run with --shard or --ray, such as /shared/$(date +%F); created if "
-        "it is missing. All parts of --shard share it. With --ray, only this host uses it, to "
+        help="Keep one run with --shard or --ray in DIR, such as /shared/$(date +%F). A missing "
+        "DIR is created. All parts of --shard share it. With --ray, only this host uses it, to "
         "continue an interrupted run.",
     ),
     PARTS.option(
@@ -338,25 +348,25 @@ parts_options = stack(
         type=DURATION,
         default="1h",
         show_default=True,
-        help="With --shard: wait so long for the listing of part 0.",
+        help="With --shard: wait for the listing of part 0, at most this long.",
     ),
     PARTS.option(
         "--ray",
         metavar="ADDRESS",
-        help="Divide the run among the nodes of a Ray cluster: auto (the cluster of this host), "
-        "HOST:PORT, or local (this host).",
+        help="Divide the run among the nodes of a Ray cluster. ADDRESS is auto (the cluster of "
+        "this host), HOST:PORT, or local (this host alone).",
     ),
     PARTS.option(
         "--workers",
         needs="--ray",
-        type=click.IntRange(1, 10_000),
+        type=Count(1, 10_000),
         metavar="N",
-        help="Parts that --ray does at once, on all nodes together.  [default: one on each node]",
+        help="With --ray: do N parts at once, on all nodes together.  [default: one on each node]",
     ),
 )
 
 
-# Options of commands that compare a store with the copy of another store that it should be.
+# For a command that compares a store with the copy that it should be.
 comparing_options = stack(_transform_options, jobs_option, _buffer_option, _bwlimit_option)
 copy_options = stack(
     _transform_options,
@@ -372,7 +382,8 @@ copy_options = stack(
 def changing_options(done: str, doing: str) -> Callable[[F], F]:
     """Return the options of a command that asks before it changes something.
 
-    done, doing: forms of the command's verb.
+    done: past participle of the command's verb, such as "removed".
+    doing: gerund of the command's verb, such as "removing".
     """
     return stack(
         own_option("--dry-run", is_flag=True, help=f"Show what would be {done}; change nothing."),
@@ -384,11 +395,11 @@ def changing_options(done: str, doing: str) -> Callable[[F], F]:
 def trace_options(
     text: str, *, needs: str = "", also: str = "", required: bool = False
 ) -> Callable[[F], F]:
-    """Return the options of requests in any form.
+    """Return the options for requests in any form.
 
-    text: what the command does with --trace.
-    needs: the option that --trace needs, with its value.
-    also: another option whose requests need a tokenizer.
+    text: first sentence of the help of --trace.
+    needs: option that --trace needs, with its value.
+    also: another option with requests that need a tokenizer.
     """
     return stack(
         equal_option(
@@ -399,22 +410,22 @@ def trace_options(
             required=required,
             repeats=False,
             metavar="FILE",
-            help=f"{text} FILE is SGLang's request log, a trace or a data set (also compressed), a "
-            "directory or pattern of these, or -. Can be given several times; see TRACES in "
-            "hicachectl-prewarm(1).",
+            help=f"{text} FILE is SGLang's request log, a trace or a data set, also compressed; a "
+            "directory or a pattern of such files; or - for stdin. Can be given several times; see "
+            "TRACES in hicachectl-prewarm(1).",
         ),
         REQUESTS.option(
             "--trace-format",
             needs="--trace",
             metavar="NAME",
-            help="Form of the trace.  [default: recognised by its content]",
+            help="Form of the trace, such as sglang-log.  [default: recognised by its content]",
         ),
         REQUESTS.option(
             "--block-size",
             needs="--trace",
-            type=click.IntRange(1),
+            type=Count(1),
             metavar="TOKENS",
-            help="Tokens of a block in hash_ids.  [default: the size in the trace]",
+            help="Tokens of a block of hash_ids.  [default: the size in the trace]",
         ),
         REQUESTS.option(
             "--tokenizer",
@@ -422,7 +433,7 @@ def trace_options(
             needs=f"{also} or --trace" if also else "--trace",
             divided=OWN_VALUE,
             metavar="DIR",
-            help="Directory with tokenizer.json, for requests that are text.  [default: the "
+            help="Directory with the tokenizer.json for requests that are text.  [default: the "
             "directory of --model-config or --profile]",
         ),
     )
@@ -434,7 +445,7 @@ request_options = stack(
         type=INPUT,
         repeats=False,
         metavar="FILE",
-        help="Requests as text or chat messages, one JSON value per line; needs a tokenizer.",
+        help="Requests as texts or chat messages, one JSON value per line. Needs a tokenizer.",
     ),
     equal_option(
         "--token-ids",
@@ -447,45 +458,46 @@ request_options = stack(
         "--pages",
         type=FILE,
         repeats=False,
-        help="Pages; a line is a hash, a JSON list of hashes (a chain) or a row of "
-        "ls --format jsonl.",
+        help="Pages. Each line is a page hash, a JSON list of hashes (a chain) or a row of ls "
+        "--format jsonl.",
     ),
     trace_options("Requests in any form.", also="--prompts"),
 )
 
 model_option = PROFILE.option(
-    "--model", variable=False, metavar="NAME", help="Choose one of several models in STORE."
+    "--model", variable=False, metavar="NAME", help="Choose a model of STORE, if it has several."
 )
 
 prefetch_threshold_option = SERVERS.option(
     "--prefetch-threshold",
-    type=click.IntRange(0),
+    type=Count(0),
     repeats=False,
     metavar="TOKENS",
-    help="SGLang's prefetch_threshold: servers fetch nothing if fewer tokens of a request are "
-    "usable.  [default: as the profile states, else 256]",
+    help="SGLang's prefetch_threshold. If fewer tokens of a request are usable, servers fetch "
+    "none of them.  [default: the profile's, else 256]",
 )
 
 
 def grace_option(text: str) -> Callable[[F], F]:
-    """Return the option --grace, whose help says what a command does with young groups."""
+    """Return the option --grace. text: what the command does with page groups that are young."""
     return equal_option(
         "--grace",
         type=DURATION,
         default=f"{DEFAULT_GRACE_SECONDS:g}s",
         show_default=True,
         repeats=True,
-        help=f"{text}; servers may still be writing them.",
+        help=f"{text}. Servers may still be writing them.",
     )
 
 
-judging_grace_option = grace_option("Do not judge page groups younger than this")
+judging_grace_option = grace_option("Leave out page groups younger than this")
 
 
 def sample_options(section: Section, day: str) -> Callable[[F], F]:
-    """Return the options of a section that limit what checks read.
+    """Return the options that limit how many objects checks read.
 
-    day: text that names the default of --sample-slice.
+    section: section of the options in the help.
+    day: the default of --sample-slice in words.
     """
     return stack(
         section.option(
@@ -496,15 +508,15 @@ def sample_options(section: Section, day: str) -> Callable[[F], F]:
         section.option(
             "--sample-slice",
             needs="--sample",
-            type=click.IntRange(0),
+            type=Count(0),
             metavar="K",
-            help=f"Read share number K.  [default: {day}]",
+            help=f"Read share number K of the pages.  [default: {day}]",
         ),
         section.option(
             "--time-limit",
             type=DURATION,
             divided=Divided(same=True, shared_by=("--shard",)),
-            help="Start no further read after this duration.",
+            help="Stop reading objects after this duration.",
         ),
     )
 
@@ -514,7 +526,8 @@ allow_empty_option = own_option(
     is_flag=True,
     repeats=False,
     divided=OWN_VALUE,
-    help="Accept a store without any page, otherwise refused because it may not be mounted.",
+    help="Accept a store without any page. Without this option it is refused, because its file "
+    "system may not be mounted.",
 )
 
 checking_options = stack(
@@ -543,7 +556,7 @@ def allow_shrink_option(needs: str = "") -> Callable[[F], F]:
         needs=needs,
         repeats=False,
         divided=AT_MERGE,
-        help="Write a catalog with fewer than half as many entries as before.",
+        help="Write the catalog even if it has fewer than half as many entries as before.",
     )
 
 
@@ -551,14 +564,16 @@ min_usable_option = equal_option(
     "--min-usable",
     type=SHARE,
     metavar="SHARE",
-    help="Exit with 4 if servers would fetch less than this share of the requested tokens, such "
-    "as 0.9.",
+    help="Exit with 4 if servers can fetch less than this share of the requested tokens, such as "
+    "0.9.",
 )
 
 _filter = FILTERS.option
-FLAG_FILTERS = ("tag", *AXES)  # options of these names also describe a profile
+FLAG_FILTERS = ("tag", *AXES)  # server flags have these names, too
 _FILTERS: Mapping[str, Callable[[Any], Any]] = {
-    "model": _filter("--model", metavar="NAME", help="Only this model, as org/name or org-name."),
+    "model": _filter(
+        "--model", metavar="NAME", help="Only pages of this model, written org/name or org-name."
+    ),
     "tag": _filter(
         "--tag",
         absence="--no-tag",
@@ -569,9 +584,9 @@ _FILTERS: Mapping[str, Callable[[Any], Any]] = {
     **{
         axis: _filter(
             f"--{axis}",
-            type=click.IntRange(1),
+            type=Count(1),
             metavar="N",
-            help=f"Only pages of this {axis.upper()} size, as shown by ls.",
+            help=f"Only pages of this {axis.upper()} size, as ls shows it.",
         )
         for axis in AXES
     },
@@ -585,7 +600,7 @@ _FILTERS: Mapping[str, Callable[[Any], Any]] = {
     "since": _filter(
         "--since",
         type=TIME,
-        help="Only pages written since TIME (ISO 8601, or an age such as 2h).",
+        help="Only pages last written at TIME or later (ISO 8601, or an age such as 2h).",
     ),
     "before": _filter(
         "--before",
@@ -595,18 +610,19 @@ _FILTERS: Mapping[str, Callable[[Any], Any]] = {
     "pages": _filter(
         "--pages",
         type=FILE,
-        help="Only pages in FILE. A line is a page hash, or a row of ls --format jsonl, which "
-        "stands for one group of the page.",
+        help="Only the pages in FILE. Each line is a page hash, or a row of ls --format jsonl, "
+        "which stands for one group of its page.",
     ),
 }
 _NO_TAG_BESIDE_FLAGS = _filter(
     "--no-tag",
     is_flag=True,
-    help="Only pages without a tag. --tag, --tp, --pp, --cp and --dcp are filters too, unless they "
-    "describe servers beside --model-config or --server.",
+    help="Only pages without a tag. --tag, --tp, --pp, --cp and --dcp are filters too, but "
+    "describe servers if --model-config or --server is given.",
 )
 FILTER_NAMES = tuple(_FILTERS)
-OF_PAGES = ("pool", "page", "state", "since", "before", "pages")  # filters that name no deployment
+# The filters that choose among the pages of one deployment.
+OF_PAGES = ("pool", "page", "state", "since", "before", "pages")
 
 
 def filter_options(
@@ -614,8 +630,9 @@ def filter_options(
 ) -> Callable[[F], F]:
     """Return the options of the filters.
 
-    beside_flags: whether the command has `profile_options`, some of which are filters too.
-    without: filters that the command does not have.
+    beside_flags: leave out the filters in FLAG_FILTERS. The server flags of the command take their
+        place.
+    without: further filters to leave out.
     """
     left_out = {*without, *(FLAG_FILTERS if beside_flags else ())}
     options = {**_FILTERS, **({"no_tag": _NO_TAG_BESIDE_FLAGS} if beside_flags else {})}

@@ -51,8 +51,8 @@ def write_document(
 ) -> None:
     """Write a report: the whole document as `json`, only its rows in other formats.
 
-    name: member of the document for the rows.
-    text: returns the lines of the `table` format; its argument is the terminal.
+    name: member of the document that has the rows.
+    text: returns the lines of the `table` format for a terminal.
     """
     with _destination(output, output_format) as stream:
         if output_format == "table":
@@ -146,9 +146,9 @@ def document_text(document: Mapping[str, Any]) -> str:
 
 
 def _document_pieces(document: Mapping[str, Any]) -> Iterator[str]:
-    """Return the text of a `json` document in pieces; only its rows are made while they are read.
+    """Return the text of a `json` document in pieces. Only its rows are made while they are read.
 
-    All else is made at once: half a document is worse than none.
+    The rest is made at once, so that an error in it leaves no half document behind.
     """
     pieces: list[Iterable[str]] = [[_document_head()]]
     for key, value in document.items():
@@ -219,7 +219,7 @@ def _inert(rows: pa.Table) -> pa.Table:
 
 
 def _flat(rows: pa.Table) -> pa.Table:
-    """Return the rows with nested columns as JSON text, for CSV."""
+    """Return the rows for CSV, with nested columns as JSON text."""
     for index, field in enumerate(rows.schema):
         if pa.types.is_nested(field.type):
             rows = rows.set_column(index, field.name, json_values(rows.column(index)))

@@ -1,6 +1,6 @@
 """Arguments and options: their sections in the help, and what the program does with their values.
 
-What holds for an option is said where it is declared, or by its section. No list elsewhere names
+The declaration of an option, or its section, states its properties. No list elsewhere names
 options.
 """
 
@@ -68,10 +68,10 @@ AT_MERGE = Divided(instead="give {} to hicachectl merge")
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the help, and what holds for its options unless they say otherwise.
+    """A section of the help, with the properties that its options have by default.
 
-    variable: whether they are settings, which have a variable.
-    describes: whether they describe servers in place of --profile.
+    variable: whether its options are settings, which have an environment variable.
+    describes: whether its options describe servers in place of --profile.
     repeats: see `Option`.
     divided: see `Option`.
     """
@@ -107,7 +107,7 @@ SERVERS = Section("Server flags", describes=True, repeats=True, divided=SAME)
 class Parsed(click.ParamType[Any]):
     """A value that a function makes from a text; other values pass through.
 
-    parse: the function. Raises ValueError or UsageError, whose text says why.
+    parse: the function. It raises ValueError or UsageError with the reason as its text.
     words: function that returns the texts which a shell offers.
     """
 
@@ -140,17 +140,18 @@ class Parsed(click.ParamType[Any]):
 
 
 class CommaList(Parsed):
-    """A text of members between commas, which a function may parse further."""
+    """A text with commas between its members, which a function may parse further."""
 
     def __init__(self, parse: Callable[[str], Any] = str) -> None:
         super().__init__("list", parse)
 
 
 class _Given(click.Parameter):
-    """A parameter that refuses an empty text, and a second value if it takes one.
+    """A parameter that refuses an empty text, and two different values unless it is `multiple`.
 
     A script with an unset variable gives an empty text, which must not choose everything.
 
+    absence: option to give in place of an empty value, such as --no-tag; empty if there is none.
     hide_input: whether values are secrets, which messages do not show.
     """
 
@@ -205,19 +206,19 @@ class Argument(_Given, click.Argument):
 class Option(_Given, click.Option):
     """An option of a section of the help; click's own options belong to the section `OWN`.
 
-    absence: the option that says in a word what an empty value could mean.
-    needs: the options without all of which this one is refused, with their values, such as
+    needs: options of which at least one must be given with this one, with their values, such as
         "--free SIZE" or "--prompts or --trace"; empty for none.
     entry: where the config file states the value; None for an option that it cannot state.
     writes: whether the command writes to its store only with this option or another such one.
 
-    The section says these three, if the option does not:
+    By default, the section states these three:
 
     describes: whether the option describes servers in place of --profile.
-    repeats: whether a command that a message suggests has the option, too.
+    repeats: whether commands that messages suggest repeat the option.
     divided: what a run in parts does with the option.
 
-    variable: whether the option is a setting, which has a variable; None: as its section says.
+    variable: whether the option is a setting, which has an environment variable. None takes the
+        section's value.
     """
 
     def __init__(
@@ -263,14 +264,14 @@ own_option = OWN.option
 """`click.option` for a command's own option."""
 
 equal_option = Section(OWN.title, divided=SAME).option
-"""`click.option` for a command's own option. All parts must have the same value of it."""
+"""`click.option` for a command's own option that must have the same value in all parts."""
 
 own_setting = partial(own_option, variable=True)
 """`click.option` for a command's own option that is a setting."""
 
 
 def removed_option(name: str, instead: str) -> Callable[[F], F]:
-    """Return the decorator of an option that is refused, with what to do instead."""
+    """Return the decorator of an option that is refused. instead: next step in the message."""
 
     def refuse(ctx: click.Context, parameter: click.Parameter, value: str | None) -> None:
         if value is not None and not ctx.resilient_parsing:
@@ -307,7 +308,7 @@ def refuse_lonely(ctx: click.Context) -> None:
 
 
 def options_of(command: click.Command) -> list[Option]:
-    """Return the options of a command, without those that click has for the help."""
+    """Return the options of a command, without click's own options for the help."""
     return [parameter for parameter in command.params if isinstance(parameter, Option)]
 
 

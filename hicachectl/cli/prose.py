@@ -1,9 +1,9 @@
 """Sections of man pages that are written by hand.
 
-These are in `manpages/texts/PAGE.txt`. `# TITLE` begins a section. Blank lines divide its blocks:
-paragraphs, `- TERM` with its text in the lines below, and literal lines, indented by four. `@NAME`
-stands for items that the program knows, and `@shared` for the section of this title, or of the
-title behind it, in `shared.txt`.
+The file of a page is `manpages/texts/PAGE.txt`. `# TITLE` begins a section. Blank lines divide its
+blocks: paragraphs, items (`- TERM` with its text in the lines below) and literal lines, indented by
+four. `@NAME` stands for items that the program makes. `@shared TITLE` stands for a section of
+`shared.txt`; without a title, for the section of the same title.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hicachectl.formats.releases import NEWEST_SGLANG
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-LITERAL = "    "  # what a literal line begins with
+LITERAL = "    "  # indentation of a literal line
 _SHARED = "@shared"
 
 
@@ -34,7 +34,7 @@ Block = str | Item
 
 @cache
 def prose(page: str) -> Mapping[str, tuple[Block, ...]]:
-    """Return the blocks of each section of a page, by title; none for a page without a file."""
+    """Return the blocks of each section of a page, by title; {} for a page without a file."""
     file = files("hicachectl.cli.manpages").joinpath("texts", f"{page}.txt")
     if not file.is_file():
         return {}
@@ -77,7 +77,7 @@ def _joined(blocks: Iterable[Block]) -> Iterator[Block]:
 
 
 def is_literal(block: Block) -> bool:
-    """Return whether a block is shown as it is."""
+    """Return whether a block consists of literal lines."""
     return isinstance(block, str) and block.startswith(LITERAL)
 
 

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 Used = TypeVar("Used")
 
 PROGRESS_DELAY_S = 1.0
-_CONFIG = "hicachectl.config"  # in the meta of contexts
+_CONFIG = "hicachectl.config"  # key in a context's meta
 SUCCEEDED = "hicachectl.succeeded"
-"""Key in the meta of contexts. The value says whether the run succeeded; none without a result."""
+"""Key in a context's meta: whether the run succeeded; absent if the run has no result."""
 _log = logging.getLogger(__name__)
 _OPENING = ("allow_leases", "lease_wait", "jobs")  # options that `open_store` takes
 
@@ -55,7 +55,7 @@ def opened(ctx: click.Context, text: str, *, create: bool = False) -> AbstractCo
 
 
 def reopening(ctx: click.Context, text: str) -> Opening:
-    """Return `opened_store` for the store of a STORE argument in another process."""
+    """Return a picklable function that opens the store of a STORE argument in another process."""
     from hicachectl.backends.urls import parse_url
 
     return partial(opened_store, str(parse_url(text, config_of(ctx))), **_opening(ctx))
@@ -77,7 +77,9 @@ def opened_store(
     create: bool = False,
     verbose: bool = False,
 ) -> Iterator[Store]:
-    """Open a store outside a command, as on another node. Arguments: see `open_store`.
+    """Open a store without a command's context, for example on another node.
+
+    Arguments as in `open_store`.
 
     verbose: show the messages of native libraries.
     """
@@ -106,9 +108,10 @@ def _is_open(url: str) -> bool:
 
 
 def moment_of(store: Store, moment: float | None, *, changes: bool) -> float | None:
-    """Return a time of an option in Unix seconds; an age counts by the clock of the store's times.
+    """Return the time of an option in Unix seconds. An age counts by the store's clock.
 
-    moment: a result of `values.moment`. changes: see `present_ns`.
+    moment: a result of `values.moment`.
+    changes: see `present_ns`.
     """
     from hicachectl.backends.capabilities import present_ns
 
@@ -134,7 +137,7 @@ def store_name(ctx: click.Context, text: str) -> str:
 
 
 def quarantine_directory(ctx: click.Context, text: str) -> Path:
-    """Return the directory of a QUARANTINE argument; of a store, that of its own quarantine."""
+    """Return the directory of a QUARANTINE argument. For a store, it is its own quarantine."""
     from hicachectl.backends.disk.names import OWN_PREFIX
     from hicachectl.backends.urls import SIDE_PARAMETER, parse_url
 
@@ -158,9 +161,9 @@ def require_consent(options: Mapping[str, Any]) -> None:
 
 
 def agreed(ctx: click.Context, question: str, done: str) -> bool:
-    """Return whether to go on; ask on the terminal unless --yes or --dry-run is given.
+    """Return whether to go on. Ask on the terminal unless --yes or --dry-run is given.
 
-    done: what is then done, such as "removed", for the remark on a refusal.
+    done: past participle of the action, such as "removed", for the remark on a refusal.
     """
     options = ctx.params
     if options["yes"] or options["dry_run"] or click.confirm(question, err=True):
@@ -236,7 +239,7 @@ def bytes_progress(ctx: click.Context, what: str) -> Iterator[Callable[[int, int
 def stages(
     ctx: click.Context, what: str
 ) -> Iterator[tuple[Callable[[int], None], Callable[[int, int], None]]]:
-    """Show the progress of a listing, then of bytes. what: "reading" or "copying"."""
+    """Show the progress of a listing, then of bytes. what: label such as "reading"."""
     with progress(ctx, "listing", " objects") as on_listed, bytes_progress(ctx, what) as on_bytes:
         yield on_listed, on_bytes
 
@@ -261,7 +264,7 @@ def _bar(ctx: click.Context, what: str, unit: str, *, unit_divisor: int = 1000) 
 
 
 def remark(ctx: click.Context, *texts: str, failure: bool = False) -> None:
-    """Print remarks on stderr, unless --quiet is given.
+    """Print remarks on stderr unless --quiet is given.
 
     failure: the texts say why the exit status is not 0, or what was not done, so they are printed
         in any case.

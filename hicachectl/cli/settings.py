@@ -1,9 +1,9 @@
 """Settings: values of options from the environment and the config file.
 
-A setting says how a command works, or what a place is always used with. HICACHECTL_NAME is the
-variable of the option --name, in every command that has it. The config file states some options for
-a store. What a command does, chooses or removes is said on the command line only. An option's
-declaration says which it is: see `Option`.
+A setting says how a command works, or what belongs to a store. The environment variable
+HICACHECTL_NAME sets the option --name of every command that has it. The config file states some
+options of a store. Only the command line says what a command does, chooses or removes. `Option`
+declares which options are settings.
 
 The command line beats the environment, which beats the config file.
 """
@@ -44,7 +44,7 @@ _PROFILE = "profile_file"
 
 
 def every_command(ctx: click.Context) -> Iterator[click.Command]:
-    """Yield a group and all its commands, which are imported."""
+    """Yield a group and all commands below it. Their modules are imported."""
     yield ctx.command
     if isinstance(ctx.command, click.Group):
         for name in ctx.command.list_commands(ctx):
@@ -54,7 +54,7 @@ def every_command(ctx: click.Context) -> Iterator[click.Command]:
 
 
 def unused_variables(ctx: click.Context) -> Iterator[str]:
-    """Yield a remark on each variable that no command reads."""
+    """Yield a remark on each environment variable with our prefix that no command reads."""
     own = {option.envvar for above in _chain(ctx) for option in above.command.params}
     asked = {
         name for name in os.environ if name.startswith(PREFIX) and not name.startswith(_OF_TESTS)
@@ -81,7 +81,7 @@ def unused_variables(ctx: click.Context) -> Iterator[str]:
 
 
 def refuse_server_variables(command: click.Command) -> None:
-    """Raise UsageError for a variable of a server's flag, which earlier releases read."""
+    """Raise UsageError for the variable of a server flag, which earlier releases read."""
     for option in options_of(command):
         if option.section is SERVERS and os.environ.get(variable := variable_of(option)):
             raise UsageError(
@@ -92,9 +92,9 @@ def refuse_server_variables(command: click.Command) -> None:
 
 @contextmanager
 def named_sources(ctx: click.Context) -> Iterator[None]:
-    """Name the variables, and the entries of the config file, whose values an error is about.
+    """Name in an error of the block the variable or config entry that gave the wrong value.
 
-    They stand in place of their options, and before a path that they name.
+    The name replaces that of the option. If the error names only a path, it stands before the path.
     """
     try:
         yield
@@ -122,13 +122,13 @@ def _naming_sources(ctx: click.Context, text: str) -> str:
 
 
 def _place(ctx: click.Context, option: click.Parameter) -> str:
-    """Return the variable or the entry of the config file that states a value; else ""."""
+    """Return the variable or the config entry that gave an option its value; else ""."""
     source = ctx.get_parameter_source(str(option.name))
     if source is ParameterSource.ENVIRONMENT:
         return str(option.envvar)
     if source is not ParameterSource.DEFAULT_MAP or not isinstance(option, Option):
         return ""
-    assert option.entry is not None  # `_fill` has filled it
+    assert option.entry is not None  # only `_fill` sets this source, from the entry
     config, member, value = config_of(ctx), option.entry.member, ctx.params[str(option.name)]
     own = (_store_text(ctx, option.entry) or "").removesuffix(":")
     names = [own, *config.stores]  # a store's URL may name another, which has the setting
@@ -143,10 +143,10 @@ def _chain(ctx: click.Context | None) -> Iterator[click.Context]:
 
 
 def contradiction_remark(ctx: click.Context) -> Callable[[str], None] | None:
-    """Return a function that reports a profile the store contradicts, or None to refuse it.
+    """Return a function that reports a profile which the store contradicts; None to refuse it.
 
-    A profile from elsewhere than the command line is about the store that servers use now. It may
-    have pages of their predecessors only, and they can be listed and removed all the same.
+    A profile from the environment or the config file describes today's servers. A store that has
+    only pages of earlier servers contradicts it, and must still be listed and cleaned.
     """
     if ctx.params.get(_PROFILE) is None or on_command_line(ctx, _PROFILE):
         return None
@@ -154,7 +154,7 @@ def contradiction_remark(ctx: click.Context) -> Callable[[str], None] | None:
 
 
 def settle(ctx: click.Context) -> None:
-    """Fill parameters from the config file; drop those that give way to a stronger source.
+    """Fill parameters from the config file; drop those that a stronger source overrides.
 
     Raises UsageError and FormatError for the config file.
     """
@@ -169,13 +169,13 @@ def settle(ctx: click.Context) -> None:
 
 
 def _strength(ctx: click.Context, name: str) -> int:
-    """Return 0 for a default."""
+    """Return the rank of a parameter's source: 0 for a default, more for a stronger source."""
     source = ctx.get_parameter_source(name)
     return _SOURCES.index(source) + 1 if source in _SOURCES else 0
 
 
 def _writes(ctx: click.Context, options: Collection[Option]) -> bool:
-    """Return whether the command changes the store as one run."""
+    """Return whether the command changes the store, and is not a part of a run."""
     if ctx.params.get("dry_run") or ctx.params.get("shard") is not None:
         return False
     asked = [ctx.params[str(option.name)] for option in options if option.writes]
@@ -199,13 +199,13 @@ def _fill(ctx: click.Context, option: Option) -> None:
 
 
 def _store_text(ctx: click.Context, entry: Entry) -> str | None:
-    """Return the store of an entry, if a parameter names it as a text."""
+    """Return the STORE argument that an entry is about; None without one."""
     text = next((ctx.params[store] for store in entry.stores if ctx.params.get(store)), None)
     return text if isinstance(text, str) else None
 
 
 def _drop(ctx: click.Context, names: Collection[str]) -> None:
-    """Reset parameters, except those of the command line."""
+    """Reset parameters to their defaults, except those on the command line."""
     for option in ctx.command.params:
         name = str(option.name)
         if name in names and _strength(ctx, name) and not on_command_line(ctx, name):

@@ -41,7 +41,7 @@ def pages_for_people(rows: pa.Table) -> pa.Table:
 
 
 def _sizes_text(rows: pa.Table) -> pa.StringArray:
-    """Return texts as `tp 4 pp 2`, which distinguish the deployments of one model."""
+    """Return texts such as `tp 4 pp 2`, which distinguish the deployments of one model."""
     return _by_axis(
         [pc.binary_join_element_wise(f"{axis} ", _text(rows, f"{axis}_size"), "") for axis in AXES]
     )
@@ -173,8 +173,10 @@ def hits_lines(
 ) -> Iterator[str]:
     """Yield the lines of `hits`: the requests or the causes, the groups, then the sums.
 
-    by: words of the report's groups.
-    limit: most lines of a table, the worst first; None: DEFAULT_LIMIT on a terminal, else all.
+    summary: show the causes in place of the requests.
+    by: words of --by.
+    limit: maximum lines of a table, the worst first. None means DEFAULT_LIMIT on a terminal, and no
+        limit elsewhere.
     """
     from hicachectl.requests.measuring import served_text, short_text, unreachable_text
 
@@ -232,7 +234,7 @@ def causes_for_people(rows: pa.Table) -> pa.Table:
 
 
 def groups_for_people(rows: pa.Table, by: str) -> pa.Table:
-    """Return the text columns of groups of `hits`. by: their word."""
+    """Return the text columns of groups of `hits`. by: word of --by, the title of a column."""
     served = pc.divide(pc.cast(rows["served_tokens"], pa.float64()), rows["requested_tokens"])
     shares = pc.coalesce(pc.if_else(pc.is_finite(served), served, None), rows["usable_share"])
     return pa.table(
@@ -247,7 +249,7 @@ def groups_for_people(rows: pa.Table, by: str) -> pa.Table:
 
 
 def _stop_text(stops: pa.StructArray, *more: pa.StringArray) -> pa.StringArray:
-    """Return texts as `wrong size kv tp 0/2`. more: texts after these."""
+    """Return texts such as `wrong size kv tp 0/2`. more: texts to append."""
     fault, reason = (pc.replace_substring(stops.field(n), "_", " ") for n in ("fault", "reason"))
     fault = pc.if_else(pc.equal(fault, "missing"), None, fault)
     ranks = _ranks_text(pa.Table.from_struct_array(stops.field("shard")))
@@ -257,7 +259,7 @@ def _stop_text(stops: pa.StructArray, *more: pa.StringArray) -> pa.StringArray:
 
 
 def worst_first(rows: pa.Table) -> pa.Table:
-    """Return the rows of `restore`, those that were not restored first."""
+    """Return the rows of `restore`. The pages that were not restored come first."""
     from hicachectl.move.results import RESTORED, WOULD_RESTORE
 
     done = pc.is_in(rows.column("state"), pa.array([RESTORED, WOULD_RESTORE]))
@@ -325,10 +327,10 @@ def parts_for_people(rows: pa.Table) -> pa.Table:
 
 
 def last_line(document: Mapping[str, Any], counts: Mapping[str, int], done: str) -> str:
-    """Return the line below a table: the counts, the planned ones of a dry run, and any stop.
+    """Return the line below a table: the counts, what was done, and why the run stopped early.
 
     counts: numbers by their nouns.
-    done: the words for it, such as "removed".
+    done: the action in the past participle, such as "removed".
     """
     numbers = ", ".join(counted(count, noun) for noun, count in counts.items())
     would = "would be " if document.get("dry_run") else ""
@@ -351,7 +353,7 @@ def _ages(mtimes: pa.Array) -> pa.StringArray:
 
 
 def _pools_text(pools: pa.Array) -> pa.StringArray:
-    """Return texts as `kv 2/2 mamba 1/2`: present/expected objects of each pool of a page."""
+    """Return texts such as `kv 2/2 mamba 1/2`: present/expected objects of a page's pools."""
     if isinstance(pools, pa.ChunkedArray):
         pools = pools.combine_chunks()
     texts = []
@@ -365,7 +367,7 @@ def _pools_text(pools: pa.Array) -> pa.StringArray:
 
 
 def _ranks_text(rows: pa.Table) -> pa.StringArray:
-    """Return texts as `tp 0/2 pp 1/4`: the rank coordinates in each object's key."""
+    """Return texts such as `tp 0/2 pp 1/4`: the rank coordinates in each object's key."""
     texts = []
     for axis in AXES:
         rank, size = (_text(rows, f"{axis}_{end}") for end in ("rank", "size"))
@@ -376,7 +378,7 @@ def _ranks_text(rows: pa.Table) -> pa.StringArray:
 
 
 def _by_axis(texts: list[pa.StringArray]) -> pa.StringArray:
-    """Join the texts of all axes; null without any."""
+    """Join the texts of all axes; null for a row that has none."""
     joined = join_present(texts, " ")
     return pc.if_else(pc.equal(joined, ""), None, joined)
 

@@ -33,7 +33,7 @@ _LONGEST_S = 100 * 365.25 * 86400
 _LATEST_S = 2**63 // 10**9 - 1  # stores keep times as nanoseconds in 64 bits
 _HEAD_BYTES = 1 << 20
 _PAGE_NAME = re.compile(r"[0-9a-f]{64}")
-# Members that only such a file has together.
+# Members that together identify the kind of a file.
 _KINDS = {
     "a profile": {"model", "page_size", "layout", "pools"},
     "a model's config": {"architectures"},
@@ -94,6 +94,17 @@ def moment(text: str) -> float:
     return seconds
 
 
+def _positive_number(text: str) -> float:
+    """Return a number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(f"{_shown(text)} is not a number") from None
+    if number <= 0:
+        raise ValueError(f"{_shown(text)} is not above 0")
+    return number
+
+
 def _repair_code(text: str) -> str:
     """Return a finding code that `verify --repair` can act on."""
     if instead := remedies().get(text):
@@ -124,14 +135,34 @@ POSITIVE_DURATION = Parsed("duration", _positive_duration)
 SHARE = Parsed("share", _share)
 TIME = Parsed("time", moment)
 HEALTHCHECK_URL = Parsed("url", _healthcheck_url)
+POSITIVE_NUMBER = Parsed("number", _positive_number)
 SIZE = Parsed("size", parse_size)
 POSITIVE_SIZE = Parsed("size", partial(parse_size, least=1))
 ROOM = Parsed("room", _room)
 REPAIR_CODE = Parsed("code", _repair_code, page_codes)
 
 
+class Count(click.IntRange):
+    """A whole number. Help shows both bounds, but no lower bound alone, which is 0 or 1."""
+
+    name = "number"
+
+    def _describe_range(self) -> str:
+        """Return the bounds as help shows them; click would write 1<=x<=64."""
+        return "" if self.max is None else f"{self.min} to {self.max}"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number, or fail with the bound that it crosses."""
+        number: int = click.INT.convert(value, param, ctx)
+        if self.min is not None and number < self.min:
+            self.fail(f"{number} is too small; give {self.min} or more", param, ctx)
+        if self.max is not None and number > self.max:
+            self.fail(f"{number} is too large; give {self.max} or less", param, ctx)
+        return number
+
+
 class NameList(CommaList):
-    """A comma-separated list of names, each one of the choices if there are choices."""
+    """A comma-separated list of names. If there are choices, each name must be one of them."""
 
     def __init__(self, choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()) -> None:
         super().__init__(self._names)
@@ -149,7 +180,7 @@ class NameList(CommaList):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem[str]]:
-        """Offer the choices that the list lacks."""
+        """Offer the choices that the list does not have yet."""
         from click.shell_completion import CompletionItem
 
         given, comma, name = incomplete.rpartition(",")
@@ -163,7 +194,7 @@ class NameList(CommaList):
 
 
 class _CheckedPath(click.Path):
-    """A path whose text `check` refuses first."""
+    """A path. `check` can refuse its text."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(path_type=Path, **attributes)
@@ -199,9 +230,9 @@ class RunPath(_CheckedPath):
 class OutputFile(_CheckedPath):
     """A file to write, or - for stdout.
 
-    A bare word that is a format is refused, and a file that another command may need.
+    The name of a format is refused, and so is an existing file that a command may need.
 
-    replaces: what the file may be that is replaced, as `kept_kind` returns it.
+    replaces: the kind of file that may be replaced nevertheless, as `kept_kind` names it.
     """
 
     def __init__(self, formats: tuple[str, ...] = FORMATS, *, replaces: str = "") -> None:
@@ -210,7 +241,7 @@ class OutputFile(_CheckedPath):
         self.replaces = replaces
 
     def check(self, text: str) -> None:
-        """Refuse a format, and a file that is not replaced."""
+        """Refuse the name of a format, and a file that must not be replaced."""
         if text in self.formats:
             raise UsageError(
                 f"-o {text}: is a format, not a file; use --format {text}, or -o ./{text} for a "
@@ -237,7 +268,7 @@ class MetricsFile(_CheckedPath):
 
 
 def head_of(path: Path) -> bytes:
-    """Return the first bytes of a regular file; none of others."""
+    """Return the first bytes of a regular file; b"" for other files."""
     try:
         if not path.is_file():
             return b""
@@ -248,7 +279,7 @@ def head_of(path: Path) -> bytes:
 
 
 def kept_kind(path: Path) -> str:
-    """Return what an existing file is, if a command may need it; "" for others."""
+    """Return the kind of an existing file that a command may need; "" for other files."""
     from hicachectl.backends.object_files.tree import SIDE_DIRECTORY
 
     head = head_of(path)

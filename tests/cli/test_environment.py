@@ -72,7 +72,7 @@ def test_flags_and_numbers(
     monkeypatch.setenv("HICACHECTL_QUIET", "0")
     assert invoke(*words).stderr
     monkeypatch.setenv("HICACHECTL_LIMIT", "0")
-    assert "HICACHECTL_LIMIT: 0 is not in the range" in invoke("verify", store, exit_code=2).stderr
+    assert "HICACHECTL_LIMIT: 0 is too small" in invoke("verify", store, exit_code=2).stderr
 
 
 @pytest.mark.parametrize(

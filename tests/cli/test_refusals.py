@@ -32,7 +32,7 @@ migrate STORE NEW --profile PROFILE --to-tp 3     | mamba | [8, 32, 32] | TP siz
 migrate STORE NEW --profile PROFILE --to-layout x | layout | 'x' | layer_first
 migrate STORE NEW --bwlimit fast                  | --bwlimit | 'fast' | 200GiB
 migrate STORE NEW --bwlimit 0                     | --bwlimit | '0' | less than 1 byte
-migrate STORE NEW --jobs 0                        | --jobs | 0 | 1<=x<=256
+migrate STORE NEW --jobs 0                        | --jobs | 0 | 1 or more
 migrate STORE NEW --shard 9/8 --run RUN           | --shard 9/8 | part 9 of 8 | the last is 7
 migrate STORE NEW --shard 1/8                     | --shard | --run DIR
 migrate STORE NEW --shard /8 --run RUN            | --shard /8 | JOB_COMPLETION_INDEX | give I/8
@@ -52,7 +52,7 @@ profile --model-config LIST                       | LIST | not a JSON object | g
 profile --model-config FUTURE --page-size 64 | FUTURE | 'NewForCausalLM' | run | --print-probe
 profile --model-config CONFIG --page-size 64 --pp 9 | pp | 4 layers | 9 stages | give a smaller pp
 profile --model-config CONFIG --pp-partition 3,x  | --pp-partition | '3,x' | such as 30,31
-profile --model-config CONFIG --tp 0              | --tp | 0 | x>=1
+profile --model-config CONFIG --tp 0              | --tp | 0 | 1 or more
 migrate STORE NEW --model-config CONFIG --page-size 64 --to-pp-partition x | partition | 'x' | 30,31
 profile --model-config LONG                       | LONG | File name too long | check it
 migrate STORE NEW --to-profile NONE               | NONE | No such file | check the path
@@ -143,7 +143,7 @@ ls STORE --profile TEXT                           | TEXT | TOML
 ls STORE --profile BINARY                         | BINARY | UTF-8
 ls STORE --profile NONE                           | NONE | No such file
 ls STORE --format xml                             | --format | 'xml' is not one of
-ls STORE --limit 0                                | --limit | 0 | x>=1
+ls STORE --limit 0                                | --limit | 0 | 1 or more
 ls STORE --before 2026-13-01                      | --before | '2026-13-01' | ISO 8601
 ls STORE --state odd                              | --state | 'odd' | whole, partial
 ls STORE --page xyz                               | 'xyz' | hexadecimal
@@ -182,7 +182,7 @@ hits STORE --pages TEXT --kv-cache-dtype auto     | --kv-cache-dtype needs --mod
 hits STORE --pages NONE                           | NONE | cannot read
 hits STORE --prompts TEXT --page-size 4           | --prompts needs a tokenizer; give --tokenizer
 hits STORE --token-ids IDS --page-size 4 --speculative-algorithm magic | magic
-hits STORE --token-ids IDS --page-size 0          | --page-size | 0 | x>=1
+hits STORE --token-ids IDS --page-size 0          | --page-size | 0 | 1 or more
 hits STORE --token-ids IDS --profile PROFILE --model x | --model | leave out --profile
 """.strip().splitlines()
 UNREACHABLE = """

@@ -1,4 +1,4 @@
-"""`hicachectl bench`: whether a store is faster than computing again."""
+"""`hicachectl bench`: whether reading from a store is faster than computing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hicachectl.cli.options import (
 )
 from hicachectl.cli.parameters import own_option
 from hicachectl.cli.session import opened, progress, remark
-from hicachectl.cli.values import POSITIVE_DURATION, POSITIVE_SIZE
+from hicachectl.cli.values import POSITIVE_DURATION, POSITIVE_NUMBER, POSITIVE_SIZE, Count
 
 if TYPE_CHECKING:
     from hicachectl.results import Result
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 )
 @own_option(
     "--ranks",
-    type=click.IntRange(1, 64),
+    type=Count(1, 64),
     metavar="N",
     help="Read as N ranks at once.  [default: as many as the keys name, at most 16]",
 )
 @own_option(
     "--threads",
-    type=click.IntRange(1, 64),
+    type=Count(1, 64),
     default=1,
     show_default=True,
     metavar="N",
@@ -55,9 +55,10 @@ if TYPE_CHECKING:
 )
 @own_option(
     "--prefill",
-    type=click.FloatRange(0, min_open=True),
+    type=POSITIVE_NUMBER,
     metavar="TOKENS/s",
-    help="Prompt tokens that a server computes in a second.  [default: by the metrics of --server]",
+    help="Prompt tokens that a server computes per second.  [default: from the metrics of "
+    "--server]",
 )
 @own_option(
     "--most",
@@ -65,20 +66,20 @@ if TYPE_CHECKING:
     type=POSITIVE_SIZE,
     default="1GiB",
     show_default=True,
-    help="Choose pages of at most so many bytes, of all ranks together.",
+    help="Read pages of at most SIZE, all ranks together.",
 )
 @own_option(
     "--time-limit",
     type=POSITIVE_DURATION,
     default="30s",
     show_default=True,
-    help="Time for the reads of each store, and for its writes; no batch begins later.",
+    help="Begin no batch of reads of a store after this duration, and no batch of writes.",
 )
 @own_option(
     "--drop-cache",
     is_flag=True,
     repeats=False,
-    help="First drop the files that are read from the page cache of this host.",
+    help="Before the reads, drop their files from the page cache of this host.",
 )
 @own_option(
     "--probe-server",
@@ -86,13 +87,14 @@ if TYPE_CHECKING:
     is_flag=True,
     repeats=False,
     writes=True,
-    help="Also let the server compute and restore random prompts, and remove their pages from "
-    "STORE, which it must have attached.",
+    help="Also time random prompts that the server computes and restores. The server must have "
+    "STORE attached; bench removes the pages of the prompts from it.",
 )
 @own_option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
-    help="Also time value checks and digests there; on cuda copies and the sparse loader, too.",
+    help="Also time value checks and digests on this device; on cuda, also copies and the sparse "
+    "loader.",
 )
 @lock_option
 @prefetch_threshold_option
@@ -104,18 +106,18 @@ if TYPE_CHECKING:
 def command(
     ctx: click.Context, /, store: str, compare: str | None, write: bool, **options: Any
 ) -> None:
-    """Measure whether a store is faster than computing again.
+    """Measure whether reading from a store is faster than computing.
 
-    Reads pages as servers' prefetch does, in batches of 128 by all ranks at once, and shows pages
-    and bytes per second, the latency of a batch, and the time to restore a prompt. With the prefill
-    rate of a server it says which prompts are read faster than computed.
+    bench reads pages as servers do for their prefetch: all ranks at once, in batches of 128 pages.
+    It shows pages and bytes per second, the latency of a batch, and the time to restore a prompt.
+    With the prefill rate of a server, it says which prompts are faster to read than to compute.
 
-    Files are read as they are found, and again. Reads out of the page cache are told apart: their
-    figures are those of memory, never of the disk. They stand beside a bare loop of preadv over the
-    same files.
+    Files are read as they are found, and then again. Reads from the page cache have rows of their
+    own, because they show the speed of memory and not of the disk. They are compared with a bare
+    loop of preadv over the same files.
 
-    Only the listing and a random sample of whole pages are read, within --most and --time-limit.
-    Nothing is changed, except by --write, --probe-server and --drop-cache.
+    bench reads only the listing and a random sample of whole pages, within --most and --time-limit.
+    Only --write, --probe-server and --drop-cache change anything.
 
     Examples:
       hicachectl bench prod: --profile prod.toml --prefill 20000

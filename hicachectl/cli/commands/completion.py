@@ -1,7 +1,7 @@
 """`hicachectl completion`: print a completion script, and answer the shells that run it.
 
-Completion in bash, zsh and fish is click's, with corrections for each shell. It prints no error:
-offering nothing is better.
+click completes in bash, zsh and fish, with corrections for each shell here. Errors are not printed,
+because they would appear in the line that the user types.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 _VARIABLE = "_HICACHECTL_COMPLETE"  # the scripts set it
-_BREAKS = ":=@"  # characters at which bash divides words
+_BREAKS = ":=@"  # bash divides words at these characters
 
 
 @click.command("completion", cls=Command)
@@ -71,10 +71,10 @@ def complete(instruction: str) -> None:
 
 
 class _WholeValues(ShellComplete):
-    """A shell whose candidates replace the whole word, also that of --option=value."""
+    """A shell in which a candidate replaces the whole word, including --option=value."""
 
     def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem[str]]:
-        """Return the candidates; for --option=value with the option."""
+        """Return the candidates. Those for --option=value begin with the option."""
         items = super().get_completions(args, incomplete)
         option, equals, _ = incomplete.partition("=")
         if equals and option.startswith("-"):
@@ -84,14 +84,14 @@ class _WholeValues(ShellComplete):
 
 
 class Bash(_WholeValues, BashComplete):
-    """Completion of bash, which divides words, and replaces only the last piece of one."""
+    """Completion of bash, which divides words at `_BREAKS` and replaces only the last piece."""
 
     # The line has the words as they were written; COMP_WORDS has their pieces.
     source_template = BashComplete.source_template.replace(
         'COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD',
         'COMP_WORDS="${COMP_LINE:0:COMP_POINT}"',
     )
-    _done = 0  # characters of the word before its last piece
+    _done = 0  # number of characters before the last piece of the word
 
     def get_completion_args(self) -> tuple[list[str], str]:
         """Return the words before the incomplete one, and that."""
@@ -102,7 +102,7 @@ class Bash(_WholeValues, BashComplete):
         return words, incomplete
 
     def format_completion(self, item: CompletionItem[Any]) -> str:
-        """Return the line of a candidate, without what comes before the last piece."""
+        """Return the line of a candidate, without the pieces that bash keeps."""
         return f"{item.type},{item.value[self._done :]}"
 
 
@@ -112,7 +112,7 @@ class Zsh(_WholeValues, ZshComplete):
     source_template = ZshComplete.source_template.replace("${words[*]}", "${(F)words}")
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """Return the words before the incomplete one, and that; each is on a line of its own."""
+        """Return the words before the incomplete word, and this word, from one line for each."""
         words = [" ".join(split_arg_string(word)) for word in os.environ["COMP_WORDS"].split("\n")]
         number = int(os.environ["COMP_CWORD"])
         return words[1:number], words[number] if number < len(words) else ""

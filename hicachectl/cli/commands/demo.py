@@ -9,6 +9,7 @@ import click
 from hicachectl.cli.command import Command
 from hicachectl.cli.parameters import argument, own_option
 from hicachectl.cli.session import remark
+from hicachectl.cli.values import Count
 from hicachectl.text.units import counted
 
 
@@ -16,10 +17,11 @@ from hicachectl.text.units import counted
 @argument("directory", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
 @own_option(
     "--pages",
-    type=click.IntRange(1, 4096),
+    type=Count(1, 4096),
     default=24,
     show_default=True,
-    help="Write this many pages.",
+    metavar="N",
+    help="Write N pages.",
 )
 @click.pass_context
 def command(ctx: click.Context, /, directory: Path, pages: int) -> None:

@@ -22,7 +22,7 @@ from hicachectl.cli.options import (
 )
 from hicachectl.cli.parameters import own_option
 from hicachectl.cli.session import opened, remark
-from hicachectl.cli.values import DURATION
+from hicachectl.cli.values import DURATION, Count
 from hicachectl.formats.errors import HicacheError, UsageError
 
 if TYPE_CHECKING:
@@ -53,12 +53,12 @@ _READING = ("trace_format", "block_size", "tokenizer")
     type=DURATION,
     default="10s",
     show_default=True,
-    help="With --server: time between two looks at the server's counters.",
+    help="With --server: time between the two readings of the server's counters.",
 )
 @own_option(
     "--sample",
     "sample_pages",
-    type=click.IntRange(0),
+    type=Count(0),
     default=256,
     show_default=True,
     metavar="PAGES",
@@ -67,8 +67,8 @@ _READING = ("trace_format", "block_size", "tokenizer")
 @own_option(
     "--write-probe",
     is_flag=True,
-    help="Send each server one random prompt, and look for its pages, which the server adds to its "
-    "memory and its store.",
+    help="Send each server one random prompt, and look for its pages in STORE. The server keeps "
+    "them in its memory and its store.",
 )
 @prefetch_threshold_option
 @jobs_option
@@ -124,8 +124,8 @@ def _request(ctx: click.Context, store: str, options: dict[str, Any]) -> DoctorR
         asked_requests,
         mending_without_options,
         next_words,
-        of_profile,
         refuse_other_sources,
+        without_request_flags,
     )
     from hicachectl.doctor.request import DoctorRequest
     from hicachectl.profiles.sources import given_flags, profile_from_options, states_source
@@ -138,7 +138,7 @@ def _request(ctx: click.Context, store: str, options: dict[str, Any]) -> DoctorR
     of_file = options
     if options["servers"]:  # other options are about the servers' own replies
         of_file = {name: options[name] for name in ("profile_file", "prefetch_threshold")}
-    source = of_profile(of_file) if states_source(of_file) else {}
+    source = without_request_flags(of_file) if states_source(of_file) else {}
     return DoctorRequest(
         servers=options["servers"],
         profile=profile_from_options(source, warn=partial(remark, ctx)),

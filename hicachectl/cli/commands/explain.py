@@ -36,7 +36,7 @@ SOURCES = {
 }
 
 
-# A line must not end within quotes: a shell would take the break as a part of the word.
+# No line ends within quotes: in a copied command, the break would become a part of the word.
 _QUOTED = re.compile(r'"[^"]*"')
 _SPACE = "\0"
 
@@ -114,7 +114,7 @@ def doctor_checks() -> Iterator[DoctorCheck]:
             if not isinstance(block, Item):
                 continue
             for name in block.term.split(", "):
-                # The text for all reasons stands below no name of a check.
+                # One item of the page is about all reasons, and names no check.
                 if " " not in name and name != "reasons":
                     yield DoctorCheck(name, group, " ".join(block.text.split()))
 
@@ -124,9 +124,9 @@ def _explained() -> tuple[Code | Reason | DoctorCheck, ...]:
 
 
 def _named(text: str) -> tuple[Code | Reason | DoctorCheck, ...]:
-    """Return the code, the reason and the checks of a name; `-` and `_` are alike.
+    """Return the code, the reason and the checks of a name. `-` and `_` are the same.
 
-    Raises ValueError for an unknown name, with a close one.
+    Raises ValueError for an unknown name; the message suggests a similar one.
     """
     known: dict[str, list[Code | Reason | DoctorCheck]] = {}
     for one in _explained():

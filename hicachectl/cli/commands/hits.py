@@ -9,10 +9,10 @@ import click
 
 from hicachectl.cli.asked import (
     asked_hits,
-    of_profile,
     refuse_choice,
     refuse_other_sources,
     selection_of,
+    without_request_flags,
 )
 from hicachectl.cli.command import Command
 from hicachectl.cli.exit_codes import FINDINGS
@@ -31,7 +31,7 @@ from hicachectl.cli.options import (
 )
 from hicachectl.cli.parameters import OUTPUT, own_option
 from hicachectl.cli.session import opened, progress, remark
-from hicachectl.cli.values import NameList
+from hicachectl.cli.values import Count, NameList
 from hicachectl.text.vocabulary import GROUPINGS
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace")
 @own_option(
     "--summary",
     is_flag=True,
-    help="Show the causes that stop requests, the most lost tokens first, in place of requests.",
+    help="Show the causes that stop requests in place of the requests, by the tokens that they "
+    "lose.",
 )
 @own_option("--by", type=NameList(GROUPINGS), help="Also show sums by group of requests.")
 @min_usable_option
@@ -59,7 +60,7 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace")
 @output_options
 @OUTPUT.option(
     "--limit",
-    type=click.IntRange(1),
+    type=Count(1),
     metavar="N",
     help="In tables, show at most N lines, the worst first.  [default: 20 on a terminal, else all]",
 )
@@ -72,12 +73,12 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
 
     A page counts if all its objects of all ranks are present. Trailing pools (Mamba states,
     sliding windows) are needed only at the end of a prefix. Servers fetch nothing if fewer tokens
-    of a request are usable than their prefetch threshold: served tokens are what they fetch.
+    of a request are usable than their prefetch threshold. Served tokens are those that they fetch.
 
-    The last line names the deployment that was measured. Its share is of the tokens in full pages
-    that servers look up; simulate and report count all prompt tokens, so they show less. Pages that
-    only another deployment has are shown as "exists at tp 4". Unreachable pages are whole, but
-    behind the object that stops the request. With --min-usable, the exit status is 4 if
+    The last line names the deployment that was measured. Its share refers to the tokens in full
+    pages that servers look up. simulate and report count all prompt tokens, so their shares are
+    smaller. "exists at tp 4" means that only another deployment has the page. Unreachable pages are
+    whole, but behind the object that stops the request. With --min-usable, the exit status is 4 if
     less is served.
 
     Without a profile, --page-size (and --speculative-algorithm for EAGLE) decides how tokens are
@@ -104,7 +105,9 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
         choice = selection_of(ctx, source, options)
         refuse_choice(choice, options)
         # Without a profile in the options, a pack's own is used.
-        profile = profile_from_options(of_profile(options), source, warn=partial(remark, ctx))
+        profile = profile_from_options(
+            without_request_flags(options), source, warn=partial(remark, ctx)
+        )
         request = asked_hits(ctx, options, profile, choice)
         report = measure_hits(source, request, on_listed=advance)
     remark(ctx, *report.remarks)

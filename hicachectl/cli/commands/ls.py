@@ -20,6 +20,7 @@ from hicachectl.cli.options import (
 from hicachectl.cli.parameters import own_option
 from hicachectl.cli.session import opened, progress, remark
 from hicachectl.cli.settings import contradiction_remark
+from hicachectl.cli.values import Count
 from hicachectl.formats.wording import PAGES_COMPARED
 from hicachectl.text.units import human_size
 
@@ -44,9 +45,9 @@ if TYPE_CHECKING:
 @own_option(
     "--sort-by",
     metavar="COLUMN",
-    help="Sort by a column of --format json, or by size or age; -COLUMN sorts downwards.",
+    help="Sort by a column of --format json, or by size or age. -COLUMN sorts in descending order.",
 )
-@own_option("--limit", type=click.IntRange(1), metavar="N", help="List only the first N lines.")
+@own_option("--limit", type=Count(1), metavar="N", help="List only the first N lines.")
 @jobs_option
 @allow_leases_option
 @filter_options(beside_flags=True)
@@ -136,7 +137,10 @@ def command(
 def _listed(
     name: str, inventory: Inventory, markers: list[Marker], pool: str | None, free: int | None
 ) -> tuple[pa.Table, Callable[[pa.Table], pa.Table], dict[str, Any]]:
-    """Return the rows, what makes their text columns, and the document. free: free bytes."""
+    """Return the rows, the function for their text columns, and the document.
+
+    free: free bytes of the store; None if the store does not tell.
+    """
     from msgspec import to_builtins
 
     from hicachectl.cli import text_tables
@@ -156,7 +160,7 @@ def _listed(
 
 
 def _sort_column(asked: str | None, listed: str) -> str | None:
-    """Return the column to sort by, in the names of JSON. Raises click.UsageError."""
+    """Return the column to sort by, with its name in JSON. Raises click.UsageError."""
     if asked is None:
         return None
     from hicachectl.pages.listing import ObjectRow, PageRow, SummaryRow

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     help="Do nothing and exit with 0 while a part has no result, or if the run was joined before.",
 )
 @own_option(
-    "--catalog", type=FILE, help="Write the digests that --update-catalog recorded to FILE."
+    "--catalog", type=FILE, help="Write to FILE the digests that --update-catalog recorded."
 )
 @allow_shrink_option()
 @metrics_option
@@ -55,14 +55,14 @@ def command(
 ) -> None:
     """Join the parts of a run.
 
-    RUN is the directory of --run. The result and the exit status are those of the command in one
-    process; the metrics have the time of the listing. No store is opened. If a part has no result,
-    stderr and the table name it, the document and the metrics have complete false, and the exit
-    status is 4.
+    RUN is the directory of --run. The result and the exit status are those of the same command in
+    one process. The metrics have the time of the listing. No store is opened. If a part has no
+    result, stderr and the table name it, the document and the metrics have complete false, and the
+    exit status is 4.
 
-    A whole run is joined once, so that a schedule which uses a directory twice notices: a second
-    merge ends with 2. --again joins it again. With --if-complete, each process can join the run
-    after its part: the last one does.
+    A whole run is joined once: a second merge ends with 2, which shows when a schedule uses a
+    directory twice. --again joins it again. With --if-complete, each process can call merge after
+    its part; only the last one joins the run.
 
     Examples:
       hicachectl merge /shared/$(date +%F)

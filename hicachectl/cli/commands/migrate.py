@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 @click.command("migrate", cls=Command)
 @argument("source", metavar="SRC", shell_complete=store_names)
 @argument("destination", metavar="DST", shell_complete=store_names)
-@FILTERS.option("--match", "page", metavar="PREFIX", help="Same as --page.")
-@FILTERS.option("--pages-from", "pages", type=FILE, metavar="FILE", help="Same as --pages.")
+@FILTERS.option("--match", "page", metavar="PREFIX", help="Another name of --page.")
+@FILTERS.option("--pages-from", "pages", type=FILE, metavar="FILE", help="Another name of --pages.")
 @equal_option("--dry-run", is_flag=True, help="Show what would be copied; change nothing.")
 @own_option(
     "--resume",
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     type=click.Choice(["skip", "verify", "overwrite"]),
     default="skip",
     show_default=True,
-    help="Keep pages that DST already has whole, compare them, or overwrite them.",
+    help="Skip pages that DST already has whole, verify that they are equal, or overwrite them.",
 )
 @equal_option(
     "--verify",
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 @own_option("--yes", is_flag=True, divided=OWN_VALUE, help="Do not ask before --move.")
 @equal_option("--include-partial", is_flag=True, help="Also copy pages that are not whole.")
 @equal_option("--include-damaged", is_flag=True, help="Also copy pages that have errors.")
-@grace_option("Skip pages younger than this that are not whole")
+@grace_option("Skip pages that are not whole and younger than this")
 @allow_empty_option
 @equal_option("--no-space-check", is_flag=True, help="Start even if DST seems to lack space.")
 @copy_options
@@ -94,9 +94,8 @@ def command(ctx: click.Context, /, source: str, destination: str, **options: Any
     SRC and DST can be stores of any kind; a missing directory or pack is created. SRC changes only
     with --move.
 
-    Without a profile, objects keep their keys and bytes. With a profile, keys get the
-    form that SGLang uses on DST's kind of store, and the --to options change model name, layout
-    and topology.
+    Without a profile, objects keep their keys and bytes. With a profile, keys get the form that
+    SGLang uses on DST's kind of store, and the --to options change model name, layout and topology.
 
     Only whole page groups are copied, the kv objects last, so no server sees half a page. Pages
     with errors and pages that are still being written are not copied. Pages that DST already has
@@ -107,13 +106,13 @@ def command(ctx: click.Context, /, source: str, destination: str, **options: Any
     After an interruption at any point, the same command completes the work. Without --verify, it
     reads only the objects that did not arrive.
 
-    With one directory as SRC and DST, --trailers write gives its files the trailers of the SGLang
-    plug-in, without a second copy; see TRAILERS IN PLACE.
+    If SRC and DST are one directory, --trailers write adds the trailers of the SGLang plug-in to
+    its files, without a second copy; see TRAILERS IN PLACE.
 
-    --shard divides the work among processes, also on several hosts: each copies the pages of its
-    part. After a kill, run the part again with the same options. After exit status 4, another run
-    (--run) copies the rest. DST cannot be a pack then. Nothing is printed on stdout; see
-    hicachectl-merge(1).
+    --shard divides the work among processes, also on several hosts. Each process copies the pages
+    of its part, and prints nothing on stdout; see hicachectl-merge(1). If a part is killed, run it
+    again with the same options. After exit status 4, another run (--run) copies the rest. With
+    --shard, DST cannot be a pack.
 
     --ray divides the work among the nodes of a Ray cluster, and prints the result; see CLUSTERS in
     hicachectl-verify(1). --move needs one process, or --shard.

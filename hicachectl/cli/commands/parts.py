@@ -81,8 +81,8 @@ def _given(ctx: click.Context) -> Iterator[tuple[str, Divided]]:
 def refuse_inside(run: Path | None, files: Mapping[str, Path | None]) -> None:
     """Raise UsageError if a file to write is in a run directory.
 
-    run: None for a temporary one. files: the files with their options; None for an option that is
-    not given.
+    run: the run directory; None for a temporary one.
+    files: the file of each option; None for an option that is not given.
     """
     for option, path in files.items():
         if run is not None and path is not None and run.resolve() in path.resolve().parents:
@@ -93,7 +93,7 @@ def refuse_inside(run: Path | None, files: Mapping[str, Path | None]) -> None:
 
 
 def say_divided(ctx: click.Context, count: int, divider: str) -> None:
-    """Say which given limits of the whole run each part gets an equal share of.
+    """Say which limits are for the whole run, so that each part takes an equal share.
 
     count: number of parts at once.
     divider: option that divides the run.
@@ -133,7 +133,7 @@ def run_divided(
 
 
 def _do_part(ctx: click.Context, options: Mapping[str, Any], shard: Shard, job: Job) -> None:
-    """Do a part of a run, and say on stderr how it ended; its findings are those of `merge`."""
+    """Do a part of a run, and say on stderr how it ended. `merge` reports its findings."""
     from hicachectl.parts.directory import RunDirectory
     from hicachectl.parts.running import begin, join, run_part
 
@@ -220,8 +220,8 @@ def opened_source(
 def opened_destination(reopened: Opening) -> Iterator[Store]:
     """Open a destination on a node.
 
-    Raises StoreUnavailable if it did not exist there. The driver has created it, so this node lacks
-    its file system, and copies would be lost.
+    Raises StoreUnavailable if the destination did not exist on the node. The driver has created it,
+    so the node lacks its file system, and copies would be lost.
     """
     with reopened(create=True) as store:
         if store.created:

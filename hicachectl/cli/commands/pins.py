@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.selection import Selection
     from hicachectl.text.tables import Screen
 
-# A command that only removes pins asks the master whether it could set one.
+# unpin asks the master whether it could set a pin of this duration.
 _ANY_SECONDS = 1.0
 
 
@@ -75,7 +75,10 @@ def pin_pages(
 
 
 def _unfit(groups: PageGroups, selection: Selection) -> BoolArray:
-    """Return which groups have no use of pins, unless the filters name their states: [groups]."""
+    """Return which groups pins cannot help, because they are not whole: [groups].
+
+    Filters that name states choose such groups on purpose, and then none is returned.
+    """
     import numpy as np
 
     from hicachectl.pages.group_table import ORPHAN, PARTIAL

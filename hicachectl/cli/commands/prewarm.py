@@ -39,7 +39,7 @@ from hicachectl.cli.parameters import (
     own_option,
 )
 from hicachectl.cli.session import locked, opened, progress, remark, stages, store_name
-from hicachectl.cli.values import DURATION, FILE, FORMATS, SIZE
+from hicachectl.cli.values import DURATION, FILE, FORMATS, SIZE, Count
 from hicachectl.formats.errors import ProfileError, StoreUnavailable, UsageError
 from hicachectl.formats.wording import inferred_refused, lock_held
 from hicachectl.io.interrupts import raised_once
@@ -81,24 +81,24 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
     "of little use.",
 )
 @equal_option("--budget", type=SIZE, help="Copy at most this many bytes.")
-@equal_option("--budget-pages", type=click.IntRange(0), metavar="N", help="Copy at most N pages.")
-@equal_option("--deadline", type=DURATION, help="Start no further copy after this duration.")
+@equal_option("--budget-pages", type=Count(0), metavar="N", help="Copy at most N pages.")
+@equal_option("--deadline", type=DURATION, help="Begin no further copy after this duration.")
 @min_usable_option
 @own_option(
     "--open-after",
     type=DURATION,
     needs="--min-usable SHARE",
     divided=Divided(instead="leave out --shard", on_cluster=False),
-    help="Try again until it succeeds; exit with 0 after this duration in any case. A server that "
-    "waits for the run then starts cold.",
+    help="Repeat the run until it succeeds, and exit with 0 after this duration in any case. A "
+    "server that waits for prewarm may then start on a cold store.",
 )
 @own_option(
     "--open-since",
     type=FILE,
     needs="--open-after DURATION",
     divided=Divided(instead="leave out --shard", on_cluster=False),
-    help="Count --open-after from the time of this file. It is made if it is missing, and removed "
-    "when the gate opens, so that a process which is killed and started again goes on counting.",
+    help="Count --open-after from the time of FILE. So a process that is killed and started again "
+    "counts on. A missing FILE is created; when the gate opens, it is removed.",
 )
 @prefetch_threshold_option
 @MOONCAKE.option(
@@ -106,8 +106,8 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
     variable=False,
     is_flag=True,
     divided=SAME,
-    help="Mooncake: protect the pages from eviction by soft pins, also those that DST has already, "
-    "if the master is of Mooncake 0.3.14 or later.",
+    help="Mooncake: protect the requested pages from eviction by soft pins. A master before "
+    "Mooncake 0.3.14 pins only the pages that are copied.",
 )
 @pin_ttl_option("--pin-ttl", MOONCAKE, needs="--pin")
 @own_option(
@@ -156,8 +156,8 @@ def command(
     If the size of an object differs from the profile, its page is not copied and counts as failed
     (exit status 4); a remark names the page.
 
-    With --through-server, live servers then load the prefixes that DST has. Without --from, this
-    is all that prewarm does.
+    With --through-server, live servers then load the prefixes that DST has. Without --from,
+    prewarm copies nothing and only makes the servers load.
 
     The result goes to stdout, a summary to stderr.
 
@@ -226,7 +226,7 @@ def command(
 
 
 def _refuse_once(options: dict[str, Any]) -> None:
-    """Raise click.UsageError for what a run of --open-after cannot do again and again."""
+    """Raise click.UsageError for options that the repeated attempts of --open-after cannot use."""
     if options["open_after"] is None:
         return
     if options["dry_run"]:
@@ -275,7 +275,7 @@ def _gated(
     def write(result: Result) -> None:
         try:
             write_result(ctx, result)
-        except UsageError as error:  # such as a full disk, for which no server is to wait
+        except UsageError as error:  # such as a full disk: no server has to wait for that
             said = f"{error}. The gate opens all the same"
             remark(ctx, *result.undone, said, failure=True)
 
@@ -347,7 +347,7 @@ def _at_once(
 
 
 def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> PrewarmRequest:
-    """Return the request, without chains and pages."""
+    """Return the prewarm request of the options, still without requests and pages."""
     from hicachectl.move.pinning import PIN_SECONDS
     from hicachectl.move.store_pair import CopyOptions
     from hicachectl.prewarming.page_plan import PrewarmRequest
@@ -382,7 +382,7 @@ def _wanted(
     options: dict[str, Any],
     trace: Trace | None = None,
 ) -> PrewarmRequest:
-    """Return the request for what the options name, with a remark about what it leaves out."""
+    """Return the request with the requests or pages of the options; say which rows are left out."""
 
     wanted = asked_in(ctx, request, store.grammar, options, trace)
     if wanted.in_others is not None and len(wanted.in_others):
@@ -422,7 +422,7 @@ def _in_parts(
 
 
 def _identity(value: Any) -> str | None:
-    """Return the value of an option as all parts must have it; None if it is not given."""
+    """Return the value of an option as a text, to compare between parts; None if not given."""
     if isinstance(value, tuple):
         return " ".join(value) or None
     return str(value or "") or None
@@ -431,7 +431,7 @@ def _identity(value: Any) -> str | None:
 def _served(
     ctx: click.Context, request: PrewarmRequest, servers: dict[str, LiveServer]
 ) -> PrewarmRequest:
-    """Return the request with the servers' deployments, for which usable tokens are counted."""
+    """Return the request with the deployments of the servers. Usable tokens count for these."""
     from hicachectl.formats.models.server_info import served_profile
 
     served = {}

@@ -73,9 +73,9 @@ def command(
     these options, the profile that a pack records is printed, or a profile is inferred from STORE.
 
     --launch takes python -m sglang.launch_server … or sglang serve …, also in a script, the YAML of
-    a container, a running process, or a server's log. It executes nothing, and refuses flags whose
-    values only an execution tells. Flags mean what they mean to the newest release that
-    --sglang knows; flags given beside --launch replace them.
+    a container, a running process, or a server's log. It executes nothing, and refuses flags with
+    values that only the execution would show. Flags mean what they mean to the newest release that
+    --sglang knows. Flags given beside --launch replace those of the command.
 
     An inferred profile states only the shards, pools and sizes seen in STORE, and weights, layout,
     page size and dtypes if the SGLang plug-in of hicachectl wrote STORE. If STORE has several

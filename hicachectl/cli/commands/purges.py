@@ -39,7 +39,7 @@ def write_list(
     """Write a list of runs.
 
     make: returns the document of its sums.
-    human: returns the text columns of the rows.
+    human: returns the text columns of a table.
     done: see `last_line`.
     """
     from hicachectl.cli.output import write_report
@@ -63,7 +63,7 @@ def purge_runs(
     directory: directory of the runs.
     purge: deletes the runs; takes dry_run.
     columns: columns of the runs.
-    make: returns the document of its members.
+    make: returns the document with the members that it is given.
     human: see `write_list`.
     """
     from hicachectl.cli.output import write_run

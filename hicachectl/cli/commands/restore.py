@@ -153,7 +153,7 @@ def _result(
 
 
 def _refuse_prefix(pages: Path | None) -> None:
-    """Raise UsageError for a prefix of page hashes, which --pages took in earlier releases."""
+    """Raise UsageError for a page prefix as --pages, which earlier releases accepted."""
     if pages is not None and re.fullmatch(r"[0-9a-fA-F]{1,64}", str(pages)) and not pages.exists():
         raise click.UsageError(f"--pages {pages}: there is no such file; give --page {pages}")
 

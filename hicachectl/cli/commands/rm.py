@@ -71,9 +71,9 @@ if TYPE_CHECKING:
 class _Removal(NamedTuple):
     """A planned removal.
 
-    question: the question before it; None if there is nothing to remove.
+    question: question to ask first; None if there is nothing to remove.
     remove: function that removes.
-    freeing: the choice for a target; None without one.
+    freeing: the choice of pages for a target; None without a target.
     in_flight: number of matching groups that stay, because servers may still be writing them.
     steps: what to do about servers if the removed pages are wrong.
     """
@@ -99,7 +99,7 @@ _OF_PAGES = (
     "--all-deployments",
     needs="--pages",
     is_flag=True,
-    help="With --pages: remove a page given by its hash alone from all deployments.",
+    help="With --pages: for a page hash alone, remove the page from all deployments.",
 )
 @own_option(
     "--free",
@@ -112,51 +112,52 @@ _OF_PAGES = (
     "--keep-free",
     type=ROOM,
     metavar="SIZE|PERCENT",
-    help="Remove the least useful pages until so much is free: SIZE or a share such as 30% of the "
-    "file system or the Mooncake cluster. Removes nothing if so much is free.",
+    help="Remove the least useful pages until the file system or the Mooncake cluster has SIZE or "
+    "PERCENT free. Removes nothing if that much is free already.",
 )
 @own_option(
     "--max-size",
     type=POSITIVE_SIZE,
     metavar="SIZE",
-    help="Remove the least useful pages until the store has at most SIZE. Removes nothing if it "
-    "has no more.",
+    help="Remove the least useful pages until the store has at most SIZE. Removes nothing if the "
+    "store is that small already.",
 )
 @trace_options(
-    "Keep what requests use. With --free, --keep-free or --max-size: first other pages are "
-    "removed, then those of least value. Needs --profile.",
+    "Keep the pages that requests use. Targets such as --free first remove other pages, then the "
+    "pages of least value. Needs --profile.",
     needs=_ANY_TARGET,
 )
 @own_option(
     "--keep-plan",
     needs=_ANY_TARGET,
     type=FILE,
-    help="Keep the pages of a prewarm plan. With --free, --keep-free or --max-size: first other "
-    "pages are removed, then the plan's, from its last.",
+    help="Keep the pages of a prewarm plan. Targets such as --free first remove other pages, then "
+    "those of the plan, the last one first.",
 )
 @own_option(
     "--and-unnamed",
     is_flag=True,
-    help="First remove pages of deployments that no request names. With --trace or --keep-plan, "
-    "and --profile. Without it, these pages stay.",
+    help="With --trace or --keep-plan, and --profile: first remove pages of deployments that no "
+    "request names. Without this option, these pages stay.",
 )
 @own_option(
     "--temporaries",
     is_flag=True,
-    help="Remove temporary files instead. They are of unfinished writes, or a server's clear left "
-    "them, and are older than a minute.",
+    help="Remove no pages, but files of unfinished writes, and objects that a server's clear left "
+    "behind. Both must be older than a minute.",
 )
 @removed_option(
     "--token-ids",
     "pages behind removed ones age out, or --free SIZE --trace FILE removes them before others",
 )
 @allow_empty_option
-@grace_option("Leave pages younger than this that are not whole")
+@grace_option("Leave pages that are not whole and younger than this")
 @own_option(
     "--despite-profile",
     is_flag=True,
-    help="Remove partial pages even if the profile looks wrong: most of the newest pages lack the "
-    "same pool. Else --state partial is refused, and a target does not prefer partial pages.",
+    help="Remove partial pages even if the profile looks wrong, because most of the newest pages "
+    "lack the same pool. Without this option, --state partial is then refused, and targets do not "
+    "prefer partial pages.",
 )
 @filter_options()
 @changing_options("removed", "removing")
@@ -170,26 +171,25 @@ _OF_PAGES = (
 def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     """Remove pages from a store for good.
 
-    Give at least one filter, or a target such as --free. Pages that match all filters are removed
-    with all their objects, the kv objects first, so servers never see half a page. hicachectl ls
-    with the same filters lists them. Pages stay that servers may still be writing (--grace), that
-    servers write to during the run, or whose keys are ambiguous, unless --state unknown or --pages
-    names these.
-    --state partial needs --profile. The exit status is 4 if something could not be removed, or if
-    a target was not reached.
+    Give at least one filter, or a target such as --free. rm removes the pages that match all
+    filters, each with all its objects, the kv objects first, so servers never see half a page.
+    hicachectl ls with the same filters lists the pages. Some matching pages stay: those that
+    servers may still be writing (--grace) or write to during the run, and those with ambiguous
+    keys, unless --state unknown or --pages names them. --state partial needs --profile. The exit
+    status is 4 if something could not be removed, or if a target was not reached.
 
     --free, --keep-free and --max-size are targets: they remove the least useful pages, and no more
-    than they need. If --keep-free or --max-size is reached already, nothing is removed: run them
-    from cron. Pages that are not whole leave first. With --trace or --keep-plan, tails leave before
-    their prefixes. --dry-run shows what is lost.
+    than they need. If --keep-free or --max-size is reached already, nothing is removed, so cron can
+    run them often. Pages that are not whole are removed first. With --trace or --keep-plan, a page
+    is removed only after the pages that follow it. --dry-run shows what is lost.
 
     One page can have objects of several deployments. A row of ls in --pages removes the group of
-    one deployment. A bare hash that several deployments have is refused, unless --all-deployments
-    is given.
+    one deployment. A page hash alone is refused if several deployments have the page, unless
+    --all-deployments is given.
 
     --temporaries removes no pages. It removes the files that verify reports as stale-temporary:
-    temporary files that are older than a minute, and objects that a server's clear made misses
-    more than a minute ago. With --before, they must also be older than TIME.
+    temporary files that are older than a minute, and objects that a server cleared more than a
+    minute ago. With --before, they must also be older than TIME.
 
     Examples:
       hicachectl rm /tmp/hicache --model Qwen/Qwen3-32B --dry-run
@@ -342,9 +342,9 @@ def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any])
 
 
 class _Pages(NamedTuple):
-    """The page groups of a store, and how the options choose among them.
+    """The page groups of a store, and what the options choose among them.
 
-    worth: value of the pages, by --trace or --keep-plan; None without them.
+    worth: value of the pages to --trace or --keep-plan; None without these options.
     """
 
     ctx: click.Context
@@ -402,7 +402,9 @@ def _listed(
     profile = profile_from_options({"profile_file": options["profile_file"]}, store)
     worth, target = _worth(ctx, options, profile), _target(options)
     wanted = {"version"} if target is None else {"version", "atime_ns"}
-    # What the profile decides: the hashes of requests, by its page size, and the states of pages.
+    # With --trace and --state, the profile decides what is removed: its page size gives the hashes
+    # of requests, and its specs the states of pages. So a profile that the store contradicts ends
+    # the command.
     decides = options["trace"] or options["state"]
     listing = ListingTime.now(store, changes=changes)
     with progress(ctx, "listing", " objects") as advance:
@@ -453,15 +455,15 @@ def _choose(
 
 
 def _remove_pages(pages: _Pages, plan: RepairPlan, freeing: Freeing | None) -> GroupReport:
-    """Remove the groups of a plan; for a target, those that it needs while servers write."""
+    """Remove the groups of a plan; for a target, as many as it needs while servers write."""
     from hicachectl.move.removal_plan import plan_removal
     from hicachectl.move.withdrawal import remove_groups
 
     ctx, options, wanted = pages.ctx, pages.ctx.params, len(plan.groups)
-    # Without groups there was no question: pages that servers write later must not cause a removal.
+    # Without groups the operator was not asked, so pages that servers write later must stay.
     goes_on = freeing if wanted and not options["dry_run"] else None
     if goes_on is not None:
-        plan = plan_removal(plan.groups[:0])  # the store decides about each plan
+        plan = plan_removal(plan.groups[:0])  # `then` makes each plan by the space that is left
     with progress(ctx, "removing", " pages") as advance:
         report = remove_groups(
             pages.store,
@@ -490,9 +492,9 @@ def _steps(pages: _Pages, plan: RepairPlan) -> tuple[str, ...]:
 
 
 def _say_how_to_go_on(ctx: click.Context, taken: Taken, text: str, free: int | None = None) -> None:
-    """Say what a removal took that ended early.
+    """Say how much a removal that ended early has removed, and how to continue.
 
-    free: the value of --free, which counts anew in each run.
+    free: the value of --free. Each run counts it anew, so the next run needs the rest of it.
     """
     if free is None:
         remark(ctx, f"{text}; run the same command again to remove the others")
@@ -502,7 +504,7 @@ def _say_how_to_go_on(ctx: click.Context, taken: Taken, text: str, free: int | N
 
 
 def _doubt(pages: _Pages, in_flight: BoolArray) -> Refusal | None:
-    """Return why the profile must not be believed about missing objects; None if it may."""
+    """Return why the profile may be wrong about missing objects; None if it looks right."""
     from hicachectl.checks.registry import CheckInput
     from hicachectl.move.doubt import doubt_missing
 
@@ -511,11 +513,12 @@ def _doubt(pages: _Pages, in_flight: BoolArray) -> Refusal | None:
 
 
 def _incomplete(pages: _Pages, in_flight: BoolArray) -> tuple[BoolArray, int]:
-    """Return which groups no server can use, as far as that is certain: [groups].
+    """Return which groups certainly no server can use: [groups].
 
-    Only a profile shows which pages are partial. Also returns how many pages look partial by a
-    profile that may be wrong, and so are not among them.
-    in_flight: [groups] whether the group stays whatever it is.
+    Only a profile shows which pages are partial. If the profile may be wrong, partial pages are not
+    among the groups; also return their number.
+
+    in_flight: [groups] whether the group stays in any case.
     """
     from hicachectl.move.removal_plan import described_groups
     from hicachectl.pages.group_table import ORPHAN, PARTIAL
@@ -530,10 +533,10 @@ def _incomplete(pages: _Pages, in_flight: BoolArray) -> tuple[BoolArray, int]:
 
 
 def _removable(pages: _Pages) -> BoolArray:
-    """Return which selected groups may leave: [groups].
+    """Return which selected groups may be removed: [groups].
 
-    Groups of ambiguous keys stay unless the options name them. Raises UsageError if a page without
-    a group names groups of several deployments.
+    Groups with ambiguous keys stay unless the options name them. Raises UsageError if a bare page
+    hash of --pages stands for groups of several deployments.
     """
     from dataclasses import replace
 
@@ -552,7 +555,7 @@ def _removable(pages: _Pages) -> BoolArray:
 
 
 def _remark_choice(pages: _Pages, plan: RepairPlan, freeing: Freeing | None) -> None:
-    """Say which groups are left although the options could mean them, and which are unclear."""
+    """Say which groups stay although the options may mean them, and which keys are ambiguous."""
     from hicachectl.pages.group_table import UNKNOWN
     from hicachectl.pages.naming import ambiguity_remark
     from hicachectl.pages.selection import NamedGroups, explain_selection
@@ -607,7 +610,7 @@ def _worth(ctx: click.Context, options: dict[str, Any], profile: Profile | None)
 
 
 def _left_alone(report: GroupReport, in_flight: int, freeing: Freeing | None) -> Iterator[str]:
-    """Yield messages on pages that stay, and on a target that was not reached.
+    """Yield messages on pages that stay and on a target that was missed.
 
     in_flight: number of pages that servers may still be writing.
     """

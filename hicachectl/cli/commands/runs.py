@@ -50,8 +50,9 @@ def list_(ctx: click.Context, /, runs: Path, **options: Any) -> None:
 
     A run is listing (part 0 has not published the listing), unfinished (parts have no result, or
     the run is not finished), finished (all have one, but nobody has merged them), merged,
-    half-purged (the next purge completes it) or unreadable (a file is damaged or not trusted). No
-    process says that it works on a run; CHANGED is when a file was last written.
+    half-purged (the next purge completes it) or unreadable (a file is damaged or not trusted).
+    CHANGED is the time of the last write to a file of the run. Whether a process still works on a
+    run is not known.
     """
     from hicachectl.cli.text_tables import run_directories_for_people
     from hicachectl.parts.runs import RunDirectoriesDocument, list_runs

@@ -90,7 +90,7 @@ _repair_options = stack(
         "repair_codes",
         type=REPAIR_CODE,
         multiple=True,
-        help="Also repair findings of this code, such as a warning. Can be repeated.",
+        help="Also repair findings with this code, even if they are warnings. Can be repeated.",
     ),
     REPAIR.option(
         "--quarantine",
@@ -156,9 +156,9 @@ class _Command(Command):
     "--identity",
     type=NameList(),
     repeats=True,
-    help="Fields whose change since the catalog means that a server rewrote the object, such as "
-    "inode,mtime. For an unknown field, the error lists the fields of the store.  [default: all "
-    "fields]",
+    help="Take an object for rewritten by a server if one of these fields has changed since the "
+    "catalog, such as inode,mtime. For an unknown field, the error lists the fields of the store. "
+    " [default: all fields]",
 )
 @RECORDS.option(
     "--stamp",
@@ -216,12 +216,13 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     skipped_checks list the checks that did not run. Without a profile, objects are compared with
     each other, so a pool missing everywhere goes unnoticed.
 
-    A table shows findings by code, deployment and age, each with three examples, and then the
-    commands that mend them. --all-findings and the other formats have every finding.
+    A table groups findings by code, deployment and age, with three examples of each group. Below it
+    are the commands that mend the findings. --all-findings and the other formats have every
+    finding.
 
-    Only --repair changes the store. It removes all objects of each page that has an error, the kv
-    objects first, so that servers recompute the page. --repair quarantine keeps the objects, and
-    hicachectl-restore(1) puts them back.
+    Only --repair changes objects. It removes all objects of each page that has an error, the kv
+    objects first, so that servers compute the page again. --repair quarantine keeps the objects,
+    and hicachectl-restore(1) puts them back.
 
     Reading objects of a Mooncake store grants leases. --checks names,groups,sizes reads no object;
     --bwlimit and --sample reduce the load of the other checks.
@@ -407,7 +408,7 @@ def _keep_records(
     checked: PartCheck,
     options: dict[str, Any],
 ) -> bool:
-    """Write the catalog and the stamp, if requested; return whether the catalog was not refused."""
+    """Write the catalog and the stamp, if requested; return False if the catalog was refused."""
     why = ""
     if checked.catalog is not None:
         from hicachectl.backends.capabilities import permissions_of
@@ -447,10 +448,10 @@ def _refuse_early(ctx: click.Context, options: dict[str, Any]) -> None:
 
 
 def _refuse_repair(store: Store, request: VerifyRequest, *, divided: bool) -> None:
-    """Raise UsageError for a repair that is impossible, or not in parts.
+    """Raise UsageError for a repair that is impossible, or that parts of a run cannot do.
 
-    An inferred profile is not enough. Raises UntrustedError for a store whose side directory is not
-    trusted: without its side files, whole objects can look damaged.
+    An inferred profile is not enough. Raises UntrustedError for a store with an untrusted side
+    directory: without its side files, sound objects can look damaged.
     """
     from hicachectl.backends.capabilities import SideFiles
     from hicachectl.move.table_repair import has_snapshot_only
@@ -481,9 +482,9 @@ def _repair(
     checked: PartCheck,
     options: dict[str, Any],
 ) -> None:
-    """Repair the checked groups, and add the counts to the facts.
+    """Repair the checked groups, and add the counts to the facts of the result.
 
-    A refused repair changes nothing, and asks nothing; the facts say why.
+    A refused repair changes nothing and asks nothing. The facts then have the reason.
     """
     from hicachectl.move.removal_plan import newest_taken
     from hicachectl.move.repair import left_remarks, plan_of, repair
@@ -522,7 +523,7 @@ def _repair(
 
 
 def _options_of_repair(options: dict[str, Any]) -> RepairOptions:
-    """Return the options of a repair, which --repair requests."""
+    """Return the options of the repair that --repair asks for."""
     from hicachectl.move.repair import RepairOptions
 
     return RepairOptions(
