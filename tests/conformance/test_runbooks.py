@@ -1,14 +1,20 @@
-"""The commands of hicachectl-runbooks(7) do what the page says, on stores that SGLang wrote."""
+"""The commands of hicachectl-runbooks(7) do what the page says, on stores that SGLang wrote.
+
+The page shows everything that a command prints. After a change of its outputs,
+`HICACHECTL_TEST_RECORD=1 pytest -n 0 tests/conformance/test_runbooks.py` writes them into the page.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
+import textwrap
 import time
 from dataclasses import replace
 from itertools import chain
@@ -28,11 +34,12 @@ from tests.verification.drawn_stores import Model, write
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
     from tests.conformance.conftest import Manifest, WriteStore
     from tests.conformance.cpu_server import CpuServer
 
+RECORDS = os.environ.get("HICACHECTL_TEST_RECORD") == "1"
 PAGE = Path(__file__).parents[2] / "man" / "hicachectl-runbooks.7"
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -50,22 +57,63 @@ LAUNCH = (
     "--hicache-storage-backend-extra-config '{\"prefetch_threshold\": 8}' --tp "
 )
 SERVERS = 65534  # user and group of the servers
+COLUMNS = 75  # of a terminal with 80 columns, less the margin of a page
+LONGEST = 80  # characters of a line of an output that is not wrapped
+ESCAPES = (
+    ("\\", r"\e"), ("-", r"\-"), ('"', r"\(dq"), ("…", r"\[u2026]"), ("█", r"\[u2588]"),
+)  # fmt: skip
+# These differ from run to run; tables shorten URLs of files. The tests choose the times of 2025.
+DIFFERING = {
+    r"(?!2025)\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d+)?)?(Z| UTC)?": "TIME",
+    r"\b\d+[smhd]\b": "AGE",
+    r"\b\d{8}\S*-[0-9a-f]{6}\b": "RUN",
+    r"\b[1-9][0-9.]* [KMGT]iB(?=( are)? free)": "SPACE",
+    r"file:///\S+": "URL",
+    r"\b\d+\.\d s\b": "SECONDS",
+}
 FP8 = " --kv-cache-dtype fp8_e4m3"
+LITERAL = re.compile(r"^\.Bd -literal$\n(.*?)^\.Ed$", re.MULTILINE | re.DOTALL)
+WRAPPER = textwrap.TextWrapper(
+    COLUMNS, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+)
 
 
 class Step(NamedTuple):
-    """A command, the lines that it must print (on stdout or stderr), and its exit status."""
+    """A command, the text that it must print on a terminal, and its exit status."""
 
     words: list[str]
-    lines: list[str]
+    printed: str
     status: int
+
+
+class Terminal(io.StringIO):
+    """What a terminal shows: stdout and stderr, in the order in which they are written."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Diverted(io.TextIOBase):
+    """Stderr that ends up on a terminal, but asks for no progress."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+
+    def write(self, text: str) -> int:
+        return self._terminal.write(text)
+
+
+def section(title: str) -> str:
+    """Return a section of the page."""
+    return PAGE.read_text().split(f"\n.Sh {title}\n")[1].split("\n.Sh ")[0]
 
 
 def blocks(title: str) -> list[str]:
     """Return what a section shows as it is typed."""
-    section = PAGE.read_text().split(f"\n.Sh {title}\n")[1].split("\n.Sh ")[0]
-    shown = re.findall(r"^\.Bd -literal$\n(.*?)^\.Ed$", section, re.MULTILINE | re.DOTALL)
-    return [block.replace("\\-", "-").replace("\\e", "\\").replace("\\&", "") for block in shown]
+    text = section(title).replace(r"\&", "")
+    for plain, escape in reversed(ESCAPES):
+        text = text.replace(escape, plain)
+    return LITERAL.findall(text)
 
 
 def steps(title: str) -> list[Step]:
@@ -74,21 +122,60 @@ def steps(title: str) -> list[Step]:
     tried = (text for text in blocks(title) if "$ hicachectl " in text)
     for line in chain.from_iterable(map(str.splitlines, tried)):
         if line.startswith("$ hicachectl "):
-            found.append(Step(shlex.split(line)[2:], [], 0))
+            found.append(Step(shlex.split(line)[2:], "", 0))
         elif status := re.fullmatch(r"\(status (\d+)\)", line):
             found[-1] = found[-1]._replace(status=int(status[1]))
         else:
-            found[-1].lines.append(line)
+            found[-1] = found[-1]._replace(printed=f"{found[-1].printed}{line}\n")
     return found
+
+
+def words(text: str) -> list[str]:
+    """Return the words of an output, with a name in place of each that differs between runs."""
+    flat = " ".join(text.split())  # the page wraps long lines
+    for form, name in DIFFERING.items():
+        flat = re.sub(form, name, flat)
+    return flat.split()
+
+
+def record(title: str, done: Iterable[tuple[int, str]]) -> None:
+    """Write the outputs and statuses of a section's commands into the page."""
+    outcomes = iter(done)
+
+    def block(found: re.Match[str]) -> str:
+        commands = [line for line in found[1].splitlines() if line.startswith("$ hicachectl ")]
+        if not commands:
+            return found[0]
+        lines = list(chain.from_iterable(map(shown, commands, outcomes)))
+        return "\n".join([".Bd -literal", *lines, ".Ed"])
+
+    before = section(title)
+    PAGE.write_text(PAGE.read_text().replace(before, LITERAL.sub(block, before)))
+
+
+def shown(command: str, outcome: tuple[int, str]) -> Iterator[str]:
+    """Yield the lines of the page for a command: long lines of the output are wrapped."""
+    status, printed = outcome
+    yield command
+    for line in re.sub(r"file:///\S*…\S*", "file:///mnt/hicache", printed).strip().splitlines():
+        yield from map(escaped, [line] if len(line) <= LONGEST else WRAPPER.wrap(line))
+    if status:
+        yield f"(status {status})"
+
+
+def escaped(line: str) -> str:
+    """Return a line of a literal block in mdoc."""
+    for plain, escape in ESCAPES:
+        line = line.replace(plain, escape)
+    return rf"\&{line}" if line.startswith((".", "'")) else line
 
 
 class Machine:
     """Folders in place of those of the page, and a shell's current directory."""
 
-    def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.store = folder / "hicache"
-        self._capfd = capfd
         self._places = {
             "/mnt/hicache": str(self.store),
             "/mnt/new": str(folder / "new"),
@@ -126,9 +213,13 @@ class Machine:
 
     def do(self, words: list[str]) -> tuple[int, str]:
         """Run a command; return its status, and what it prints, with the page's paths."""
-        self._capfd.readouterr()
-        status = run([self._here(word) for word in words])
-        printed = "".join(reversed(self._capfd.readouterr()))
+        terminal = Terminal()
+        with (
+            contextlib.redirect_stdout(terminal),
+            contextlib.redirect_stderr(Diverted(terminal)),
+        ):
+            status = run([self._here(word) for word in words])
+        printed = terminal.getvalue()
         for name, place in self._places.items():
             printed = printed.replace(place, name)
         return status, printed
@@ -142,16 +233,18 @@ class Machine:
 
     def follow(self, title: str, between: Callable[[Step], None] = lambda step: None) -> None:
         """Do the steps of a section. between: called after each of them."""
+        done: list[tuple[int, str]] = []
         for step in steps(title):
             status, printed = self.do(step.words)
-            assert status == step.status, (step.words, printed)
-            rest = printed.splitlines()
-            for line in step.lines:
-                form = ".*".join(map(re.escape, re.split(r" *\.\.\. *", line)))
-                at = [n for n, text in enumerate(rest) if re.search(form, text)]
-                assert at, (step.words, line, printed)
-                rest[at[0]] = ""
+            done.append((status, printed))
+            if not RECORDS:
+                # `show` lists the objects of a page in the order of their directory.
+                order = sorted if step.words[0] == "show" else list
+                assert order(words(printed)) == order(words(step.printed)), step.words
+                assert status == step.status, step.words
             between(step)
+        if RECORDS:
+            record(title, done)
 
 
 def fill(path: Path) -> None:
@@ -167,14 +260,14 @@ def shared_cpu_server(module_cpu_server: CpuServer) -> CpuServer:
 
 
 @pytest.fixture
-def machine(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Machine:
-    machine = Machine(tmp_path, capfd)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine(tmp_path)
     machine.store.mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("HICACHECTL_CONFIG", raising=False)
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    monkeypatch.setenv("NO_COLOR", "1")
     return machine
 
 
