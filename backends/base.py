@@ -311,7 +311,7 @@ class Store(Closing, ABC):
         return found, places.fill_null(-1).to_numpy(zero_copy_only=False)
 
     def flush(self) -> None:
-        """Make all objects durable, also those of other writers.
+        """Make all objects durable, also objects of other writers.
 
         Objects written by `write_from` and `copy_from` are durable already.
         Raises StoreUnavailable.

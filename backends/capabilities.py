@@ -263,11 +263,12 @@ class SystemCopy(Store):
     ) -> Result:
         """Copy objects of another store unchanged; otherwise like `write_from`.
 
-        origins: [n] rows of the source. sizes: [n] int64, expected bytes of each.
-        preserve: keep the full mode, and the owner if the system allows it; else copies belong to
-            the caller and are no more readable than the sources.
-        Statuses: those of `write_from`; for the source's objects GONE, SHORT, OVERSIZED, and
-        CHANGED if written to during the copy. Raises UnsupportedByBackend unless `can_copy_from` is
+        origins: [n] rows of the source.
+        sizes: [n] int64, expected bytes of each object.
+        preserve: keep the full mode, and the owner if the system allows it. Otherwise copies belong
+            to the caller and are no more readable than the sources.
+        Statuses: as for `write_from`. GONE, SHORT or OVERSIZED for the source's object; CHANGED if
+        a writer changed it during the copy. Raises UnsupportedByBackend unless `can_copy_from` is
         True.
         """
 
@@ -275,9 +276,8 @@ class SystemCopy(Store):
 class Trailed(Store):
     """Store whose objects may have trailers with digest and identity (`formats.trailer`).
 
-    Sizes in listings, reads and copies are those of the objects, without trailers. Reads compare an
-    object with its trailer: DAMAGED if digest, page, pool or length differ, FOREIGN if the rank
-    differs.
+    Sizes in listings, reads and copies do not count trailers. Reads compare an object with its
+    trailer: DAMAGED if digest, page, pool or length differ, FOREIGN if the rank differs.
     """
 
     @abstractmethod
@@ -413,7 +413,7 @@ class Mover(ABC):
 
     @abstractmethod
     def flush(self, *, into_store: bool) -> None:
-        """Make every move durable, also those of earlier processes. Raises OSError.
+        """Make every move durable, also the moves of earlier processes. Raises OSError.
 
         into_store: the moves since the last flush were `put_back`, not `take`.
         """
@@ -424,7 +424,7 @@ class Renames(Store):
 
     @abstractmethod
     def mover(self, run: Store) -> Mover | None:
-        """Return a mover between the store and a run; None if a rename cannot lead there."""
+        """Return a mover between the store and a run; None if no rename between them is possible."""
 
 
 class FilePermissions(Store):
@@ -582,7 +582,7 @@ def copier_of(target: Store, source: Store) -> SystemCopy | None:
 
 
 def mover_of(store: Store, run: Store) -> Mover | None:
-    """Return a mover between a store and a run; None if objects cannot be renamed there."""
+    """Return a mover between a store and a run; None if no rename between them is possible."""
     return store.mover(run) if isinstance(store, Renames) else None
 
 
@@ -596,9 +596,9 @@ def permissions_of(store: Store, *, listing: bool = False) -> Permissions:
 def present_ns(store: Store, *, changes: bool) -> int:
     """Return the present time, by which the ages of a store's objects are judged, Unix nanoseconds.
 
-    changes: the command may change the store. Then the clock is the one of the store's file system,
-        if the store has one. Reading that clock writes to the store, so a command that only looks
-        uses this host's clock.
+    changes: the command may change the store. Then the clock of the store's file system counts, if
+        the store has one. Reading that clock writes to the store, so a command that only looks uses
+        this host's clock.
     Raises StoreUnavailable.
     """
     if changes and isinstance(store, FileTimes):

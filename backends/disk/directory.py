@@ -57,7 +57,7 @@ _KINDS = {
 
 
 class Trust:
-    """Users whose files below a directory are trusted.
+    """Users who may own trusted files below a directory.
 
     They are this process's user, root, the directory's owner and, if its group may write, the
     group's members. Some file systems (NFS with root squash) give new files another owner: a

@@ -52,7 +52,7 @@ def hub_snapshot(name: str, revision: str | None = None, cache: str | None = Non
     """Return the local files of a model on the Hugging Face Hub; None if this host has none.
 
     revision: commit, branch or tag; by default main.
-    cache: directory of the Hub's cache; by default the one that huggingface_hub uses.
+    cache: directory of the Hub's cache; by default chosen as huggingface_hub chooses it.
     """
     if name.count("/") > 1 or name.startswith(("/", ".")) or ".." in name:
         return None

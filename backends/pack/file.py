@@ -115,7 +115,7 @@ class PackContents:
         return found
 
     def _located(self, rows: pa.Table) -> IntArray:
-        """Return the index rows of locators; -1 if the record there has another key."""
+        """Return the index rows of locators; -1 for a record that is missing or has another key."""
         locators = rows.column("locator").fill_null(-1).to_numpy()
         near = np.searchsorted(self._offsets, locators)
         near = np.minimum(near, len(self._offsets) - 1)
