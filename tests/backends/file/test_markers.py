@@ -87,7 +87,7 @@ def _changed(**fields: Any) -> bytes:
         (_changed(suffix=""), "suffix"),
         (_changed(suffix="x" * 256), "suffix"),
         (_changed(digest="md5"), "digest"),
-        (_changed(identity="00" * 16), "not that of its facts"),
+        (_changed(identity="00" * 16), "does not match its facts"),
         (_changed(facts={}), "model"),
         (_changed(more=1), "more"),
         (_changed(suffix="\ud800"), "."),
