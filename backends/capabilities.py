@@ -424,7 +424,7 @@ class Renames(Store):
 
     @abstractmethod
     def mover(self, run: Store) -> Mover | None:
-        """Return a mover between the store and a run; None if no rename between both is possible."""
+        """Return a mover between the store and a run; None if a rename is impossible."""
 
 
 class FilePermissions(Store):
@@ -582,7 +582,7 @@ def copier_of(target: Store, source: Store) -> SystemCopy | None:
 
 
 def mover_of(store: Store, run: Store) -> Mover | None:
-    """Return a mover between a store and a run; None if no rename between both is possible."""
+    """Return a mover between a store and a run; None if a rename is impossible."""
     return store.mover(run) if isinstance(store, Renames) else None
 
 
