@@ -94,7 +94,7 @@ class CopyPlan:
         facts.bytes += nbytes
         facts.skipped += self.count(*COMPARING)
 
-    def leave_too_large(self, options: CopyOptions, facts: CopyFacts) -> None:
+    def exclude_oversized(self, options: CopyOptions, facts: CopyFacts) -> None:
         """Leave out groups larger than --buffer-bytes. Count them and the groups in conflict."""
         most = options.buffer_bytes
         for work in self.works():

@@ -218,7 +218,7 @@ def plan_groups(
             actions[np.isin(actions, WRITING)] = Action.ADOPT
         order = oldest_first(survey, groups.newest_ns[survey.groups])
         plan = CopyPlan(groups, survey, order, actions)
-        plan.leave_too_large(request.options, facts)
+        plan.exclude_oversized(request.options, facts)
         facts.refused += int((survey.foreign & (actions == Action.CONFLICT)).sum())
         facts.skipped += plan.count(Action.SKIP)
         plans.append(plan)

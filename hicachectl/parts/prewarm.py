@@ -172,7 +172,7 @@ class PrewarmJob(CopyJob):
         best = tables["best"]()
         best = best.column("page").filter(best.column("copied")).combine_chunks()
         facts = PrewarmFacts(skipped=pages.count(Action.SKIP))
-        pages.leave_too_large(warming.options, facts)
+        pages.exclude_oversized(warming.options, facts)
         with persistent():
             copy_pages(warming, pages, facts, on_progress, best)
             given.sweep_attempts(destination)

@@ -105,7 +105,7 @@ class PageChoice:
         self.actions = decide(self.survey, chosen, "skip")
 
 
-def leave_misfits(survey: Survey, *, whole_groups: bool) -> tuple[Survey, list[Problem]]:
+def exclude_wrong_sizes(survey: Survey, *, whole_groups: bool) -> tuple[Survey, list[Problem]]:
     """Leave out targets made from objects of a wrong size. Return a problem for each such group.
 
     Groups that the destination has stay wanted, because its objects are compared with the expected
@@ -129,10 +129,10 @@ def leave_misfits(survey: Survey, *, whole_groups: bool) -> tuple[Survey, list[P
         wanted = wanted.where(fine[block.owners] for block in wanted.blocks)
     else:
         wanted = wanted.without(made_of(route, left, right, partly=True))
-    return replace(survey, sizes=right, wanted=wanted), _misfit_problems(survey, left)
+    return replace(survey, sizes=right, wanted=wanted), _size_problems(survey, left)
 
 
-def _misfit_problems(survey: Survey, misfits: GroupTable) -> list[Problem]:
+def _size_problems(survey: Survey, misfits: GroupTable) -> list[Problem]:
     route, items = survey.route, np.flatnonzero(misfits.having())
     places, sources, rows = misfits.objects(items)
     _, first = np.unique(places, return_index=True)

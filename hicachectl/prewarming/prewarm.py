@@ -32,7 +32,7 @@ from hicachectl.prewarming.outcome import (
     PrewarmOutcome,
     outcome_of,
 )
-from hicachectl.prewarming.page_plan import leave_misfits, plan_chains, plan_pages
+from hicachectl.prewarming.page_plan import exclude_wrong_sizes, plan_chains, plan_pages
 from hicachectl.prewarming.ranking import prefixes_worth_asking
 from hicachectl.prewarming.through_server import ThroughServer, dp_ranks, prefix_of
 from hicachectl.profiles.server import fetch_server
@@ -312,7 +312,7 @@ def plan_prewarm(
     )
     groups = PageGroups(inventory)
     (survey,) = warming.survey(groups, first_only=True, on_batch=on_listed)
-    survey, misfits = leave_misfits(survey, whole_groups=request.requests is None)
+    survey, wrong_sizes = exclude_wrong_sizes(survey, whole_groups=request.requests is None)
     if request.requests is None:
         plan = plan_pages(groups, survey, request, trailers.refused(groups))
         missed = [] if len(groups) else [explain_selection(source, inventory, EVERYTHING)]
@@ -322,9 +322,9 @@ def plan_prewarm(
         elsewhere = find_elsewhere(inventory, hits)
         missed = miss_remarks(source, inventory, hits, elsewhere)
     pages = plan.pages
-    asked = set(_pages_to_fit(plan, request).to_pylist()) if misfits else set()
-    left_out = [problem for problem in misfits if problem.page in asked]
-    pages.leave_too_large(warming.options, plan.facts)
+    asked = set(_pages_to_fit(plan, request).to_pylist()) if wrong_sizes else set()
+    left_out = [problem for problem in wrong_sizes if problem.page in asked]
+    pages.exclude_oversized(warming.options, plan.facts)
     plan.facts.fail(left_out)
     if warming.pins_only_writes and not request.dry_run:
         plan.facts.not_pinned = plan.facts.skipped + pages.count(Action.COMPARE)
