@@ -173,7 +173,7 @@ def withdraw(
     pending: IntArray,
     result: MoveResult,
     *,
-    look: Callable[[IntArray], GroupObjects],
+    look_up: Callable[[IntArray], GroupObjects],
     remove: Callable[[IntArray], Result],
 ) -> None:
     """Remove groups until each is gone, or a server has written it whole again without its fault.
@@ -182,11 +182,11 @@ def withdraw(
     attempt therefore looks at the store again, and removes groups that are neither whole nor gone.
 
     pending: indices of the groups in `result`.
-    look: function that returns the present objects of the groups that must still leave.
-    remove: function that removes objects of the last look by index.
+    look_up: function that returns the present objects of the groups that must still leave.
+    remove: function that removes objects of the last lookup by index.
     """
     for _ in range(_ROUNDS):
-        objects = look(pending)
+        objects = look_up(pending)
         if not len(objects):
             return
 
@@ -197,7 +197,7 @@ def withdraw(
         remove_once(objects, np.arange(len(objects)), remove=remove, on_error=failed)
         pending = np.unique(objects.owners)
         pending = pending[result.open[pending]]
-    objects = look(pending)
+    objects = look_up(pending)
     groups, first = np.unique(objects.owners, return_index=True)
     for group, place in zip(groups.tolist(), first.tolist(), strict=True):
         why = (

@@ -249,19 +249,19 @@ class RemovalBatch:
             facts=FACTS.empty_table(),
         )
 
-    def as_seen(self, sight: Sight, unwanted: BoolArray) -> RemovalBatch:
+    def as_seen(self, lookup: StoreLookup, unwanted: BoolArray) -> RemovalBatch:
         """Return the groups with the objects that a lookup found.
 
         unwanted: [cells] whether the object in the cell is a reason for removal.
         """
-        cells = np.flatnonzero(sight.present)
+        cells = np.flatnonzero(lookup.present)
         owners, slots = np.divmod(cells, len(self.shape))
         return replace(
             self,
             owners=owners,
             slots=slots,
             unwanted=unwanted[cells],
-            facts=facts_of(sight.rows).take(pa.array(sight.at[cells])),
+            facts=facts_of(lookup.rows).take(pa.array(lookup.at[cells])),
         )
 
     def judge(self, present: BoolArray, known: BoolArray) -> npt.NDArray[np.uint8]:
@@ -290,24 +290,24 @@ class RemovalBatch:
         statuses[~by_slot.any(axis=1)] = GroupStatus.GONE
         return statuses
 
-    def written_since(self, sight: Sight) -> BoolArray:
+    def written_since(self, lookup: StoreLookup) -> BoolArray:
         """Return which groups have an object that is new or was rewritten: [k].
 
         A rewritten object has another time. Versions decide only where the store keeps no times,
         because a read may change a version, too.
         """
         timed = self.facts.column("mtime_ns").is_valid().to_numpy()
-        same = sight.known(self, versions=False) & (timed | sight.known(self))
-        fresh = sight.present
+        same = lookup.known(self, versions=False) & (timed | lookup.known(self))
+        fresh = lookup.present
         fresh[self.cells[same]] = False
         return self._groups_with(self.cell_owners[fresh])
 
-    def begun_by_others(self, sight: Sight) -> BoolArray:
+    def begun_by_others(self, lookup: StoreLookup) -> BoolArray:
         """Return which groups another removal has begun to remove: [k].
 
         Anchors leave first. So such a group has lost an anchor, or any object if it had no anchor.
         """
-        lost = ~sight.present[self.cells]
+        lost = ~lookup.present[self.cells]
         anchors = self.anchors[self.cells]
         leads = anchors | ~self._groups_with(self.owners[anchors])[self.owners]
         return self._groups_with(self.owners[lost & leads])
@@ -329,15 +329,15 @@ class RemovalBatch:
         trailing = self.shape.trailing
         for number in np.unique(trailing[trailing != ABSENT]).tolist():
             own = trailing == number
-            there, wanted = by_slot[:, own], asked[:, own]
-            lacking[there.any(axis=1) & (wanted & ~there).any(axis=1)] = True
+            present, wanted = by_slot[:, own], asked[:, own]
+            lacking[present.any(axis=1) & (wanted & ~present).any(axis=1)] = True
         whole: BoolArray = ~lacking
         return whole
 
 
 @dataclass(frozen=True, eq=False)
-class Sight:
-    """Objects of groups, as one look at the store found them.
+class StoreLookup:
+    """Objects of groups, as one lookup in the store found them.
 
     rows: table with a scan's columns.
     at: [cells] row of each cell, or ABSENT.
@@ -355,15 +355,15 @@ class Sight:
     def known(self, groups: RemovalBatch, *, versions: bool = True) -> BoolArray:
         """Return which objects still exist unchanged: [n]. versions: see `same_objects`."""
         rows = self.at[groups.cells]
-        there = np.flatnonzero(rows != ABSENT)
+        existing = np.flatnonzero(rows != ABSENT)
         known = np.zeros(len(rows), dtype=np.bool_)
-        found = self.rows.take(pa.array(rows[there]))
-        facts = groups.facts.take(pa.array(there))
-        known[there] = same_objects(facts, found, versions=versions)
+        found = self.rows.take(pa.array(rows[existing]))
+        facts = groups.facts.take(pa.array(existing))
+        known[existing] = same_objects(facts, found, versions=versions)
         return known
 
 
-def look(store: Store, groups: RemovalBatch, pending: IntArray | None = None) -> Sight:
+def look_up(store: Store, groups: RemovalBatch, pending: IntArray | None = None) -> StoreLookup:
     """Look up all objects that groups can have.
 
     pending: indices of the groups to look up; None for all groups.
@@ -377,7 +377,7 @@ def look(store: Store, groups: RemovalBatch, pending: IntArray | None = None) ->
     rows, found = store.find(keys, columns)
     at = np.full(len(asked) * len(groups.shape), ABSENT, dtype=np.int64)
     at[cells] = found
-    return Sight(rows, at)
+    return StoreLookup(rows, at)
 
 
 def facts_of(rows: pa.Table) -> pa.Table:

@@ -261,12 +261,12 @@ class _OneRun:
         present = at != ABSENT
         sizes = _sizes_of(rows)
         equal = np.zeros(len(objects), dtype=np.bool_)
-        there = np.flatnonzero(present)
-        known = seen.column("nbytes").take(pa.array(at[there]))
-        there = there[pc.equal(known, pa.array(sizes[there])).fill_null(True).to_numpy()]
-        equal[there] = self._copier.same(
-            store, seen.take(pa.array(at[there])),
-            self._held, rows.take(pa.array(there)), sizes[there],
+        existing = np.flatnonzero(present)
+        known = seen.column("nbytes").take(pa.array(at[existing]))
+        existing = existing[pc.equal(known, pa.array(sizes[existing])).fill_null(True).to_numpy()]
+        equal[existing] = self._copier.same(
+            store, seen.take(pa.array(at[existing])),
+            self._held, rows.take(pa.array(existing)), sizes[existing],
         )  # fmt: skip
         for n in np.flatnonzero(present & ~equal).tolist():
             self._fail(objects, n, result, GroupStatus.CONFLICT, _IN_STORE)

@@ -27,7 +27,13 @@ from hicachectl.io.forked_calls import Remover, delete_all
 from hicachectl.move.copies import MEMORY_BYTES, copier
 from hicachectl.move.order import GroupObjects, withdraw
 from hicachectl.move.quarantine import NewRun, Quarantine
-from hicachectl.move.removal_plan import ListedGroups, RemovalBatch, Sight, look, plan_removal
+from hicachectl.move.removal_plan import (
+    ListedGroups,
+    RemovalBatch,
+    StoreLookup,
+    look_up,
+    plan_removal,
+)
 from hicachectl.move.results import (
     REMOVED,
     ROWS,
@@ -164,7 +170,7 @@ class _Removal:
     removed: number of removed objects that the batch had at the start.
     new: number of removed objects that servers wrote since.
     gone: number of objects that vanished before their removal.
-    sight: result of the last lookup; None once it is outdated.
+    lookup: result of the last lookup; None once it is outdated.
     mover: renames the objects into the run; None to delete them.
     owned: whether a group that has lost an anchor belongs to another repair, and stays.
     """
@@ -183,7 +189,7 @@ class _Removal:
         self.touched = np.zeros(len(groups), dtype=np.bool_)
         self.removed = self.new = self.gone = 0
         self.standing = np.full(len(groups), GroupStatus.DONE, dtype=np.uint8)
-        self.sight: Sight | None = None
+        self.lookup: StoreLookup | None = None
         self.mover: Mover | None = None
         self._owned = owned
         self._store = store
@@ -200,14 +206,14 @@ class _Removal:
         delete: Callable[[pa.Table], Result] | None = None,
     ) -> Self:
         """Look up listed groups again, because findings about changed objects no longer count."""
-        sight = look(store, listed)
-        unwanted = np.zeros(len(sight.at), dtype=np.bool_)
-        unwanted[listed.cells[sight.known(listed) & listed.unwanted]] = True
-        removal = cls(store, listed.as_seen(sight, unwanted), owned=owned, delete=delete)
-        removal.sight = sight
-        removal.gone = int((~sight.present[listed.cells]).sum())
+        lookup = look_up(store, listed)
+        unwanted = np.zeros(len(lookup.at), dtype=np.bool_)
+        unwanted[listed.cells[lookup.known(listed) & listed.unwanted]] = True
+        removal = cls(store, listed.as_seen(lookup, unwanted), owned=owned, delete=delete)
+        removal.lookup = lookup
+        removal.gone = int((~lookup.present[listed.cells]).sum())
         known = np.ones(len(removal.groups.owners), dtype=np.bool_)
-        removal.standing = removal._judged(sight, known, listed)
+        removal.standing = removal._judged(lookup, known, listed)
         return removal
 
     @property
@@ -223,12 +229,12 @@ class _Removal:
     def leave(self) -> None:
         """Remove the pending groups, and set the statuses of all others."""
         if len(self.pending):
-            withdraw(self.pending, self.result, look=self._look, remove=self._remove)
+            withdraw(self.pending, self.result, look_up=self._look_up, remove=self._remove)
         settled = self.result.open & ~self.touched
         self.result.statuses[settled] = self.standing[settled]
 
     def _judged(
-        self, sight: Sight, known: BoolArray, before: RemovalBatch
+        self, lookup: StoreLookup, known: BoolArray, before: RemovalBatch
     ) -> npt.NDArray[np.uint8]:
         """Return each group's status after a lookup: [k].
 
@@ -237,29 +243,29 @@ class _Removal:
         known: see `RemovalBatch.judge`.
         before: the groups as an earlier lookup found them.
         """
-        standing = self.groups.judge(sight.present, known)
+        standing = self.groups.judge(lookup.present, known)
         if before.by_choice:
-            standing[~self.touched & before.written_since(sight)] = GroupStatus.KEPT
+            standing[~self.touched & before.written_since(lookup)] = GroupStatus.KEPT
         if self._owned:
-            standing[~self.touched & before.begun_by_others(sight)] = GroupStatus.GONE
+            standing[~self.touched & before.begun_by_others(lookup)] = GroupStatus.GONE
         return standing
 
-    def _look(self, pending: IntArray) -> GroupObjects:
+    def _look_up(self, pending: IntArray) -> GroupObjects:
         groups = self.groups
         if len(groups.shape) == 1:  # a group of one object is gone once it was removed
             pending = pending[~self.touched[pending]]
-        sight = self.sight or look(self._store, groups, pending)
-        self.sight = None
-        known = sight.known(groups) & ~self._left
-        self.standing[pending] = self._judged(sight, known, groups)[pending]
+        lookup = self.lookup or look_up(self._store, groups, pending)
+        self.lookup = None
+        known = lookup.known(groups) & ~self._left
+        self.standing[pending] = self._judged(lookup, known, groups)[pending]
         owners = groups.cell_owners
-        cells = np.flatnonzero(sight.present & (self.standing[owners] == GroupStatus.DONE))
+        cells = np.flatnonzero(lookup.present & (self.standing[owners] == GroupStatus.DONE))
         recorded = np.full(len(owners), ABSENT, dtype=np.int64)
         recorded[groups.cells[known]] = np.flatnonzero(known)
         # The objects; their rows in the lookup; and their indices in the batch, ABSENT for new
         # objects.
         self._seen = GroupObjects(groups.keys_of(cells), owners[cells], groups.anchors[cells])
-        self._rows, self._recorded = sight.rows.take(pa.array(sight.at[cells])), recorded[cells]
+        self._rows, self._recorded = lookup.rows.take(pa.array(lookup.at[cells])), recorded[cells]
         return self._seen
 
     def _remove(self, places: IntArray) -> Result:
@@ -388,7 +394,7 @@ class _Worker:
                 elif (run := self._opened(removal)) is not None:
                     removal.mover = mover_of(self._store, run)
                     if removal.mover is not None:
-                        removal.sight = None  # outdated: making the run takes time
+                        removal.lookup = None  # outdated: making the run takes time
                         self._leave(removal)
                     else:
                         if not copied:
@@ -416,15 +422,15 @@ class _Worker:
             objects = int(listed.counts.sum()) if self._run is None else 0
             self._remover = self._exits.enter_context(Remover(self._store, objects=objects))
         delete, owned = self._remover.delete, self._run is not None
-        look_up = partial(_Removal.of_listed, self._store, owned=owned, delete=delete)
+        of_listed = partial(_Removal.of_listed, self._store, owned=owned, delete=delete)
         batches = listed.batches(self._remover.processes)
         if not isinstance(self._store, Spreads):
-            yield from map(look_up, batches)
+            yield from map(of_listed, batches)
             return
-        thread = exits.enter_context(ThreadPoolExecutor(1, "hicachectl-look"))
+        thread = exits.enter_context(ThreadPoolExecutor(1, "hicachectl-lookup"))
         ahead: Future[_Removal] | None = None
         for batch in batches:
-            following = thread.submit(look_up, batch)
+            following = thread.submit(of_listed, batch)
             if ahead is not None:
                 yield ahead.result()
             ahead = following
@@ -465,9 +471,9 @@ class _Worker:
         groups, pending = removal.groups, removal.pending
         places = np.flatnonzero(np.isin(groups.owners, pending))
         cells = groups.cells[places]
-        assert removal.sight is not None
-        rows = removal.sight.rows.take(pa.array(removal.sight.at[cells]))
-        removal.sight = None
+        assert removal.lookup is not None
+        rows = removal.lookup.rows.take(pa.array(removal.lookup.at[cells]))
+        removal.lookup = None
         sizes = groups.facts.column("nbytes").fill_null(0).to_numpy()[places]
         new = rows.select(["key", "mtime_ns"])
         found = memory.copy(self._store, rows, run, new, sizes)
@@ -479,10 +485,10 @@ class _Worker:
                 why = f"not copied to quarantine: {why}"
                 key = rows.column("key")[n].as_py()
                 removal.result.fail(group, GroupStatus.FAILED, key, why)
-        sight = look(self._store, groups, pending)
-        for group in np.flatnonzero(groups.begun_by_others(sight)).tolist():
+        lookup = look_up(self._store, groups, pending)
+        for group in np.flatnonzero(groups.begun_by_others(lookup)).tolist():
             removal.result.fail(group, GroupStatus.GONE, None, "")
-        same = sight.known(groups)[places] | ~sight.present[cells]
+        same = lookup.known(groups)[places] | ~lookup.present[cells]
         drop = found.ok & ~(same & removal.result.open[groups.owners[places]])
         if drop.any():
             run.undo_writes(new.filter(pa.array(drop)))
@@ -581,13 +587,13 @@ class _Worker:
         Each batch comes with its result, and the indices of those groups in the result.
         """
         for groups, result, places in self._watched:
-            sight = look(self._store, groups)
+            lookup = look_up(self._store, groups)
             none = np.zeros(0, dtype=np.bool_)
-            standing = groups.judge(sight.present, none)
+            standing = groups.judge(lookup.present, none)
             open_ = np.isin(standing, (GroupStatus.IN_FLIGHT, GroupStatus.DONE))
             if open_.any():
                 # No object counts as unwanted, so a whole group may stay.
-                unblamed = np.zeros(len(sight.at), dtype=np.bool_)
-                removal = _Removal(self._store, groups.as_seen(sight, unblamed))
+                unblamed = np.zeros(len(lookup.at), dtype=np.bool_)
+                removal = _Removal(self._store, groups.as_seen(lookup, unblamed))
                 removal.standing = standing
                 yield removal, result, places[open_]

@@ -255,7 +255,7 @@ def plan_chains(
     usable = hits.chains.cut(hits.usable_pages)
     names, forest = usable.page_names, usable.forest
     choice = PageChoice(survey, hits, names, request.rank(usable))
-    there = int((choice.actions == Action.SKIP).sum())
+    skipped = int((choice.actions == Action.SKIP).sum())
     cut = False
     if request.has_budget:
         cut = choice.fit(request.budget_bytes, request.budget_pages)
@@ -275,7 +275,7 @@ def plan_chains(
         names=names,
         facts=PrewarmFacts(
             requested=requested,
-            skipped=there,
+            skipped=skipped,
             missing=requested - len(names),
             requested_tokens=request.requests.requested_tokens(request.target.page_size),
             cut=cut,
@@ -318,7 +318,7 @@ def plan_pages(
         newest = groups.newest_ns[survey.groups]
         order = np.lexsort((newest, -(newest // _MINUTE_NS)))
     actions = decide(survey, whole, "skip")
-    there = int((actions == Action.SKIP).sum())
+    skipped = int((actions == Action.SKIP).sum())
     items = order[np.isin(actions[order], WRITING)]
     beyond = items[~_within_budget(survey.lacking.sums[items], request)]
     actions[beyond] = Action.NOTHING
@@ -333,7 +333,7 @@ def plan_pages(
         facts=PrewarmFacts(
             chained=False,
             requested=asked,
-            skipped=there,
+            skipped=skipped,
             missing=asked - len(names),
             requested_tokens=asked * request.target.page_size,
             cut=bool(len(beyond)),

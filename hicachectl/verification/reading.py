@@ -447,11 +447,11 @@ class _Reader:
         if not tasks:
             return
         rows = np.concatenate([done.loaded.task.rows for done in tasks])
-        there = self._store.exists(self._inventory.take(rows, ["key"]))
+        existing = self._store.exists(self._inventory.take(rows, ["key"]))
         start = 0
         for done in tasks:
             end = start + len(done.loaded.task.rows)
-            yield done.without(~there[start:end])
+            yield done.without(~existing[start:end])
             start = end
 
     def _work(self, loaded: Loaded) -> _Done:

@@ -124,7 +124,7 @@ def test_a_withdrawn_group_keeps_its_sidecars_while_an_anchor_stays(
         return found
 
     # Each step checks that no anchor lacks a sidecar.
-    withdraw(np.arange(GROUPS), result, look=look, remove=remove)
+    withdraw(np.arange(GROUPS), result, look_up=look, remove=remove)
     for group, status in enumerate(result.statuses.tolist()):
         mine = {n for n in store.held if n // SIZE == group}
         anchor = group * SIZE
