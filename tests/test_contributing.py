@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
+from datetime import date
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from hicachectl import __version__
+from hicachectl.cli.manpages.mdoc import RELEASE_DATE
 from tests.test_readme import check_arguments
 
 OWN = Path(__file__)
@@ -163,6 +166,13 @@ def command_lines() -> list[str]:
 @pytest.mark.parametrize("line", command_lines())
 def test_a_command_line_is_understood(line: str) -> None:
     check_arguments(shlex.split(line)[1:])
+
+
+def test_the_newest_version_of_the_changelog_is_that_of_the_program() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    version, day = re.findall(r"^## (\d\S*) - (\S+)$", changelog, re.MULTILINE)[0]
+    assert version == __version__
+    assert f"{date.fromisoformat(day):%B %-d, %Y}" == RELEASE_DATE
 
 
 def test_links_and_pages_exist() -> None:

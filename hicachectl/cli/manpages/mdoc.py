@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hicachectl.cli.prose import Block
 
 SEE_ALSO = "SEE ALSO"  # title of the section with names of pages, such as hcpack(5)
-RELEASE_DATE = "November 20, 2026"  # changes with the version in hicachectl/__init__.py
+RELEASE_DATE = "November 29, 2026"  # the date of the newest version in CHANGELOG.md
 
 NO_TEXT = r"\&"
 
