@@ -119,4 +119,4 @@ html:
 	for page in man/*.[157]; do mandoc -T html -O man=%N.%S.html "$$page" > "html/$${page#man/}.html"; done
 
 clean:
-	rm -rf .venv .venv-mooncake .venv-sglang .venv-triton html $(DEMO) $(DAMAGED)
+	rm -rf .venv .venv-mooncake .venv-sglang .venv-triton html $(DEMO) $(DAMAGED) demo.hcpack
