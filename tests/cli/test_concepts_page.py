@@ -10,6 +10,7 @@ PAGE = ROOT / "man" / "hicachectl-concepts.7"
 # Words of CONTRIBUTING.md that only the code uses, or that the page that uses them explains.
 FOR_DEVELOPERS = {
     "affix", "arena", "batch", "epoch", "grammar", "inventory", "kind", "listing", "slot", "spec",
+    "survey", "withdrawal",
 }  # fmt: skip
 
 

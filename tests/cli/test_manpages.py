@@ -151,6 +151,10 @@ def test_sentences_have_links_and_bold_names() -> None:
         ".Xr hicachectl-prewarm 1 .",
         r"Or \fBls\fR.",
     ]
+    assert sentence_lines(f"{'x' * 60} `hicachectl ls STORE`") == [
+        "x" * 60,
+        r"\fBhicachectl ls STORE\fR",
+    ]
     assert sentence_lines("Both have HICACHECTL_TP, not /server_info or a_b.data (ls(1)).") == [
         r"Both have \fBHICACHECTL_TP\fR, not /server_info or a_b.data (ls(1)).",
     ]

@@ -33,6 +33,10 @@ _NAME = re.compile(
     r"`([^`]+)`|((?<![\w-])--[a-z][a-z0-9-]*|(?<![\w./:-])[A-Za-z]\w*_\w+(?![\w/(=-]|\.\w))"
 )
 
+# Text in backticks stays on one line; meanwhile its spaces are another character.
+_QUOTED = re.compile("`[^`]+`")
+_SPACE = "\0"
+
 # Widths at which a sentence is wrapped, in turn: escapes and marks make its lines longer.
 _WIDTHS = (70, 60, 50, 40)
 _LINE_BYTES = 80  # mandoc warns of longer lines
@@ -117,7 +121,7 @@ def example_section(epilog: str) -> list[str]:
 
 def sentence_lines(text: str) -> list[str]:
     """Return one sentence per line, as mdoc requires, with links and bold names."""
-    flat = " ".join(text.split())
+    flat = _QUOTED.sub(lambda found: found[0].replace(" ", _SPACE), " ".join(text.split()))
     sentences = re.split(r"(?<=[.;:])\s+(?=[A-Z])|(?<=\.)\s+(?=[a-z-])", flat)
     return [line for sentence in sentences for line in _wrapped(sentence)]
 
@@ -149,7 +153,7 @@ def _linked(line: str) -> Iterator[str]:
 
 def _marked(line: str) -> str:
     """Return a line of text with its names in bold."""
-    said = _NAME.sub(lambda found: rf"\fB{found[1] or found[2]}\fR", line)
+    said = _NAME.sub(lambda found: rf"\fB{found[1] or found[2]}\fR", line.replace(_SPACE, " "))
     return text_line(said).replace(r"\efB", r"\fB").replace(r"\efR", r"\fR")
 
 
