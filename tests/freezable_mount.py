@@ -1,4 +1,4 @@
-"""A file system that can stop answering, like that of a dead server."""
+"""A file system that can stop answering, like a mount from a dead server."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 `tests/data/models.json` has `models` by architecture: origin (of the config), config (absent where
 origin is a file of this repository), code, flags, env and gpu (of the server), profile (fields of
 DeploymentFlags) and rows (tests/conformance/model_pools.py). record_models.py writes the rows.
-Several models of one architecture have longer names: the architecture, then what differs. Those
-with fields that the published config lacks have `target`, that model's name, and `fields` instead
-of origin and config.
+Several models of one architecture have longer names: the architecture, then what differs. A model
+with fields that the published config lacks has `target`, the name of the published model, and
+`fields` instead of origin and config.
 
 `tests/data/quantised.json` has quantised checkpoints by name: target (an architecture), fields (set
 in its config), section (fields set in the config's section on the language model only) and rows.

@@ -1,4 +1,4 @@
-"""Mount small file systems, and one other than that of the tests."""
+"""Mount small file systems, also one that differs from the file system of the tests."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def deployment_files() -> set[str]:
 
 
 def needed(names: list[str]) -> set[str]:
-    """Return distributions and those that they need here."""
+    """Return distributions, and the distributions that they need here."""
     found: set[str] = set()
     while names:
         name = names.pop()

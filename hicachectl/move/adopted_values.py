@@ -37,7 +37,7 @@ def doubtful_values(
     listing: ListingTime,
     options: CopyOptions,
 ) -> BoolArray:
-    """Read a sample of the pages to adopt; return those with doubtful values: [groups].
+    """Read a sample of the pages to adopt; return the pages with doubtful values: [groups].
 
     profile: profile with weights, so it describes values.
     adopted: [groups] whether the group will get trailers.

@@ -225,7 +225,7 @@ def _looked_up(
 ) -> tuple[BoolArray, IntArray]:
     """Look up one target for each item.
 
-    Return whether the store has each target: [items], and the sizes of those that it has.
+    Return whether the store has each target: [items], and the sizes of the targets that it has.
     """
     keys = survey.keys(items, targets)
     found, places = store.find(keys, ("nbytes",))

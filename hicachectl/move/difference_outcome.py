@@ -258,7 +258,7 @@ class DiffFacts:
         yield {"text": text, "commands": commands}
 
     def _contested(self, pages: int, closers: Closers) -> Closing:
-        """Return the commands that replace contested pages in B by those in A."""
+        """Return the commands that replace contested pages in B by the pages in A."""
         verify = " --verify" if self.reads else ""
         text = (
             f"{counted(pages, 'page')} whose objects differ; which store is right, hicachectl "

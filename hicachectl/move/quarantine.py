@@ -422,7 +422,7 @@ def remove_leftover(quarantine: Directory, name: str) -> None:
 
 
 def _empty(directory: int, concurrency: Concurrency, keep: str = "") -> None:
-    """Remove all entries of an open directory, with those of its folders, except one name."""
+    """Remove all entries of an open directory and of its folders, except one name."""
     names = [name for name in os.listdir(directory) if name != keep]
 
     def remove(start: int, stop: int) -> None:

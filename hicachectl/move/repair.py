@@ -77,7 +77,7 @@ def plan_of(checked: PartCheck, found: pa.Table, options: RepairOptions) -> Repa
 def doubted_repairs(checked: PartCheck) -> dict[str, Refusal]:
     """Return the refusals of the repairs that would mend the findings of a checked store.
 
-    The keys are those of `VerifyFacts.doubted`.
+    The keys are the same as in `VerifyFacts.doubted`.
     """
     found, own = checked.findings, described_groups(checked.groups)
     names = {"", *(code.name for code in codes() if code.doubts)}

@@ -1,4 +1,4 @@
-"""Marks on unfinished writes, by which a run finds those that a killed run of its request left.
+"""Marks on unfinished writes, by which a run finds what a killed run of its request left.
 
 A file in the user's state directory, named by a hash of the request, has the mark. The process that
 uses the mark holds the file's lock. A run that is not killed leaves no unfinished writes, and

@@ -71,7 +71,7 @@ class FreeRequest:
     groups: all groups of the store; their inventory has `atime_ns` if the store has it.
     matching: numbers of the groups that may leave. All of them leave if the target needs more.
     incomplete: [groups] whether no server can use the group; these leave first.
-    worth: value of pages. With a profile, the pages are those of its deployment only.
+    worth: value of pages. With a profile, only pages of its deployment have a value.
     and_unnamed: whether complete groups of other deployments leave next. Otherwise they stay.
     never_all: whether to refuse a target for which every group that may leave would have to leave.
     doubtful: number of groups that are partial only by a profile that may be wrong.

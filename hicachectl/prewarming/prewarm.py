@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from hicachectl.requests.forms import Request
 
 
-WATCHED = 256  # objects to watch: those written first are the most valuable, and evicted first
+WATCHED = 256  # objects to watch: the first written are the most valuable, and evicted first
 _WATCH_SECONDS = 2.0  # shortest time between two checks of the watched objects
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _MAX_BYTES = 256 << 10
 _DEEPEST_SCRIPT = 4  # most scripts inside one another, such as `bash -c` in `bash -c`
 _DEEPEST = 64  # most lists and mappings of YAML inside one another
-_MOST_YAML = 4 << 20  # most characters of YAML, with those that aliases repeat
+_MOST_YAML = 4 << 20  # most characters of YAML, including what aliases repeat
 _PROCESS = re.compile(r"pid:([0-9]{1,10})")
 _VARIABLE = re.compile(r"(?:--env=|-e)?(SGLANG_\w+)=(.*)", re.DOTALL)  # `env` and `docker run`
 # References that Kubernetes, Compose and Helm replace in the words of a container.
@@ -170,8 +170,8 @@ def read_launches(text: str) -> list[Launch]:
 
 
 def _some(launches: Iterator[Launch], where: str, text: str) -> list[Launch]:
-    # A script can have thousands of launches. A text that is the same for equal launches finds the
-    # distinct ones.
+    # A script can have thousands of launches. Equal launches have the same text, so a dict by text
+    # keeps each distinct launch once.
     by_text = {repr((one.arguments, dict(one.environment), one.logged)): one for one in launches}
     found = list(by_text.values())
     if found:
@@ -205,9 +205,9 @@ def _launches(text: str) -> Iterator[Launch]:
 def _of_words(
     command: Command, variables: Mapping[str, str | None], depth: int = 0
 ) -> Iterator[Launch]:
-    """Yield the launch command that a command is, or those in its own script (`bash -c`).
+    """Yield the launch of a command that starts a server, or the launches in its `bash -c` script.
 
-    variables: environment of such a script, as far as it is known.
+    variables: environment of the script, as far as it is known.
     depth: number of scripts around the command.
     """
     words = command.words

@@ -295,7 +295,7 @@ def _stored_pool(entry: Any, first: int, trailing: int) -> StoredPool:
 
 
 def page_bytes(host: Any) -> int:
-    """Return the bytes of a page's object; where no flat page exists, those of K and V together."""
+    """Return the bytes of a page's object; without a flat page, the bytes of K and V together."""
     if type(host).__name__ == "LogicalHostPool":
         return 0
     if type(host).__name__.startswith("Asymmetric"):
@@ -528,7 +528,7 @@ def _states_its_layers(model_class: type) -> bool:
 def _model_class(architecture: str) -> tuple[Any, str]:
     """Return a model's class, or None if it cannot be imported, and its source.
 
-    The source includes that of the bases in SGLang.
+    The source includes the sources of its bases in SGLang.
     """
     import sglang.srt.models as package
     from sglang.srt.models.registry import ModelRegistry

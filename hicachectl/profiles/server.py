@@ -131,7 +131,7 @@ def profile_of_replies(
     model_config: config.json of the model, or its directory; None for the server's `model_path`, if
         that is a local directory.
     draft_model_config: the same for a separate draft model.
-    overrides: fields of DeploymentFlags that replace those of the server.
+    overrides: fields of DeploymentFlags that replace the fields of the server.
     Raises ProfileError if sizes are unknown.
     """
     server = flags_from_server_info(replies.info)

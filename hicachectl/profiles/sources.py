@@ -332,7 +332,7 @@ def with_weights(
     from hicachectl.backends.disk.weights import read_checkpoint
     from hicachectl.formats.models.loading import loaded_weights
 
-    read = cache(read_checkpoint)  # the directory of the target can be that of the draft, too
+    read = cache(read_checkpoint)  # target and draft can have the same directory
     settings = {} if server is None else server.settings
 
     def load(field: str, path: Path) -> str:

@@ -43,8 +43,8 @@ class Completeness:
     """Shares of one deployment.
 
     pages: number of pages judged.
-    ranks_left_out: number of ranks not shown, which are the most complete ones.
-    pools_left_out: number of pools not shown, which are the most complete ones.
+    ranks_left_out: number of ranks not shown, which are the most complete.
+    pools_left_out: number of pools not shown, which are the most complete.
     """
 
     deployment: str

@@ -133,7 +133,7 @@ class Picture:
         return sums + (f"; in the page in full: {more}" if more else "")
 
     def worst(self) -> str:
-        """Return the worst severity of all findings, with those of the page in full; "" if none."""
+        """Return the worst severity of all findings, also of the page in full; "" if none."""
         tables = [self.verified.placed, *([self.page.findings] if self.page else [])]
         ranks = np.concatenate([severity_ranks(table) for table in tables])
         return SEVERITIES[ranks.max()] if len(ranks) else ""

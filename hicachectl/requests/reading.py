@@ -256,7 +256,7 @@ class Trace:
         )
 
     def _encoded(self, found: Iterable[Request | Prompted], context: Context) -> Iterator[Request]:
-        """Yield the requests. Encode those that are text."""
+        """Yield the requests. Encode requests that are text."""
         waiting: list[Request | Prompted] = []
         for one in found:
             if isinstance(one, Request) and not waiting:

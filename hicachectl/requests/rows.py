@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class ShardRow(TypedDict, total=False):
-    """Coordinates of an object, without those that its key does not show."""
+    """Coordinates of an object that its key shows."""
 
     tp_rank: int
     tp_size: int

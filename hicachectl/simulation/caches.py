@@ -45,10 +45,10 @@ class Cache(Protocol):
 
 
 class Start(NamedTuple):
-    """Pages that a cache holds at the start, each with all objects except those of trailing pools.
+    """Pages that a cache holds at the start, each with all objects of pools that are not trailing.
 
     pages: [pages] int64, numbers of the pages, the least recently used page first. Numbers above
-        those of the requests stand for pages that no request uses.
+        the numbers in the requests stand for pages that no request uses.
     trailing: [pages] bool, whether the page also has its objects of trailing pools; None for no
         page.
     seconds: [pages] time of the last use; None if unknown.
@@ -355,7 +355,8 @@ class PluginPages(RoomPages):
         # For each page: its files, the time of its last use, and whether the mount notes the next
         # read.
         self._held: OrderedDict[int, tuple[int, float, bool]] = OrderedDict()
-        self._taken = self._unused = 0  # bytes taken from the ledger, and those not yet written
+        # Bytes taken from the ledger, and the part of them that is not yet written.
+        self._taken = self._unused = 0
 
     def begin(self, start: Start) -> None:
         """See `RoomPages`."""

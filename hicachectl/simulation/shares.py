@@ -349,7 +349,10 @@ def chosen_row(rows: Sequence[CapacityRow], document: Mapping[str, Any]) -> Capa
 
 
 def _are_alike(row: Mapping[str, Any], other: Mapping[str, Any], *names: str) -> bool:
-    """Return whether two rows have equal members. names: members; none for those of a curve."""
+    """Return whether two rows have equal members.
+
+    names: members to compare; none for the members that identify a curve.
+    """
     return all(row[name] == other[name] for name in names or ("policy", "by", "what_if"))
 
 

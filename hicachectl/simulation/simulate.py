@@ -101,7 +101,7 @@ class SimulateRequest:
     by: words of `GROUPINGS`; each adds rows by group.
     threshold: prefetch threshold of the servers in tokens; None for the profile's, else for
         SGLang's default.
-    plan: pages that the caches hold at the start; None for those of the store, if there is one.
+    plan: pages that the caches hold at the start; None for the pages of the store, if given.
     what_ifs: settings of other deployments, by name: page_size, tp, kv_cache_dtype and layout. Each
         deployment is simulated, too, with caches that are empty at the start.
     reread: function that reads the requests with another hashing. A what-if needs it if its page

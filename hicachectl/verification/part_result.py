@@ -152,8 +152,8 @@ class VerifyFacts(msgspec.Struct, kw_only=True):
 class PartResult:
     """Result of a part for the report.
 
-    found: findings in the columns of `checks.findings.RUN_SCHEMA`, or from a run directory in those
-        of NAMED_SCHEMA.
+    found: findings in the columns of `checks.findings.RUN_SCHEMA`, or, from a run directory, in the
+        columns of NAMED_SCHEMA.
     evidence: facts about some of the objects read, in the columns of
         `checks.evidence.EVIDENCE_SCHEMA`.
     """

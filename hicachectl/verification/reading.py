@@ -70,8 +70,8 @@ _WAITING_PROCESSES = 4
 # Most processes that read for a device. They only copy, so each keeps a processor busy.
 _MOST_DEVICE_READERS = 16
 _TELL_SECONDS = 0.05
-# Code for each status of a failed read, and the detail if the store gives no reason. With "", the
-# detail is that of the code.
+# Code for each status of a failed read, and the detail if the store gives no reason; "" for the
+# detail of the code.
 _FAILED = {
     Status.ERROR: ("unreadable", "the store cannot read the object"),
     Status.DAMAGED: ("digest-mismatch", "the store reports damaged bytes"),

@@ -150,7 +150,7 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
         return next_steps(command, server=server, timed=oldest_ns is not None, doubtful=doubtful)
 
     def _named(self, words: list[str], deployment: str | None) -> list[str]:
-        """Replace the placeholders of the model and its size by those of a deployment.
+        """Replace the placeholders of the model and its size by the values of a deployment.
 
         deployment: label of the deployment; None for the profile's.
         """

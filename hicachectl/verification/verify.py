@@ -1,4 +1,4 @@
-"""Check whole page groups of a store: all of them, or those of one part of a run."""
+"""Check whole page groups of a store: all groups, or the groups of one part of a run."""
 
 from __future__ import annotations
 
@@ -326,7 +326,7 @@ def check_store(
 
     Groups younger than the grace period are in flight, and no check judges them. If the store keeps
     no times, incomplete groups are looked up again after the grace period.
-    columns: columns to list besides those that the checks need.
+    columns: columns to list besides the columns that the checks need.
     on_listed: takes the number of objects listed so far.
     on_read: takes the bytes of each task read, and the bytes of all tasks.
     on_wait: takes the seconds to wait, and the number of incomplete groups.
