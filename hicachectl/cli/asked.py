@@ -79,8 +79,8 @@ def say_unjudged(ctx: click.Context, selection: Selection, groups: PageGroups) -
     if unjudged := selection.unjudged(groups):
         remark(
             ctx,
-            f"{counted(unjudged, 'page')} of other deployments than the profile's left out: they "
-            "may be partial; give the profile of their servers",
+            f"{counted(unjudged, 'page')} left out that may be partial, because the profile "
+            "describes another deployment; give the profile of their servers",
             failure=True,
         )
 
