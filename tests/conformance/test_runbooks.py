@@ -1,7 +1,8 @@
 """The commands of hicachectl-runbooks(7) do what the page says, on stores that SGLang wrote.
 
 The page shows everything that a command prints. After a change of its outputs,
-`HICACHECTL_TEST_RECORD=1 pytest -n 0 tests/conformance/test_runbooks.py` writes them into the page.
+`HICACHECTL_TEST_RECORD=1 pytest -n 0 tests/conformance/test_runbooks.py` writes the outputs that
+have changed into the page.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def shown(command: str, outcome: tuple[int, str]) -> Iterator[str]:
     """Yield the lines of the page for a command: long lines of the output are wrapped."""
     status, printed = outcome
     yield command
-    for line in re.sub(r"file:///\S*…\S*", "file:///mnt/hicache", printed).strip().splitlines():
+    for line in re.sub(r"file:///\S*…\S*", "file:///mnt/hicache", printed).strip("\n").splitlines():
         yield from map(escaped, [line] if len(line) <= LONGEST else WRAPPER.wrap(line))
     if status:
         yield f"(status {status})"
@@ -236,12 +237,13 @@ class Machine:
         done: list[tuple[int, str]] = []
         for step in steps(title):
             status, printed = self.do(step.words)
-            done.append((status, printed))
+            # `show` lists the objects of a page in the order of their directory.
+            order = sorted if step.words[0] == "show" else list
+            now, before = order(words(printed)), order(words(step.printed))
             if not RECORDS:
-                # `show` lists the objects of a page in the order of their directory.
-                order = sorted if step.words[0] == "show" else list
-                assert order(words(printed)) == order(words(step.printed)), step.words
+                assert now == before, step.words
                 assert status == step.status, step.words
+            done.append((status, step.printed if now == before else printed))
             between(step)
         if RECORDS:
             record(title, done)
