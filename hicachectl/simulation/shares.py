@@ -1,4 +1,4 @@
-"""Rows of `simulate`: the share of requests that each capacity and policy serves, by group."""
+"""Rows of `simulate`: the share of tokens that each capacity and policy serves, by group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _TIB = 1 << 40
 _BAR = 24
 _ROOM = 0.1  # a store with more than this share of its size free is not at its limit
-_ENOUGH = 0.9  # share of the best possible hits from which a curve counts as flat
+_ENOUGH = 0.9  # a curve counts as flat once it has this share of the best possible hits
 
 
 class CapacityRow(TypedDict):
@@ -220,7 +220,7 @@ def curve_for_people(rows: Sequence[CapacityRow]) -> pa.Table:
     """Return the text columns of the rows of all requests, with a bar for each share.
 
     The gain is for each TiB, or for the unit of the largest capacity if that is smaller. Capacities
-    below a sixteenth of the unit have no gain, because the rate would be far beyond the curve.
+    below a sixteenth of the unit have no gain: few bytes tell too little of the gain of a unit.
     """
     largest = max((row["capacity_bytes"] or 0 for row in rows), default=0)
     unit, scale = unit_of(min(largest, _TIB))
@@ -359,8 +359,8 @@ def _are_alike(row: Mapping[str, Any], other: Mapping[str, Any], *names: str) ->
 def answer(rows: Sequence[CapacityRow], document: Mapping[str, Any]) -> str:
     """Return the result of the first policy in one line.
 
-    document: the document of `simulate`. If it has a capacity of today, the rows have this, half
-        and twice of it.
+    document: the document of `simulate`. If it has today's capacity, there must be rows of this
+        capacity, of half and of twice as much.
     """
     chosen, today = chosen_row(rows, document), document["today_bytes"]
     now = chosen["hit_share"] or 0.0

@@ -1,9 +1,9 @@
 """Bytes that a page takes in a store, and the limits of the store.
 
 A store limits the bytes of each rank (HiCacheFile, the plug-in), of each table (3FS), or of all
-objects together (Mooncake). What has a limit of its own is a room. A capacity is always for the
-whole store. The limits of ranks or tables are equal parts of it, because one setting gives them
-all.
+objects together (Mooncake). A room is the rank, the table or the store that such a limit is for. A
+capacity is always for the whole store. All ranks or tables have the same setting, so the limit of
+each is an equal part of the capacity.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PageFile(NamedTuple):
 
     pool: name of the object's pool.
     nbytes: bytes of the object.
-    window: number of pages, at the end of a written node, that have the object; 0 for all pages.
+    window: number of last pages of a written node that have the object; 0 if all pages have it.
     anchor: whether servers find the page by this object.
     """
 
@@ -36,7 +36,7 @@ class PageFile(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Rooms of a store that are equal. Each has a limit of its own.
+    """Equal rooms of a store. Each has a limit of its own.
 
     files: objects of a page in one room, in the order in which a server writes them.
     copies: number of such rooms. They always hold the same pages.
@@ -50,7 +50,7 @@ class Room(NamedTuple):
 class PageSizes:
     """Sizes of the objects of a page, in the rooms of a store.
 
-    rooms: rooms of the store, equal rooms together.
+    rooms: rooms of the store. One `Room` stands for all rooms that are equal.
     known: whether bytes are known. If not, blocks are counted: a page is one object of size 1.
     """
 
@@ -117,7 +117,11 @@ class PageSizes:
 
 
 def _of_block(file: PageFile, count: int) -> PageFile:
-    """Return the objects of a block as one. A trailing pool has only its last pages."""
+    """Return one object in place of those of a block.
+
+    file: object of one page. If its pool is trailing, only the block's last pages have it.
+    count: number of pages in a block.
+    """
     pages = min(count, file.window or count)
     return file._replace(nbytes=file.nbytes * pages, window=-(-file.window // count))
 
