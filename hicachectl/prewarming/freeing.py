@@ -72,9 +72,11 @@ class FreeRequest:
     matching: numbers of the groups that may leave. All of them leave if the target needs more.
     incomplete: [groups] whether no server can use the group; these leave first.
     worth: value of pages. With a profile, only pages of its deployment have a value.
-    and_unnamed: whether complete groups of other deployments leave next. Otherwise they stay.
-    never_all: whether to refuse a target for which every group that may leave would have to leave.
-    doubtful: number of groups that are partial only by a profile that may be wrong.
+    and_unnamed: whether complete groups of other deployments leave after the incomplete groups. If
+        not, they stay.
+    never_all: whether to refuse a target that would remove every group that may leave.
+    doubtful: number of groups that are partial according to the profile, but do not leave first,
+        because the profile may be wrong.
     """
 
     store: Store
@@ -103,7 +105,7 @@ class Freeing:
         self.gauge = gauge
         self._request = request
         self._candidates = candidates
-        # Never taking the last candidate keeps one page, whatever servers write meanwhile.
+        # With `never_all`, one candidate always stays, whatever servers write meanwhile.
         self._most = len(candidates) - request.never_all
         self._taken = 0  # number of groups chosen so far
         self._last: IntArray = candidates.order[:0]
@@ -181,7 +183,7 @@ class Freeing:
         if self.gauge.is_held:
             return (
                 f"{start}: the removed bytes are not free; look for hard links, snapshots and "
-                "files that servers hold open, or whether servers write as fast, then run again"
+                "files that servers hold open, or for servers that write as fast, then run again"
             )
         if self._candidates.in_place(self._taken):
             return f"{start}: no further page may leave; --and-unnamed removes more"
@@ -277,9 +279,10 @@ class _Candidates:
         return int(self.sizes[numbers].sum())
 
     def end(self, start: int, nbytes: int) -> int:
-        """Return the index behind the groups from `start` on that take at least `nbytes` bytes.
+        """Return the index after the groups from `start` on that together take `nbytes` bytes.
 
-        Return the end if all of them take fewer bytes.
+        The last of these groups may exceed the bytes. If all groups from `start` on take fewer,
+        return their end.
         """
         if nbytes <= 0:
             return start
@@ -287,7 +290,9 @@ class _Candidates:
         return min(len(self), int(np.searchsorted(self.ends, min(reached, _INT64_MAX))) + 1)
 
     def in_place(self, taken: int) -> int | None:
-        """Return the bytes that leave because groups were spared; None if unknown or if none was.
+        """Return the bytes that leave because groups were spared.
+
+        None if the bytes are unknown, or if no group was spared.
 
         taken: number of groups that leave.
         """
@@ -434,14 +439,14 @@ def _refuse_unordered(request: FreeRequest) -> None:
 
 
 def _refuse_of_other_pages(request: FreeRequest, worth: Worth) -> None:
-    """Raise UsageError if the store has no page of the trace or plan, candidates or not."""
+    """Raise UsageError if no page of the store, candidate or not, is in the trace or plan."""
     groups = request.groups
     stored = groups.pages_at(slice(None) if request.profile is None else groups.span(0))
     if not pc.any(pc.is_in(stored.cast(worth.pages.type), value_set=worth.pages)).as_py():
         option = "--trace" if worth.source == "trace" else "--keep-plan"
         raise UsageError(
             f"{option}: {request.store.url} has none of its pages, so all would count as unused; "
-            f"give one of this deployment's page size and tokenizer, or leave out {option}"
+            f"give a file with this deployment's page size and tokenizer, or leave out {option}"
         )
 
 
@@ -520,7 +525,9 @@ def _least_useful_first(
     evictor and the plug-in. Last come pages with a value, the least valuable first.
 
     The order by last use does not know the prefix of a page. But a server uses all pages of a
-    request within seconds, so only the request at the limit can lose a prefix before its tail.
+    request within seconds. So only a request of which some pages leave and some stay can lose a
+    prefix before its tail.
+
     used_ns: [n] last use, Unix nanoseconds.
     places, named: see `_Candidates`.
     complete: [n] whether the group is complete.

@@ -126,8 +126,9 @@ def prefix_of(number: int, request: Request, pages: int, hashing: Hashing) -> Pr
 def dp_ranks(server_info: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Return the DP ranks with separate caches; (None,) for a single rank.
 
-    Source: srt/runtime_context.py :: num_dp_ranks_of, for a /server_info reply. Raises
-    ProfileError for more ranks than a server can have.
+    server_info: parsed reply of /server_info.
+    Source: srt/runtime_context.py :: num_dp_ranks_of.
+    Raises ProfileError for more ranks than a server can have.
     """
     ranks = 1
     for name in ("dp_size", "attn_dp_size"):
@@ -179,7 +180,7 @@ def _ended(
 class ThroughServer:
     """Requests to one live server. Call `pull` once.
 
-    pulled: results in the order of completion, complete even if `pull` is interrupted.
+    pulled: results so far, in the order of completion. An interruption of `pull` loses none.
     complete: whether every prefix was requested.
     error: why the server was given up, or None.
     api_key: key of the server; by default the value of HICACHECTL_API_KEY.
@@ -241,9 +242,8 @@ class ThroughServer:
         try:
             with persistent() as check:
                 for prefix, rank in ((each, rank) for each in prefixes for rank in self._ranks):
-                    with (
-                        deferred()
-                    ):  # no signal may hide a started thread from the pool, which joins it
+                    # A signal within `submit` could start a thread that the pool never joins.
+                    with deferred():
                         running.add(pool.submit(self._take, prefix, rank))
                     full = len(running) == self._jobs
                     if full and not _ended(running, deadline, on_done, check):
@@ -262,7 +262,7 @@ class ThroughServer:
                 pool.shutdown()
 
     def _take(self, prefix: Prefix, rank: int | None) -> None:
-        """Request a prefix, and record the result unless it was abandoned."""
+        """Request a prefix, and record the result unless the request was abandoned."""
         pulled = self._pull(prefix, rank)
         if not (pulled["error"] and self._pauses.stopped):
             self.pulled.append(pulled)
