@@ -1,9 +1,12 @@
 """Split the text of a shell into commands, and replace its plain variables by their values.
 
-Nothing is executed, and no branch, loop or function is followed. A variable is plain if only one
-place in the text names it, apart from places that read its value; if that place is a top-level
-statement that assigns it; and if no other statement can run text from elsewhere. All other
-expansions stay as they are written, and their command lists them as unknown.
+Nothing is executed, and no branch, loop or function is followed. A variable is plain if:
+
+- apart from places that read its value, only one place in the text names it;
+- this place is a top-level statement that assigns it;
+- no other statement can change variables without naming them, such as `source FILE`.
+
+All other expansions stay as they are written, and their command lists them as unknown.
 """
 
 from __future__ import annotations
@@ -107,7 +110,7 @@ class _Statement(NamedTuple):
     others: other texts, such as here-documents, that can name a variable.
     line: number of the line on which the statement ends.
     top: whether bash surely executes it once, in its own process.
-    foreign: whether it can run text from elsewhere.
+    foreign: whether it can change variables that it does not name.
     """
 
     words: list[_Word]
@@ -121,7 +124,7 @@ class Command(NamedTuple):
     """A command of a text.
 
     words: words of the command, with plain variables replaced by their values.
-    environment: SGLang's variables that the text sets for the command.
+    environment: SGLang's variables that the command receives, from the text or from before it.
     unknown: expansions that stay in the words and the environment, with the reason.
     """
 
@@ -138,14 +141,14 @@ class ScriptReader:
     ) -> None:
         """Prepare.
 
-        variables: environment before the text begins. The value None is unknown.
+        variables: environment before the text begins. None stands for an unknown value.
         trusts: whether the text is complete. Missing parts could change variables.
         """
         self._trusts = trusts
         self._settings = {name for name in variables or {} if name.startswith("SGLANG_")}
         self._known = {n: [value] for n, value in (variables or {}).items() if value is not None}
         self._lines: dict[str, list[int]] = {}  # lines on which the text names each variable
-        self._foreign = 0  # line of another statement that can run text from elsewhere
+        self._foreign = 0  # line of another foreign statement; 0 without one
         self._left = _MOST_EXPANDED
 
     def commands(self, text: str) -> Iterator[Command]:
@@ -225,7 +228,7 @@ class ScriptReader:
             yield Command((*" ".join(values).split(), part), {}, unknown)
 
     def _expanded(self, word: _Word, unknown: dict[str, str], *, splits: bool = True) -> list[str]:
-        """Return the words that a word becomes. Add expansions that stay to `unknown`."""
+        """Return the words that a word becomes. Add expansions that are unknown to `unknown`."""
         bare = "".join(" " if one.quoted or one.expands else one.text for one in word.pieces)
         if pattern := _PATTERN.search(bare):
             unknown[word.text] = _ONLY_RUN if pattern[0].endswith("~") else SEVERAL_WORDS
@@ -283,9 +286,8 @@ def _statements(text: str) -> Iterator[_Statement]:
     words: list[_Word] = []
     others: list[str] = []
     open_: list[str] = []  # open reserved words and parentheses
-    documents: list[
-        tuple[str, str]
-    ] = []  # last lines of here-documents that begin on the next line
+    # Last lines of the here-documents that begin on the next line, and their tabs.
+    documents: list[tuple[str, str]] = []
     before, at, line, counted = "\n", _after_blanks(text, 0), 1, 0
     while at < len(text):
         start = at
