@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 # After a crash, records written since the last sync can have a valid head but incomplete content.
-# Less than this is written between two syncs. Earlier content is checked when it is read.
+# A writer writes fewer bytes than this between two syncs. Earlier content is checked when read.
 CHECKED_TAIL_BYTES = 1 << 30
 _MOST_CHECKED_BYTES = 256 << 20  # per object, which must fit into memory
 _SEARCH_BYTES = 4 << 20
@@ -136,7 +136,10 @@ def _record_at(descriptor: int, at: int, size: int, pack_id: bytes) -> Record | 
 
 
 def _after_damage(descriptor: int, at: int, size: int, pack_id: bytes) -> tuple[int, bool] | None:
-    """Return the next record's offset, and whether only a trailer is skipped; else None."""
+    """Return the offset after a trailer or damage, and whether only a trailer is skipped.
+
+    Return None if no whole record follows damage.
+    """
     if parse_trailer(os.pread(descriptor, TRAILER_BYTES, at), pack_id) is not None:
         return at + TRAILER_BYTES, True
     start = at + 1
