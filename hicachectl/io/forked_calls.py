@@ -1,4 +1,7 @@
-"""Call stores from forked processes if so many calls wait that Python's lock limits the threads."""
+"""Call stores from forked processes, for more calls at once than threads of one process can make.
+
+The threads of a process take turns with its Python lock. Each forked process has its own.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,18 @@ _CALLS = 32
 _OBJECTS = 4096
 # Processes that remove objects. More would not make a batch faster.
 _REMOVERS = 4
-# Folders with objects of one part of a batch. The batch has objects of all 256 folders.
+# Number of folders in which one part of a batch has objects. A whole batch has objects in all 256.
 _FOLDERS = 256 // _REMOVERS
 
 
 def forked_calls(
     count: int, stores: Sequence[Store], make: Callable[[], object], *, objects: int
 ) -> Callees | None:
-    """Fork processes that call the methods of an object on stores; None if threads are as fast.
+    """Fork processes that call the methods of an object on stores.
 
-    Each process, this one included, keeps an equal share of the stores' calls at once, and has a
-    Python lock of its own. If the number of calls was given (--jobs), no process is forked.
+    The calls that the stores make at once are divided equally among these processes and this one.
+    Return None, and fork none, if threads are as fast, if the number of calls was given (--jobs),
+    or if the system allows no more processes.
     make: returns the object; called in each process.
     objects: the number of objects in all calls together.
     """
@@ -72,7 +76,8 @@ def delete_all(store: Store, rows: Rows) -> Result:
 def _apart(part: IntArray) -> IntArray:
     """Return rows in an order in which neighbours lie in different folders.
 
-    A file system makes one change at a time in a folder, and a thread gets neighbours.
+    A file system makes one change at a time in a folder. Threads remove neighbouring rows at the
+    same time, so they would wait for each other in one folder.
     part: rows in the order of a listing, so folder by folder.
     """
     steps = max(1, len(part) // _FOLDERS)

@@ -32,7 +32,7 @@ NOT_UNPINNED = "not-unpinned"
 WOULD_UNPIN = "would-unpin"  # only dry runs say this
 
 NEEDS_MASTER = "upgrade the master to Mooncake 0.3.14 or later"
-# Objects in each call, few enough that a signal ends the run soon: it waits for the call.
+# Objects in each call. A signal ends the run only after the present call, so a call has few.
 _STEP = 1 << 16
 
 
@@ -44,7 +44,7 @@ class PinReport:
     fine: [groups] whether all objects of the group are now pinned, or unpinned.
     objects: number of objects of the groups in `fine`.
     nbytes: bytes of the groups in `fine`; None if a size is unknown.
-    until: Unix seconds of the end of the first pin; None if pins were removed.
+    until: Unix seconds at which the first of the pins ends; None if pins were removed.
     failures: number of objects with each error.
     """
 
@@ -83,8 +83,8 @@ def pin_groups(
 ) -> PinReport:
     """Pin all objects of the chosen groups, or remove their pins.
 
-    A group counts as not pinned if one of its objects has vanished or cannot be pinned, although
-    its other objects are pinned.
+    A group counts as not pinned if one of its objects has vanished or cannot be pinned, even if its
+    other objects are pinned.
 
     seconds: duration of the pins; None removes them.
     on_progress: takes the number of objects of each call.
@@ -125,8 +125,8 @@ def pin_keys(
 ) -> tuple[BoolArray, dict[str, int]]:
     """Pin objects, or remove their pins.
 
-    Return for which objects that failed: [keys], and the number of objects with each error. An
-    object that vanished before its pin was removed is no failure.
+    Return whether each object failed: [keys], and the number of objects with each error. An object
+    that vanished before its pin was removed is no failure.
     """
     bad = np.zeros(len(keys), dtype=np.bool_)
     failures: dict[str, int] = {}

@@ -1,8 +1,8 @@
-"""Do a stage of a part in a process of its own, so that its crash does not end the parent.
+"""Do a stage of a part in a process of its own, so that a crash does not end the parent.
 
 `in_child` starts the process: `python -m hicachectl.parts.child PARENT`. The order, with its
-options and secrets, comes over stdin. A stage opens the job, and does the work of a part if the
-order has one.
+options and secrets, comes over stdin. A stage opens the job. If the order has the input of a part,
+the stage then does the work of this part.
 
 A message is MessagePack, sent by `multiprocessing.connection`. Tables are Arrow IPC streams.
 """
@@ -55,7 +55,7 @@ class Order(Struct, kw_only=True):
     job: pickled function that opens the job. It comes from the driver, as the code of a Ray task
         does.
     given: input of the part to work on; None to open the job only.
-    age: seconds from the listing's start to this order, which sets `given.began` anew.
+    age: seconds from the listing's start to this order. The child computes `given.began` from them.
     tables: tables of the part.
     """
 
@@ -235,7 +235,7 @@ def main(parent: int) -> None:
         os._exit(_TERMINATED)
     except BaseException as error:
         answering.send(Failed(*packed_error(error)))
-    # A normal exit could abort while threads of libraries run. The stores are closed here.
+    # A normal exit could abort while threads of libraries run. The stores are already closed.
     os._exit(0)
 
 
