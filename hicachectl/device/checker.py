@@ -90,8 +90,8 @@ class DeviceChecker(Closing):
         """Send a task's objects through a device: return digests [n, 32] and issues.
 
         wanted: [n] bool, objects to digest.
-        expected: spec of all objects, which are unpacked into pools, gathered back and digested.
-            None if unknown; objects are then digested without being unpacked.
+        expected: spec of all objects. The device unpacks the objects into pools, gathers them back,
+            and digests the result. If the spec is unknown (None), it digests them as they are.
         checker: value checks of the spec; None to check no values. Unreadable objects get no
             issues.
 
@@ -280,8 +280,8 @@ def _issues(
     """Run the checks that the device leaves to the CPU, on the bytes in the arena.
 
     on_device: checks that ran on the device. The CPU repeats these on suspects only.
-    flags: [n, 2], whether an object is suspect, and whether the CPU must find an issue.
-    Raises DeviceError if the CPU finds none.
+    flags: [n, 2], whether an object is suspect, and whether the CPU must find an issue in it.
+    Raises DeviceError if the CPU finds no issue in such an object.
     """
     others = checker.prepared.keys() - on_device
     every = np.flatnonzero(loaded.read.ok) if others else np.zeros(0, dtype=np.int64)

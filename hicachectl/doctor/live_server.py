@@ -21,25 +21,27 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from hicachectl.profiles.server import ServerReplies
 
-_MOST_STATES = 4096  # data-parallel ranks that are compared
+_MOST_STATES = 4096  # most data-parallel ranks that are compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveServer:
-    """A server, as its replies describe it. Replies hold secrets: only named fields are shown.
+    """A server, as its replies describe it. Replies hold secrets, so no reply is shown whole.
 
     url: URL without secrets, in the normal form of `checked_url`.
     info: parsed `/server_info`; empty if the server cannot be reached.
     layout: parsed `/get_hicache_l3_cache_layout`; empty if the server has none.
     states: `internal_states`, one for each data-parallel rank; empty if the reply has none.
-    settings: arguments that hold now: `info`, overridden by the first state.
+    settings: present arguments of the server: `info`, with the members of the first state in place
+        of those of the same name.
     deployment: flags and model paths; None if the reply does not state them.
-    profile: profile by the replies, with the weights if they can be read. If the replies do not
-        suffice, the profile of the request with the server's names and sizes. None without either.
+    profile: profile made from the replies, with the weights if they can be read. If the replies do
+        not suffice, the profile of the request with the server's names and sizes. None if the
+        request has no profile either.
     why_no_profile: why the replies do not suffice for a profile, with the next step, else "".
     problem: why the server cannot be reached, with the next step, else "".
-    started: start of the server's process in Unix seconds; None if unknown. Replies have only
-        durations (`startup_time`).
+    started: start of the server's process in Unix seconds; None if unknown. Its source is not the
+        replies, which have only durations (`startup_time`).
     """
 
     url: str
@@ -124,7 +126,7 @@ def _described(url: str, replies: ServerReplies, request: DoctorRequest) -> Live
 def _profile(
     replies: ServerReplies, deployment: ServerDeployment, request: DoctorRequest
 ) -> Profile:
-    """Return the profile of a server by its replies.
+    """Return the profile of a server, made from its replies.
 
     Raises ProfileError, UsageError and FormatError.
     """

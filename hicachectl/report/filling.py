@@ -53,7 +53,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Pages with one age of their last use. nbytes: bytes of the pages; None if unknown."""
+    """Pages whose last use is of one age class. nbytes: bytes of the pages; None if unknown."""
 
     age: str
     pages: int

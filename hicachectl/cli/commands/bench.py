@@ -73,13 +73,13 @@ if TYPE_CHECKING:
     type=POSITIVE_DURATION,
     default="30s",
     show_default=True,
-    help="Begin no batch of reads of a store after this duration, and no batch of writes.",
+    help="For each store, begin no batch after this duration of reads, or of writes.",
 )
 @own_option(
     "--drop-cache",
     is_flag=True,
     repeats=False,
-    help="Before the reads, drop their files from the page cache of this host.",
+    help="Before the reads, drop the files to read from the page cache of this host.",
 )
 @own_option(
     "--probe-server",
@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     repeats=False,
     writes=True,
     help="Also time random prompts that the server computes and restores. The server must have "
-    "STORE attached; bench removes the pages of the prompts from it.",
+    "STORE attached; bench removes the pages of the prompts from STORE.",
 )
 @own_option(
     "--device",

@@ -106,7 +106,7 @@ _RUNBOOK = "NO HITS in hicachectl-runbooks(7) has what to do; hicachectl-doctor(
 
 
 def doctor_checks() -> Iterator[DoctorCheck]:
-    """Yield the checks of `doctor`; two groups can have checks of one name."""
+    """Yield the checks of `doctor`; two groups can have checks of the same name."""
     from hicachectl.cli.prose import Item, prose
 
     for title, group in _SECTIONS.items():
@@ -157,10 +157,10 @@ def command(
 ) -> None:
     """Explain what a finding, a reason or a check means, and what to do.
 
-    NAME is a finding code of verify, or a reason why a server did not use tokens of its store: one
-    that SGLang or its plug-in counts, or that hits prints. explain says what is wrong, what a
-    server does, and what to do, with the command; for a finding, also what that costs. NAME can
-    also be a check of doctor. Without NAME, explain lists all names.
+    NAME is a finding code of verify, a check of doctor, or a reason why a server did not use tokens
+    of its store. SGLang and the plug-in count such reasons, and hits prints them. explain says what
+    is wrong, what a server does, what to do, and the command for it. For a finding, it also says
+    what this costs. Without NAME, explain lists all names.
 
     hicachectl-findings(7) has the same texts, and hicachectl-doctor(1) those of checks.
 
@@ -271,7 +271,7 @@ def _each(named: tuple[Code | Reason | DoctorCheck, ...], _screen: Screen) -> It
 
 def _one(head: str, texts: dict[str, str], counters: Iterable[str] = ()) -> Iterator[str]:
     """Yield an explanation."""
-    # Commands are never divided.
+    # No line ends within a word, such as an option of a command.
     wrapped = TextWrapper(
         80, subsequent_indent=" " * 10, break_on_hyphens=False, break_long_words=False
     )

@@ -60,8 +60,8 @@ def _capacities(text: str) -> tuple[int, ...]:
 @own_option(
     "--policy",
     type=NameList(tuple(Policy)),
-    help="Policies by which the caches evict.  [default: the policy of STORE, else lru; and "
-    "optimal]",
+    help="Policies by which the caches evict.  [default: optimal, and the policy of STORE or "
+    "else lru]",
 )
 @own_option(
     "--eviction-ratio",
@@ -82,7 +82,7 @@ def _capacities(text: str) -> tuple[int, ...]:
     default="0",
     show_default=True,
     metavar="SHARE",
-    help="Let the first requests, this share of all, only fill the caches.",
+    help="Share of all requests, from the first on, that only fill the caches.",
 )
 @START.option("--plan", type=FILE, help="Begin with the pages of a prewarm plan in the caches.")
 @own_option(
@@ -117,8 +117,8 @@ def _capacities(text: str) -> tuple[int, ...]:
     needs="--l1 SIZE",
     type=Count(1),
     metavar="N",
-    help="Number of servers on the store. A request goes to the server in its record, else to "
-    "each server in turn.  [default: 1]",
+    help="Number of servers on the store. A request goes to the server that its record "
+    "names. If it names none, the servers take turns.  [default: 1]",
 )
 @START.option("--cold", is_flag=True, help="Begin with empty caches, although STORE has pages.")
 @prefetch_threshold_option
