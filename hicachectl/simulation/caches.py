@@ -339,7 +339,7 @@ class PluginPages(RoomPages):
 
     Above 98 % of the limit, pages are evicted until 96 % is taken. A write marks the pages that it
     finds as used. A read marks pages that were not used for an hour. Besides, the mount notes the
-    first read after each write or mark (relatime). Removals count as being as fast as writes.
+    first read after each write or mark (relatime). Removals are taken to be as fast as writes.
 
     Source: hicachectl.backends.sglang, capacity.py, ledger.py, file_pages.py :: PageFiles.
     """
@@ -419,10 +419,10 @@ class LeasedObjects(RoomPages):
     """The objects in the memory of a Mooncake cluster, evicted as its master evicts them.
 
     A read or write of an object in the cluster leases the object, and an object with a lease stays.
-    Above the watermark, the master evicts a share of all objects, the earliest ends of leases
-    first.
+    Above the watermark, the master evicts a share of all objects. Objects whose leases ended
+    earliest leave first.
     The master looks every 10 ms; this class looks after each page. Gaps between objects count as
-    room.
+    free memory.
     A lookup leases no page here, while SGLang's lookup also leases pages behind the first missing
     page.
 

@@ -99,8 +99,8 @@ class SimulateRequest:
     eviction_ratio: eviction_ratio of HiCacheFile.
     warm_up: share of the requests, from the first on, that are not counted.
     by: words of `GROUPINGS`; each adds rows by group.
-    threshold: prefetch threshold of the servers in tokens; None for the profile's, else for
-        SGLang's default.
+    threshold: prefetch threshold of the servers in tokens. None stands for the profile's threshold,
+        or for SGLang's default if the profile has none.
     plan: pages that the caches hold at the start; None for the pages of the store, if given.
     what_ifs: settings of other deployments, by name: page_size, tp, kv_cache_dtype and layout. Each
         deployment is simulated, too, with caches that are empty at the start.
@@ -294,7 +294,7 @@ class _Case:
             raise UsageError("what_if: other settings need a profile; give one")
         profile, request = changed(self.profile, changes), self.request
         size, requests = profile.page_size, request.requests
-        # Requests without a sample name their pages, so reading them again gives no tokens.
+        # If requests have no sample, only hashes are known, so reading them again gives no tokens.
         if requests.sample and size % requests.block_tokens and request.reread is not None:
             requests = request.reread(Hashing.of(profile))
         return _Case(request, profile, *in_pages(requests.in_time_order(), profile), None, changes)
