@@ -56,7 +56,7 @@ class PageChoice:
         self._sets_of_target = _sets_of_targets(survey.route, hits)
         self.name_of_item = places_among(survey.pages, names)
         self._hit_of_item = places_among(survey.pages, hits.page_names)
-        worst = np.append(rank, len(names))  # entry -1 ranks pages that cannot be restored last
+        worst = np.append(rank, len(names))  # entry -1: the last rank, for pages not in `names`
         self._rank_of_item = worst[self.name_of_item]
         self._rank_of_position = worst[places_among(hits.page_names, names)][hits.page_of]
         self._take(hits.usable_pages)

@@ -43,9 +43,9 @@ class RankedBlocks:
 
     requests: requests that use the blocks.
     order: [ranked] int64, indices into the names of the requests.
-    values: [ranked] float64, not increasing. The chance that a request uses the block, averaged
-        over horizons (`value.reuse`). If no block was used twice, the time of the last use. Without
-        times, `uses`.
+    values: [ranked] float64, not increasing: the chance that a request uses the block, averaged
+        over horizons (`value.reuse`). If no block was used twice, a value is the time of the last
+        use; if times are unknown, too, it is the number in `uses`.
     uses: [ranked] int32, number of requests that used the block.
     last_seen: [ranked] float64, time of the last use; None if unknown.
     """

@@ -99,7 +99,7 @@ class Gauge:
         self.is_held = False
         self._fruitless = 0
         self._store = store
-        # The free bytes, and the bytes removed by then, when all removed bytes last showed as free.
+        # The free bytes when all removed bytes last showed as free, and the bytes removed by then.
         self._known_free = free_bytes or 0
         self._first_free = self._known_free  # at the start, minus bytes that servers wrote since
         self._known_removed = 0

@@ -144,9 +144,8 @@ def _cells(
     waits: for each wait, the requests that began and ended it, and the depth and uses of its block.
     """
     begin, end, depth, count = waits
-    weight = 1 / np.sqrt(
-        np.diff(requests.offsets)[begin]
-    )  # less for blocks of a long chain, because they are not independent
+    # Blocks of a long chain weigh less, because they are not independent.
+    weight = 1 / np.sqrt(np.diff(requests.offsets)[begin])
     middle = links.left[begin]
     left = np.less(middle, end)
     at = np.flatnonzero(left)
