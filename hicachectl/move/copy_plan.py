@@ -147,7 +147,8 @@ class Transform:
     """Conversion of the objects of `count` groups by one unit.
 
     sources, destinations: (offset, step, nbytes) for each object of a group. The offset is the
-        first group's in the memory of the batch, the step the distance to the next group's.
+        place of the first group's object in the memory of the batch. The step is the distance from
+        there to the same object of the next group.
     """
 
     unit: TransferUnit

@@ -153,7 +153,8 @@ class Executor:
         batch: PageBatch = loaded.task  # type: ignore[assignment]
         result = MoveResult.of(batch.pages)
         if self.full.is_set() or self.stopped:
-            # Without room for their prefix, these groups would be useless; or `stop` was called.
+            # Either `stop` was called, or an earlier group found no room. Then these groups would
+            # be useless, because they would lack their prefix.
             result.statuses[:] = GroupStatus.NO_ROOM
         else:
             self._publish(batch, loaded, result)
@@ -354,6 +355,6 @@ class _BatchCopy:
             self._fail(at, failed, why)
 
     def _each(self, places: IntArray, call: Callable[[IntArray], Result]) -> Result:
-        """Call for batches within the destination's limits. Return the joined result."""
+        """Call a function for batches within the destination's limits. Return the joined result."""
         sizes, limits = self._batch.sizes[places], self._store.limits
         return in_batches(sizes, limits, lambda span: call(places[span]))

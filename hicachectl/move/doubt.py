@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     Checked = CheckInput | PartCheck
 
-_NEWEST = 10  # one page in ten: share of the newest pages, and least share of all affected pages
+# One page in this many counts as newest, and one in this many of all pages must be affected.
+_NEWEST = 10
 _LEAST_NEWEST = 8
 _SIZES = ("truncated", "oversized")
 

@@ -96,7 +96,7 @@ class MigrationRequest:
 
     @property
     def compares(self) -> IfExists:
-        """Action for groups that the destination has: compare them if --verify would skip them."""
+        """Action for groups that the destination has: with --verify, compare instead of skip."""
         skips = self.if_exists == "skip" and self.options.verify
         return "verify" if skips else self.if_exists
 

@@ -69,7 +69,8 @@ class CopyRun:
         # Groups to remove from the source, each with the time at which the leases of its reads end.
         self._leaving: deque[tuple[float, Survey, IntArray]] = deque()
         self._trial = Trial(stores.source, stores.destination, groups)
-        # A page that its trial cannot read again leaves only after the trial of another page.
+        # Pages that could not be read into memory for their trial. They leave the source only after
+        # the trial has passed with other pages.
         self._untried: list[tuple[Survey, IntArray]] = []
 
     def stop(self) -> None:
