@@ -112,9 +112,9 @@ def command(
     It shows pages and bytes per second, the latency of a batch, and the time to restore a prompt.
     With the prefill rate of a server, it says which prompts are faster to read than to compute.
 
-    Files are read as they are found, and then again. Reads from the page cache have rows of their
-    own, because they show the speed of memory and not of the disk. They are compared with a bare
-    loop of preadv over the same files.
+    Files are read first as bench finds them, on the disk or in the page cache, and then again.
+    Reads from the page cache have rows of their own, because they show the speed of memory and not
+    of the disk. They are compared with a bare loop of preadv over the same files.
 
     bench reads only the listing and a random sample of whole pages, within --most and --time-limit.
     Only --write, --probe-server and --drop-cache change anything.

@@ -178,7 +178,7 @@ def _at_once(ctx: click.Context, source: Store, target: Store, request: Migratio
                 on_wait=partial(remark_wait, ctx),
             )
     except BaseException as error:
-        # Only after a signal or a lost store can a new run get further.
+        # A new run can get further only after a signal or a lost store.
         if begun and (not isinstance(error, Exception) or isinstance(error, StoreUnavailable)):
             remark(ctx, "Work in progress was finished; continue with the same command")
         raise

@@ -463,7 +463,7 @@ def _remove_pages(pages: _Pages, plan: RepairPlan, freeing: Freeing | None) -> G
     # Without groups the operator was not asked, so pages that servers write later must stay.
     goes_on = freeing if wanted and not options["dry_run"] else None
     if goes_on is not None:
-        plan = plan_removal(plan.groups[:0])  # `then` makes each plan by the space that is left
+        plan = plan_removal(plan.groups[:0])  # `then` makes the plans, by the lacking bytes
     with progress(ctx, "removing", " pages") as advance:
         report = remove_groups(
             pages.store,
@@ -513,7 +513,7 @@ def _doubt(pages: _Pages, in_flight: BoolArray) -> Refusal | None:
 
 
 def _incomplete(pages: _Pages, in_flight: BoolArray) -> tuple[BoolArray, int]:
-    """Return which groups certainly no server can use: [groups].
+    """Return for which groups it is certain that no server can use them: [groups].
 
     Only a profile shows which pages are partial. If the profile may be wrong, partial pages are not
     among the groups; also return their number.
