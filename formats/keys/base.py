@@ -120,7 +120,7 @@ class Grammar(ABC):
         first release with it; "" for all releases.
     unnamed_cp: whether pages are described although keys do not name the CP rank; the object of
         rank 0 then stands for all.
-    names_model: whether keys of any release name the model.
+    names_model: whether the keys of at least one release name the model.
     has_tag: whether keys begin with an extra_backend_tag, which no key separates from the model.
     unequal_halves: whether K and V can differ in size.
     refuses_oversized: whether SGLang treats an object that is too large as a miss; otherwise it

@@ -167,7 +167,7 @@ def growth(first: Look, second: Look) -> Look | None:
 def at_least(look: Look, tokens: int) -> tuple[int, int]:
     """Return the least and the greatest possible number of requests that computed many tokens.
 
-    tokens: prompt tokens that such a request computed at least.
+    tokens: least number of prompt tokens that such a request computed.
     Source: the histogram of uncached prompt tokens. Its buckets are wide; the sum over all requests
     narrows the bounds.
     """

@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 # losses. From half on, the store loses more than it gives.
 _WARN_SHARE = 0.05
 _FAIL_SHARE = 0.5
-# A loss of fewer tokens than this many look-ups have is one unlucky moment, and shows no rate.
+# A loss of fewer tokens than this many of the smallest look-ups is one unlucky moment, and shows
+# no rate.
 _FEW_LOOKUPS = 4
 # These cost nothing: the device had the tokens when they came, or the store was cleared.
 _NO_LOSS = frozenset({"device_covered", "stale"})

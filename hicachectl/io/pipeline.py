@@ -212,7 +212,8 @@ class Pipeline(Generic[T]):
         elif destination is None and isinstance(store, Spreads):
             jobs = min(few, jobs or few)  # the store spreads each call over threads of its own
         self._jobs = (jobs or few) + waiting
-        # Jobs that also write do not read all the time, so only concurrent reads are limited.
+        # Jobs that also write do not read all the time. There can be more of them than concurrent
+        # reads, so only the reads are limited.
         readers = self._jobs if destination is None else store.limits.parallel_reads
         self._most_at_once = None if destination is None else _TURNS_AHEAD * self._jobs
         self._reading = threading.BoundedSemaphore(max(1, readers))

@@ -174,7 +174,8 @@ def _runs(
     begins = (parents < 0) | (counts != counts[parents]) | (states != states[parents])
     heads = np.flatnonzero(begins)
     numbers = np.cumsum(begins) - 1
-    # The head of a page's run is the last page that begins a run, up to the page in its chain.
+    # Of the pages in a chain up to a page, the last one that begins a run is the head of the page's
+    # run.
     last = np.maximum.accumulate(np.where(begins[page_of], np.arange(len(page_of)), 0))
     of_page = np.zeros(len(forest), dtype=np.int64)
     of_page[page_of] = numbers[page_of[last]]
