@@ -458,8 +458,8 @@ request_options = stack(
         "--pages",
         type=FILE,
         repeats=False,
-        help="Pages. Each line is a page hash, a JSON list of hashes (a chain) or a row of ls "
-        "--format jsonl.",
+        help="Requests as page hashes. Each line is a page hash, a JSON list of hashes (a chain) "
+        "or a row of ls --format jsonl.",
     ),
     trace_options("Requests in any form.", also="--prompts"),
 )

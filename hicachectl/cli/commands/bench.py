@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     type=POSITIVE_SIZE,
     default="1GiB",
     show_default=True,
-    help="Read pages of at most SIZE, all ranks together.",
+    help="Read at most SIZE of pages, all ranks together.",
 )
 @own_option(
     "--time-limit",

@@ -13,7 +13,7 @@ from hicachectl.cli.options import (
     allow_empty_option,
     comparing_options,
     filter_options,
-    judging_grace_option,
+    grace_option,
     output_options,
     profile_options,
     store_names,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     repeats=False,
     help="Read pages that look equal in both stores, and compare their bytes.",
 )
-@judging_grace_option
+@grace_option("Count pages that differ and are younger than this as in flight")
 @allow_empty_option
 @comparing_options
 @filter_options(beside_flags=True)

@@ -1,4 +1,4 @@
-"""`hicachectl doctor`: why servers get no hits from a store, or wrong ones."""
+"""`hicachectl doctor`: why servers get no hits, or wrong data, from a store."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _READING = ("trace_format", "block_size", "tokenizer")
 @profile_options_beside_servers
 @click.pass_context
 def command(ctx: click.Context, /, store: str, **options: Any) -> None:
-    """Show why servers get no hits from a store, or wrong ones.
+    """Show why servers get no hits, or wrong data, from a store.
 
     Give the servers with --server, and requests that should have hits with --trace, --prompts or
     --token-ids. Each server is asked for its settings, and twice for its counters (--watch). The

@@ -99,7 +99,7 @@ _OF_PAGES = (
     "--all-deployments",
     needs="--pages",
     is_flag=True,
-    help="With --pages: for a page hash alone, remove the page from all deployments.",
+    help="With --pages: if a line is only a page hash, remove the page from all deployments.",
 )
 @own_option(
     "--free",
@@ -143,8 +143,8 @@ _OF_PAGES = (
 @own_option(
     "--temporaries",
     is_flag=True,
-    help="Remove no pages, but files of unfinished writes, and objects that a server's clear left "
-    "behind. Both must be older than a minute.",
+    help="Instead of pages, remove files of unfinished writes, and objects that a server's clear "
+    "left behind. Both must be older than a minute.",
 )
 @removed_option(
     "--token-ids",
@@ -155,8 +155,8 @@ _OF_PAGES = (
 @own_option(
     "--despite-profile",
     is_flag=True,
-    help="Remove partial pages even if the profile looks wrong, because most of the newest pages "
-    "lack the same pool. Without this option, --state partial is then refused, and targets do not "
+    help="Remove partial pages even if most of the newest pages lack the same pool, so that the "
+    "profile looks wrong. Without this option, --state partial is then refused, and targets do not "
     "prefer partial pages.",
 )
 @filter_options()

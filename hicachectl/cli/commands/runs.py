@@ -30,8 +30,8 @@ _runs = argument("runs", metavar="DIRECTORY", type=RunPath())
 def command() -> None:
     """List run directories, show one, and delete old ones.
 
-    verify, migrate and prewarm divide a run with --run RUN, its run directory. DIRECTORY is a run
-    directory, or has several, such as one for each night.
+    verify, migrate and prewarm keep a divided run in the run directory that --run names. DIRECTORY
+    is a run directory, or contains several, such as one for each night.
 
     Examples:
       hicachectl runs list /shared

@@ -10,8 +10,8 @@ import click
 from hicachectl.cli.command import Command
 from hicachectl.cli.options import (
     allow_leases_option,
+    grace_option,
     jobs_option,
-    judging_grace_option,
     output_options,
     profile_options,
     store_argument,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.command("show", cls=Command)
 @store_argument
 @argument("page", metavar="PAGE")
-@judging_grace_option
+@grace_option("Show no findings about page groups younger than this")
 @jobs_option
 @allow_leases_option
 @output_options

@@ -156,8 +156,8 @@ class _Command(Command):
     "--identity",
     type=NameList(),
     repeats=True,
-    help="Take an object for rewritten by a server if one of these fields has changed since the "
-    "catalog, such as inode,mtime. For an unknown field, the error lists the fields of the store. "
+    help="Count an object as rewritten by a server if one of these fields, such as inode,mtime, "
+    "differs from the catalog. For an unknown field, the error lists the fields of the store. "
     " [default: all fields]",
 )
 @RECORDS.option(
@@ -212,7 +212,7 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     \b
     CHECKS
 
-    A check named with --checks that cannot run is refused. Without --checks, stderr and
+    If --checks names a check that cannot run, verify ends with 2. Without --checks, stderr and
     skipped_checks list the checks that did not run. Without a profile, objects are compared with
     each other, so a pool missing everywhere goes unnoticed.
 
