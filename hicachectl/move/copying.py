@@ -235,7 +235,7 @@ class Executor:
 
 
 class _BatchCopy:
-    """Write of one batch of which the source objects are in memory."""
+    """Write of one batch whose source objects are in memory."""
 
     def __init__(
         self, executor: Executor, batch: PageBatch, arena: Arena, base: int, result: MoveResult

@@ -33,7 +33,7 @@ _ASKED_AT_ONCE = 8192
 
 
 def refuse_other_owner(store: Store, profile: Profile | None, *, claims: bool = False) -> None:
-    """Raise ProfileError if a store has pages of another deployment that its keys do not name.
+    """Raise ProfileError if a store whose keys name no deployment has pages of another one.
 
     profile: profile of the pages to write.
     claims: whether to write the profile's deployment into a store that states none.

@@ -61,7 +61,7 @@ class DiffRequest:
     """Pages to compare, and how.
 
     profile: profile of the first store; None if only its keys are known.
-    other_profile: profile of the second store; None if it is `profile`, too.
+    other_profile: profile of the second store; None if it is the same as `profile`.
     selection: filters; a page is compared if they choose it in at least one store.
     allow_empty: whether to accept stores without pages, and filters that match no page.
     options: how to read. With its `verify`, bytes are compared, too.

@@ -82,7 +82,7 @@ def doubt(checked: Checked, reasons: pa.Table, judged: Judged | None = None) -> 
 
 
 def _judged_groups(checked: Checked, judged: Judged | None, code: Code, pool: str) -> BoolArray:
-    """Return for which groups of the profile a check could have reported the finding: [groups].
+    """Return whether a check could have reported the finding, for groups of the profile: [groups].
 
     Such a group has an object of the pool that the check has judged. Structural checks report no
     missing object for pages without kv.

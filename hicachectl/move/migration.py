@@ -65,7 +65,7 @@ class MigrationRequest:
 
     profile: profile of the source; None if only its keys are known, so every object keeps its key
         and bytes.
-    destination_profile: profile of the new deployment; None if it is `profile`, too.
+    destination_profile: profile of the new deployment; None if it is the same as `profile`.
     partial: whether to copy groups that are not whole.
     damaged: whether to copy groups with findings of severity error.
     allow_empty: whether to accept a source without pages.

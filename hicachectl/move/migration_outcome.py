@@ -33,7 +33,7 @@ _WORDS = {
     "conflicts": "in conflict",
     "failed": "failed",
 }
-# Words for a store of which the files get trailers in place.
+# Words for a store whose files get trailers in place.
 _ADOPTED = {
     **_WORDS,
     "skipped": "with trailers already",

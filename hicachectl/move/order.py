@@ -4,8 +4,8 @@ A server treats a page as present once the page's anchor exists. SGLang's file b
 sidecars before the anchor and never overwrites an object. No other module sets the order:
 
 - `publish` writes sidecars, then anchors. A reader finds each group whole or without its anchor.
-- `withdraw` removes anchors, then sidecars. If a server rewrites the group meanwhile, it tries up
-  to five times. In the end each group is gone, whole or FAILED.
+- `withdraw` removes anchors, then sidecars. If a server writes to the group meanwhile, `withdraw`
+  tries again, up to five times in all. In the end each group is gone, whole or FAILED.
 - `roll_back` removes only objects that this run wrote, never another writer's.
 
 If an anchor cannot be removed, its group keeps its sidecars.

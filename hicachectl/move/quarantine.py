@@ -348,7 +348,10 @@ class NewRun:
         side.sync()
 
     def finish(self) -> None:
-        """Make copied objects durable. A pack takes no more objects. Raises StoreUnavailable."""
+        """Make copied objects durable. A run in a pack then takes no more objects.
+
+        Raises StoreUnavailable.
+        """
         if self._store is not None and self._store.traits.append_only:
             self._store.close()
 
@@ -383,7 +386,7 @@ def remove_if_empty(quarantine: Directory, run: Run, jobs: int | None) -> None:
         with open_run(run.folder, run.form, jobs=jobs) as store:
             keys = (key for batch in store.scan(("nbytes",)) for key in keys_of(batch))
             empty = all(key.startswith(OWN_PREFIX) for key in keys)
-            empty &= not store.remarks  # such as remarks about links, which are no objects
+            empty &= not store.remarks  # links have remarks, but are no objects
     except UnfinishedPackError:
         empty = not run.folder.has(PACK_FILE)
     if empty:

@@ -95,7 +95,7 @@ def restore_groups(
 
     Raises, before any change:
 
-    - ProfileError if the store has pages of another deployment that its keys do not name.
+    - ProfileError if the store's keys name no deployment, and its pages are of another one.
     - UsageError if the quarantine is missing, has a run of another kind of store, or has only runs
     of an earlier form.
     - FormatError if run.json or findings.jsonl of a run is damaged.

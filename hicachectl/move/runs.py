@@ -221,7 +221,7 @@ class CopyRun:
             self.facts.fail([Problem(page, None, why) for page in pages])
 
     def _free(self, *, all_: bool = False) -> Iterator[tuple[Survey, IntArray]]:
-        """Yield the groups to remove of which the leases have ended. all_: yield all groups."""
+        """Yield the groups to remove whose leases have ended. all_: yield all groups."""
         while True:
             with self._lock:
                 if not self._leaving or not (all_ or self._leaving[0][0] <= time.monotonic()):

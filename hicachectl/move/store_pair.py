@@ -93,7 +93,7 @@ class StorePair:
     """A source, a destination, and the transfer between them.
 
     profile: profile of the source; None if only its keys are known.
-    target: profile of the destination; None if it is the source's, too.
+    target: profile of the destination; None if it is the same as the source's.
     grammar: grammar of the keys to write: the destination's, or the source's for a new pack.
     trailers: plan for the trailers of the copies.
     adopts: whether both stores are one store, and its files get trailers in place.
@@ -167,7 +167,7 @@ class StorePair:
                 raise StoreUnavailable(one_place(self.source.url, evidence, option))
 
     def claim(self) -> None:
-        """State the deployment to write in a destination of which the keys do not name it.
+        """Record the deployment to write in a destination whose keys do not name it.
 
         Call this before the first write. Raises ProfileError if the destination has pages of
         another deployment, StoreUnavailable.
@@ -331,9 +331,9 @@ class TrailerPlan:
         return replace(survey, foreign=foreign, unproven=unproven)
 
     def with_adopted(self, survey: Survey) -> Survey:
-        """Return the survey of one store, where objects that need no trailer count as copied.
+        """Return the survey of a store that gets trailers in place.
 
-        Open each object that may have a trailer.
+        Objects that need no new trailer count as copied. Open each object that may have a trailer.
         """
         assert isinstance(self.destination, Trailed)
         targets = survey.route.targets

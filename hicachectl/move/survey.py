@@ -80,7 +80,7 @@ class Route:
 
     @cached_property
     def sizes(self) -> IntArray:
-        """Expected bytes of each source: [sources]. UNKNOWN_SIZE if only listings have it."""
+        """Expected bytes of each source: [sources]. UNKNOWN_SIZE if only listings show it."""
         return np.array([source.nbytes for source in self.sources], dtype=np.int64)
 
     @cached_property
@@ -108,7 +108,7 @@ class Route:
 
     @cached_property
     def expected_bytes(self) -> IntArray:
-        """Expected bytes of each target: [targets]. UNKNOWN_SIZE if its source has this, too."""
+        """Expected bytes of each target: [targets]. UNKNOWN_SIZE if its source's are unknown."""
         expected, sizes = self.target_bytes.copy(), self.sizes
         for unit in self.units:
             for target, source in zip(unit.destinations, unit.sources, strict=False):

@@ -84,7 +84,10 @@ class TableRepairResult:
 
 
 def bad_rows(table: PageTable, keys: Collection[bytes]) -> BoolArray:
-    """Return which rows have one of the keys (RANK:NAMESPACE:KEY), or the page of one: [m] bool."""
+    """Return which rows have one of the keys, or share a page with such a row: [m] bool.
+
+    keys: keys as RANK:NAMESPACE:KEY.
+    """
     prefix = f"{table.name}:".encode()
     own = [key for key in keys if key.startswith(prefix)]
     named = pc.is_in(table.keys, pa.array(own, pa.binary())).to_numpy(zero_copy_only=False)

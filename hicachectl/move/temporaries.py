@@ -44,9 +44,9 @@ def find_temporaries(
 ) -> pa.Table:
     """Return files that `verify` calls stale: key, nbytes, mtime_ns, cleared_ns.
 
-    These are temporary files and objects that a `clear` made misses. Only cleared objects have a
-    cleared_ns. Files written or cleared less than DEFAULT_GRACE_SECONDS ago may belong to a running
-    write, and are left out.
+    These are temporary files, and objects that servers no longer find since a `clear`. Only cleared
+    objects have a cleared_ns. Files written or cleared less than DEFAULT_GRACE_SECONDS ago may
+    belong to a running write, and are left out.
     before: Unix seconds; only files last written earlier are returned.
     dry_run: whether the files will stay, so that the store must not be changed to learn its time.
     Raises StoreUnavailable.

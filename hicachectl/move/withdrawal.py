@@ -262,8 +262,8 @@ class _Removal:
         cells = np.flatnonzero(lookup.present & (self.standing[owners] == GroupStatus.DONE))
         recorded = np.full(len(owners), ABSENT, dtype=np.int64)
         recorded[groups.cells[known]] = np.flatnonzero(known)
-        # The objects; their rows in the lookup; and their indices in the batch, ABSENT for new
-        # objects.
+        # `_rows` has the rows of these objects in the lookup. `_recorded` has their indices in the
+        # batch, ABSENT for new objects.
         self._seen = GroupObjects(groups.keys_of(cells), owners[cells], groups.anchors[cells])
         self._rows, self._recorded = lookup.rows.take(pa.array(lookup.at[cells])), recorded[cells]
         return self._seen
@@ -296,8 +296,8 @@ class _Removal:
         by_key = pc.sort_indices(keys, [("group", "ascending"), ("key", "ascending")]).to_numpy()
         left = by_key[self.result.open[owners[by_key]]]
         while len(left):
-            # One object of each group that this repair does not own yet, and all objects of the
-            # groups that it owns.
+            # Take the first object of each group that this repair does not own yet, and all
+            # objects of the groups that it owns.
             first = np.diff(owners[left], prepend=ABSENT) != 0
             due = self.touched[owners[left]] | first
             for some, found in self._take_all(places, left[due]):
@@ -314,10 +314,11 @@ class _Removal:
         return Result(statuses, errors)
 
     def _take_all(self, places: IntArray, some: IntArray) -> Iterator[tuple[IntArray, Result]]:
-        """Rename recorded objects into the run, and delete all others. Yield the results.
+        """Rename recorded objects into the run, and delete all others.
 
+        Yield each result with the indices of its objects in `places`.
         places: indices of the objects of the last lookup.
-        some: indices in `places` of the objects to take. Each result comes with its own indices.
+        some: indices in `places` of the objects to take.
         """
         assert self.mover is not None
         recorded = self._recorded[places[some]] != ABSENT
@@ -382,7 +383,7 @@ class _Worker:
     ) -> npt.NDArray[np.uint8]:
         """Remove the groups of a plan. Return the status of each group that was tried.
 
-        on_progress: takes the number of new groups.
+        on_progress: takes the number of groups of each batch.
         """
         earlier = len(self._results)
         self._plans += 1

@@ -41,8 +41,8 @@ _CONNECT_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
 _CANCEL_SECONDS = STOP_SECONDS + 15
 _ADDRESS = re.compile(r"auto|local|[^\s:/]+:[0-9]{1,5}|\[[0-9A-Fa-f:.]+\]:[0-9]{1,5}")
-# RFC 9113, sections 3.4 and 6.5: both sides first send SETTINGS, here without any.
-# The head of a frame; its fourth byte is the type.
+# In HTTP/2 (RFC 9113, sections 3.4 and 6.5), both sides first send a SETTINGS frame. Ours is empty.
+# A frame begins with a head of nine bytes. The fourth byte is the type of the frame.
 _HTTP2_HEAD_BYTES = 9
 _HTTP2_SETTINGS = b"\x04"
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _HTTP2_SETTINGS + bytes(5)
@@ -95,7 +95,7 @@ class Cluster(Closing):
     """A connection to a cluster; a context manager. Ray's own output on stdout is discarded."""
 
     def __init__(self, address: str) -> None:
-        """Connect. Raises UsageError if Ray is not installed, StoreUnavailable if that fails."""
+        """Connect. Raises UsageError without Ray, and StoreUnavailable if connecting fails."""
         self._stack = ExitStack()
         try:
             import ray

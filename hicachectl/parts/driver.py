@@ -280,7 +280,7 @@ class _Nodes:
         self._changed = threading.Condition()
 
     def take(self, avoided: Collection[Node], stopped: Callable[[], bool]) -> Node:
-        """Wait for a node with room, one that is not avoided if there is any.
+        """Wait for a node with room. Take an avoided node only if no other node is left.
 
         Raises StoreUnavailable if no node is left, StoppedError.
         """

@@ -132,7 +132,7 @@ def has_all_results(run: RunDirectory, manifest: Manifest) -> bool:
 
 
 def is_finished(run: RunDirectory, manifest: Manifest, kind: Kind) -> bool:
-    """Return whether all parts have results, and the run has a finish if its command makes one."""
+    """Return whether all parts have results, and also `finish` if the command calls it."""
     if not has_all_results(run, manifest):
         return False
     with usage_errors(run.path):

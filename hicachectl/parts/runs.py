@@ -391,7 +391,9 @@ def _purged(
     directory, name = opened.run.directory, opened.name
     try:
         if not directory.lock() or not directory.is_still(name, parent):
-            left.append(f"{opened.path}: another process is working on it; run again after it")
+            left.append(
+                f"{opened.path}: another process is working on it; run again after it has ended"
+            )
             return BUSY
         _refuse_other_entries(directory)
         if not name.endswith(PURGED):
@@ -416,7 +418,10 @@ def _is_of_run(path: str, facts: os.stat_result) -> bool:
 
 
 def _refuse_other_entries(directory: Directory) -> None:
-    """Raise UsageError for an entry that is no file or folder of a run; OSError, UntrustedError."""
+    """Raise UsageError for an entry that is no file or folder of a run.
+
+    Also raises OSError and UntrustedError.
+    """
     for folder, name, path, facts in _entries(directory):
         folder.check(name, facts)
         if not _is_of_run(path, facts):

@@ -361,7 +361,8 @@ class VerifyJob(Job):
         began = time.monotonic()
         store, request, facts = self._store, self._request, checked.result.facts
         tables: list[pa.Table] = []
-        if given.part and GROUPS.name in request.checks:  # only the first part reports these
+        # Only part 0 reports findings about tables.
+        if given.part and GROUPS.name in request.checks:
             saved = saved_tables(store)
             tables, _ = check_tables(store, saved, grace_seconds=request.grace_seconds)
         about = (located(table, checked.groups) for table in tables)
