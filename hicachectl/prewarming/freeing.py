@@ -183,7 +183,8 @@ class Freeing:
         if self.gauge.is_held:
             return (
                 f"{start}: the removed bytes are not free; look for hard links, snapshots and "
-                "files that servers hold open, or for servers that write as fast, then run again"
+                "files that servers hold open, or for servers that fill the freed space, then run "
+                "again"
             )
         if self._candidates.in_place(self._taken):
             return f"{start}: no further page may leave; --and-unnamed removes more"
@@ -525,8 +526,8 @@ def _least_useful_first(
     evictor and the plug-in. Last come pages with a value, the least valuable first.
 
     The order by last use does not know the prefix of a page. But a server uses all pages of a
-    request within seconds. So only a request of which some pages leave and some stay can lose a
-    prefix before its tail.
+    request within seconds. So a prefix can leave before its tail only if some pages of one request
+    leave and others stay.
 
     used_ns: [n] last use, Unix nanoseconds.
     places, named: see `_Candidates`.

@@ -180,7 +180,7 @@ class PrewarmRequest:
     in_others: pages that the page list names only in groups of other deployments.
     rank: function that returns the rank of each distinct page of requests by value. 0 is best. A
         page ranks behind all pages before it in its chains.
-    destination_profile: profile of the destination's servers; None if it is `profile`, too.
+    destination_profile: profile of the destination's servers; None if it is the same as `profile`.
     served: profiles of live servers of the destination, by URL. Usable pages are counted for each.
     allow_empty: whether to accept a source without pages.
     """

@@ -129,7 +129,7 @@ class Watch:
         return self._lost
 
 
-# Time for touches after a deadline or signal, and once more for the last listing.
+# Seconds for touches after a deadline or signal, and as many again for the last listing.
 ENDING_SECONDS = 10.0
 
 

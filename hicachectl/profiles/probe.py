@@ -54,7 +54,7 @@ class StoredPool(NamedTuple):
 
     host: SGLang's host pool, with buffers that have no memory.
     layers: numbers of the model's layers; a draft's layers count from 0.
-    packed: number of draft layers after these.
+    packed: number of draft layers after the model's layers.
     trailing: number of pages at the end of a tree node that have an object; 0 if all pages have
         one.
     """
@@ -526,9 +526,9 @@ def _states_its_layers(model_class: type) -> bool:
 
 
 def _model_class(architecture: str) -> tuple[Any, str]:
-    """Return a model's class, or None if it cannot be imported, and its source.
+    """Return a model's class and its source. The class is None if it cannot be imported.
 
-    The source includes the sources of its bases in SGLang.
+    The source includes the sources of the class's bases in SGLang.
     """
     import sglang.srt.models as package
     from sglang.srt.models.registry import ModelRegistry

@@ -318,7 +318,7 @@ def checked_url(url: str, option: str = "--server") -> str:
 def checked_key(key: str) -> str:
     """Return the stripped key. Raises UsageError if it is not printable ASCII.
 
-    Such a key must not reach http.client, of which the error message would show the key.
+    Such a key must not reach http.client, whose error message would show it.
     """
     key = key.strip()
     if not (key.isascii() and key.isprintable()):

@@ -53,7 +53,7 @@ _ENDS = {
 }
 _SKIPPED = ("then", "do", "else", "elif", "!", "time")
 _DECLARERS = ("declare", "export", "local", "readonly", "typeset")
-# Expansions that only read their variable, and flags, which name no variable.
+# `_READS` finds expansions that only read their variable, `_FLAG` flags, which name no variable.
 _READS = re.compile(r"\$(?:\w+|\{#?[A-Za-z_]\w*(?:\[[@*]\])?(?=\}|:?[-+?]|[%#/^,@]))", re.ASCII)
 _FLAG = re.compile(r"(?<![^\s=])--[A-Za-z][\w-]*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -148,7 +148,7 @@ class ScriptReader:
         self._settings = {name for name in variables or {} if name.startswith("SGLANG_")}
         self._known = {n: [value] for n, value in (variables or {}).items() if value is not None}
         self._lines: dict[str, list[int]] = {}  # lines on which the text names each variable
-        self._foreign = 0  # line of another foreign statement; 0 without one
+        self._foreign = 0  # line of a foreign statement besides the present one; 0 without one
         self._left = _MOST_EXPANDED
 
     def commands(self, text: str) -> Iterator[Command]:

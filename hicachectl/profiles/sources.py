@@ -85,7 +85,10 @@ def profile_to_look(
 def agree_to_look(
     store: Store, profile: Profile | None, *, looks_only: bool = True
 ) -> tuple[Profile | None, str]:
-    """Return the result of `agree_on_profile` and ""; or None and a reason as `profile_to_look`."""
+    """Return the result of `agree_on_profile`, and "".
+
+    If no profile describes the objects, return None and the reason, as `profile_to_look` does.
+    """
     collision = "" if profile is None else collision_of(profile, store.grammar)
     if collision and looks_only:
         return None, collision

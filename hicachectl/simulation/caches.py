@@ -305,7 +305,7 @@ class TablePages(RoomPages):
             self._touch(self._keys(self._tail(pages, number), [number]))
 
     def write(self, pages: Sequence[int], time: float) -> None:
-        """See `Cache`. A server sends the keys of all other objects than anchors in one batch."""
+        """See `Cache`. A server sends the keys of all objects except anchors in one batch."""
         for number in (*self._beside, *self._trailing):
             self._put(self._keys(self._tail(pages, number), [number]))
         for start in range(0, len(pages), _BATCH):

@@ -1,4 +1,4 @@
-"""Deployments with other settings, and so other bytes a page, for the same requests."""
+"""Deployments with other settings, and so with other bytes per page, for the same requests."""
 
 from __future__ import annotations
 

@@ -225,8 +225,9 @@ def _oldest_write_s(inventory: Inventory) -> float | None:
 def _carried(causes: IntArray, owners: IntArray) -> IntArray:
     """Return the causes of lost pages. The pages of a chain stand one after another.
 
-    A page without a cause takes the cause of the page before it. If there is none, all servers have
-    the page, and it is lost because a trailing pool lacks its pages at the end.
+    A page without a cause takes the cause of the page before it. If no page up to it has a cause,
+    servers have all these pages. They are then lost because a trailing pool lacks objects at the
+    end of the prefix.
     causes: [lost] index of the page's own cause; -1 without one.
     owners: [lost] chain of each page.
     """

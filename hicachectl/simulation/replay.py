@@ -136,7 +136,7 @@ def _lru_runs(
     rows: IntArray,
     runs: Runs,
 ) -> None:
-    """Fill the hits of ascending capacities. A capacity holds pages of ranks up to it."""
+    """Fill the hits of ascending capacities. A cache holds pages of ranks up to its capacity."""
     for request in range(len(reach)):
         start, row = offsets[request], 0
         for place in range(reach[request]):

@@ -117,7 +117,7 @@ class PageSizes:
 
 
 def _of_block(file: PageFile, count: int) -> PageFile:
-    """Return one object in place of those of a block.
+    """Return one object that stands for the objects of a block.
 
     file: object of one page. If its pool is trailing, only the block's last pages have it.
     count: number of pages in a block.

@@ -38,7 +38,7 @@ class Tiers:
     write_policy: --hicache-write-policy.
     servers: number of servers that share the store. Requests go to servers by their label "server",
         else in turn.
-    threshold: least number of tokens for which a server asks the store, or which it takes from it.
+    threshold: least number of tokens that a server asks the store for, or takes from the store.
     trailing: whether the servers need a pool only at the end of a prefix.
     chunk: --chunked-prefill-size.
     """
@@ -63,8 +63,8 @@ class Tiers:
 class Filtered(NamedTuple):
     """Requests that the pools leave to the store.
 
-    requests: chains without the pages that the pools served. The store is asked for the pages
-        within reach, and gets all of them written.
+    requests: chains without the pages that the pools served. Servers ask the store for the pages
+        within reach, and write all pages of the chains to the store.
     device: [requests] number of tokens that the device pools served.
     host: [requests] number of tokens that the host pools served.
     refused: number of requests that exceed the device pool, so that no server takes them.
