@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 _TOKENS = range(10, 250)  # ids that every vocabulary has
 _LONGEST_TOKENS = 1 << 15
 _ROUNDS = 7
-_HALVINGS = 5  # most lengths that are timed between doubled ones
+_HALVINGS = 5  # most lengths that are timed between doubled lengths
 _DOUBLING_SHARE = 0.6  # share of the time for doubled lengths
-_DECIDED = 0.03  # least share by which times must differ: repeated prompts differ by as much
+_DECIDED = 0.03  # a smaller gain decides nothing: repeated prompts differ by as much
 _CLOSE = 1.15  # between two lengths with a smaller quotient, no length is timed
 _ARENA_BYTES = 64 << 20
 _STORED_S = 10.0  # longest wait for the server's writes of a prompt

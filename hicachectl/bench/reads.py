@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     Divided = list[list["_Piece"]]  # the calls of each thread
 
 COLD, MIXED, CACHED, UNKNOWN = "cold", "mixed", "cached", "unknown"
-# Most bytes of a cold batch in the page cache, and least of a cached one, as shares. Read-ahead for
-# other files brings a few pages into memory, and reclaim removes a few.
+# Largest share of a cold batch, and least share of a cached batch, that is in the page cache.
+# Read-ahead for other files brings a few pages into memory, and reclaim removes a few.
 _COLD_SHARE, _CACHED_SHARE = 0.05, 0.95
 # Memory of a thread, which all its reads reuse: more than most caches of a processor.
 _REGION_BYTES = 32 << 20
 _MOST_MEMORY = 2 << 30
 # Share of the time for the first reads of the batches.
 _FIRST_SHARE = 0.6
-# Reads from memory are repeated at most so many times, and no more after so many seconds.
+# Most rounds of reads from memory, and seconds after which no further round begins.
 _MOST_ROUNDS = 8
 _LEAST_SECONDS = 1.0
 # A turn of this many bytes, or this many seconds, is read through the store, then by the bare loop.

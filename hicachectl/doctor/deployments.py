@@ -44,7 +44,7 @@ _FLAGS = {
     "dcp": "--dcp",
 }
 _CONVERTED = ("model", "tag", "tp", "pp")  # migrate can change these: --to-model and so on
-_SHARE = 10  # one object in this many is more than an exception
+_SHARE = 10  # fewer than one object in this many are exceptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,10 @@ class _OwnKeys:
     sizes: Mapping[str, int]
 
     def differences(self, other: Deployment) -> dict[str, tuple[str, str]]:
-        """Return the names and sizes that differ in the keys of a deployment: theirs, ours."""
+        """Return the names and sizes that differ in the keys of a deployment.
+
+        Each has two texts: the deployment's value, then the server's.
+        """
         found: dict[str, tuple[str, str]] = {}
         if other.names.columns["model"] is not None and other.names.text != self.names.text:
             pairs = zip(NAME_COLUMNS, other.names, self.names, strict=True)
@@ -297,7 +300,7 @@ def _named(name: str, value: str) -> str:
 
 
 def _more(others: Iterable[_Stored], besides: _Stored | None) -> str:
-    """Return the other deployments of a store, most pages first."""
+    """Return a text that names the other deployments of a store, most pages first."""
     rest = sorted((one for one in others if one is not besides), key=lambda one: -one.pages)
     if not rest:
         return ""

@@ -165,9 +165,9 @@ def growth(first: Look, second: Look) -> Look | None:
 
 
 def at_least(look: Look, tokens: int) -> tuple[int, int]:
-    """Return the least and the greatest possible number of requests that computed many tokens.
+    """Return bounds on the number of requests that computed at least so many prompt tokens.
 
-    tokens: least number of prompt tokens that such a request computed.
+    tokens: number of prompt tokens.
     Source: the histogram of uncached prompt tokens. Its buckets are wide; the sum over all requests
     narrows the bounds.
     """

@@ -32,7 +32,7 @@ class ListedStore:
     has_servers: whether servers were asked, and their deployments are compared with the store's.
     profile: profile of the servers, or of the options; None if unknown.
     started: start of the first server, Unix seconds; None if unknown.
-    weights: texts that name the weights, of the ranks that serve with the plug-in.
+    weights: texts that name the weights of the ranks that serve with the plug-in.
     explained: ratios of actual to expected object size that another check explains by a setting.
     is_shared: whether all servers that were asked are known to use the store.
     is_explained: whether a check of a server failed, which can be why the store has no pages.

@@ -203,7 +203,7 @@ def _examined(theirs: StoreUrl, path: str, place: Place, url: str) -> str:
 
 
 def _are_apart(pid: int, device: int, places: set[Any]) -> bool:
-    """Return whether an inode on a device that is none of the places is another directory."""
+    """Return whether a device and an inode that no place has prove another directory."""
     devices = {place[0] for place in places if isinstance(place, tuple)}
     if not devices:
         return False

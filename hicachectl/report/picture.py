@@ -126,7 +126,7 @@ class Picture:
 
     @property
     def line(self) -> str:
-        """Sums of the checks and findings of the page in full, as one line."""
+        """Sums of the checks, and the findings that only the page in full has, in one line."""
         more = ", ".join(f"{count} {code}" for code, count in self.page_only.items())
         unasked = [name for name in group_names() if name not in self.asked]
         sums = sum_line(self.verified.document, unasked)

@@ -70,8 +70,8 @@ class PrefixTree:
     page_size: number of tokens of a page; None if unknown.
     usable_share, served_share: shares of the requested tokens, counted as in `hits`; None if no
         token is requested.
-    below: number of requests with usable pages that servers do not fetch, because there are fewer
-        than the prefetch threshold.
+    below: number of requests with usable pages that servers do not fetch, because these pages have
+        fewer tokens than the prefetch threshold.
     requests: number of requests.
     pages, usable, kv_only: sums over all requests.
     unstopped: number of requests that nothing stops.

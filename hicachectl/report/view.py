@@ -53,7 +53,7 @@ _TEXT = 4000  # most characters of a text; names in a store may be longer
 _EXAMPLES = 3
 _STRIPS = 40
 _SERVED = "served from the store"
-_FEW_LEVELS = 1.05  # ratio of the largest to the least value up to which all have one level
+_FEW_LEVELS = 1.05  # up to this ratio of the largest to the least value, all have one level
 
 
 def html_of(picture: Picture, mending: Mending, marks: Sequence[Mark]) -> str:
