@@ -74,7 +74,7 @@ def selection_of(
 
 
 def say_unjudged(ctx: click.Context, selection: Selection, groups: PageGroups) -> None:
-    """Say how many groups may be partial and are not selected, since the profile is not theirs."""
+    """Say how many groups may be partial but are left out, because no profile describes them."""
 
     if unjudged := selection.unjudged(groups):
         remark(
@@ -408,7 +408,7 @@ def next_words(
     """Yield the given options that a suggested command repeats, as they were given.
 
     without: names of parameters to leave out.
-    only: names of the parameters to yield; None for those of options that repeat.
+    only: names of the parameters to yield; None for the options that repeat.
     """
     values, _, order = ctx.command.make_parser(ctx).parse_args(words_of(ctx))
     for param in dict.fromkeys(order):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 GLOBAL = Section("Global options", repeats=False, divided=OWN_VALUE)
 _SCREEN = 40  # lines of --help
-_NAMED = 3  # options that --help names of a section which it does not describe
+_NAMED = 3  # most options that --help names for each section that does not fit
 _COLUMN = 24  # characters; the text of an option with longer names is on the next line
 _HELP = ("--help", "--help-all")
 _WORDS = "hicachectl.words"  # key in the context's meta
@@ -165,8 +165,8 @@ class Group(click.Group):
 def global_options(*, of_program: bool = False) -> list[click.Parameter]:
     """Return the options that can stand before and after the name of a command.
 
-    of_program: return the program's own options, which variables can also set. The options of a
-        command set the program's.
+    of_program: return the program's own options, which variables can also set. Otherwise return the
+        options of a command, which set the program's options.
     """
     own: dict[str, Any] = {"section": OWN, "variable": True}
     above: dict[str, Any] = {"section": GLOBAL, "expose_value": False, "callback": _set_above}

@@ -136,8 +136,8 @@ def _is_signal(ending: BaseException | None) -> bool:
 def waited_since(path: Path | None) -> Iterator[float]:
     """Yield the age of a file in seconds. Create a missing file, and remove it after the block.
 
-    If an exception or a kill ends the block, the file stays, so that the next process counts on
-    from its time. Without a path, yield 0.
+    If an exception or a kill ends the block, the file stays, so that the next process continues
+    the count from its time. Without a path, yield 0.
 
     Raises UsageError if the file cannot be created or has content, UntrustedError for a link or a
     file of an untrusted user.

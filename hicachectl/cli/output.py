@@ -104,10 +104,10 @@ def write_run(
 
 
 def write_result(ctx: click.Context, result: Result, *, metrics: bool = True) -> None:
-    """Write the metrics, the messages and the document of a result, and end as it says.
+    """Write the metrics, the messages and the document of a result, and end with its exit status.
 
     With --quiet, remarks are left out, and so is the table of a run that ends with 0 and was no dry
-    run. The table says what was not done; without it, a line does.
+    run. The table says what was not done. Without the table, a line on stderr says so.
 
     metrics: whether there was a run, so that --metrics-file is written and --healthcheck-url knows
         how it ended. Raises UsageError for a command without metrics.

@@ -42,8 +42,8 @@ class Divided:
 
     same: whether all parts must have the same value.
     shared_by: options that divide the run such that each part takes an equal share of the value.
-    instead: next step of the message with which a part refuses the option; empty if it takes it.
-        {} stands for the option's name.
+    instead: next step of the message with which a part refuses the option; empty if parts take the
+        option. {} stands for the option's name.
     on_cluster: whether a run with --ray takes the option.
     """
 
@@ -209,7 +209,8 @@ class Option(_Given, click.Option):
     needs: options of which at least one must be given with this one, with their values, such as
         "--free SIZE" or "--prompts or --trace"; empty for none.
     entry: where the config file states the value; None for an option that it cannot state.
-    writes: whether the command writes to its store only with this option or another such one.
+    writes: whether the option makes the command write to its store. A command with such options
+        writes only if one of them is given.
 
     By default, the section states these three:
 

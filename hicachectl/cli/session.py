@@ -137,7 +137,7 @@ def store_name(ctx: click.Context, text: str) -> str:
 
 
 def quarantine_directory(ctx: click.Context, text: str) -> Path:
-    """Return the directory of a QUARANTINE argument. For a store, it is its own quarantine."""
+    """Return the directory of a QUARANTINE argument; for a store, the store's own quarantine."""
     from hicachectl.backends.disk.names import OWN_PREFIX
     from hicachectl.backends.urls import SIDE_PARAMETER, parse_url
 

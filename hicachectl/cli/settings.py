@@ -92,9 +92,9 @@ def refuse_server_variables(command: click.Command) -> None:
 
 @contextmanager
 def named_sources(ctx: click.Context) -> Iterator[None]:
-    """Name in an error of the block the variable or config entry that gave the wrong value.
+    """Make errors of the block name the variable or config entry that gave the wrong value.
 
-    The name replaces that of the option. If the error names only a path, it stands before the path.
+    This name replaces the option's name. In an error about a path, it stands before the message.
     """
     try:
         yield
@@ -131,7 +131,7 @@ def _place(ctx: click.Context, option: click.Parameter) -> str:
     assert option.entry is not None  # only `_fill` sets this source, from the entry
     config, member, value = config_of(ctx), option.entry.member, ctx.params[str(option.name)]
     own = (_store_text(ctx, option.entry) or "").removesuffix(":")
-    names = [own, *config.stores]  # a store's URL may name another, which has the setting
+    names = [own, *config.stores]  # a store's URL may name another store, which has the setting
     name = next(n for n in names if getattr(config.stores.get(n), member, None) == value)
     return f"{config.source}: stores.{name}: {member}"
 

@@ -74,7 +74,7 @@ class _WholeValues(ShellComplete):
     """A shell in which a candidate replaces the whole word, including --option=value."""
 
     def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem[str]]:
-        """Return the candidates. Those for --option=value begin with the option."""
+        """Return the candidates. Candidates for --option=value begin with the option."""
         items = super().get_completions(args, incomplete)
         option, equals, _ = incomplete.partition("=")
         if equals and option.startswith("-"):
@@ -94,7 +94,7 @@ class Bash(_WholeValues, BashComplete):
     _done = 0  # number of characters before the last piece of the word
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """Return the words before the incomplete one, and that."""
+        """Return the words before the incomplete word, and the incomplete word."""
         line = os.environ["COMP_WORDS"]
         words = split_arg_string(line)[1:]
         incomplete = words.pop() if words and not line[-1].isspace() else ""

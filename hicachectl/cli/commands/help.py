@@ -47,7 +47,7 @@ def _names(
 def command(ctx: click.Context, /, words: tuple[str, ...]) -> None:
     """Show the help of a command.
 
-    It is what COMMAND --help prints. Without COMMAND, help lists all commands.
+    Print what COMMAND --help prints. Without COMMAND, help lists all commands.
 
     Examples:
       hicachectl help

@@ -72,7 +72,8 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
 
     A page counts if all its objects of all ranks are present. Trailing pools (Mamba states,
     sliding windows) are needed only at the end of a prefix. Servers fetch nothing if fewer tokens
-    of a request are usable than their prefetch threshold. Served tokens are those that they fetch.
+    of a request are usable than their prefetch threshold. Served tokens are the tokens that servers
+    fetch.
 
     The last line names the deployment that was measured. Its share refers to the tokens in full
     pages that servers look up. simulate and report count all prompt tokens, so their shares are

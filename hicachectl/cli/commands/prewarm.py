@@ -98,7 +98,7 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
     needs="--open-after DURATION",
     divided=Divided(instead="leave out --shard", on_cluster=False),
     help="Count --open-after from the time of FILE. So a process that is killed and started again "
-    "counts on. A missing FILE is created; when the gate opens, it is removed.",
+    "continues the count. A missing FILE is created; when the gate opens, it is removed.",
 )
 @prefetch_threshold_option
 @MOONCAKE.option(
@@ -431,7 +431,7 @@ def _identity(value: Any) -> str | None:
 def _served(
     ctx: click.Context, request: PrewarmRequest, servers: dict[str, LiveServer]
 ) -> PrewarmRequest:
-    """Return the request with the deployments of the servers. Usable tokens count for these."""
+    """Return the request with the profiles of the servers, to count usable tokens for each."""
     from hicachectl.formats.models.server_info import served_profile
 
     served = {}

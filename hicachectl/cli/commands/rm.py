@@ -132,7 +132,7 @@ _OF_PAGES = (
     needs=_ANY_TARGET,
     type=FILE,
     help="Keep the pages of a prewarm plan. Targets such as --free first remove other pages, then "
-    "those of the plan, the last one first.",
+    "the pages of the plan, the last page first.",
 )
 @own_option(
     "--and-unnamed",
@@ -455,7 +455,7 @@ def _choose(
 
 
 def _remove_pages(pages: _Pages, plan: RepairPlan, freeing: Freeing | None) -> GroupReport:
-    """Remove the groups of a plan; for a target, as many as it needs while servers write."""
+    """Remove the groups of a plan. With a target, remove as many as the target still needs."""
     from hicachectl.move.removal_plan import plan_removal
     from hicachectl.move.withdrawal import remove_groups
 
@@ -463,7 +463,7 @@ def _remove_pages(pages: _Pages, plan: RepairPlan, freeing: Freeing | None) -> G
     # Without groups the operator was not asked, so pages that servers write later must stay.
     goes_on = freeing if wanted and not options["dry_run"] else None
     if goes_on is not None:
-        plan = plan_removal(plan.groups[:0])  # `then` makes the plans, by the lacking bytes
+        plan = plan_removal(plan.groups[:0])  # `then` plans by the bytes that are still lacking
     with progress(ctx, "removing", " pages") as advance:
         report = remove_groups(
             pages.store,
@@ -481,7 +481,7 @@ def _remove_pages(pages: _Pages, plan: RepairPlan, freeing: Freeing | None) -> G
 
 
 def _steps(pages: _Pages, plan: RepairPlan) -> tuple[str, ...]:
-    """Return what to do about servers if the removed pages are wrong; nothing with a target."""
+    """Return what to do about servers if the removed pages are wrong; () with a target."""
     ctx, options = pages.ctx, pages.ctx.params
     if pages.target is not None or not len(plan.groups):
         return ()
@@ -513,10 +513,10 @@ def _doubt(pages: _Pages, in_flight: BoolArray) -> Refusal | None:
 
 
 def _incomplete(pages: _Pages, in_flight: BoolArray) -> tuple[BoolArray, int]:
-    """Return for which groups it is certain that no server can use them: [groups].
+    """Return which groups certainly no server can use: [groups].
 
-    Only a profile shows which pages are partial. If the profile may be wrong, partial pages are not
-    among the groups; also return their number.
+    Only a profile shows which pages are partial. If the profile may be wrong, leave the partial
+    pages out, and also return their number; else return 0.
 
     in_flight: [groups] whether the group stays in any case.
     """

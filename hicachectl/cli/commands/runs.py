@@ -49,7 +49,7 @@ def list_(ctx: click.Context, /, runs: Path, **options: Any) -> None:
     """List the run directories in a directory.
 
     A run is listing (part 0 has not published the listing), unfinished (parts have no result, or
-    the run is not finished), finished (all have one, but nobody has merged them), merged,
+    the run is not finished), finished (all parts have results, but nobody has merged them), merged,
     half-purged (the next purge completes it) or unreadable (a file is damaged or not trusted).
     CHANGED is the time of the last write to a file of the run. Whether a process still works on a
     run is not known.

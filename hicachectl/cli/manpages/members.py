@@ -124,7 +124,7 @@ DOCUMENTS = (
 
 @cache
 def texts_of(section: str) -> Mapping[str, str]:
-    """Return the texts of a struct's members. `@NAME` includes those of another struct."""
+    """Return the texts of a struct's members. `@NAME` includes the texts of another struct."""
     texts: dict[str, str] = {}
     for block in prose("members").get(section, ()):
         if isinstance(block, Item):
