@@ -119,7 +119,9 @@ def test_the_commands_of_the_readme_are_understood(arguments: list[str]) -> None
 def test_the_readme_has_a_command_for_each_symptom_and_each_family() -> None:
     assert len(table("| You see | Run |")) == 4
     families = README.split("\n## The commands\n")[1].split("\n## ")[0].split("\n**")[1:]
-    assert [family.count("\n    hicachectl ") for family in families] == [3] * 5
+    counts = [family.count("\n    hicachectl ") for family in families]
+    assert len(counts) == 6
+    assert set(counts) == {3, 4}
 
 
 @pytest.mark.slow
