@@ -103,7 +103,7 @@ class Code:
     structural: the page group lacks objects; no object is damaged.
     doubts: settings that cause the finding on healthy pages if the profile states them wrongly;
         empty if a wrong profile never causes it.
-    remedy: next step for a finding that is not about a page, which repair ignores. {command} stands
+    remedy: next step for a finding that `--repair-code` refuses. {command} stands
         for the command.
     meaning: what is wrong.
     effect: what a server does with the object or page.
