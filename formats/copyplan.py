@@ -32,7 +32,7 @@ class CopyPlan:
     axes: outermost first; at each index, `run` bytes are contiguous on both sides.
     offsets, steps: bytes; a copy begins at source_offset + s * source_step and at
         destination_offset + d * destination_step.
-    source, destination: object indices, if there are several.
+    source, destination: object indices, if there are several objects.
     """
 
     axes: tuple[Axis, ...]

@@ -17,14 +17,14 @@ from hicachectl.formats.errors import FormatError, HicacheError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-MAX_VALUES = 1_000_000  # large real documents have ten thousand
+MAX_VALUES = 1_000_000  # large real documents have ten thousand values
 MAX_TABLES = 50_000  # keys, tables and arrays of one TOML document
 MAX_KEY_PARTS = 8  # the TOML key a.b.c has three parts
 MAX_DEPTH = 64
 _MAX_REASON_CHARS = 200
 
 # Strings and comments, which hold no structural brackets, commas or dots. `tomllib` stops at an
-# unterminated string, so text after one needs no match.
+# unterminated string, so text after such a string needs no match.
 _TOML_TEXT = re.compile(
     r'"""(?:[^\\]|\\.)*?"""'
     r"|'''.*?'''"

@@ -9,7 +9,7 @@ class HicacheError(Exception):
 
 
 class UsageError(HicacheError):
-    """Options or arguments refused, alone or together."""
+    """A refused option or argument, or a refused combination of them."""
 
 
 class FormatError(HicacheError):
@@ -21,7 +21,7 @@ class UnfinishedPackError(FormatError):
 
 
 class ProfileError(FormatError):
-    """An incomplete, contradictory or unsupported profile, or source of one."""
+    """A profile, or a source of a profile, that is incomplete, contradictory or unsupported."""
 
 
 class UnsupportedByBackend(HicacheError):

@@ -91,10 +91,10 @@ class Column:
     axes, shape: axes of the items and their lengths, outermost first.
     scale_floor: lowest legal fp32 scale; None if the items are not scales. Scales of other dtypes
                  are bad if they are NaN.
-    scales:      column of the scales of these codes, equally many codes per scale. Codes with a
-                 legal scale of 0 are not judged.
-    pitch:       bytes between the first items along the first axis, which begins at a multiple of
-                 them; 0 if all items are consecutive.
+    scales:      column with the scales of these codes. Each scale belongs to equally many codes.
+                 Codes with a legal scale of 0 are not judged.
+    pitch:       bytes from one index of the first axis to the next; index 0 begins at a multiple of
+                 them. 0 if all items are consecutive.
     """
 
     name: str

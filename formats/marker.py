@@ -1,7 +1,7 @@
 """Markers: JSON files that say which objects of a file store have trailers.
 
 One marker states that objects with one suffix, identity and number of bytes have trailers. With
-markers, a listing knows the bytes of objects without opening them.
+markers, a listing knows the sizes of objects without opening them.
 """
 
 from __future__ import annotations

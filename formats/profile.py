@@ -36,7 +36,7 @@ HIT_POLICIES = ("all_pages", "trailing_pages")
 MAX_ALL_RANKS = 65_536
 MAX_LAYERS = 10_000
 MAX_PAGE_SIZE = 1 << 20
-MAX_LENGTH = 1 << 40  # most heads, dims or states
+MAX_LENGTH = 1 << 40  # largest number of heads, dims or states
 MAX_OBJECT_BYTES = 1 << 62
 _MAX_AXES = 8
 _MAX_STATES = 16
@@ -114,7 +114,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def trailing(self) -> bool:
-        """Whether servers need a pool only at the end of a prefix."""
+        """Whether servers need at least one of the pools only at the end of a prefix."""
         return any(pool.trailing for pool in self.pools)
 
     def pool(self, name: str) -> Pool | None:

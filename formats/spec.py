@@ -68,8 +68,9 @@ class ObjectSpec:
     def object_set(self) -> tuple[str, int | None, bool]:
         """Identity of the object's set.
 
-        Pool, or the pool that it follows; linear TP size of a trailing pool; listed or not. A whole
-        page has all objects of each set; of a trailing set, it may have none.
+        It consists of the pool, or the pool that it follows, of the linear TP size of a trailing
+        pool, and of `listed`. A whole page has all objects of each set, but may have none of a
+        trailing set.
         """
         linear_tp = self.coordinate.shard.tp_size if self.trailing else None
         return pool_name(self.pool).follows or self.pool, linear_tp, self.listed
@@ -210,7 +211,8 @@ _Held = dict[Coordinate, tuple[PoolPiece, tuple[TensorLayout, ...]]]
 def _held(profile: Profile, grammar: Grammar, pool: Pool) -> _Held:
     """Return the piece and tensors of each object of a pool, ranks in order.
 
-    If ranks share an object, the first rank's piece counts. No tensors if the form is unknown.
+    If ranks share an object, the first rank's piece counts. An object of unknown form has no
+    tensors.
     """
     if not grammar.unequal_halves:
         kind_of(pool).check_flat(pool)

@@ -42,9 +42,9 @@ class TransferUnit:
 
     sources, destinations: indices into the plan's objects; copies index these tuples.
         A destination without sources stands for an anchor without bytes.
-    copies:   fill every byte of every destination once, except in `padded`.
-    identity: one source and one destination with equal bytes.
-    trailing: a page may lack the sources, and then lacks the destinations.
+    copies:   copies that fill every byte of every destination once, except in `padded`.
+    identity: whether the unit is one source and one destination with equal bytes.
+    trailing: whether a page may lack the sources; it then lacks the destinations, too.
     padded:   destinations with bytes that no copy fills and that must be zero.
     """
 
@@ -61,7 +61,8 @@ class TransferPlan:
     """All copies between the objects of one page in two deployments.
 
     sources, destinations: all objects that a page can have, in `object_specs` order.
-    units: the smallest sets of objects without copies between sets. Each destination is in one set.
+    units: the smallest sets of objects such that no copy leads from one set to another. Each
+        destination is in one set.
     """
 
     sources: tuple[ObjectSpec, ...]
@@ -150,9 +151,8 @@ class _Sources:
     ) -> list[list[CopyPlan]]:
         """Return the copies that fill each box of a destination.
 
-        replica: number of the destination among its replicas, by which holders of equal content are
-            used in turn. A source that the destination needs anyway comes first, so that units stay
-            small.
+        replica: number of the destination among its replicas, which use holders of equal content in
+            turn. A source that the destination needs anyway comes first, so that units stay small.
         """
         needed = [(place, one) for place, box in enumerate(wanted) for one in self._holders(box)]
         needed.sort(key=lambda pair: len(pair[1]))  # boxes that one source holds come first
@@ -229,7 +229,7 @@ def _gap_text(expected: ObjectSpec) -> str:
 def _marker_units(source: Side, destination: Side) -> Iterator[TransferUnit]:
     """Yield a unit for each object that stands for an anchor without bytes.
 
-    Its source is such an object of the source deployment, if that has any.
+    Its source is such an object of the source deployment, if that deployment has any.
     """
     there = source.markers
     for position, number in enumerate(destination.markers):

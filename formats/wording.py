@@ -74,7 +74,7 @@ def lock_held(path: object) -> str:
 
 
 def one_place(source: str, evidence: str, option: str) -> str:
-    """Return the message for two stores that are one, between which an option would remove pages.
+    """Return the message for a SRC and DST that are one store, where an option would remove pages.
 
     evidence: text that shows that they are one.
     """

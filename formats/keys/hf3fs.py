@@ -83,7 +83,7 @@ class Hf3fsGrammar(Grammar):
             )
 
     def objects(self, page: RankPool) -> tuple[PageObject, ...]:
-        """See `Grammar`: the whole page, or K and V that lie apart in memory."""
+        """Return the object of the whole page, or one each for K and V (zero copy)."""
         if not page.parts:
             raise UnsupportedByBackend(
                 f"pools[{page.pool}]: SGLang's 3FS backend cannot store models without KV "

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 AMBIGUOUS = "?"  # label of objects with ambiguous keys
 _NAMELESS = "-"  # label of keys without tag and model
 
-# Escaped in names: white space ends a name, ? and - are labels.
+# Text that is escaped in names: white space would end a name, and ? or - alone would be a label.
 _RESERVED = re.compile(rf"[%\s\x00-\x1f]|^[{AMBIGUOUS}{_NAMELESS}]$")
 _SIZE = re.compile(r"^([a-z]+)(?=[0-9]+$)")
 _SIZES = (*AXES, "page")

@@ -153,7 +153,8 @@ class MooncakeGrammar(Grammar):
 def _is_ranked(page: RankPool) -> bool:
     """Return whether keys name the TP rank. Refuse pools for which SGLang makes other keys.
 
-    Keys of a draft name it if the draft's ranks hold shares; other keys, if the target's ranks do.
+    Keys of a draft name the rank if the draft's ranks hold shares; keys of other pools name it if
+    the target's ranks hold shares.
     """
     pool = pool_name(page.pool)
     if not pool.mooncake:
@@ -191,7 +192,7 @@ def _head_slices(page: RankPool) -> int:
 
 
 def _shards(page: RankPool, ranked: bool, slices: int, cut: int) -> Iterator[Shard]:
-    """Yield the shards of a rank's objects: one, or one of each slice of its heads."""
+    """Yield the shards of a rank's objects: one, or one for each slice of its heads."""
     ranks = page.ranks
     shard = Shard()
     if ranks.pp > 1:
@@ -290,7 +291,7 @@ def _rank_readings(text: str, dcp: Shard | None) -> Iterator[Rank]:
 
 
 def _slice_readings(text: str, sizes: Shard) -> Iterator[Rank]:
-    """Yield the reading of a printed list of slices, and its stage, if named."""
+    """Yield the reading of a printed list of slices, with the stage if the list names it."""
     ranks = [_MHA_RANK.fullmatch(rank) for rank in re.findall("'([0-9_]+)'", text)]
     found = [rank for rank in ranks if rank is not None]
     slices = [int(rank[1]) for rank in found]

@@ -73,7 +73,7 @@ def resolve_affixes(
 def _choose(readings: tuple[Coordinate, ...], ranks: Mapping[object, set[object]]) -> Resolved:
     """Choose the reading with the most rank pairs among readings whose ranks all exist.
 
-    If several have as many, or none is left, the key stays ambiguous.
+    If several readings have the most pairs, or no reading is left, the key stays ambiguous.
     """
     if len(readings) <= 1:
         return Resolved(next(iter(readings), None), readings)

@@ -28,16 +28,15 @@ class PoolKind:
     shards:   True: each TP rank holds a share; False: all hold equal bytes; None: unknown.
     linear:   whether a profile's linear_tp, if stated, replaces tp as the number of shares.
     has_form: whether the form of the bytes is known.
-    scattered: whether the layers of a layer_first page are scattered in host memory, so
-              SGLang cannot store the page as parts. MooncakeStore stores only the layer_first
+    scattered: whether the layers of a layer_first page are scattered in host memory, so that SGLang
+        cannot store the page as parts. MooncakeStore stores only the layer_first
               pages of MLA KV (_get_mha_buffer_meta raises for others).
     splits_layers: whether CP ranks can divide the layers of an anchor of this kind.
     host_layouts: layouts of host pools that SGLang builds.
     identified: whether a profile tells the identity that the storage plug-in gives to objects.
-              False for rows of which the plug-in states the server's settings and GPU instead of a
-              dtype.
+              False for rows whose identity states the server's settings and GPU instead of a dtype.
     interpreted: whether hicachectl knows the numbers in the bytes.
-    nixl_layouts: layouts in which NIXL transfers a pool of this kind beside kv from where it lies
+    nixl_layouts: layouts in which NIXL transfers a sidecar of this kind from its place in memory
               (is_stride_page_aligned of pools with get_hybrid_pool_buffer).
     """
 

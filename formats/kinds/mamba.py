@@ -39,7 +39,7 @@ def local_state_shape(place: str, state: StateTensor, tp: int) -> tuple[int, ...
 
     place: names the state in messages.
     Each group of the sharded axis is divided by tp, or by its heads if they are fewer, unless it is
-    whole. Raises ProfileError if a divided group is not a multiple of tp.
+    whole. Raises ProfileError if a group cannot be divided so.
     """
     held = 0
     for number, group in enumerate(state.lengths):
@@ -70,7 +70,7 @@ def state_spans(state: StateTensor, rank: int, tp: int, held: int) -> list[Span]
     repeated = sum(groups[number] for number in state.whole)
     divided = sum(groups) - repeated
     parts = divided // (held - repeated) if divided else 1
-    part = rank * parts // tp  # ranks that outnumber the heads share one
+    part = rank * parts // tp  # if ranks outnumber heads, neighbours share a head
     shares = [
         group if number in state.whole else group // parts for number, group in enumerate(groups)
     ]

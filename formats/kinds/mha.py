@@ -40,7 +40,7 @@ KV_POOLS = (
 
 
 def local_kv_heads(kv_heads: int, tp: int) -> int:
-    """Return the KV heads of one TP rank; one if heads are fewer than ranks."""
+    """Return the number of KV heads of one TP rank, at least one."""
     return max(1, kv_heads // tp)
 
 
@@ -98,7 +98,7 @@ class Mha(PoolKind):
         return tensor.shape[-1]
 
     def check_shards(self, pool: Pool, tp: int) -> None:
-        """Raise ProfileError if heads and TP ranks do not divide evenly."""
+        """Raise ProfileError unless the heads are a multiple of the TP ranks, or the reverse."""
         most, least = max(pool.kv_heads, tp), min(pool.kv_heads, tp)
         if not pool.replicated and most % least:
             raise ProfileError(

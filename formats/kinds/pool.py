@@ -17,13 +17,13 @@ class PoolName:
     draft:    belongs to a speculative draft model; layer numbers count the draft's layers.
     dcp:      stored under decode context parallelism (cache_controller.py).
     cp_split: CP ranks divide the layers under cp_layer_split.
-    follows:  trailing pool with the same pages: SGLang writes both or none (SidecarPoolSpec's
-              indices_from_pool).
+    follows:  name of the trailing pool that the same pages have: SGLang writes both or none
+              (SidecarPoolSpec's indices_from_pool).
     states:   holds recurrent states. Servers need one page's states only, and keys name a TP rank
               even if ranks share the anchor.
     parts:    names of the parts that keys can name, such as "k"; a number follows a name that
               ends in an underscore.
-    whole:    keys can name the whole page, without a part, of a pool that all TP ranks share.
+    whole:    if all TP ranks share the pool, keys can name its whole page, without a part.
     mooncake: SGLang stores the pool on Mooncake.
     """
 
@@ -86,8 +86,8 @@ class StateTensor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         shape[shard_axis]. Empty for one group.
     whole: indices of the groups that every rank holds whole (B and C of Mamba2 with one group);
         (0,) without `groups` means the whole state. Ascending.
-    least: length of the shortest share, a head; 0 if none is stated. More TP ranks than heads hold
-        copies: neighbours share one. Only for a state of one group.
+    least: length of the shortest share, a head; 0 if none is stated. If TP ranks outnumber heads,
+        neighbouring ranks hold copies of one head. Only for a state of one group.
     """
 
     shape: tuple[int, ...]
@@ -108,7 +108,7 @@ class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     layers: a count (model layers 0..n-1) or model layer numbers.
     packed_draft_layers: EAGLE/NextN draft layers, appended to the target's layer axis.
-    compress_ratio: tokens of a stored row; 0 if each token has its own.
+    compress_ratio: tokens of a stored row; 0 if each token has its own row.
     nbytes: bytes of one object for kind "opaque"; bytes of one layer for kind "blocks".
     replicated: all TP ranks share one object.
     """

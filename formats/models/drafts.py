@@ -1,4 +1,4 @@
-"""Derive the pools of speculative drafts: layers behind the target's, or pools of their own.
+"""Derive what speculative drafts store: layers behind the target's, or pools of their own.
 
 Source: SGLang srt/speculative/base_spec_worker.py :: BaseSpecWorker._build_hicache_draft_plan. Its
 FUSED drafts exist only without a storage backend (validate_fused_hicache_draft).
@@ -86,8 +86,9 @@ def algorithm_of(flags: DeploymentFlags) -> str:
 def with_draft(target: Target, algorithm: str) -> tuple[Pool, ...]:
     """Return the target's pools with the layers or pools of its draft. Raises ProfileError.
 
-    Before drafts were packed, each had its first runner's KV as a pool: its index keys and windows
-    were not stored (kv_cache_builder.py :: maybe_register_hicache_draft of SGLang 0.5.17).
+    Releases that do not pack drafts store only the KV of a draft's first runner, as a pool, and
+    neither its index keys nor its windows (kv_cache_builder.py :: maybe_register_hicache_draft of
+    SGLang 0.5.17).
     """
     if algorithm in _DRAFTLESS_ALGORITHMS:
         return target.pools
@@ -197,8 +198,9 @@ def _steps(flags: DeploymentFlags) -> int:
 
 
 def _runner_layers(draft: HfConfig, family: Family, rows: dict[str, Pool]) -> int:
-    """Return the layers of a draft's runner with attention over all tokens, or of its window pool.
+    """Return the number of layers of a draft's runner.
 
+    If neither family nor config states it, count the layers of the pool kv, or without it of swa.
     Source: layer_setup.py :: _compute_model_num_layers, _resolve_pp_layer_range.
     """
     if family.draft_layers:
@@ -250,9 +252,9 @@ def _shown(value: object) -> str:
 
 
 def _counted(target: Target, draft: HfConfig, rows: dict[str, Pool]) -> tuple[Pool, ...]:
-    """Append a draft that counts the layers of each pool (build_hybrid_mamba_swa_stack).
+    """Append a draft with a number of layers for each pool (build_hybrid_mamba_swa_stack).
 
-    A pool that the target does not have is one of the draft's own.
+    A pool that the target lacks becomes a pool of the draft's own.
     """
     if target.model.architecture != _INKLING:
         raise draft.error("architectures", f"hicachectl knows this draft only of {_INKLING}")
@@ -270,8 +272,8 @@ def _packed(target: Target, layers: Mapping[str, int]) -> tuple[Pool, ...]:
 
     layers: number of the draft's layers in each pool.
 
-    State pools get none: such an MTP layer has full attention and shares the target's state pool
-    (KVCacheConfigurator._build_hybrid_linear_kv_pool).
+    A pool that `layers` lacks gets none. An MTP layer with full attention has no states: it shares
+    the target's state pool (KVCacheConfigurator._build_hybrid_linear_kv_pool).
     """
     return tuple(
         replace(pool, packed_draft_layers=layers.get(pool.name, 0)) for pool in target.pools
@@ -283,7 +285,7 @@ def _sidecars(
 ) -> tuple[Pool, ...]:
     """Return pools of the draft's own (build_hicache_draft_sidecars).
 
-    A draft with one runner for each step has the first runner's only.
+    Of a draft with a runner for each step, only the first runner's pools are stored.
     """
     if not rows:
         return ()

@@ -1,6 +1,6 @@
 """Derive the dtypes of KV rows and recurrent states from a model's config and a server's flags.
 
-A checkpoint's quantisation can make its KV fp8, for --kv-cache-dtype auto.
+With --kv-cache-dtype auto, a checkpoint's quantisation can make its KV fp8.
 
 Source: SGLang srt/mem_cache/kv_cache_dtype.py :: configure_kv_cache_dtype, which reads
 `model.quant_config.kv_cache_quant_algo`; srt/configs/model_config.py :: _parse_quant_hf_config;
@@ -43,10 +43,10 @@ _MODEL_DTYPES = {
     "bfloat16": "bfloat16",
 }
 _COMPRESS_STATE_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2}
-# Model types for which SGLang's config class (srt/configs) takes bfloat16 if none is stated.
+# Model types for which SGLang's config class (srt/configs) takes bfloat16 if no dtype is stated.
 _BFLOAT16_MODEL_TYPES = ("beam", "gigachat3_5", "longcat_flash")
-# IQuestQ1Config takes bfloat16 if "dtype" is missing, whatever torch_dtype says; null counts as
-# stated, and is no dtype.
+# IQuestQ1Config takes bfloat16 if "dtype" is missing, whatever torch_dtype says. It does not if
+# "dtype" is null.
 _IQUEST_MODEL_TYPES = ("iquest_q1", "iquest_q1_mtp")
 # arg_groups/model_override_base.py :: MODEL_OVERRIDES
 _BFLOAT16_ARCHITECTURES = ("MistralLarge3ForCausalLM", "PixtralForConditionalGeneration")
@@ -103,7 +103,7 @@ def forced_dtype(config: HfConfig, flags: DeploymentFlags) -> DeploymentFlags:
 
 
 def model_dtype(config: HfConfig, flags: DeploymentFlags) -> str:
-    """Return the dtype of --dtype for a model; "auto" is the config's, or 16 bits for float32.
+    """Return a model's dtype by --dtype. "auto" is the config's dtype, or 16 bits for float32.
 
     Source: srt/configs/model_config.py :: _get_and_verify_dtype.
     """
@@ -187,7 +187,7 @@ def _stated_dtype(config: HfConfig) -> str:
         return "bfloat16"
     for source in _dtype_sections(config):
         if kind == "interns2_mobius" and not {"dtype", "torch_dtype"} & set(source):
-            return "bfloat16"  # InternS2MobiusConfig and its text config; null is no dtype
+            return "bfloat16"  # InternS2MobiusConfig and its text config; a null is not missing
         name = source.get("dtype") or source.get("torch_dtype")
         if name and not isinstance(name, str):
             raise config.error("dtype", f"expected a name, found {shown(name)}")
@@ -215,9 +215,10 @@ def _known_dtype(name: str, field: str) -> str:
 
 
 def has_fp8_kv(config: HfConfig) -> bool:
-    """Return whether auto means fp8 KV. SGLang ignores the KV schemes of other methods.
+    """Return whether --kv-cache-dtype auto means fp8 KV.
 
-    Raises ProfileError for a ModelOpt checkpoint without its algorithm, which SGLang refuses.
+    SGLang reads the KV scheme of some quantisation methods only. Raises ProfileError for a ModelOpt
+    checkpoint that states no algorithm known to SGLang: SGLang refuses it.
     """
     if not architecture(config.architecture).keeps_quant:
         return False
@@ -292,9 +293,9 @@ def _own_section(config: HfConfig) -> Mapping[str, Any] | None:
 
 
 def _copied_section(outer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the section on the language model whose fields SGLang copies into a config.
+    """Return the language model's section if SGLang copies its fields into the config, else {}.
 
-    Without the copy, SGLang sees no quantisation there (hf_transformers/config.py ::
+    Without the copy, SGLang sees no quantisation in that section (hf_transformers/config.py ::
     HfModelConfigParser.parse, ModelConfig._parse_quant_hf_config).
     """
     if str(outer.get("model_type")) in recorded().read_again:

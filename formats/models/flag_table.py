@@ -17,7 +17,7 @@ class Flag(NamedTuple):
     help: text of the option; empty for a flag without an option.
     metavar: name of the option's value in the help.
     option: name of the option, without dashes; empty if it is the field's name.
-    derived: whether `server_info` makes the value from several of these.
+    derived: whether `server_info` has a rule of its own for the value.
     """
 
     field: str

@@ -75,7 +75,8 @@ class DeploymentFlags:
         …_COMPRESSED_KV_LAYOUT, …_COMPRESS_STATE_DTYPE; "" if unset.
     prefetch_threshold: tokens, as --hicache-storage-backend-extra-config states them.
     resolved: a server reported these values after its overrides; page_size is final.
-    launched: values of a launch command. Where SGLang overrides page_size, it does so silently.
+    launched: the values are those of a launch command, whose page_size SGLang may override
+        silently.
     """
 
     model: str | None = None
@@ -125,7 +126,7 @@ class DeploymentFlags:
 
     @property
     def least_looked_up(self) -> int:
-        """Least number of tokens to compute for which a server looks pages up in its store.
+        """Smallest number of tokens left to compute for which a server looks up pages in its store.
 
         Whole pages without the last token must reach the threshold. Source: SGLang
         srt/mem_cache/unified_radix_cache.py :: prefetch_from_storage.

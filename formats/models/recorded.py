@@ -55,8 +55,8 @@ class ServerFlag(msgspec.Struct, frozen=True, array_like=True):
 class Recorded(msgspec.Struct, frozen=True):
     """The contents of a release's file.
 
-    read_again: model types that SGLang reads again with a config class of its own, so that the
-        document lacks the quantisation which its section on the language model states.
+    read_again: model types that SGLang reads again with a config class of its own. SGLang then does
+        not see a quantisation that only the language model's section states.
     """
 
     architectures: dict[str, Architecture]

@@ -142,8 +142,7 @@ def read_deployment(
 def served_profile(profile: Profile, reply: Mapping[str, Any]) -> Profile:
     """Return a profile with the names and topology of a server of the same model.
 
-    Fields that the reply lacks stay unchanged. If it lacks model_path, tp_size or page_size, all
-    fields do.
+    Fields that the reply lacks stay unchanged; without model_path, tp_size or page_size, all do.
     Raises ProfileError naming the field at fault.
     """
     if any(reply.get(name) is None for name in ("model_path", "tp_size", "page_size")):
@@ -245,7 +244,7 @@ def extra_config(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
 
 
 def _is_tagged(arguments: _Arguments) -> bool:
-    """Return whether our plug-in writes to Mooncake: the first of its stores."""
+    """Return whether the server has our plug-in, with Mooncake as the first of its stores."""
     extra = extra_config(arguments.values, arguments.source)
     store = extra.get("store")
     first = store[0] if isinstance(store, list) and store else store

@@ -117,7 +117,7 @@ def write_index(entries: pa.Table, metadata: Metadata) -> bytes:
 
 
 def _profiled_affixes(metadata: Metadata) -> dict[Affix, Coordinate]:
-    """Return the affixes that the pack's profile describes; none if it is for other stores."""
+    """Return the affixes that the pack's profile describes; none if that is for another store."""
     if not metadata.profile:
         return {}
     grammar = grammar_of(metadata.grammar)
@@ -133,7 +133,8 @@ def read_index(
 ) -> tuple[pa.Table, Metadata]:
     """Parse an index and check every row; return a table of ENTRIES and the metadata.
 
-    content: the stream, or a file that yields it; a file may return fewer bytes only at its end.
+    content: the stream, or a file that yields it; only at its end may a file return fewer bytes
+        than asked for.
     end: byte offset in the pack at which the records end.
     Memory: the entries, and twice the largest batch.
     Raises FormatError if the content is not a valid index of this pack, OSError.
@@ -190,7 +191,7 @@ def _copied(column: pa.Array) -> pa.Array:
 
 
 def _joined(pieces: dict[str, list[pa.Array]]) -> pa.Table:
-    """Return one table with few chunks, since taking rows joins all chunks each time.
+    """Return a table with few chunks, as pyarrow joins all chunks each time it takes rows.
 
     pieces: arrays of each column. They are removed once joined, so that the memory is not doubled.
     """
@@ -260,7 +261,7 @@ def _check_nulls(entries: pa.RecordBatch) -> None:
 def _check_values(entries: pa.RecordBatch, before: int, end: int, row: int) -> int:
     """Check the rows from `row` on; return the end of the last record.
 
-    before: end of the record before them.
+    before: end of the last record before these rows.
     end: end of all records.
     """
     if not len(entries):

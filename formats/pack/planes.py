@@ -29,8 +29,8 @@ PLANE_COUNTS = (1, 2, 4)
 # A plan is chosen by compressing a sample: pieces of an object.
 _PIECES = 4
 _PIECE_BYTES = 16 << 10
-# Objects with one key pattern and size use one plan, until so many objects with so many bytes have
-# used it: choosing a plan takes as long as encoding six objects of 53 KB.
+# Objects with one key pattern and size use one plan, until at least this many objects and this many
+# bytes have used it: choosing a plan takes as long as encoding six objects of 53 KB.
 _PLAN_OBJECTS = 32
 _PLAN_BYTES = 8 << 20
 _MOST_KINDS = 4096

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SEVERITIES = ("info", "warning", "error")
 
 # Rules that give a finding another severity. The check says which rule applies.
-# No server reads wrong data without a draft or a trailing pool.
+# A missing draft or trailing pool costs only hits: no server reads wrong data.
 COSTS_HITS_ONLY = "costs-hits-only"
 # The store evicts each pool separately: orphans are normal.
 POOLS_APART = "pools-apart"

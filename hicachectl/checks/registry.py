@@ -210,7 +210,7 @@ class ValueCheck(Check):
 
     prepare: returns the function that finds issues in objects of one spec, bytes [n, nbytes];
         None if the check does not apply to the spec. Threads share the function.
-    kernel: a `device.runs.DeviceKernel` that finds suspects on a device. Without one that
+    kernel: a `device.runs.DeviceKernel` that finds suspects on a device. Without a kernel that
         supports the objects, the CPU checks every object, even with `--device`.
     """
 

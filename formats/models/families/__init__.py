@@ -1,4 +1,4 @@
-"""A model's pools from its config, by what its KV is, as SGLang derives them.
+"""Derive a model's pools from its config as SGLang does; each module has models of similar KV.
 
 `architectures` says which family an architecture belongs to.
 """

@@ -52,8 +52,8 @@ _STATE_RING = 8  # rows per window page (get_compress_state_ring_size, without s
 def deepseek_v4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return an anchor without bytes, window rows of all layers, and compressed rows by ratio.
 
-    DeepSeek-V4 has rows, index keys and states of each layer of ratio 4, and rows of each of ratio
-    128 (_init_compressed_pools). DeepSeek-V4.1 has rows and index keys of its source layers.
+    DeepSeek-V4 has rows, index keys and states of each layer of ratio 4, and rows of each layer of
+    ratio 128 (_init_compressed_pools). DeepSeek-V4.1 has rows and index keys of its source layers.
     """
     count = config.integer("num_hidden_layers")
     stated = config.integers("compress_ratios")
@@ -193,7 +193,7 @@ def _compressed_row(config: HfConfig, flags: DeploymentFlags, main: str, ratio: 
 
 
 def minimax_sparse(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return K and V of all layers, and index keys of sparse ones (MiniMaxSparseKVPool)."""
+    """Return K and V of all layers, and index keys of sparse layers (MiniMaxSparseKVPool)."""
     count = config.integer("num_hidden_layers")
     sparse = config.section("sparse_attention_config")
     frequency = sparse.integers("sparse_attention_freq", count)
@@ -242,7 +242,8 @@ def minimax_sparse(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 def qwen4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools of K, V and delta net states, with index keys (QSATokenToKVPool).
 
-    States of n-gram layers follow the others. A profile describes them together only as bytes.
+    States of n-gram layers follow the delta net states. A profile describes both together, as bytes
+    of unknown form.
     """
     full, linear = split_layers(config, _is_qwen4_full_layer(config))
     kv, states = mha_pool("kv", config, context, full), gdn_pool(config, context, linear)
@@ -270,7 +271,7 @@ def qwen4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def qwen4_page_size(config: HfConfig) -> int:
-    """Return the page size that SGLang forces for compressed index keys; 0 if it does not."""
+    """Return the page size that SGLang forces for compressed index keys; 0 if it forces none."""
     return 64 if config.optional_integer("indexer_compress_ratio") else 0
 
 

@@ -51,7 +51,7 @@ def kimi_linear(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def kimi_pool(config: HfConfig, context: Context, layers: tuple[int, ...]) -> Pool:
-    """Return the states of a config's section on linear attention."""
+    """Return the pool of states that a config's `linear_attn_config` describes."""
     section = config.section("linear_attn_config")
     heads, head_dim = (section.integer(name) for name in ("num_heads", "head_dim"))
     return delta_pool(context, layers, heads, head_dim, section.integer("short_conv_kernel_size"))
@@ -96,7 +96,7 @@ def bailing_delta(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def bailing_draft_layers(config: HfConfig) -> int:
-    """Return 1 for a draft of a hybrid model, whatever it counts (_build_hybrid_linear_kv_pool)."""
+    """Return a draft's layers; 1 for a hybrid model, always (_build_hybrid_linear_kv_pool)."""
     if config.outer.get("model_type") == "bailing_hybrid":
         return 1
     return config.optional_integer(NEXTN) or config.integer("num_hidden_layers")
@@ -141,7 +141,7 @@ def granite_hybrid(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def nemotron_h(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return pools for attention and Mamba2 layers; others have neither (NemotronHConfig)."""
+    """Return pools for attention and Mamba2 layers; other layers have none (NemotronHConfig)."""
     config = _with_head_dim(config)
     kinds = _nemotron_kinds(config)
     full, linear = (
