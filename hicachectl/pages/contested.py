@@ -2,7 +2,7 @@
 
 `<hash>_m_0_2.bin` is TP rank 0 of 2 of model m (the wide reading), or the whole page of model m_0_2
 (a narrow reading). Lost ranks are far more common than such model names. A rank without fellows
-therefore stays a rank, unless its size is the size of no rank. If a page is ambiguous, so are all
+therefore stays a rank, unless no rank has objects of its size. If a page is ambiguous, so are all
 its objects that either model may have: no command judges them, and no filter selects them for
 removal.
 """
@@ -107,7 +107,7 @@ def with_ambiguous_pages(
     if (marked == ids).all():
         return table, None
     ambiguous = {affix: Resolved(None, tuple(readings[affix])) for affix in shared}
-    judged = set(np.unique(marked).tolist())  # all objects of the other affixes are ambiguous
+    judged = set(np.unique(marked).tolist())  # other affixes have only ambiguous objects
     resolved = [
         one if affix in judged else ambiguous.get(affix, one)
         for affix, one in enumerate(table.resolved)

@@ -218,7 +218,7 @@ def profiled_deployment(profile: Profile, grammar: str) -> Deployment:
 
 
 def other_ranks(affixes: Collection[Affix], grammar: Grammar) -> list[Affix]:
-    """Return the affixes of fellow TP ranks, under any reading of some affixes.
+    """Return the affixes that fellow TP ranks of some affixes would have, under any reading.
 
     If the store has such objects, keys of the given affixes belong to another deployment.
     """

@@ -114,7 +114,7 @@ class SlotBlock:
         )
 
     def match(self, other: SlotBlock) -> SlotArray:
-        """Return the value of another block of the same set for each slot, or ABSENT: [slots]."""
+        """Return each slot's value in another block of the same set, or ABSENT: [slots]."""
         mine, theirs = self._codes, other._codes
         if not len(theirs):
             return np.full(len(mine), ABSENT, dtype=other.values.dtype)
@@ -134,7 +134,7 @@ class GroupTable:
     """Slots of the groups of one deployment, one for each group and spec.
 
     A slot is ABSENT or has a value chosen by the caller: an object's row in a listing, or its size.
-    Only filled slots take memory: a stray object of a set of 4,096 ranks takes one. A spec's
+    Only filled slots take memory: a stray object of a set of 4,096 ranks takes one slot. A spec's
     position is its index in `specs`.
 
     count: number of groups.

@@ -229,7 +229,8 @@ class PageGroups:
             own = deployment.label(grammar)
             labels = [deployment.label(grammar, [block.spec]) for block in table.blocks]
             ids = {label: numbers.setdefault(label, len(numbers)) for label in (own, *labels)}
-            # Objects with the deployment's label decide the group's label, else the first object.
+            # If an object has the deployment's label, so has the group. Else the first object
+            # decides.
             order = sorted(range(len(labels)), key=lambda at: (labels[at] == own, -at))
             of_groups = label_ids[self.span(number)]
             for at in order:

@@ -294,10 +294,10 @@ def summarise(
     """Return totals by deployment, pool and object size, and the total of all objects.
 
     The rows have the columns of `ls --summary`; the total has the columns that add up. A pool of a
-    deployment has a row for each of its four most common sizes. Others share a row with
-    object_nbytes null, as do unknown sizes. Foreign objects have nulls in the columns that only
-    pages have. Bytes are null if any size is not known. A page with objects in several rows counts
-    once in the total.
+    deployment has a row for each of its four most common sizes. All other sizes, and unknown sizes,
+    share a row with object_nbytes null. Foreign objects have nulls in the columns that only pages
+    have. Bytes are null if any size is not known. A page with objects in several rows counts once
+    in the total.
     markers: markers of the store, which state layouts.
     pool: count only the objects of this pool.
     """

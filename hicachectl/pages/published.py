@@ -156,7 +156,8 @@ def publish_listing(
     parts: number of parts, or a function of the number of objects.
     columns, needs_pages, on_batch: see `take_inventory`.
     memory_rows: objects in memory; more are kept in files.
-    Memory: about 500 bytes per object of the larger of memory_rows and 1/256 of all objects; if two
+    Memory: about 500 bytes for each of memory_rows objects, or for 1/256 of all objects if these
+        are more; if two
     models may share keys (`contested`), also 45 bytes per object. Raises StoreUnavailable, OSError,
     and ProfileError if the profile contradicts the store.
     """

@@ -98,7 +98,7 @@ def _size_kind(spec: ObjectSpec) -> tuple[object, ...]:
 
 
 def _common_sizes(counted: Census) -> dict[int, int]:
-    """Return the size that more than half of a kind's objects have, by kind, if any."""
+    """Return, by kind, the size of more than half of its objects; kinds without one are left out."""
     common = {}
     for kind, objects in counted.by_affix().items():
         size = max(objects, key=objects.__getitem__)
@@ -190,7 +190,7 @@ def _count_pages(
 ) -> None:
     """Count the distinct pages of each kind, and of each of its sizes.
 
-    kind_of: [affixes + 1] the kind of each affix, or UNRESOLVED for one that does not count.
+    kind_of: [affixes + 1] the kind of each affix, or UNRESOLVED for an affix that does not count.
     """
     kinds = kind_of[piece.affix_ids]
     chosen = kinds >= 0

@@ -1,4 +1,4 @@
-"""Filters on page groups: one class for every command, lists of pages, and why none matched."""
+"""Filters on page groups, for every command; lists of pages; reasons why no group matched."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class NamedGroups:
 
     @cached_property
     def _rows(self) -> tuple[IntArray, IntArray]:
-        """Indices of each row's distinct page and of its label; labels: -1 bare, -2 unknown."""
+        """Index of each row's distinct page, and of its label: -1 without one, -2 if unknown."""
         numbers: dict[str | None, int] = {t: n for n, t in enumerate(self.groups.labels)}
         numbers[None] = -1
         labels = [numbers.get(group, -2) for group in self.listed.groups]

@@ -39,7 +39,7 @@ LABELS = ("model", "salt", "adapter", "session", "server")
 _ROW = ("lengths", "prompt_blocks", "tokens", "reach", "output_tokens", "starts")
 _REFERENCES_AT_ONCE = 1 << 20
 _IDS_AT_ONCE = 1 << 22
-_LARGEST_SHARE = 4  # most entries in the table of small ids for each reference
+_LARGEST_SHARE = 4  # the table of small ids has at most this many entries for each reference
 _SAMPLE_REQUESTS = 8
 _SAMPLE_TOKENS = 1026  # a page of 1024 tokens, the next token, and one for a bigram
 
@@ -301,7 +301,7 @@ class Requests:
         return self._made_of(places, fewer=True, offsets=offsets, **shorter)
 
     def merged(self, count: int) -> Requests:
-        """Return the requests with every `count` blocks merged into one. A rest is left out.
+        """Return the requests with every `count` blocks merged into one; fewer at the end are left out.
 
         The last of the blocks names the new block, because its name stands for the whole prefix.
         The name is not the hash of a page of that size, so the hashing is unknown.
@@ -347,7 +347,7 @@ class Requests:
         return self.take(np.argsort(self.times, kind="stable"))
 
     def _made_of(self, places: IntArray, *, fewer: bool, **columns: Any) -> Requests:
-        """Return requests of the blocks at some places. fewer: whether names can be left over."""
+        """Return requests of the blocks at some places. fewer: whether some names may be unused now."""
         blocks, names, used = self.blocks[places], self.names, None
         if fewer:
             coded = pa.array(blocks).dictionary_encode()
@@ -527,8 +527,8 @@ class Columns:
         """Return the distinct pages, and the index of each page among them."""
         hashes = np.concatenate([np.zeros((0, HASH_BYTES), np.uint8), *self._hashes])
         self._hashes.clear()
-        # The first 64 bits of each hash: a dictionary of numbers is several times faster than one
-        # of 32 bytes.
+        # The first 64 bits of each hash: a dictionary of numbers is several times faster than a
+        # dictionary of 32-byte values.
         words = np.ascontiguousarray(hashes[:, :8]).view(np.int64).ravel()
         coded = pa.array(words).dictionary_encode()
         blocks = coded.indices.to_numpy()

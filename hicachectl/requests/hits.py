@@ -98,7 +98,7 @@ class Hits:
 
     @property
     def trailing(self) -> bool:
-        """Whether servers need a pool only at the end of a prefix."""
+        """Whether servers need at least one of the pools only at the end of a prefix."""
         return any(block.spec.trailing for block in self.needs)
 
     @property
@@ -142,7 +142,7 @@ class Hits:
 
     @property
     def whole(self) -> BoolArray:
-        """Whether servers can use all objects that every page needs: [page_names]."""
+        """Whether servers can use all objects of a page, trailing pools aside: [page_names]."""
         whole = np.full(len(self.page_names), self.deployment is not None)
         for block in self.needs:
             if not block.spec.trailing:
@@ -150,7 +150,7 @@ class Hits:
         return whole
 
     def needed(self, prefix_pages: IntArray | None = None) -> BoolArray:
-        """Return which object sets of each page prefixes need to be restored: [page_names, needs].
+        """Return which object sets of each page are needed to restore prefixes: [page_names, needs].
 
         A prefix needs trailing pools only in the window at its end.
         prefix_pages: [chains] length of each prefix; None for `usable_pages`.
@@ -372,8 +372,8 @@ def _stop_pages(
 ) -> IntArray:
     """Return the index of the first faulty page in each chain: [chains]; -1 without a fault.
 
-    The page after the run is faulty. But if the run is longer than the usable prefix, it is the
-    first page in the last window of the run that a trailing pool lacks.
+    This is the page after the run. But if the run is longer than the usable prefix, it is the first
+    page that a trailing pool lacks in its window at the end of the run.
     runs: [chains] number of leading pages that all ALL_PAGES pools have.
     usable: [chains] number of usable pages.
     """
