@@ -1,10 +1,10 @@
 """Convert token ids to page hashes, as SGLang's storage path does.
 
 A page's hash is SHA-256 over the previous page's hash and the page's words. The previous hash has
-32 bytes; page 0 has none, or the seed of a namespace. Words are unsigned 32-bit little-endian; if
-one does not fit, a byte ff comes first and all words have 64 bits. Source: sglang
-srt/mem_cache/utils.py :: get_storage_hash_str, storage_namespace_seed;
-cpp_utils/hash_binding.cpp :: hash_pages_to_hex_blob; radix_cache.py :: RadixKey.
+32 bytes; page 0 has none, or the seed of a namespace. Words are unsigned 32-bit little-endian. If a
+word of a page does not fit, all its words have 64 bits, and a byte ff precedes them. Source: sglang
+srt/mem_cache/utils.py :: get_storage_hash_str, storage_namespace_seed; cpp_utils/hash_binding.cpp
+:: hash_pages_to_hex_blob; radix_cache.py :: RadixKey.
 """
 
 from __future__ import annotations

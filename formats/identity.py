@@ -105,7 +105,7 @@ def object_identity(profile: Profile, spec: ObjectSpec) -> Identity | None:
 
 
 def _drafts(profile: Profile, spec: ObjectSpec) -> bool:
-    """Return whether some of a spec's layers are the draft's; packed ones are on the last stage."""
+    """Return whether a spec has draft layers; only the last stage has packed draft layers."""
     pool = profile.pool(spec.pool)
     if pool is None or not spec.layers:
         return False

@@ -234,7 +234,7 @@ class PoolTrailers:
 
 @cache
 def digest_function(kind: str) -> Callable[[Iterable[Buffer]], bytes]:
-    """Return the function from an object's buffers, in order, to its 32 bytes of digest.
+    """Return the function that digests an object, given as buffers in order, to 32 bytes.
 
     kind: one of DIGEST_KINDS; "off" gives zeros.
     Raises UsageError for another kind.

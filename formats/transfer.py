@@ -101,7 +101,7 @@ def retargeted(profile: Profile, **changes: Any) -> Profile:
 
     changes: fields of a profile; None keeps a value. A new pp gets SGLang's default partition if
         none is given. linear_tp follows tp if both were equal.
-    Raises ProfileError for another release (sglang) with other objects, unless the pools change,
+    Raises ProfileError if another release (sglang) has other objects, unless `pools` are given,
     too.
     """
     if changes.get("sglang") and not changes.get("pools"):

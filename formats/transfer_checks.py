@@ -1,4 +1,4 @@
-"""Refuse transfers between two deployments that cannot succeed, before anything is written."""
+"""Refuse transfers that cannot succeed, before anything is written."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _check_pool(one: Pool, two: Pool) -> None:
 
 
 def _comparable(pool: Pool) -> Pool:
-    """Return a pool with explicit dtype and V width, without layers, which regions compare."""
+    """Return a pool with explicit dtype and V width, without layers: regions compare these."""
     dtype, v_head_dim = kind_of(pool).dtype(pool), pool.v_head_dim or pool.head_dim
     return replace(pool, layers=0, packed_draft_layers=0, dtype=dtype, v_head_dim=v_head_dim)
 

@@ -68,7 +68,7 @@ class RankPool(NamedTuple):
     scattered: whether the layers of the page are scattered in host memory.
     opaque: whether the form of the page is unknown, so that `parts` does not show its division.
     tp_lcm: the TP size to which heads are split on Mooncake; 0 if they are not.
-    nixl_layouts: layouts in which NIXL transfers the pool beside kv from its place in memory.
+    nixl_layouts: layouts in which NIXL transfers a sidecar pool from its place in memory.
     """
 
     names: Names
@@ -166,7 +166,8 @@ class Grammar(ABC):
         """Refuse axes of several ranks that keys do not name.
 
         reads: accept CP ranks as `unnamed_cp` says.
-        Raises CollidingKeys if no release names the rank, UnsupportedByBackend if a later one does.
+        Raises CollidingKeys if no release names the rank, UnsupportedByBackend if a later release
+        does.
         """
         for axis in ("pp", "cp", "dcp"):
             size, fact = getattr(ranks, axis), self.axes.get(axis)

@@ -43,7 +43,7 @@ _PAIR = re.compile(f"_{_NUMBER}_{_NUMBER}$")
 # Alignment of memory that O_DIRECT can transfer (HiCacheNixl.register_mem_pool_host). Host pools
 # begin at a page (pool_host/common.py :: HostTensorAllocator).
 _ALIGNMENT = 4096
-_BLOCK = 512  # O_DIRECT transfers only multiples of it, on any disk
+_BLOCK = 512  # O_DIRECT transfers only multiples of this size, on any disk
 
 
 class NixlGrammar(Grammar):
@@ -110,7 +110,8 @@ class NixlGrammar(Grammar):
     def _parts(self, page: RankPool) -> tuple[PageObject, ...]:
         states = pool_name(page.pool).states
         # HiCacheNixl._get_hybrid_zero_copy_buffers writes parts under names that batch_exists_v2
-        # does not ask for: it counts a temporal state that models with convolutions only lack.
+        # does not ask for: it counts a temporal state, which models that have only convolutions
+        # lack.
         if states and page.parts[0] != pool_name(page.pool).parts[0]:
             raise UnsupportedByBackend(
                 f"pools[{page.pool}]: SGLang's NIXL backend never finds states without a temporal "
@@ -132,7 +133,7 @@ class NixlBufferedGrammar(NixlGrammar):
     marker = 1
 
     def objects(self, page: RankPool) -> tuple[PageObject, ...]:
-        """Return the parts of pools that can be transferred from memory, the pages of others."""
+        """Return the parts if they can be transferred from their place in memory, else the page."""
         if _lies_in_place(page):
             return self._parts(page)
         if page.pool == ANCHOR or page.opaque or not page.nixl_layouts:
@@ -146,7 +147,7 @@ class NixlBufferedGrammar(NixlGrammar):
 def _lies_in_place(page: RankPool) -> bool:
     """Return whether the page's parts can be transferred from their place in memory.
 
-    Beside kv, only pools with `get_hybrid_pool_buffer` can.
+    Apart from kv, this holds only for pools with `get_hybrid_pool_buffer`.
     """
     layouts = PAGE_FIRST_LAYOUTS if page.pool == ANCHOR else page.nixl_layouts
     return bool(page.parts) and not page.opaque and page.layout in layouts

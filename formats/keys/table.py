@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 FOREIGN = -1  # affix id of a key without a page hash
 _WORD_DIGITS = 16
 
-# The hash is a run of exactly 64 hex digits. A run at the key's start is the hash; without one, the
-# last run is.
+# The hash is a run of exactly 64 hex digits: the run at the key's start, or else the last run.
 _AROUND_HASH = r"(?s:(?P<prefix>|.*[^0-9a-f])(?P<page>[0-9a-f]{64})(?P<suffix>|[^0-9a-f].*))"
 _ONE_KEY = re.compile(_AROUND_HASH.encode())
 _LIKENESSES = 32  # affixes of a column that are compared bytewise; other keys use `_each`
@@ -58,7 +57,7 @@ class ByteRows:
         """Copy `nbytes` bytes from offset `at` of each row: [rows], dtype S`nbytes`.
 
         The bytes must lie within the row. The dtype is S, because numpy copies and compares strings
-        fastest. It ignores their trailing zeros, which is harmless if all have the same length.
+        fastest. Strings of S ignore trailing zeros, which is harmless if all have the same length.
         """
         places = self._starts[rows] + at
         if not len(places):

@@ -62,7 +62,7 @@ def family_of(config: HfConfig) -> Family:
 
 @cache
 def architectures() -> Mapping[str, Family | Refusal]:
-    """Return the answer to each architecture that SGLang registers."""
+    """Return the family, or the refusal, of each architecture that SGLang registers."""
     return {name: _answer(row) for name, row in recorded().architectures.items()}
 
 
@@ -132,7 +132,7 @@ def _draft(
 ) -> Family:
     """Return the family of a draft.
 
-    nextn: whether its target's config must count its layers.
+    nextn: whether the target's config must count the draft's layers.
     """
     stated = (NEXTN,) if nextn else ()
     return Family(build, asks=asks, stated=stated, draft_only=True, draft_layers=layers)
@@ -140,7 +140,7 @@ def _draft(
 
 FAMILIES = {
     # K and V rows of all layers. Models such as Gemma 3 have window layers, but SGLang has a pool
-    # for those only where is_hybrid_swa_model says so and no override disables it.
+    # for these layers only where is_hybrid_swa_model says so and no override disables it.
     "mha": Family(attention.mha, asks=_MHA),
     "nemotron_nas": Family(attention.nemotron_nas),
     "hrm_text": Family(attention.hrm_text, asks=("head_dim",)),

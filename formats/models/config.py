@@ -37,7 +37,8 @@ def profile_from_config(
 
     source: names the config in messages.
     Raises ProfileError if the architecture is unknown, a field is missing, flags contradict each
-    other or the model, or the result depends on facts that neither states, such as the GPU.
+    other or the model, or the result depends on facts that neither config nor flags state, such as
+    the GPU.
     """
     model = open_config(config, source=source)
     family = family_of(model)

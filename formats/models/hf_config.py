@@ -146,7 +146,7 @@ def _text(document: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the section that SGLang reads (hf_transformers/common.py :: get_hf_text_config)."""
     if is_llava(document["architectures"][0]):
         return document
-    if document.get("model_type") == "dots_vlm":  # DotsVLMConfig makes it from the whole document
+    if document.get("model_type") == "dots_vlm":  # DotsVLMConfig takes the whole document
         return document
     if document.get("model_type") == "iquest_q1_mtp":  # IQuestQ1MTPConfig has one layer
         target = document.get("target_config")
@@ -181,5 +181,5 @@ def _inkling_mtp(section: Any) -> dict[str, Any]:
 
 
 def is_llava(architecture: str) -> bool:
-    """Return whether SGLang reads a LLaVA's document itself, as float16 (get_hf_text_config)."""
+    """Return whether a model is a LLaVA, whose whole document SGLang reads (get_hf_text_config)."""
     return architecture.startswith("Llava") and architecture.endswith("ForCausalLM")

@@ -43,7 +43,7 @@ _UNREAD = (
 )  # fmt: skip
 _ROLES = ("attention_backend", "decode_attention_backend", "prefill_attention_backend",
           "speculative_draft_attention_backend")  # fmt: skip
-# Attention backends, the number of _ROLES in which they decide, and the page sizes that they take.
+# Attention backends; how many of _ROLES, from the first on, count; the page sizes that they take.
 # SGLang replaces other page sizes by 64 (overrides.py :: _mla_backend_page_constraints).
 _PAGES_OF_BACKENDS = (
     ("flashmla", 2, (64,)),
@@ -58,7 +58,7 @@ _PAGES_OF_BACKENDS = (
 def server_parser() -> argparse.ArgumentParser:
     """Return a parser of SGLang's flags: values are text, and flags not given are absent.
 
-    It takes abbreviations as SGLang's does: `--tp` is `--tp-size`.
+    It takes abbreviations as SGLang's parser does: `--tp` is `--tp-size`.
     """
     import argparse
 
@@ -80,7 +80,7 @@ def server_parser() -> argparse.ArgumentParser:
 def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     """Return the fields of ServerArgs that arguments state; values are text, switches booleans.
 
-    Raises UsageError for flags that SGLang lacks, with the nearest that it has.
+    Raises UsageError for flags that SGLang lacks, naming the nearest flag.
     """
     found, others = server_parser().parse_known_args(list(arguments))
     if others:
@@ -140,7 +140,7 @@ def launched_deployment(
     stated: fields of ServerArgs, which `parse_arguments` returns.
     environment: the server's environment.
     unknown: parts of values that the command does not tell, with the reason.
-    version: SGLang's version; "" for the newest known.
+    version: SGLang's version; "" for the newest known release.
 
     Raises ProfileError naming the flag at fault, and for flags with which a server has no L3 cache.
     """
@@ -188,7 +188,7 @@ class _Values(dict[str, Any]):
         self._unknown = unknown
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a value. Raises ProfileError if the text does not tell it."""
+        """Return a value. Raises ProfileError if a part of its text is unknown."""
         value = super().get(name, default)
         for part, why in self._unknown.items() if isinstance(value, str) else ():
             if part in value:
@@ -202,7 +202,7 @@ class _Values(dict[str, Any]):
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a field of ServerArgs; a variable of the environment unchanged."""
+    """Return the flag of a field of ServerArgs. Return a variable of the environment unchanged."""
     return name if name.isupper() else "--" + name.replace("_", "-")
 
 

@@ -21,8 +21,8 @@ from hicachectl.formats.wording import NAME_WEIGHTS
 if TYPE_CHECKING:
     from hicachectl.formats.weights import Checkpoint
 
-# Loaders of other tensors of the same directory; the rest of LOAD_FORMAT_CHOICES
-# (arg_groups/choices.py) loads random or remote weights, other files, or a cache of its own.
+# Load formats that take other tensors from the same directory. The rest of LOAD_FORMAT_CHOICES
+# (arg_groups/choices.py) load random or remote weights, other files, or a cache of their own.
 _OTHER_LOAD_FORMATS = ("bitsandbytes", "mistral", "sharded_state")
 # Settings that bring weights, scales or a config from elsewhere, and their harmless values.
 _ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
@@ -169,7 +169,7 @@ def modelopt_names(section: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def unwrapped(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the section within a section on quantisation, else the section itself."""
+    """Return the section nested in a section on quantisation, else the section itself."""
     nested = section.get("quantization")
     return nested if isinstance(nested, Mapping) else section
 

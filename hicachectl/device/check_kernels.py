@@ -44,11 +44,11 @@ class NumberKernel:
 
     @staticmethod
     def supports(spec: ObjectSpec, profile: Profile, pools: PoolForm) -> bool:
-        """Return whether the kernel supports every field; not if bytes of a pool have none."""
+        """Return whether the kernel supports the fields of every pool, at least one for each."""
         return all(supports(fields) for _, fields in fields_of(spec, profile, pools))
 
     def launch(self, count: int) -> list[torch.Tensor]:
-        """Flag objects, [count, 2]: whether one is suspect; whether the CPU must find an issue.
+        """Flag objects, [count, 2]: whether it is suspect, and whether the CPU must find an issue.
 
         Suspects may be healthy: codes under a scale of 0 mean nothing; a row may begin with zeros.
         """

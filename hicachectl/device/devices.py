@@ -84,7 +84,7 @@ def parse_devices(text: str) -> tuple[str, ...]:
 def cuda_devices(names: tuple[str, ...]) -> list[torch.device]:
     """Return the named CUDA devices; the first for `auto` and `cuda`. Nothing runs on them yet.
 
-    Raises UsageError with the reason if one is missing.
+    Raises UsageError with the reason if a device is missing.
     """
     try:
         import torch
@@ -122,7 +122,7 @@ def cuda_devices(names: tuple[str, ...]) -> list[torch.device]:
 def open_devices(names: tuple[str, ...]) -> list[torch.device]:
     """Start to use the devices that `cuda_devices` returns.
 
-    Raises UsageError if one is missing, DeviceError if one is busy or broken.
+    Raises UsageError if a device is missing, DeviceError if a device is busy or broken.
     """
     devices = cuda_devices(names)
     import torch

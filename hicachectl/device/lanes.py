@@ -24,7 +24,8 @@ _LOG = logging.getLogger(__name__)
 _FLAGS = 0x01 | 0x02
 _ALREADY_REGISTERED = 712
 
-# Larger slabs need less Python for each byte; the arena and `--device-bytes` mostly allow less.
+# Larger slabs need less Python for each byte. The arena and `--device-bytes` mostly allow only
+# smaller slabs.
 SLAB_BYTES = 256 << 20
 MOST_LANES = 8  # per device; reads, copies and kernels overlap even with fewer lanes
 _FEWEST_LANES = 4  # slabs shrink before a device gets fewer lanes
@@ -116,7 +117,7 @@ def register(arena: Arena) -> None:
 
 
 def _unregister(address: int, device: int) -> None:
-    """Undo `register` on the same device: on another one, CUDA would create a context."""
+    """Undo `register` on the same device: on another device, CUDA would create a context."""
     with suppress(RuntimeError), torch.cuda.device(device):  # the device may have failed
         torch.cuda.cudart().cudaHostUnregister(address)
 

@@ -1,4 +1,4 @@
-"""Run objects of one form on a device: their pools, the kernels of checks, the way through a lane.
+"""Take objects of one form through a lane: into its pools, through the checks, and back.
 
 Objects of one pool with equal tensors, padding layers and checks have one form.
 """
@@ -130,7 +130,7 @@ class DeviceRun:
         self._checking = self._captured(self._launch_checks)
 
     def close(self) -> None:
-        """Free the captured launches. The kernels refer to this run: only `gc` would free both."""
+        """Free the captured launches. The kernels refer to this run: else only `gc` frees both."""
         self._kernels.clear()
         self._checking = self._digesting = None
 
@@ -205,7 +205,7 @@ class DeviceRun:
         """Capture launches for all slots, after a first run that compiles them.
 
         Returns None if capture is impossible or memory is short: launches for a slab's own objects
-        need less. No other thread may use the device during a capture.
+            need less memory. No other thread may use the device during a capture.
         """
         lane = self.lane
         if lane.stream is None:

@@ -36,8 +36,8 @@ def forked_calls(
     """Fork processes that call the methods of an object on stores.
 
     The calls that the stores make at once are divided equally among these processes and this one.
-    Return None, and fork none, if threads are as fast, if the number of calls was given (--jobs),
-    or if the system allows no more processes.
+    Fork no process, and return None, if threads are as fast, if the number of calls was given
+    (--jobs), or if the system allows no more processes.
     make: returns the object; called in each process.
     objects: the number of objects in all calls together.
     """

@@ -35,7 +35,7 @@ def raised_once() -> Iterator[None]:
 
 @contextmanager
 def deferred() -> Iterator[Callable[[], bool]]:
-    """Defer signals until the end of the block; then handle the first.
+    """Defer signals until the end of the block; then handle the first signal.
 
     Yields a function that returns whether a signal waits.
     """

@@ -190,7 +190,7 @@ class Pipeline(Generic[T]):
         confirm: read with `Confirm.read_confirmed`, if the store has it.
         destination: store that the work writes to, from the same memory. A task then waits until
             tasks far before it have ended.
-        processes: processes that read these objects into an arena of buffer_bytes of their own.
+        processes: processes that read these objects into their own arena, which has buffer_bytes.
         waiting: further threads, for work that mostly waits.
         """
         self.complete = True  # after the iteration: whether every task began

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 MIN_SIGMA = 8.0
 MIN_GAIN = 0.05  # least lead in correlation of the rival order over the control
 MAX_OWN_SHARE = 0.25  # largest part of that lead that the profile's order may have
-MIN_SETS = 32  # with fewer, a few odd rows could decide
+MIN_SETS = 32  # with fewer sets, a few odd rows could decide
 MAX_SETS = 192
 
 # Two quick looks at few rows and channels spare most pages the full test.
@@ -57,9 +57,9 @@ _DRAWS = 32_768
 _ITEMS_AT_ONCE = 1 << 18
 
 _COPY = 0.95  # above this correlation, rows are copies and show no order
-NOTHING_LEFT = 0.05  # share of a row's length; with less left, the row is like all others
-# Standard deviations below a row's mean to which lower log magnitudes are raised: they only show
-# that numbers are small.
+NOTHING_LEFT = 0.05  # least share of a row's length that is left, unless the row is like all others
+# Lower log magnitudes are raised to this many standard deviations below the row's mean: they show
+# only that numbers are small.
 FLOOR_SIGMA = 2.0
 
 _BASE, _NEAR, _FAR, _OTHER, _CONTROL = range(5)

@@ -34,7 +34,7 @@ def correlations(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Correlate the base row of each set with the two others, for each page slot.
 
-    pool:    1D uint8, aligned; `tensors` pools, `tensor_bytes` apart.
+    pool:    1D uint8, aligned, with `tensors` pools that begin `tensor_bytes` apart.
     rows:    [3, sets] int64, byte offsets in a pool, in page slot 0.
     slots:   [n] int64; slots are `slot_bytes` apart.
     weights: weights of the two correlations in the result.

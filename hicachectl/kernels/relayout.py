@@ -32,7 +32,7 @@ COMPILED_AFTER = 16 << 30
 
 @dataclass(slots=True)
 class _Work:
-    """Bytes that this process has moved; racing threads may lose some of them."""
+    """Number of bytes that this process has moved; racing threads may leave some uncounted."""
 
     nbytes: int = 0
 

@@ -1,9 +1,9 @@
 """Carry out transfer plans by a loop that numba compiles, in the time of a copy.
 
-numpy moves each run by ordinary stores, which first read the cache line that they overwrite. They
-move half as many bytes again as a copy of whole objects, for which libc uses stores that do not
-read. The loop uses such stores. It reads the sources from end to end, because gaps take longer to
-read than to write.
+numpy moves each run by ordinary stores, which first read the cache line that they overwrite. So
+they move 1.5 times as many bytes as a copy of whole objects, for which libc uses stores that do not
+read. The loop uses such stores. It reads the sources from end to end, because gaps between reads
+cost more time than gaps between writes.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _loop(copies: IntArray, turns: IntArray, pages: int) -> None:
         outermost first, its length and its steps in the destination and in the source. Addresses
         are not checked.
     turns: [k, 4] int64. Columns: first copy and end of a group; the length of its longest first
-        axis; indices of that axis that each copy does before the next copy has its turn.
+        axis; the number of indices of that axis that a copy does before the next copy has its turn.
     """
     for page in range(pages):
         for turn in range(len(turns)):

@@ -3,10 +3,11 @@
 One program plans the step of one request:
 1. Each slot writes its number into a table over all positions, `marks`, at its token's position.
 2. Each entry of the top-k reads the slot at its position. Marks of earlier steps remain in the
-   table, so the entry is a hit only if the slot has its token. It flags the slot as used.
+   table, so the entry is a hit only if the slot has its token. A hit flags the slot as used.
 3. One scan of the flags, least recently used slot first, gives the new order and the slots that
    may be overwritten.
-4. Only if positions are missing: the first entry of each is ranked and gets the slot of that rank.
+4. Only if positions are missing: the first entry of each missing position is ranked, and gets the
+   slot of that rank.
 
 Most of the time goes to dependent accesses to L2, and to accesses at scattered addresses. So there
 are few of both: tables are read in order where possible, and looked up in shared memory by
@@ -79,7 +80,7 @@ class StepPlan:
     """Scratch memory of a step, and its result for the gather.
 
     positions, slots: [R, N] int32, rows to fetch and their slots, in the first counts[r] columns.
-    marks: [R, context] int32, between steps any numbers of slots.
+    marks: [R, context] int32, slot numbers. Any numbers may remain in it between steps.
     """
 
     def __init__(self, requests: int, slots: int, context: int, device: torch.device) -> None:

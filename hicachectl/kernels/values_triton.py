@@ -98,7 +98,7 @@ def vector_bytes(fields: Sequence[Field]) -> int:
 
 
 def certain_flags(fields: Sequence[Field]) -> int:
-    """Return the flags that only bad numbers set; others may be healthy."""
+    """Return the flags that only bad numbers set; healthy numbers may set the others."""
     return sum(
         (SPECIAL | BAD_SCALE) << (FLAG_BITS * number)
         for number, field in enumerate(fields)

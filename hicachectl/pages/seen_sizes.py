@@ -98,7 +98,7 @@ def _size_kind(spec: ObjectSpec) -> tuple[object, ...]:
 
 
 def _common_sizes(counted: Census) -> dict[int, int]:
-    """Return, by kind, the size of more than half of its objects; kinds without one are left out."""
+    """Return, by kind, the size of more than half of its objects; leave out kinds without it."""
     common = {}
     for kind, objects in counted.by_affix().items():
         size = max(objects, key=objects.__getitem__)

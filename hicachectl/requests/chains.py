@@ -157,7 +157,7 @@ class Requests:
         follow in the chain.
     block_tokens: number of tokens of a full block; 0 if unknown.
     times: [requests] float64, time in the unit of the input; None if unknown.
-    seconds_per_unit: seconds in the unit of `times`; None if unknown.
+    seconds_per_unit: number of seconds in one unit of `times`; None if unknown.
     starts: [requests] int64, place of the request for `Trace.again`; None without a file.
     cached: [requests, 3] int64, number of prompt tokens that device, host and storage served; -1 if
         unknown. If only the sum is known, it stands first. None if unknown for all requests.
@@ -301,7 +301,7 @@ class Requests:
         return self._made_of(places, fewer=True, offsets=offsets, **shorter)
 
     def merged(self, count: int) -> Requests:
-        """Return the requests with every `count` blocks merged into one; fewer at the end are left out.
+        """Return the requests with every `count` blocks merged into one, without blocks left over.
 
         The last of the blocks names the new block, because its name stands for the whole prefix.
         The name is not the hash of a page of that size, so the hashing is unknown.
@@ -347,7 +347,7 @@ class Requests:
         return self.take(np.argsort(self.times, kind="stable"))
 
     def _made_of(self, places: IntArray, *, fewer: bool, **columns: Any) -> Requests:
-        """Return requests of the blocks at some places. fewer: whether some names may be unused now."""
+        """Return requests of the blocks at some places. fewer: whether names can become unused."""
         blocks, names, used = self.blocks[places], self.names, None
         if fewer:
             coded = pa.array(blocks).dictionary_encode()
@@ -481,7 +481,7 @@ class Columns:
     ) -> Requests:
         """Return the requests. Raises FormatError for too many references.
 
-        unit: seconds in the unit of relative times; None if unknown.
+        unit: number of seconds in one unit of relative times; None if unknown.
         block_tokens: number of tokens of a block, if no request states it.
         """
         rows = _numpy(self._rows).reshape(-1, len(_ROW))
@@ -642,7 +642,7 @@ class _LabelColumn:
 
 
 def _seconds_per_unit(times: npt.NDArray[np.float64], unit: float | None) -> float | None:
-    """Return the seconds in the unit of times.
+    """Return the number of seconds in one unit of times.
 
     Large times are Unix seconds or milliseconds. For others, `unit` is returned.
     """

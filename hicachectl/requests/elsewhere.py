@@ -191,7 +191,7 @@ def _remedy(used: Hashing, other: Hashing) -> str:
 
 
 def _likely(inventory: Inventory, chains: Requests, used: Hashing) -> tuple[Hashing, int] | None:
-    """Return the hashing that finds pages of most requests of the sample, and of how many.
+    """Return the hashing that finds pages of most sample requests, and how many these are.
 
     Return None if no hashing finds any page.
     """
@@ -216,7 +216,7 @@ def _pages(chains: Requests, hashing: Hashing) -> list[pa.StringArray]:
     """Return the pages of each request of the sample; empty if tokens cannot be hashed."""
     try:
         return [hex_pages(hashing.hashes(request)) for request in chains.sample]
-    except FormatError:  # pairs of tokens of several words
+    except FormatError:  # bigrams need tokens of one word
         return []
 
 

@@ -163,7 +163,7 @@ class Form:
     reader: function that returns a new reader for one run over all lines. A reader may keep state,
         such as the numbers of chained ids. It raises FormatError without the place of the line,
         which the caller adds, and UsageError for a form that cannot be used at all.
-    unit: seconds in the unit of relative times.
+    unit: number of seconds in one unit of relative times.
     in_log: whether the records are lines of a server's log. Other lines may then stand between
         them, and records that do not show the pages of their request are counted and left out.
     is_document: whether a whole file is one record, so that the reader gets one line for each file.

@@ -150,7 +150,7 @@ class Hits:
         return whole
 
     def needed(self, prefix_pages: IntArray | None = None) -> BoolArray:
-        """Return which object sets of each page are needed to restore prefixes: [page_names, needs].
+        """Return which object sets of a page are needed to restore prefixes: [page_names, needs].
 
         A prefix needs trailing pools only in the window at its end.
         prefix_pages: [chains] length of each prefix; None for `usable_pages`.

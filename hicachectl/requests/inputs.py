@@ -205,7 +205,7 @@ class Inputs:
 
 
 class _Filling(io.FileIO):
-    """A file of which each read fills the buffer. A read of a pipe may return a single byte."""
+    """A file whose reads fill the buffer, although the system may read single bytes of a pipe."""
 
     def readinto(self, buffer: Any) -> int:
         """Read until the buffer is full or the file ends. Return the number of bytes."""
@@ -216,7 +216,7 @@ class _Filling(io.FileIO):
 
 
 def _line_begin(file: BinaryIO, place: int) -> int:
-    """Return the offset of the line that has a byte of a file. place: offset of the byte."""
+    """Return the offset at which the line with a byte begins. place: offset of the byte."""
     while place:
         begin = max(place - _HEAD_BYTES, 0)
         file.seek(begin)

@@ -290,7 +290,7 @@ def _stopped_by(
 
 
 def _places(hits: Hits, elsewhere: Sequence[Elsewhere]) -> pa.StringArray:
-    """Return the other place of each page: [page_names]; null without one."""
+    """Return where another deployment has each page: [page_names]; null if none has the page."""
     numbers = np.full(len(hits.page_names), -1, dtype=np.int64)
     for number in reversed(range(len(elsewhere))):
         numbers[elsewhere[number].pages] = number

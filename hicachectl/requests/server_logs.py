@@ -137,7 +137,7 @@ class _Meta(msgspec.Struct):
 
     @property
     def cached(self) -> tuple[int, int, int] | None:
-        """Number of prompt tokens that each tier served, or of all if the tiers are unknown."""
+        """Number of prompt tokens that each tier served; (sum, -1, -1) if the tiers are unknown."""
         if (found := self.cached_tokens_details) is not None:
             return found.device, found.host, found.storage
         if self.cached_tokens is None:
@@ -230,7 +230,7 @@ def _metrics_reader(context: Context) -> Callable[[Line], Iterable[Request | Pro
         try:
             record = _METRICS_RECORD.decode(line.data)
             obj = _PARAMETERS.decode(record.request_parameters)
-            # The samples of a streamed request (n > 1) can lack times; the record before has one.
+            # The samples of a streamed request (n > 1) can lack times; an earlier record has it.
             if (time := _arrival(record, None, context, streamed=obj.stream)) is None:
                 record.request_received_ts = latest
             else:
@@ -304,7 +304,7 @@ def _arrival(
     """Return the time at which a request arrived, in Unix seconds.
 
     SGLang writes the time of arrival only with --enable-metrics. Otherwise, return the time of the
-    first piece of a streamed answer, or the time of another answer less its duration.
+    first piece of a streamed answer, or the time of any other answer minus its duration.
     """
     if meta.request_received_ts is not None:
         return meta.request_received_ts
@@ -325,7 +325,7 @@ def _server(file: str, rank: int | None) -> str:
     """Return the name of the server that wrote a file: HOST_0 for HOST_0.log.2026-11-28_15."""
     path = PurePath(file)
     name = path.name.partition(".log")[0]
-    if name.startswith("sglang-request-metrics-"):  # a file an hour in the server's directory
+    if name.startswith("sglang-request-metrics-"):  # hourly files in the server's directory
         name = path.parent.name or name
     elif name.isdigit():  # /var/log/pods/NAMESPACE_POD_UID/CONTAINER/0.log
         name = path.parent.parent.name or name

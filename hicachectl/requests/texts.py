@@ -151,7 +151,7 @@ def _are_tokens(values: list[Any]) -> bool:
 
 
 def _check_content(content: object, where: str) -> None:
-    """Raise FormatError for parts that are no text, which SGLang hashes by their bytes.
+    """Raise FormatError for parts that are not text: SGLang hashes them by their bytes.
 
     Source: SGLang schedule_batch.py, pad values.
     """

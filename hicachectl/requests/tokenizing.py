@@ -31,7 +31,7 @@ _MAX_CONFIG_BYTES = 64 << 20
 _INSTALL = install_step("tokenizers", "transformers")
 _OTHER_SOURCE = "give --token-ids"
 # Classes in which add_bos_token (default true) overrides the post-processor of tokenizer.json.
-# In fast classes, add_eos_token does not (_fix_v5_add_bos_eos_token).
+# In fast classes, add_eos_token does not override it (_fix_v5_add_bos_eos_token).
 _BOS_BY_FLAG = frozenset(
     {
         "LlamaTokenizer",
@@ -50,7 +50,7 @@ _OWN_RENDERERS = ("DeepseekV4", "KimiK3", "InklingForConditionalGeneration")
 def find_tokenizer(
     given: Path | None, places: Iterable[Path | None] = ()
 ) -> Callable[[], DirectoryTokenizer] | None:
-    """Return a function that opens the tokenizer of a directory; None if none has a tokenizer.
+    """Return a function that opens the tokenizer of a directory; None if no place has a tokenizer.
 
     given: directory of the tokenizer; None for the first place that has a tokenizer.
     places: directories, or files in them.

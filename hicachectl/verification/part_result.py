@@ -23,7 +23,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why a repair did not trust the profile: a finding that most of the newest pages have.
 
     code: code of the finding.
-    detail: both sizes of a wrong size, else "".
+    detail: for an object of a wrong size, this size and the right one; else "".
     newest: number of newest pages judged.
     newest_affected: number of the newest pages that have the finding.
     pages: number of all pages judged.
@@ -61,7 +61,7 @@ class ReadCounts(msgspec.Struct, kw_only=True):
     bytes_read: bytes of the objects that were read whole.
     compared: number of objects that the store compared with a digest of its own.
     undigested: number of objects without such a digest, in a store that has digests.
-    unranked: number of objects read whole of which the trailers name no rank.
+    unranked: number of objects that were read whole and whose trailers name no rank.
     complete: whether the time limit left no object unread.
     """
 

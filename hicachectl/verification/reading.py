@@ -61,11 +61,12 @@ _ASKED_OBJECTS = 4096
 # which run without Python's lock.
 _FORK_OBJECTS = 4096
 _FORK_MEAN_BYTES = 256 << 10
-# With a lower rate limit, one process reads: processes with a share each would end unevenly.
+# With a lower rate limit, one process reads: processes that each had a share of the rate would end
+# at different times.
 _FORK_RATE = 64 << 20
 _MOST_PROCESSES = 8
-# Processes for each processor where many calls at once pay. With fewer processes, threads also wait
-# for Python's lock, with two switches between threads each time.
+# Processes for each processor if the store gains from many calls at once. With fewer processes,
+# threads also wait for Python's lock, with two switches between threads each time.
 _WAITING_PROCESSES = 4
 # Most processes that read for a device. They only copy, so each keeps a processor busy.
 _MOST_DEVICE_READERS = 16

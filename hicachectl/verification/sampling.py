@@ -23,7 +23,7 @@ _DAY = 86400
 
 
 def day_sample(inventory: Inventory, pages: int) -> Sample:
-    """Return a slice of about `pages` pages and at most about _SAMPLE_BYTES, another each day.
+    """Return a slice of about `pages` pages and at most about _SAMPLE_BYTES; it changes daily.
 
     inventory: inventory with at least one page.
     """

@@ -78,7 +78,7 @@ def mha(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def nemotron_nas(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return one pool of all layers, also of those without attention (DeciLMForCausalLM).
+    """Return one pool of all layers, also of layers without attention (DeciLMForCausalLM).
 
     Source: ModelConfig.get_total_num_kv_heads.
     """
@@ -96,7 +96,7 @@ def nemotron_nas(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def _head_groups(config: HfConfig) -> Iterator[int]:
-    """Yield the number of heads that share K and V, of each layer with attention."""
+    """Yield, for each layer with attention, the number of heads that share K and V."""
     blocks = config.text.get("block_configs")
     count = config.integer("num_hidden_layers")
     if not isinstance(blocks, list) or len(blocks) != count:
@@ -173,14 +173,14 @@ def glm4_lite(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def longcat_flash(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return latent rows of two attention blocks a layer (ModelConfig.num_attention_layers)."""
+    """Return latent rows of both attention blocks of each layer (num_attention_layers)."""
     if is_dsa(config):
         raise config.error("index_topk", "hicachectl does not know this model's index keys")
     return (mla_pool(config, context, range(2 * config.integer("num_hidden_layers")), dsa=False),)
 
 
 def looped(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return K and V rows of all passes through the layers, each with its own KV."""
+    """Return K and V rows of all passes through the layers; each pass has its own rows."""
     name = LOOPS[config.architecture]
     count = config.optional_integer(name) or 1
     # Both num_attention_layers and num_effective_layers multiply by the loops.
@@ -190,7 +190,7 @@ def looped(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 def hrm_text(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return K and V rows of all passes through two stacks of layers (HrmTextConfig).
 
-    A config counts all passes as layers, unless it states no `num_layers_per_stack`.
+    If a config states `num_layers_per_stack`, its number of layers includes all passes.
     """
     passes = 1
     if config.text.get("num_layers_per_stack") is None:

@@ -52,7 +52,7 @@ class Family:
     draft_only: whether SGLang serves the model only as a draft.
     draft_layers: function that returns the layers of a draft's runner. None means the layers that
         NEXTN counts, or all layers without it (_compute_model_num_layers).
-    frozen_kv: whether the draft reads the target's KV and has none (FROZEN_KV_MTP).
+    frozen_kv: whether the draft has no KV, but reads the target's (FROZEN_KV_MTP).
     page_size: function that returns the page size that SGLang forces on CUDA, 0 if it forces none.
         None means the rule for DSA models.
     """
@@ -95,7 +95,7 @@ def one_layer(config: HfConfig) -> int:
 
 
 def nextn_layers(config: HfConfig) -> int:
-    """Return the layers that NEXTN counts, of a draft that has no others."""
+    """Return the number of layers of a draft that has only the layers counted by NEXTN."""
     return config.integer(NEXTN)
 
 
@@ -105,7 +105,7 @@ def all_layers(config: HfConfig) -> int:
 
 
 def mtp_of(build: PoolBuilder, *names: str) -> PoolBuilder:
-    """Return the builder of an MTP draft with a layer in each of some pools of its target."""
+    """Return the builder of an MTP draft with one layer in each named pool of its target."""
 
     def draft(config: HfConfig, context: Context) -> tuple[Pool, ...]:
         pools = build(config, context)
@@ -205,7 +205,7 @@ def mla_pool(config: HfConfig, context: Context, layers: Iterable[int], *, dsa: 
 
 
 def rope_dim_of(config: HfConfig) -> int:
-    """Return the rope part of latent rows, 0 if the config states so."""
+    """Return the width of the rope part of latent rows, which can be 0."""
     stated = config.text.get("qk_rope_head_dim")
     return 0 if type(stated) is int and stated == 0 else config.integer("qk_rope_head_dim")
 

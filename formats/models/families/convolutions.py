@@ -101,7 +101,7 @@ def inkling(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def inkling_mtp(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return the layers of a draft with one for each step, by pool; no pool without layers.
+    """Return the pools of a draft that has one layer for each step, without empty pools.
 
     SGLang stores layers with a window in draft_swa, for every page (swa_uses_full_indices). A draft
     of one layer in one runner shares the target's states (KVCacheConfigurator._init_pools).
@@ -176,7 +176,7 @@ def _zaya_layers(config: HfConfig) -> tuple[int, tuple[int, ...]]:
 
 
 def _first_of(config: HfConfig, listed: str, stated: str) -> int:
-    """Return the first number of a list by layer that is not 0, else the field for all layers."""
+    """Return the first nonzero number of a list by layer, else the number for all layers."""
     found = [one for one in (config.text.get(listed) and config.integers(listed)) or () if one]
     return config.changed(**{stated: found[0]}).integer(stated) if found else config.integer(stated)
 

@@ -36,7 +36,7 @@ def swa(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def swa_or_mha(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return pools for full and window layers; one if none has a window (MuseSparkConfig)."""
+    """Return pools for full and window layers; one pool without window layers (MuseSparkConfig)."""
     kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
     return (swa if "sliding_attention" in kinds else mha)(config, context)
 
