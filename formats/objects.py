@@ -109,7 +109,7 @@ class Coordinate:
     names: names of the deployment.
     pool:  SGLang `PoolName` value ("kv", "indexer", ...).
     part:  piece of the pool in this object ("k", "temporal", ...); None for the whole page.
-           On Mooncake, SGLang names the part "k" of an MLA object, which holds K and V.
+           On Mooncake, the part of an MLA object is named "k", although it holds K and V.
     """
 
     names: Names

@@ -1,4 +1,4 @@
-"""The facts in which releases of SGLang differ, for all that were published since 0.5.6.
+"""The facts in which releases of SGLang differ, for all releases since 0.5.6.
 
 Source: the published wheels, hicache_storage.py :: HiCacheFile, mooncake_store.py :: MooncakeStore,
 ServerArgs.hicache_mem_layout, pool_host/dsa.py and the symbols named below.

@@ -28,8 +28,8 @@ class PoolKind:
     shards:   True: each TP rank holds a share; False: all hold equal bytes; None: unknown.
     linear:   whether a profile's linear_tp, if stated, replaces tp as the number of shares.
     has_form: whether the form of the bytes is known.
-    scattered: whether the layers of a layer_first page are scattered in host memory, so that SGLang
-        cannot store the page as parts. MooncakeStore stores only the layer_first
+    scattered: whether the layers of a layer_first page are scattered in host memory, so that
+              SGLang cannot store the page as parts. MooncakeStore stores only the layer_first
               pages of MLA KV (_get_mha_buffer_meta raises for others).
     splits_layers: whether CP ranks can divide the layers of an anchor of this kind.
     host_layouts: layouts of host pools that SGLang builds.

@@ -272,7 +272,7 @@ def _packed(target: Target, layers: Mapping[str, int]) -> tuple[Pool, ...]:
 
     layers: number of the draft's layers in each pool.
 
-    A pool that `layers` lacks gets none. An MTP layer with full attention has no states: it shares
+    A pool that `layers` lacks gets none. An MTP layer with full attention adds no states: it shares
     the target's state pool (KVCacheConfigurator._build_hybrid_linear_kv_pool).
     """
     return tuple(

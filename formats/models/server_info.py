@@ -142,7 +142,8 @@ def read_deployment(
 def served_profile(profile: Profile, reply: Mapping[str, Any]) -> Profile:
     """Return a profile with the names and topology of a server of the same model.
 
-    Fields that the reply lacks stay unchanged; without model_path, tp_size or page_size, all do.
+    Fields that the reply lacks stay unchanged. If it lacks model_path, tp_size or page_size, all
+    fields stay unchanged.
     Raises ProfileError naming the field at fault.
     """
     if any(reply.get(name) is None for name in ("model_path", "tp_size", "page_size")):

@@ -117,7 +117,7 @@ def write_index(entries: pa.Table, metadata: Metadata) -> bytes:
 
 
 def _profiled_affixes(metadata: Metadata) -> dict[Affix, Coordinate]:
-    """Return the affixes that the pack's profile describes; none if that is for another store."""
+    """Return the affixes that the pack's profile describes; none for a profile of another store."""
     if not metadata.profile:
         return {}
     grammar = grammar_of(metadata.grammar)

@@ -130,7 +130,7 @@ class DeviceRun:
         self._checking = self._captured(self._launch_checks)
 
     def close(self) -> None:
-        """Free the captured launches. The kernels refer to this run: else only `gc` frees both."""
+        """Free the captured launches, and the kernels: they refer to this run in a circle."""
         self._kernels.clear()
         self._checking = self._digesting = None
 
@@ -205,7 +205,7 @@ class DeviceRun:
         """Capture launches for all slots, after a first run that compiles them.
 
         Returns None if capture is impossible or memory is short: launches for a slab's own objects
-            need less memory. No other thread may use the device during a capture.
+        need less memory. No other thread may use the device during a capture.
         """
         lane = self.lane
         if lane.stream is None:

@@ -156,10 +156,9 @@ def publish_listing(
     parts: number of parts, or a function of the number of objects.
     columns, needs_pages, on_batch: see `take_inventory`.
     memory_rows: objects in memory; more are kept in files.
-    Memory: about 500 bytes for each of memory_rows objects, or for 1/256 of all objects if these
-        are more; if two
-    models may share keys (`contested`), also 45 bytes per object. Raises StoreUnavailable, OSError,
-    and ProfileError if the profile contradicts the store.
+    Memory: about 500 bytes for each of memory_rows objects, or for each of 1/256 of all objects if
+    these are more. If two models may share keys (`contested`), also 45 bytes per object. Raises
+    StoreUnavailable, OSError, and ProfileError if the profile contradicts the store.
     """
     wanted = scan_columns(store, columns)
     with Spool(scan_schema(wanted), folder, memory_rows) as spool:

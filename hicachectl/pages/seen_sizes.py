@@ -98,7 +98,7 @@ def _size_kind(spec: ObjectSpec) -> tuple[object, ...]:
 
 
 def _common_sizes(counted: Census) -> dict[int, int]:
-    """Return, by kind, the size of more than half of its objects; leave out kinds without it."""
+    """Return, by kind, the size that most objects have; leave out kinds without such a size."""
     common = {}
     for kind, objects in counted.by_affix().items():
         size = max(objects, key=objects.__getitem__)

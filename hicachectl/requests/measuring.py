@@ -352,7 +352,10 @@ def _percent(document: Mapping[str, Any]) -> int:
 
 
 def passes(document: Mapping[str, Any], min_usable: float | None) -> bool:
-    """Return whether the share is at least --min-usable, if given; not if nothing was requested."""
+    """Return whether the share is at least --min-usable; True if that is not given.
+
+    If nothing was requested, the share is below any stated one.
+    """
     share = served_share(document)
     return min_usable is None or (share is not None and share >= min_usable)
 
