@@ -276,8 +276,8 @@ def asked_checks(
 def request_flags(options: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the flags that only hash requests or choose a deployment.
 
-    They are the flags that need no source of a profile, such as --model-config; none if the options
-    have a source.
+    The flags mean this only without a source of a profile, such as --model-config. If the options
+    have a source, return none.
     """
     from hicachectl.profiles.sources import states_source
 

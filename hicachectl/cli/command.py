@@ -134,7 +134,7 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """A group of commands. For an unknown command, it suggests those with similar names.
+    """A group of commands. For an unknown command, it suggests commands with similar names.
 
     is_program: whether the group is the program itself.
     """

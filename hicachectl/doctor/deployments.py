@@ -540,7 +540,7 @@ def _layout(server: LiveServer, listed: ListedStore) -> Iterator[Check]:
     if stamp is None or not layout:
         return
     if stamp.profile.layout == layout:
-        yield server.check("layout", OK, f"The layout is that of the stamp: {layout}")
+        yield server.check("layout", OK, f"The layout is the same as in the stamp: {layout}")
         return
     yield server.check(
         "layout",

@@ -336,7 +336,7 @@ class _Choice:
         yield from self._migration.trailers.refused(groups)
 
     def _other_deployments(self, others: BoolArray) -> str:
-        """Return a text that names the deployments left out, and those copied.
+        """Return a text that names the deployments left out, and the deployments copied.
 
         others: [groups] whether the group belongs to a deployment that is left out.
         """

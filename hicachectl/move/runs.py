@@ -101,7 +101,7 @@ class CopyRun:
         works, full = [work for plan in plans for work in plan.works()], self._executor.full
         rest = works
         if self._options.move and works:
-            # A trial needs both stores while no pass is running, so a short pass comes first.
+            # The trial removes pages while no pass is running, so a short pass comes first.
             self._pass([works[0].only(slice(TRIAL_PAGES))], noted)
             self._remove(self._free(all_=True))
             rest = [works[0].only(slice(TRIAL_PAGES, None)), *works[1:]]

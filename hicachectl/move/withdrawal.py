@@ -467,7 +467,7 @@ class _Worker:
     def _copy(self, removal: _Removal, run: Store, memory: Copier) -> None:
         """Copy the objects of the pending groups, and keep only copies of unchanged objects.
 
-        A group of which an object cannot be copied stays in the store, unless that object vanished.
+        A group with an object that cannot be copied stays in the store, unless the object vanished.
         """
         groups, pending = removal.groups, removal.pending
         places = np.flatnonzero(np.isin(groups.owners, pending))

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 3  # attempts at a part, on different nodes if possible
 _MOST_OBJECTS = 100_000  # most objects of a part, which bounds the bytes sent at once
-_FEW_OBJECTS = 1_000  # fewer objects get no part of their own, once each node has one
+_FEW_OBJECTS = 1_000  # least objects of a part, if each worker still gets a part
 _PARTS_PER_WORKER = 4  # so that one slow part delays the end little
 _LOOK_SECONDS = 0.2
 _STOP_SECONDS = 60.0

@@ -280,10 +280,9 @@ class _Candidates:
         return int(self.sizes[numbers].sum())
 
     def end(self, start: int, nbytes: int) -> int:
-        """Return the index after the groups from `start` on that together take `nbytes` bytes.
+        """Return the end of the fewest groups from `start` on that take `nbytes` bytes or more.
 
-        The last of these groups may exceed the bytes. If all groups from `start` on take fewer,
-        return their end.
+        If all groups from `start` on take fewer bytes, return the number of groups.
         """
         if nbytes <= 0:
             return start

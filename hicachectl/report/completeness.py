@@ -20,7 +20,7 @@ _POOLS = 40  # most pools shown
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Numbers of pages that have the objects of a pool and rank, and that should have them."""
+    """Number of pages that have the objects of a pool and rank, and number that should."""
 
     pool: str
     rank: str

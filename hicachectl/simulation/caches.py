@@ -337,9 +337,10 @@ class TablePages(RoomPages):
 class PluginPages(RoomPages):
     """The files of one rank of the plug-in, which evicts the objects of a page together.
 
-    Above 98 % of the limit, pages are evicted until 96 % is taken. A write marks the pages that it
-    finds as used. A read marks pages that were not used for an hour. Besides, the mount notes the
-    first read after each write or mark (relatime). Removals are taken to be as fast as writes.
+    Above 98 % of the limit, pages are evicted until 96 % is taken. A write marks pages
+    that exist already as used. A read marks pages that were not used for an hour. Besides, the
+    mount notes the first read after each write or mark (relatime). Removals are taken to be as fast
+    as writes.
 
     Source: hicachectl.backends.sglang, capacity.py, ledger.py, file_pages.py :: PageFiles.
     """

@@ -136,7 +136,7 @@ def _ranks_by_sorting(blocks: Blocks, offsets: IntArray, *, leaves_first: bool) 
     Let p be the last touch of a block before position s. The rank of the block at s is the number
     of distinct blocks in the touches from p to s. Of these s - p touches, count only the last touch
     of each block: leave out every touch that is repeated before s. The number left out is the
-    number of positions before s of which the previous touch of the same block lies after p.
+    number of positions before s that have a previous touch of their block after p.
     """
     starts = np.repeat(offsets[:-1], np.diff(offsets))
     ends = np.repeat(offsets[1:], np.diff(offsets))

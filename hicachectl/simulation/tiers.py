@@ -482,7 +482,7 @@ class Tree:
             self._on_both.setdefault(node)
 
     def _free_both(self, pages: int) -> None:
-        """Free host copies of nodes that are on the device, those of device leaves last."""
+        """Free host copies of nodes that are on the device, copies of device leaves last."""
         for node in sorted(
             self._on_both, key=lambda node: node.is_device_leaf and node.holder != self._number
         ):

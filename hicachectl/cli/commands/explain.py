@@ -162,7 +162,7 @@ def command(
     is wrong, what a server does, what to do, and the command for it. For a finding, it also says
     what this costs. Without NAME, explain lists all names.
 
-    hicachectl-findings(7) has the same texts, and hicachectl-doctor(1) those of checks.
+    hicachectl-findings(7) has the same texts, and hicachectl-doctor(1) the texts of checks.
 
     Examples:
       hicachectl explain

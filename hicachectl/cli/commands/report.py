@@ -77,8 +77,8 @@ def _listed_checks() -> tuple[str, ...]:
     multiple=True,
     repeats=False,
     metavar="[TEXT=]TIME",
-    help="Mark TIME in the chart of writes. TIME, such as that of a deploy, is ISO 8601 or an age "
-    "such as 2h. Can be given several times.",
+    help="Mark TIME in the chart of writes. TIME, such as the time of a deploy, is ISO 8601 or an "
+    "age such as 2h. Can be given several times.",
 )
 @own_option(
     "--title",

@@ -494,7 +494,7 @@ def _steps(pages: _Pages, plan: RepairPlan) -> tuple[str, ...]:
 def _say_how_to_go_on(ctx: click.Context, taken: Taken, text: str, free: int | None = None) -> None:
     """Say how much a removal that ended early has removed, and how to continue.
 
-    free: the value of --free. Each run counts it anew, so the next run needs the rest of it.
+    free: the value of --free. Each run counts from 0, so the next run gets what is left.
     """
     if free is None:
         remark(ctx, f"{text}; run the same command again to remove the others")

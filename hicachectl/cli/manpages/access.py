@@ -26,7 +26,7 @@ class Access(NamedTuple):
     """The tables of `access.toml`.
 
     system: paths of the system that any command may read.
-    options: verb by option: what all commands do with the place that its value names.
+    options: for each option, the verb for what commands do with the place that it names.
     network: rows by kind of store, with services by a key of `USES`.
     """
 
