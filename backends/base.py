@@ -217,7 +217,7 @@ class Store(Closing, ABC):
 
     @property
     def places(self) -> tuple[Hashable, ...]:
-        """Return an identifier for each place with objects. Every URL of a place gives the same.
+        """Return an identifier for each place with objects, equal for every URL of the place.
 
         Two stores of one class with equal places are the same store. Two stores with one place in
         common can have objects in common.
@@ -236,7 +236,7 @@ class Store(Closing, ABC):
 
     @abstractmethod
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
-        """Look up keys. Return a table like a scan's: a row for each key that exists, any order."""
+        """Look up keys. Return a table like a scan's: a row for each existing key, in any order."""
 
     def attach(self, arena: Arena) -> None:
         """Use `arena` for reads and writes until `detach`."""
@@ -402,7 +402,7 @@ def joined(count: int, parts: Iterable[tuple[IntArray | slice, Result]]) -> Resu
 
 
 def in_batches(sizes: IntArray, limits: Limits, call: Callable[[slice], Result]) -> Result:
-    """Call once for each batch that keeps to a store's limits. Return one result.
+    """Divide rows into batches within a store's limits, and call for each. Return one result.
 
     sizes: [n] int64, bytes of each row.
     call: takes a slice of the rows.
@@ -443,7 +443,7 @@ def keys_of(rows: Rows) -> list[bytes]:
 
 
 def values_of(rows: Rows, name: str) -> list[Any]:
-    """Return a scan column as Python values: None where unknown, or for all without the column."""
+    """Return a scan column as Python values; None for unknown values and for a missing column."""
     if name not in rows.schema.names:
         return [None] * len(rows)
     values: list[Any] = rows.column(name).to_pylist()

@@ -82,7 +82,7 @@ class Touch(Store):
 
     @abstractmethod
     def touch(self, rows: Rows) -> BoolArray:
-        """Make objects the most recently used, the last row last. Return which exist: [n] bool."""
+        """Make objects the most recently used, in row order. Return which exist: [n] bool."""
 
 
 class Pins(Store):
@@ -109,7 +109,7 @@ class Pins(Store):
 
     @abstractmethod
     def unpin(self, rows: Rows) -> Result:
-        """Remove the pins of objects. Statuses: OK, also without a pin; GONE, ERROR."""
+        """Remove the pins of objects. Statuses: OK even without a pin, GONE, ERROR."""
 
 
 class Leases(Store):
@@ -206,7 +206,7 @@ class SingleDeployment(Store):
     def claimed_by(self, tag: str, *, writes: bool) -> str | None:
         """Return the tag of the deployment that has claimed the store; None without one.
 
-        tag: tag of the caller's deployment. With `writes`, it claims a store without a claim.
+        tag: tag of the caller's deployment. With `writes`, an unclaimed store is claimed for it.
         Raises StoreUnavailable.
         """
 
@@ -267,9 +267,9 @@ class SystemCopy(Store):
         sizes: [n] int64, expected bytes of each object.
         preserve: keep the full mode, and the owner if the system allows it. Otherwise copies belong
             to the caller and are no more readable than the sources.
-        Statuses: as for `write_from`. GONE, SHORT or OVERSIZED for the source's object; CHANGED if
-        a writer changed it during the copy. Raises UnsupportedByBackend unless `can_copy_from` is
-        True.
+        Statuses: those of `write_from`; GONE, SHORT or OVERSIZED if the source's object is; CHANGED
+        if a writer changed it during the copy. Raises UnsupportedByBackend unless `can_copy_from`
+        is True.
         """
 
 
@@ -291,8 +291,8 @@ class Trailed(Store):
     def expect_identities(self, identities: Mapping[Affix, Identity]) -> None:
         """Let reads of these affixes return FOREIGN for objects that have another identity.
 
-        Objects without a trailer, and of other affixes, are read as before. Replaces the identities
-        of an earlier call.
+        Objects without a trailer, and objects of other affixes, are read as before. Replaces the
+        identities of an earlier call.
         """
 
     @abstractmethod
@@ -315,19 +315,19 @@ class Trailed(Store):
         sizes: [n] int64, expected bytes of each object.
         Statuses: OK, also for an object that has its trailer already, or gets none. EXISTS if a
         writer has replaced the object meanwhile. CHANGED if a writer wrote to it during the copy.
-        GONE, SHORT, OVERSIZED, DAMAGED, FOREIGN, FULL, ERROR.
+        Also GONE, SHORT, OVERSIZED, DAMAGED, FOREIGN, FULL and ERROR.
         """
 
     @abstractmethod
     def remove_cleared(self, rows: Rows) -> Result:
         """Delete objects that are misses since a server's `clear`.
 
-        Statuses: OK; GONE also for objects that were written again, which stay; ERROR.
+        Statuses: OK, GONE, ERROR. An object that was written again stays, and its status is GONE.
         """
 
     @abstractmethod
     def cleared_since(self, rows: Rows, since_ns: int) -> BoolArray:
-        """Return for which keys a server's `clear` came at `since_ns` or later: [n] bool.
+        """Return which keys a server cleared at `since_ns` or later: [n] bool.
 
         since_ns: Unix nanoseconds, by the clock of the store.
         Raises StoreUnavailable.
@@ -396,8 +396,8 @@ def keeps_digests(store: Store) -> bool:
 class Mover(ABC):
     """Moves objects by renames between a store and a quarantine run on the same file system.
 
-    A rename is atomic and keeps the modification time. `flush` makes renames durable. Statuses are
-    those of `Store.delete`; the calls raise StoreUnavailable for a lost store.
+    A rename is atomic and keeps the modification time. `flush` makes renames durable. `take` and
+    `put_back` raise StoreUnavailable for a lost store.
     """
 
     @abstractmethod
@@ -542,7 +542,7 @@ class ClearRemovesAll(Store):
         """Return the directories."""
 
     def refuse_inside(self, path: Path, what: str) -> None:
-        """Raise UsageError for a path in the directories. what: its option, for the message."""
+        """Raise UsageError for a path in the directories. what: the option that gives the path."""
         real = Path(os.path.realpath(path))
         for directory in self.directories:
             if real.is_relative_to(os.path.realpath(directory)):
@@ -558,7 +558,7 @@ class Condition:
 
     name: fixed name, such as `segments`.
     text: the state of the service, in a sentence.
-    problem: what is wrong, and the next step; empty if nothing is.
+    problem: what is wrong, and the next step; empty if nothing is wrong.
     is_lost: whether servers cannot use the store.
     """
 
@@ -607,7 +607,7 @@ def present_ns(store: Store, *, changes: bool) -> int:
 
 
 def trust_of(*stores: Store) -> Trust:
-    """Return which owners to trust for files outside the stores that control what is done to them.
+    """Return which owners to trust for files elsewhere that control changes of these stores.
 
     These are the users whom all stores trust; for stores without a directory, this process's user
     and root. The caller may create such files, see `Trust`. Raises OSError.

@@ -1,4 +1,4 @@
-"""How many calls a store's file system gets at once, found while running.
+"""Find, while a command runs, how many calls a store's file system should get at once.
 
 A call on a local file takes processor time; more threads than processors only compete for them,
 and for Python's lock. A call on a network file system waits, and many calls can wait at once. So
@@ -29,8 +29,8 @@ MOST_CALLS = 256
 
 # Intended time of a slice: long compared with its bookkeeping, short compared with a run.
 _SLICE_SECONDS = 0.005
-# Added for each further call at once. Threads need Python's lock between slices: longer slices keep
-# many threads from waiting for it.
+# Added to the intended time of a slice for each further call at once. Threads need Python's lock
+# between slices: longer slices keep many threads from waiting for it.
 _TURN_SECONDS = 0.001
 # Least time of a slice if calls do not wait: handing a slice to a thread takes longer than some
 # of these calls.
@@ -46,10 +46,11 @@ _GAIN, _LOSS = 1.15, 0.95
 _BUSY = 0.7
 # A call that takes longer waits for something other than a processor.
 _WAIT_SECONDS = 0.0001
-# Most judgements without a trial after failed trials. Each failed trial doubles their number. The
-# first trials are repeated soon, because something else may have disturbed them.
+# After a failed trial, some judgements begin no trial: this many at most. Each failed trial doubles
+# their number. The first trials are repeated soon, because something else may have disturbed them.
 _MOST_REST = 32
-# Most pending slices of a stream, for each call at once: threads work so far ahead of the reader.
+# Most pending slices of a stream for each of its calls at once. This limits how far threads work
+# ahead of the reader.
 _AHEAD = 4
 
 
@@ -92,7 +93,7 @@ class _Calls:
     level: present number of calls at once.
     unlocked: whether the calls spend most of their processor time without Python's lock.
     active: threads that make such calls, or have a turn to make one.
-    item_seconds: mean seconds of the last calls; 0 before the first.
+    item_seconds: mean seconds for an item in the last slices; 0 before the first.
     """
 
     level: int
@@ -107,7 +108,7 @@ class _Calls:
 
     @property
     def waits(self) -> bool:
-        """Whether calls wait for something other than a processor, by those made so far."""
+        """Whether the calls made so far waited for something other than a processor."""
         return self.item_seconds > _WAIT_SECONDS
 
     def slice_items(self, least: int) -> int:
@@ -127,8 +128,8 @@ class _Calls:
         most: the highest level.
         processors: number of processors for the calls; None: the level stays.
         """
-        # Other processes may keep the processors busy, so calls that do not wait count by their
-        # processor time.
+        # Other processes may keep the processors busy, so a call that does not wait is measured by
+        # its processor time.
         seconds = max((wall if wall > _WAIT_SECONDS * items else cpu) / items, 1e-9)
         known = self.item_seconds or seconds
         # First calls take longer than later ones, so the mean falls faster than it rises.
@@ -231,7 +232,7 @@ class Concurrency:
     """
 
     def __init__(self, jobs: int | None = None) -> None:
-        """jobs: calls of all kinds at once; None: find the number while running."""
+        """jobs: number of calls at once, of all kinds together; None: find it while running."""
         self._fixed = jobs is not None
         self._most = jobs or MOST_CALLS
         self._last = jobs or 1  # the level found last, with which a new kind starts
@@ -256,11 +257,11 @@ class Concurrency:
 
     @property
     def jobs(self) -> int | None:
-        """Number of calls at once that was given; None if it is found while running."""
+        """The fixed number of calls at once; None if it is found while running."""
         return self._most if self._fixed else None
 
     def limit(self, jobs: int) -> None:
-        """Make `jobs` calls at once, of all kinds together. Use it before the first call."""
+        """Fix the number of calls at once, of all kinds together. Use it before the first call."""
         self._fixed, self._most, self._last = True, jobs, jobs
 
     def share(self, processes: int) -> None:
@@ -289,7 +290,7 @@ class Concurrency:
             return max((calls.level for calls in self._kinds.values() if calls.waits), default=1)
 
     def waits(self, kind: str) -> bool:
-        """Return whether calls of a kind wait, and not for processors, by those made so far."""
+        """Return whether the calls of a kind made so far waited for something but processors."""
         with self._lock:
             return kind in self._kinds and self._kinds[kind].waits
 
@@ -431,7 +432,7 @@ class Concurrency:
         try:
             self._threads().submit(task)
         except RuntimeError:
-            # The system starts no further thread. An earlier one may already have the task.
+            # The system starts no further thread. An earlier thread may already have the task.
             return not is_first()
         return True
 
@@ -455,7 +456,7 @@ class Concurrency:
                 self._changed.notify_all()
 
     def _wait_for(self, may_call: Callable[[], bool]) -> None:
-        """Wait for a turn. Meanwhile, threads that help with other runs give up theirs."""
+        """Wait for a turn. Meanwhile, threads that help with other runs give up their turns."""
         self._waiting += 1
         try:
             self._changed.wait_for(may_call)
@@ -525,7 +526,7 @@ class Concurrency:
             return start, run.next
 
     def _recruit(self, calls: _Calls, run: _Run) -> None:
-        """Let other threads work on a run, no more than the limits allow and slices are left."""
+        """Let other threads work on a run: as many as slices are left and the limits allow."""
         with self._lock:
             left = -(-(run.count - run.next) // run.slice_items(calls))
             wanted = min(calls.level - calls.active, left, self._most - self._turns)
@@ -557,7 +558,8 @@ class Concurrency:
     def _end(self, run: _Run) -> None:
         """Wait for the slices that have begun, and let no other slice begin.
 
-        An interrupt of the wait is raised after it: no helper may run while the caller cleans up.
+        An interrupt of the wait is raised after the wait: no helper may run while the caller cleans
+        up.
         """
         interrupt: BaseException | None = None
         while run.next < run.count or run.helpers:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_REPLY_BYTES = 256 << 20
-MAX_HEAD_BYTES = 1 << 18  # status, headers and interim replies; real ones have 1 KB
+MAX_HEAD_BYTES = 1 << 18  # status, headers and interim replies; in practice 1 KB
 
 _BLOCK_BYTES = 1 << 20
 _TRIES = 3
@@ -42,7 +42,7 @@ def fit(text: str, limit: int = _SAID_BYTES) -> str:
 
 
 def service_url(text: str) -> SplitResult | None:
-    """Return the parts of a service's URL; None without a scheme, a host or a valid port."""
+    """Return the parts of a service's URL; None if it is invalid, or has no scheme or host."""
     try:
         parts = urlsplit(text)
         valid = parts.scheme and parts.hostname and parts.port != 0
@@ -72,7 +72,7 @@ class HttpService:
     """One HTTP service; safe to call from several threads. Failures raise StoreUnavailable.
 
     who:       the service's name in messages, such as "Mooncake master".
-    hint:      next step if a wrong service, or none, answers.
+    hint:      next step if a wrong service answers, or no service.
     timeout_s: seconds for a whole reply, or for each block of a streamed one.
     headers:   headers of every request.
     tls:       use TLS, and check the certificate.
@@ -123,8 +123,8 @@ class HttpService:
 
         path:       percent-encoded.
         repeatable: if the connection is reset, send again, although the service may have executed
-            the request. If False, send once, on a new connection, because a kept one may be closed;
-            after an error, the request may have been executed.
+            the request. If False, send once, on a new connection, because a kept connection may be
+            closed; after an error, the request may have been executed.
         """
         return self._reply(_Request("POST", path, body, repeatable))
 
@@ -153,7 +153,7 @@ class HttpService:
             self._put_back(connection, response)
 
     def lost(self, what: str, remedy: str = "") -> StoreUnavailable:
-        """Return the error for a problem with the service. remedy: next step, or else the hint."""
+        """Return the error for a problem with the service. remedy: next step; "": the hint."""
         return StoreUnavailable(with_next(f"{self._name}: {what}", remedy or self.hint))
 
     def refused(self, path: str, reply: Reply) -> StoreUnavailable:

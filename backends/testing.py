@@ -65,7 +65,7 @@ STEPS = st.lists(
 
 
 def rows_of(keys: Sequence[bytes], **columns: Any) -> Any:
-    """Return rows like another store's scan: keys, and other scan columns by name."""
+    """Return rows as a scan of another store does. columns: scan columns beside the key."""
     schema = scan_schema(columns)
     return pa.table({"key": list(keys), **columns}, schema=schema)
 
@@ -589,7 +589,7 @@ class StoreSuite(ABC):
         return mover, run
 
     def test_free_space_is_a_count_or_unknown(self, store: Store) -> None:
-        """A store that overrides `free_bytes` reports a positive count while it can write."""
+        """A store that overrides `free_bytes` returns a positive count, or None."""
         free = store.free_bytes()
         if type(store).free_bytes is Store.free_bytes:
             assert free is None

@@ -2,8 +2,8 @@
 
     /some/directory                       plain directory: SGLang's file backend
     /some/archive.hcpack                  pack; with a slash at its end, a plain directory
-    file:///some/directory                the same; "file:" alone: SGLang's default directory
-    file:///some/directory?folders=hex2   the same; a new directory gets folders
+    file:///some/directory                plain directory; "file:" alone: SGLang's default directory
+    file:///some/directory?folders=hex2   plain directory; a new one gets folders
     prod:                                 [stores.prod] of the config file
     scheme://host/path?name=value         percent-encoded; see SCHEMES
 
@@ -64,7 +64,7 @@ class Hf3fsParams(Params, frozen=True, kw_only=True):
     file_size: bytes of each data file.
     ranks: number of ranks to use.
     server: URL of the metadata server.
-    snapshot: file that this server saves its tables to.
+    snapshot: file that the metadata server saves its tables to.
     """
 
     config: str | None = None
@@ -207,7 +207,7 @@ _SECRETS = [
         rf"(?P<begin>{_NAME_BEGIN}(?!keys{_NAME_END})"
         rf"(?={_IN_NAME}*+{_NAME_END}{_IN_VALUE}){_IN_NAME}*(?:{_SECRET_NAMES}){_IN_NAME}*+"
         rf"{_NAME_END}){_IN_VALUE}++(?P<end>)|{_NAME_BEGIN}{_IN_NAME}*+",
-        # The variable in a command that we print is no secret.
+        # The variable $ADMIN_KEY in a command that we print is no secret.
         r"(?P<begin>bearer )(?!\$ADMIN_KEY\")[^\s'\"]++(?P<end>)",
     )
 ]
@@ -297,7 +297,7 @@ def params_of(url: StoreUrl, form: type[_P]) -> _P:
 def _value(url: StoreUrl, name: str, kind: Any) -> Any:
     text = url.params[name]
     if get_origin(kind) is UnionType or get_origin(kind) is Union:
-        kind = get_args(kind)[0]  # Without None: the text "null" is no value.
+        kind = get_args(kind)[0]  # the type without None: otherwise "null" would be read as None
     if kind is str:
         return text
     if get_origin(kind) is Literal:

@@ -65,7 +65,7 @@ class Trust:
     """
 
     def __init__(self, st: os.stat_result | None, *, writes: bool) -> None:
-        """Derive the users from a directory's stat; None if there is no directory.
+        """Derive the users from a directory's stat. st: None if there is no directory.
 
         writes: the process may create a file in the directory.
         """
@@ -104,7 +104,7 @@ class Trust:
 
 
 class JointTrust(Trust):
-    """Users whom each of several directories trusts; without any, this process's user and root."""
+    """Users whom all given directories trust; for no directory, this process's user and root."""
 
     def __init__(self, trusts: Sequence[Trust], *, writes: bool = True) -> None:
         """Join the trusts of several directories. writes: see `Trust`."""
@@ -250,7 +250,7 @@ class Directory(Closing):
 
     @property
     def mode(self) -> int:
-        """Permission bits of the directory, as it was opened."""
+        """Permission bits that the directory had when it was opened."""
         return stat.S_IMODE(self._stat.st_mode)
 
     def directory(self, name: str, *, any_owner: bool = False) -> Directory:
@@ -356,8 +356,8 @@ class Directory(Closing):
     def publish(self, name: str, content: bytes) -> bool:
         """Create a file, whole and durable, unless its name exists. Return whether it was created.
 
-        Uses link(2), which never replaces a file, also if processes of several hosts publish one
-        name at once. Raises UnsupportedByBackend on a file system without links.
+        Uses link(2), which never replaces a file, even if processes of several hosts publish the
+        same name at once. Raises UnsupportedByBackend on a file system without links.
         """
         temporary = temporary_name()
         descriptor = self.create(temporary)

@@ -29,8 +29,8 @@ OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Errors of a call that the file system lacks, or refuses for these files.
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
-# Errors of a process or host that has too many open files. They say nothing about the file: with a
-# finding about it, a repair would remove a healthy page.
+# Errors of a process or host that has too many open files. They say nothing about the file. If they
+# became a finding, a repair would remove a healthy page.
 TOO_MANY_OPEN = frozenset({errno.EMFILE, errno.ENFILE})
 # After these errors, no answer about any file is valid: the file system is unreachable, or the
 # process can open no further file.
@@ -140,7 +140,7 @@ def raise_lost(error: OSError, name: str, action: str, next_step: str = CHECK_MO
 def raise_denied(error: OSError, name: str) -> None:
     """Raise DeniedError if an error says that this user may not read a file.
 
-    Such a file is not damaged: with a finding about it, a repair would remove a healthy page.
+    Such a file is not damaged. If it became a finding, a repair would remove a healthy page.
     """
     if error.errno in DENIED:
         raise DeniedError(failed(name, "read", error, MAY_READ)) from error

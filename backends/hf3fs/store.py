@@ -411,7 +411,7 @@ class Hf3fsStore(
         return result
 
     def confirm(self, rows: Rows) -> StatusArray:
-        """Query keys' pages; return [n] OK on the listed page, CHANGED on another, or GONE."""
+        """Return [n] OK for a key that has the listed page, CHANGED for another page, or GONE."""
         current = self._tables.current(rows)
         statuses = np.full(len(rows), Status.CHANGED, dtype=np.uint8)
         statuses[current == self._tables.located(rows)] = Status.OK
@@ -562,8 +562,8 @@ class Hf3fsStore(
     def delete(self, rows: Rows) -> Result:
         """Delete keys through the server, which frees their pages even if a reader still uses them.
 
-        If a call has only some keys of a shared page, these are ERROR and stay. Otherwise the page
-        would be free while a key still maps to it.
+        If a call has only some keys of a shared page, these are ERROR and stay. Deleting them would
+        free the page while another key still maps to it.
         """
         server = self._needed_server()
         statuses = np.full(len(rows), Status.GONE, dtype=np.uint8)

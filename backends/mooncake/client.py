@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Code(IntEnum):
-    """Error codes of the package, by the names in the master's replies where these have codes."""
+    """Error codes of the mooncake package. The master's replies use the same names for errors."""
 
     INTERNAL_ERROR = -1
     NO_SPACE = -200

@@ -2,7 +2,7 @@
 
 Endpoints: `/health` and, for the default tenant only, `/get_all_keys`, `/batch_query_keys`,
 `/get_segments_detail`, `/api/v1/soft_pin` and `/api/v1/soft_unpin`. Masters before 0.3.12 extend
-leases on `/batch_query_keys`; `check` refuses them. Those before 0.3.14 cannot pin.
+leases on `/batch_query_keys`; `check` refuses them. Masters before 0.3.14 cannot pin.
 Source: Mooncake mooncake-store/src/master_admin_service.cpp, include/types.h :: ErrorCode; the
 endpoints of pins tried on 0.3.14.
 """
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 15.0  # seconds for a whole answer, or for each block of a listing
 # Measured with 100,000 keys of 83 bytes: compared with URLs of 80 KiB, URLs of 40 KiB took 20 %
-# longer, URLs of 160 and 320 KiB 10 %.
-# A second request in flight saved 20 to 25 %, a third nothing (the master has 4 threads).
+# longer, and URLs of 160 and 320 KiB took 10 % longer. A second request in flight saved 20 to 25 %,
+# a third nothing (the master has 4 threads).
 URL_BYTES = 80 << 10
 IN_FLIGHT = 2
 MAX_KEY_BYTES = 1 << 20
@@ -157,7 +157,7 @@ _SEGMENTS = msgspec.json.Decoder(_SegmentsReply)
 _BATCH = msgspec.json.Decoder(_BatchReply)
 _PINNED = msgspec.json.Decoder(_PinReply)
 _NO_BUFFERS = [_Buffer(0, 0, "")]
-# Kinds of replicas, by their members of an item.
+# Kinds of replicas, by the members of `_Item` that list them.
 _KINDS = {
     "values": "memory",
     "nof_values": "nof",
@@ -230,10 +230,10 @@ class MasterAdmin:
         keys:     binary array without nulls.
         code:     0, or the master's negative error: -704 gone, -703 not yet written. The row is
             null for a key that cannot be queried: empty, not UTF-8, or with a comma.
-        nbytes:   size of the first memory replica, else of one on disk.
+        nbytes:   size of the first replica; memory replicas come first.
         version:  size, hash of the memory replicas' sorted endpoints, and address of the first,
-            each uint64 little-endian. Null for objects only on disk.
-        replicas: the kinds are memory, nof (NVMe over Fabrics), disk and local_disk.
+            each uint64 little-endian. Null without a memory replica. replicas: the kinds are
+            memory, nof (NVMe over Fabrics), disk and local_disk.
         """
         # The master splits at commas, even encoded ones. For a key that is not UTF-8, its JSON
         # writer would fail the whole request.
@@ -396,7 +396,7 @@ class MasterAdmin:
 
 
 def key_texts(keys: Any) -> list[str | None]:
-    """Return keys, a binary array, as text; None for those that are not UTF-8."""
+    """Return the keys of a binary array as text; None for a key that is not UTF-8."""
     try:
         texts: list[str | None] = keys.cast(pa.string()).to_pylist()
     except pa.ArrowInvalid:
@@ -464,7 +464,7 @@ def _error_codes(items: Sequence[_Item]) -> npt.NDArray[np.int32]:
 
 
 def _replicas(items: Sequence[_Item]) -> tuple[npt.NDArray[np.int64], Any, Any, Any]:
-    """Return row, kind, location and size of each replica, by row, memory first."""
+    """Return row, kind, location and size of each replica: sorted by row, then memory first."""
     rows: list[npt.NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
     kinds: list[str] = []
     locations: list[str] = []

@@ -443,7 +443,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
         self._pin_seconds = seconds
 
     def can_pin(self, seconds: float) -> bool:
-        """Ask the master; masters before 0.3.14 cannot pin the objects that they have."""
+        """Return whether the master can pin stored objects; masters before 0.3.14 cannot."""
         answer = self._admin.can_pin(_milliseconds(seconds))
         if answer is None:
             raise self._pin_too_long(seconds)

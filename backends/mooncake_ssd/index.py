@@ -51,8 +51,8 @@ DATA_FILE, META_FILE = "kv_cache.data", "kv_cache.meta"
 # file: index into the data files.
 # start, value: positions of the object and of its value in the file, in bytes.
 # size: stated bytes of the value.
-# nbytes: bytes of the value before the end of the file.
-# sequence: id of the bucket, or number of the record; a newer object has a higher number.
+# nbytes: bytes of the value that lie before the end of the file. sequence: id of the bucket, or
+# number of the record; a newer object has a higher number.
 OBJECT = np.dtype(
     [
         ("file", np.int64),
@@ -112,7 +112,7 @@ class Index:
     keys: [n] binary.
     objects: [n] OBJECT.
     files: the data files.
-    prefix: text of the tenant before keys in the files.
+    prefix: the tenant, as it precedes each key in the files.
     losses: objects that no client can read any more.
     remarks: messages about objects that the listing leaves out.
     """
@@ -125,7 +125,7 @@ class Index:
     remarks: tuple[str, ...]
 
     def stored_forms(self, key: bytes) -> tuple[bytes, bytes]:
-        """Return the two forms of a key in files: with the tenant, and that of older releases."""
+        """Return the two forms of a key in files: with the tenant, and the older form without it."""
         return self.prefix + key, key
 
     def find(self, rows: Rows) -> IntArray:
@@ -190,8 +190,8 @@ def close_places(places: Sequence[Place]) -> None:
 def read_index(places: Sequence[Place], tenant: str) -> Index:
     """Read all metadata.
 
-    Raises UnsupportedByBackend for files of another form than this module reads and for too many
-    keys, OSError. Files with damaged metadata are left out, and are losses.
+    Raises OSError, and UnsupportedByBackend for too many keys or files of an unknown form. Files
+    with damaged metadata are left out, and are losses.
     """
     reader = _Reader(tenant)
     for place in places:
@@ -304,7 +304,7 @@ class _Reader:
             self._lose(path, what, st)
 
     def _read_records(self, descriptor: int, meta: OffsetMeta, some: slice) -> tuple[int, int]:
-        """Add the records of some extents that a restart of Mooncake would keep.
+        """Read some extents, and add those records that a restart of Mooncake would keep.
 
         Returns how many are torn, and how many are newer than the checkpoint.
         """
@@ -343,7 +343,7 @@ class _Reader:
         self._losses.append(Loss("lost-objects", place, what, changed_ns))
 
     def _add(self, stored: list[bytes], objects: npt.NDArray[np.void]) -> None:
-        """Add the objects of the last file that are our tenant's, and count the others."""
+        """Add our tenant's objects in the last file, and count the objects of other tenants."""
         names = [self._name(key) for key in stored]
         objects["file"] = len(self._files) - 1
         kept = [name for name in names if name is not None]
@@ -357,7 +357,7 @@ class _Reader:
         self._objects.append(objects[[name is not None for name in names]])
 
     def _name(self, stored: bytes) -> bytes | None:
-        """Return the key of a stored key; None for another tenant's."""
+        """Return a stored key without its tenant; None for a key of another tenant."""
         if stored.startswith(self._prefix):
             return stored[len(self._prefix) :]
         tenant, end, _ = stored.partition(TENANT_END)
@@ -440,7 +440,7 @@ def _read(place: Place, name: str, most: int, source: str) -> bytes:
 
 
 def _key(descriptor: int, start: int, head: bytes, length: int) -> bytes:
-    """Return a record's stored key, shorter at the end of the file."""
+    """Return a record's stored key, cut off if the file ends within it."""
     size = RECORD.itemsize
     if length <= _HEAD_BYTES - size:
         return head[size : size + length]

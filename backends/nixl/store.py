@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 _GRAMMARS = {"on": DIRECT, "off": BUFFERED}
 # The last four digits of a temporary file's name are its directory and folder.
 _TEMPORARY = re.compile(re.escape(OWN_PREFIX) + rb"-[0-9a-f]{28}([0-9a-f]{2})([0-9a-f]{2})\.tmp")
-# Objects to look at in a directory. By chance, all of them have places in the same one of two
-# directories once in 2**63 stores.
+# Objects to look at in a directory. The chance that all of them have places in the same one of two
+# directories is 2**-63.
 _SAMPLE = 64
 _LOOKED = 1024  # files to look at in a directory
 MAX_DIRECTORIES = 256  # temporary names have two digits for the directory
@@ -59,7 +59,7 @@ class NixlDisks(ObjectTree):
     """The open directories of a store, in order.
 
     high_watermark: percentage of a disk in use at which servers begin to remove objects.
-    sample: files outside their folders, among some files of each directory.
+    sample: the files outside their folders that were found among some files of each directory.
     """
 
     folders = True
@@ -166,7 +166,7 @@ class NixlDisks(ObjectTree):
     def places(
         self, left_alone: list[str], concurrency: Concurrency | None = None
     ) -> Iterator[Place]:
-        """Yield each directory, in which no file belongs, and its folders."""
+        """Yield each directory, where no file belongs directly, and its folders."""
         for number, disk in enumerate(self._disks):
             yield Place(disk.descriptor, disk.path, lambda names: [False] * len(names))
             yield from self._folders(number, left_alone, concurrency)
@@ -194,7 +194,7 @@ class NixlDisks(ObjectTree):
 
         If n of k * n directories are given, all files can have the places of a store of n
         directories, and pages only look incomplete. If the order differs, most files have wrong
-        places, and a repair would remove the others.
+        places, and a repair would remove the remaining files.
         complete: see `__init__`.
         Raises OSError, and UsageError for both mistakes unless `complete`.
         """
@@ -202,7 +202,8 @@ class NixlDisks(ObjectTree):
         for number, disk in enumerate(self._disks):
             before = left_out.misplaced.count
             # Servers choose the directory by (hash >> 16) modulo the number of directories. If they
-            # have `times` as many, the objects of one directory have equal turns modulo `times`.
+            # have `times` times as many directories, the objects of one directory have equal turns
+            # modulo `times`.
             turns = [(found >> 16) // given for found in self._some_objects(number, left_out)]
             misplaced = left_out.misplaced.count - before
             if complete or max(len(turns), misplaced) < _SAMPLE:
@@ -316,7 +317,7 @@ class NixlStore(ObjectFiles, ClearRemovesAll):
         return self.objects.free_bytes()
 
     def capacity(self) -> Capacity | None:
-        """Return None: above the watermark, a removal frees no byte that servers fill."""
+        """Return None: servers do not fill the bytes that a removal frees above the watermark."""
         return None
 
 

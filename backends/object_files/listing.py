@@ -290,7 +290,7 @@ def _by_descriptor(directory: int) -> str:
 def ask_each(files: Iterable[tuple[int, str]], schema: Any, others: list[str] | None = None) -> Any:
     """Return a batch of the existing files, one stat each; columns are null if stat fails.
 
-    files: descriptor of the directory, and name.
+    files: descriptor of the directory, and name, of each file.
     others: gets the names of links, FIFOs, sockets and devices.
     Raises OSError if the file system is unreachable.
     """
@@ -345,7 +345,7 @@ class FileListings(ReportsLosses):
     """
 
     def __init__(self, files: StoreFiles, left_out: LeftOut) -> None:
-        """left_out: counts of left out files, reported before the first scan."""
+        """left_out: entries to report before the first scan."""
         self._files = files
         self._left_out = left_out
 
@@ -364,7 +364,7 @@ class FileListings(ReportsLosses):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
     def _finished(self, epochs: Epochs, left_out: LeftOut, batch: Any) -> Any:
-        """Return a batch with sizes of objects, without stale ones unless it has `cleared_ns`.
+        """Take trailers off a batch's sizes; drop its stale objects unless it has `cleared_ns`.
 
         left_out: gets the number of stale objects, and of objects dated in the future.
         """

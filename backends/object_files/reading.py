@@ -54,7 +54,7 @@ def open_file(name: bytes, directory: int) -> int:
 def read_file(
     name: bytes, directory: int, target: memoryview
 ) -> tuple[int, os.stat_result, bytearray | None]:
-    """Read a file whose size is the target's, or the target's plus a trailer's.
+    """Read a file that is as long as the target, or longer by a trailer.
 
     Return the file's size, its stat, and the bytes of its trailer or None. A file of another size
     is not read. Raises OSError.

@@ -105,7 +105,7 @@ class ObjectTree(ABC):
     def places(
         self, left_alone: list[str], concurrency: Concurrency | None = None
     ) -> Iterator[Place]:
-        """Yield each directory with files, the outer ones included.
+        """Yield each directory with files, including the outer directories.
 
         left_alone: gets a message for each folder that is not trusted.
         concurrency: opens several folders at once.
@@ -295,7 +295,7 @@ class Temporaries:
         return b"%s%s%s.tmp" % (_TEMPORARY, token, os.urandom(4).hex().encode())
 
     def _own_names(self) -> _Names:
-        """Return this process's names: a forked process must not go on with its parent's."""
+        """Return this process's names: a forked process must not go on with its parent's names."""
         names = self._names
         if names.process != os.getpid():
             names = self._names = _Names.of(self._owner)

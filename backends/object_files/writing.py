@@ -46,7 +46,7 @@ class Ownership(NamedTuple):
     """Mode and owner of a new file.
 
     mode: mode before the umask.
-    owner: user and group; None leaves those of the process.
+    owner: user and group; None: the process's user and group.
     """
 
     mode: int
@@ -64,7 +64,7 @@ class FileWriter:
     """Creates the files of one store.
 
     files: the files of the store.
-    trailers: makes trailers for new objects; None writes none.
+    trailers: makes trailers for new objects; None: new objects get no trailers.
     """
 
     def __init__(self, files: StoreFiles) -> None:
@@ -91,7 +91,7 @@ class FileWriter:
         return Ownership(0o666 & permissions.for_group(self._own_group), None)
 
     def limit(self, permissions: Permissions) -> Permissions:
-        """Reduce the permissions of new files to those that `permissions` has, too. Return them."""
+        """Remove from the permissions of new files what `permissions` lacks. Return the rest."""
         with self._limiting:
             limit = self._limit = self._limit.intersection(permissions)
             self._new = self.ownership(limit)
@@ -332,7 +332,7 @@ class FileWriter:
         *,
         nbytes: int = 0,
     ) -> Temporary:
-        """Create an unsynced temporary file beside a key's, under a name that SGLang ignores.
+        """Create an unsynced temporary file beside a key's file; SGLang ignores its name.
 
         fill: takes the file's descriptor, and writes the content.
         new: mode and owner; by default those of all new files.

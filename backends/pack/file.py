@@ -206,7 +206,7 @@ def lock_pack(descriptor: int, path: str) -> None:
 
 
 def read_exactly(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Fill buffers from an offset of the file. Raises OSError, FormatError if it ends early."""
+    """Fill buffers from an offset of the file. Raises OSError, FormatError if the file ends."""
     if fill(descriptor, buffers, offset) < sum(map(len, buffers)):
         raise FormatError("the file ends within a record")
 
@@ -240,7 +240,7 @@ def load_pack(descriptor: int, path: str) -> PackContents:
     try:
         entries, metadata = read_index(content, end=offset, source=path)
     except FormatError:
-        with _named(damaged, remedy):  # a wrong digest is the cause of the error
+        with _named(damaged, remedy):  # report a wrong digest instead
             content.check()
         raise
     with _named(damaged, remedy):
@@ -335,7 +335,7 @@ class ObjectReader:
         self._scratch = bytearray()
 
     def read(self, key: bytes, place: RecordPlace, out: memoryview) -> None:
-        """Read an object into `out`, of `place.nbytes` bytes.
+        """Read an object into `out`, which has `place.nbytes` bytes.
 
         Raises OSError, FormatError if the record is damaged, OtherContentError if only the content
         differs from its digest.

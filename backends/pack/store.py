@@ -266,7 +266,7 @@ class PackStore(ReadsAhead, Archive, FilePermissions, Resumable):
         return pa.Table.from_batches([_scanned(batch, schema) for batch in batches], schema=schema)
 
     def free_bytes(self) -> int | None:
-        """Return the free bytes for objects, without those that only root may fill."""
+        """Return the free bytes for objects, without bytes that only root may fill."""
         objects = 0 if self._writer is None else len(self._writer.entries)
         return max(0, free_bytes(self._descriptor, objects))
 

@@ -69,8 +69,8 @@ if TYPE_CHECKING:
     from hicachectl.formats.pack.planes import Plane
 
 _MOST_ENCODERS = 4
-# Space kept free to finish a pack on a full disk: bytes for the index's head and the profile, at
-# most 1/_INDEX_SHARE of the file system; and bytes per object.
+# Space kept free to finish a pack on a full disk: _INDEX_BYTES for the index's head and the
+# profile, but at most 1/_INDEX_SHARE of the file system, and _INDEX_ROW_BYTES for each object.
 _INDEX_BYTES = 1 << 20
 _INDEX_SHARE = 8
 _INDEX_ROW_BYTES = 512

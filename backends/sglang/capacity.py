@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 _PROBED_EVERY_S, _PROBED_EVERY_BYTES = 1.0, 64 << 20
 _LOW = 0.96  # eviction starts above HIGH, and ends at this share of the limit
 _LISTED_AT = 0.75  # below this share of the limit, nothing needs to be listed
-_KNOWN_AT_LEAST = 0.25  # list again once the listed pages left fill less of the limit
+_KNOWN_AT_LEAST = 0.25  # list again when the pages left to evict fill less of the limit
 _WRITTEN_AT_LEAST = 0.05  # list again only after writes of this share of the limit
-# One turn frees this share of the missing space, and at least so many bytes: not everything, since
-# several suffixes may evict at once.
+# One turn frees this share of the missing space, but at least so many bytes. It does not free all,
+# since several suffixes may evict at once.
 _FREE_SPACE_STEP, _FREE_SPACE_LEAST = 0.25, 64 << 20
 _FREE_SPACE_MARGIN = 0.05  # space to free beyond min_free_space, as a share of it
 _TICK_S, _BUSY_TICK_S, _LOCK_EVERY_S, _EPOCH_EVERY_S = 0.25, 0.02, 2.0, 1.0
@@ -100,7 +100,7 @@ class Capacity:
         self._admitted = 0  # bytes admitted since the probe
         self._probed_at = 0.0
         owner = os.fsdecode(owner_of(self.suffixes[0]))
-        # A process without a limit must not keep one with a limit from evicting.
+        # A process without a limit must not keep a process with a limit from evicting.
         self._lock_name = f"evictor-{owner}" if max_size else f"sweeper-{owner}"
         self._ledger_name = f"used-{owner}"
         self._working = threading.Lock()  # one turn at a time
@@ -168,7 +168,7 @@ class Capacity:
             if self._limit:
                 used = side.open_lock(self._ledger_name)
                 self._ledger = Ledger(used, self._limit, self._wake, shared=not self._alone)
-            self._lock_file = side.open_lock(self._lock_name)  # last: if it is open, all are
+            self._lock_file = side.open_lock(self._lock_name)  # last: then all are open
 
     def _reopen_if_gone(self) -> None:
         """Open the control files again if they were replaced, or some could not be opened."""

@@ -1,8 +1,9 @@
 """Read and write the pages of one rank in a file store.
 
-A read can hang in the system and end long after its call, so it fills memory of its worker. The
-bytes are copied to the host pool once length, identity and digest are checked, and only while the
-call is open. A write reads the host pool directly; the file of a late write gets no name.
+A read can hang in the system and end long after its call, so it fills memory that belongs to its
+worker thread. The bytes are copied to the host pool once length, identity and digest are checked,
+and only while the call is open. A write reads the host pool directly; the file of a late write gets
+no name.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ Page = tuple[bytes, bytes]  # name of a page's file, and the 32 bytes of its has
 
 
 def named(pages: Sequence[str], suffix: bytes) -> list[Page]:
-    """Return the files of pages. Raises ValueError unless all are page hashes.
+    """Return file name and hash of each page. Raises ValueError unless all are page hashes.
 
     suffix: end of the names, after the page hash.
     """
@@ -111,7 +112,8 @@ class Memory:
     """Memory that a page is read into.
 
     whole: memory for the page, its trailer and one byte more, which shows a file that is too long.
-    page, trailer: their parts of `whole`.
+    page: the part of `whole` for the page.
+    trailer: the part of `whole` for the trailer.
     address: address of the page.
     """
 
@@ -157,7 +159,7 @@ class PageFiles:
     ) -> None:
         """Serve a pool's files.
 
-        capacity: room for them; None if this rank does not write the pool.
+        capacity: the limits on the space of the files; None if this rank does not write the pool.
         touches: reads count as use, for the order of eviction.
         """
         file, identity = pool.coordinate, pool.identity.hash()
@@ -197,7 +199,7 @@ class PageFiles:
     def problem(self, page: Page) -> _Problem:
         """Return why a page's file cannot be used; the digest is not checked.
 
-        "damaged", "foreign", "unranked", "unstamped", "unreadable", "stale"; "" for a usable file.
+        The result is a key of `_DETAILS`, or "" for a usable file.
         """
         descriptor = self._open(page)
         try:
@@ -287,7 +289,7 @@ class PageFiles:
         return None
 
     def _note_unranked(self, page: Page) -> None:
-        """Count a page that is read without a rank in its trailer, if trailers can name ours."""
+        """Count a page whose trailer names no rank, if trailers can name this rank."""
         if self._rank != NO_RANK:
             self._counters.noted("unranked", f"{page[0].decode()}: its trailer names no rank")
 
@@ -310,7 +312,7 @@ class PageFiles:
         return self._epoch.stale(st)
 
     def keep(self, page: Page, found: Found) -> bool:
-        """Mark a file as used that is already in place. Return False if it must be written anew.
+        """Mark a file that is already in place as used. Return False if it must be written anew.
 
         A marked file is not evicted before the writer has had time to write the page's anchor.
         """
@@ -394,7 +396,7 @@ class PageFiles:
     def _problem(self, page: Page, st: os.stat_result, data: bytes) -> _Problem:
         """Return why a file cannot be used, "" if it can; the digest is not checked.
 
-        data: bytes of the trailer; b"" if the file has another length than a page with trailer.
+        data: bytes of the trailer; b"" if the file is not as long as a page with its trailer.
         """
         if self._epoch.stale(st):
             return "stale"
@@ -523,8 +525,8 @@ class FilePages(PageStore):
                 if files.keep(page, found):
                     kept.append(index)
                     return True
-                # The file is evicted, or a `clear` made it stale: then it has to be removed, as its
-                # new mark is later than the `clear`.
+                # The file was evicted, or a `clear` made it stale. A stale file has to be removed,
+                # as the mark just set is later than the `clear`.
                 files.remove(page, found)
                 found = None
             if found is not None and found.problem == "foreign" and keeps_foreign:
@@ -539,7 +541,7 @@ class FilePages(PageStore):
         return done
 
     def clear(self, call: Call) -> None:
-        """Make the objects that this rank writes misses at once; they are removed later.
+        """Turn the objects that this rank writes into misses at once; they are removed later.
 
         All pages are misses until the new epoch is written into the directory.
         """
@@ -701,7 +703,7 @@ class FilePages(PageStore):
             self.counters.refused(problem, f"{pool.name} of page {page}: {_DETAILS[problem]}")
 
     def _discard(self, pool: ServedPool, files: PageFiles, page: Page, found: Found) -> None:
-        """Remove a damaged file, this rank's anchor first, so that the page is written again.
+        """Remove this rank's anchor, then a damaged file, so that the page is written again.
 
         A trailing pool's file is removed alone, since a page is whole without it.
         """
@@ -715,7 +717,9 @@ class FilePages(PageStore):
 
 
 def _check_names(pool: ServedPool) -> None:
-    """Raise ValueError if the model's file names, of any pool and rank, are too long or binary."""
+    """Raise ValueError if file names of the model, for any pool and rank, cannot be used.
+
+    They can be too long, or have characters that are not printable."""
     shard = pool.coordinate.shard
     longest = max((one.name for one in pool_names()), key=len)
     last = replace(

@@ -42,15 +42,16 @@ Method = TypeVar("Method", bound="Callable[..., Any]")
 # Most pages in a call of SGLang (cache_controller.py :: STORAGE_BATCH_SIZE). Only calls that write
 # pools other than kv have more: all pages of a node.
 _BATCH = 128
-_FIRST_ASKED = _BATCH  # pages in the first question; while all exist, each later one doubles
+# Pages in the first question. While all pages exist, each question has twice as many as the last.
+_FIRST_ASKED = _BATCH
 _MOST_FAILED = 1 << 18  # page hashes remembered after a failed sidecar
 
 
 def _never_raises(default: Callable[..., Any]) -> Callable[[Method], Method]:
     """Make a method log exceptions, and return default(*arguments) instead.
 
-    If the arguments do not fit `default` either, it returns None, which SGLang takes for a failed
-    call.
+    If the arguments do not fit `default` either, the method returns None, which SGLang takes for a
+    failed call.
     """
 
     def guard(method: Method) -> Method:
@@ -223,7 +224,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         pool_transfers: Sequence[Any] | None = None,
         extra_info: Any = None,
     ) -> Any:
-        """Return how many leading pages all pools can restore, and all restorable lengths."""
+        """Return how many leading pages can be restored from all pools, and all such lengths."""
         transfers = [t for t in pool_transfers or () if _gates(t)]
         asked = [self._pools.get(str(PoolName.KV)), *(self._pool_of(one) for one in transfers)]
         pools = [pool for pool in asked if pool is not None]
@@ -290,7 +291,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def _count_anchored(
         self, transfers: Sequence[Any] = (), results: Mapping[Any, Sequence[bool]] | None = None
     ) -> None:
-        """Count as restored the pages of the anchor's last batch that SGLang takes.
+        """Count, as restored, the pages that SGLang takes of the anchor's last batch.
 
         SGLang takes the leading pages that were read for the anchor and for every pool that it
         reads for the same batch (cache_controller.py :: _page_transfer_kv_batch).
@@ -339,12 +340,12 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     ) -> dict[Any, list[bool]]:
         """Write pages of other pools; remember the pages on which a needed pool failed.
 
-        Failures of earlier calls are forgotten for these pages. `batch_set_v1` may not have taken
-        them: after a page that failed, SGLang writes no kv of the pages behind it. All pools that a
-        page needs come in one call.
+        Failures of earlier calls are forgotten first. `batch_set_v1` may not have removed them:
+        after a page that failed, SGLang writes no kv of the pages behind it. SGLang passes all
+        pools that a page needs in one call.
 
-        Each batch of a node has the time of a call, because SGLang waits for writes before it stops
-        their thread (scheduler.py :: is_fully_idle).
+        Each batch of a node has the time of a whole call, because SGLang waits for writes before it
+        stops their thread (scheduler.py :: is_fully_idle).
         """
         for key in {key for transfer in transfers if _is_needed(transfer) for key in transfer.keys}:
             self._failed.pop(key, None)
@@ -416,7 +417,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         return True
 
     def get(self, *_: Any, **__: Any) -> None:
-        """Return None: SGLang uses flat pages only without interface_v1, which settings require."""
+        """Return None: SGLang uses flat pages only without interface_v1, a required setting."""
 
     batch_get = set = batch_set = get
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.sglang.context import Context
     from hicachectl.backends.sglang.page_store import Piece, Pieces
 
-# Attributes with a pool's memory: tensors, or lists of them.
+# Attributes with a pool's memory: tensors, or lists of tensors.
 _BUFFERS = (
     "kv_buffer",
     "k_buffer",
@@ -46,8 +46,8 @@ class EvenPages:
 
     page_indices: host indices of a page.
     count: pages of the pool.
-    pieces: pieces of a page, in the object's order: address in page 0, bytes to the next page, and
-        bytes.
+    pieces: the pieces of a page, in the object's order. Each is its address in page 0, the distance
+        to the same piece of the next page, and its length, in bytes.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class _Form:
     dtype: see `Identity`.
     layers: layers of the page.
     packed: whether some layers are, or may be, the draft's.
-    parts: names, with equally many pieces each; () for one part of all pieces.
+    parts: names of the parts, which have equally many pieces; () if all pieces are one part.
     alternating: SGLang lists the pieces of the parts by turns, but the object holds one part after
         the other.
     sharded: TP ranks hold different bytes.

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
 
-_BUFFER_BYTES = 8 << 20  # or the bytes of one page; larger buffers were no faster
+_BUFFER_BYTES = 8 << 20  # or the bytes of one larger page; larger buffers were no faster
 _BUFFERS_PER_THREAD = 2  # a buffer for a call, and a buffer for a call that hangs
 _OBJECTS_PER_RUN = 128  # SGLang's batches have as many pages
 _KEYS = pa.schema([SCAN_FIELDS["key"]])
@@ -69,7 +69,7 @@ class FormObject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageForm:
-    """The objects of a pool's pages, none for a logical anchor outside a file store."""
+    """The objects of each page of a pool; a logical anchor has objects only in a file store."""
 
     objects: tuple[FormObject, ...]
 
@@ -106,7 +106,7 @@ class PageForm:
 
 
 def page_form(grammar: str, pool: ServedPool, tag: str = "") -> PageForm:
-    """Return the objects of a pool's pages in a store with keys of a grammar.
+    """Return the objects of a pool's pages in a store whose keys follow a grammar.
 
     tag: Mooncake's extra_backend_tag.
     Raises UnsupportedByBackend.
@@ -131,7 +131,7 @@ def rows_of(keys: Sequence[bytes]) -> Any:
 def right_sizes(
     store: Store, keys: Sequence[bytes], sizes: IntArray, counters: Counters
 ) -> BoolArray:
-    """Return which objects exist, in the right size where the store tells sizes: [n] bool.
+    """Return which objects exist and, if the store tells sizes, have the right size: [n] bool.
 
     sizes: [n] int64.
     """
@@ -183,7 +183,7 @@ def count_failures(
     """Count the pages that failed, each with the reason of its first object that failed.
 
     other: reason for a status without an entry in `_REASONS`.
-    nbytes: [n] int64, of each object; -1 if unknown.
+    nbytes: [n] int64, the bytes of each object; -1 if unknown.
     """
     failed = np.flatnonzero((result.statuses != Status.OK) & (result.statuses != Status.EXISTS))
     _, first = np.unique(failed // len(form.objects), return_index=True)
@@ -208,8 +208,8 @@ class NoBufferError(Exception):
 class StagingBuffers:
     """Buffers of equal size in one arena, which stores read into and write from.
 
-    A call that hangs in the store keeps its buffer until it returns: no other call has the memory
-    that it fills late.
+    A call that hangs in the store keeps its buffer until it returns, so no other call gets the
+    memory that it may still fill.
     """
 
     def __init__(self, nbytes: int, count: int, *, named: bool = False) -> None:
@@ -220,7 +220,8 @@ class StagingBuffers:
         """
         self.nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
         self.arena = Arena(self.nbytes * count, named=named)
-        self._free = [n * self.nbytes for n in reversed(range(count))]  # the last used comes first
+        # The buffer used last is taken first.
+        self._free = [n * self.nbytes for n in reversed(range(count))]
 
     @contextmanager
     def hold(self) -> Iterator[int]:
@@ -236,7 +237,7 @@ class StagingBuffers:
 
 
 def gather(call: Call, pieces: Pieces, address: int) -> None:
-    """Copy pieces of the host pool to one address of ours. Raises Ended."""
+    """Copy pieces of the host pool to one address in our memory. Raises Ended."""
     for source, nbytes in pieces:
         call.copy(source, [(address, nbytes)])
         address += nbytes
@@ -257,7 +258,8 @@ class StorePages(PageStore):
         """Serve from the store of a mooncake, hf3fs or pack URL, which `open` opens.
 
         writes: the server writes to the store.
-        draft_weights: weights of the deployment's draft, also on ranks without it; "" without one.
+        draft_weights: weights of the deployment's draft, also on ranks without it; "" if it has no
+            draft.
         """
         super().__init__(counters, settings.threads)
         self._url = url
@@ -377,7 +379,7 @@ class StorePages(PageStore):
     # serving
 
     def exists(self, pool: ServedPool, pages: Sequence[str], call: Call) -> list[bool]:
-        """Return which pages have all objects, of the right size where the store tells sizes."""
+        """Return which pages have all objects, with the right sizes if the store tells sizes."""
 
         def ask(opened: _Opened, some: Sequence[int]) -> list[bool]:
             keys, sizes = opened.form.named([pages[n] for n in some])
@@ -388,7 +390,7 @@ class StorePages(PageStore):
     def read(
         self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
     ) -> list[bool]:
-        """Read pages whose objects have the right size, and the store's digest if it has one."""
+        """Read pages whose objects have the right size, and right digests if the store has any."""
 
         def read(opened: _Opened, some: Sequence[int]) -> list[bool]:
             store, form, buffers = opened
@@ -528,7 +530,7 @@ def _prepared(store: Store) -> Store:
     if isinstance(store, Leases):
         store.lease_wait_seconds = 0.0
     if isinstance(store, RacyWrites):
-        store.confirms_writes = False  # bytes of another writer of the page are as good
+        store.confirms_writes = False  # a page that another writer stored serves as well
     return store
 
 
@@ -581,7 +583,7 @@ def archive_problem(
 
 
 def _differences(profile: Profile, files: list[ObjectSpec], pool: ServedPool) -> list[str]:
-    """Return texts for the fields of a pool's pages that differ in a pack and on this server."""
+    """Return texts for the fields of a pool's pages that differ between a pack and this server."""
     held, shard = files[0].coordinate.shard, pool.coordinate.shard
     theirs: dict[str, object] = {"model": profile.key_model}
     ours: dict[str, object] = {"model": pool.identity.model}

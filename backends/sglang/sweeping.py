@@ -78,7 +78,7 @@ class Listing:
         """Begin without objects.
 
         begun_ns: begin of the listing by the file system's clock.
-        measures: make rows; without, only stale objects are kept.
+        measures: make rows. If False, only stale objects are kept.
         """
         self.begun_ns, self.epochs = begun_ns, epochs
         self.kind_of = {os.fsdecode(suffix): kind for kind, suffix in enumerate(suffixes)}
@@ -110,7 +110,7 @@ class Listing:
             self.left += st.st_size
 
     def _is_later(self, mtime_ns: int) -> bool:
-        """Return whether an object was written since the beginning; not if its time is to come."""
+        """Return whether an object was written since the listing began; False for a future time."""
         if mtime_ns <= self.begun_ns:
             return False
         return mtime_ns - self.begun_ns <= time.time_ns() - self._own_begun_ns + _CLOCKS_DIFFER_NS
@@ -118,7 +118,8 @@ class Listing:
     def sort(self) -> None:
         """Sort the added objects into rows."""
         rows = np.frombuffer(self._added, _ROWS)
-        # The first quarter of its hash identifies a page. Two pages that share it get one time.
+        # A page is identified by the first quarter of its hash. Two pages that share it get one
+        # time.
         quarters = rows["page"][:, 0]
         distinct, page_of = np.unique(quarters, return_inverse=True)
         latest = np.full(len(distinct), np.iinfo(np.int64).min)
@@ -174,7 +175,7 @@ class Sweeper:
     def list(self, stopped: Callable[[], bool], *, measures: bool = True) -> Listing:
         """List the objects, and remove old temporary files of the suffixes.
 
-        measures: list all objects with sizes and times; without, list only stale objects.
+        measures: list all objects with sizes and times. If False, list only stale objects.
         stopped: called often; True ends the listing.
         """
         found = Listing(self._suffixes, self.look(), self.now_ns(), measures=measures)
@@ -217,7 +218,7 @@ class Sweeper:
 
         sizes: size of each listed object by its kind.
         listed_ns: time of the last use, as listed.
-        Returns the bytes that are free now, also of objects that others have removed.
+        Returns the bytes that are free now, including those of objects that others have removed.
         """
         seen = {kind: self._look(self._key(page, kind)) for kind in sizes}
         gone = sum(size for kind, size in sizes.items() if seen[kind] is None)
