@@ -526,7 +526,7 @@ class Concurrency:
             return start, run.next
 
     def _recruit(self, calls: _Calls, run: _Run) -> None:
-        """Let other threads work on a run: as many as slices are left and the limits allow."""
+        """Let other threads work on a run, as many as the limits allow and slices are left."""
         with self._lock:
             left = -(-(run.count - run.next) // run.slice_items(calls))
             wanted = min(calls.level - calls.active, left, self._most - self._turns)

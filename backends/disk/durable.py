@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 STDOUT = Path("/dev/stdout")
-# NFS locks only files that are open for writing. No directory can be: flock fails with EBADF.
+# NFS locks only files that are open for writing. A directory never is, so flock fails with EBADF.
 _NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF, errno.EISDIR}
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
@@ -192,7 +192,8 @@ def whole_file(
     Symbolic links are followed. Devices, pipes and `STDOUT` are written directly.
     mode: "w" writes UTF-8.
     durable: see `new_file`.
-    permissions: mode of the file; by default that of the replaced file, or 0o666 less the umask.
+    permissions: mode of the file; by default the mode of the replaced file, or 0o666 less the
+        umask.
     readable_by: limit for the permissions of a file that replaces none.
     Raises UsageError if the file cannot be written, BrokenPipeError for a closed pipe.
     """
@@ -273,7 +274,7 @@ def is_linked(descriptor: int) -> bool:
 
 
 def _open_stat(descriptor: int) -> os.stat_result | None:
-    """Return the stat of an open file; None for one that another host removed from NFS."""
+    """Return the stat of an open file; None if another host removed the file from NFS."""
     try:
         return os.fstat(descriptor)
     except OSError as error:

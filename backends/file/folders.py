@@ -2,7 +2,8 @@
 
 A flat directory is SGLang's form (hicache_storage.py :: HiCacheFile). The file
 `.hicachectl/folders` marks a directory with folders. In it, the first two hex digits of a key name
-the folder of its file. The last two digits of a temporary file's name name the folder of that file.
+the folder of its file. The last two digits of a temporary file's name state the folder of that
+file.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def folder_of(name: bytes) -> bytes | None:
 class ObjectDirectory(FolderedDirectory, ObjectTree):
     """An open directory of objects. path: the path that opened it.
 
-    Descriptors keep their numbers until `close`, also when `reopen` makes the directory again.
+    Descriptors keep their numbers until `close`, even if `reopen` makes the directory again.
     """
 
     elsewhere = (
@@ -167,7 +168,7 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
 
 
 def _holder(folder: bytes | None) -> Callable[[list[str]], list[bool]]:
-    """Return a function that tells which files belong in a folder; None: beside the folders."""
+    """Return a function that tells which files belong in a folder or, for None, beside folders."""
     if folder is None:
         return lambda names: [folder_of(os.fsencode(name)) is None for name in names]
     text = os.fsdecode(folder)

@@ -2,10 +2,10 @@
 
 Source: sglang srt/mem_cache/hicache_storage.py :: HiCacheFile. Only regular files are objects.
 Symbolic links are not followed, and sub-directories such as `.hicachectl` are ignored. A directory
-that is marked as having folders (`folders`) has its objects in these. Objects may have trailers
-(`formats.trailer`), which sizes do not count. Temporary files of unfinished writes (SGLang:
-`.<32 hex>.tmp`, hicachectl: `.hicachectl-<32 hex>.tmp`) are listed like objects, so that a check
-can report them.
+that is marked as having folders (`folders`) has its objects in its folders. Objects may have
+trailers (`formats.trailer`), which sizes do not count. Temporary files of unfinished writes
+(SGLang: `.<32 hex>.tmp`, hicachectl: `.hicachectl-<32 hex>.tmp`) are listed like objects, so that a
+check can report them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
         A mark that is not trusted is ignored, with a remark: the directory counts as flat.
         """
         with closing_descriptor(descriptor):
-            # Raises without the right to search (x). To open and list, the right to read suffices.
+            # Raises without the right to search (x). Opening and listing need only the right to
+            # read.
             os.stat(".", dir_fd=descriptor)
             try:
                 return ObjectDirectory.within(path, os.dup(descriptor))

@@ -147,7 +147,8 @@ class DataFiles:
     def holes(self, path: str, positions: IntArray, nbytes: int) -> BoolArray:
         """Return which pages have parts that were never written: [n] bool.
 
-        File systems report holes in whole blocks, or not at all: then no page is returned.
+        File systems report holes in whole blocks, or not at all: then the result is False for every
+        page.
         """
         found = np.zeros(len(positions), dtype=np.bool_)
         try:

@@ -117,7 +117,7 @@ def prefix_of(table: TableName) -> bytes:
 
 
 def affix_of(key: bytes) -> Affix | None:
-    """Split a key around its page hash; None without one."""
+    """Split a key around its page hash; None if the key has none."""
     match = _PAGE_KEY.fullmatch(key)
     return (match[1], match[2]) if match else None
 
@@ -129,7 +129,7 @@ def table_of(prefix: bytes) -> TableName:
 
 
 def names_of(keys: Any, table: TableName) -> list[str]:
-    """Return the server's names of a table's keys, a binary array."""
+    """Return the server's names of a table's keys. keys: a binary array."""
     skipped = len(prefix_of(table))
     return [key[skipped:] for key in keys.cast(pa.string()).to_pylist()]
 
@@ -184,15 +184,15 @@ class PageSizes:
 
         file_size: bytes of an untruncated file.
         lengths: bytes of each table's file, by table name. Needed if the URL does not state the
-            file size, so that `file_size` is the largest length.
-        Returns why the page size is in doubt, else None. If any table of a namespace agrees with
-        its file, the size is right; the tables that disagree get findings. Raises ProfileError if
-        no table of a namespace agrees, and truncated files do not explain it.
+            file size: then `file_size` is the largest length. Returns why the page size is in
+            doubt, else None. If any table of a namespace agrees with its file, the size is right;
+            the tables that disagree get findings. Raises ProfileError if no table of a namespace
+            agrees, and truncated files do not explain it.
         """
         known = [table for table in tables if table.place in self.nbytes]
         fits = [table.num_pages == file_size // self.nbytes[table.place] for table in known]
         disagreeing = list(compress(known, map(not_, fits)))
-        # Truncated files hardly have equal lengths: with equal ones, the profile is wrong.
+        # Truncated files hardly have equal lengths, so equal lengths show a wrong profile.
         equal = Counter(lengths.get(table.name) for table in disagreeing)
         sound = {table.namespace for table in compress(known, fits)}
         doubt = None

@@ -175,9 +175,9 @@ class Hf3fsStore(
     def use_profile(self, profile: Profile, *, looks_only: bool = False) -> None:
         """Set the bytes of pages, and check them against the tables' page counts.
 
-        Inferred profiles are ignored. Raises UnsupportedByBackend for objects that 3FS cannot
-        hold, ProfileError if a namespace has tables, but none with as many pages as fit into its
-        file. With `looks_only`, a file that may be truncated is accepted.
+        Inferred profiles are ignored. Raises UnsupportedByBackend for objects that 3FS cannot hold.
+        Raises ProfileError for a namespace with tables, if none of them has as many pages as fit
+        into its file. With `looks_only`, a file that may be truncated is accepted.
         """
         if profile.inferred:
             return

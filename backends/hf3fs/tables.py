@@ -118,7 +118,7 @@ class KeyTables:
         table = self._table(share.table)
         if table is not None:
             wanted = pa.array(share.keys, pa.binary())
-            # Hash the few wanted keys, not the table's many.
+            # Hash the few wanted keys, not the many keys of the table.
             rows = np.flatnonzero(pc.is_in(table.keys, value_set=wanted).to_numpy(False))
             found = take_rows(pa.table({"key": table.keys}), rows).column("key")
             held = pc.index_in(wanted, value_set=found.combine_chunks())
@@ -137,7 +137,7 @@ class KeyTables:
         return located
 
     def sharers(self, share: TableRows) -> Iterator[tuple[int, str]]:
-        """Yield (row, other key) if an existing key outside `share` also has the row's page."""
+        """Yield (row, other key) for rows whose page an existing key outside `share` has, too."""
         table = self._table(share.table)
         if table is None:
             return
@@ -166,7 +166,7 @@ class KeyTables:
     # the server
 
     def exist(self, share: TableRows) -> BoolArray:
-        """Return which keys of a table exist, on the server if there is one, or in the snapshot.
+        """Return which keys of a table exist: on the server if there is one, else in the snapshot.
 
         Returns [n] bool.
         """
@@ -197,9 +197,9 @@ class KeyTables:
         return table in self._known
 
     def current(self, rows: Rows, *, counts: bool = True) -> IntArray:
-        """Return the page indices of keys, from the server if there is one, or the snapshot.
+        """Return the page indices of keys, from the server if there is one, else the snapshot.
 
-        The server takes a query for a use of the keys.
+        The server counts a query as a use of the keys.
 
         counts: add the queries to `touched_keys`.
         Returns [n] int64, UNKNOWN if missing.

@@ -171,7 +171,7 @@ class _Reservation:
             self.errors |= dict.fromkeys(set(places) - set(taken), _OTHERS)
 
     def _write(self) -> list[int]:
-        """Write every held page; return the indices of the synced ones."""
+        """Write every held page; return the indices of the synced pages."""
         written = []
         for n, index in self.held.items():
             if self.stop.is_set():
@@ -202,7 +202,7 @@ class _Reservation:
         """
         table, held = self.batch.table, self.held
         if replaced:
-            # Frees the current pages. Until confirmed, readers miss the keys.
+            # Frees the current pages. Readers miss the keys until the new pages are confirmed.
             self.server.delete(*table, replaced)
         if not held:
             return

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 CONFIG_VARIABLE = "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH"
-# Chooses the implementation of the store that Mooncake's package loads, from 0.3.14 on.
+# From 0.3.14 on, this variable chooses the store implementation that Mooncake's package loads.
 BACKEND_VARIABLE, _BACKEND = "MOONCAKE_STORE_BACKEND", "cpp"
 
 _DEFAULT_METRICS_PORT = 9003

@@ -125,7 +125,7 @@ class Index:
     remarks: tuple[str, ...]
 
     def stored_forms(self, key: bytes) -> tuple[bytes, bytes]:
-        """Return the two forms of a key in files: with the tenant, and the older form without it."""
+        """Return the two forms of a key in files: with the tenant and, in older files, without."""
         return self.prefix + key, key
 
     def find(self, rows: Rows) -> IntArray:

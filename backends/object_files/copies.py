@@ -190,7 +190,7 @@ class FileCopier:
     # trailers
 
     def tail(self, item: CopiedObject, excess: int) -> bytes | Verdict:
-        """Return the trailer of the copy, no bytes for none, or a verdict against the copy.
+        """Return the trailer of the copy, b"" if it gets none, or a verdict against the copy.
 
         excess: number of bytes after the object in the source.
         """

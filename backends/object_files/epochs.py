@@ -72,7 +72,7 @@ def begin_epoch(directory: ObjectTree, suffixes: Iterable[bytes]) -> None:
 
 
 def _begin_by_ctime(side: Directory, name: str) -> None:
-    """Write an epoch without a text, like the first versions of the plug-in: its ctime counts."""
+    """Write an epoch without a text, as the first plug-in versions did: the file's ctime counts."""
     with closing_descriptor(side.open_lock(name)) as descriptor:
         os.truncate(descriptor, 0)
         os.utime(descriptor)  # sets the ctime
@@ -162,7 +162,7 @@ def suffixes_of(rows: Rows) -> Any:
 
 
 class Epochs:
-    """The epochs of a directory, read once; false if it has none.
+    """The epochs of a directory, read once; false if the directory has none.
 
     A side directory that is missing or not trusted has no epochs.
     """
@@ -189,7 +189,7 @@ class Epochs:
         return bool(self._by_owner)
 
     def of(self, key: bytes) -> int:
-        """Return the epoch of a key's suffix, Unix nanoseconds; 0 without one."""
+        """Return the epoch of a key's suffix, Unix nanoseconds; 0 if it has none."""
         suffix = key[PAGE_DIGITS:]
         if suffix not in self._by_suffix:
             self._by_suffix[suffix] = self._by_owner.get(owner_of(suffix), 0)
@@ -200,7 +200,7 @@ class Epochs:
         return st.st_ctime_ns <= self.of(key)
 
     def times(self, batch: Any) -> Any | None:
-        """Return the epoch of each stale object: int64, null for others; None if none is stale.
+        """Return the epoch of each stale object: int64, null for others. None: no object is stale.
 
         batch: batch of a scan. Without the column `version`, each object whose suffix has an epoch
             costs a stat.

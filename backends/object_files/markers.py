@@ -60,7 +60,7 @@ def write_marker(directory: Directory, marker: Marker) -> None:
 def read_markers(directory: Directory) -> list[Marker]:
     """Return the markers of a store, sorted by file name.
 
-    directory: directory of the store. Files with other names, such as unfinished ones, are ignored.
+    directory: directory of the store. Files with other names, such as temporary files, are ignored.
     Raises OSError, UntrustedError, and FormatError, which names the file.
     """
     found: list[Marker] = []
@@ -142,7 +142,7 @@ class MarkedSizes:
             return self._markers
 
     def identity_of(self, hash_: bytes) -> Identity | None:
-        """Return the identity that has a hash, if one of the markers that were read last has it."""
+        """Return the identity with a hash; None if the markers that were read last lack it."""
         return self._identities.get(hash_)
 
     def ensure(self, markers: set[Marker]) -> None:

@@ -224,7 +224,7 @@ class NewTrailers:
 
 
 def _only(ranks: frozenset[int]) -> int:
-    """Return the only rank; NO_RANK for none, and for several readings of a key."""
+    """Return the rank if there is exactly one, else NO_RANK."""
     return next(iter(ranks)) if len(ranks) == 1 else NO_RANK
 
 

@@ -92,7 +92,7 @@ class ScannedPack:
 def walk(
     descriptor: int, path: str, *, on_bytes: Callable[[int, int], None] = lambda nbytes, total: None
 ) -> ScannedPack:
-    """Read the heads of all records and check the content of the last ones.
+    """Read the heads of all records, and check the content of the last records.
 
     Damage between records is skipped. Memory: about 500 bytes per object.
     on_bytes: called with the bytes just passed and the file's size.

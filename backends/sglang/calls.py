@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-_MOST_HUNG = 4  # with more hanging threads, as a multiple of `threads`, calls fail at once
+_MOST_HUNG = 4  # calls fail at once if more threads hang than this multiple of `threads`
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
@@ -190,7 +190,7 @@ class Workers:
                 return
 
     def _is_extra(self) -> bool:
-        """Count a hanging thread that returned. Return whether it is replaced, and must end."""
+        """Stop counting this thread as hanging. Return whether it was replaced, and must end."""
         with self._lock:
             self._hung -= 1
             extra = self._closed or self._running >= self._most

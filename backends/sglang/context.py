@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.sglang.settings import Settings
 
-_LONGEST_READ_S = 300.0  # most time to read the weights: other ranks wait for this one
+_LONGEST_READ_S = 300.0  # most time to read the weights: other ranks wait for this rank
 _AUTO = "identity: 'auto' does not suffice"
 
 # Variables that change the order or the form of rows, but not their size. Sources: memory_pool.py
@@ -50,7 +50,7 @@ class Context:
     page_size: tokens of a page.
     fp8, draft_fp8: dtype of fp8 numbers, which SGLang keeps in pools of bytes.
     row_form: environment variables that choose another form of rows than the default; else "".
-    pp_partition: layers of each pipeline stage, if the server was told; else ().
+    pp_partition: layers of each pipeline stage, if the environment states them; else ().
     opaque_rows: text that changes with the form of rows that hicachectl does not interpret.
     """
 
@@ -163,7 +163,7 @@ class _Weights:
             return ""
 
     def _checkpoint(self, path: str, revision: str | None) -> Checkpoint:
-        """Read a model directory, or the Hub's snapshot of it. Raises HicacheError."""
+        """Read a model directory, or the Hub's snapshot of a model. Raises HicacheError."""
         workers = Workers(1, "weights")  # a file system may hang
         work = [(path, revision, self._cache)]
         try:
@@ -178,7 +178,7 @@ class _Weights:
 
 
 def _adapter(spec: Any, lora: Any) -> str:
-    """Return the setting by which adapters change KV values, and the next step; "" without one.
+    """Return the setting by which adapters change KV values, and the next step; "" if none does.
 
     The page hashes of an adapter depend on its name and path (lora_registry.py ::
     deterministic_id), so they stay the same when the adapter is trained again. A server with this
@@ -209,7 +209,7 @@ def _read(path: str, revision: str | None, cache: str | None) -> Checkpoint:
 
 
 def _updated(name: str) -> str:
-    """Return the name of weights after online updates that gave them a version, else `name`."""
+    """Return a name of weights, with the version that online updates gave them, if any did."""
     from sglang.srt.runtime_context import get_context
 
     if not any("weight_version" in fields for _, fields in get_context().overrides_log()):

@@ -68,8 +68,9 @@ class ServedPool:
     nbytes: bytes of a page, all parts; 0 for a logical anchor.
     parts: parts of a page; empty for a logical anchor.
     writes: this rank writes the pool; another rank writes shared objects.
-    trailing: only the last pages of a stored node have the pool; the others are whole without it.
-        SGLang's transfers say so, not its registrations; False before the first transfer.
+    trailing: only the last pages of a stored node have the pool; the other pages are whole without
+        it. SGLang states this in transfers, not in registrations, so it is False before the first
+        transfer.
     """
 
     name: str
@@ -194,8 +195,8 @@ class PageStore(ABC):
     def _close(self, close: Callable[[], None]) -> None:
         """Close the open store once no worker hangs in it.
 
-        A worker that returns still uses its memory, its client of a library, and its descriptors.
-        Once they are closed, the numbers of these descriptors can belong to other files.
+        A worker that hung still uses its memory, client and descriptors when it returns. After a
+        close, the numbers of these descriptors can belong to other files.
         """
         while self._hangs:
             time.sleep(_SECONDS_BETWEEN_LOOKS)

@@ -52,7 +52,7 @@ class Settings:
     stores: the first is written, unless `reads_only`; the others are read on a miss.
     digest: one of DIGEST_KINDS, for objects that are written.
     identity: "auto", or a text in place of the fingerprint of the weights.
-    op_timeout: most seconds for a call; a write of more than 128 pages has them for every 128.
+    op_timeout: most seconds for a call; a longer write has this time for every 128 pages.
     max_size: most bytes per suffix; None without a limit.
     min_free_space: bytes to leave free on the file system.
     """
@@ -85,8 +85,8 @@ def parse_settings(extra_config: Mapping[str, Any] | None) -> Settings:
     """Return the settings of a server.
 
     extra_config: SGLang's HiCacheStorageConfig.extra_config.
-    Raises ValueError, which SGLang reports when it starts or attaches a store; it names key, value
-    and remedy.
+    Raises ValueError, which SGLang reports when it starts or attaches a store; the error names key,
+    value and remedy.
     """
     config = dict(extra_config or {})
     given = {key: value for key, value in config.items() if key not in _SGLANG_KEYS}

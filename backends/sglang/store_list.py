@@ -46,11 +46,11 @@ class StoreList:
         """
         self.counters = counters
         self.writes = writes
-        self._stores = self._read = list(stores)  # all, and those that are read
+        self._stores = self._read = list(stores)  # all stores, and the stores that are read
         self._pools: dict[str, ServedPool] = {}  # the pools last asked for
         self._lock = threading.Lock()
-        # Positions of stores by page, if there are several: as `exists` chose, and as the anchor
-        # was last read.
+        # If there are several stores, the position of each page's store: the choice of `exists`,
+        # and where the anchor was last read.
         self._chosen: dict[str, int] = {}
         self._anchored: dict[str, int] = {}
 
@@ -69,8 +69,9 @@ class StoreList:
     def exists(self, pools: Sequence[ServedPool], pages: Sequence[str], call: Call) -> BoolArray:
         """Return which pages of each pool can be read: [pools, pages] bool.
 
-        A page comes from the store that has it whole with the most trailing states, the first of
-        equal ones. A page that no store has whole comes from the first.
+        A page comes from the store that has it whole with the most trailing states; if several have
+        equally many, from the first of them. A page that no store has whole comes from the first
+        store.
         """
         stores = self._read
         present = np.zeros((len(pools), len(pages)), dtype=np.bool_)
@@ -146,7 +147,7 @@ class StoreList:
             store.clear(call)
 
     def close(self) -> None:
-        """Release everything, also after a store that raises; later calls are misses."""
+        """Release everything, even if a store raises; later calls are misses."""
         with ExitStack() as stack:
             for store in self._stores:
                 stack.callback(store.close)
@@ -197,7 +198,9 @@ def _ask(
     call: Call,
     present: BoolArray,
 ) -> None:
-    """Set which pages a store has, [pools, pages]; later pools only where the first one is."""
+    """Set which pages a store has: [pools, pages].
+
+    For the later pools, the store is asked only for pages that it has of the first pool."""
     asked = np.arange(len(pages))
     for row, pool in enumerate(pools):
         if not len(asked):
@@ -231,7 +234,7 @@ def _remember(choices: dict[str, int], found: Iterable[tuple[str, int]]) -> None
 def open_stores(settings: Settings, draft_weights: str = "") -> StoreList:
     """Return the stores of a server, not yet open.
 
-    draft_weights: name of the draft's weights, also on ranks without it; "" without one.
+    draft_weights: name of the draft's weights, also on ranks without it; "" if there is no draft.
     """
     writes = not settings.reads_only
     tally = tally_of(settings.names)

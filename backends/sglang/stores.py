@@ -258,8 +258,8 @@ class StorePages(PageStore):
         """Serve from the store of a mooncake, hf3fs or pack URL, which `open` opens.
 
         writes: the server writes to the store.
-        draft_weights: weights of the deployment's draft, also on ranks without it; "" if it has no
-            draft.
+        draft_weights: weights of the deployment's draft, also on ranks without it; "" if there is
+            no draft.
         """
         super().__init__(counters, settings.threads)
         self._url = url
