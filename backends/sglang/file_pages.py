@@ -719,7 +719,8 @@ class FilePages(PageStore):
 def _check_names(pool: ServedPool) -> None:
     """Raise ValueError if file names of the model, for any pool and rank, cannot be used.
 
-    They can be too long, or have characters that are not printable."""
+    They can be too long, or have characters that are not printable.
+    """
     shard = pool.coordinate.shard
     longest = max((one.name for one in pool_names()), key=len)
     last = replace(

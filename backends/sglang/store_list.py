@@ -200,7 +200,8 @@ def _ask(
 ) -> None:
     """Set which pages a store has: [pools, pages].
 
-    For the later pools, the store is asked only for pages that it has of the first pool."""
+    For the later pools, the store is asked only for pages that it has of the first pool.
+    """
     asked = np.arange(len(pages))
     for row, pool in enumerate(pools):
         if not len(asked):
