@@ -16,8 +16,21 @@ if TYPE_CHECKING:
 
 PAGES = ("hicachectl.1", "*.5", "*.7")
 FOLDER = "web"
+
+# mandoc makes a quote of a literal display in a list, and `<?>` of its characters beyond ASCII.
+_DISPLAY = re.compile(r"^\.Bd -literal.*\n((?:.*\n)*?)\.Ed$", re.MULTILINE)
+_PLACE = re.compile(r"(.*)LiteralDisplay(\d+)")  # the line of Markdown that a display replaces
+_FENCE = "```"
+
+# The escapes of literal displays: a character by its number, by two letters or by one.
+_ESCAPE = re.compile(r"\\(?:\[u([0-9A-F]+)\]|\((..)|(.))")
+_ESCAPED = {"e": "\\", "-": "-", "&": "", "dq": '"', "aq": "'"}
+
+# mandoc writes text after this macro as if it were code, and code as if it were text.
+_QUOTED_CODE = re.compile(r"^\.Ql ", re.MULTILINE)
+
+_MARKER = re.compile(r"\d+\.|[*+-]")  # the beginning of a list item
 _NAMED = re.compile(r"\b((?:hicachectl|hcpack)(?:(?:-|&#45;)[a-z]+)*)\(([157])\)")
-_ITEM = re.compile(r"(?:\d+\.|[*+-])\t")  # the beginning of a list item
 
 
 def write_web_pages(man: Path) -> None:
@@ -44,21 +57,40 @@ def web_page(path: Path, names: set[str]) -> str:
 
     names: pages that a reference such as `hicachectl-ls(1)` links to.
     """
+    displays: list[str] = []
+
+    def place(found: re.Match[str]) -> str:
+        displays.append(found[1])
+        return f".Pp\nLiteralDisplay{len(displays) - 1}\n.Pp"
+
+    text = _DISPLAY.sub(place, path.read_text(encoding="utf-8"))
     made = subprocess.run(
-        ["mandoc", "-T", "markdown", path], stdout=subprocess.PIPE, text=True, check=True
+        ["mandoc", "-T", "markdown"],
+        input=_QUOTED_CODE.sub(".Li ", text),
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        check=True,
     ).stdout
     lines: list[str] = []
-    in_list = False
     for line in made.rstrip("\n").split("\n")[:-1]:  # the last line has the system and the date
-        if _ITEM.match(line):
-            in_list = True
-        elif line and not line.startswith("\t"):
-            in_list = False
-        literal = line.startswith("\t\t" if in_list else "\t")
-        if literal and not in_list and lines and lines[-1] and not lines[-1].startswith("\t"):
-            lines.append("")  # a table would continue the paragraph before it
-        lines.append(line if literal else _linked(line, names))
+        if found := _PLACE.match(line):
+            inner = _MARKER.sub("", found[1])
+            shown = [_plain(each) for each in displays[int(found[2])].splitlines()]
+            lines.append(found[1] + _FENCE)
+            lines += [(inner + each).rstrip() for each in (*shown, _FENCE)]
+        else:
+            lines.append(_linked(line, names))
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _plain(line: str) -> str:
+    """Return a line of a literal display without the escapes of mdoc."""
+
+    def character(found: re.Match[str]) -> str:
+        number, pair, single = found.groups()
+        return chr(int(number, 16)) if number else _ESCAPED[pair or single]
+
+    return _ESCAPE.sub(character, line)
 
 
 def _linked(line: str, names: set[str]) -> str:
