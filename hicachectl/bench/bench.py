@@ -56,11 +56,11 @@ DEFAULT_THRESHOLD = 256  # SGLang's prefetch_threshold, in tokens
 class BenchRequest:
     """Options of a bench.
 
-    profile: profile of the deployment; None: the profile that a pack records; other stores have
-        none.
+    profile: profile of the deployment. If None, the profile that a pack records is used; other
+        stores have no profile then.
     most_bytes: limit on the bytes of the pages chosen in each store; writes take at most a quarter.
     seconds: time for the reads of each store, and for its writes.
-    ranks: ranks that read at once; None: as many as the keys name.
+    ranks: ranks that read at once; None for as many as the keys name.
     threads: threads of each rank.
     prefill: tokens that a server computes in a second; None if not given.
     server: URL of a server whose metrics show the prefill rate; "" for none.

@@ -66,7 +66,7 @@ def timed_stages(
 
     Pools of unknown form are left out.
     objects: table of the inventory.
-    device: device that does the steps; None: the CPU.
+    device: device that does the steps; None for the CPU.
     Raises DeviceError and StoreUnavailable.
     """
     pools = set[str]()

@@ -80,7 +80,7 @@ def choose(
     """Choose random whole pages of the deployment with the most pages, the oldest first.
 
     most_bytes: limit on the bytes of all ranks together.
-    ranks: number of reading ranks; None: as many as the keys name.
+    ranks: number of reading ranks; None for as many as the keys name.
     short_pages: pages of a short batch; None if unknown.
     Raises EmptyStore without a whole page, UsageError if one page exceeds `most_bytes` or a size is
     unknown.

@@ -147,7 +147,7 @@ class _Counters:
 
         measure: returns, for a look, the lost tokens and all tokens that could have been lost.
         what: name of all tokens.
-        reason: reason that has the meaning and the remedy; empty: the reason called `name`.
+        reason: reason that has the meaning and the remedy; "" for the reason called `name`.
         done: verb for the lost tokens.
         """
         lost, whole = measure(self.judged)

@@ -22,17 +22,17 @@ WATCH_SECONDS = 10.0
 class DoctorRequest:
     """Servers to ask, and how to examine them and their store.
 
-    servers: URLs of the servers that use the store; empty: only the store is checked.
+    servers: URLs of the servers that use the store. If empty, only the store is checked.
     profile: profile of the servers. A server's own replies are used in its place if they suffice.
-    model_config: config.json of the servers' model, or its directory; None: their `model_path`, if
-        it is on this machine.
+    model_config: config.json of the servers' model, or its directory; None for their `model_path`,
+        if it is on this machine.
     draft_model_config: config.json of a separate draft model, or its directory.
     overrides: fields of DeploymentFlags that replace the servers' own.
     weights: values of --weights and --draft-weights, by parameter.
     read: function that reads the requests. Its argument states how tokens are hashed; if the
-        argument is None (unknown), the function may raise UsageError. None: no requests are
-        examined.
-    threshold: the servers' prefetch threshold in tokens; None: the threshold that they state.
+        argument is None (unknown), the function may raise UsageError. If `read` is None, no
+        requests are examined.
+    threshold: the servers' prefetch threshold in tokens; None for the threshold that they state.
     watch_seconds: time between two looks at the servers' counters.
     sample_pages: number of pages to read; 0 reads none.
     write_probe: send each server a random prompt, and look for its pages in the store.

@@ -115,7 +115,7 @@ class PrewarmJob(CopyJob):
         """Check the destination. Raises UsageError for a pack.
 
         request: request without chains and pages.
-        asked: function that returns the request with chains and pages, for the lister; None: this
+        asked: function that returns the request with chains and pages, for the lister; None if this
             process does not list.
         inputs: options that name the chains and pages, with their values.
         """
