@@ -121,7 +121,7 @@ def _has_anchor(reading: Coordinate, deployments: Collection[tuple[Names, Sizes]
     names, own = deployment_of(reading)
     if (names, own) in deployments:
         return True
-    # State keys have a tp pair beside an anchor without one (HiCacheFile.tp_config_suffix).
+    # State keys have a tp pair even if the anchor's keys have none (HiCacheFile.tp_config_suffix).
     return pool_name(reading.pool).states and (names, rankless(own)) in deployments
 
 

@@ -65,7 +65,7 @@ class PoolKind:
     def row_items(self, pool: Pool) -> dict[str, int]:
         """Return the items per token and layer, before sharding, by the field that determines them.
 
-        Bounds on object sizes use it. It is called for pools of other kinds, too.
+        The bounds on object sizes use this method, also for pools of other kinds.
         """
         return {}
 

@@ -97,7 +97,7 @@ class Dsv4(PoolKind):
         return (TensorLayout("rows", ("layer", "block"), (layers, nbytes), "uint8"),)
 
     def columns(self, pool: Pool, tensor: TensorLayout, code_dtype: str) -> tuple[Column, ...]:
-        """Return the numbers of all rows of a page: those in the data, then those in the scales."""
+        """Return the numbers of all rows of a page: first of the data, then of the scales."""
         form = DSV4_ROWS[pool.row]
         row_bytes = form.data + form.scales
         rows = tensor.shape[-1] // row_bytes  # a page has less padding than a row

@@ -200,7 +200,8 @@ def _steps(flags: DeploymentFlags) -> int:
 def _runner_layers(draft: HfConfig, family: Family, rows: dict[str, Pool]) -> int:
     """Return the number of layers of a draft's runner.
 
-    If neither family nor config states it, count the layers of the pool kv, or without it of swa.
+    If neither family nor config states it, count the layers of the pool kv, or of swa if kv is
+    missing.
     Source: layer_setup.py :: _compute_model_num_layers, _resolve_pp_layer_range.
     """
     if family.draft_layers:

@@ -33,7 +33,7 @@ MOST_OBJECT_BYTES = 1 << 62
 RECORD_MAGIC = b"HCPR"
 TRAILER_MAGIC = b"HCPE"
 
-# A checksum follows each of these.
+# A checksum follows each of these three structs.
 _HEADER = struct.Struct("<8sI4x8s")  # magic, form, id
 _RECORD = struct.Struct("<4sBBH8sQq4Q32s")  # see `build_record`
 _TRAILER = struct.Struct("<QQ8s")  # offset and length of the index record, id

@@ -146,8 +146,8 @@ def save_catalog(
 ) -> str:
     """Replace a catalog file atomically; return why it was not replaced, else "".
 
-    A file with more than twice as many entries stays, unless allow_shrink is set: the store may be
-    the wrong one, or mounted in part.
+    A file that has more than twice as many entries as `tables` stays, unless allow_shrink is set:
+    the store may be the wrong one, or mounted in part.
     tables: entries.
     readable_by: permissions to list the store; a new catalog gets no wider permissions.
     Raises UsageError if the file cannot be written, and as `load_catalog` for an old file.

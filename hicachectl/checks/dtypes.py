@@ -130,7 +130,7 @@ class _Differences:
 
 
 def dtype_check(expected: ObjectSpec, profile: Profile) -> DtypeCheck | None:
-    """Return the check for one spec; None if its tensors are small, or not of one such format."""
+    """Return the check for one spec; None if it has too few numbers, or both formats."""
     if expected.nbytes % WORD_BYTES:
         return None
     sections = sections_of(expected, profile)

@@ -59,7 +59,7 @@ def check_page_tables(
     yield from _page_counts(state.tables)
 
 
-# contents of tables, which repair uses, too
+# contents of tables; repair uses these functions, too
 
 
 def holders(table: PageTable) -> IntArray:

@@ -117,7 +117,7 @@ def _written(size: SeenSize) -> str:
 
 
 def _change(mix: SizeMix) -> str:
-    """Return when the most common size replaced the second, or the reverse; "" without times."""
+    """Return when one of the two most common sizes replaced the other; "" without times."""
     one, two = sorted(mix.sizes[:2], key=lambda size: size.oldest_ns or 0)
     if one.newest_ns is None or two.oldest_ns is None:
         return ""

@@ -62,7 +62,7 @@ class ValueChecker:
     """Value checks for objects of one spec. Threads may share a checker.
 
     prepared: the function of each check that applies to the spec.
-    quartiles: reader of the quartiles that `checks.changes` compares; None without any.
+    quartiles: reader of the quartiles that `checks.changes` compares; None if it compares none.
     """
 
     def __init__(

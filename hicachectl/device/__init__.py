@@ -21,7 +21,7 @@ Its launches are captured in a CUDA graph, because a launch from Python takes lo
 itself.
 
 Device kernels only flag suspects. The CPU checks examine the suspects' bytes, still in the arena,
-so findings equal those without a device, word for word. Checks without a kernel examine every
+so findings are the same as without a device, word for word. Checks without a kernel examine every
 object on the CPU, so `--device` skips no check. If a kernel reports a definite fault and the CPU
 finds none, the device or the transfer damages data: the run ends, or continues on the CPU with
 `--device auto`.

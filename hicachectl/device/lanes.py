@@ -33,8 +33,8 @@ MOST_OBJECTS = 4096  # per task; a task groups small objects
 # Tables and temporary results take up to a third of a slab, besides staging and pools: 32 bytes per
 # KiB for digests and 8 bytes per block for checks.
 _EXTRA_SHARE = 3
-# Least memory that torch allocates for temporary results: a segment for small and one for large
-# results.
+# Least memory that torch allocates for temporary results: one segment for small results, and one
+# segment for large results.
 _SEGMENTS_BYTES = 22 << 20
 
 

@@ -159,7 +159,7 @@ def opened_table(
     """Yield a file as a `ParquetFile` that compares checksums.
 
     next_step: end of the message about a damaged file; damage may also show in the block.
-    Raises FormatError for a missing or damaged file, or one with other columns; OSError;
+    Raises FormatError for a file that is missing, is damaged or has other columns, OSError, and
     UntrustedError.
     """
     import pyarrow.parquet as pq

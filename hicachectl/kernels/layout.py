@@ -81,7 +81,7 @@ class RowOrder:
         return number
 
     def coordinates(self, rows: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """Return (layer, token, head) of row numbers; head is 0 without such an axis."""
+        """Return (layer, token, head) of row numbers; head is 0 if there is no head axis."""
         found = dict(zip(self.axes, np.unravel_index(rows, self.lengths), strict=True))
         return found["layer"], found["token"], found.get("head", np.zeros_like(rows))
 

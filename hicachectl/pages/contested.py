@@ -186,7 +186,7 @@ def _stage(reading: Coordinate) -> tuple[int | None, int | None]:
 def _near(models: set[str], readings: Readings) -> list[int]:
     """Return the affixes that some models may have written.
 
-    A model that such an affix can also name counts, too, and so on.
+    Other models that these affixes can name count, too, and so on.
     """
     while True:
         near = [

@@ -149,7 +149,7 @@ class AffixTable:
 
     @cached_property
     def page_starts(self) -> IntArray:
-        """Bytes before a key's page hash, by affix id; -1 without one, and as the last entry."""
+        """Bytes before a key's page hash, by affix id; -1 without a hash, and as the last entry."""
         known = np.array([*(bool(one.readings) for one in self.resolved), False])
         return np.where(known, page_starts(self.affixes), -1)
 

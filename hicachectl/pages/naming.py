@@ -103,7 +103,7 @@ def place_text(deployment: Deployment, own: Deployment) -> str:
 def _ranks_text(deployment: Deployment, own: Deployment) -> str:
     """Return the ranks that one's own deployment does not have.
 
-    This distinguishes deployments of which the keys state no sizes.
+    This distinguishes deployments whose keys state no sizes.
     """
     found = []
     for axis in AXES:

@@ -95,7 +95,7 @@ def look_up(
 ) -> Inventory:
     """Return the inventory of some keys, without a scan; see `take_inventory`.
 
-    Use this for few keys, or for a store of which the listing is out of date.
+    Use this for few keys, or for a store whose listing is out of date.
     """
     some = (keys.slice(start, _ASKED_AT_ONCE) for start in range(0, len(keys), _ASKED_AT_ONCE))
     columns = _columns(store)

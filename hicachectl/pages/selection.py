@@ -291,7 +291,7 @@ def unjudged_partial(groups: PageGroups) -> BoolArray:
 
 
 def _option_text(name: str, value: Any) -> str:
-    """Return a filter as on the command line; times and lists without value."""
+    """Return a filter as on the command line, but times and lists without their values."""
     if name == "tag" and not value:
         return "--no-tag"
     if name in ("since", "before", "pages"):

@@ -86,8 +86,8 @@ class VerifyRequest:
         else "".
     checks: names of the check groups to run.
     time_limit_seconds: time after which no read begins.
-    identity: version fields of which a change since the catalog shows a rewrite; empty for all
-        fields of the store.
+    identity: version fields that show a rewrite if they have changed since the catalog was
+        recorded; empty for all fields of the store.
     most_looked_up: largest number of incomplete groups to look up again, in case they have changed
         since the listing; None for all.
     repairs: whether to list the version of each object, for a repair.

@@ -231,7 +231,7 @@ def _mamba2_pool(
             fields[2], f"SGLang refuses {groups} at TP {tp}: {_REFUSED_GROUPS[groups != 1]!r}"
         )  # fmt: skip
     inner = heads * head_dim
-    for name in _MAMBA_WIDTHS:  # SGLang divides the convolution by these
+    for name in _MAMBA_WIDTHS:  # SGLang divides the convolution by these widths
         stated = config.optional_integer(name) or inner
         if stated != inner:
             raise config.error(name, f"is {stated}, but {heads} heads of {head_dim} are {inner}")

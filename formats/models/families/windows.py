@@ -155,7 +155,7 @@ def gemma4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     pages = window_pages(config.integer("sliding_window") - 1, context)
     heads = config.integer("num_key_value_heads")
     swa = mha_pool("swa", config, context, window, trailing_pages=pages)
-    shared = bool(config.text.get("attention_k_eq_v"))  # else full layers have as many heads
+    shared = bool(config.text.get("attention_k_eq_v"))  # if False, full layers have `heads`, too
     of_full_layers = config.changed(
         head_dim=config.integer("global_head_dim"),
         num_key_value_heads=(shared and config.optional_integer("num_global_key_value_heads"))
