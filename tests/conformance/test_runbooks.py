@@ -366,7 +366,17 @@ def test_a_tp_change(machine: Machine, before: tuple[Path, Manifest]) -> None:
     machine.ask(manifest["tokens"])
     (machine.folder / "serve.sh").write_text(f"{LAUNCH}4")
     (machine.folder / "old.sh").write_text(f"{LAUNCH}2")
-    machine.follow("A TP CHANGE LOSES ALL HITS")
+    late = [path for page in page_hashes_hex(manifest["tokens"], 8)[-2:]
+            for path in machine.store.glob(f"{page}*")]  # fmt: skip
+    hidden = [path.rename(machine.folder / path.name) for path in late]
+
+    def serve(step: Step) -> None:
+        if "--to-tp" in step.words and "--verify" in step.words:
+            while hidden:  # the old servers write them during the first copy
+                path = hidden.pop()
+                path.rename(machine.store / path.name)
+
+    machine.follow("A TP CHANGE LOSES ALL HITS", serve)
     for entry in manifest["objects"]:  # converted, and converted back
         name = entry["file"]
         assert (machine.store / name).read_bytes() == (directory / name).read_bytes()
