@@ -137,7 +137,7 @@ class Slab:
 
 
 class SlabAllocator:
-    """Allocator of slabs of one memory of `nbytes` bytes, first fit.
+    """Allocator of slabs in one memory of `nbytes` bytes. It takes the first free range that fits.
 
     Threads wait in order of arrival, so small requests cannot starve a large one. A thread must
     release its slab before it reserves another, or all threads can wait for ever.

@@ -204,7 +204,7 @@ class SingleDeployment(Store):
 
     @abstractmethod
     def claimed_by(self, tag: str, *, writes: bool) -> str | None:
-        """Return the tag of the deployment that has claimed the store; None without one.
+        """Return the tag of the deployment that has claimed the store; None without a claim.
 
         tag: tag of the caller's deployment. With `writes`, an unclaimed store is claimed for it.
         Raises StoreUnavailable.

@@ -82,7 +82,7 @@ def begin_run(
     *,
     describe: Callable[[Directory, RunForm], None] = lambda side, form: None,
 ) -> RunForm:
-    """Make an empty folder a run for objects of a store, durably. Raises OSError.
+    """Turn an empty folder into a run for objects of a store, durably. Raises OSError.
 
     describe: writes the other files that describe the run, durably. run.json is written last, so a
         folder without it has never had an object.

@@ -47,7 +47,10 @@ class Permissions:
         return self.owner in (None, user)
 
     def for_group(self, group: int) -> int:
-        """Return the bits for a file of a group: only others' rights, unless it is `self.group`."""
+        """Return the bits for a file of a group.
+
+        A group other than `self.group` gets only the rights of others.
+        """
         return self.bits if group == self.group else with_foreign_group(self.bits)
 
     def intersection(self, other: Permissions) -> Permissions:

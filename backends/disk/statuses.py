@@ -124,7 +124,7 @@ def standing(status: PluginStatus) -> str:
 
 
 def this_host() -> tuple[str, int]:
-    """Return the name of this host, and this process's PID namespace; 0 if it is unknown."""
+    """Return the name of this host, and this process's PID namespace, 0 if that is unknown."""
     try:
         namespace = Path("/proc/self/ns/pid").stat().st_ino
     except OSError:

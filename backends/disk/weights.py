@@ -49,7 +49,7 @@ _REFUSED = {
 
 
 def hub_snapshot(name: str, revision: str | None = None, cache: str | None = None) -> Path | None:
-    """Return the local files of a model on the Hugging Face Hub; None if this host has none.
+    """Return the directory with a Hugging Face Hub model's files; None if this host lacks it.
 
     revision: commit, branch or tag; by default main.
     cache: directory of the Hub's cache; by default chosen as huggingface_hub chooses it.
@@ -72,7 +72,9 @@ def hub_snapshot(name: str, revision: str | None = None, cache: str | None = Non
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Return the fingerprint and configs of a model directory, or of its config.json's directory.
+    """Return the fingerprint and configs of a model.
+
+    path: the model's directory, or a config file in it.
 
     Reads 4 KiB or more of each tensor, in parallel; see `formats.weights`.
     Raises UsageError if a file cannot be read. Raises FormatError without a config or a safetensors

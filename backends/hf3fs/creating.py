@@ -88,7 +88,7 @@ class TableMaker:
 
 
 def _make_file(path: str, size: int, permissions: Permissions) -> None:
-    """Create a sparse data file; extend an existing empty one."""
+    """Create a sparse data file; extend an existing empty file."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
     mode = _MODE & permissions.for_group(os.getegid())
     with (
@@ -113,9 +113,9 @@ def claim_path(prefix: str) -> str:
 
 
 def claimed_by(prefix: str, tag: str, *, writes: bool) -> str | None:
-    """Return the tag of the deployment that has claimed the data files; None without one.
+    """Return the tag of the deployment that has claimed the data files; None if none has.
 
-    tag: tag of the caller's deployment. With `writes`, it claims data files without a claim.
+    tag: tag of the caller's deployment. With `writes`, unclaimed data files are claimed for it.
     Raises StoreUnavailable.
     """
     path = claim_path(prefix)

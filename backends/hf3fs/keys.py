@@ -184,10 +184,11 @@ class PageSizes:
 
         file_size: bytes of an untruncated file.
         lengths: bytes of each table's file, by table name. Needed if the URL does not state the
-            file size: then `file_size` is the largest length. Returns why the page size is in
-            doubt, else None. If any table of a namespace agrees with its file, the size is right;
-            the tables that disagree get findings. Raises ProfileError if no table of a namespace
-            agrees, and truncated files do not explain it.
+            file size: then `file_size` is the largest length.
+
+        Returns why the page size is in doubt, else None. If any table of a namespace agrees with
+        its file, the size is right; the tables that disagree get findings. Raises ProfileError if
+        no table of a namespace agrees, and truncated files do not explain it.
         """
         known = [table for table in tables if table.place in self.nbytes]
         fits = [table.num_pages == file_size // self.nbytes[table.place] for table in known]

@@ -134,7 +134,7 @@ class MetadataClient:
 
         A shared page becomes free too: delete all its keys in one call. For each key, the server
         searches its whole list of free pages, and blocks other requests. The request is sent once:
-        before a second one, a key could be stored again.
+        before a second request, a key could be stored again.
         """
         self._change(rank, "delete_keys", namespace, keys=list(keys))
 
@@ -156,7 +156,7 @@ class MetadataClient:
         return self._http.post(self._path(rank, verb), body, repeatable=repeatable)
 
     def _change(self, rank: int, verb: str, namespace: str, **fields: object) -> None:
-        """Send a request without values in its reply, once."""
+        """Send a request once; its reply has no values."""
         reply = self._sent(rank, verb, namespace, repeatable=False, **fields)
         if reply.status != http.client.NO_CONTENT:
             self._checked(reply, rank, verb, namespace)

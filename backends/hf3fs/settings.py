@@ -48,7 +48,7 @@ class Hf3fsSettings:
     snapshot: str | None = None
 
     def data_file(self, rank: int, namespace: str) -> str:
-        """Return the path of a pool's data file; only the anchor's has no pool in its name.
+        """Return the path of a pool's data file. Only the anchor's file has no pool in its name.
 
         Source: register_mem_host_pool_v2.
         """
@@ -106,7 +106,7 @@ def settings_from(url: StoreUrl, environ: Mapping[str, str]) -> Hf3fsSettings:
 def _config(
     url: StoreUrl, params: Hf3fsParams, environ: Mapping[str, str]
 ) -> tuple[str, Hf3fsSettings]:
-    """Return the name of the JSON config, and its settings; without one, the prefix of the URL."""
+    """Return the JSON config's name and settings; without a config, "" and the URL's prefix."""
     if params.config is not None:
         return _read_config(params.config, "config")
     if url.path:
@@ -167,7 +167,7 @@ def _snapshot(path: str | None) -> str | None:
 def _read_config(path: str, source: str) -> tuple[str, Hf3fsSettings]:
     where = f"{source} {path}"
     document = convert(read_config(path, where), _Document, where)
-    server = document.metadata_server_url  # SGLang: null and "" mean none
+    server = document.metadata_server_url  # SGLang: null and "" mean no server
     return where, Hf3fsSettings(
         prefix=_prefix(document.file_path_prefix, f"{where}: file_path_prefix", FormatError),
         file_size=_whole(document.file_size, f"{where}: file_size"),
@@ -176,7 +176,7 @@ def _read_config(path: str, source: str) -> tuple[str, Hf3fsSettings]:
 
 
 def _whole(value: float | str, where: str) -> int:
-    """Return Python's int() of a JSON value, as SGLang does. Raises FormatError out of bounds."""
+    """Return Python's int() of a JSON value, as SGLang does. Raises FormatError for bad sizes."""
     if isinstance(value, str):
         is_whole = value.isascii() and value.isdecimal() and len(value) < 20
     else:

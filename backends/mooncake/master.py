@@ -232,8 +232,8 @@ class MasterAdmin:
             null for a key that cannot be queried: empty, not UTF-8, or with a comma.
         nbytes:   size of the first replica; memory replicas come first.
         version:  size, hash of the memory replicas' sorted endpoints, and address of the first,
-            each uint64 little-endian. Null without a memory replica. replicas: the kinds are
-            memory, nof (NVMe over Fabrics), disk and local_disk.
+            each uint64 little-endian. Null without a memory replica.
+        replicas: the kinds are memory, nof (NVMe over Fabrics), disk and local_disk.
         """
         # The master splits at commas, even encoded ones. For a key that is not UTF-8, its JSON
         # writer would fail the whole request.

@@ -1,7 +1,7 @@
 """Close the ports of a Mooncake client, which answers anybody who reaches them.
 
-With protocol tcp, `setup` listens at two ports of all addresses: one names the memory that the
-package shares, the other reads and writes it, without authentication. No variable binds them to an
+With protocol tcp, `setup` listens at two ports of all addresses: one tells which memory the package
+shares; the other reads and writes that memory without authentication. No variable binds them to an
 address. No other process needs them, since a guest has no segment.
 Source: Mooncake mooncake-transfer-engine/src/transfer_metadata_plugin.cpp :: findAvailableTcpPort,
 src/transport/tcp_transport/tcp_transport_session_impl.h :: TcpContext, src/config.cpp ::
@@ -54,7 +54,7 @@ def close_ports(before: Set[str]) -> list[int]:
 
 
 def _range_of_ports() -> range:
-    """Return the ports from which Mooncake takes a free one, by its variables."""
+    """Return the range in which Mooncake looks for a free port, by its variables."""
     first, last = (_stated_port(end, default) for end, default in _PORTS.items())
     if not 1024 <= first <= last <= 65535 or {first, last} & {*_EPHEMERAL}:
         first, last = _PORTS.values()
@@ -77,7 +77,7 @@ def _sockets() -> Iterator[tuple[int, str]]:
 
 
 def _opened(descriptors: list[int]) -> Iterator[socket.socket]:
-    """Yield the TCP sockets among some descriptors, each open in the loop only."""
+    """Yield the TCP sockets among some descriptors; each is open for its turn of the loop."""
     for descriptor in descriptors:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as opened:
             if opened.family in (socket.AF_INET, socket.AF_INET6):

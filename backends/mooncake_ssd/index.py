@@ -51,8 +51,8 @@ DATA_FILE, META_FILE = "kv_cache.data", "kv_cache.meta"
 # file: index into the data files.
 # start, value: positions of the object and of its value in the file, in bytes.
 # size: stated bytes of the value.
-# nbytes: bytes of the value that lie before the end of the file. sequence: id of the bucket, or
-# number of the record; a newer object has a higher number.
+# nbytes: bytes of the value that lie before the end of the file.
+# sequence: id of the bucket, or number of the record; a newer object has a higher number.
 OBJECT = np.dtype(
     [
         ("file", np.int64),

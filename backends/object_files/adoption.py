@@ -8,12 +8,12 @@ the store meanwhile. That is safe for these reasons:
   from the beginning (hicache_storage.py :: HiCacheFile.get), so it reads both alike. The plug-in
   accepts the new file, and treats the old one as its setting `unstamped` says. An open file stays
   readable after its name is gone.
-- Listings. The markers are durable before the first file is replaced. They say that a file of 128
-  more bytes is whole; a file without a trailer keeps its size. Unfinished copies have names that
-  SGLang ignores and that `rm --temporaries` removes. ext4 lists each name once. tmpfs may miss or
-  repeat names that any process renames during a listing (tried with Linux 6.18).
-- Writers. HiCacheFile never writes over an object; the plug-in replaces an object that it refuses,
-  by a rename. After the exchange, the replaced file has the temporary name, and is compared. A
+- Listings. The markers are durable before the first file is replaced. They say that a file with
+  128 more bytes is whole; a file without a trailer keeps its size. Unfinished copies have names
+  that SGLang ignores and that `rm --temporaries` removes. ext4 lists each name once. tmpfs may miss
+  or repeat names that any process renames during a listing (tried with Linux 6.18).
+- Writers. HiCacheFile never writes over an object; the plug-in replaces, by a rename, an object
+  that it refuses. After the exchange, the replaced file has the temporary name, and is compared. A
   writer's new file gets its name back, and the object is tried again.
 - Removals. HiCacheFile's evictor and `clear` unlink names. The plug-in's evictor renames a file to
   a temporary name, and compares it again. An exchange fails if the name is missing, so a removed
@@ -30,8 +30,8 @@ the store meanwhile. That is safe for these reasons:
 - Room. Only one batch of copies is on the disk beside the old files; each old file is removed right
   after the exchange.
 - Kills and power failures. The copies are durable before the exchange. Before and after it, the
-  object's name names a whole file. The other name is a temporary name; the next run of the same
-  request removes that file, and skips objects that have their trailers.
+  object's name names a whole file. The other file has a temporary name; the next run of the same
+  request removes it, and skips objects that have their trailers.
 - A second adoption counts as a writer: the first copy stays.
 - On file systems without an exchange of names, such as NFS, a comparison and then a rename replace
   the file. A file that is removed between both calls comes back. A file that is replaced between
@@ -138,7 +138,7 @@ class FileAdopter(FileCopier):
             return Status.GONE
         if not replaced:
             return Status.EXISTS
-        # Use the epoch that this call returns: another thread may store an earlier one meanwhile.
+        # Use the epoch that this call returns: another thread may store an earlier epoch meanwhile.
         if seen.st_ctime_ns <= self._epoch(key).look():  # the copy is newer than the epoch
             with suppress(FileNotFoundError):
                 here, name = self._writer.files.objects.place(key)

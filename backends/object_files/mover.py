@@ -69,7 +69,7 @@ class FileMover(Mover):
     def _return(
         self, rows: Rows, raced: list[int], statuses: StatusArray, errors: dict[int, str]
     ) -> None:
-        """Put back files that a writer had just written, unless the store has newer ones.
+        """Put back files that a writer had just written, unless the store has newer files.
 
         raced: rows of the files.
         statuses, errors: get the rows that cannot be put back.
@@ -136,7 +136,7 @@ class FileMover(Mover):
         return Status.OK
 
     def flush(self, *, into_store: bool) -> None:
-        """Sync store and run: first the one that has the new names.
+        """Sync store and run, beginning with the side that has the new names.
 
         In the other order, an object could have neither name after a crash.
         """

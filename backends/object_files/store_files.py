@@ -84,7 +84,7 @@ class StoreFiles:
         self.concurrency = Concurrency()
 
     def status(self, index: int, error: OSError | UntrustedError, errors: dict[int, str]) -> Status:
-        """Return a row's status for an error, and enter a message unless the status needs none.
+        """Return a row's status for an error, and enter a message if the status needs it.
 
         Raises StoreUnavailable if the store is lost.
         """
@@ -155,7 +155,7 @@ class StoreFiles:
         return True
 
     def _unavailable(self, error: OSError) -> StoreUnavailable:
-        """Return the exception for the lost store. Raises ValueError for a closed one."""
+        """Return the exception for the lost store. Raises ValueError if it is closed."""
         self._refuse_closed(error)
         return unavailable(self.objects.path, error)
 

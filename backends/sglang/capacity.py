@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _PROBED_EVERY_S, _PROBED_EVERY_BYTES = 1.0, 64 << 20
 _LOW = 0.96  # eviction starts above HIGH, and ends at this share of the limit
 _LISTED_AT = 0.75  # below this share of the limit, nothing needs to be listed
-_KNOWN_AT_LEAST = 0.25  # list again when the pages left to evict fill less of the limit
+_KNOWN_AT_LEAST = 0.25  # list again when the pages left to evict fill less than this share
 _WRITTEN_AT_LEAST = 0.05  # list again only after writes of this share of the limit
 # One turn frees this share of the missing space, but at least so many bytes. It does not free all,
 # since several suffixes may evict at once.

@@ -86,7 +86,7 @@ def tally_of(stores: Sequence[str]) -> Tally:
 
 
 class Counters:
-    """Count events of one store. The first event of a reason is logged at once, later ones in sums.
+    """Count events of one store. Log a reason's first event at once, and later events in sums.
 
     place: name of the store in messages.
     tally: counts that all stores of a server share.
@@ -105,7 +105,7 @@ class Counters:
             self.tally.add("tokens", stage, tokens)
 
     def count(self, reason: Refused, pages: int) -> None:
-        """Count pages that are misses or failed writes without a log line."""
+        """Count pages that are misses or failed writes. Log nothing."""
         if pages:
             self.tally.add("refused", reason, pages)
 
@@ -153,7 +153,7 @@ class Counters:
 
 
 class Moved:
-    """Reads or writes since the last `take`. Threads add samples while another one takes them."""
+    """Reads or writes since the last `take`. Threads may add samples while another takes them."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[int, float]] = deque()

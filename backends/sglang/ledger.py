@@ -77,7 +77,7 @@ class Ledger:
         with self._lock:
             self._credit += nbytes
             if self._credit > _MOST_SHARES * self._share:
-                with suppress(OSError):  # a later call returns it
+                with suppress(OSError):  # a later call returns the room
                     self._return(self._credit - self._share)
 
     def correct(self, listed: int, later: int, before: int) -> int:
@@ -94,7 +94,7 @@ class Ledger:
             return total
 
     def _take_from_file(self, least: int) -> None:
-        """Take `least` bytes and one share more, or all that is left; nothing if that is less."""
+        """Take `least` bytes and a share more, or as much as is left, but nothing below `least`."""
         with self._locked():
             total = self._read()
             taken = min(least + self._share, self._limit - total)

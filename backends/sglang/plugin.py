@@ -340,9 +340,9 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     ) -> dict[Any, list[bool]]:
         """Write pages of other pools; remember the pages on which a needed pool failed.
 
-        Failures of earlier calls are forgotten first. `batch_set_v1` may not have removed them:
-        after a page that failed, SGLang writes no kv of the pages behind it. SGLang passes all
-        pools that a page needs in one call.
+        First, failures of earlier calls are forgotten for these pages. `batch_set_v1` may not have
+        removed them: after a page that failed, SGLang writes no kv of the pages behind it. SGLang
+        passes all pools that a page needs in one call.
 
         Each batch of a node has the time of a whole call, because SGLang waits for writes before it
         stops their thread (scheduler.py :: is_fully_idle).

@@ -48,7 +48,7 @@ class StatusFile:
         self._path = path
         self._status = status
         self._counters = counters
-        self._trust: Trust | None = None  # derived once: it may create a file to learn its owner
+        self._trust: Trust | None = None  # kept, since it may create a file to learn its owner
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hicachectl-status", daemon=True)
         try:
