@@ -527,7 +527,7 @@ allow_empty_option = own_option(
     repeats=False,
     divided=OWN_VALUE,
     help="Accept a store without any page. Without this option it is refused, because its file "
-    "system may not be mounted.",
+    "system is perhaps not mounted.",
 )
 
 checking_options = stack(
