@@ -203,7 +203,7 @@ def test_a_limit_shows_the_requests_that_lose_most(
     assert out[13] == "and 18 requests more; --limit 30 shows all; --summary shows the causes"
     assert len(invoke(*words).stdout.splitlines()) == 1 + 30 + 2
     refused = invoke(*words, "--limit", 12, "--format", "json", exit_code=2).stderr
-    assert "--limit: --format json has every request; leave out --limit" in refused
+    assert "--limit: --format json always has every request; leave out --limit" in refused
 
 
 def test_a_terminal_has_twenty_requests(words: tuple[object, ...]) -> None:
