@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 StatusArray = npt.NDArray[np.uint8]
 Rows = Any  # pa.RecordBatch | pa.Table, a slice of the scan table; pyarrow ships no types
 
-_MANY_CHUNKS = 8  # `take_rows` joins fewer chunks than this before it takes rows
+_MANY_CHUNKS = 8  # with fewer chunks, `take_rows` joins them before it takes rows
 
 SCAN_FIELDS = {
     "key": pa.field("key", pa.binary(), nullable=False),
@@ -300,7 +300,7 @@ class Store(Closing, ABC):
         return found
 
     def find(self, keys: Any, columns: Collection[str]) -> tuple[Any, IntArray]:
-        """Look up keys. Return the table of `look`, and its row for each key: [n] int, -1 if none.
+        """Look up keys. Return the table of `look`, and [n] its row for each key, -1 if missing.
 
         keys: Arrow array of binary.
         """

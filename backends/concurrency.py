@@ -416,7 +416,7 @@ class Concurrency:
         self._thread.turn = True  # tasks are submitted with a turn
 
     def _started(self, work: Callable[P, object], *given: P.args, **named: P.kwargs) -> bool:
-        """Give work, and a turn for it, to another thread. Return False if none can be started."""
+        """Give work, and a turn for it, to another thread; return False if no thread can start."""
         taken = False
 
         def is_first() -> bool:

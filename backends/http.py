@@ -73,7 +73,7 @@ class HttpService:
 
     who:       the service's name in messages, such as "Mooncake master".
     hint:      next step if a wrong service answers, or no service.
-    timeout_s: seconds for a whole reply, or for each block of a streamed one.
+    timeout_s: seconds for a whole reply, or for each block of a streamed reply.
     headers:   headers of every request.
     tls:       use TLS, and check the certificate.
     max_reply_bytes: maximum bytes of a whole reply; None means MAX_REPLY_BYTES.

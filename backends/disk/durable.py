@@ -70,7 +70,7 @@ def sync_file_system(directory: int) -> bool:
 
 
 def make_directories(path: str | os.PathLike[str]) -> list[str]:
-    """Create a directory and its missing parents durably; return the new ones, innermost first.
+    """Create a directory and its missing parents durably; return the new paths, innermost first.
 
     Directories that another process creates meanwhile are not returned. Raises OSError.
     """

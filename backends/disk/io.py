@@ -276,7 +276,7 @@ def read_ahead(descriptor: int, nbytes: int) -> None:
 
 @contextmanager
 def entries_of(directory: int) -> Iterator[Iterator[os.DirEntry[str]]]:
-    """Yield the entries of an open directory, from the first one on. Raises OSError.
+    """Yield the entries of an open directory, beginning with the first. Raises OSError.
 
     The descriptor's own read position stays, so several scans may run at once.
     """

@@ -89,7 +89,7 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
         """Open a directory; create it, with its parents, if it is missing.
 
         folders: whether a new or empty directory gets folders. None keeps the form of an existing
-            directory, and makes a new one flat.
+            directory, and makes a new directory flat.
         made: gets the paths of new directories, innermost first.
         Raises OSError, and UsageError for a directory of the other form.
         """
@@ -149,7 +149,7 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
             return True
 
     def reopen(self, *, makes: bool = True) -> None:
-        """Open the directory that the path names now, in place of the earlier one.
+        """Open the directory that the path names now, in place of the earlier directory.
 
         makes: make a missing directory again, in the same form. Otherwise open the directory in the
             form that it has.

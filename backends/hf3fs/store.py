@@ -247,7 +247,7 @@ class Hf3fsStore(
         return self._server
 
     def write_tables(self, tables: tuple[PageTable, ...], path: Path) -> None:
-        """Write a snapshot beside the one that the URL names."""
+        """Write a snapshot beside the snapshot that the URL names."""
         write_repaired(tables, path, like=self.settings.snapshot)
 
     @property
@@ -303,7 +303,7 @@ class Hf3fsStore(
         return pa.Table.from_batches(found, schema=schema)
 
     def exists(self, rows: Rows) -> BoolArray:
-        """Return which keys exist on the server or, without one, in the snapshot."""
+        """Return which keys exist: on the server if there is one, else in the snapshot."""
         found = np.zeros(len(rows), dtype=np.bool_)
         for share in rows_by_table(rows):
             found[share.at] = self._tables.exist(share)

@@ -104,7 +104,7 @@ class KeyTables:
             return self._last
 
     def remark(self) -> str | None:
-        """Return the age of the snapshot as text; None if none was read."""
+        """Return the age of the snapshot as text; None if no snapshot was read."""
         if (last := self._last) is None:
             return None
         age = max(0, time.time_ns() - last.snapshot.saved_at_ns) / 1e9
@@ -185,7 +185,7 @@ class KeyTables:
     def may_have(self, table: TableName) -> bool:
         """Return whether the server can have a table; else a query would fail.
 
-        True for tables of the snapshot: if the server has lost one, a query reports it.
+        True for tables of the snapshot: if the server has lost such a table, a query reports it.
         """
         assert self._server is not None
         if table in self._known:

@@ -87,8 +87,8 @@ _AT_ONCE_SECONDS = 1.0
 _RPC_TIMEOUT_VARIABLE, _RPC_TIMEOUT_MS = "MC_RPC_TIMEOUT_MS", "15000"
 _PATIENCE_SECONDS = 25.0
 # Niceness of threads in large transfers: Mooncake's busy loop would take a core from the copying
-# threads. Short calls keep normal priority: slow ones could outlast their leases on a
-# busy machine.
+# threads. Short calls keep normal priority: slow calls could outlast their leases on a busy
+# machine.
 _NICENESS = 10
 _LARGE_BYTES = 1 << 20
 _ABANDONED: list[Any] = []  # never freed: the destructor would wait for a hanging call
@@ -131,7 +131,7 @@ class MooncakeClient:
         code = self._set_up(module)
         if code and time.monotonic() - began < _AT_ONCE_SECONDS:
             # The package keeps connections of this process, and 0.3.14 tries only one of them:
-            # after a restart of the master, the first one is dead.
+            # after a restart of the master, the first connection is dead.
             code = self._set_up(module)
         if code:
             self._store = None

@@ -294,7 +294,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
     def _transferred(
         self, keys: Sequence[str], addresses: list[int], capacities: list[int]
     ) -> Codes:
-        """Read objects; retry those whose lease ended too early, one by one."""
+        """Read objects; if the lease of some ended too early, read these again, one by one."""
         codes = self._data().get_into(keys, addresses, capacities)
         for at in np.flatnonzero(codes == Code.LEASE_EXPIRED).tolist() * _LEASE_RETRIES:
             if codes[at] == Code.LEASE_EXPIRED:

@@ -190,7 +190,7 @@ class NixlDisks(ObjectTree):
         return found
 
     def _sampled(self, *, complete: bool) -> LeftOut:
-        """Look at some files of each directory. Return those outside the folders of their keys.
+        """Look at some files of each directory. Return the files outside the folders of their keys.
 
         If n of k * n directories are given, all files can have the places of a store of n
         directories, and pages only look incomplete. If the order differs, most files have wrong
@@ -271,7 +271,7 @@ class NixlStore(ObjectFiles, ClearRemovesAll):
     objects: NixlDisks
 
     def __init__(self, url: StoreUrl, *, made: list[str] | None = None) -> None:
-        """Open the directories of a URL. made: create missing ones, and collect their paths."""
+        """Open the directories of a URL. made: see `NixlDisks.open`."""
         params = params_of(url, NixlParams)
         self._grammar = _GRAMMARS[params.direct_io]
         paths = _directories_in(url, params.directories)
@@ -304,7 +304,7 @@ class NixlStore(ObjectFiles, ClearRemovesAll):
 
     @classmethod
     def create(cls, url: StoreUrl) -> NixlStore:
-        """Open or create the directories, as SGLang does; `close` removes empty new ones."""
+        """Open or create the directories, as SGLang does; `close` removes empty new directories."""
         return _class_for(url)(url, made=[])
 
     @property

@@ -33,7 +33,7 @@ class FileMover(Mover):
     ) -> None:
         """Use the files of the store, and the open directories of the run.
 
-        remove_stale: removes an object from before a `clear`; returns whether the key has one.
+        remove_stale: removes an object from before a `clear`; returns whether it removed one.
         """
         self._remove_stale = remove_stale
         self._files = files

@@ -191,7 +191,7 @@ class FileReader:
         read: takes name, directory and target. Returns size, stat, and the trailer in the form that
             `check` takes; None without a trailer. Raises OSError.
         targets: [n], third argument of `read` for each object.
-        check: takes key, row and trailer of an object that has one.
+        check: takes key, row and trailer of an object with a trailer.
         identify: whether to return versions.
         """
         statuses = np.zeros(len(rows), dtype=np.uint8)

@@ -109,7 +109,7 @@ class TrailerChecks:
     ) -> Verdict:
         """Compare a trailer with its object's key and bytes: OK, DAMAGED or FOREIGN.
 
-        trailer: a trailer, or the verdict of `trailer_in` on a file without one.
+        trailer: a trailer, or the verdict of `trailer_in` on a file that has none.
         value: bytes of the object.
         """
         if isinstance(trailer, Verdict):

@@ -335,7 +335,7 @@ class FileWriter:
         """Create an unsynced temporary file beside a key's file; SGLang ignores its name.
 
         fill: takes the file's descriptor, and writes the content.
-        new: mode and owner; by default those of all new files.
+        new: mode and owner; by default the mode and owner of all new files.
         nbytes: size of the whole file.
         """
         mode, owner = new or self._new

@@ -166,7 +166,7 @@ def places_in(entries: pa.Table) -> Iterator[RecordPlace]:
 
 
 def open_pack(path: str, flags: int) -> int:
-    """Open a pack file; only the owner may read a new one. Raises StoreUnavailable."""
+    """Open a pack file; only the owner may read a new pack. Raises StoreUnavailable."""
     try:
         # O_NONBLOCK: opening a FIFO must not wait.
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)

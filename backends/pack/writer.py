@@ -415,7 +415,7 @@ class PackWriter:
 
 
 def free_bytes(descriptor: int, objects: int) -> int:
-    """Return the free bytes for new objects, less those for an index of `objects` objects.
+    """Return the free bytes for new objects, less the bytes for an index of `objects` objects.
 
     Negative if that index does not fit.
     """

@@ -99,7 +99,8 @@ class Workers:
     """Daemon threads that work for calls. A thread that hangs in the store is replaced.
 
     After a call that was not finished in time, calls fail at once during a pause, which doubles
-    with every such call in a row. If too many threads hang, calls fail until one returns.
+    with every such call in a row. If too many threads hang, calls fail until one of the threads
+    returns.
     """
 
     def __init__(self, threads: int, name: str) -> None:

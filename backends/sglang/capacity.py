@@ -43,7 +43,7 @@ _WRITTEN_AT_LEAST = 0.05  # list again only after writes of this share of the li
 _FREE_SPACE_STEP, _FREE_SPACE_LEAST = 0.25, 64 << 20
 _FREE_SPACE_MARGIN = 0.05  # space to free beyond min_free_space, as a share of it
 _TICK_S, _BUSY_TICK_S, _LOCK_EVERY_S, _EPOCH_EVERY_S = 0.25, 0.02, 2.0, 1.0
-# The shortest time between listings, if the last one has no page left to evict, or if writes of
+# The shortest time between listings, if the last listing has no page left to evict, or if writes of
 # other processes are unknown ("evict": "this").
 _LISTED_AGAIN_S = 60.0
 _SWEEP_EVERY_S, _LIMIT_SWEEP_S = 3600.0, 300.0
@@ -76,7 +76,7 @@ class Capacity:
         """Open the control files and the directory anew, and start the thread.
 
         suffixes: at least one end of the file names that this rank writes, after the page hash. The
-            anchor's has the value True.
+            anchor's suffix has the value True.
         max_size, min_free_space: bytes; 0 for no limit.
         evict: with "owner", the process that holds the lock evicts; with "this", only this process.
         page_tokens: tokens of a page.

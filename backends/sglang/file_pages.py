@@ -177,7 +177,8 @@ class PageFiles:
         self._rank = rank
         self._takes_bare = settings.unstamped == "read"  # files without a trailer are pages too
         self._takes_unranked = settings.unranked == "read"
-        # With "unranked": "read", a trailer without a rank is accepted like one with our rank.
+        # With "unranked": "read", a trailer without a rank is accepted like a trailer with our
+        # rank.
         self._trailers, self._unranked = (
             PoolTrailers(settings.digest, pool.nbytes, identity, name, one)
             for one in (rank, NO_RANK if self._takes_unranked else rank)
@@ -382,7 +383,7 @@ class PageFiles:
             call.let_go()
 
     def remove(self, page: Page, found: Found) -> bool:
-        """Remove a page's file if it is still the one examined. Return whether it was removed."""
+        """Remove a page's file if it is still the file examined. Return whether it was removed."""
         removed = self._temporaries.remove_unchanged(page[0], found.st, even_if_read=True)
         if removed and self._capacity is not None:
             self._capacity.release(found.st.st_size)
@@ -438,8 +439,8 @@ class FilePages(PageStore):
     ) -> None:
         """Serve from the directory of a `file:` URL, which `open` opens.
 
-        writes: False changes nothing in the directory, and does not create it. A directory that
-            this process may not change is only read, too.
+        writes: False changes nothing in the directory, and does not create it. If this process may
+            not change the directory, it is only read as well.
         """
         super().__init__(counters, settings.threads)
         self._url = url
@@ -509,7 +510,7 @@ class FilePages(PageStore):
     def write(
         self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
     ) -> list[bool]:
-        """Write missing pages to temporary files; rename each one while the call is open."""
+        """Write missing pages to temporary files; rename each file while the call is open."""
         if not self._changes:
             self.counters.refused("unwritable", "the directory is only read", len(pages))
             return [False] * len(pages)
