@@ -37,7 +37,7 @@ _TURN_SECONDS = 0.001
 _LONGER_SECONDS = 0.02
 # Items in the first slice of a kind, while the time of an item is unknown.
 _FIRST_ITEMS = 4
-# A number of calls at once is judged after at least so many slices and so many seconds.
+# A number of calls at once is judged after at least this many slices and seconds.
 _JUDGED_SLICES = 8
 _JUDGED_SECONDS = 0.02
 # A doubling stays if items per second grow by this factor, a halving if they keep this share.

@@ -121,7 +121,7 @@ def make_run_folder(parent: Directory, name: str, store: Store) -> Directory:
 
 
 def open_run_folder(parent: Directory, name: str, *, writes: bool) -> Directory:
-    """Open the folder of a run. Trust in its files is derived from its own owner.
+    """Open the folder of a run. Trust in its files is derived from the owner of the folder.
 
     That owner owns the store's directory, too.
     Raises OSError, and UntrustedError if the owner is not trusted and users other than the owner of

@@ -159,7 +159,7 @@ class Hf3fsStore(
         )
 
     def keep_private(self, permissions: Permissions, *, listing: bool = False) -> None:
-        """Narrow the modes of new data files; existing files keep theirs."""
+        """Narrow the modes of new data files; existing files keep their modes."""
         if self._maker is not None:
             self._maker.permissions = self._maker.permissions.intersection(permissions)
 

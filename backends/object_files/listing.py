@@ -68,8 +68,8 @@ class LeftOut:
     misplaced: files named like objects, outside the folders of their names.
     strangers: files with other names, in directories where they do not belong.
     cleared: for each batch, the number of objects from before a `clear`.
-    ahead: for each batch, the number of objects dated ahead of this host's clock, and by how many
-        nanoseconds at most. These objects are listed.
+    ahead: for each batch, the number of objects dated ahead of this host's clock, and the largest
+        lead in nanoseconds. These objects are listed.
     folders: messages about folders that are not trusted.
     sampled: whether only some files were looked at.
     """

@@ -51,7 +51,7 @@ class FileMover(Mover):
         def take(index: int) -> Status:
             try:
                 status = self._take(keys[index], versions[index])
-            except FileExistsError as error:  # the run has the name: this is no EXISTS of the store
+            except FileExistsError as error:  # the run has the name; EXISTS would mean the store
                 errors[index] = reason_of(error)
                 return Status.ERROR
             if status is None:

@@ -275,7 +275,7 @@ class FileWriter:
         place: `ObjectTree.place` of the key.
         version: an object with another version stays, and is CHANGED. None removes any version.
         A full disk may have no room for the temporary name of `remove_unchanged`. Then the file is
-        removed directly, and a writer can replace the object right before that.
+        removed directly, even if a writer replaces the object right before the removal.
         Raises OSError.
         """
         here, name = place

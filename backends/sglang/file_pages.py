@@ -62,7 +62,7 @@ _BYTES_PER_TASK = 1 << 20  # fewer bytes are not worth another thread
 # that takes longer than _SLOW_SECONDS for a page, several threads wait at once.
 _LARGE_BYTES = 256 << 10
 _SLOW_SECONDS = 200e-6
-_EXAMINED_BYTES = 16 << 10  # examining a file takes as long as reading so many bytes
+_EXAMINED_BYTES = 16 << 10  # examining a file takes as long as reading this many bytes
 _LONGEST_NAME = 255  # most bytes of a file name on Linux
 _Problem = Literal["damaged", "foreign", "unranked", "unstamped", "unreadable", "stale", ""]
 _DETAILS: dict[_Problem, str] = {

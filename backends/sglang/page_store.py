@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.objects import Coordinate
 
 _SECONDS_BETWEEN_OPENS = 5.0
-_SECONDS_BETWEEN_LOOKS = 0.5  # pause before the next look whether workers still hang
+_SECONDS_BETWEEN_LOOKS = 0.5  # pause before looking again whether workers hang
 _LONGEST_CLOSE_S = 3.0  # most time that the server waits for a store to close
 
 Piece = tuple[int, int]  # address and bytes of one stretch of host memory

@@ -118,8 +118,8 @@ class Listing:
     def sort(self) -> None:
         """Sort the added objects into rows."""
         rows = np.frombuffer(self._added, _ROWS)
-        # A page is identified by the first quarter of its hash. Two pages that share it get one
-        # time.
+        # A page is identified by the first quarter of its hash. Two pages that share that quarter
+        # get one time.
         quarters = rows["page"][:, 0]
         distinct, page_of = np.unique(quarters, return_inverse=True)
         latest = np.full(len(distinct), np.iinfo(np.int64).min)
