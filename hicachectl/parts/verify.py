@@ -348,6 +348,8 @@ class VerifyJob(Job):
         if not request.allow_empty:
             refuse_unmounted(store, listed)
         checked = check_part(store, request, listed, start, first=first, on_read=on_read)
+        if not len(listed.objects) and listed.table.affixes:  # other parts have the pages
+            checked.result.facts.explained = "no part with a result has a page"
         if first and self._stamp and request.profile is not None:
             path = write_stamp(store, Stamp(request.profile, request.weights_version))
             checked.result.facts.remarks += (f"Stamped the store: {path}",)

@@ -112,6 +112,19 @@ def test_why_nothing_was_checked_is_true_of_the_store(
     assert "; this is counted in the largest part only" in merged.stderr
 
 
+def test_a_part_without_pages_does_not_tell_that_the_store_has_none(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    run = verified(invoke, tmp_path / "run", demo_store(tmp_path / "store"))
+    run.part(0, 8)
+    shares = json.loads((run.path / "run.json").read_text())["published"]["shares"]
+    assert not shares[0]
+    assert any(shares)
+    told = invoke("merge", run.path, exit_code=4).stderr
+    assert "no part with a result has a page" in told
+    assert "check the path" not in told
+
+
 @pytest.mark.slow
 def test_the_process_of_the_last_part_merges(invoke: Invoke, damaged: Path, tmp_path: Path) -> None:
     """Each process does its part, then merges if all are done; nothing is merged twice."""
