@@ -379,6 +379,7 @@ def mending_of(
         quarantine=quarantine or ("" if own is not None else "DIR"),
         model="" if profile is None else profile.key_model,
         stamped=bool(ctx.params.get("stamp")),
+        repair_codes=tuple(ctx.params.get("repair_codes") or ()),
         sizes={} if profile is None else {axis: getattr(profile, axis) for axis in AXES},
     )
 

@@ -66,6 +66,7 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
     model: model name of the profile, as in keys; empty without a profile.
     sizes: sizes of the profile by axis, as in keys; empty without a profile.
     stamped: whether the run writes a stamp.
+    repair_codes: codes that the run's repair takes in addition to errors.
     """
 
     program: tuple[str, ...] = ("hicachectl",)
@@ -78,6 +79,7 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     sizes: dict[str, int] = {}
     stamped: bool = False
+    repair_codes: tuple[str, ...] = ()
 
     def command(self, template: str, deployment: str | None = None) -> str:
         """Return a shell command, made from the template of a code.
@@ -370,7 +372,7 @@ def _mending_lines(
 
     doubted: why repairs would be refused, as in `VerifyFacts`.
     many: codes that at least half of the objects have.
-    done: whether the run has repaired the pages with errors.
+    done: whether the run has repaired the pages with errors or with `repair_codes`.
     """
     steps: dict[str, dict[str, None]] = {}
     kinds: dict[tuple[str, str, str | None], int | None] = {}
@@ -379,7 +381,7 @@ def _mending_lines(
     for (name, severity, deployment), written_ns in kinds.items():
         code = code_named(name)
         repairs = is_repair(code.mending_command(severity)) and not code.remedy
-        if done and repairs and severity == "error":
+        if done and repairs and (severity == "error" or name in mending.repair_codes):
             continue
         commands = mending.commands(code, severity, deployment, written_ns)
         commands = [*_condition(code, written_ns), *commands]

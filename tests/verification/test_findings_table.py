@@ -146,6 +146,22 @@ def test_a_warning_is_mended_by_its_code_and_without_a_profile_one_is_asked_for(
     assert f"  {repair} --repair-code missing-rank" in table.splitlines()
 
 
+def test_a_repair_that_a_code_asked_for_is_not_suggested_again(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    store, described = demo_store(tmp_path / "store"), profile_file(tmp_path / "demo.toml")
+    for path in store.glob("*.bin"):
+        set_age(path, TWO_HOURS)
+    next(path for path in store.glob("*_1_2.bin") if ".mamba" not in path.name).unlink()
+    asked = ("verify", store, "--profile", described, "--checks", "groups", "--repair", "delete")
+    code = ("--repair-code", "missing-rank")
+    assert "--repair-code missing-rank" in invoke(*asked, "--yes", exit_code=4).stdout
+    assert "To mend" in invoke(*asked, *code, "--dry-run", exit_code=4).stdout
+    repaired = invoke(*asked, *code, "--yes", exit_code=4).stdout
+    assert "1 page repaired" in repaired
+    assert "To mend" not in repaired
+
+
 def test_pages_that_only_take_space_can_be_removed(invoke: Invoke, tmp_path: Path) -> None:
     """On a full disk, a quarantine inside the store frees nothing."""
     store, described = demo_store(tmp_path / "store"), profile_file(tmp_path / "demo.toml")
