@@ -509,8 +509,9 @@ def _named_store(text: str, name: str, rest: str, config: Config) -> str:
         raise UsageError(f"{text}: unknown store scheme {name!r}; known: {schemes}")
     stores = ", ".join(sorted(config.stores)) or "none"
     raise UsageError(
-        f"No store {name!r} in {config.source} (it names {stores}); "
-        f"URL schemes: {schemes}; write a directory with a colon as ./{text}"
+        f"No store {name!r} in {config.source} (it names {stores}); define it there with two "
+        f'lines, [stores.{name}] and url = "file:///DIR"; URL schemes: {schemes}; write a '
+        f"directory with a colon as ./{text}"
     )
 
 

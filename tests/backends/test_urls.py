@@ -115,7 +115,8 @@ def test_an_empty_file_url_is_the_directory_of_sglang(monkeypatch: pytest.Monkey
         (
             "prod:",
             r"^No store 'prod' in the config file, by default ~/.config/hicachectl/config.toml "
-            r"\(it names none\); .*file",
+            r"\(it names none\); define it there with two lines, \[stores\.prod\] and "
+            r'url = "file:///DIR"; .*schemes: .*file',
         ),
         ("a:b", r"with a colon as \./a:b"),
         (":", "No store ''"),

@@ -71,6 +71,7 @@ def command(ctx: click.Context, /, quarantine: str, store: str, **options: Any) 
     names both stores.
 
     Examples:
+      hicachectl restore prod: prod: --dry-run
       hicachectl restore /tmp/hicache/.hicachectl/quarantine /tmp/hicache --dry-run
       hicachectl restore /var/quarantine prod: --page 4ebfa8a1f3c3 --yes
       hicachectl restore /var/quarantine hf3fs:///mnt/3fs/hicache --profile prod.toml
