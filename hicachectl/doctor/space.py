@@ -6,11 +6,13 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.doctor.checks import FAIL, OK, STORE, UNKNOWN, WARN, Check
 from hicachectl.pages.census import byte_sum
+from hicachectl.pages.naming import deployment_document, deployment_text
 from hicachectl.text.units import human_age, human_size
 
 if TYPE_CHECKING:
@@ -100,6 +102,28 @@ def _written_lately(
     return byte_sum(sizes[known][ages <= seconds]), seconds
 
 
+def _other_pages(listed: ListedStore, inventory: Inventory) -> dict[str, str]:
+    """Return the evidence and the next step for a store with pages of other deployments only."""
+    table = inventory.table
+    next_step = listed.mending.command("hicachectl ls STORE --summary")
+    numbers = inventory.by_affix(table.deployment_ids, -1)
+    if not (numbers > 0).any():
+        return {"next": next_step}
+    own, other = table.deployments[0], table.deployments[np.bincount(numbers[numbers > 0]).argmax()]
+    evidence = f"most of its pages are of {deployment_text(deployment_document(other))}"
+    if other.names == own.names:
+        live = listed.store is not None and listed.store.traits.live
+        target = "STORE" if live else "DST"  # a pack is written once
+        converting = listed.mending.command(
+            f"hicachectl migrate STORE {target} --profile OLD --to-profile FILE"
+        )
+        next_step = (
+            "give the profile of these pages or, if the weights are the same, convert them with it "
+            f"as OLD: {converting}"
+        )
+    return {"evidence": evidence, "next": next_step}
+
+
 def last_write_checks(
     listed: ListedStore, inventory: Inventory, listing: ListingTime
 ) -> Iterator[Check]:
@@ -113,7 +137,7 @@ def last_write_checks(
                 "pages",
                 WARN,
                 "The store has no page of the profile's deployment",
-                next=listed.mending.command("hicachectl ls STORE --summary"),
+                **_other_pages(listed, inventory),
             )
     times = inventory.objects.column("mtime_ns").filter(pa.array(chosen)).drop_null()
     if not len(times):

@@ -193,6 +193,17 @@ def test_a_store_of_other_deployments_has_no_page_of_the_profile(
     assert "ls" in checks["store/pages"]["next"]
 
 
+def test_pages_of_another_tp_size_are_named_with_the_command_that_converts_them(
+    invoke: Invoke, store: Path, profile: Path, tmp_path: Path
+) -> None:
+    other = profile_file(tmp_path / "p.toml", replace(PROFILE, tp=1))
+    check = checks_of(invoke, store, "--profile", other)["store/pages"]
+    assert check["evidence"].endswith(f"of {PROFILE.key_model} tp 2")
+    command = check["next"].rpartition("OLD: ")[2].replace("--profile OLD", f"--profile {profile}")
+    invoke(*shlex.split(command)[1:])
+    assert "store/pages" not in checks_of(invoke, store, "--profile", other)
+
+
 def test_young_pages_are_not_judged(invoke: Invoke, store: Path, profile: Path) -> None:
     """A server writes the objects of a page one by one."""
     removed = objects(store)[0]
