@@ -3,9 +3,9 @@
 Source: sglang srt/mem_cache/hicache_storage.py :: HiCacheFile. Only regular files are objects.
 Symbolic links are not followed, and sub-directories such as `.hicachectl` are ignored. A directory
 that is marked as having folders (`folders`) has its objects in its folders. Objects may have
-trailers (`formats.trailer`), which sizes do not count. Temporary files of unfinished writes
-(SGLang: `.<32 hex>.tmp`, hicachectl: `.hicachectl-<32 hex>.tmp`) are listed like objects, so that a
-check can report them.
+trailers (`formats.trailer`); the sizes given for objects exclude them. Temporary files of
+unfinished writes (SGLang: `.<32 hex>.tmp`, hicachectl: `.hicachectl-<32 hex>.tmp`) are listed like
+objects, so that a check can report them.
 """
 
 from __future__ import annotations

@@ -283,8 +283,8 @@ class MasterAdmin:
     def pin(self, keys: Sequence[str], milliseconds: int | None) -> npt.NDArray[np.int64]:
         """Soft-pin objects, or remove their pins; return the master's codes: [n].
 
-        milliseconds: duration of the pins from now on, which replace earlier pins; None removes
-            pins. The master accepts 0, but such a pin protects nothing.
+        milliseconds: how long the pins last, counted from now; they replace earlier pins. None
+            removes pins. The master accepts 0, but such a pin protects nothing.
         """
         path = _UNPIN if milliseconds is None else _PIN
         codes = np.zeros(len(keys), dtype=np.int64)

@@ -149,8 +149,8 @@ class Index:
 def open_places(root: Directory) -> list[Place]:
     """Open the directories of a store: the root, and its rank directories, by name.
 
-    Raises UnsupportedByBackend for Mooncake's file_per_key files and for a directory with other
-    files only, OSError, UntrustedError.
+    Raises OSError, UntrustedError, and UnsupportedByBackend for Mooncake's file_per_key files or a
+    directory with only other files.
     """
     entries = root.entries()
     places = [Place(root, entries)]
@@ -268,8 +268,8 @@ class _Reader:
         if META_FILE not in files:
             what = (
                 f"no {META_FILE} says which objects it has, because Mooncake ran without "
-                "MOONCAKE_OFFSET_PERSIST_MODE, or relaxed and ended before its first checkpoint; "
-                "the objects cannot be recovered"
+                "MOONCAKE_OFFSET_PERSIST_MODE, or with it set to relaxed and ended before its "
+                "first checkpoint; the objects cannot be recovered"
             )
             self._lose(f"{path}/{DATA_FILE}", what, place.entries[DATA_FILE])
             self._nameless = self._nameless or self._losses[-1]

@@ -339,7 +339,7 @@ def _key_array(names: list[str]) -> Any:
 
 
 class FileListings(ReportsLosses):
-    """Lists a store's objects. Their sizes count no trailers.
+    """Lists a store's objects. The sizes given for them exclude trailers.
 
     Stale objects are listed only with the column `cleared_ns`. Methods raise StoreUnavailable.
     """
@@ -373,8 +373,8 @@ class FileListings(ReportsLosses):
             if count := int(np.count_nonzero(times > now_ns + _AHEAD_NS)):
                 left_out.ahead.append((count, int(times.max()) - now_ns))
         if "nbytes" in batch.schema.names:
-            # A marker is written before the first file that it describes. The sizes of the files
-            # are known by now, so a marker read now cannot come too late.
+            # A marker is written before the first file that it describes. The sizes were read
+            # before this, so the markers read now include those of every file in the batch.
             self._files.sizes.current()
         batch = self._files.sizes.strip(batch)
         times = epochs.times(batch)

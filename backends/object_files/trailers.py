@@ -143,7 +143,7 @@ class TrailerChecks:
 
 
 def _expected(suffix: bytes, identity: Identity | None) -> Expected:
-    """Return the contents that trailers can have, according to all readings of a suffix.
+    """Return what a trailer may state, given every way in which its key's suffix can be read.
 
     A suffix without a reading allows every content.
     identity: identity of the objects, if known. It tells where the model's name ends in the suffix.

@@ -49,8 +49,8 @@ class StoreList:
         self._stores = self._read = list(stores)  # all stores, and the stores that are read
         self._pools: dict[str, ServedPool] = {}  # the pools last asked for
         self._lock = threading.Lock()
-        # If there are several stores, the position of each page's store: the choice of `exists`,
-        # and where the anchor was last read.
+        # Only used with several stores. Position of each page's store, as `exists` chose it
+        # (`_chosen`), and as the anchor was last read from (`_anchored`).
         self._chosen: dict[str, int] = {}
         self._anchored: dict[str, int] = {}
 
@@ -186,7 +186,7 @@ class StoreList:
 def _share(call: Call, stores: int) -> Call:
     """Return a call within a call, with one store's share of the time left.
 
-    A store that hangs ends its own call only, so that the next store can answer.
+    A store that hangs uses up only its share, so the next store still has time to answer.
     """
     return Call(call.seconds_left / stores)
 

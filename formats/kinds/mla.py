@@ -91,7 +91,10 @@ class Mla(PoolKind):
         return pool.row
 
     def with_cache_dtype(self, pool: Pool, dtype: str) -> Pool:
-        """Return the pool with bf16 or fp8 rows; keep fp8 rows of either form."""
+        """Return the pool with bf16 or fp8 rows, as dtype says.
+
+        For fp8, rows that are fp8 or fp8_scaled stay as they are.
+        """
         is_fp8 = dtype.startswith("float8")
         same = is_fp8 == (pool.row != "bf16")
         return pool if same else structs.replace(pool, row="fp8" if is_fp8 else "bf16")
@@ -107,7 +110,10 @@ class Mla(PoolKind):
         return (TensorLayout("kv", ("layer", "token", "channel"), shape, dtype),)
 
     def compared_channels(self, pool: Pool, tensor: TensorLayout) -> int:
-        """Return the number of latents: the rope part differs from them in every layer."""
+        """Return the number of latents.
+
+        The rope part is left out, because its magnitudes differ from theirs in every layer.
+        """
         return pool.kv_lora_rank
 
     def columns(

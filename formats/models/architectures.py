@@ -132,7 +132,7 @@ def _draft(
 ) -> Family:
     """Return the family of a draft.
 
-    nextn: whether the target's config must count the draft's layers.
+    nextn: whether the target's config must state the number of the draft's layers.
     """
     stated = (NEXTN,) if nextn else ()
     return Family(build, asks=asks, stated=stated, draft_only=True, draft_layers=layers)
@@ -175,7 +175,7 @@ FAMILIES = {
     "minimax_sparse": Family(compressed.minimax_sparse, asks=_ROWS),
     "qwen4": Family(compressed.qwen4, asks=_ROWS, page_size=compressed.qwen4_page_size),
     "iquest": Family(windows.iquest, asks=_WINDOWS),
-    # Window layers of other heads.
+    # Window layers whose heads differ from those of the full layers.
     "gemma4": Family(windows.gemma4, asks=_ROWS),
     "mimo_v2": Family(windows.mimo_v2, asks=(*_ROWS, "v_head_dim")),
     # Drafts: K and V rows, or latent rows, of a NextN or MTP layer of the target's checkpoint.

@@ -26,7 +26,8 @@ _CALLS = 32
 _OBJECTS = 4096
 # Processes that remove objects. More would not make a batch faster.
 _REMOVERS = 4
-# Number of folders in which one part of a batch has objects. A whole batch has objects in all 256.
+# A batch has objects in all 256 folders. It is in folder order, so each of its parts has objects in
+# about this many.
 _FOLDERS = 256 // _REMOVERS
 
 

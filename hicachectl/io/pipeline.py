@@ -2,8 +2,8 @@
 
 N reader threads take tasks in order. Each reserves a slab of the arena for a whole task, reads the
 task with one call of the store, works on the objects in place, and releases the slab. The arena
-bounds the memory for any size of store: readers wait for free memory, and until their results are
-taken.
+bounds the memory for any size of store: readers wait while no memory is free, and while too many
+results wait to be taken.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ class Pipeline(Generic[T]):
         confirm: read with `Confirm.read_confirmed`, if the store has it.
         destination: store that the work writes to, from the same memory. A task then waits until
             tasks far before it have ended.
-        processes: processes that read these objects into their own arena, which has buffer_bytes.
+        processes: processes that do the reads. Their shared arena, of buffer_bytes, takes the place
+            of the pipeline's.
         waiting: further threads, for work that mostly waits.
         """
         self.complete = True  # after the iteration: whether every task began

@@ -1,8 +1,9 @@
 """Flag bad numbers in blocks of stored numbers, in one pass over their bytes.
 
 A program takes vectors of up to 16 bytes that follow one another, whatever blocks, rows and fields
-they belong to. All magnitudes of a 4-byte word are compared at once, by carries into their sign
-bits. Only lanes that find something write a result.
+they belong to. All numbers of a 4-byte word are tested at once: a constant is added to each
+magnitude, and the carry into the sign bit shows whether it is NaN or infinity. Only lanes that find
+something write a result.
 
 Numbers are checked as stored: codes are not multiplied by scales, so a NaN code counts even if its
 scale is 0.
@@ -24,8 +25,8 @@ from hicachectl.kernels.values import FIRST_SPECIAL, floor_bits
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Flags of a field: a number is NaN or infinite; a scale is not legal; a row of the block begins
-# with zeros, if rows begin with the field.
+# Flags of a field: a number is NaN or infinite; a scale is not legal; for a field at the start of
+# rows, some row begins with zeros.
 SPECIAL, BAD_SCALE, ZERO_HEAD = 1, 2, 4
 FLAG_BITS = 3  # the flags of field n begin at bit n * FLAG_BITS
 _MOST_FIELDS = 31 // FLAG_BITS  # most fields with flags in one result
@@ -42,8 +43,8 @@ class Field:
 
     pitch:       bytes of a row.
     scale_floor: for fp32 scales, the least legal one; None for ordinary numbers.
-    leads:       whether rows begin with this field: its head then shows rows of zero bytes.
-    excusable:   whether NaN and infinity may be legal: codes under a scale of 0 mean nothing.
+    leads:       whether rows begin with this field; only such a field can get ZERO_HEAD.
+    excusable:   whether NaN and infinity can be harmless, as in codes whose scale is 0.
     """
 
     name: str
@@ -208,7 +209,8 @@ def _bad_scale(words, LOOK: tl.constexpr):
 @triton.jit
 def _found(words, place, LOOKS: tl.constexpr, NUMBER: tl.constexpr):
     """Return one field's flags of each vector, by its place in the row: [lanes]."""
-    # 1, 2, 4, 3: SPECIAL, BAD_SCALE, ZERO_HEAD, FLAG_BITS. Kernels cannot read such globals.
+    # The literals 1, 2, 4 and 3 below are SPECIAL, BAD_SCALE, ZERO_HEAD and FLAG_BITS: kernels
+    # cannot read plain globals.
     LOOK: tl.constexpr = LOOKS[NUMBER]
     FIRST: tl.constexpr = LOOK.first
     LAST: tl.constexpr = LOOK.last
@@ -228,7 +230,7 @@ def _flag(
     pool, blocks, flags, count, LOOKS: tl.constexpr, FIELDS: tl.constexpr, VECTORS: tl.constexpr,
     ROW: tl.constexpr, WORDS: tl.constexpr, TOGETHER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Check TILE vectors of all blocks, counted from block to block."""
+    """Check this program's TILE vectors; vectors are numbered through all blocks."""
     start = tl.program_id(0).to(tl.int64) * TILE
     # Lanes count vectors from the start of the program's first block, so that 32 bits suffice for
     # any pool.

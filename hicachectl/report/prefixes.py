@@ -174,8 +174,7 @@ def _runs(
     begins = (parents < 0) | (counts != counts[parents]) | (states != states[parents])
     heads = np.flatnonzero(begins)
     numbers = np.cumsum(begins) - 1
-    # Of the pages in a chain up to a page, the last one that begins a run is the head of the page's
-    # run.
+    # A page's run begins at the nearest page, at or before it in its chain, that begins a run.
     last = np.maximum.accumulate(np.where(begins[page_of], np.arange(len(page_of)), 0))
     of_page = np.zeros(len(forest), dtype=np.int64)
     of_page[page_of] = numbers[page_of[last]]

@@ -1,4 +1,7 @@
-"""Divide the pages of a deployment by the requests that reach them: none, by salt, by adapter."""
+"""Divide a deployment's pages by the salt or the adapter of the requests that reach them.
+
+Pages that no request reaches are counted, too.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
     from hicachectl.requests.chains import Labels, Requests
 
 _KINDS = ("salt", "adapter")
-_SHARED, _UNREACHED = 0, 1  # owners of pages; the numbers of tenants follow
+_SHARED, _UNREACHED = 0, 1  # owner codes of pages; tenant n has code n + 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,8 @@ class Tenant:
     requests: number of requests of the tenant.
     pages: number of these pages.
     nbytes: bytes of these pages; None if a size in the deployment is unknown.
-    reached: number of pages that the requests reach, with pages that other tenants reach, too.
+    reached: number of pages that the tenant's requests reach, including those that other tenants
+        also reach.
     """
 
     name: str | None

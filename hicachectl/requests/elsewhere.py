@@ -67,8 +67,8 @@ class Elsewhere:
 def find_elsewhere(inventory: Inventory, hits: Hits) -> list[Elsewhere]:
     """Return the other deployments with pages that the measured deployment cannot restore.
 
-    Only listed keys are found. An inventory has all keys, unless a lookup found some key of the
-    measured deployment. The deployment with most pages comes first.
+    Only keys in the inventory are found. It lists the whole store, unless the measured deployment's
+    keys were looked up and some were there. The deployment with most pages comes first.
     """
     own = hits.deployment
     if own is None:
@@ -125,8 +125,8 @@ def _elsewhere_remark(url: str, own: Deployment, found: list[Elsewhere]) -> str:
     places = [f"{one.place} ({counted(len(one.pages), 'page')})" for one in found]
     more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
     nameless = any(NAMELESS in one.place for one in found)
-    why = f"; {NAMELESS} on Mooncake are those of SGLang before 0.5.17, which the profile states"
-    old = why if nameless else ""
+    why = f"on Mooncake, SGLang before 0.5.17 writes {NAMELESS}; state that release in the profile"
+    old = f"; {why}" if nameless else ""
     return (
         f"{url}: requested pages that servers of {deployment_text(deployment_document(own))} "
         f"cannot restore exist at {', '.join(places[:_SHOWN])}{more}; give the profile of these "
@@ -138,7 +138,9 @@ _PAGE_SIZES = tuple(1 << power for power in range(11))
 
 
 def suspect_hashing(url: str, inventory: Inventory, chains: Requests) -> str:
-    """Return why a store has pages, but no page of any chain; "" if there is another reason.
+    """Return a remark if the store has pages, but none of any chain; else "".
+
+    That suggests wrong hashing.
 
     Try the usual page sizes, both hash units, and hashes with and without a namespace on the first
     requests.
@@ -191,7 +193,7 @@ def _remedy(used: Hashing, other: Hashing) -> str:
 
 
 def _likely(inventory: Inventory, chains: Requests, used: Hashing) -> tuple[Hashing, int] | None:
-    """Return the hashing that finds pages of most sample requests, and how many these are.
+    """Return the hashing that finds pages of the most sample requests, and the number of these.
 
     Return None if no hashing finds any page.
     """
@@ -216,7 +218,7 @@ def _pages(chains: Requests, hashing: Hashing) -> list[pa.StringArray]:
     """Return the pages of each request of the sample; empty if tokens cannot be hashed."""
     try:
         return [hex_pages(hashing.hashes(request)) for request in chains.sample]
-    except FormatError:  # bigrams need tokens of one word
+    except FormatError:  # hashes over token pairs need tokens of one word each
         return []
 
 

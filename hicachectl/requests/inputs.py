@@ -216,7 +216,7 @@ class _Filling(io.FileIO):
 
 
 def _line_begin(file: BinaryIO, place: int) -> int:
-    """Return the offset at which the line with a byte begins. place: offset of the byte."""
+    """Return the offset of the start of the line that contains the byte at `place`."""
     while place:
         begin = max(place - _HEAD_BYTES, 0)
         file.seek(begin)

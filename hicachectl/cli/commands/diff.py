@@ -52,9 +52,9 @@ def command(ctx: click.Context, /, source: str, destination: str, **options: Any
     then the commands that close the differences. Other formats have a row for each page that
     differs; --pages of other commands takes these rows.
 
-    Without a profile, objects with the same key are compared. With a profile, B has the keys
-    that SGLang uses on B's kind of store; the --to options say which other deployment B's pages are
-    for, as for migrate.
+    Without a profile, objects with the same key are compared. With a profile, diff looks in
+    B for the keys that SGLang uses on that kind of store. If B's pages are for another deployment,
+    give it with the --to options, as for migrate.
 
     The exit status is 0 if all pages are equal, and 4 if some differ, or if none was compared.
     Pages younger than --grace that differ are in flight, and not judged.
