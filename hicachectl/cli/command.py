@@ -181,7 +181,7 @@ def global_options(*, of_program: bool = False) -> list[click.Parameter]:
         Option(
             ["-q", "--quiet"],
             is_flag=True,
-            help="Print no remarks, and no table of a run that ends with 0.",
+            help="Print no remarks, and no table if the exit status is 0.",
             **where,
         ),
         Option(

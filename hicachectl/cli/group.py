@@ -104,9 +104,9 @@ class LazyGroup(Group):
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="STORE is a directory, a URL (see hicachectl(1)), or NAME: for a store of the config "
-    "file.\n\nGarbled answers, no hits, full disk, new cluster: hicachectl-runbooks(7). "
-    "Rights, ports and secrets: hicachectl-security(7).",
+    epilog="STORE is a directory, a URL (see hicachectl(1)), or the name of a store in the config "
+    "file with a colon, such as prod:.\n\nGarbled answers, no hits, full disk, new cluster: "
+    "hicachectl-runbooks(7). Rights, ports and secrets: hicachectl-security(7).",
 )
 @click.version_option(__version__, prog_name="hicachectl", message="%(prog)s %(version)s")
 def cli(**_options: object) -> None:

@@ -73,7 +73,8 @@ if TYPE_CHECKING:
     type=POSITIVE_DURATION,
     default="30s",
     show_default=True,
-    help="For each store, begin no batch after this duration of reads, or of writes.",
+    help="Read each store for at most this long; the same limit holds for writes. A batch that has "
+    "begun is completed.",
 )
 @own_option(
     "--drop-cache",
@@ -94,7 +95,7 @@ if TYPE_CHECKING:
     "--device",
     type=click.Choice(["cpu", "cuda"]),
     help="Also time value checks and digests on this device; on cuda, also copies and the sparse "
-    "loader.",
+    "loader (reads selected tokens).",
 )
 @lock_option
 @prefetch_threshold_option

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     repeats=False,
     help="Read pages that look equal in both stores, and compare their bytes.",
 )
-@grace_option("Count pages that differ and are younger than this as in flight")
+@grace_option("Count differing pages as in flight if they are younger than this")
 @allow_empty_option
 @comparing_options
 @filter_options(beside_flags=True)

@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 @own_option("--yes", is_flag=True, divided=OWN_VALUE, help="Do not ask before --move.")
 @equal_option("--include-partial", is_flag=True, help="Also copy pages that are not whole.")
 @equal_option("--include-damaged", is_flag=True, help="Also copy pages that have errors.")
-@grace_option("Skip pages that are not whole and younger than this")
+@grace_option("Skip incomplete pages that are younger than this")
 @allow_empty_option
 @equal_option("--no-space-check", is_flag=True, help="Start even if DST seems to lack space.")
 @copy_options

@@ -97,8 +97,9 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
     type=FILE,
     needs="--open-after DURATION",
     divided=Divided(instead="leave out --shard", on_cluster=False),
-    help="Count --open-after from the time of FILE. So a process that is killed and started again "
-    "continues the count. A missing FILE is created; when the gate opens, it is removed.",
+    help="Count --open-after from the modification time of FILE. So a process that is killed "
+    "and started again continues the count. A missing FILE is created; when the gate "
+    "opens, it is removed.",
 )
 @prefetch_threshold_option
 @MOONCAKE.option(

@@ -19,10 +19,9 @@ from hicachectl.cli.values import TIME
 def command() -> None:
     """List the runs in a quarantine, and delete old ones.
 
-    Each verify --repair quarantine that removes pages makes one run: a folder that ls, show, verify
-    and migrate read as a store. hicachectl restore puts pages back. QUARANTINE is
-    a directory that verify --repair filled, one run in it, or a store with a quarantine of its
-    own.
+    A repair (verify --repair quarantine) that removes pages makes one run: a folder that ls, show,
+    verify and migrate read as a store. hicachectl restore puts pages back. QUARANTINE is a
+    directory that verify --repair filled, one run in it, or a store with a quarantine of its own.
 
     Examples:
       hicachectl quarantine list prod:

@@ -99,7 +99,8 @@ _OF_PAGES = (
     "--all-deployments",
     needs="--pages",
     is_flag=True,
-    help="With --pages: if a line is only a page hash, remove the page from all deployments.",
+    help="Where a line of the --pages file has only a page hash, remove that page from all "
+    "deployments.",
 )
 @own_option(
     "--free",
@@ -137,8 +138,8 @@ _OF_PAGES = (
 @own_option(
     "--and-unnamed",
     is_flag=True,
-    help="With --trace or --keep-plan, and --profile: first remove pages of deployments that no "
-    "request names. Without this option, these pages stay.",
+    help="First remove pages of deployments that no request names. Needs --profile, and --trace or "
+    "--keep-plan.",
 )
 @own_option(
     "--temporaries",
@@ -151,12 +152,12 @@ _OF_PAGES = (
     "pages behind removed ones age out, or --free SIZE --trace FILE removes them before others",
 )
 @allow_empty_option
-@grace_option("Leave pages that are not whole and younger than this")
+@grace_option("Keep incomplete pages that are younger than this")
 @own_option(
     "--despite-profile",
     is_flag=True,
-    help="Remove partial pages even if most of the newest pages lack the same pool, so that the "
-    "profile looks wrong. Without this option, --state partial is then refused, and targets do not "
+    help="Remove partial pages even if the profile looks wrong: most of the newest pages lack the "
+    "same pool. Without this option, --state partial is then refused, and targets do not "
     "prefer partial pages.",
 )
 @filter_options()

@@ -30,8 +30,8 @@ _runs = argument("runs", metavar="DIRECTORY", type=RunPath())
 def command() -> None:
     """List run directories, show one, and delete old ones.
 
-    verify, migrate and prewarm keep a divided run in the run directory that --run names. DIRECTORY
-    is a run directory, or contains several, such as one for each night.
+    When verify, migrate or prewarm runs in parts, the run directory (--run) holds the listing and
+    the results. DIRECTORY is a run directory, or contains several, such as one for each night.
 
     Examples:
       hicachectl runs list /shared

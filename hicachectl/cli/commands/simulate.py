@@ -60,8 +60,7 @@ def _capacities(text: str) -> tuple[int, ...]:
 @own_option(
     "--policy",
     type=NameList(tuple(Policy)),
-    help="Policies by which the caches evict.  [default: optimal, and the policy of STORE or "
-    "else lru]",
+    help="Eviction policies.  [default: optimal, plus the policy of STORE, or lru without a STORE]",
 )
 @own_option(
     "--eviction-ratio",
