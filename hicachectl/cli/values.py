@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from contextlib import suppress
@@ -100,8 +101,8 @@ def _positive_number(text: str) -> float:
         number = float(text)
     except ValueError:
         raise ValueError(f"{_shown(text)} is not a number") from None
-    if number <= 0:
-        raise ValueError(f"{_shown(text)} is not above 0")
+    if not 0 < number < math.inf:  # nan compares with nothing
+        raise ValueError(f"{_shown(text)} is not above 0, or not finite")
     return number
 
 

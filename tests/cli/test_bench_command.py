@@ -409,6 +409,14 @@ def test_mooncake_is_read_and_written(
     assert sorted(mooncake_cluster.list_keys()) == before
 
 
+@pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf", "fast"])
+def test_a_prefill_rate_is_a_finite_number_above_0(
+    invoke: Invoke, tmp_path: Path, rate: str
+) -> None:
+    store = demo_store(tmp_path / "store")
+    assert "--prefill: " in invoke("bench", store, f"--prefill={rate}", exit_code=2).stderr
+
+
 # ---- prompts of a server
 
 

@@ -29,7 +29,7 @@ from tests.speed import chance_of_run
 from tests.stores import OLD, page, put, put_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.conftest import Invoke
@@ -187,13 +187,14 @@ def test_a_disk_that_others_fill_costs_no_page(invoke: Invoke, disk: Path, tmp_p
     assert f'hicachectl_rm_pages{{store="file://{store}"}} 0\n' in metrics
 
 
-@needs_root
-@pytest.mark.parametrize(("writes", "left"), [(True, 6), (False, 9)])
-def test_space_that_servers_fill_again_is_made_again(
-    invoke: Invoke, disk: Path, monkeypatch: pytest.MonkeyPatch, *, writes: bool, left: int
-) -> None:
-    """Servers that write as much as leaves go on writing; else the space is held by something."""
-    store, delete, other = dsa_store(disk / "store", 10), FileStore.delete, disk / "other"
+def servers_that_write(
+    monkeypatch: pytest.MonkeyPatch, other: Path, pages: int
+) -> Callable[[int], None]:
+    """Fill a file with the space of some pages before the first removal.
+
+    Return a function that adds the space of further pages.
+    """
+    delete = FileStore.delete
 
     def write(pages: int) -> None:
         with other.open("ab") as stream:
@@ -201,15 +202,27 @@ def test_space_that_servers_fill_again_is_made_again(
 
     def meanwhile(opened: FileStore, rows: Any) -> Any:
         if not other.exists():
-            write(2)
+            write(pages)
         return delete(opened, rows)
+
+    monkeypatch.setattr(FileStore, "delete", meanwhile)
+    return write
+
+
+@needs_root
+@pytest.mark.parametrize(("writes", "left"), [(True, 6), (False, 9)])
+def test_space_that_servers_fill_again_is_made_again(
+    invoke: Invoke, disk: Path, monkeypatch: pytest.MonkeyPatch, *, writes: bool, left: int
+) -> None:
+    """Servers that write as much as leaves go on writing; else the space is held by something."""
+    store, other = dsa_store(disk / "store", 10), disk / "other"
+    write = servers_that_write(monkeypatch, other, 2)
 
     def wait(seconds: float) -> None:
         if writes and other.stat().st_size == 2 * PAGE_SPACE:
             write(1)
 
     monkeypatch.setattr(targets, "_LATE_SECONDS", 0.1)
-    monkeypatch.setattr(FileStore, "delete", meanwhile)
     monkeypatch.setattr(time, "sleep", wait)
     limit = free_bytes(disk) + PAGE_SPACE
     document = removed(invoke, store, "--keep-free", limit, exit_code=0 if writes else 4)
@@ -222,23 +235,13 @@ def test_the_wait_for_late_space_ends_when_servers_have_written_as_much(
     invoke: Invoke, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A longer wait would let the disk fill up."""
-    store, delete, other = dsa_store(disk / "store", 40), FileStore.delete, disk / "other"
-    waits = list[float]()
-
-    def write(pages: int) -> None:
-        with other.open("ab") as stream:
-            stream.write(bytes(pages * PAGE_SPACE))
-
-    def meanwhile(opened: FileStore, rows: Any) -> Any:
-        if not other.exists():
-            write(3)
-        return delete(opened, rows)
+    store, waits = dsa_store(disk / "store", 40), list[float]()
+    write = servers_that_write(monkeypatch, disk / "other", 3)
 
     def wait(seconds: float) -> None:
         waits.append(seconds)
         write(1)
 
-    monkeypatch.setattr(FileStore, "delete", meanwhile)
     monkeypatch.setattr(time, "sleep", wait)
     removed(invoke, store, "--keep-free", free_bytes(disk) + 2 * PAGE_SPACE)
     assert len(waits) == 2
