@@ -113,7 +113,7 @@ def claim_path(prefix: str) -> str:
 
 
 def claimed_by(prefix: str, tag: str, *, writes: bool) -> str | None:
-    """Return the tag of the deployment that has claimed the data files; None if none has.
+    """Return the tag of the deployment that has claimed the data files, or None.
 
     tag: tag of the caller's deployment. With `writes`, unclaimed data files are claimed for it.
     Raises StoreUnavailable.

@@ -36,7 +36,7 @@ class Cost:
         return -(-pages // BATCH_PAGES) * self.start + pages * self.page
 
     def faster_from(self, page_tokens: int, threshold: int, prefill: float) -> int | None:
-        """Return the length from which on prompts are read faster than computed; None if none is.
+        """Return the length from which on prompts are read faster than computed, or None.
 
         The length is in tokens.
         threshold: tokens below which servers restore nothing.

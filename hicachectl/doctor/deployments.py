@@ -127,7 +127,7 @@ def deployment_checks(
     stated: Profile | None = None,
     request_words: str = "",
 ) -> tuple[list[Check], Fraction | None]:
-    """Compare a server's deployment with the deployments of which the store has pages.
+    """Compare a server's deployment with the deployments that have pages in the store.
 
     stated: profile that `ListedStore.mending` names.
     request_words: see `DoctorRequest`.

@@ -474,7 +474,7 @@ def _refuse_mixtures(stores: StorePair, markers: list[Marker], expected: Expecte
 def _others(
     markers: Iterable[Marker], identities: Mapping[Affix, Identity]
 ) -> Mapping[Affix, Identity]:
-    """Return the identities of other deployments, the objects of which keep key and bytes."""
+    """Return the identities of other deployments whose objects keep their key and bytes."""
     found = _by_suffix(markers)
     return {
         ("", suffix): next(iter(of.values()))

@@ -290,7 +290,7 @@ def plan_pages(
     request: PrewarmRequest,
     refused: Iterable[tuple[BoolArray, str]] = (),
 ) -> PagePlan:
-    """Choose whole pages, the prefixes of which are unknown.
+    """Choose whole pages without known prefixes.
 
     Pages of `request.pages` keep their order. Otherwise the newest minute comes first. Within a
     minute the oldest page comes first, because no page is older than its prefix.

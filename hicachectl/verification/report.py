@@ -426,7 +426,7 @@ def _indistinct_dtypes(
 
     Random bits are finite numbers in most dtypes. Only bfloat16 and float16 can be told apart, in
     objects that are not tiny.
-    specs: specs of the objects of which the values were checked.
+    specs: specs of the objects whose values were checked.
     """
     assumed: dict[str, set[str]] = {}
     distinct = {(spec.pool, spec.tensors): spec for spec in specs}
