@@ -37,9 +37,9 @@ def doubtful_values(
     listing: ListingTime,
     options: CopyOptions,
 ) -> BoolArray:
-    """Read a sample of the pages to adopt; return the pages with doubtful values: [groups].
+    """Read a sample of the pages to adopt. Return which pages have doubtful values: [groups].
 
-    profile: profile with weights, so it describes values.
+    profile: profile with weights, which therefore describes values.
     adopted: [groups] whether the group will get trailers.
     Raises UsageError if values contradict the profile, and StoreUnavailable.
     """

@@ -1,4 +1,4 @@
-"""Copy objects between a store and a quarantine run, damaged objects unchanged."""
+"""Copy objects between a store and a quarantine run. Copy damaged objects unchanged."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Limits, Store
     from hicachectl.formats.arrays import BoolArray, IntArray
 
-MEMORY_BYTES = 512 << 20  # address space; only touched pages take memory
+MEMORY_BYTES = 512 << 20  # bytes of address space, of which only the bytes used take memory
 
 
 @dataclass(frozen=True, slots=True)
 class Copier:
-    """Copy and compare objects of two stores that are attached to one arena."""
+    """Copies and compares objects of two stores that are attached to one arena."""
 
     arena: Arena
 
@@ -36,9 +36,9 @@ class Copier:
         """Copy objects to unused keys, durably.
 
         rows, targets: [n] rows of the objects in the source, and in the target.
-        sizes: [n] bytes.
-        Each object has the status of its read if that failed, else of its write. Raises
-        StoreUnavailable.
+        sizes: [n] bytes of the objects.
+        The result has the status of an object's read if the read failed, else that of its write.
+        Raises StoreUnavailable.
         """
         by_system = copier_of(target, source)
 
@@ -65,7 +65,7 @@ class Copier:
         """Return which objects have the same bytes in two stores: [n].
 
         rows, other_rows: [n] rows of the objects in each store.
-        sizes: [n] bytes, equal in both stores.
+        sizes: [n] bytes of the objects, equal in both stores.
         An object counts as different if it cannot be read, or if the arena is too small for both
         copies.
         """

@@ -1,4 +1,4 @@
-"""Plans of copies: an action for each page group of a survey, and batches of groups."""
+"""Plans of copies. A plan has an action for each page group of a survey, and yields batches."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class CopyPlan:
 
     order: survey rows of the groups in the order of copying.
     actions: [n] Action of each row of the survey.
-    together: whether copies keep this order across actions, instead of one action after another.
+    together: whether the groups to write keep this order whatever their actions. Otherwise all
+        groups of one action come before those of the next action.
     """
 
     groups: PageGroups
@@ -87,7 +88,7 @@ class CopyPlan:
         return objects, nbytes
 
     def rehearse(self, facts: CopyFacts) -> None:
-        """Add the sums of a copy without failures."""
+        """Add to the facts what a copy without failures would write and skip."""
         objects, nbytes = self.demand()
         facts.pages += len(self.items)
         facts.objects += objects
@@ -95,7 +96,10 @@ class CopyPlan:
         facts.skipped += self.count(*COMPARING)
 
     def exclude_oversized(self, options: CopyOptions, facts: CopyFacts) -> None:
-        """Leave out groups larger than --buffer-bytes. Count them and the groups in conflict."""
+        """Leave out groups that need more memory than --buffer-bytes.
+
+        Count these groups, and the groups in conflict, in the facts.
+        """
         most = options.buffer_bytes
         for work in self.works():
             nbytes = work.bytes_in_memory(verify=options.verify)
@@ -113,7 +117,7 @@ class CopyPlan:
         facts.note(conflicts(self.survey, conflicting))
 
     def works(self) -> list[PageWork]:
-        """Return the groups to process, one action after another."""
+        """Return the groups to process, divided by action."""
         found = [(action, self.rows(action)) for action in _ORDER]
         if self.together:
             # COMPLETE also copies groups without any object in the destination.
@@ -125,8 +129,8 @@ class CopyPlan:
 def oldest_first(survey: Survey, newest_ns: IntArray) -> IntArray:
     """Return the rows of a survey, oldest groups first, because servers write parents first.
 
-    Groups of equal age are spread over the listing, and so over all folders of a store, because a
-    file system makes only one change at a time in a folder.
+    Neighbours of equal age come from distant rows of the listing, and so from different folders of
+    a store, because a file system makes only one change at a time in a folder.
     newest_ns: [n] mtime of each group's newest object.
     """
     first_rows = np.full(len(survey.groups), np.iinfo(np.int64).max)
@@ -138,7 +142,7 @@ def oldest_first(survey: Survey, newest_ns: IntArray) -> IntArray:
 # Distance in the listing between two groups of equal age that are copied one after the other.
 _APART = 1021
 _FIRST_BYTES = 8 << 20
-# Larger than any memory; the sums of a group stay far from overflow.
+# Larger than any memory, but small enough that the sums of a group do not overflow.
 _MOST_ALIGNED = 2**48
 
 
@@ -146,9 +150,9 @@ _MOST_ALIGNED = 2**48
 class Transform:
     """Conversion of the objects of `count` groups by one unit.
 
-    sources, destinations: (offset, step, nbytes) for each object of a group. The offset is the
-        place of the first group's object in the memory of the batch. The step is the distance from
-        there to the same object of the next group.
+    sources, destinations: (offset, step, nbytes) for each object that a group has. The offset is
+        the place of the first group's object in the memory of the batch. The step is the distance
+        from one group's object to the next group's.
     """
 
     unit: TransferUnit
@@ -168,9 +172,10 @@ class Transform:
 def cut(
     nbytes: IntArray, objects: IntArray, *, first_bytes: int, most_bytes: int, most_objects: int
 ) -> Iterator[slice]:
-    """Yield slices of groups, in order, each within the limits or of a single group.
+    """Yield slices of groups in order. Each slice is within the limits, or is a single group.
 
-    nbytes, objects: [groups] bytes and objects that each group needs.
+    nbytes: [groups] bytes that each group needs.
+    objects: [groups] number of objects that each group needs.
     first_bytes: limit of the first slice, small so that writing begins soon. The limit doubles with
         each slice, up to most_bytes.
     """
@@ -214,7 +219,7 @@ class PageWork:
     action: Action
 
     def only(self, chosen: BoolArray | slice) -> PageWork:
-        """Return these groups only. chosen: mask or slice of the items."""
+        """Return the work for some of the groups only. chosen: mask or slice of the items."""
         return replace(self, items=self.items[chosen])
 
     def bytes_in_memory(self, *, verify: bool) -> IntArray:
@@ -224,7 +229,7 @@ class PageWork:
     def batches(
         self, *, verify: bool, copies: bool, most_bytes: int, most_objects: int
     ) -> Iterator[PageBatch]:
-        """Yield batches of the groups, in order, each within the limits or of a single group.
+        """Yield batches of the groups in order. Each is within the limits, or is a single group.
 
         verify: whether written objects are read back.
         copies: whether the destination can copy source objects by itself.
@@ -242,7 +247,10 @@ class PageWork:
             yield _Layout(self.only(span)).batch(back=back, by_system=by_system)
 
     def _demand(self, back: bool) -> tuple[IntArray, IntArray]:
-        """Return each group's bytes of memory, and objects to read or write: [items]."""
+        """Return the bytes of memory and the number of objects that each group needs: [items].
+
+        back: whether written objects are read back.
+        """
         route, wanted = self.survey.route, self.survey.wanted
         times, beside, counts = np.zeros((3, len(route.targets)), dtype=np.int64)
         for unit in route.units:
@@ -268,9 +276,9 @@ class PageWork:
 class PageBatch(Task):
     """Page groups of one survey copied together, with one action.
 
-    Memory of a batch: first the source objects, each 4 KiB-aligned in the order of `rows`; then the
-    transformed objects; then the objects read back. An object that is a run of source bytes gets no
-    memory of its own. Offsets count from the start of the batch's memory.
+    The memory of a batch has three parts: the source objects in the order of `rows`, each aligned
+    to 4 KiB, then the transformed objects, then the objects read back. An object that is a run of
+    source bytes gets no memory of its own. Offsets count from the start of the batch's memory.
 
     pages:      [k] page hash of each group.
     owners:     [rows] group of each source object.
@@ -301,7 +309,7 @@ class PageBatch(Task):
     items: IntArray = field(kw_only=True)
 
     def key_read(self, index: int, listed: pa.Table) -> bytes:
-        """Return the key of a source object. listed: the source's rows."""
+        """Return the key of the source object at an index. listed: the source's rows."""
         key: bytes = listed.column("key")[int(self.rows[index])].as_py()
         return key
 
@@ -316,7 +324,7 @@ _Reads = list[tuple[int, "IntArray"]]
 
 
 class _Read(NamedTuple):
-    """Objects to read: listed row, group and bytes of each."""
+    """Objects to read, with the listed row, the group and the bytes of each object."""
 
     rows: IntArray
     owners: IntArray
@@ -367,7 +375,7 @@ class _Layout:
         self._transforms: list[Transform] = []
 
     def batch(self, *, back: bool, by_system: bool) -> PageBatch:
-        """Return the batch. back: whether it needs room for objects read back."""
+        """Return the batch. back: whether the batch needs room for objects read back."""
         read = [self._read(unit) for unit in self._units]
         read_bytes = self._end
         for unit, (owners, reads) in zip(self._units, read, strict=True):
@@ -416,7 +424,10 @@ class _Layout:
         return offsets
 
     def _read(self, unit: TransferUnit) -> tuple[IntArray, _Reads]:
-        """Place the sources of a unit, for the groups that need its targets."""
+        """Choose the offsets of a unit's sources, for the groups that need the unit's targets.
+
+        Return these groups, and the place of each source.
+        """
         owners = np.flatnonzero(self._wanted[unit.destinations[0]] != ABSENT)
         reads: _Reads = []
         for source in unit.sources:
@@ -429,7 +440,11 @@ class _Layout:
         return owners, reads
 
     def _write(self, unit: TransferUnit, owners: IntArray, reads: _Reads) -> None:
-        """Choose the offsets of a unit's destinations: in place, or after the sources."""
+        """Choose the offsets of a unit's destinations.
+
+        A destination that is a run of source bytes lies within its source. Any other lies after the
+        sources.
+        """
         count = len(owners)
         firsts = reads[0][0] + np.arange(count) if reads else np.full(count, ABSENT)
         if unit.identity:
@@ -461,7 +476,7 @@ class _Layout:
 def _runs(route: Route, unit: TransferUnit) -> list[ByteRun] | None:
     """Return each destination of a unit as an aligned run of source bytes.
 
-    None if a destination must be transformed.
+    Return None if a destination must be transformed.
     """
     runs = sorted(unit.copies, key=lambda copy: copy.destination)
     whole = [copy.destination for copy in runs] == list(range(len(unit.destinations))) and all(

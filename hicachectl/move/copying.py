@@ -1,6 +1,7 @@
-"""Copy page groups from one store to another: read, transform, publish, read back, roll back.
+"""Copy page groups from one store to another.
 
-`Executor` runs batches in the threads of a pipeline.
+A pipeline reads the source objects. Its threads transform them, publish the results and, if asked,
+read these back. Groups that fail are rolled back.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ if TYPE_CHECKING:
     from hicachectl.move.copy_plan import PageBatch
     from hicachectl.move.store_pair import StorePair
 
-_HEAD_BYTES = 1024  # bytes of an object's key and index row in a pack; usually enough
+_HEAD_BYTES = 1024  # usually enough for an object's key and index row in a pack
 
 
 class _SystemCopies:
-    """Copies that a destination makes of one source's objects by itself."""
+    """Copies of one source's objects that the destination makes by itself."""
 
     def __init__(self, copier: SystemCopy, source: Store) -> None:
         self._copier = copier
@@ -80,7 +81,8 @@ class Executor:
         self.destination = destination
         self.full = threading.Event()
         self._source = source
-        # Only the columns that reading needs, in one chunk: `take` from many chunks is slow.
+        # Keep only the columns that reading needs, in one chunk, because `take` from many chunks is
+        # slow.
         wanted = [name for name in ("key", "locator") if name in objects.column_names]
         self._objects = objects.select(wanted).combine_chunks()
         self.options = stores.options
@@ -92,10 +94,11 @@ class Executor:
         self.racy = destination if isinstance(destination, RacyWrites) else None
         keep_as_private(destination, source, listing=True)
         if self.racy is not None:
-            # A lost race does no harm: another writer's object under the same key belongs to the
-            # same page.
+            # A lost race does no harm, because another writer's object under the same key belongs
+            # to the same page.
             self.racy.confirms_writes = False
-        # The destination's listing does not locate new objects; the server does.
+        # The destination's listing does not say where new objects are. Only a query of its server
+        # does.
         self.read_back = destination.read_into
         if isinstance(destination, Confirm):
             self.read_back = destination.read_confirmed
@@ -120,7 +123,7 @@ class Executor:
         jobs: int,
         on_done: Callable[[PageBatch, MoveResult], None],
     ) -> bool:
-        """Copy batches in order. Return whether all were begun.
+        """Copy batches in order. Return whether all batches were begun.
 
         on_done: called in the thread that called `run`.
         If an exception ends the run, batches already begun are finished first. Raises
@@ -153,8 +156,8 @@ class Executor:
         batch: PageBatch = loaded.task  # type: ignore[assignment]
         result = MoveResult.of(batch.pages)
         if self.full.is_set() or self.stopped:
-            # Either `stop` was called, or an earlier group found no room. Then these groups would
-            # be useless, because they would lack their prefix.
+            # After `stop`, write nothing. After a group without room, servers could not use these
+            # groups, because the pages of their prefix would be missing.
             result.statuses[:] = GroupStatus.NO_ROOM
         else:
             self._publish(batch, loaded, result)
@@ -182,7 +185,7 @@ class Executor:
                     )
 
     def _fail_unread(self, batch: PageBatch, loaded: Loaded, result: MoveResult) -> None:
-        """Fail groups with an unread object."""
+        """Fail groups with an object that could not be read."""
         read = loaded.read
         for index in np.flatnonzero(read.statuses).tolist():
             group, status = int(batch.owners[index]), Status(int(read.statuses[index]))
@@ -191,9 +194,10 @@ class Executor:
 
     @contextmanager
     def _room_for(self, batch: PageBatch) -> Iterator[bool]:
-        """Reserve a batch's room during its write; yield whether there is enough.
+        """Reserve the room of a batch while it is written. Yield whether there is enough room.
 
-        Only append-only stores are checked, because a rolled-back write frees no room there.
+        Only append-only stores are checked, because there a write that is rolled back frees no
+        room.
         """
         new = (batch.existing == ABSENT) | (batch.action is Action.REPLACE)
         nbytes = int((batch.sizes[new] + _HEAD_BYTES).sum())
@@ -260,8 +264,8 @@ class _BatchCopy:
             remove_once(batch.objects, existing, remove=self._delete, on_error=self._not_replaced)
         missing = self._open() & ~self._equal
         if batch.action is Action.ADOPT:
-            missing &= batch.existing == ABSENT  # the others need no trailer
-        if batch.action is Action.CLEAR:  # never write what an interrupted move left behind
+            missing &= batch.existing == ABSENT  # existing targets need no new trailer
+        if batch.action is Action.CLEAR:  # only remove the rest of a moved group, never copy it
             result.statuses[batch.objects.owners[missing]] = GroupStatus.KEPT
         self._written = publish(
             batch.objects,

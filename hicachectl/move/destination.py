@@ -1,4 +1,4 @@
-"""Find which of the objects to write a destination already has, by its listing or by lookups."""
+"""Find the objects to write that a destination already has, by its listing or by lookups."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _ASKED_AT_ONCE = 8192
 
 
 def refuse_other_owner(store: Store, profile: Profile | None, *, claims: bool = False) -> None:
-    """Raise ProfileError if a store whose keys name no deployment has pages of another one.
+    """Raise ProfileError if the store's keys name no deployment, and its pages are of another one.
 
     profile: profile of the pages to write.
-    claims: whether to write the profile's deployment into a store that states none.
+    claims: whether to record the profile's deployment in a store that records none.
     Raises StoreUnavailable.
     """
     if not isinstance(store, SingleDeployment):
@@ -64,12 +64,12 @@ def survey_destination(
     asks: bool = False,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> list[Survey]:
-    """Add to surveys the targets that the destination already has.
+    """Return the surveys with the targets that the destination already has.
 
     grammar: grammar of the keys to write.
-    asks: whether to look up each target instead of listing the store. Stores whose listing lags
-        behind are always asked.
-    Raises StoreUnavailable, and after a listing the errors of `refuse_destination`.
+    asks: whether to look up each target instead of listing the store. In a store whose listing lags
+        behind, targets are always looked up.
+    Raises StoreUnavailable. If the store is listed, raises the errors of `refuse_destination`.
     """
     if asks or store.traits.lists_late:
         return [survey.having(_asked(store, survey)) for survey in surveys]
@@ -79,7 +79,7 @@ def survey_destination(
 
 
 def listed_targets(surveys: Sequence[Survey], listed: Inventory) -> Iterator[Objects]:
-    """Yield the targets of each survey that a listing of the destination has.
+    """Yield, for each survey, the targets that are in a listing of the destination.
 
     The third array of `Objects` has rows of the listing instead of bytes.
     """
@@ -106,8 +106,8 @@ def refuse_destination(
 ) -> None:
     """List a destination, and refuse it if it has another topology under the keys to write.
 
-    Call this where surveys look up keys: lookups cannot show another topology. A listing that lags
-    behind is not read. Raises ProfileError, StoreUnavailable.
+    Call this where surveys look up keys, because lookups cannot show another topology. A store
+    whose listing lags behind is not listed. Raises ProfileError, StoreUnavailable.
     """
     if not store.traits.lists_late:
         _listed(store, routes, (), grammar, on_batch)
@@ -135,7 +135,7 @@ def _listed(
 
 
 class _TargetFinder:
-    """Search a listing for the targets of a survey.
+    """Search of a listing for the targets of a survey.
 
     found: targets found in each batch of the listing.
     """
@@ -171,7 +171,8 @@ class _TargetFinder:
         """Return each page's row in the survey, or ABSENT: [mine].
 
         mine: rows of the batch.
-        Of several forged hashes with equal first words, only one is found. Writes find the others.
+        If several forged hashes have equal first words, only one of them is found. The objects of
+        the others stay unknown until a write finds their keys taken.
         """
         wanted = pages.take(pa.array(mine))
         words = _first_words(pages, mine)
@@ -187,9 +188,9 @@ def _first_words(pages: pa.StringArray, rows: IntArray) -> npt.NDArray[np.uint64
 
 
 def has_whole(store: Store, survey: Survey, items: IntArray) -> BoolArray:
-    """Return which groups a destination has whole and in their expected sizes: [items].
+    """Return which groups a destination has whole, with objects of expected sizes: [items].
 
-    Look up all targets of the groups.
+    All targets of the groups are looked up.
     items: rows of the survey.
     Raises StoreUnavailable.
     """
@@ -225,7 +226,7 @@ def _looked_up(
 ) -> tuple[BoolArray, IntArray]:
     """Look up one target for each item.
 
-    Return whether the store has each target: [items], and the sizes of the targets that it has.
+    Return a mask of the targets that the store has, [items], and the sizes of these targets.
     """
     keys = survey.keys(items, targets)
     found, places = store.find(keys, ("nbytes",))
@@ -240,10 +241,14 @@ def _refuse_other_topology(
     sizes_of: Mapping[int, Mapping[int, int]],
     grammar: str,
 ) -> None:
-    """Raise ProfileError if another topology uses the keys to write: servers would mix objects up.
+    """Raise ProfileError if another topology uses the keys to write.
 
-    Two signs show it: several objects of another size and none of the expected size; and, where
-    keys carry no TP size, ranks that the new topology does not have.
+    Servers would mix up the objects of the two topologies. Each of these signs shows another
+    topology:
+
+    - The keys have several objects of another size, and none of the expected size.
+    - Keys carry no TP size, and the store has ranks that the new topology does not have.
+
     sizes_of: number of objects by affix and size.
     """
     numbers = {affix: number for number, affix in enumerate(affixes)}
@@ -255,12 +260,12 @@ def _refuse_other_topology(
             size = max(counts, key=lambda s: counts[s])
             raise ProfileError(
                 f"{store.url}: already has {target.coordinate.pool} objects of {size} bytes under "
-                f"the keys to write, but they should have {nbytes} bytes: a deployment with "
+                f"the keys to write, but they should have {nbytes} bytes, so a deployment with "
                 "another topology or dtype wrote them; remove them (hicachectl rm), or give "
                 "another --to-tag or --to-model"
             )
     spoken = grammar_of(grammar)
-    if spoken.has_tag:  # only tags tell deployments of different TP sizes apart
+    if spoken.has_tag:  # in such keys, only the tags tell deployments of different TP sizes apart
         _refuse_further_ranks(store, route, affixes, spoken)
 
 
@@ -279,7 +284,7 @@ def _refuse_further_ranks(
             if shared and rank is not None and rank > max(ranks):
                 raise ProfileError(
                     f"{store.url}: already has objects of TP rank {rank} of {reading.names.model}, "
-                    f"but the new TP size is {max(ranks) + 1}: {grammar.title} keys carry no TP "
-                    "size, so both would share keys; remove them (hicachectl rm), or give another "
-                    "--to-tag"
+                    f"but the new TP size is {max(ranks) + 1}, and {grammar.title} keys carry no "
+                    "TP size, so both deployments would share keys; remove the objects (hicachectl "
+                    "rm), or give another --to-tag"
                 )

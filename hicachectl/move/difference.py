@@ -1,4 +1,4 @@
-"""Compare the pages of two stores: pages that one store lacks, or has in another form."""
+"""Compare the pages of two stores. Find pages that one store lacks, or has in another form."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ if TYPE_CHECKING:
 
     OnWait = Callable[[float, int], None]
 
-# Large enough to share calls, small enough to read several at once.
+# Batches are large enough that objects share calls, and small enough that several are read at once.
 _BATCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffRequest:
-    """Pages to compare, and how.
+    """Pages to compare, and options of the comparison.
 
     profile: profile of the first store; None if only its keys are known.
     other_profile: profile of the second store; None if it is the same as `profile`.
     selection: filters; a page is compared if they choose it in at least one store.
     allow_empty: whether to accept stores without pages, and filters that match no page.
-    options: how to read. With its `verify`, bytes are compared, too.
+    options: options of the reads. With `verify`, bytes are compared, too.
     """
 
     profile: Profile | None = None
@@ -169,7 +169,7 @@ class _Side:
     def young(self, suspects: IntArray, grace_seconds: float, on_wait: OnWait) -> BoolArray:
         """Return which groups servers may still be writing: [groups + 1].
 
-        The last entry is for ABSENT.
+        The last entry is for ABSENT, and is False.
         suspects: groups that differ between the stores, or ABSENT.
         """
         store, groups = self.store, self.groups
@@ -182,9 +182,9 @@ class _Side:
 
 
 def _with_ambiguous(inventory: Inventory) -> Inventory:
-    """Return the inventory with its ambiguous keys in one more deployment.
+    """Return the inventory with one more deployment, which has the ambiguous keys.
 
-    Objects of equal keys can be compared whatever the key means.
+    Objects of equal keys can be compared whatever the keys mean.
     """
     table = inventory.table
     ids = [
@@ -225,7 +225,7 @@ class _Comparison:
     kinds: [pages] int8 of Kind.
     lacking_a, lacking_b: [pages] number of objects that only the other store has.
     nbytes: number of bytes compared.
-    unsized: [pages] whether both stores have an object of unknown size.
+    unsized: [pages] whether the stores have a common object whose size in one of them is unknown.
     """
 
     def __init__(self, pair: StorePair, first: _Side, second: _Side) -> None:
@@ -279,10 +279,10 @@ class _Comparison:
         return inventory.by_affix(known, False)
 
     def _with_b(self, bare: Survey, found: Objects) -> Survey:
-        """Add the targets that B has to a survey, and note how its groups compare.
+        """Return a survey of A with the targets found in B. Record how its groups compare with B's.
 
         bare: survey of A alone.
-        found: the targets as `listed_targets` yields them.
+        found: the targets that B has, as `listed_targets` yields them.
         """
         at, targets, rows = found
         groups_b = self._second.groups
@@ -309,12 +309,12 @@ class _Comparison:
         return survey
 
     def _unlike(self, survey: Survey) -> tuple[IntArray, IntArray]:
-        """Return the items that have an object of another size, and one such target of each."""
+        """Return the items with an object whose size differs in B, and one such target of each."""
         items, targets = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for block, theirs in zip(survey.wanted.blocks, survey.existing.blocks, strict=True):
             unlike = ~fits(block.match(theirs), block.values)
             if not self._pair.unchanged:
-                unlike |= block.values == UNSIZED  # a source has the wrong size
+                unlike |= block.values == UNSIZED  # a source of the target has the wrong size
             items.append(block.owners[unlike])
             targets.append(block.positions[unlike])
         first, at = np.unique(np.concatenate(items), return_index=True)
@@ -328,9 +328,9 @@ class _Comparison:
             self.kinds[differs & young[numbers]] = Kind.IN_FLIGHT
 
     def read(self, on_read: Callable[[int, int], None]) -> None:
-        """Compare the bytes of the pages that are equal so far, and set their kinds.
+        """Compare the bytes of the pages that are EQUAL so far, and set their kinds.
 
-        Raises UsageError if a size is unknown or a page is larger than the buffer, and
+        Raises UsageError if a size is unknown or a page is larger than the buffer. Raises
         StoreUnavailable.
         """
         source, destination = self._pair.source, self._pair.destination
@@ -379,10 +379,12 @@ class _Comparison:
     def _judged(
         self, loaded: Loaded
     ) -> tuple[PageBatch, npt.NDArray[np.int8], IntArray, pa.BinaryArray]:
-        """Compare a batch with B.
+        """Compare a batch with B. Return four things.
 
-        Return the batch, the kind of each group, the groups that differ, and a differing key of
-        each of these.
+        - the batch
+        - the kind of each group
+        - the groups with an object whose bytes differ or cannot be read in B
+        - the key of one such object of each of these groups
         """
         batch: PageBatch = loaded.task  # type: ignore[assignment]
         kinds = np.full(len(batch.pages), Kind.EQUAL, dtype=np.int8)
@@ -461,7 +463,7 @@ class _Comparison:
         return pa.table(columns, schema=schema_of(DifferenceRow))
 
     def _named(self, pages: IntArray) -> dict[str, pa.ChunkedArray]:
-        """Return the columns that name some pages, from A, or from B for pages that A lacks."""
+        """Return the columns that name some pages, from A or, if A lacks the page, from B."""
         in_a = self.a[pages] != ABSENT
         tables = [
             pa.table(group_columns(side.groups, numbers[pages[chosen]]))
@@ -487,8 +489,8 @@ class _Comparison:
         return counts
 
 
-# Kind of a page by the status of a read; BYTES if the read succeeded and the bytes differ. Any
-# other status makes the page UNREADABLE.
+# Kind of a page by the status of a read. OK gives BYTES, because it is looked up only if the bytes
+# differ. A status that is no key makes the page UNREADABLE.
 _KINDS = {
     Status.OK: Kind.BYTES,
     Status.GONE: Kind.GONE,

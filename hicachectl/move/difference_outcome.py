@@ -1,4 +1,4 @@
-"""Result of comparing two stores: sums, rows, and the commands that close the differences."""
+"""Result of a comparison of two stores, with sums, rows and commands that close the differences."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class Kind(IntEnum):
     ONLY_IN_A = 1
     ONLY_IN_B = 2
     INCOMPLETE = 3  # one store lacks objects that the other store has
-    SIZE = 4  # an object has another size
-    IDENTITY = 5  # an object's trailer names other weights, another dtype or layout
-    BYTES = 6  # an object has other bytes
+    SIZE = 4  # an object has different sizes in the two stores
+    IDENTITY = 5  # an object's trailers name different weights, dtypes or layouts in the two stores
+    BYTES = 6  # an object has different bytes in the two stores
     UNREADABLE = 7  # an object cannot be read in one of the stores
     IN_FLIGHT = 8  # different, but a server may still be writing the page
     GONE = 9  # an object vanished before its bytes were read
 
     @property
     def text(self) -> str:
-        """The word in documents."""
+        """Word for the kind in documents."""
         return self.name.lower().replace("_", "-")
 
 
-# Kinds of pages that both stores have, but not alike.
+# Kinds of pages that both stores have, but that differ between them.
 DIFFERENT = (Kind.INCOMPLETE, Kind.SIZE, Kind.IDENTITY, Kind.BYTES, Kind.UNREADABLE)
 _SHORT = 12  # digits of a page hash shown in a table
 # Kinds of pages for which a comparison cannot tell which store is right.
@@ -131,7 +131,7 @@ class DiffFacts:
     nbytes: number of bytes compared.
     unsized: number of equal pages with objects of unknown size.
     left_out: number of pages not compared, by reason.
-    unknown_keys: number of objects in both stores with keys that SGLang does not write.
+    unknown_keys: number of objects of the two stores together with keys that SGLang does not write.
     remarks: messages about the stores.
     allow_empty: whether to accept that no page was compared.
     """
@@ -155,7 +155,10 @@ class DiffFacts:
         return int(self.counts[list(kinds)].sum())
 
     def result(self, closers: Closers) -> Result:
-        """Return the result. It fails if a page differs, or if none was compared."""
+        """Return the result. It is a failure if a page differs, or if no page was compared.
+
+        With `allow_empty`, a comparison of no page is a success.
+        """
         undone = list(self._undone())
         differing = self.count(Kind.ONLY_IN_A, Kind.ONLY_IN_B, *DIFFERENT)
         compared = differing + self.count(Kind.EQUAL)
@@ -215,7 +218,7 @@ class DiffFacts:
             )
 
     def _closings(self, closers: Closers) -> Iterator[Closing]:
-        """Yield the commands that close the differences: copies, then replacements."""
+        """Yield the commands that close the differences, first copies and then replacements."""
         for giver, taker, mending, only in (
             ("a", "b", closers.to_b, Kind.ONLY_IN_A),
             ("b", "a", closers.to_a, Kind.ONLY_IN_B),
@@ -251,7 +254,7 @@ class DiffFacts:
         if not self.writable["ab".index(taker)]:
             text += f"; objects cannot be written to {name}"
         elif mending is None:
-            text += "; with --to-profile, not other --to options, a command copies them"
+            text += "; for a command that copies them, give --to-profile, not other --to options"
         elif ambiguous < len(pages):
             option = " --include-partial" if partly else ""
             commands = [mending.command(f"hicachectl migrate STORE DST OPTIONS{option}")]
@@ -261,8 +264,8 @@ class DiffFacts:
         """Return the commands that replace contested pages in B by the pages in A."""
         verify = " --verify" if self.reads else ""
         text = (
-            f"{counted(pages, 'page')} whose objects differ; which store is right, hicachectl "
-            "verify may show"
+            f"{counted(pages, 'page')} whose objects differ; hicachectl verify may show which "
+            "store is right"
         )
         commands = []
         if self.writable[1]:
@@ -305,7 +308,7 @@ def _sums_for_people(sums: Sequence[DifferenceSum]) -> pa.Table:
 
 
 def _sum_line(document: Mapping[str, Any]) -> str:
-    """Return how many pages are equal, what was compared, and how many pages differ."""
+    """Return a line with the numbers of equal and different pages, and what was compared."""
     differing = sum(document[name] for name in ("only_in_a", "only_in_b", "different"))
     by = "names and sizes, bytes not read"
     if document["bytes_compared"]:

@@ -1,4 +1,4 @@
-"""Refuse a repair if its profile may be wrong, because most of the newest pages have one finding.
+"""Refuse a repair if most of the newest pages have one finding, as if the profile were wrong.
 
 A wrong profile gives healthy pages findings that look like damage. Real damage strikes pages of any
 age, while the newest pages show how servers run now.
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
     Checked = CheckInput | PartCheck
 
-# One page in this many counts as newest, and one in this many of all pages must be affected.
+# A tenth of the pages count as newest. At least a tenth of all pages must be affected.
 _NEWEST = 10
 _LEAST_NEWEST = 8
 _SIZES = ("truncated", "oversized")
 
 
 def doubt_missing(given: CheckInput) -> Refusal | None:
-    """Return why `rm` must not trust the profile about missing objects; None if it may.
+    """Return why `rm` must not trust the profile about missing objects. Return None if it may.
 
     A listing shows missing objects, so no object is read.
     """
@@ -48,16 +48,21 @@ def doubt_missing(given: CheckInput) -> Refusal | None:
 
 
 def doubt(checked: Checked, reasons: pa.Table, judged: Judged | None = None) -> Refusal | None:
-    """Return why a repair must not trust the profile; None if it may.
+    """Return why a repair must not trust the profile. Return None if it may.
 
     reasons: findings of a `RepairPlan`, on which the repair would act.
     judged: objects that the checks judged; None if the checks judged the listing alone.
 
-    The profile is doubted if one finding that a wrong profile can cause affects at least half of
-    the newest tenth of the judged pages (at least 8 pages), and at least a tenth of all judged
-    pages. Two wrong sizes are one finding only if they have the same expected and actual size. A
-    pool that few pages have, such as Mamba states, is also judged among its own pages alone, if
-    these are at least 8. If there are several such findings, the most frequent one is returned.
+    The profile is doubted if there is a finding that a wrong profile can cause and that affects:
+
+    - at least half of the newest pages, which are the newest tenth of the judged pages, but at
+    least 8 pages
+    - at least a tenth of all judged pages
+
+    Two wrong sizes are one finding only if they have the same expected and actual size. Only few
+    pages may have a pool, such as Mamba states. So if at least 8 pages have a pool, its findings
+    are also compared with these pages alone. If the profile is doubted for several findings, the
+    finding of most pages is returned.
     """
     known = {code.name: code for code in codes() if code.doubts and (judged or code.structural)}
     doubts = pa.array(list(known))
@@ -82,10 +87,10 @@ def doubt(checked: Checked, reasons: pa.Table, judged: Judged | None = None) -> 
 
 
 def _judged_groups(checked: Checked, judged: Judged | None, code: Code, pool: str) -> BoolArray:
-    """Return whether a check could have reported the finding, for groups of the profile: [groups].
+    """Return for which groups of the profile a check could have reported the finding: [groups].
 
     Such a group has an object of the pool that the check has judged. Structural checks report no
-    missing object for pages without kv.
+    missing objects of pages without kv.
     pool: name of the pool; "" for any pool.
     """
     groups, inventory = checked.groups, checked.groups.inventory
@@ -155,10 +160,10 @@ def _doubts(
 
 
 def _alike(reasons: pa.Table, code: str) -> tuple[list[str], IntArray]:
-    """Return the distinct findings of one code, as details, and the index of each reason's detail.
+    """Return the distinct findings of one code, and the index of each reason's finding.
 
-    Details of wrong sizes state both sizes. Other details describe a single page, so all reasons
-    count as one finding.
+    A finding is given as its detail. For wrong sizes, the detail states both sizes. For other
+    codes, the detail describes a single page, so all reasons count as one finding.
     """
     if code not in _SIZES:
         return [""], np.zeros(len(reasons), dtype=np.int64)
@@ -169,7 +174,7 @@ def _alike(reasons: pa.Table, code: str) -> tuple[list[str], IntArray]:
 def _newest(times: IntArray) -> BoolArray:
     """Return which pages are the newest tenth, at least 8: [pages].
 
-    Pages of equal time are taken together. Without times, all pages are taken.
+    All pages of the same time count as newest if one of them does. Without times, all pages do.
     """
     count = max(_LEAST_NEWEST, -(-len(times) // _NEWEST))
     if len(times) <= count:
@@ -180,7 +185,10 @@ def _newest(times: IntArray) -> BoolArray:
 
 
 def _since(times: IntArray, affected: BoolArray) -> int:
-    """Return the time of the first affected page from which on at least half are affected."""
+    """Return the time of the oldest affected page from which on at least half are affected.
+
+    The pages from then on are this page and all newer pages.
+    """
     order: npt.NDArray[np.int64] = np.argsort(-times, kind="stable")
     struck = affected[order]
     most = np.flatnonzero(2 * np.cumsum(struck) >= np.arange(1, len(order) + 1))

@@ -96,7 +96,7 @@ class MigrationRequest:
 
     @property
     def compares(self) -> IfExists:
-        """Action for groups that the destination has: with --verify, compare instead of skip."""
+        """Action for groups that the destination has. With --verify, `skip` becomes `verify`."""
         skips = self.if_exists == "skip" and self.options.verify
         return "verify" if skips else self.if_exists
 
@@ -147,20 +147,20 @@ class Migration(StorePair):
             self.refuse_removals(MOVE)
         elif request.if_exists == "overwrite":
             self.refuse_removals(OVERWRITE)
-        # A move must leave objects that were rewritten since the listing; versions show them.
+        # A move must leave objects that were rewritten since the listing. Versions show which.
         self.columns = {"version"} & source.traits.columns if request.options.move else set[str]()
 
     @property
     def identity(self) -> bytes:
-        """Text that names the migration: equal for equal requests between the same stores."""
+        """Text that names the migration, equal for equal requests between the same stores."""
         urls = map(os.fsencode, (self.source.url, self.destination.url))
         return b"\0".join((*urls, self.request.text))
 
     def listing_time(self) -> ListingTime:
-        """Return the start of the listing of the source.
+        """Return the time at which the listing of the source starts.
 
-        Only moves and adoptions change the source, so only they may ask its file system for the
-        time with a new file. Raises StoreUnavailable.
+        Only moves and adoptions change the source. So only they may create a file there, to learn
+        the time of its file system. Raises StoreUnavailable.
         """
         changes = (self.request.options.move or self.adopts) and not self.request.dry_run
         return ListingTime.now(self.source, changes=changes)
@@ -195,7 +195,7 @@ def plan_groups(
 
     listed: all objects of the source, or all objects of some pages.
     tables: findings about the page tables of the source.
-    listing: time of the listing; groups that were young then may still be being written.
+    listing: time of the listing. Servers may still be writing groups that were young then.
     asks: see `StorePair.survey`.
     on_wait: see `look_again`.
     Raises ProfileError, StoreUnavailable, UsageError for a wrong selection, and the exceptions of
@@ -234,8 +234,8 @@ def _leave_doubtful(
     listing: ListingTime,
     facts: MigrationFacts,
 ) -> None:
-    """Leave out pages with doubtful values. Raises as `doubtful_values`."""
-    assert migration.profile is not None  # its weights are in the trailers
+    """Leave out pages with doubtful values. Raises the errors of `doubtful_values`."""
+    assert migration.profile is not None  # the trailers name the profile's weights
     adopted = np.zeros(len(groups), dtype=np.bool_)
     for plan in plans:
         adopted[plan.survey.groups[plan.items]] = True
@@ -261,8 +261,8 @@ class _Choice:
     """Choice of the groups to copy.
 
     chosen: [groups] whether to copy the group.
-    rests: [groups] whether the group is the rest of an interrupted move: the destination has it
-        whole, so the source's rest is removed.
+    rests: [groups] whether the group is the rest of an interrupted move. The destination has the
+        whole group, so the rest is removed from the source.
     facts: counts of groups by the reason why they are not chosen.
     """
 
@@ -278,7 +278,7 @@ class _Choice:
         self._routed: BoolArray = np.isin(groups.deployment_ids, own)
 
     def make(self, tables: Sequence[pa.Table], listing: ListingTime, on_wait: OnWait) -> None:
-        """Choose the groups. Arguments as in `plan_groups`."""
+        """Choose the groups. The arguments are those of `plan_groups`."""
         facts, inventory = self.facts, self._groups.inventory
         facts.unknown_keys = int(inventory.is_foreign.sum()) - len(inventory.cleared_rows)
         pages = self._request.selection.pages
@@ -354,8 +354,8 @@ class _Choice:
     def _in_flight(self, listing: ListingTime, on_wait: OnWait) -> BoolArray:
         """Return which groups are not whole and may still be being written: [groups].
 
-        Copying such a group does no harm. Removing it may take a sidecar of a page whose anchor
-        comes next. A move therefore looks again in stores that have no times.
+        Copying such a group does no harm. But removing it may remove a sidecar just before a server
+        writes the anchor. A move therefore looks again in stores that have no times.
         """
         request, groups, source = self._request, self._groups, self._migration.source
         grace = request.grace_seconds
@@ -402,8 +402,8 @@ def migrate(
     on_moved: takes the bytes written of each batch, and the bytes of the whole migration.
     on_wait: see `pages.in_flight.look_again`.
 
-    An interrupt finishes or rolls back the batches already begun.
-    Raises UsageError, ProfileError and UnsupportedByBackend before the first write, and
+    After an interrupt, each batch already begun is finished or rolled back.
+    Raises UsageError, ProfileError and UnsupportedByBackend before the first write. Raises
     StoreUnavailable if a store is lost or the source has no pages.
     """
     started = time.monotonic()
@@ -460,10 +460,10 @@ def carry_out(
     on_begun: Callable[[], None] = lambda: None,
     on_moved: Callable[[int, int], None] = lambda nbytes, total: None,
 ) -> MigrationFacts:
-    """Carry out the plan of a migration, or of a part of it. Return the facts, without `seconds`.
+    """Carry out the plan of a migration or of a part of one. Return the facts without `seconds`.
 
     mark: mark on the unfinished writes of this process.
-    Other arguments and exceptions as in `migrate`.
+    The other arguments, and the errors raised, are those of `migrate`.
     """
     source, destination, moves = migration.source, migration.destination, migration.options.move
     mark.put(destination)
@@ -488,7 +488,7 @@ def carry_out(
     if destination.traits.evicts and (lack or facts.stopped_by == FULL):
         facts.remarks.append(
             f"{destination.url}: the pages need more room than is free, and this store "
-            "evicts: the pages copied first may be evicted already; copy fewer pages (--page, "
+            "evicts, so the pages copied first may be evicted already; copy fewer pages (--page, "
             "--pages)"
         )
     return facts

@@ -1,4 +1,4 @@
-"""Result of a migration: sums over its parts, as a document and as messages."""
+"""Result of a migration, with sums over its parts, as a document and as messages."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _not_copied(
     if refused := total(parts, "refused"):
         yield (
             f"In conflict: {counted(refused, 'page')} of which {destination} has objects "
-            f"that plug-in servers refuse: of {OTHER_BYTES}, or without a trailer; "
+            f"of {OTHER_BYTES}, or without a trailer, so that plug-in servers refuse them; "
             "--if-exists overwrite replaces them"
         )
     if unknown := total(parts, "unknown_keys"):

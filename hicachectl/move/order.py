@@ -1,12 +1,13 @@
 """Write and remove the objects of page groups in a safe order.
 
 A server treats a page as present once the page's anchor exists. SGLang's file backend writes
-sidecars before the anchor and never overwrites an object. No other module sets the order:
+sidecars before the anchor and never overwrites an object. Only this module sets the order of writes
+and removals:
 
 - `publish` writes sidecars, then anchors. A reader finds each group whole or without its anchor.
 - `withdraw` removes anchors, then sidecars. If a server writes to the group meanwhile, `withdraw`
-  tries again, up to five times in all. In the end each group is gone, whole or FAILED.
-- `roll_back` removes only objects that this run wrote, never another writer's.
+  tries again. After at most five attempts, each group is gone, whole or FAILED.
+- `roll_back` removes the objects that this run wrote, and never those of another writer.
 
 If an anchor cannot be removed, its group keeps its sidecars.
 """
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.move.results import MoveResult
 
-_ROUNDS = 5  # attempts of one withdrawal
-# Groups that keep their written objects; a later attempt writes the rest of a RACED group.
+_ROUNDS = 5  # most attempts of one withdrawal
+# Groups with these statuses keep the objects written so far. A later attempt writes the rest of a
+# RACED group.
 _STAYS = (GroupStatus.DONE, GroupStatus.RACED)
 
 
@@ -55,9 +57,9 @@ class GroupObjects:
 class Failures:
     """Rules for groups with an object that cannot be read or written.
 
-    statuses: group status for each object status; FAILED for all others. NO_ROOM also stops the
-        groups after it.
-    details: message for each object status that replaces the store's message.
+    statuses: status that the group gets, keyed by the status of the object. An object status that
+        is no key gives FAILED. After a group with NO_ROOM, no later group is written.
+    details: messages that replace the store's message, keyed by the status of the object.
     """
 
     statuses: Mapping[Status, GroupStatus]
@@ -71,7 +73,7 @@ class Failures:
         result.fail(group, became, key, self.details.get(status, message))
 
 
-# EXISTS is not a failure: another writer's object of this key belongs to the same page.
+# EXISTS is not a failure, because another writer's object of this key belongs to the same page.
 OF_MIGRATION = Failures(
     statuses={
         Status.FULL: GroupStatus.NO_ROOM,
@@ -100,8 +102,10 @@ def publish(
     """Write objects of open groups, sidecars first, and roll back unsuccessful groups.
 
     chosen: indices of the objects to write.
-    write, undo: functions that write or remove objects by index.
-    flush: function that makes writes durable; called after the sidecars and after the anchors.
+    write: function that writes objects by index.
+    undo: function that removes objects by index.
+    flush: function that makes writes durable. It is called after the sidecars and again after the
+        anchors.
     Return which objects were written and not rolled back: [n].
     """
     written = np.zeros(len(objects), dtype=np.bool_)
@@ -129,7 +133,7 @@ def roll_back(
 ) -> None:
     """Remove this run's objects of unsuccessful groups, anchors first.
 
-    written: [n] whether this run wrote the object. Set to False for unsuccessful groups.
+    written: [n] whether this run wrote the object. The entries of unsuccessful groups become False.
     undo: function that removes objects by index.
     """
     places = np.flatnonzero(written)
@@ -150,21 +154,22 @@ def remove_once(
     remove: Callable[[IntArray], Result],
     on_error: Callable[[int, str], None],
 ) -> None:
-    """Remove objects, anchors first. Sidecars stay if their anchor cannot be removed.
+    """Remove objects, anchors first. Sidecars stay if the anchor of their group is not removed.
 
-    chosen: indices of the objects.
+    chosen: indices of the objects to remove.
     remove: function that removes objects by index.
     on_error: takes the index of each object that was not removed, and the reason.
     """
-    believed = np.zeros(int(objects.owners.max(initial=-1)) + 1, dtype=np.bool_)
+    # Servers find a group whose anchor stays, and read its sidecars.
+    anchored = np.zeros(int(objects.owners.max(initial=-1)) + 1, dtype=np.bool_)
     for stage in (objects.anchors, ~objects.anchors):
         some = chosen[stage[chosen]]
-        some = some[~believed[objects.owners[some]]]
+        some = some[~anchored[objects.owners[some]]]
         if not len(some):
             continue
         found = remove(some)
         stays = (found.statuses != Status.OK) & (found.statuses != Status.GONE)
-        believed[objects.owners[some[stays]]] = True
+        anchored[objects.owners[some[stays]]] = True
         for index in np.flatnonzero(stays & (found.statuses != Status.CHANGED)).tolist():
             on_error(int(some[index]), found.errors.get(index, "the store gives no reason"))
 
@@ -178,11 +183,12 @@ def withdraw(
 ) -> None:
     """Remove groups until each is gone, or a server has written it whole again without its fault.
 
-    A server that reads a half-removed group can write a new anchor beside an old sidecar. Each
+    A server that finds a half-removed group can write a new anchor beside an old sidecar. Each
     attempt therefore looks at the store again, and removes groups that are neither whole nor gone.
 
-    pending: indices of the groups in `result`.
-    look_up: function that returns the present objects of the groups that must still leave.
+    pending: indices in `result` of the groups to remove.
+    look_up: function that takes indices of groups, and returns the present objects of those groups
+        that must still leave.
     remove: function that removes objects of the last lookup by index.
     """
     for _ in range(_ROUNDS):
@@ -208,7 +214,10 @@ def withdraw(
 
 
 def _stop_behind(objects: GroupObjects, chosen: IntArray, result: MoveResult) -> None:
-    """Set NO_ROOM for all groups after one without room, because they would lack their prefix."""
+    """Set NO_ROOM for all open groups after the first group without room.
+
+    Without the pages of their prefix, servers could not use these groups.
+    """
     full = np.flatnonzero(result.statuses == GroupStatus.NO_ROOM)
     if len(full):
         behind = np.unique(objects.owners[chosen])

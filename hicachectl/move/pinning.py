@@ -1,4 +1,4 @@
-"""Pin page groups, so that the store evicts them last, or remove their pins."""
+"""Pin page groups so that the store evicts them last. Remove their pins."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOT_UNPINNED = "not-unpinned"
 WOULD_UNPIN = "would-unpin"  # only dry runs say this
 
 NEEDS_MASTER = "upgrade the master to Mooncake 0.3.14 or later"
-# Objects in each call. A signal ends the run only after the present call, so a call has few.
+# Objects in each call. Few, because a signal ends the run only after the present call.
 _STEP = 1 << 16
 
 
@@ -41,7 +41,7 @@ class PinReport:
     """Report of a run that pins page groups, or removes their pins.
 
     rows: a row of `ROWS` for each group.
-    fine: [groups] whether all objects of the group are now pinned, or unpinned.
+    fine: [groups] whether all objects of the group were pinned, or unpinned, as wanted.
     objects: number of objects of the groups in `fine`.
     nbytes: bytes of the groups in `fine`; None if a size is unknown.
     until: Unix seconds at which the first of the pins ends; None if pins were removed.
@@ -59,7 +59,7 @@ class PinReport:
 def require_pins(store: Store, seconds: float) -> Pins:
     """Return the store if it can pin existing objects.
 
-    Raises UnsupportedByBackend if not, and the exceptions of `Pins.can_pin`.
+    Raises UnsupportedByBackend if it cannot. Raises the errors of `Pins.can_pin`.
     """
     if not isinstance(store, Pins):
         raise UnsupportedByBackend(

@@ -1,9 +1,10 @@
-"""Quarantines on disk: directories of runs, each of which is itself a store (`backends.runs`).
+"""Quarantines on disk.
+
+A quarantine is a directory of runs, and each run is itself a store (`backends.runs`).
 
 The files that describe a run are durable before the first object leaves the store. A process that
-fills or restores a run holds a lock (flock) on its folder. Entries are opened below the
-quarantine's directory, without following links, and only if their owner is trusted
-(`backends.disk.directory`).
+fills or restores a run holds a lock (flock) on the run's folder. Entries of a quarantine are opened
+without following links, and their owners are checked (`backends.disk.directory`).
 """
 
 from __future__ import annotations
@@ -69,17 +70,19 @@ _ROWS_AT_ONCE = 8192
 
 
 class Quarantine:
-    """Place of a quarantine, which need not exist.
+    """Place of a quarantine. The quarantine need not exist.
 
-    path: directory of the quarantine, as given.
+    path: directory of the quarantine.
     only: name of a run if the given path is the folder of that run, else "".
-    own: whether the quarantine lies in the store's directory, and moves with the store.
+    own: whether the quarantine is the default one in the store's directory, which moves with the
+        store.
     """
 
     def __init__(self, path: Path | None = None, store: Store | None = None) -> None:
-        """Use a path, or the store's own quarantine. Raises UsageError if there is neither.
+        """Use the quarantine at a path, or without a path the store's own quarantine.
 
-        Links in the path are followed as far as a store's directory, but not below it.
+        Links in the path are followed as far as a store's directory, but not below this directory.
+        Raises UsageError if no path is given and the store has no quarantine of its own.
         """
         self._beside = store if isinstance(store, SideFiles) else None
         side = None if self._beside is None else self._beside.side_directory()
@@ -99,9 +102,11 @@ class Quarantine:
 
     @classmethod
     def of(cls, store: Store, quarantine: str | None) -> Self:
-        """Return the named quarantine for a repair of a store, else the store's own.
+        """Return the quarantine for a repair of a store.
 
-        Raises UsageError if there is neither, or if the name cannot be a quarantine.
+        quarantine: value of --quarantine; None for the store's own quarantine.
+        Raises UsageError if the store has no quarantine of its own, or if the value names no place
+        for a quarantine.
         """
         from hicachectl.backends.urls import parse_url
 
@@ -130,8 +135,8 @@ class Quarantine:
         """Open the directory until the block ends.
 
         writes: whether files will change.
-        Raises UsageError if the directory is missing, UntrustedError, and StoreUnavailable, also
-        for an OSError in the block.
+        Raises UsageError if the directory is missing, and UntrustedError. An OSError becomes
+        StoreUnavailable, also if the block raises it.
         """
         directory = None
         try:
@@ -150,7 +155,10 @@ class Quarantine:
                 directory.close()
 
     def make(self) -> Directory:
-        """Open the directory, and create it if it is missing. Raises OSError, UntrustedError."""
+        """Open the directory for writing. Create it if it is missing.
+
+        Raises OSError, UntrustedError.
+        """
         made = self._open(writes=True, makes=True)
         if made is None:
             raise FileNotFoundError(errno.ENOENT, "the quarantine cannot be created")
@@ -168,7 +176,7 @@ class Quarantine:
 
 
 def names_run(path: Path) -> bool:
-    """Return whether a path is the folder of a run, also of a run of an earlier form."""
+    """Return whether a path is the folder of a run. A run of an earlier form counts, too."""
     if os.path.lexists(path / SIDE / RUN_FILE):
         return True
     with suppress(OSError):
@@ -177,14 +185,21 @@ def names_run(path: Path) -> bool:
 
 
 def _split_at_side(path: Path) -> tuple[Path, tuple[str, ...]]:
-    """Return the outer part of a path, where links are allowed, and the names below a store."""
+    """Split a path before the name SIDE, where the directory of a store ends.
+
+    Return the part before SIDE, in which links are allowed, and the names from SIDE on. A path
+    without SIDE has no such names.
+    """
     parts = path.absolute().parts
     at = len(parts) - parts[::-1].index(SIDE) - 1 if SIDE in parts else len(parts)
     return Path(*parts[:at]), parts[at:]
 
 
 def _parts_below(path: Path, store: Path) -> tuple[str, ...] | None:
-    """Return the path's names below the store's directory; None if the path is elsewhere."""
+    """Return the names of a path below the store's directory.
+
+    Return None if the path does not lie in this directory.
+    """
     try:
         here = store.stat()
     except OSError:
@@ -233,8 +248,9 @@ def run_folders(quarantine: Directory, only: str = "") -> list[str]:
 def opened_run(quarantine: Directory, name: str, *, writes: bool) -> Iterator[Run | str | None]:
     """Open a folder of a quarantine until the block ends.
 
-    Yield the run; the folder's path if it has a run of an earlier form; or None if the folder has
-    no run or has vanished. Raises OSError, UntrustedError, FormatError.
+    Yield the run. For a run of an earlier form, yield the path of its folder. Yield None if the
+    folder has no run or has vanished.
+    Raises OSError, UntrustedError, FormatError.
     """
     try:
         folder = open_run_folder(quarantine, name, writes=writes)
@@ -263,18 +279,19 @@ def earlier_remark(path: str) -> str:
 
 
 class NewRun:
-    """The run that a repair fills. Its folder is made at first use, and locked while open.
+    """The run that a repair fills.
 
+    `open` makes the run's folder and locks it; `close` ends the lock.
     unused: whether `close` removes the run with all copies, because no object has left the store.
     """
 
     def __init__(
         self, quarantine: Quarantine, store: Store, findings: pa.Table, suffixes: Collection[str]
     ) -> None:
-        """Prepare, without making the folder.
+        """Prepare the run. Make no folder yet.
 
         findings: findings for which the pages are removed.
-        suffixes: suffixes of the keys of their objects.
+        suffixes: suffixes of the keys of these pages.
         """
         self.unused = False
         self._quarantine = quarantine
@@ -292,11 +309,14 @@ class NewRun:
 
     @property
     def path(self) -> str:
-        """Path for messages: the run, or the quarantine before the run is made."""
+        """Path for messages: the path of the run, or of the quarantine before the run is made."""
         return str(self._quarantine.path) if self._run is None else self._run.folder.path
 
     def open(self) -> Store:
-        """Return the run as a store to fill. Its description is durable by then. Raises OSError."""
+        """Return the run as a store to fill. At the first call, make the run.
+
+        The files that describe the run are durable when this method returns. Raises OSError.
+        """
         if self._store is None:
             begin_ns = present_ns(self._source, changes=True)
             parent = self._parent = self._quarantine.make()
@@ -321,7 +341,7 @@ class NewRun:
         while True:
             stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
             name = f"{stamp}-{os.urandom(3).hex()}"
-            # Until the folder is locked, another process may remove it as a leftover.
+            # Until this process has locked the folder, another process may remove it as a leftover.
             with suppress(FileNotFoundError):
                 made = make_run_folder(parent, name, self._source)
                 if made.lock() and made.is_still(name, parent):
@@ -348,7 +368,7 @@ class NewRun:
         side.sync()
 
     def finish(self) -> None:
-        """Make copied objects durable. A run in a pack then takes no more objects.
+        """Make the copied objects durable. Afterwards, a run in a pack takes no more objects.
 
         Raises StoreUnavailable.
         """
@@ -356,7 +376,7 @@ class NewRun:
             self._store.close()
 
     def close(self) -> None:
-        """Unlock the run. Remove it if it is unused or has no object. Raises OSError."""
+        """Unlock the run. Remove the run first if it is unused or has no object. Raises OSError."""
         try:
             if self._store is not None:
                 self._store.close()
@@ -377,16 +397,17 @@ class NewRun:
 
 
 def remove_if_empty(quarantine: Directory, run: Run, jobs: int | None) -> None:
-    """Remove a locked run without objects. Raises OSError, StoreUnavailable.
+    """Remove a locked run if it has no objects. Unfinished copies do not count as objects.
 
-    Unfinished copies do not count as objects.
     jobs: see `open_run`.
+    Raises OSError, StoreUnavailable.
     """
     try:
         with open_run(run.folder, run.form, jobs=jobs) as store:
             keys = (key for batch in store.scan(("nbytes",)) for key in keys_of(batch))
             empty = all(key.startswith(OWN_PREFIX) for key in keys)
-            empty &= not store.remarks  # links have remarks, but are no objects
+            # A link in the run is no object, but the store has a remark about it. Keep the run.
+            empty &= not store.remarks
     except UnfinishedPackError:
         empty = not run.folder.has(PACK_FILE)
     if empty:
@@ -396,10 +417,13 @@ def remove_if_empty(quarantine: Directory, run: Run, jobs: int | None) -> None:
 def remove_run(
     quarantine: Directory, name: str, folder: Directory, *, jobs: int | None = None
 ) -> None:
-    """Remove a locked run without following links, run.json last.
+    """Remove a locked run without following links. Remove its run.json last.
 
-    jobs: see `open_run`. Raises OSError.
+    jobs: see `open_run`.
+    Raises OSError.
     """
+    # While run.json exists, the folder still counts as a run, so a later purge can finish a removal
+    # that was interrupted.
     with closing(Concurrency(jobs)) as concurrency:
         _empty(folder.descriptor, concurrency, keep=SIDE)
     with suppress(FileNotFoundError):
@@ -413,9 +437,10 @@ def remove_run(
 
 
 def remove_leftover(quarantine: Directory, name: str) -> None:
-    """Remove a folder that a killed process left without a run. Raises OSError.
+    """Remove a folder that a killed process left without a run.json. Raises OSError.
 
-    The process was killed before it wrote run.json, or after it removed that file.
+    The process was killed before it wrote run.json, or after it removed this file. A folder with a
+    name unlike those of runs, or with entries besides SIDE, stays.
     """
     if not RUN.fullmatch(name.removesuffix(PURGED)):
         return
@@ -425,7 +450,10 @@ def remove_leftover(quarantine: Directory, name: str) -> None:
 
 
 def _empty(directory: int, concurrency: Concurrency, keep: str = "") -> None:
-    """Remove all entries of an open directory and of its folders, except one name."""
+    """Remove all entries of an open directory, and the content of its folders.
+
+    keep: name of an entry of the directory that stays; "" to keep none.
+    """
     names = [name for name in os.listdir(directory) if name != keep]
 
     def remove(start: int, stop: int) -> None:
@@ -473,7 +501,7 @@ def read_findings(folder: Directory) -> Iterator[Reason]:
                 ) from error
 
 
-# States of a run. Kept runs can be restored or purged, half purged runs only purged.
+# States of a run. A kept run can be restored or purged. A half-purged run can only be purged.
 KEPT, HALF_PURGED, BUSY, EARLIER, UNREADABLE = (
     "kept", "half-purged", "busy", "earlier-form", "unreadable",
 )  # fmt: skip
@@ -481,7 +509,7 @@ PURGED_RUN, WOULD_PURGE, FAILED = "purged", "would-purge", "failed"
 
 
 class RunRow(TypedDict):
-    """Row for a run. Unknown values are None."""
+    """Row for a run. A value that is unknown is None."""
 
     run: str
     removed: float | None
@@ -527,10 +555,10 @@ class PurgeReport:
     """Runs that were listed or purged.
 
     rows: a row for each run, in the columns of `RUNS` or of another table.
-    failures: (run, message) for each run that could not be purged.
+    failures: (path of the run, message) for each run that could not be purged.
     left: messages about runs that were left alone.
     remarks: messages about runs that stay because of the options.
-    counts: further members of the document.
+    counts: counts that become further members of the document.
     """
 
     rows: pa.Table
@@ -543,8 +571,8 @@ class PurgeReport:
 def list_runs(quarantine: Path, *, jobs: int | None = None) -> PurgeReport:
     """List the runs of a quarantine, oldest first.
 
-    A run is unreadable if its run.json or findings.jsonl is damaged, an entry is a link, or its
-    owner is not trusted.
+    A run is unreadable if its run.json or findings.jsonl is damaged or a link, or if the owner of
+    the run or of one of these files is not trusted.
     jobs: see `open_run`.
     Raises UsageError if the quarantine is missing, UntrustedError, StoreUnavailable.
     """
@@ -564,14 +592,15 @@ def list_runs(quarantine: Path, *, jobs: int | None = None) -> PurgeReport:
 def purge_runs(
     quarantine: Path, before: float, *, dry_run: bool = False, jobs: int | None = None
 ) -> PurgeReport:
-    """Delete the runs that were begun before a time, and complete interrupted purges.
+    """Delete the runs that began before a time, and the folders that killed processes left.
 
-    Busy runs and runs of an earlier form stay.
+    Runs with an interrupted purge are deleted, too, if they began before this time. Busy runs
+    and runs of an earlier form stay.
     before: Unix seconds. An `Ago` is measured by the clock of the quarantine's file system, except
         in a dry run.
     jobs: see `open_run`.
-    Raises as `list_runs` does. An unreadable run raises FormatError or UntrustedError before any
-    change.
+    Raises the errors of `list_runs`. If a run is unreadable, raises FormatError or UntrustedError
+    before the first change.
     """
     place, rows, left = Quarantine(quarantine), list[dict[str, Any]](), list[str]()
     failures: list[tuple[str, str]] = []
@@ -604,8 +633,8 @@ def _purged(
 ) -> str:
     """Delete a locked run. Return its new state.
 
-    The run gets another name first, which shows that it can no longer be restored. If this purge is
-    interrupted, the next one completes it.
+    First rename the run. The new name shows that the run can no longer be restored. If this purge
+    is interrupted, the next purge completes the deletion.
     """
     try:
         name = run.form.run + PURGED
@@ -621,9 +650,10 @@ def _purged(
 
 
 def _row(name: str, run: Run | str, left: list[str], jobs: int | None) -> dict[str, Any]:
-    """Lock a run and return its row. A run locked by another process is busy.
+    """Lock a run and return its row. If another process holds the lock, the run is busy.
 
-    left: list to which remarks are added.
+    run: the run, or the path of a run of an earlier form.
+    left: list to which a remark is added if the run is busy or of an earlier form.
     """
     if isinstance(run, str):
         left.append(earlier_remark(run))

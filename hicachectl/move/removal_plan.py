@@ -1,4 +1,8 @@
-"""Plans of removals: the page groups to remove with the reasons, and their objects in batches."""
+"""Plans of removals.
+
+A plan has the page groups to remove, and the reasons. `ListedGroups` gives their objects in
+batches.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +47,9 @@ class RepairPlan:
         if it changes before its removal.
     unplaced: number of findings without a group, by code. They concern foreign keys or the whole
         store, and removals do not repair them.
-    others: number of groups with findings that the profile does not describe.
+    others: number of groups that have findings, but that the profile does not describe.
     mixed: number of groups with an object of a mix (`SizeMix`).
-    refused: reason for a plan without groups, although there are findings to repair; else None.
+    refused: reason why the plan has no groups although there are findings to repair; else None.
     """
 
     groups: IntArray
@@ -106,10 +110,11 @@ def plan_removal(chosen: IntArray) -> RepairPlan:
 
 
 def newest_taken(groups: PageGroups, plan: RepairPlan) -> int:
-    """Return how many pages of the plan are newer than all other pages of the profile's deployment.
+    """Return how many pages of the plan are newer than every page that the plan keeps.
 
-    Many such pages suggest that the profile does not describe the servers that wrote last. Return 0
-    if the plan has all pages of the deployment, or if the store keeps no times.
+    Only pages of the profile's deployment count. Many newer pages suggest that the profile does not
+    describe the servers that wrote last. Return 0 if the plan removes all pages of the deployment,
+    or if the store keeps no times.
     """
     span = groups.span(0)
     times = groups.newest_ns[span]
@@ -130,10 +135,10 @@ class Shape:
     affixes: [slots] prefix and suffix of each key.
     anchors: [slots] whether the object is an anchor.
     required: [slots] whether a whole page has the object.
-    trailing: [slots] number of the object's set, or ABSENT. A page has all objects of a set or
-        none.
-    sidecars: [pairs] slots of anchors, and [pairs] slots of sidecars. A server writes each of these
-        sidecars before its anchor.
+    trailing: [slots] number of the object's set, or ABSENT for an object in no set. A page has all
+        objects of a set or none.
+    sidecars: two arrays, [pairs] slots of anchors and [pairs] slots of their sidecars. A server
+        writes the sidecar of a pair before its anchor.
     """
 
     affixes: tuple[Affix, ...]
@@ -179,9 +184,9 @@ class RemovalBatch:
     numbers: [k] group numbers.
     pages: [k] page hashes.
     by_choice: whether the user chose the groups, which then need no fault.
-    absent: [cells] whether the slot was empty, but this is no reason for the removal.
-    lacked: [cells] whether the empty slot is a reason for the removal although no server waits for
-        its object, such as a draft's.
+    absent: [cells] whether the slot was empty, but this is not why its group is removed.
+    lacked: [cells] whether a finding names the missing object of the slot. Then a whole group has
+        this object, even if no server waits for it, such as an object of a draft.
     owners: [n] group of each object, ascending.
     slots: [n] slot of each object in the shape.
     unwanted: [n] whether the object is a reason for removal.
@@ -269,9 +274,9 @@ class RemovalBatch:
 
         - GONE: no object exists.
         - KEPT: the group is whole and has no unwanted object.
-        - IN_FLIGHT: a server is writing the group, because all objects are new and no anchor lacks
-        a sidecar.
-        - DONE: the group must be removed.
+        - IN_FLIGHT: all objects are new and no anchor lacks a sidecar, so a server is writing the
+        group.
+        - DONE: none of the above, so the group must be removed.
 
         present: [cells] whether an object exists.
         known: [n] whether the object exists unchanged.
@@ -280,7 +285,8 @@ class RemovalBatch:
         any_unwanted, any_known = (
             self._groups_with(self.owners[some]) for some in (known & self.unwanted, known)
         )
-        # A server writes sidecars first: if one is missing beside its anchor, it was removed.
+        # A server writes sidecars first, so a sidecar that is missing beside its anchor was
+        # removed.
         anchors, sidecars = self.shape.sidecars
         overtaken = (by_slot[:, anchors] & ~by_slot[:, sidecars]).any(axis=1)
         statuses = np.full(len(self), GroupStatus.IN_FLIGHT, dtype=np.uint8)
@@ -293,8 +299,8 @@ class RemovalBatch:
     def written_since(self, lookup: StoreLookup) -> BoolArray:
         """Return which groups have an object that is new or was rewritten: [k].
 
-        A rewritten object has another time. Versions decide only where the store keeps no times,
-        because a read may change a version, too.
+        A rewritten object has another time than in the batch. Versions decide only for objects
+        without a time, because a read may change a version, too.
         """
         timed = self.facts.column("mtime_ns").is_valid().to_numpy()
         same = lookup.known(self, versions=False) & (timed | lookup.known(self))
@@ -305,7 +311,8 @@ class RemovalBatch:
     def begun_by_others(self, lookup: StoreLookup) -> BoolArray:
         """Return which groups another removal has begun to remove: [k].
 
-        Anchors leave first. So such a group has lost an anchor, or any object if it had no anchor.
+        Removals take the anchor first. So such a group has lost an anchor or, if it had no anchor,
+        any object.
         """
         lost = ~lookup.present[self.cells]
         anchors = self.anchors[self.cells]
@@ -339,8 +346,8 @@ class RemovalBatch:
 class StoreLookup:
     """Objects of groups, as one lookup in the store found them.
 
-    rows: table with a scan's columns.
-    at: [cells] row of each cell, or ABSENT.
+    rows: table with the columns of a scan.
+    at: [cells] row of the object in each cell; ABSENT if the store has no such object.
     """
 
     rows: pa.Table
@@ -381,7 +388,7 @@ def look_up(store: Store, groups: RemovalBatch, pending: IntArray | None = None)
 
 
 def facts_of(rows: pa.Table) -> pa.Table:
-    """Return the FACTS of listed rows; missing columns are null."""
+    """Return the FACTS of listed rows. Columns that the rows lack are null."""
     names = rows.column_names
     columns = [
         rows.column(field.name) if field.name in names else pa.nulls(len(rows), field.type)
@@ -394,8 +401,8 @@ def same_objects(one: pa.Table, other: pa.Table, *, versions: bool = True) -> Bo
     """Return which objects are unchanged between two tables: [n].
 
     one, other: facts of the same n objects, in the columns of FACTS.
-    versions: whether equal versions decide where both tables have them. Otherwise size and time
-        decide.
+    versions: whether versions decide for an object that has a version in both tables. For any other
+        object, size and time decide.
     """
     alike = pc.and_(*(_equal(one.column(n), other.column(n)) for n in ("nbytes", "mtime_ns")))
     if versions:
@@ -412,7 +419,7 @@ def _equal(one: pa.ChunkedArray, other: pa.ChunkedArray) -> pa.ChunkedArray:
 
 BATCH_OBJECTS = 1024  # a killed run leaves at most about one batch unfinished
 _AMBIGUOUS_OBJECTS = 64  # few, because each object may add a slot to all groups of its batch
-_BATCH_SLOTS = 1 << 18  # slots that one lookup asks for, filled or empty
+_BATCH_SLOTS = 1 << 18  # most slots of a batch, because a lookup also asks for empty slots
 
 
 class ListedGroups:
@@ -448,7 +455,7 @@ class ListedGroups:
         return column_sums(sizes, np.repeat(np.arange(len(self)), self.counts), len(self))
 
     def batches(self, times: int = 1) -> Iterator[RemovalBatch]:
-        """Yield the groups in batches of one deployment each.
+        """Yield the groups in batches. All groups of a batch have the same deployment.
 
         The groups of a batch are spread over the listing, and so over all folders of a store,
         because a file system makes only one change at a time in a folder.
@@ -513,8 +520,8 @@ class ListedGroups:
     ) -> BoolArray:
         """Return which objects are a reason for removal: [n].
 
-        A reason without a row blames its whole group. An object that was listed twice is blamed for
-        both rows.
+        A reason without a row blames its whole group. An object that was listed twice is blamed if
+        one of its two rows is.
         about: [reasons] group of each reason.
         blames: [reasons] whether the reason blames objects.
         owners, affix_ids: [n] group and affix of each object.
@@ -534,7 +541,10 @@ class ListedGroups:
         return self._reasons.filter(pa.array(own)), places[own]
 
     def _ambiguous(self, affix_ids: list[int]) -> Shape:
-        """Return a shape for groups of ambiguous keys, in which a group needs all its objects."""
+        """Return a shape with one slot for each affix, for groups of ambiguous keys.
+
+        A whole group has an object in every slot, because nothing shows which objects it needs.
+        """
         table, count = self._inventory.table, len(affix_ids)
         none = np.zeros(0, dtype=np.int64)
         return Shape(

@@ -1,4 +1,4 @@
-"""Repair a checked store, or a part of it: remove page groups, and correct the tables of 3FS."""
+"""Repair a checked store, or a part of one. Remove page groups, and correct the tables of 3FS."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RepairOptions:
     """Options of a repair.
 
     codes: codes of findings to repair besides errors.
-    quarantine: directory of the quarantine; None for the store's own.
+    quarantine: directory of the quarantine; None for the store's own quarantine.
     writers_stopped: whether no server writes to a 3FS store, so that leaked pages can be released.
     despite_profile: whether to repair even if the findings make the profile doubtful.
     """
@@ -87,6 +87,8 @@ def doubted_repairs(checked: PartCheck) -> dict[str, Refusal]:
         refused = doubt(checked, reasons, checked.judged)
         if refused is not None:
             doubted[name] = refused
+            # Every repair also removes pages with errors, so a refusal for errors alone ("") is a
+            # refusal of every repair.
             if not name:
                 break
     return doubted
@@ -129,11 +131,11 @@ def repair(
     """Remove the groups of a plan, and correct the tables of 3FS. Count both in `checked`.
 
     checked: result of a check that requested repairs.
-    first: whether to release leaked pages as well, which belong to no group. Only the first part of
-        a run does.
+    first: whether to release leaked pages as well. They belong to no group, so only the first part
+        of a run releases them.
     say: takes remarks.
     say_left: takes remarks about groups that were not removed; `say` by default.
-    on_progress: takes the number of new groups.
+    on_progress: takes the number of groups of each batch.
     Raises StoreUnavailable, UsageError.
     """
     say_left = say_left or say
@@ -187,7 +189,7 @@ def _removed_text(outcome: GroupReport, options: RepairOptions) -> str:
 
 def _left_texts(outcome: GroupReport) -> Iterator[str]:
     if outcome.kept:
-        yield f"Kept {counted(outcome.kept, 'page')}: rewritten during the repair"
+        yield f"Kept {counted(outcome.kept, 'page')} that servers rewrote during the repair"
     if outcome.remaining:
         yield f"{counted(outcome.remaining, 'page')} not removed; run again"
     for key, message in outcome.failures:

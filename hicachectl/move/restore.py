@@ -85,17 +85,20 @@ def restore_groups(
     """Restore the selected groups of a quarantine, sidecars first, and remove them from their runs.
 
     A group is a conflict and stays in its run if the store has another object under one of its
-    keys. An object that the store has with equal bytes counts as restored. The newest run comes
-    first, because after a killed removal the next run has the rest of a page: its sidecars, which
-    must return before the anchors in the older run. Rows also have `codes`, the codes of the
-    findings that caused the removal, and `detail`.
+    keys. An object that the store has with equal bytes counts as restored.
 
-    profile: profile of the pages' deployment. A 3FS store that plug-in servers use needs it, with
-        the weights.
+    The newest run is restored first. After a killed removal, the next run has the rest of a page.
+    This rest is sidecars, which must return to the store before the anchors in the older run.
+
+    Each row also has `codes`, the codes of the findings that caused the removal. If the group has a
+    problem, `detail` says which.
+
+    profile: profile of the pages' deployment. A 3FS store that plug-in servers use needs this
+        profile, with its weights.
 
     Raises, before any change:
 
-    - ProfileError if the store's keys name no deployment, and its pages are of another one.
+    - ProfileError if the store's keys name no deployment, and its pages are of another deployment.
     - UsageError if the quarantine is missing, has a run of another kind of store, or has only runs
     of an earlier form.
     - FormatError if run.json or findings.jsonl of a run is damaged.
@@ -122,7 +125,8 @@ def restore_groups(
                         tables += one.put_back(selection, on_progress)
                         left += held.remarks
                     lost += one.lost
-                    # A store's own quarantine moves with it, so another path is the same store.
+                    # The store's own quarantine moves with the store, so another path in its runs
+                    # is an earlier path of this store.
                     origins += [] if place.own else one.origins
                     if not dry_run:
                         one.tidy(directory)
@@ -142,7 +146,7 @@ def restore_groups(
 def _refuse_unusable(store: Store, quarantine: Directory, names: Iterable[str]) -> None:
     """Raise UsageError for a run of another kind of store, or if all runs are of an earlier form.
 
-    Raise FormatError for damaged findings.
+    Raise FormatError if the findings of a run are damaged.
     """
     usable, earlier = False, ""
     for name in names:
@@ -164,14 +168,17 @@ def _refuse_unusable(store: Store, quarantine: Directory, names: Iterable[str]) 
 
 
 def _opened(run: Run, left: list[str], jobs: int | None) -> Store | None:
-    """Open a locked run as a store. If that is impossible, return None and add a remark to left."""
+    """Open a locked run as a store. If the run cannot be restored, return None.
+
+    left: list to which a remark is added if the run cannot be restored.
+    """
     why = "its purge was interrupted; complete it with hicachectl quarantine purge"
     if not run.is_purged:
         try:
             return open_run(run.folder, run.form, jobs=jobs)
         except UnfinishedPackError:
             why = "its repair was interrupted before the first page left the store"
-    left.append(f"{run.folder.path}: left alone: {why}")
+    left.append(f"{run.folder.path}: left alone, because {why}")
     return None
 
 
@@ -179,9 +186,9 @@ class _OneRun:
     """Restore of one run.
 
     restored: number of restored groups.
-    lost: number of objects that vanished from the run meanwhile.
-    origins: URL of the store from which the run was removed, if it is another store and the
-        selection has pages of the run.
+    lost: number of objects that vanished from the run during the restore.
+    origins: URL of the store from which the run's pages were removed. Empty if this is the store to
+        which they return, or if the selection has no page of the run.
     """
 
     def __init__(
@@ -203,7 +210,7 @@ class _OneRun:
         self._dry_run = dry_run
         self._mover = None if dry_run else mover_of(store, held)
         self._copier = memory
-        # Damaged objects may contradict the profile.
+        # The run may have damaged objects, which may contradict the profile. Restore them anyway.
         self._inventory: Inventory = take_inventory(
             held, profile, columns=tuple({"version"} & held.traits.columns),
             on_contradiction=lambda why: None,
@@ -231,7 +238,8 @@ class _OneRun:
     def tidy(self, quarantine: Directory) -> None:
         """Remove the run if all its groups were restored.
 
-        A pack keeps restored objects, so the number of restored groups decides.
+        A pack keeps objects that were restored. So its run is removed if as many groups were
+        restored as the run has. Any other run is removed if it has no objects left.
         """
         if self.restored == len(self.groups) and self._held.traits.append_only:
             remove_run(quarantine, self._run.name, self._run.folder)
@@ -254,7 +262,10 @@ class _OneRun:
         return report.take(pa.array(np.argsort(~refused, kind="stable")))
 
     def _assess(self, rows: pa.Table, objects: GroupObjects, result: MoveResult) -> BoolArray:
-        """Fail groups that cannot be restored. Return which objects the store already has: [n]."""
+        """Fail groups that cannot be restored.
+
+        Return which objects the store already has with equal bytes: [n].
+        """
         store = self._store
         columns = ["nbytes", *sorted({"locator"} & store.traits.columns)]
         seen, at = store.find(objects.keys, columns)
@@ -284,7 +295,7 @@ class _OneRun:
     def _publish(
         self, rows: pa.Table, objects: GroupObjects, result: MoveResult, double: BoolArray
     ) -> None:
-        """Put objects of open groups into the store, and remove copied objects from the run.
+        """Put objects of open groups into the store. Delete from the run objects that it still has.
 
         double: [n] whether the store already has the object with equal bytes.
         """
@@ -294,7 +305,8 @@ class _OneRun:
             markers = self._held.markers()
             self._store.add_markers(m for m in markers if (m.suffix, m.nbytes) in trailed)
         if (ready & double).any():
-            self._store.flush()  # an earlier restore may have been killed before it synced
+            # An earlier restore may have written these objects, and been killed before it synced.
+            self._store.flush()
         mover = self._mover
         written = publish(
             objects,

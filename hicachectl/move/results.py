@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 class GroupStatus(IntEnum):
     """Status of one page group."""
 
-    DONE = 0  # no problem so far; after the run: copied, removed or restored
+    DONE = 0  # during the run: no problem so far; after the run: copied, removed or restored
     GONE = 1  # vanished before it was copied or removed
     FAILED = 2
     CONFLICT = 3  # the destination has another object under one of the group's keys
-    NO_ROOM = 4  # not written: the destination is full
-    RACED = 5  # another writer wrote an object of the group; a retry compares, then completes it
-    KEPT = 6  # not removed: a server has rewritten the faulty objects
+    NO_ROOM = 4  # not written, because the destination is full
+    RACED = 5  # another writer wrote an object of the group; a retry compares and completes it
+    KEPT = 6  # not removed, because a server has written to the group meanwhile
     IN_FLIGHT = 7  # a server is writing the group
-    SAME = 8  # compared and equal: nothing was written
+    SAME = 8  # compared and equal, so nothing was written
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +93,17 @@ class MoveResult:
         return is_open
 
     def include(self, groups: IntArray, part: MoveResult) -> None:
-        """Add the result of some groups. groups: their indices in this result."""
+        """Add the result of some groups. groups: indices in this result of these groups."""
         self.statuses[groups] = part.statuses
         self.problems += [replace(p, group=int(groups[p.group])) for p in part.problems]
         self.objects += part.objects
         self.nbytes += part.nbytes
 
     def fail(self, group: int, status: GroupStatus, key: bytes | None, detail: str) -> None:
-        """Set the status of an open group. A closed group keeps its first reason."""
+        """Set the status of an open group. A closed group keeps its status.
+
+        If the status is FAILED or CONFLICT, add a problem with the key and the detail.
+        """
         if self.statuses[group] != GroupStatus.DONE:
             return
         self.statuses[group] = status
@@ -142,11 +145,11 @@ class CopyFacts(msgspec.Struct, kw_only=True):
     pages, objects, bytes: number of pages, objects and bytes written and not rolled back.
     skipped: number of pages that the destination already had.
     gone: number of pages that vanished from the source.
-    conflicts: number of pages for which the destination has other objects under the same keys.
+    conflicts: number of pages for which the destination has different objects under the same keys.
     moved: number of pages removed from the source after the copy.
     left_in_source: number of pages that a move leaves in the source.
     complete: whether every batch was begun.
-    settled: whether another run would have nothing to do.
+    settled: whether nothing is left for another run to do.
     stopped_by: reason for an early end, else "".
     problems: the first MOST_PROBLEMS problems.
     """
@@ -197,8 +200,8 @@ def total(parts: Iterable[msgspec.Struct], name: str) -> int:
 REMOVED = "removed"
 WOULD_REMOVE = "would-remove"  # only dry runs say this
 GONE = "gone"  # vanished before the removal
-KEPT = "kept"  # a server has rewritten the faulty objects
-IN_FLIGHT = "in-flight"  # removed; a server is writing the page again
+KEPT = "kept"  # not removed, because a server has written to the page meanwhile
+IN_FLIGHT = "in-flight"  # removed, but a server is writing the page again
 RESTORED = "restored"
 WOULD_RESTORE = "would-restore"  # only dry runs say this
 CONFLICT = "conflict"
@@ -221,7 +224,7 @@ class _Group(TypedDict):
 
 
 class RemovedGroup(_Group):
-    """Row for a removed page group, or for a removed file of no page, which has a key."""
+    """Row for a removed page group, or for a removed file of no page. Only a file has a `key`."""
 
     state: str
     key: NotRequired[str]
@@ -257,7 +260,10 @@ class UnnamedDeployment(TypedDict):
 
 
 class FreeDocument(TypedDict):
-    """Member `free` of a removal document: the target, the loss, and the groups that stay."""
+    """Member `free` of a removal document.
+
+    It has the bytes to free, the pages lost for that, and the groups that stay.
+    """
 
     target: str
     limit_bytes: int
@@ -345,13 +351,14 @@ ROWS = schema_of(RemovedGroup).remove(6)
 class GroupReport:
     """Report of a run that removes or restores page groups.
 
-    rows: a row for each group that the run tried, or would try; `state` is one of the words above.
+    rows: a row for each group that the run tried, or would try. `state` is one of the words above,
+        such as REMOVED.
     moved: number of objects quarantined or restored.
     deleted: number of objects deleted.
-    gone: number of objects that had vanished earlier.
+    gone: number of objects that vanished before the run could move or delete them.
     nbytes: bytes of groups moved or deleted; None if a size is unknown.
     failures: (key or path, message) for each failure.
-    untried: number of groups not begun, because the quarantine cannot be written to.
+    untried: number of groups not tried, because the quarantine cannot be written to.
     place: path of the quarantine; None if objects are deleted for good.
     busy: number of runs of the quarantine that another process has locked.
     left: remarks about runs of the quarantine that were left alone.
@@ -383,7 +390,7 @@ class GroupReport:
 
     @property
     def kept(self) -> int:
-        """Number of groups kept, because a server had rewritten the faulty objects."""
+        """Number of groups that were not removed, because a server wrote to them meanwhile."""
         return self.count(KEPT)
 
     @property
@@ -404,7 +411,7 @@ class GroupReport:
 
     @property
     def remaining(self) -> int:
-        """Number of groups that should have been removed and remain."""
+        """Number of groups that should have been removed, but remain."""
         return self.failed + self.untried
 
 
@@ -421,7 +428,11 @@ class Taken:
     nbytes: int | None
 
     def text(self, wanted: int, noun: str = "page") -> str:
-        """Return the counts as a sentence. wanted: number of groups or files to remove."""
+        """Return the counts as a sentence.
+
+        wanted: number of groups or files that the removal should remove.
+        noun: what the removal counts: "page", or "file" for files of no page.
+        """
         objects = f"{counted(self.objects, 'object')} of " if noun == "page" else ""
         return (
             f"Removed at least {objects}{counted(self.pages, noun)} ({human_size(self.nbytes)}) of "
@@ -433,7 +444,7 @@ class Taken:
 def telling(taken: Callable[[], Taken], tell: Callable[[Taken], None]) -> Iterator[None]:
     """Report the removals so far if a signal ends the block.
 
-    Also report them if a lost store ends it after the first removal.
+    Also report them if a lost store ends the block after the first removal.
     """
     try:
         yield
@@ -449,7 +460,7 @@ def telling(taken: Callable[[], Taken], tell: Callable[[Taken], None]) -> Iterat
 
 
 def states_of(statuses: npt.NDArray[np.uint8], done: str) -> pa.StringArray:
-    """Return the state for each status: one of the words above. done: state for DONE."""
+    """Return the state for each status. done: state for DONE."""
     texts = [_TEXTS.get(status, FAILED) for status in GroupStatus]
     texts[GroupStatus.DONE] = done
     return pa.array(texts).take(pa.array(statuses))

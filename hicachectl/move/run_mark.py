@@ -1,4 +1,7 @@
-"""Marks on unfinished writes, by which a run finds what a killed run of its request left.
+"""Marks on unfinished writes.
+
+All runs of a request have the same mark. By this mark, a run finds the unfinished writes of a
+killed run.
 
 A file in the user's state directory, named by a hash of the request, has the mark. The process that
 uses the mark holds the file's lock. A run that is not killed leaves no unfinished writes, and
@@ -41,7 +44,7 @@ class RunMark:
     """Mark on the unfinished writes of one process.
 
     owner: 16 hexadecimal digits that at most one living process uses.
-    ended: marks of processes that have ended, or have lost their work to this one.
+    ended: marks of processes that have ended, or whose work this process has taken over.
     remark: message for the user, or "".
     """
 
@@ -55,9 +58,9 @@ class RunMark:
         return cls(os.urandom(_OWNER_BYTES).hex(), remark=remark)
 
     def put(self, *stores: Store) -> None:
-        """Mark unfinished writes from now on, and remove unfinished writes of ended processes.
+        """Remove unfinished writes of ended processes, and mark unfinished writes from now on.
 
-        Stores without marks are left alone. Raises StoreUnavailable.
+        Stores that do not mark writes are left alone. Raises StoreUnavailable.
         """
         for store in stores:
             if isinstance(store, Resumable):
@@ -90,7 +93,7 @@ def held_mark(request: bytes) -> Iterator[RunMark]:
             directory = None
             why = failed(place, "keep a mark of this run", error)
             mark = RunMark.new(
-                f"{why}, so no later run removes what this one leaves if it is killed; set "
+                f"{why}, so if this run is killed, no later run removes its unfinished files; set "
                 "XDG_STATE_HOME to a writable directory, or use hicachectl rm --temporaries"
             )
         yield mark
@@ -114,8 +117,8 @@ def _locked(directory: Directory, name: str) -> int:
         try:
             if not lock(descriptor, optional=True):
                 raise RequestHeldError(
-                    f"{directory.path}/{name}: another process does the same; run again after it "
-                    "has ended"
+                    f"{directory.path}/{name}: another process runs the same command; run again "
+                    "after it has ended"
                 )
             if is_named(descriptor, name, directory.descriptor):
                 return descriptor

@@ -31,25 +31,28 @@ if TYPE_CHECKING:
     from hicachectl.move.survey import Survey
     from hicachectl.pages.groups import PageGroups
 
-# Large enough to share calls and syncs, small enough to run several at once.
+# Batches are large enough that objects share calls and syncs, and small enough that several run at
+# once.
 _BATCH_BYTES = 64 << 20
 _LEAST_OBJECTS = 256
 _LAST_BYTES = 256 << 10  # bytes of a batch when the destination is nearly full
-# Waits before each retry of raced groups, for their writer to finish. Mooncake drops a killed
-# writer's unfinished objects after 30 s.
+# Waits before each retry of raced groups, so that their writer can finish. Mooncake drops the
+# unfinished objects of a killed writer after 30 s.
 _WAIT_SECONDS = (0.5, 1.5, 4.0, 10.0, 20.0)
-_LEASE_SECONDS = 15.0  # usually longer than the leases that reads are granted
+_LEASE_SECONDS = 15.0  # usually longer than a lease that a store grants for a read
 
 
 class CopyRun:
-    """Copy of page groups; `move` also removes them from the source.
+    """Copy of page groups. With the option `move`, it also removes the groups from the source.
 
     facts: sums over all batches so far.
     """
 
     def __init__(self, stores: StorePair, groups: PageGroups, facts: CopyFacts) -> None:
-        """Claim the destination. groups: the groups of the source.
+        """Prepare the copy, and claim the destination.
 
+        groups: the groups of the source.
+        facts: the sums that the copy adds to.
         Raises ProfileError, StoreUnavailable.
         """
         stores.claim()
@@ -62,7 +65,7 @@ class CopyRun:
         self._jobs = stores.jobs
         self._executor = Executor(stores, groups.inventory.objects, self._copied)
         self._lock = threading.Lock()
-        # Groups of each survey.
+        # Rows of the groups, for each survey.
         self._raced: dict[Survey, list[int]] = defaultdict(list)
         self._without_room: dict[Survey, list[int]] = defaultdict(list)
         self._left_out = False  # whether some batches were not begun
@@ -88,9 +91,9 @@ class CopyRun:
 
         on_copied: takes the bytes written of each batch, and the bytes of the plans.
         on_done: takes each batch and its result.
-        Both are called in the thread that called `copy`. If an exception ends the copy, batches
-        already begun are finished first. Raises StoreUnavailable, and UsageError if a group is
-        larger than the buffer.
+        Both functions are called in the thread that called `copy`.
+        If an exception ends the copy, batches already begun are finished first.
+        Raises StoreUnavailable, and UsageError if a group is larger than the buffer.
         """
         total = max(sum(plan.demand()[1] for plan in plans), 1)
 
@@ -119,9 +122,12 @@ class CopyRun:
         self._remove(self._free(all_=True))
         self._trial.finish()
         for survey, unread in self._untried:
-            self._fail(survey, unread, "copied, but still in the source: it cannot be read again")
+            why = "copied, but still in the source, because it cannot be read again"
+            self._fail(survey, unread, why)
         if any(plan.count(Action.SKIP, *COMPARING) for plan in plans):
-            self._destination.flush()  # such pages count as copied, too
+            # Skipped and compared pages count as copied, and another writer may not have synced
+            # them.
+            self._destination.flush()
         if full.is_set():
             self.facts.complete, self.facts.stopped_by = False, FULL
 
@@ -132,7 +138,7 @@ class CopyRun:
         *,
         alone: bool = False,
     ) -> None:
-        """Copy groups. alone: whether to copy small batches, one at a time."""
+        """Copy the groups of some works. alone: whether to copy small batches, one at a time."""
         options = self._options
         jobs = 1 if alone else self._jobs
         most_bytes = min(_LAST_BYTES if alone else _BATCH_BYTES, options.buffer_bytes // jobs)
@@ -162,8 +168,8 @@ class CopyRun:
     ) -> None:
         """Retry the groups that found no room, one batch at a time, until the destination is full.
 
-        Concurrent batches competed for the last room, and all of them were rolled back. That left
-        room for some.
+        Concurrent batches competed for the last room, and all of them were rolled back. Now there
+        is room for some of them.
         """
         left_out, begun = self._left_out, self._without_room
         last = [work.only(np.isin(work.items, begun[work.survey])) for work in works]
@@ -173,9 +179,9 @@ class CopyRun:
             self._executor.full.set()
 
     def _try_again(self, on_done: Callable[[PageBatch, MoveResult], None]) -> None:
-        """Retry raced groups: compare objects that other writers finished, and write the others.
+        """Retry raced groups. Compare objects that exist now, and write objects that do not.
 
-        A store drops a killed writer's unfinished objects after some time.
+        A store drops the unfinished objects of a killed writer after some time.
         """
         works = []
         for listed, items in self._raced.items():
@@ -221,7 +227,10 @@ class CopyRun:
             self.facts.fail([Problem(page, None, why) for page in pages])
 
     def _free(self, *, all_: bool = False) -> Iterator[tuple[Survey, IntArray]]:
-        """Yield the groups to remove whose leases have ended. all_: yield all groups."""
+        """Yield the groups to remove whose leases have ended.
+
+        all_: whether to yield all groups, even if their leases have not ended.
+        """
         while True:
             with self._lock:
                 if not self._leaving or not (all_ or self._leaving[0][0] <= time.monotonic()):
@@ -260,7 +269,8 @@ class CopyRun:
         kept = removed.pages.filter(pa.array(stays)).to_pylist()
         with self._lock:
             self.facts.moved += int(gone.sum())
-            why = "copied, but still in the source: "
-            self.facts.fail([replace(p, detail=why + p.detail) for p in removed.problems])
-            why += "it was written to meanwhile; run again"
+            why = "copied, but still in the source"
+            failed = [replace(p, detail=f"{why}: {p.detail}") for p in removed.problems]
+            self.facts.fail(failed)
+            why += ", because a server has written to it meanwhile; run again"
             self.facts.fail([Problem(page, None, why) for page in kept])

@@ -1,4 +1,4 @@
-"""Pairs of stores: check a copy between them, and decide which trailers the copies get."""
+"""Pairs of stores. Check a copy between two stores, and decide which trailers the copies get."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ TrailerMode = Literal["auto", "write", "drop"]
 class CopyOptions:
     """Options of a copy.
 
-    jobs: number of batches copied at a time; three by default, and at most three between stores
-        that both spread their calls.
+    jobs: number of batches copied at a time; three by default. Between two stores that both spread
+        their calls, it is at most three.
     verify: whether to read back and compare each copy; always true for a move.
     move: whether to remove the originals of compared copies.
     pin: whether to protect pages from eviction.
@@ -94,12 +94,13 @@ class StorePair:
 
     profile: profile of the source; None if only its keys are known.
     target: profile of the destination; None if it is the same as the source's.
-    grammar: grammar of the keys to write: the destination's, or the source's for a new pack.
+    grammar: grammar of the keys to write. It is the destination's, or the source's for a new pack.
     trailers: plan for the trailers of the copies.
-    adopts: whether both stores are one store, and its files get trailers in place.
+    adopts: whether both stores are one store whose files get trailers in place.
     options: options of the copies.
     jobs: number of batches copied at a time.
-    remarks: messages about the pair, also about objects that lie where no server looks for them.
+    remarks: messages about the trailers of the copies, and about objects of the destination that
+        servers have lost.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class StorePair:
     ) -> None:
         """Plan the transfer; set the destination's grammar, profile and trailers.
 
-        may_adopt: whether both stores may be one store if trailers are to be written.
+        may_adopt: whether source and destination may be one store if trailers are to be written.
         Raises UsageError, ProfileError or UnsupportedByBackend if the transfer is impossible, and
         StoreUnavailable.
         """
@@ -155,7 +156,8 @@ class StorePair:
     def refuse_one_place(self, changed: Store, option: str) -> None:
         """Raise StoreUnavailable if a new file in one store also appears in the other store.
 
-        Different device numbers prove nothing, because one directory can have several mounts.
+        Different device numbers do not prove that the stores differ, because one directory can have
+        several mounts.
         changed: store from which the option would remove objects.
         """
         other = self.destination if changed is self.source else self.source
@@ -167,26 +169,27 @@ class StorePair:
                 raise StoreUnavailable(one_place(self.source.url, evidence, option))
 
     def claim(self) -> None:
-        """Record the deployment to write in a destination whose keys do not name it.
+        """Record the deployment to write, if the keys of the destination name no deployment.
 
-        Call this before the first write. Raises ProfileError if the destination has pages of
-        another deployment, StoreUnavailable.
+        Call this before the first write.
+        Raises ProfileError if the destination has pages of another deployment. Raises
+        StoreUnavailable.
         """
         refuse_other_owner(self.destination, self.target, claims=True)
 
     @property
     def unchanged(self) -> bool:
-        """Whether all objects keep key and bytes."""
+        """Whether all objects keep their key and bytes."""
         return self._plan is None
 
     def _planned(self) -> TransferPlan | None:
-        """Return the transfer of a page; None if all objects keep key and bytes."""
+        """Return the transfer of a page; None if all objects keep their key and bytes."""
         source, profile = self.source, self.profile
         same = bool(self._shared) and source.places == self.destination.places
         if self.target in (None, profile) and self.grammar == source.grammar:
             self.adopts = same and self._may_adopt and self._writes_trailers
             if same and not self.adopts:
-                trailers = "to give its files trailers, --trailers write; " * self._may_adopt
+                trailers = "to give its files trailers, give --trailers write; " * self._may_adopt
                 raise UsageError(
                     f"{source.url}: source and destination are the same, and the pages would "
                     "not change; to convert pages inside a store, give --profile of the servers "
@@ -210,7 +213,7 @@ class StorePair:
         """Return the route of each deployment to copy."""
         if self._plan is not None:
             return [planned_route(table.deployments[0], self._plan)]
-        if self.adopts:  # trailers name the profile's weights, so adopt only its deployment
+        if self.adopts:  # the trailers name the profile's weights, so adopt only its deployment
             return list(verbatim_routes(table.deployments[:1]))
         return list(verbatim_routes(table.deployments))
 
@@ -233,10 +236,10 @@ class StorePair:
         """Survey the groups of each deployment in both stores.
 
         first_only: whether to survey the first deployment only.
-        asks: whether to look up each object in the destination, instead of listing it.
+        asks: whether to look up each object in the destination, instead of listing the destination.
 
         Raises ProfileError if a listing shows that the destination has objects of another topology
-        under the same keys, StoreUnavailable.
+        under the same keys. Raises StoreUnavailable.
         """
         routes = self.routes(groups.inventory.table)
         surveyed = survey_source(groups, routes[:1] if first_only else routes)
@@ -253,7 +256,7 @@ class StorePair:
 
 
 def _shared_places(source: Store, destination: Store) -> set[Hashable]:
-    # One class may extend the other: a NIXL store with side files is a subclass.
+    # One class may extend the other. A NIXL store with side files, for example, is a subclass.
     if not (isinstance(source, type(destination)) or isinstance(destination, type(source))):
         return set()
     return set(source.places) & set(destination.places)
@@ -271,7 +274,7 @@ class TrailerPlan:
     identities: identities to write into new trailers, keyed by affix; empty to write no trailers.
     keeps: whether copies keep the trailers of their sources, because the system copies whole files.
     bare: whether objects without a trailer are copied, even from a store with trailers.
-    always: whether every object must have a trailer afterwards.
+    always: whether every object of the destination must have a trailer after the copy.
     remark: message for the user, or "".
     """
 
@@ -303,9 +306,10 @@ class TrailerPlan:
             yield found[:-1], why
 
     def with_foreign(self, survey: Survey, objects: pa.Table) -> Survey:
-        """Return the survey with its `foreign` and `unproven` groups, as the trailers show them.
+        """Return the survey with its `foreign` and `unproven` groups.
 
-        A trailer also proves in which layout the destination has an object.
+        The trailers in the destination show these groups. They also prove in which layout the
+        destination has an object.
         objects: listing of the source.
         """
         markers = markers_of(self.destination)
@@ -333,7 +337,8 @@ class TrailerPlan:
     def with_adopted(self, survey: Survey) -> Survey:
         """Return the survey of a store that gets trailers in place.
 
-        Objects that need no new trailer count as copied. Open each object that may have a trailer.
+        Objects that need no new trailer count as copied. To find them, open each object that may
+        have a trailer.
         """
         assert isinstance(self.destination, Trailed)
         targets = survey.route.targets
@@ -359,7 +364,10 @@ class TrailerPlan:
         return self.identities.get(target.affix)
 
     def _doubtful(self, survey: Survey, markers: list[Marker]) -> BoolArray:
-        """Return which targets may have another trailer in the destination: [targets]."""
+        """Return which targets may have a trailer in the destination that differs from the copy's.
+
+        The result is a mask: [targets].
+        """
         known: dict[str, set[bytes]] = defaultdict(set)
         for marker in (*markers, *(markers_of(self.source) if self.keeps else ())):
             known[marker.suffix].add(marker.identity.hash())
@@ -392,7 +400,8 @@ class TrailerPlan:
 def plan_trailers(stores: StorePair, mode: TrailerMode) -> TrailerPlan:
     """Decide which trailers are written, and tell the destination.
 
-    Raises UsageError if the mode is impossible, or if copies without trailers could mix weights.
+    Raises UsageError if the mode is impossible, or if copies without trailers could mix objects of
+    different weights.
     """
     source, destination, target = stores.source, stores.destination, stores.target
     expected = expected_identities(source, stores.profile)
@@ -457,7 +466,7 @@ def _cannot_write(destination: Store, *, trailed: bool) -> str:
 
 
 def _refuse_mixtures(stores: StorePair, markers: list[Marker], expected: Expected) -> None:
-    """Raise UsageError if copies would lose the trailers that alone tell objects apart."""
+    """Raise UsageError if only trailers tell the weights of objects, and the copies lose them."""
     url = stores.source.url
     if stores.profile is not None and not stores.unchanged and not expected.identities:
         raise UsageError(f"{url}: the weights of its objects are unknown: {expected.unknown}")
@@ -492,7 +501,11 @@ def _by_suffix(markers: Iterable[Marker]) -> dict[str, dict[bytes, Identity]]:
 
 
 def _digest(destination: Trailed, markers: Iterable[Marker], new: Mapping[Affix, Identity]) -> str:
-    """Return the digest algorithm of the destination's objects, else of the source's objects."""
+    """Return the digest algorithm of new trailers.
+
+    It is that of the destination's trailers with the same identities, else that of the source's
+    trailers, else the default.
+    """
     hashes = {identity.hash() for identity in new.values()}
     own = [one.digest for one in destination.markers() if one.identity.hash() in hashes]
     return next(iter([*own, *(one.digest for one in markers)]), DEFAULT_DIGEST)
@@ -501,8 +514,8 @@ def _digest(destination: Trailed, markers: Iterable[Marker], new: Mapping[Affix,
 def _identities_in(store: Store, keys: pa.BinaryArray | pa.ChunkedArray) -> list[bytes | None]:
     """Return the hash of the identity in each object's trailer.
 
-    Return None for an object without a trailer and for a null key, and b"" for a trailer of another
-    rank.
+    The hash is None for an object without a trailer and for a null key. It is b"" for a trailer of
+    another rank.
     """
     assert isinstance(store, Trailed)
     known = pa.table({"key": keys}).filter(keys.is_valid())

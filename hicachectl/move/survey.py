@@ -1,4 +1,4 @@
-"""Survey a source for a copy: its objects, their targets, and the destination's objects."""
+"""Survey the objects of a source for a copy, and which targets the destination already has."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Action(IntEnum):
     NOTHING = 0  # nothing to copy, or not chosen
     SKIP = 1  # the destination has the whole group
     COPY = 2
-    COMPLETE = 3  # the destination has part of the group: compare it, and add the rest if equal
-    COMPARE = 4  # the destination has the whole group: compare bytes
-    REPLACE = 5  # remove from the destination, then copy
-    CONFLICT = 6  # the destination has another object under one of the keys
-    CLEAR = 7  # the source has a rest of a moved group: compare it, then remove it
-    ADOPT = 8  # both stores are one: give the files of the group trailers
+    COMPLETE = 3  # the destination has a part of the group; if that is equal, add the rest
+    COMPARE = 4  # the destination has the whole group; compare its bytes
+    REPLACE = 5  # remove the group from the destination, then copy it
+    CONFLICT = 6  # the destination has a different object under one of the keys
+    CLEAR = 7  # the source has the rest of a moved group; compare the rest, then remove it
+    ADOPT = 8  # both stores are one; give the files of the group trailers
 
 
 WRITING = (Action.COPY, Action.COMPLETE, Action.REPLACE, Action.ADOPT)
@@ -52,10 +52,10 @@ READS_BACK = (Action.COMPLETE, *COMPARING)
 class Route:
     """Route of the pages of one deployment.
 
-    sources:  objects that are read for a page: the first specs of the deployment. Objects of other
-        specs are not copied.
-    targets:  objects that are written for a page. A target of UNKNOWN_SIZE is as large as its
-        source.
+    sources:  specs of the objects that are read for a page. They are the first specs of the
+        deployment. Objects of later specs are not copied.
+    targets:  specs of the objects that are written for a page. A target of UNKNOWN_SIZE is as large
+        as its source.
     units:    transfers of some sources to some targets, as indices into `sources` and `targets`.
     verbatim: whether all objects keep their bytes.
     """
@@ -75,7 +75,7 @@ class Route:
         return " ".join(filter(None, (*reversed(deployment.names.columns.values()), sizes)))
 
     def keys(self, targets: IntArray, pages: pa.StringArray) -> pa.BinaryArray:
-        """Return the key of one target for each page. targets: [pages]."""
+        """Return the key of one target for each page. targets: [pages] number of each target."""
         return join_keys([target.affix for target in self.targets], pa.array(targets), pages)
 
     @cached_property
@@ -108,7 +108,7 @@ class Route:
 
     @cached_property
     def expected_bytes(self) -> IntArray:
-        """Expected bytes of each target: [targets]. UNKNOWN_SIZE if its source's are unknown."""
+        """Expected bytes of each target: [targets]. UNKNOWN_SIZE if the source's are unknown."""
         expected, sizes = self.target_bytes.copy(), self.sizes
         for unit in self.units:
             for target, source in zip(unit.destinations, unit.sources, strict=False):
@@ -118,7 +118,7 @@ class Route:
 
 
 def verbatim_routes(deployments: tuple[Deployment, ...]) -> Iterator[Route]:
-    """Yield one route for each deployment. In it, every object keeps its key and bytes."""
+    """Yield one route for each deployment. On these routes, objects keep their keys and bytes."""
     for number, deployment in enumerate(deployments):
         specs = deployment.specs
         yield Route(
@@ -188,12 +188,12 @@ class Survey:
 
     @property
     def touched(self) -> GroupTable:
-        """Targets that are made from at least one existing source."""
+        """Targets with at least one source in the group. Other sources may be missing."""
         return made_of(self.route, self.rows, self.sizes, partly=True)
 
     @cached_property
     def left_over(self) -> BoolArray:
-        """Which groups have objects that are not copied, except replicas: [n]."""
+        """Which groups have objects that are not copied: [n]. Replicas do not count."""
         left = self.strays.copy()
         for unit in self.route.units:
             groups, complete = self.rows.holders(unit.sources)
@@ -207,7 +207,11 @@ class Survey:
         return self.wanted.where(block.values == UNSIZED for block in blocks).having()
 
     def keys(self, items: IntArray, targets: IntArray) -> pa.BinaryArray:
-        """Return the key of one target for each item: [items]. items: rows of the survey."""
+        """Return the key of one target for each item.
+
+        items: rows of the survey.
+        targets: [items] number of each target.
+        """
         return self.route.keys(targets, self.pages.take(pa.array(items)))
 
     def having(self, found: Iterable[Objects]) -> Survey:
@@ -260,7 +264,8 @@ def made_of(route: Route, rows: GroupTable, sizes: IntArray, *, partly: bool = F
     """Return the targets that the route makes from sources, like `Survey.wanted`.
 
     rows, sizes: see `Survey`.
-    partly: whether to include targets that lack sources, and to ignore sizes of sources.
+    partly: whether to include targets of which some sources are missing, and to ignore the sizes of
+        sources.
     """
     found: list[Objects] = []
     for unit in route.units:
@@ -284,8 +289,13 @@ def made_of(route: Route, rows: GroupTable, sizes: IntArray, *, partly: bool = F
 def compare(wanted: GroupTable, existing: GroupTable) -> tuple[BoolArray, BoolArray, BoolArray]:
     """Compare the wanted targets with the targets in the destination.
 
-    Return three arrays [n]: whether the destination has any wanted target of the group, lacks any,
-    and has any in another size. An unknown size equals any size.
+    Return three arrays, [n] each:
+
+    - whether the destination has a wanted target of the group
+    - whether the destination lacks a wanted target of the group
+    - whether the destination has a wanted target of the group in another size
+
+    An unknown size equals any size.
     wanted, existing: see `Survey`.
     """
     some, lacks, differs = np.zeros((3, wanted.count), dtype=np.bool_)
@@ -322,7 +332,7 @@ def conflicts(survey: Survey, items: IntArray) -> list[Problem]:
     theirs = survey.existing.slots(items, np.arange(len(survey.route.targets)))[owners, targets]
     unlike = np.flatnonzero(~fits(theirs, sizes))
     _, first = np.unique(owners[unlike], return_index=True)
-    named = unlike[first]  # one object for each page that has objects of another size
+    named = unlike[first]  # one object of each page that has objects of another size
     keys = survey.keys(items[owners[named]], targets[named]).to_pylist()
     pages = survey.pages.take(pa.array(items)).to_pylist()
     other = "the destination has an object of another identity under a key of this page"
@@ -335,7 +345,7 @@ def conflicts(survey: Survey, items: IntArray) -> list[Problem]:
 
 
 def _table(route: Route, count: int, objects: Iterable[Objects]) -> GroupTable:
-    """Return a table of targets. If a slot gets several objects, the first counts."""
+    """Return a table of targets. If several objects fall into a slot, the first one counts."""
     nothing = np.zeros(0, dtype=np.int64)
     columns = zip((nothing, nothing, nothing), *objects, strict=True)
     return fill_table(route.targets, count, *(np.concatenate(column) for column in columns))

@@ -1,9 +1,9 @@
-"""Repair the tables of a 3FS store: keys and pages, on its server or in a new snapshot.
+"""Repair the tables of a 3FS store, which map keys to pages, on its server or in a new snapshot.
 
 When the metadata server deletes a key, it frees the key's page for the next writer, even if another
 key still maps to that page. All keys of a page are therefore deleted in one call, and only while
-they still map to the page of the snapshot. If the snapshot has the page in the free list, too,
-another key may have received it since. Its bad keys are then first mapped to new pages.
+they still map to the page that the snapshot states. If the free list of the snapshot has the page,
+too, another key may have received the page since. The bad keys are then first mapped to new pages.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: RankMetadata.
 """
 
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 MAX_BATCH = 128  # SGLang's STORAGE_BATCH_SIZE
 PAUSE_S = 0.02  # shortest pause after a call
-# Free pages that the server may search in one call, which blocks all engines. The server searches
-# all free pages for each freed page: 12 ms for 2,000,000 free pages, 1.6 s for a call with 128 keys
-# (measured).
+# Most free pages that the server may search in one call, because a call blocks all engines. For
+# each page that a call frees, the server searches all free pages. With 2,000,000 free pages, one
+# search took 12 ms, and a call with 128 keys took 1.6 s (measured).
 _LOOKED_AT = 4_000_000
-_MOST_LEAKED = 1 << 28  # most leaked pages to list, which take 2 GiB as int64
+_MOST_LEAKED = 1 << 28  # most leaked pages to list; this many take 2 GiB as int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ class TableRepair:
     """Repair of one table through its server.
 
     left: keys of pages outside the table. They stay, because the server would give the freed page
-        to a writer, which would write past the end of the file. A repaired snapshot omits the keys.
+        to a writer, and this writer would write past the end of the file. A repaired snapshot omits
+        the keys.
     """
 
     table: PageTable
@@ -112,8 +113,9 @@ def plan_repair(table: PageTable, bad: BoolArray) -> TableRepair:
 def delete_keys(client: TableServer, repair: TableRepair) -> Iterator[TableRepairResult]:
     """Delete the keys of a plan in small batches with pauses. Yield the result of each batch.
 
-    Each batch first looks up its keys, because the server evicts recently used keys last.
-    Raises StoreUnavailable after batches that were yielded.
+    Each batch first looks up its keys. The lookup counts as use, so that the server does not evict
+    the keys before their deletion.
+    Raises StoreUnavailable, perhaps after some results were yielded.
     """
     counts = np.array([len(page.keys) for page in repair.pages], dtype=np.int64)
     for span in batch_spans(counts, _batch_size(repair.table)):
@@ -123,7 +125,7 @@ def delete_keys(client: TableServer, repair: TableRepair) -> Iterator[TableRepai
 
 
 def releasable(name: str, earlier: Snapshot, later: Snapshot) -> IntArray:
-    """Return the leaked pages of a table without writers: int64, ascending.
+    """Return the leaked pages of a table that has no writers: int64, ascending.
 
     earlier, later: snapshots saved after the engines stopped. The time of a snapshot is the end of
         its save, so only the later save surely began after the stop.
@@ -140,7 +142,10 @@ def releasable(name: str, earlier: Snapshot, later: Snapshot) -> IntArray:
 
 
 def release_pages(client: TableServer, table: PageTable, pages: IntArray) -> None:
-    """Free pages found by `releasable` in small batches with pauses. Raises StoreUnavailable."""
+    """Free leaked pages in small batches with pauses. Raises StoreUnavailable.
+
+    pages: pages that `releasable` found.
+    """
     most = _batch_size(table)
     for start in range(0, len(pages), most):
         begin = time.monotonic()
@@ -152,8 +157,8 @@ def repaired_table(table: PageTable, bad: BoolArray, *, release_leaked: bool = F
     """Return the table without bad keys, and with each page either mapped or free.
 
     bad: [m] rows found by `bad_rows`.
-    release_leaked: whether to free leaked pages as well, which is safe only if no engine will
-        confirm reserved pages.
+    release_leaked: whether to free leaked pages as well. This is safe only if no engine will still
+        confirm pages that it has reserved.
     Raises UsageError if more than `_MOST_LEAKED` pages are leaked.
     """
     kept = ~bad & ~out_of_range(table)
@@ -189,7 +194,10 @@ def _leaked(*tables: PageTable) -> IntArray:
 
 
 def _pause_since(begin: float) -> None:
-    """Wait as long as a call took, at least PAUSE_S. begin: `time.monotonic()` before the call."""
+    """Wait as long as a call took, but at least PAUSE_S.
+
+    begin: `time.monotonic()` before the call.
+    """
     time.sleep(max(PAUSE_S, time.monotonic() - begin))
 
 
@@ -213,14 +221,14 @@ def _delete(client: TableServer, table: PageTable, batch: Sequence[BadPage]) -> 
 
 
 def _move(client: TableServer, table: PageTable, keys: Sequence[str]) -> None:
-    """Map keys to newly reserved pages, so that deleting the keys frees only those pages."""
+    """Map keys to newly reserved pages, so that deleting the keys frees only these new pages."""
     place = table.place
     strangers = [f"hicachectl-{os.urandom(16).hex()}" for _ in keys]
     pages = [index for _, index in client.reserve(*place, strangers)]
     client.confirm(*place, zip(keys, pages, strict=True))
 
 
-_SAVES_S = 150.0  # time for two saves of the metadata server, every 60 s by default, and a margin
+_SAVES_S = 150.0  # enough for two saves, because the metadata server saves every 60 s by default
 _POLL_S = 0.5
 
 
@@ -231,7 +239,7 @@ def has_snapshot_only(store: Store) -> bool:
 
 
 def repair_tables(store: Store, keys: Sequence[bytes], *, dry_run: bool, say: Say) -> None:
-    """Delete keys with wrong table entries through the server, all keys of a page in one call.
+    """Delete keys with wrong table entries through the server. Delete a page's keys in one call.
 
     keys: keys with wrong entries.
     say: takes remarks.
@@ -255,12 +263,12 @@ def repair_tables(store: Store, keys: Sequence[bytes], *, dry_run: bool, say: Sa
     would = "would be " if dry_run else ""
     say(f"{counted(deleted, 'key')} with wrong table entries {would}deleted")
     if changed:
-        say(f"Kept {counted(changed, 'key')}: moved or removed since the snapshot")
+        say(f"Kept {counted(changed, 'key')} that a server moved or removed since the snapshot")
     if left:
         say(
-            f"Kept {counted(left, 'key')} for pages that the table does not have: deleting such a "
-            "key would hand the page out. Stop the metadata server and repair its snapshot (leave "
-            "out server=).",
+            f"Kept {counted(left, 'key')} for pages that the table does not have, because a writer "
+            "would get the page of a deleted key. Stop the metadata server and repair its snapshot "
+            "(leave out server=).",
         )
 
 
@@ -273,11 +281,13 @@ def write_repaired_snapshot(
     dry_run: bool,
     say: Say,
 ) -> bool:
-    """Write a snapshot without some groups beside the present one, if the URL names no server.
+    """Write a snapshot without some groups, if the URL of the store names no server.
 
-    numbers: numbers of the groups.
+    The new snapshot lies beside the present snapshot.
+    numbers: numbers of the groups to leave out.
     writers_stopped: whether to release leaked pages as well.
-    Return False, without writing, if the store has a server or no tables.
+    Return whether the snapshot was, or in a dry run would be, written. It is not written if the URL
+    names a server, or if the store has no tables.
     """
     if not isinstance(store, PageTables):
         return False

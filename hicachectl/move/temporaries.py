@@ -42,13 +42,15 @@ def find_temporaries(
     dry_run: bool = False,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> pa.Table:
-    """Return files that `verify` calls stale: key, nbytes, mtime_ns, cleared_ns.
+    """Return the files that `verify` calls stale.
 
+    The table has the columns key, nbytes, mtime_ns and cleared_ns.
     These are temporary files, and objects that servers no longer find since a `clear`. Only cleared
     objects have a cleared_ns. Files written or cleared less than DEFAULT_GRACE_SECONDS ago may
     belong to a running write, and are left out.
-    before: Unix seconds; only files last written earlier are returned.
-    dry_run: whether the files will stay, so that the store must not be changed to learn its time.
+    before: Unix seconds. Only files that were last written before this time are returned.
+    dry_run: whether the files will stay. If so, no file may be created in the store to learn the
+        time of its file system.
     Raises StoreUnavailable.
     """
     now_ns = present_ns(store, changes=not dry_run)
@@ -78,7 +80,7 @@ def remove_temporaries(
 
     The kv objects of cleared pages are deleted first. The rows of the report have the columns of
     results.ROWS, with null pages, models and tags, and the column `key`.
-    on_end: called if a signal or a lost store ends the removal.
+    on_end: takes the removals so far if a signal or a lost store ends the removal.
     Raises StoreUnavailable.
     """
     stale = stale.take(pa.array(np.argsort(_are_sidecars(stale), kind="stable")))
@@ -121,7 +123,7 @@ def remove_temporaries(
 
 
 def _are_sidecars(stale: pa.Table) -> np.ndarray:
-    """Return which files are sidecars, with names like <hash>.pool…: [files]."""
+    """Return which files are sidecars: [files]. Their names are like <hash>.pool…."""
     keys = stale.column("key").combine_chunks()
     sixty_fifth = pc.binary_slice(keys, PAGE_DIGITS, PAGE_DIGITS + 1)
     sidecars: np.ndarray = pc.equal(sixty_fifth, b".").to_numpy(zero_copy_only=False)
@@ -129,7 +131,7 @@ def _are_sidecars(stale: pa.Table) -> np.ndarray:
 
 
 def _deleted(store: Store, some: pa.Table) -> Result:
-    """Delete temporary files by name, and cleared objects unless they were written again."""
+    """Delete temporary files. Delete cleared objects that were not written again."""
     is_cleared = some.column("cleared_ns").is_valid().to_numpy()
     if not isinstance(store, Trailed) or not is_cleared.any():
         return store.delete(some)

@@ -1,4 +1,4 @@
-"""Trial removals: the first pages of a move show whether the destination keeps its copies.
+"""Trial removals. The first pages of a move show whether the destination keeps its copies.
 
 Two mounts of one directory, or two addresses of one server, can be one place. A page removed from
 the source would then be gone from the destination, too. The first pages therefore leave the source
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from hicachectl.move.survey import Survey
     from hicachectl.pages.groups import PageGroups
 
-PAGES = 3  # an evicting destination can lose one or two pages by itself
+PAGES = 3  # more than one, because a destination that evicts can lose one or two pages by itself
 
 
 class Trial:
-    """Removals of single pages, until the destination keeps a copy.
+    """Removals of single pages, until the destination has kept a copy of one of them.
 
     passed: whether the destination kept the copy of a page that left the source.
     """
 
     def __init__(self, source: Store, destination: Store, groups: PageGroups) -> None:
-        """Prepare. groups: page groups of the source."""
+        """Prepare the trial. groups: page groups of the source."""
         self.passed = False
         self._source = source
         self._destination = destination
@@ -56,7 +56,7 @@ class Trial:
 
         Call this while no arena is attached to the stores.
         item: row of the survey.
-        Return None, and leave the page alone, if it cannot be read into memory.
+        If the page cannot be read into memory, leave the page alone and return None.
         Raises StoreUnavailable, also if the destination has lost PAGES pages.
         """
         numbers = survey.groups[[item]]
@@ -92,7 +92,7 @@ class Trial:
         evidence = f"{counted(self._lost, 'page')} removed from SRC left {where} at the same time"
         if self._destination.traits.evicts:
             evidence += " (or DST evicts new pages at once)"
-        evidence += "; what was removed is back in SRC"
+        evidence += "; the removed pages are back in SRC"
         raise StoreUnavailable(one_place(self._source.url, evidence, "--move"))
 
 
@@ -139,7 +139,7 @@ class _Page:
         return read_now(self._destination, self._copies, self._back, self._copied).all_ok
 
     def write_back(self) -> str:
-        """Write missing objects back to the source. Return why that failed, or ""."""
+        """Write missing objects back to the source. Return why the write failed, or ""."""
         store, count = self._source, len(self._objects)
         keep_as_private(store, store)
         if isinstance(store, Trailed):
@@ -170,7 +170,7 @@ class _Page:
 
 
 def read_now(store: Store, rows: pa.Table, offsets: IntArray, sizes: IntArray) -> Result:
-    """Read objects at their present places, even if a listing has other places."""
+    """Read objects at their present places, even if a listing has other places of the objects."""
     read = store.read_into
     if isinstance(store, Confirm) and store.confirms:
         read = store.read_confirmed

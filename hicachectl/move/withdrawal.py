@@ -1,8 +1,9 @@
-"""Remove page groups from a store: into a run of its quarantine, or for good.
+"""Remove page groups from a store, into a run of a quarantine or for good.
 
-The removal of anchors is durable before the first sidecar leaves. A kill or a power failure
-therefore leaves at most sidecars that no server finds. Where objects cannot be renamed into the
-run, durable copies of all objects exist before the first object leaves.
+The removal of a batch's anchors is durable before the batch's first sidecar leaves. A kill or a
+power failure therefore leaves at most sidecars, and no server finds them without their anchor. If
+objects cannot be renamed into the run, all of them have durable copies before the first object
+leaves.
 """
 
 from __future__ import annotations
@@ -64,8 +65,10 @@ if TYPE_CHECKING:
 
 Mode = Literal["quarantine", "delete"]
 
-SETTLE_SECONDS = 1.0  # longer than a server takes from a page's sidecars to its anchor
-LIVE_SECONDS = 300.0  # a store with a more recent write counts as live
+# A server takes less time from the sidecars of a page to the page's anchor.
+SETTLE_SECONDS = 1.0
+# A store counts as live if a server has written to it within this time.
+LIVE_SECONDS = 300.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
@@ -84,16 +87,17 @@ def remove_groups(
 ) -> GroupReport:
     """Remove the groups of a plan from the store.
 
-    groups: groups of a listing. It has the column `version` if the store has versions, to show
-        which objects were rewritten since the listing.
-    buffer_bytes: memory for copies, at most `MEMORY_BYTES`.
-    on_end: called if a signal or a lost store ends the removal.
-    then: called after each plan with the GroupStatus of its groups. It returns a plan of more
-        groups to remove, or None.
-    If several repairs run at once, a group belongs to the repair that takes its first object. For
-    the other repairs, the group is gone.
-    Raises StoreUnavailable, and UsageError if the quarantine is unusable. The report has the
-    failures of objects.
+    groups: groups of a listing. If the store has versions, the listing needs the column `version`,
+        which shows the objects that were rewritten since the listing.
+    buffer_bytes: memory for copies. At most `MEMORY_BYTES` are used.
+    on_progress: takes the number of groups of each batch.
+    on_end: takes the removals so far if a signal or a lost store ends the removal.
+    then: takes the GroupStatus of each group of a finished plan. It returns a plan of more groups
+        to remove, or None to end.
+    If several repairs fill quarantines at once, a group belongs to the repair that takes the
+    group's first object. For the other repairs, the group is gone.
+    The report names each object that could not be removed.
+    Raises StoreUnavailable, and UsageError if the quarantine is unusable.
     """
     place = Quarantine.of(store, quarantine) if mode == "quarantine" else None
     listed = ListedGroups(groups, plan)
@@ -122,7 +126,7 @@ def remove_groups(
 def withdraw_listed(store: Store, groups: PageGroups, numbers: IntArray) -> MoveResult:
     """Delete listed groups from a store.
 
-    A group with an object that is new or was rewritten since the listing stays.
+    A group stays if one of its objects is new or was rewritten since the listing.
     groups: see `remove_groups`.
     numbers: [k] numbers of the groups to delete.
     Return a status for each group: DONE, GONE, KEPT, IN_FLIGHT or FAILED.
@@ -140,7 +144,7 @@ def withdraw_listed(store: Store, groups: PageGroups, numbers: IntArray) -> Move
 
 
 def _findings_of(plan: RepairPlan, groups: PageGroups) -> pa.Table:
-    """Return the findings for which the groups of a plan leave, each with its group's label."""
+    """Return the findings that are a plan's reasons, each with the label of its group."""
     labels = pa.array(groups.labels, pa.string()).take(pa.array(groups.label_ids[plan.about]))
     return plan.reasons.select(SCHEMA.names).append_column("group", labels)
 
@@ -165,14 +169,13 @@ class _Removal:
     """Page groups of one batch while they leave a store.
 
     groups: the groups, and their objects at the start.
-    touched: [k] whether objects of the group were removed.
-    standing: [k] status at the last lookup, which is the final status of untouched groups.
+    touched: [k] whether an object of the group was removed.
+    standing: [k] status at the last lookup. It is the final status of a group that is not touched.
     removed: number of removed objects that the batch had at the start.
-    new: number of removed objects that servers wrote since.
+    new: number of removed objects that servers wrote after the start.
     gone: number of objects that vanished before their removal.
     lookup: result of the last lookup; None once it is outdated.
     mover: renames the objects into the run; None to delete them.
-    owned: whether a group that has lost an anchor belongs to another repair, and stays.
     """
 
     def __init__(
@@ -183,7 +186,12 @@ class _Removal:
         owned: bool = False,
         delete: Callable[[pa.Table], Result] | None = None,
     ) -> None:
-        """Prepare. delete: function that deletes objects; `delete_all` by default."""
+        """Prepare the removal.
+
+        owned: whether a group that has lost an anchor belongs to another repair. This repair then
+            leaves the group alone.
+        delete: function that deletes objects; `delete_all` by default.
+        """
         self.groups = groups
         self.result = MoveResult.of(groups.pages)
         self.touched = np.zeros(len(groups), dtype=np.bool_)
@@ -205,7 +213,10 @@ class _Removal:
         owned: bool = False,
         delete: Callable[[pa.Table], Result] | None = None,
     ) -> Self:
-        """Look up listed groups again, because findings about changed objects no longer count."""
+        """Look up listed groups in the store again, and return their removal.
+
+        A finding about an object that has changed since the listing no longer counts.
+        """
         lookup = look_up(store, listed)
         unwanted = np.zeros(len(lookup.at), dtype=np.bool_)
         unwanted[listed.cells[lookup.known(listed) & listed.unwanted]] = True
@@ -218,7 +229,7 @@ class _Removal:
 
     @property
     def pending(self) -> IntArray:
-        """Groups that must leave the store and have not failed."""
+        """Indices of the groups that must leave the store and have not failed."""
         return np.flatnonzero(self.result.open & (self.standing == GroupStatus.DONE))
 
     @property
@@ -227,7 +238,7 @@ class _Removal:
         return self.removed + self.new
 
     def leave(self) -> None:
-        """Remove the pending groups, and set the statuses of all others."""
+        """Remove the pending groups. Then set the status of each open group that lost no object."""
         if len(self.pending):
             withdraw(self.pending, self.result, look_up=self._look_up, remove=self._remove)
         settled = self.result.open & ~self.touched
@@ -238,10 +249,11 @@ class _Removal:
     ) -> npt.NDArray[np.uint8]:
         """Return each group's status after a lookup: [k].
 
-        A group that the user chose stays if servers have written to it since, because nobody chose
-        the new objects. It does not stay once an object was removed.
+        A group that the user chose stays if servers have written to the group since `before`,
+        because the user did not choose the new objects. But once an object of the group was
+        removed, the new objects are removed, too.
         known: see `RemovalBatch.judge`.
-        before: the groups as an earlier lookup found them.
+        before: the groups as the listing or an earlier lookup found them.
         """
         standing = self.groups.judge(lookup.present, known)
         if before.by_choice:
@@ -252,7 +264,7 @@ class _Removal:
 
     def _look_up(self, pending: IntArray) -> GroupObjects:
         groups = self.groups
-        if len(groups.shape) == 1:  # a group of one object is gone once it was removed
+        if len(groups.shape) == 1:  # each group has one object, so a touched group is gone
             pending = pending[~self.touched[pending]]
         lookup = self.lookup or look_up(self._store, groups, pending)
         self.lookup = None
@@ -283,10 +295,10 @@ class _Removal:
         return self._delete_rows(self._rows.take(pa.array(places)))
 
     def _take(self, places: IntArray) -> Result:
-        """Rename objects into the run, durably, and delete objects that servers wrote since.
+        """Rename objects into the run, durably. Delete objects that servers wrote after the start.
 
-        A group belongs to the repair that takes the first of its objects in the order of keys. If
-        another repair has taken that object, the rest of the group stays.
+        A group belongs to the repair that takes the group's first object in the order of keys. If
+        another repair has taken that object, this repair leaves the rest of the group alone.
         """
         assert self.mover is not None
         statuses = np.full(len(places), Status.CHANGED, dtype=np.uint8)
@@ -296,8 +308,8 @@ class _Removal:
         by_key = pc.sort_indices(keys, [("group", "ascending"), ("key", "ascending")]).to_numpy()
         left = by_key[self.result.open[owners[by_key]]]
         while len(left):
-            # Take the first object of each group that this repair does not own yet, and all
-            # objects of the groups that it owns.
+            # Take all objects of the groups that this repair owns. Of each other group, take only
+            # the first object.
             first = np.diff(owners[left], prepend=ABSENT) != 0
             due = self.touched[owners[left]] | first
             for some, found in self._take_all(places, left[due]):
@@ -314,10 +326,11 @@ class _Removal:
         return Result(statuses, errors)
 
     def _take_all(self, places: IntArray, some: IntArray) -> Iterator[tuple[IntArray, Result]]:
-        """Rename recorded objects into the run, and delete all others.
+        """Rename the batch's own objects into the run, and delete those that servers wrote later.
 
-        Yield each result with the indices of its objects in `places`.
-        places: indices of the objects of the last lookup.
+        Yield the result of the deletion, if any, and the result of the renames. Each comes with the
+        indices of its objects in `places`.
+        places: indices of objects of the last lookup.
         some: indices in `places` of the objects to take.
         """
         assert self.mover is not None
@@ -335,7 +348,11 @@ class _Removal:
 
 
 class _Worker:
-    """Removal of groups from one store. run: run that takes the objects; None to delete them."""
+    """Removal of groups from one store.
+
+    run: run that takes the objects; None to delete them.
+    watches: whether `settle` watches the removed groups, because servers write to the store.
+    """
 
     def __init__(
         self,
@@ -347,7 +364,7 @@ class _Worker:
         memory_bytes: int,
     ) -> None:
         self.tried = 0
-        self._full = False  # the quarantine cannot be written to: begin no further batch
+        self._full = False  # whether writes to the quarantine fail, so that no more batches begin
         self._store = store
         self._groups = groups
         self._run = run
@@ -358,9 +375,9 @@ class _Worker:
         self._watched: list[tuple[RemovalBatch, MoveResult, IntArray]] = []
         self._rows: list[pa.Table] = []
         self._results: list[MoveResult] = []
-        self._numbers: list[IntArray] = []  # the groups of each result
+        self._numbers: list[IntArray] = []  # the group numbers of each result
         self._plans = 0  # number of plans begun
-        self._plan_of: list[int] = []  # the plan of each result
+        self._plan_of: list[int] = []  # number of each result's plan
         self._sizes = [pa.array([], pa.int64())]  # bytes of the removed groups
         self._moved = self._deleted = self._gone = 0
         self._failures: list[tuple[str, str]] = []
@@ -381,8 +398,9 @@ class _Worker:
     def work(
         self, listed: ListedGroups, on_progress: Callable[[int], None]
     ) -> npt.NDArray[np.uint8]:
-        """Remove the groups of a plan. Return the status of each group that was tried.
+        """Remove the groups of a plan.
 
+        Return the status of each group that was tried, in the order of the group numbers.
         on_progress: takes the number of groups of each batch.
         """
         earlier = len(self._results)
@@ -395,7 +413,7 @@ class _Worker:
                 elif (run := self._opened(removal)) is not None:
                     removal.mover = mover_of(self._store, run)
                     if removal.mover is not None:
-                        removal.lookup = None  # outdated: making the run takes time
+                        removal.lookup = None  # outdated, because making the run takes time
                         self._leave(removal)
                     else:
                         if not copied:
@@ -416,10 +434,11 @@ class _Worker:
     def _looked_up(self, listed: ListedGroups, exits: ExitStack) -> Iterator[_Removal]:
         """Yield a removal for each batch.
 
-        Where calls may wait, a thread looks up the next batch meanwhile.
+        If the store spreads its calls, a thread looks up the next batch while the caller handles
+        this batch.
         """
         if self._remover is None:
-            # A mover renames objects in this process. Only deletions use forked processes.
+            # Forked processes only delete, because a mover renames objects in this process.
             objects = int(listed.counts.sum()) if self._run is None else 0
             self._remover = self._exits.enter_context(Remover(self._store, objects=objects))
         delete, owned = self._remover.delete, self._run is not None
@@ -439,7 +458,11 @@ class _Worker:
             yield ahead.result()
 
     def _opened(self, removal: _Removal) -> Store | None:
-        """Return the run as a store. If it is not writable, fail the groups and return None."""
+        """Return the run as a store.
+
+        If the quarantine's disk is full or has errors, fail the pending groups and return None.
+        Raises StoreUnavailable for any other error.
+        """
         assert self._run is not None
         try:
             return self._run.open()
@@ -465,9 +488,10 @@ class _Worker:
         self._note(removal)
 
     def _copy(self, removal: _Removal, run: Store, memory: Copier) -> None:
-        """Copy the objects of the pending groups, and keep only copies of unchanged objects.
+        """Copy the objects of the pending groups. Undo the copies of objects that have changed.
 
-        A group with an object that cannot be copied stays in the store, unless the object vanished.
+        If an object cannot be copied, its group stays in the store. An object that has vanished
+        does not keep its group.
         """
         groups, pending = removal.groups, removal.pending
         places = np.flatnonzero(np.isin(groups.owners, pending))
@@ -495,7 +519,7 @@ class _Worker:
             run.undo_writes(new.filter(pa.array(drop)))
 
     def _leave_copied(self, copied: list[_Removal]) -> None:
-        """Remove the groups that were copied, once all copies are durable."""
+        """Make all copies durable, and then remove the copied groups from the store."""
         if not copied:
             return
         assert self._run is not None
@@ -504,7 +528,8 @@ class _Worker:
         used = False
         for removal in copied:
             self._leave(removal)
-            # An object that a store failed to remove may be gone after a power failure.
+            # Keep the copies of a failed group, too: an object that the store failed to remove may
+            # still be gone after a power failure.
             left = removal.touched | (removal.result.statuses == GroupStatus.FAILED)
             used |= bool(left.any())
             stay = np.flatnonzero(~left[removal.groups.owners])
@@ -514,10 +539,10 @@ class _Worker:
         self._run.unused = not used
 
     def settle(self) -> None:
-        """Watch the removed groups, and remove pages that servers wrote only in part meanwhile.
+        """Watch the removed groups for SETTLE_SECONDS. Remove pages that servers write in part.
 
-        A server that saw a sidecar just before its removal does not write that sidecar again, but
-        still writes the anchor.
+        A server that saw a sidecar just before the sidecar's removal does not write this sidecar
+        again, but still writes the anchor. The page then has an anchor without this sidecar.
         """
         deadline = time.monotonic() + SETTLE_SECONDS
         while self._watched and time.monotonic() < deadline:
@@ -532,7 +557,7 @@ class _Worker:
             result.statuses[places] = GroupStatus.IN_FLIGHT
 
     def taken(self) -> Taken:
-        """Return the removals so far. In the batch at work, only finished calls count."""
+        """Return the removals so far. Of the batch at work, only finished calls count."""
         removal, sizes = self._open, self._sizes
         pages, objects = self._touched, self._moved + self._deleted
         if removal is not None:
@@ -542,7 +567,7 @@ class _Worker:
         return Taken(pages, objects, column_sum(pa.concat_arrays(sizes)))
 
     def result(self, untried: int = 0) -> GroupReport:
-        """Return the report of all batches. untried: number of groups not begun."""
+        """Return the report of all batches. untried: number of groups in no batch that began."""
         states = [states_of(result.statuses, REMOVED) for result in self._results]
         tables = [
             rows.append_column("state", found)
@@ -583,9 +608,9 @@ class _Worker:
             self._watched.append((groups.emptied(places), result, places))
 
     def _unsettled(self) -> Iterator[tuple[_Removal, MoveResult, IntArray]]:
-        """Yield the watched groups that are present but not whole, a batch at a time.
+        """Yield a removal for each watched batch with a group that is present but not whole.
 
-        Each batch comes with its result, and the indices of those groups in the result.
+        Each removal comes with the batch's result, and the indices of these groups in this result.
         """
         for groups, result, places in self._watched:
             lookup = look_up(self._store, groups)

@@ -110,7 +110,8 @@ def test_the_same_migration_twice_at_once_is_done_once(invoke: Invoke, tmp_path:
         ended = run.resumed()
     document = json.loads(second.stdout)
     assert (document["complete"], document["stopped_by"], document["pages"]) == (False, "lock", 0)
-    assert ": another process does the same; run again after it has ended\n" in second.stderr
+    said = ": another process runs the same command; run again after it has ended\n"
+    assert said in second.stderr
     assert ended.code == 0, ended.stderr
     first = json.loads(ended.stdout)
     assert first["complete"]

@@ -356,7 +356,7 @@ def overwrite(adoption: Adoption, name: str) -> None:
 def test_without_trailers_to_write_nothing_would_change(adoption: Adoption, trailers: str) -> None:
     said = adoption.refused(trailers=trailers)
     assert "source and destination are the same" in said
-    assert "to give its files trailers, --trailers write" in said
+    assert "to give its files trailers, give --trailers write" in said
 
 
 @pytest.mark.parametrize("url", ["pack://{}/a.hcpack", "nixl://{}/nixl"])

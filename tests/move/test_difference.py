@@ -200,8 +200,8 @@ def test_the_way_back_of_a_conversion(invoke: Invoke, a: Path, tmp_path: Path) -
         path.unlink()
     (closing,) = invoke.document(*short, exit_code=4)["next"]
     assert closing == {
-        "text": "1 page that A lacks, or has in part; with --to-profile, not other --to options, a "
-        "command copies them",
+        "text": "1 page that A lacks, or has in part; for a command that copies them, give "
+        "--to-profile, not other --to options",
         "commands": [],
     }
     long = ("diff", a, b, "--profile", two, "--to-profile", one)

@@ -495,7 +495,7 @@ def test_verbatim_copies_are_not_put_under_keys_of_another_size(
     output = invoke("migrate", source, target, "--profile", profile, exit_code=2)
     assert output.stderr == (
         f"hicachectl: file://{target}: already has kv objects of 8192 bytes under the keys to "
-        "write, but they should have 16384 bytes: a deployment with another topology or dtype "
+        "write, but they should have 16384 bytes, so a deployment with another topology or dtype "
         "wrote them; remove them (hicachectl rm), or give another --to-tag or --to-model\n"
     )
     assert contents(target) == before
@@ -511,8 +511,8 @@ def test_keys_without_a_tp_size_are_not_shared_with_a_larger_topology(
         "migrate", source, url, "--profile", profile, "--to-tp", 1, "--grace", "0s", exit_code=2
     ).stderr == (
         f"hicachectl: pack://{target}.hcpack: already has objects of TP rank 1 of {MODEL}, but the "
-        "new TP size is 1: Mooncake keys carry no TP size, so both would share keys; remove them "
-        "(hicachectl rm), or give another --to-tag\n"
+        "new TP size is 1, and Mooncake keys carry no TP size, so both deployments would share "
+        "keys; remove the objects (hicachectl rm), or give another --to-tag\n"
     )
 
 

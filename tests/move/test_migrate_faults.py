@@ -236,7 +236,7 @@ def test_a_cluster_that_is_too_small_is_refused_or_filled_and_said_to_evict(
         # A race decides whether the master refuses objects or evicts in time.
         status = run([str(argument) for argument in (*arguments, "--no-space-check")])
     assert status in (0, 4)
-    assert "evicts: the pages copied first may be evicted already" in capfd.readouterr().err
+    assert "evicts, so the pages copied first may be evicted already" in capfd.readouterr().err
 
 
 def check_arrived(

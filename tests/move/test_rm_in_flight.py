@@ -295,7 +295,7 @@ def test_a_moved_page_stays_with_what_was_written_meanwhile(
     assert (document["moved"], document["failed"]) == (PAGES, 1)
     (problem,) = document["problems"]
     assert problem["page"] == page(YOUNG)
-    assert "still in the source: it was written to meanwhile" in problem["detail"]
+    assert "in the source, because a server has written to it meanwhile" in problem["detail"]
     assert set(contents(store)) == {kv(YOUNG), indexer(YOUNG)}
 
 
