@@ -2,7 +2,7 @@
 
 SGLang frees and reuses host pages after a call returns, and joins its storage threads for 10 s
 only (cache_controller.py :: _stop_storage_threads). So a call ends at its deadline, whatever the
-store does, and a worker that comes back later must not touch the host pool.
+store does. A worker that the store delays beyond the deadline must not touch the host pool.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class Ended(Exception):
-    """Raised in a worker whose call has ended: it must not touch the host pool."""
+    """Raised in a worker whose call has ended, so that it does not touch the host pool."""
 
 
 class Call:
     """One call of SGLang.
 
-    deadline: time.monotonic() at which the call ends.
+    deadline: value of time.monotonic() at which the call ends.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -72,7 +72,7 @@ class Call:
 
         source: address of the first byte.
         pieces: target address and number of bytes of each piece.
-        Raises Ended before anything is copied.
+        Raises Ended if the call has ended, and then copies nothing.
         """
         self.hold()
         try:
@@ -83,7 +83,7 @@ class Call:
             self.let_go()
 
     def end(self) -> None:
-        """End the call. Wait for threads that hold it; later holds raise Ended."""
+        """End the call. Wait for the threads that hold the call; later holds raise Ended."""
         self.ended = True
         while self._holders:
             self._left.get()
@@ -99,8 +99,8 @@ class Workers:
     """Daemon threads that work for calls. A thread that hangs in the store is replaced.
 
     After a call that was not finished in time, calls fail at once during a pause, which doubles
-    with every such call in a row. If too many threads hang, calls fail until one of the threads
-    returns.
+    with every such call in a row. If too many threads hang, calls fail until enough of them have
+    returned.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -128,7 +128,7 @@ class Workers:
     def map(
         self, call: Call, function: Callable[..., Result], work: Sequence[tuple[object, ...]]
     ) -> list[Result | None]:
-        """Return function(*arguments) for each item of work; None if it was not done in time.
+        """Return function(*arguments) for each item of work; None for an item not done in time.
 
         If an item was not done in time, `call` has ended. If `function` raises anything other than
         Ended, the first such exception is raised here, after all items.
@@ -161,7 +161,7 @@ class Workers:
         errors = [task.error for task in tasks if task.error is not None]
         if errors:
             raise errors[0]
-        return list(results)  # a copy: abandoned workers still hold the list
+        return list(results)  # a copy, because abandoned workers may still change the list
 
     def close(self) -> None:
         """End the threads; a hanging thread ends when it returns. Later calls fail at once."""
@@ -172,7 +172,7 @@ class Workers:
             self._queue.put(None)
 
     def _start(self, tasks: int) -> None:
-        """Start the missing threads. Raises RuntimeError if no thread can be started."""
+        """Start the missing threads. Raises RuntimeError if no thread runs and none can start."""
         with self._lock:
             missing = 0 if self._closed else min(tasks, self._most) - self._running
             for _ in range(missing):
@@ -210,7 +210,7 @@ class Workers:
 
 
 class _Task:
-    """One item of work; `done` gets an item when it has ended."""
+    """One item of work. The queue `done` gets an item when the work has ended."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class _Task:
         self._position = position
         self._done = done
         self._lock = threading.Lock()
-        self._state = "waiting"  # "running" and "ended" follow, or "dropped"
+        self._state = "waiting"  # then "running" and at last "ended", or else "dropped"
         self.hung = False
         self.error: Exception | None = None
 

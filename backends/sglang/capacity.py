@@ -1,10 +1,10 @@
-"""Limit the room that one rank's objects take in a directory; evict pages in a thread.
+"""Limit the space that one rank's objects take in a directory; evict pages in a thread.
 
-A rank's anchor and sidecars of a page are evicted together. `max_size` bounds all objects of the
-rank's suffixes, whichever process wrote them; each writer keeps `min_free_space` free.
+A rank's anchor and sidecars of a page are evicted together. `max_size` limits all objects of the
+rank's suffixes, whichever process wrote them. Each process that writes keeps `min_free_space` free.
 
 Of the processes that write a suffix, only the holder of a lock on a file in `.hicachectl/` evicts.
-The others keep trying to take the lock, which is free when the holder ends.
+The other processes keep trying to take the lock, which is released when its holder ends.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ if TYPE_CHECKING:
 
 _PROBED_EVERY_S, _PROBED_EVERY_BYTES = 1.0, 64 << 20
 _LOW = 0.96  # eviction starts above HIGH, and ends at this share of the limit
-_LISTED_AT = 0.75  # below this share of the limit, nothing needs to be listed
-_KNOWN_AT_LEAST = 0.25  # list again when the pages left to evict fill less than this share
-_WRITTEN_AT_LEAST = 0.05  # list again only after writes of this share of the limit
-# One turn frees this share of the missing space, but at least so many bytes. It does not free all,
-# since several suffixes may evict at once.
+_LISTED_AT = 0.75  # below this share of the limit, the limit is no reason to list
+# List again because of the limit only if the pages left to evict fill at most this share of it, and
+# if more than _WRITTEN_AT_LEAST of it was written since the last listing.
+_KNOWN_AT_LEAST = 0.25
+_WRITTEN_AT_LEAST = 0.05
+# A turn frees _FREE_SPACE_STEP of the missing space, but at least _FREE_SPACE_LEAST bytes. It does
+# not free all missing space, because the processes of other suffixes may evict at the same time.
 _FREE_SPACE_STEP, _FREE_SPACE_LEAST = 0.25, 64 << 20
 _FREE_SPACE_MARGIN = 0.05  # space to free beyond min_free_space, as a share of it
 _TICK_S, _BUSY_TICK_S, _LOCK_EVERY_S, _EPOCH_EVERY_S = 0.25, 0.02, 2.0, 1.0
@@ -53,13 +55,13 @@ _LOST_PAUSE_S = 5.0
 
 
 class Capacity:
-    """Room for the objects that one rank writes. Several threads may use it at once.
+    """Space for the objects that one rank writes. Several threads may call it at once.
 
     suffixes: ends of the names of the objects that count, the anchor's first. See `kinds_of`.
 
-    A thread lists the objects and evicts, if this process holds the lock of the suffixes. Until the
-    first listing, the bytes in use are the total that earlier processes left in the ledger, or 95 %
-    of max_size in a directory without a ledger.
+    If this process holds the lock of the suffixes, a thread lists the objects and evicts pages.
+    Before the first listing, the total that earlier processes left in the ledger counts as used. In
+    a directory without a ledger, 95 % of max_size counts as used.
     """
 
     def __init__(
@@ -75,19 +77,21 @@ class Capacity:
     ) -> None:
         """Open the control files and the directory anew, and start the thread.
 
-        suffixes: at least one end of the file names that this rank writes, after the page hash. The
-            anchor's suffix has the value True.
-        max_size, min_free_space: bytes; 0 for no limit.
-        evict: with "owner", the process that holds the lock evicts; with "this", only this process.
+        suffixes: ends of the names of the files that this rank writes, after the page hash; at
+            least one. The anchor's suffix has the value True.
+        max_size: most bytes of all objects of the suffixes; 0 for no limit.
+        min_free_space: bytes to leave free on the file system; 0 for no limit.
+        evict: "owner" if the process that holds the lock evicts; "this" if only this process
+            evicts.
         page_tokens: tokens of a page.
-        Raises UsageError for max_size where locks do not exclude other hosts, OSError and
-        UntrustedError.
+        Raises OSError and UntrustedError. Raises UsageError for max_size on a file system whose
+        locks may not exclude other hosts.
         """
-        self._alone = evict == "this"  # evict without the lock, and keep a ledger of our own
+        self._alone = evict == "this"  # evict without the lock, with a ledger of this process only
         if max_size and not self._alone and not locks_reach_all_hosts(directory.descriptor):
             raise UsageError(
-                f"{directory.path}: locks of this file system may not exclude other hosts, so "
-                'max_size needs "evict": "this" on one host, and no max_size on the others'
+                f"{directory.path}: locks of this file system may not exclude other hosts; give "
+                'max_size on one host only, with "evict": "this"'
             )
         self.suffixes = kinds_of(suffixes)
         self._has_anchor = any(suffixes.values())
@@ -126,12 +130,13 @@ class Capacity:
     # writing
 
     def admit(self, nbytes: int) -> bool:
-        """Take room for an object before it is written. Return False if the store is full.
+        """Reserve space for an object before it is written. Return False if the store is full.
 
-        nbytes: size of its file, with trailer. After a failed write, call `release`.
+        nbytes: size of the object's file, with trailer. After a failed write, call `release`.
         """
         try:
-            # Inline: one more Python call is measurable in the write of a small page.
+            # The probe is inlined, because one more Python call is measurable when a small page is
+            # written.
             if self._min_free:
                 with self._probing:
                     now = time.monotonic()
@@ -152,7 +157,7 @@ class Capacity:
             return False
 
     def release(self, nbytes: int) -> None:
-        """Give back the room of a failed write, or of a file that was replaced or removed."""
+        """Give back the space of a failed write, or of a file that was replaced or removed."""
         if self._ledger is not None:
             self._ledger.give(nbytes)
 
@@ -168,10 +173,11 @@ class Capacity:
             if self._limit:
                 used = side.open_lock(self._ledger_name)
                 self._ledger = Ledger(used, self._limit, self._wake, shared=not self._alone)
-            self._lock_file = side.open_lock(self._lock_name)  # last: then all are open
+            # The lock is opened last, so that an open lock shows that all control files are open.
+            self._lock_file = side.open_lock(self._lock_name)
 
     def _reopen_if_gone(self) -> None:
-        """Open the control files again if they were replaced, or some could not be opened."""
+        """Open the control files again if they were replaced, or if one could not be opened."""
         here = self._directory.descriptor
         if self._directory.vanished:
             if not Path(self._directory.path).exists():
@@ -206,7 +212,7 @@ class Capacity:
     # the thread
 
     def evict_now(self) -> bool:
-        """List and evict if it is time. Return whether this process evicts.
+        """List and evict, if either is due. Return whether this process is the one that evicts.
 
         Raises OSError, HicacheError.
         """
@@ -222,7 +228,10 @@ class Capacity:
             return True
 
     def close(self) -> None:
-        """End the thread, which gives back unused room and closes the files; wait briefly."""
+        """End the thread, and wait for it briefly.
+
+        The thread gives back the unused space, and closes the files.
+        """
         self._ended = True
         self._wake.set()
         self._thread.join(_LONGEST_JOIN_S)
@@ -289,7 +298,7 @@ class Capacity:
         return total - self._expected > _WRITTEN_AT_LEAST * self._limit
 
     def _list(self) -> None:
-        """List the objects, set the ledger, and remove stale objects."""
+        """List the objects, correct the ledger's total, and remove stale objects."""
         first = self._listing is None
         self._listing = None  # free the old listing before the new one takes memory
         begun = time.monotonic()
@@ -310,7 +319,8 @@ class Capacity:
 
     def _log(self, listing: Listing) -> None:
         logger.info(
-            "%s: %d objects of this rank, %.3f GiB%s; %d objects of others; listed in %.1f s",
+            "%s: %d objects of this rank, %.3f GiB%s; %d objects of other ranks or models; listed "
+            "in %.1f s",
             self._counters.place,
             len(listing.rows) + len(listing.stale),
             (listing.listed + listing.later) / 2**30,
@@ -345,11 +355,11 @@ class Capacity:
         return 0 if self._ledger is None else self._ledger.total
 
     def _is_implausible(self, total: int) -> bool:
-        """Return whether the total is more than writers can have taken since the listing."""
+        """Return whether the total is larger than writers can have made it since the listing."""
         return total > max(self._limit, self._expected) * 1.01
 
     def _missing_bytes(self) -> int:
-        """Return the bytes to evict now; 0 if all limits are kept."""
+        """Return the bytes to evict now; 0 if no limit is exceeded."""
         total = self._total()
         is_high = total > HIGH * self._limit and not self._is_implausible(total)
         above = int(total - _LOW * self._limit) if is_high else 0
@@ -362,7 +372,7 @@ class Capacity:
         return max(0, self._min_free + margin - self._free_bytes())
 
     def _evict(self, nbytes: int) -> None:
-        """Evict the least recently used pages until `nbytes` bytes are free."""
+        """Evict the least recently used pages until `nbytes` bytes are freed or the turn ends."""
         listing, until = self._listing, time.monotonic() + _LONGEST_TURN_S
         freed, before = 0, self._sweeper.evicted
         while listing is not None and freed < nbytes:

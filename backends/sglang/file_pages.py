@@ -1,9 +1,9 @@
 """Read and write the pages of one rank in a file store.
 
-A read can hang in the system and end long after its call, so it fills memory that belongs to its
-worker thread. The bytes are copied to the host pool once length, identity and digest are checked,
-and only while the call is open. A write reads the host pool directly; the file of a late write gets
-no name.
+A read can hang in the system and end long after its call, so a read fills memory of its worker
+thread, and not the host pool. After length, identity and digest are checked, the bytes are copied
+to the host pool, but only while the call is open. A write copies from the host pool into a
+temporary file, which is renamed to its final name only while the call is open.
 """
 
 from __future__ import annotations
@@ -57,39 +57,44 @@ if TYPE_CHECKING:
     from hicachectl.backends.urls import StoreUrl
     from hicachectl.formats.plugin_status import Refused
 
-_BYTES_PER_TASK = 1 << 20  # fewer bytes are not worth another thread
-# For smaller pages most time is spent in Python, which runs in one thread at a time. On a store
-# that takes longer than _SLOW_SECONDS for a page, several threads wait at once.
+_BYTES_PER_TASK = 1 << 20  # bytes of a call for which another thread is worth its start
+# One thread handles pages smaller than this, because most of their time is spent in Python, which
+# runs in one thread at a time. If a page takes longer than _SLOW_SECONDS, several threads handle
+# small pages as well, because the threads then wait for the store at the same time.
 _LARGE_BYTES = 256 << 10
 _SLOW_SECONDS = 200e-6
 _EXAMINED_BYTES = 16 << 10  # examining a file takes as long as reading this many bytes
 _LONGEST_NAME = 255  # most bytes of a file name on Linux
 _Problem = Literal["damaged", "foreign", "unranked", "unstamped", "unreadable", "stale", ""]
 _DETAILS: dict[_Problem, str] = {
-    "damaged": "length, trailer or digest is wrong; it is removed and written again",
+    "damaged": "its length, trailer or digest is wrong; a rank that may write removes or replaces "
+    "the file",
     "foreign": "written for other weights, dtype or layout, or by another rank",
     "unranked": 'its trailer names no rank; "unranked": "read" uses such files',
     "unstamped": 'has no trailer; "unstamped": "read" uses such files',
     "unreadable": "cannot be read, or is no regular file",
     "stale": "written before the store was cleared",
 }
-# Errors of files that are replaced. A file that this user may not read stays: it serves others.
+# A write replaces a file that has one of these errors. A file that this user may not read stays,
+# because other users may be able to read it.
 _BAD_FILE = {errno.EIO, errno.ELOOP}
 _MODE = 0o666
 _TOUCHED_EVERY_NS = 3600 * 10**9
-_MOST_IN_USE = 1 << 15  # most pages that need no touch
+_MOST_IN_USE = 1 << 15  # most pages remembered as used lately
 _AT_SYMLINK_NOFOLLOW = 0x100
 _UTIME_NOW, _UTIME_OMIT = (1 << 30) - 1, (1 << 30) - 2
-# Two timespecs: the atime becomes the file system's present time, the mtime stays.
+# Two timespecs, which set the atime to the file system's present time and leave the mtime.
 _ATIME_ONLY = (ctypes.c_long * 4)(0, _UTIME_NOW, 0, _UTIME_OMIT)
 
-Page = tuple[bytes, bytes]  # name of a page's file, and the 32 bytes of its hash
+Page = tuple[bytes, bytes]  # file name of a page, and the 32 bytes of the page hash
 
 
 def named(pages: Sequence[str], suffix: bytes) -> list[Page]:
-    """Return file name and hash of each page. Raises ValueError unless all are page hashes.
+    """Return file name and hash of each page.
 
-    suffix: end of the names, after the page hash.
+    pages: page hashes in lower-case hexadecimal digits.
+    suffix: end of the file names, after the page hash.
+    Raises ValueError if a text is not a page hash.
     """
     hashes = list(map(bytes.fromhex, pages))
     if list(map(bytes.hex, hashes)) != list(pages) or set(map(len, hashes)) - {HASH_BYTES}:
@@ -101,7 +106,7 @@ class Found(NamedTuple):
     """Result of the examination of a file.
 
     problem: result of `PageFiles.problem`.
-    st: stat of the open file.
+    st: stat of the file.
     """
 
     problem: _Problem
@@ -111,7 +116,8 @@ class Found(NamedTuple):
 class Memory:
     """Memory that a page is read into.
 
-    whole: memory for the page, its trailer and one byte more, which shows a file that is too long.
+    whole: memory for the page, its trailer and one byte more. A file that fills this byte is too
+        long.
     page: the part of `whole` for the page.
     trailer: the part of `whole` for the trailer.
     address: address of the page.
@@ -143,7 +149,7 @@ class PageFiles:
     own: state of the calling thread.
     suffix: end of each file name, after the page hash.
 
-    Methods raise FileNotFoundError if a page has no file.
+    `problem`, `examine` and `read` raise FileNotFoundError if a page has no file.
     """
 
     def __init__(
@@ -160,7 +166,7 @@ class PageFiles:
         """Serve a pool's files.
 
         capacity: the limits on the space of the files; None if this rank does not write the pool.
-        touches: reads count as use, for the order of eviction.
+        touches: whether a read marks a page as used, so that it is evicted later.
         """
         file, identity = pool.coordinate, pool.identity.hash()
         name, rank = trailer_name(pool.name, file.part), trailer_rank(file.shard)
@@ -175,7 +181,7 @@ class PageFiles:
         self._nbytes = pool.nbytes
         self._whole = pool.nbytes + TRAILER_BYTES
         self._rank = rank
-        self._takes_bare = settings.unstamped == "read"  # files without a trailer are pages too
+        self._takes_bare = settings.unstamped == "read"  # read files without a trailer as well
         self._takes_unranked = settings.unranked == "read"
         # With "unranked": "read", a trailer without a rank is accepted like a trailer with our
         # rank.
@@ -190,7 +196,10 @@ class PageFiles:
         self._in_use_until = 0
 
     def look(self) -> None:
-        """Update which files are stale or long unused. Called once per call of SGLang."""
+        """Update which files are stale, and which are long unused.
+
+        Each thread calls this once for each call of SGLang.
+        """
         self._epoch.look()
         now = time.time_ns()
         self._unused_ns = now - _TOUCHED_EVERY_NS
@@ -198,13 +207,14 @@ class PageFiles:
             self._in_use, self._in_use_until = set(), now + _TOUCHED_EVERY_NS // 4
 
     def problem(self, page: Page) -> _Problem:
-        """Return why a page's file cannot be used; the digest is not checked.
+        """Return why a page's file cannot be used. The digest is not checked.
 
-        The result is a key of `_DETAILS`, or "" for a usable file.
+        The result is a key of `_DETAILS`, or "" for a file that can be used.
         """
         descriptor = self._open(page)
         try:
-            # Reading one byte more shows a file that is too long, without a stat.
+            # One byte more than the trailer is read. It shows a file that is too long, so that no
+            # stat is needed.
             data = os.pread(descriptor, TRAILER_BYTES + 1, self._nbytes)
         except OSError:
             data = b""
@@ -216,7 +226,10 @@ class PageFiles:
         return self.examine(page).problem
 
     def is_absent(self, page: Page) -> bool:
-        """Return whether a page has no file. This is faster than `examine`."""
+        """Return whether a page has no file. This is faster than `examine`.
+
+        Raises FileNotFoundError if even the file's folder is missing.
+        """
         here, name = self._directory.place(page[0])
         return not os.access(name, os.F_OK, dir_fd=here)
 
@@ -242,17 +255,19 @@ class PageFiles:
             os.close(descriptor)
 
     def read(self, page: Page, memory: Memory) -> Found | None:
-        """Read a page; check its length, trailer and digest. Return the problem, or None.
+        """Read a page, and check its length, trailer and digest.
 
-        The memory holds the page only if the result is None.
+        Return the stat and the problem of a file that cannot be used, else None. The memory holds
+        the page only if the result is None.
         """
-        # `_open` is inlined: for pages of 50 KB, one more Python call is measurable.
+        # `_open` is inlined, because one more Python call is measurable for pages of 50 KB.
         here, name = self._directory.place(page[0])
         descriptor = os.open(name, OPEN_FILE, dir_fd=here)
         try:
             st = None if page[1] in self._in_use else os.fstat(descriptor)
             try:
-                # Reading one byte more shows a file that is too long, without a stat.
+                # `memory.whole` has one byte more than a file should have. It shows a file that is
+                # too long, so that no stat is needed.
                 nbytes = os.preadv(descriptor, (memory.whole,), 0)
             except OSError:
                 nbytes = 0
@@ -272,7 +287,7 @@ class PageFiles:
     def _read_other(
         self, descriptor: int, page: Page, memory: Memory, st: os.stat_result
     ) -> Found | None:
-        """Read a page whose file may be stale, or does not have exactly this rank's trailer."""
+        """Read a page whose file may be stale, or whose trailer is not the trailer expected."""
         size = st.st_size
         if size not in (self._nbytes, self._whole):
             return Found(self._problem(page, st, b""), st)
@@ -297,7 +312,7 @@ class PageFiles:
     def _touch(self, descriptor: int, page: Page, st: os.stat_result) -> None:
         """Mark a page as used if its last use is over an hour ago.
 
-        st: stat of the file before it was read, as reading it may update the atime.
+        st: stat of the file before the read, because the read may update the atime.
         """
         is_unused = self._touches and st.st_atime_ns < self._unused_ns
         # A touch sets the ctime, which would revive an object that a `clear` has made stale.
@@ -308,19 +323,19 @@ class PageFiles:
         self._in_use.add(page[1])
 
     def _is_stale(self, st: os.stat_result) -> bool:
-        """Return whether a file is older than the last `clear`, even if that came just now."""
+        """Return whether a file is older than the last `clear`, which may have come just now."""
         self._epoch.look()
         return self._epoch.stale(st)
 
     def keep(self, page: Page, found: Found) -> bool:
-        """Mark a file that is already in place as used. Return False if it must be written anew.
+        """Mark an existing file as used. Return False if the file must be written again.
 
         A marked file is not evicted before the writer has had time to write the page's anchor.
         """
         try:
             here, name = self._directory.place(page[0])
             if LIBC.utimensat(here, name, _ATIME_ONLY, _AT_SYMLINK_NOFOLLOW):
-                # Another user's file cannot be marked, but may exist all the same.
+                # The mark fails for another user's file, too. `stat` raises if the file is gone.
                 os.stat(name, dir_fd=here, follow_symlinks=False)
         except FileNotFoundError:
             return False
@@ -337,9 +352,10 @@ class PageFiles:
         """Write a page's file under its name.
 
         views: the page's bytes in order, in memory that may change after the call.
-        replaced: the present file of the page, which the new one replaces.
-        The file gets its name only if the call is open and the bytes did not change meanwhile.
-        Raises Ended, and OSError: ENOSPC without room, EAGAIN if the bytes changed.
+        replaced: the present file of the page, which the new file replaces; None if there is none.
+        The file gets its name only if the call is open, and if the bytes did not change while they
+        were written. Raises Ended, OSError with ENOSPC if the limits leave too little space, and
+        OSError with EAGAIN if the bytes changed.
         """
         capacity = self._capacity
         if capacity is None or not capacity.admit(self._whole):
@@ -375,7 +391,7 @@ class PageFiles:
             raise
 
     def _digest(self, views: Sequence[memoryview], call: Call) -> bytes:
-        """Return the digest of a page while its call lasts. Raises Ended."""
+        """Return the digest of a page in host memory. Raises Ended if the call has ended."""
         call.hold()
         try:
             return self._hash(views)
@@ -383,7 +399,10 @@ class PageFiles:
             call.let_go()
 
     def remove(self, page: Page, found: Found) -> bool:
-        """Remove a page's file if it is still the file examined. Return whether it was removed."""
+        """Remove a page's file if it is still the file that `found` describes.
+
+        Return whether it was removed.
+        """
         removed = self._temporaries.remove_unchanged(page[0], found.st, even_if_read=True)
         if removed and self._capacity is not None:
             self._capacity.release(found.st.st_size)
@@ -395,7 +414,7 @@ class PageFiles:
         return os.open(name, OPEN_FILE, dir_fd=here)
 
     def _problem(self, page: Page, st: os.stat_result, data: bytes) -> _Problem:
-        """Return why a file cannot be used, "" if it can; the digest is not checked.
+        """Return why a file cannot be used; "" if it can be used. The digest is not checked.
 
         data: bytes of the trailer; b"" if the file is not as long as a page with its trailer.
         """
@@ -417,7 +436,7 @@ class PageFiles:
 
 
 def _is_filled(descriptor: int, memory: memoryview) -> bool:
-    """Fill memory from a file's start. Return False if the file is shorter or has a bad block."""
+    """Fill memory from a file's start. Return False if the file is too short or has a bad block."""
     try:
         return fill(descriptor, (memory,)) == len(memory)
     except OSError as error:
@@ -437,18 +456,18 @@ class FilePages(PageStore):
         *,
         writes: bool = True,
     ) -> None:
-        """Serve from the directory of a `file:` URL, which `open` opens.
+        """Serve from the directory of a `file:` URL. `open` opens the directory.
 
-        writes: False changes nothing in the directory, and does not create it. If this process may
-            not change the directory, it is only read as well.
+        writes: whether to write. If False, the directory is neither changed nor created. A
+            directory in which this process may not create files is only read, too.
         """
         super().__init__(counters, settings.threads)
         self._url = url
         self._settings = settings
         self._writes = writes
-        self._changes = writes  # False, too, if the open directory does not allow it
-        self._seconds: dict[Workers, float] = {}  # one thread's time for a page, in the last call
-        self._clears = self._cleared = 0  # number of clears asked for, and done
+        self._changes = writes  # also False if this process may not create files in the directory
+        self._seconds: dict[Workers, float] = {}  # a thread's time for a page in the last call
+        self._clears = self._cleared = 0  # numbers of clears that were asked for, and done
         self._directory: ObjectDirectory | None = None
         self._capacity: Capacity | None = None
         self._files: dict[str, PageFiles] = {}
@@ -457,15 +476,15 @@ class FilePages(PageStore):
     def add(self, pool: ServedPool) -> None:
         """Serve a pool.
 
-        Raises ValueError, on all ranks alike, if no file can have the pool's names, or if trailers
-        must name the rank and cannot.
+        Raises ValueError, on all ranks alike, if no file can have the pool's names. Raises it also
+        if files without a rank are refused and trailers cannot name the ranks of this deployment.
         """
         _check_names(pool)
         if self._settings.unranked != "read" and trailer_rank(pool.coordinate.shard) == NO_RANK:
             sizes = pool.coordinate.shard.sizes_text()
             raise ValueError(
-                f"unranked: 'refuse' would refuse every page: trailers cannot name the ranks of "
-                f"{sizes}; remove the key"
+                f"unranked: 'refuse' would refuse every page, because trailers cannot name the "
+                f"ranks of {sizes}; remove the key"
             )
         self._pools[pool.name] = pool
         self._suffixes[pool.name] = FileGrammar().affix(pool.coordinate)[1].encode()
@@ -515,7 +534,7 @@ class FilePages(PageStore):
             self.counters.refused("unwritable", "the directory is only read", len(pages))
             return [False] * len(pages)
         keeps_foreign = self._settings.on_foreign == "leave"
-        kept: list[int] = []  # pages that have a file already
+        kept: list[int] = []  # pages whose existing file stays
 
         def write(files: PageFiles, page: Page, index: int) -> bool:
             try:
@@ -527,7 +546,8 @@ class FilePages(PageStore):
                     kept.append(index)
                     return True
                 # The file was evicted, or a `clear` made it stale. A stale file has to be removed,
-                # as the mark just set is later than the `clear`.
+                # because the mark that `keep` has set is later than the `clear`, and would make
+                # the file count as new.
                 files.remove(page, found)
                 found = None
             if found is not None and found.problem == "foreign" and keeps_foreign:
@@ -576,15 +596,16 @@ class FilePages(PageStore):
         nbytes: int,
         act: Callable[[PageFiles, Page, int], bool],
     ) -> list[bool]:
-        """Return act(files, page, index) for each page; False if it fails or comes too late.
+        """Return act(files, page, index) for each page; False for pages that fail or are too late.
 
-        nbytes: bytes of a page, to decide how many threads are worth their start.
+        nbytes: bytes to handle for each page, which decide the number of threads.
         """
         done = [False] * len(pages)
         other: Refused = "unwritable" if workers is self._writers else "unreadable"
         closed: Refused | None = None  # why the directory cannot be used
         try:
-            left = enumerate(named(pages, self._suffixes[pool.name]))  # the threads share it
+            # The threads share this iterator, so that each page is handled by one of them.
+            left = enumerate(named(pages, self._suffixes[pool.name]))
         except ValueError as error:
             self.counters.refused(other, str(error), len(pages))
             return done
@@ -616,7 +637,7 @@ class FilePages(PageStore):
             self._count_late(done.count(False), paused=paused)
         elif closed is not None:
             self.counters.count(closed, done.count(False))
-        return list(done)  # a copy: a worker that hangs still holds the list
+        return list(done)  # a copy, because a worker that hangs may still change the list
 
     def _files_of(self, pool: ServedPool) -> PageFiles | None:
         """Return a pool's files; None if the directory cannot be used now."""
@@ -631,7 +652,7 @@ class FilePages(PageStore):
         return self._files.get(pool.name) if self._clears == self._cleared else None
 
     def _is_gone(self, directory: ObjectDirectory) -> bool:
-        """Return whether the path no longer leads to the open directory."""
+        """Return whether the path no longer leads to the open directory; True if unknown."""
         try:
             return directory.vanished
         except OSError:
@@ -643,7 +664,7 @@ class FilePages(PageStore):
             self._files = {}
             self._close_capacity()
             self._directory = self._directory_now(self._directory)
-            # False if this process may not make files in the directory.
+            # `_changes` becomes False if this process may not create files in the directory.
             self._changes = self._writes and os.access(
                 ".", os.W_OK, dir_fd=self._directory.descriptor, effective_ids=True
             )
@@ -656,7 +677,10 @@ class FilePages(PageStore):
             self._cleared = clears
 
     def _directory_now(self, earlier: ObjectDirectory | None) -> ObjectDirectory:
-        """Return the directory that the path names; create it unless this store is only read."""
+        """Return the directory that the path names. Create it if this store is written.
+
+        earlier: the directory opened before, which the path no longer names; None at first.
+        """
         if earlier is None and not self._writes:
             return ObjectDirectory.open(self._url.path)
         if earlier is None:
@@ -706,7 +730,7 @@ class FilePages(PageStore):
     def _discard(self, pool: ServedPool, files: PageFiles, page: Page, found: Found) -> None:
         """Remove this rank's anchor, then a damaged file, so that the page is written again.
 
-        A trailing pool's file is removed alone, since a page is whole without it.
+        The file of a trailing pool is removed alone, because the page is whole without it.
         """
         anchor = self._files.get(ANCHOR)
         if anchor is not None and pool.name != ANCHOR and not pool.trailing:
@@ -734,8 +758,9 @@ def _check_names(pool: ServedPool) -> None:
     nbytes = len(os.fsencode(f"{64 * '0'}{suffix}"))
     if nbytes > _LONGEST_NAME or not suffix.isprintable():
         raise ValueError(
-            f"model_name: {shown(pool.identity.model)} makes file names of {nbytes} bytes, at most "
-            f"{_LONGEST_NAME} are possible, all printable; give a shorter --served-model-name"
+            f"model_name: {shown(pool.identity.model)} makes file names of {nbytes} bytes; a name "
+            f"has at most {_LONGEST_NAME} bytes, and only printable characters; give another "
+            "--served-model-name"
         )
 
 

@@ -1,4 +1,4 @@
-"""Keep the bytes that all processes of one suffix use together: a number in a locked file."""
+"""Keep count of the bytes that all processes of one suffix use, as a number in a locked file."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ _LOCK_WAIT_S, _LOCK_PAUSE_S = 0.2, 0.0002
 class Ledger:
     """The total of the bytes that all processes have taken, and this process's unused part of it.
 
-    Writers take room before they write, so the total stays below the limit however many processes
-    write. The evicting process returns freed bytes, and corrects the total after each listing.
-    Several threads may use a ledger at once. `total`, `take` and `correct` raise OSError if the
-    lock is not free in time, as when its holder is stopped, and after `close`.
+    Writers take bytes before they write. So writes never bring the total above the limit, however
+    many processes write. The process that evicts returns freed bytes, and corrects the total after
+    each listing. Several threads may use a ledger at once. `total`, `take` and `correct` raise
+    OSError after `close`. They also raise OSError if the lock is not free in time, for example
+    because the process that holds it is stopped.
 
     limit: bytes that the total may reach.
-    high: event that is set when a write brings the total above HIGH, or finds too little room.
-    shared: the total is in the file, for all processes; otherwise this process has its own total.
+    high: event that is set when a write brings the total above HIGH of the limit, or finds too few
+        bytes left.
+    shared: whether the total is in the file, for all processes. If False, this process has a total
+        of its own.
     """
 
     def __init__(self, descriptor: int, limit: int, high: threading.Event, *, shared: bool) -> None:
@@ -47,7 +50,7 @@ class Ledger:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Give unused room back, and close the file."""
+        """Return the unused bytes to the file, and close the file."""
         with self._lock:
             with suppress(OSError):  # the next listing corrects the total
                 self._return(self._credit)
@@ -63,7 +66,7 @@ class Ledger:
             return self._read()
 
     def take(self, nbytes: int) -> bool:
-        """Take room for a write; return False if too little is left."""
+        """Take bytes for a write; return False if too few are left."""
         with self._lock:
             if nbytes > self._credit:
                 self._take_from_file(nbytes - self._credit)
@@ -73,15 +76,15 @@ class Ledger:
             return True
 
     def give(self, nbytes: int) -> None:
-        """Give back the room of a failed write, or of a file that was replaced or removed."""
+        """Give back the bytes of a failed write, or of a file that was replaced or removed."""
         with self._lock:
             self._credit += nbytes
             if self._credit > _MOST_SHARES * self._share:
-                with suppress(OSError):  # a later call returns the room
+                with suppress(OSError):  # a later call returns the bytes
                     self._return(self._credit - self._share)
 
     def correct(self, listed: int, later: int, before: int) -> int:
-        """Set the total after a listing; return it.
+        """Set the total after a listing, and return the new total.
 
         listed: bytes of the objects that existed when the total was `before`.
         later: bytes of the objects that were written during the listing.
@@ -94,7 +97,10 @@ class Ledger:
             return total
 
     def _take_from_file(self, least: int) -> None:
-        """Take `least` bytes and a share more, or as much as is left, but nothing below `least`."""
+        """Take `least` bytes and one more share from the file, or all bytes that are left.
+
+        Take nothing if fewer than `least` bytes are left.
+        """
         with self._locked():
             total = self._read()
             taken = min(least + self._share, self._limit - total)
@@ -105,7 +111,7 @@ class Ledger:
             self._high.set()
 
     def _return(self, nbytes: int) -> None:
-        """Return unused room to the file."""
+        """Return unused bytes to the file."""
         with self._locked():
             self._write(max(0, self._read() - nbytes))
             self._credit -= nbytes

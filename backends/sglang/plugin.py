@@ -1,8 +1,9 @@
 """`HiCacheStore`: the class that SGLang loads for `--hicache-storage-backend dynamic`.
 
-SGLang calls it from several threads: one asks what exists, one reads, one writes, and the scheduler
-attaches, clears, closes and asks for statistics (cache_controller.py, hybrid_cache_controller.py).
-No method raises after the registration of the pools: an exception in `get_stats` ends the server.
+SGLang calls it from several threads (cache_controller.py, hybrid_cache_controller.py). One thread
+asks what exists, one reads, and one writes. The scheduler's thread attaches, clears, closes and
+asks for statistics. After the registration of the pools, no method raises. In `get_stats`, an
+exception would even end the server.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ if TYPE_CHECKING:
 
 Method = TypeVar("Method", bound="Callable[..., Any]")
 
-# Most pages in a call of SGLang (cache_controller.py :: STORAGE_BATCH_SIZE). Only calls that write
-# pools other than kv have more: all pages of a node.
+# Most pages in a call of SGLang that reads or writes (cache_controller.py :: STORAGE_BATCH_SIZE).
+# A call that writes pools other than kv may have more pages, because it has all pages of a node.
 _BATCH = 128
-# Pages in the first question. While all pages exist, each question has twice as many as the last.
+# Pages in the first question to the stores. While all pages exist, each further question has twice
+# as many pages as the question before.
 _FIRST_ASKED = _BATCH
-_MOST_FAILED = 1 << 18  # page hashes remembered after a failed sidecar
+_MOST_FAILED = 1 << 18  # most pages remembered because a sidecar failed
 
 
 def _never_raises(default: Callable[..., Any]) -> Callable[[Method], Method]:
-    """Make a method log exceptions, and return default(*arguments) instead.
+    """Make a method log an exception and return default(*arguments), instead of raising.
 
-    If the arguments do not fit `default` either, the method returns None, which SGLang takes for a
-    failed call.
+    If `default` raises as well, the method returns None, which SGLang takes for a failed call.
     """
 
     def guard(method: Method) -> Method:
@@ -87,10 +88,10 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     """SGLang's storage backend over stores of this package."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
-        """Check the configuration. Raises ValueError, on every rank alike.
+        """Check the configuration. Raises ValueError if it is wrong, on every rank alike.
 
         storage_config: SGLang's HiCacheStorageConfig.
-        kwargs: empty, from the controller.
+        kwargs: an empty dictionary from SGLang's controller; unused.
         """
         self._config = storage_config
         self._settings = parse_settings(storage_config.extra_config)
@@ -99,12 +100,13 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         self._counters = self._stores.counters
         self._pools: dict[str, ServedPool] = {}
         self._complete = False  # all pools of the attachment are registered
-        # Pages whose sidecars failed, until their KV has been refused.
+        # Pages of which a sidecar was not written. Each stays here until its kv has been refused.
         self._failed: OrderedDict[str, None] = OrderedDict()
         self._reads, self._writes = Moved(), Moved()
         # Whether SGLang reads other pools after each batch of the anchor's pages.
         self._has_derived = False
-        # The anchor's last batch and the number of leading pages that were read, until counted.
+        # The pages of the anchor's last batch, and how many of the leading pages were read. None
+        # after these pages have been counted.
         self._anchored: tuple[Sequence[str], int] | None = None
         self._status_file: StatusFile | None = None
         self._counters.tally.begin(self._rank)
@@ -123,10 +125,11 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
             self._add(host_pool_name, host_pool)
 
     def _add(self, name: Any, host_pool: Any) -> None:
-        """Serve a pool. If it cannot be served, raise, or make all pages misses.
+        """Serve a pool. If the pool cannot be served, raise, or make all pages misses.
 
-        Raises ValueError if all ranks see the reason, until SGLang has registered all pools. A rank
-        that raised alone, as for a draft of the last pipeline stage, would keep the others waiting.
+        Raises ValueError only for a reason that all ranks see, and only until SGLang has registered
+        all pools. If one rank raised alone, the other ranks would wait for it. An example is a
+        reason in a draft pool that only the last pipeline stage has.
         """
         others_lack_it = name != PoolName.KV and self._config.pp_size > 1
         try:
@@ -164,15 +167,15 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
             self._pools[str(PoolName.KV)].identity.layout,
         )
         if not self._stores.writes:
-            logger.info("%s: nothing is written: packs are only read", self._counters.place)
+            logger.info("%s: nothing is written, because packs are only read", self._counters.place)
         with self._call() as call:
             self._stores.open(call)
 
     @_never_raises(lambda: None)
     def clear(self) -> None:
-        """Make all objects of this rank misses, unless `on_clear` refuses."""
+        """Make all objects of this rank misses, unless `on_clear` is "refuse"."""
         if self._settings.on_clear == "refuse":
-            logger.warning("%s: not cleared, since on_clear is refuse", self._counters.place)
+            logger.warning('%s: not cleared, because on_clear is "refuse"', self._counters.place)
             return
         with self._call() as call:
             self._stores.clear(call)
@@ -201,7 +204,10 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
             self._status_file = StatusFile(first.path, status, self._counters)
 
     def get_stats(self) -> Any:
-        """Return SGLang's StorageMetrics of the reads and writes since the last call, or None."""
+        """Return SGLang's StorageMetrics of the reads and writes since the last call.
+
+        Return None if there were none.
+        """
         reads, writes = self._reads.take(), self._writes.take()
         return _metrics(reads, writes) if reads or writes else None
 
@@ -224,7 +230,11 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         pool_transfers: Sequence[Any] | None = None,
         extra_info: Any = None,
     ) -> Any:
-        """Return how many leading pages can be restored from all pools, and all such lengths."""
+        """Return SGLang's PoolTransferResult for a prefix.
+
+        It has the number of leading pages that can be restored from all pools, that number for
+        each pool, and all lengths of the prefix that can be restored.
+        """
         transfers = [t for t in pool_transfers or () if _gates(t)]
         asked = [self._pools.get(str(PoolName.KV)), *(self._pool_of(one) for one in transfers)]
         pools = [pool for pool in asked if pool is not None]
@@ -246,7 +256,8 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def _present(self, pools: Sequence[ServedPool], keys: list[str]) -> Any:
         """Return which pages of each pool can be read: [pools, pages] bool.
 
-        Pages after the first one without an anchor count as absent, since no prefix reaches them.
+        The stores are asked about more and more pages, until an anchor is missing. The remaining
+        pages count as absent without a question, because no prefix reaches them.
         """
         present = np.zeros((len(pools), len(keys)), dtype=np.bool_)
         start, length = 0, _FIRST_ASKED
@@ -265,7 +276,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        """Read pages of the anchor's pool into the host pool. Return which were read whole."""
+        """Read pages of the anchor's pool into the host pool. Return which pages were read whole."""
         with self._call() as call:
             read = self._read(self._pools.get(str(PoolName.KV)), keys, host_indices, call)
         self._count_anchored()
@@ -279,7 +290,10 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def batch_get_v2(
         self, transfers: Sequence[Any], extra_info: Any = None
     ) -> dict[Any, list[bool]]:
-        """Read pages of other pools, all within the time of one call."""
+        """Read pages of other pools, all within the time of one call.
+
+        Return which pages were read whole, by the name of each transfer.
+        """
         with self._call() as call:
             results = {
                 t.name: self._read(self._pool_of(t), t.keys or [], t.host_indices, call)
@@ -296,7 +310,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         SGLang takes the leading pages that were read for the anchor and for every pool that it
         reads for the same batch (cache_controller.py :: _page_transfer_kv_batch).
 
-        results: flags of the pages that were read, by the name of each transfer.
+        results: which pages of each transfer were read, by the name of the transfer.
         """
         anchored, self._anchored = self._anchored, None
         if anchored is None:
@@ -326,7 +340,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        """Write pages of the anchor's pool, except those with a failed sidecar."""
+        """Write pages of the anchor's pool, except pages of which a sidecar was not written."""
         failed = [key in self._failed for key in keys]
         for key in keys:
             self._failed.pop(key, None)
@@ -338,14 +352,14 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def batch_set_v2(
         self, transfers: Sequence[Any], extra_info: Any = None
     ) -> dict[Any, list[bool]]:
-        """Write pages of other pools; remember the pages on which a needed pool failed.
+        """Write pages of other pools. Remember the pages of which a needed pool was not written.
 
-        First, failures of earlier calls are forgotten for these pages. `batch_set_v1` may not have
-        removed them: after a page that failed, SGLang writes no kv of the pages behind it. SGLang
-        passes all pools that a page needs in one call.
+        First, forget earlier failures of these pages, because SGLang passes all pools that a page
+        needs in one call. `batch_set_v1` may not have forgotten these failures, because SGLang
+        writes no kv of the pages behind a page that failed.
 
         Each batch of a node has the time of a whole call, because SGLang waits for writes before it
-        stops their thread (scheduler.py :: is_fully_idle).
+        stops the thread that writes (scheduler.py :: is_fully_idle).
         """
         for key in {key for transfer in transfers if _is_needed(transfer) for key in transfer.keys}:
             self._failed.pop(key, None)
@@ -358,7 +372,8 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
                 self._remember(key for key, ok in zip(keys, written, strict=True) if not ok)
         return results
 
-    @_never_raises(_no_pages_of)  # so that `_remember` learns of every failure
+    # After an exception, all pages count as failed, so that `batch_set_v2` remembers them.
+    @_never_raises(_no_pages_of)
     def _write(
         self, pool: ServedPool | None, keys: list[str], host_indices: Any, skip: Sequence[bool] = ()
     ) -> list[bool]:
@@ -403,7 +418,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def _is_current(self, pages: int) -> bool:
         """Return whether the weights have a name, and have not changed since the attachment.
 
-        pages: number of pages to count as refused if not.
+        pages: number of pages to count as refused if the result is False.
         """
         if self._context.unreadable:
             self._counters.refused("unnamed-weights", self._context.unreadable, pages)
@@ -417,15 +432,15 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         return True
 
     def get(self, *_: Any, **__: Any) -> None:
-        """Return None: SGLang uses flat pages only without interface_v1, a required setting."""
+        """Return None. SGLang moves flat pages only without interface_v1, which is required here."""
 
     batch_get = set = batch_set = get
 
 
 def _gates(transfer: Any) -> bool:
-    """Return whether a pool decides how much can be restored.
+    """Return whether a transfer's pool limits how many pages can be restored.
 
-    BLOCK_GROUPS pools never do (hicache_storage.py :: PoolHitPolicy).
+    Pools with the policy BLOCK_GROUPS never do (hicache_storage.py :: PoolHitPolicy).
     """
     return transfer.hit_policy in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
 
@@ -433,14 +448,15 @@ def _gates(transfer: Any) -> bool:
 def as_transferred(pool: ServedPool, transfer: Any) -> ServedPool:
     """Return a pool with `trailing` set by SGLang's transfer.
 
-    The pool's name does not decide it: draft_swa is stored with each window of the target, or with
-    every page (hybrid_pool_assembler.py :: build_swa_draft_pools, _mtp_swa_sidecar_specs).
+    The name of the pool does not decide `trailing`, because draft_swa is stored either with each
+    window of the target or with every page (hybrid_pool_assembler.py :: build_swa_draft_pools,
+    _mtp_swa_sidecar_specs).
     """
     return replace(pool, trailing=transfer.hit_policy != PoolHitPolicy.ALL_PAGES)
 
 
 def _is_needed(transfer: Any) -> bool:
-    """Return whether a page is whole only with the pool."""
+    """Return whether a page needs the transfer's pool to be whole."""
     return transfer.hit_policy == PoolHitPolicy.ALL_PAGES and bool(transfer.keys)
 
 
@@ -465,7 +481,7 @@ def _result(names: Sequence[str], pools: Sequence[PoolPages]) -> Any:
 
 
 def _leading(pages: Sequence[bool]) -> int:
-    """Return how many leading pages are true."""
+    """Return how many leading flags are True."""
     return pages.index(False) if False in pages else len(pages)
 
 
@@ -473,7 +489,7 @@ def _first_indices(pool: ServedPool, keys: Sequence[str], host_indices: Any) -> 
     """Return the first host index of each page.
 
     host_indices: int64 tensor, contiguous within a page.
-    Raises ValueError if the length is wrong.
+    Raises ValueError for a wrong number of indices.
     """
     count = 0 if host_indices is None else int(host_indices.numel())
     if count != len(keys) * pool.page_indices:

@@ -4,9 +4,11 @@ A store reads into a buffer of our memory. The bytes are copied to the host pool
 right size, and only while the call is open. Writes go through buffers as well. A call that hangs in
 the store keeps its buffer.
 
-Objects have no trailer here. On Mooncake the tag in their keys names the deployment
-(`identity.deployment_tag`), a pack records its profile and digests, and on 3FS a file beside the
-data files names the deployment.
+The objects of these stores have no trailers. What names the deployment depends on the store:
+
+- Mooncake: the tag in the keys (`identity.deployment_tag`)
+- a pack: the profile that it records; it also records digests
+- 3FS: a file beside the data files
 """
 
 from __future__ import annotations
@@ -47,9 +49,10 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
 
-_BUFFER_BYTES = 8 << 20  # or the bytes of one larger page; larger buffers were no faster
+# Bytes of a buffer, unless one page is larger than this. Larger buffers were no faster.
+_BUFFER_BYTES = 8 << 20
 _BUFFERS_PER_THREAD = 2  # a buffer for a call, and a buffer for a call that hangs
-_OBJECTS_PER_RUN = 128  # SGLang's batches have as many pages
+_OBJECTS_PER_RUN = 128  # number of pages in SGLang's batches
 _KEYS = pa.schema([SCAN_FIELDS["key"]])
 _REASONS: dict[Status, Refused] = {
     Status.SHORT: "damaged",
@@ -60,7 +63,11 @@ _REASONS: dict[Status, Refused] = {
 
 
 class FormObject(NamedTuple):
-    """One object of a page: its affix, bytes, and slice of the page's pieces."""
+    """One object of a page.
+
+    nbytes: bytes of the object.
+    pieces: the object's slice of the page's pieces.
+    """
 
     affix: Affix
     nbytes: int
@@ -69,12 +76,12 @@ class FormObject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageForm:
-    """The objects of each page of a pool; a logical anchor has objects only in a file store."""
+    """The objects of each page of a pool. A logical anchor has none outside a file store."""
 
     objects: tuple[FormObject, ...]
 
     def named(self, pages: Sequence[str]) -> tuple[list[bytes], IntArray]:
-        """Return the keys and bytes of all objects, page after page."""
+        """Return the key and the size in bytes of each object, page after page."""
         keys = [
             f"{one.affix[0]}{page}{one.affix[1]}".encode() for page in pages for one in self.objects
         ]
@@ -152,10 +159,10 @@ def right_sizes(
 def put(
     store: Store, keys: Sequence[bytes], offsets: IntArray, sizes: IntArray, counters: Counters
 ) -> tuple[BoolArray, BoolArray, Result]:
-    """Write absent objects from the arena, and replace those of wrong size.
+    """Write absent objects from the arena, and replace objects of wrong size.
 
-    Return which objects the store has now and which were written, both [n] bool, and the result of
-    the first write. An object of wrong size stays if a reader has a lease on it.
+    Return which objects the store has now, [n] bool; which objects were written, [n] bool; and the
+    result of the first write. An object of wrong size stays if a reader has a lease on it.
     """
     result = store.write_from(rows_of(keys), offsets, sizes, if_absent=True)
     there, new = result.ok, result.ok.copy()
@@ -206,10 +213,10 @@ class NoBufferError(Exception):
 
 
 class StagingBuffers:
-    """Buffers of equal size in one arena, which stores read into and write from.
+    """Buffers of equal size in one arena. Stores read into buffers, and write from them.
 
-    A call that hangs in the store keeps its buffer until it returns, so no other call gets the
-    memory that it may still fill.
+    A call that hangs in the store keeps its buffer until the call returns. So no other call gets
+    memory that the hanging call may still fill.
     """
 
     def __init__(self, nbytes: int, count: int, *, named: bool = False) -> None:
@@ -220,12 +227,12 @@ class StagingBuffers:
         """
         self.nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
         self.arena = Arena(self.nbytes * count, named=named)
-        # The buffer used last is taken first.
+        # The buffer used last is taken first, so buffers that are never needed take no memory.
         self._free = [n * self.nbytes for n in reversed(range(count))]
 
     @contextmanager
     def hold(self) -> Iterator[int]:
-        """Hold a buffer; give its offset in the arena. Raises NoBufferError, without waiting."""
+        """Hold a buffer, and yield its offset in the arena. Raises NoBufferError if none is free."""
         try:
             offset = self._free.pop()
         except IndexError:
@@ -237,14 +244,14 @@ class StagingBuffers:
 
 
 def gather(call: Call, pieces: Pieces, address: int) -> None:
-    """Copy pieces of the host pool to one address in our memory. Raises Ended."""
+    """Copy pieces of the host pool to consecutive bytes of our memory. Raises Ended."""
     for source, nbytes in pieces:
         call.copy(source, [(address, nbytes)])
         address += nbytes
 
 
 class StorePages(PageStore):
-    """Pages in a store of this package other than a directory."""
+    """Pages in a Mooncake cluster, a 3FS store or a pack."""
 
     def __init__(
         self,
@@ -255,11 +262,11 @@ class StorePages(PageStore):
         writes: bool = True,
         draft_weights: str = "",
     ) -> None:
-        """Serve from the store of a mooncake, hf3fs or pack URL, which `open` opens.
+        """Serve from the store of a mooncake, hf3fs or pack URL. `open` opens the store.
 
-        writes: the server writes to the store.
-        draft_weights: weights of the deployment's draft, also on ranks without it; "" if there is
-            no draft.
+        writes: whether the server writes to the store.
+        draft_weights: name of the weights of the deployment's draft, also on ranks without the
+            draft; "" if the deployment has no draft.
         """
         super().__init__(counters, settings.threads)
         self._url = url
@@ -276,7 +283,8 @@ class StorePages(PageStore):
     def add(self, pool: ServedPool) -> None:
         """Serve a pool. Raises ValueError if keys of the URL's scheme cannot name its objects.
 
-        The content of the store is no reason to raise, since other ranks may find other content.
+        The content of the store is no reason to raise, because ranks must raise alike and may find
+        different content.
         """
         earlier, self._pools = self._pools, {**self._pools, pool.name: pool}
         try:
@@ -287,7 +295,7 @@ class StorePages(PageStore):
             raise ValueError(f"{self.counters.place}: {error}") from None
 
     def _open_now(self) -> None:
-        """Open the store, compare its deployment with ours, and give it memory."""
+        """Open the store, compare its deployment with ours, and give the store memory."""
         if self._refusal:
             return
         store = self._store
@@ -305,7 +313,7 @@ class StorePages(PageStore):
             self._forms = self._named(store)
         if self._buffers is None:
             buffers = self._attached(store)
-            if self._closed:  # `close` came meanwhile; the store is closed after this thread
+            if self._closed:  # `close` came meanwhile; `_leave` closes the store
                 buffers.arena.close()
                 return
             self._buffers = buffers
@@ -326,13 +334,13 @@ class StorePages(PageStore):
         if owner in (None, self._tag):
             return ""
         return (
-            f"holds pages of another model, weights, dtype or layout ({owner}, ours is "
-            f"{self._tag}); use other data files and tables, or clear the tables and remove "
-            "PREFIX.hicachectl-deployment"
+            f"holds pages of another model, weights, dtype or layout (its deployment is {owner}, "
+            f"ours is {self._tag}); use other data files and tables, or clear the tables and "
+            "remove PREFIX.hicachectl-deployment"
         )
 
     def _named(self, store: Store) -> dict[str, PageForm]:
-        """Return the objects of all pools' pages; give their sizes to a store that needs them.
+        """Return the objects of all pools' pages. Tell a store that needs object sizes the sizes.
 
         Raises HicacheError.
         """
@@ -390,7 +398,7 @@ class StorePages(PageStore):
     def read(
         self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
     ) -> list[bool]:
-        """Read pages whose objects have the right size, and right digests if the store has any."""
+        """Read pages whose objects have the right size and, if the store has digests, digest."""
 
         def read(opened: _Opened, some: Sequence[int]) -> list[bool]:
             store, form, buffers = opened
@@ -438,7 +446,7 @@ class StorePages(PageStore):
         return done
 
     def clear(self, call: Call) -> None:
-        """Log that the store keeps its objects, since it cannot tell older from newer ones."""
+        """Log that nothing is cleared, because the store cannot tell old objects from new ones."""
         logger.warning(
             "%s: not cleared, since other servers may use its objects; remove them with "
             "hicachectl rm",
@@ -468,9 +476,11 @@ class StorePages(PageStore):
         count: int,
         act: Callable[[_Opened, Sequence[int]], list[bool]],
     ) -> list[bool]:
-        """Return act(store, pages) for runs of pages; False for pages that fail or come too late.
+        """Return which pages `act` has done, in order: it is called for one run of pages at a time.
 
         count: number of pages. A run that reads or writes fits into a buffer.
+        act: takes the open store and the numbers of the run's pages, and returns a flag for each
+            page. Pages for which it raises or is too late are False.
         """
         most = count if workers is self._askers else _pages_per_run(pool)
         runs = [range(start, min(start + most, count)) for start in range(0, count, most or 1)]
@@ -499,9 +509,10 @@ class StorePages(PageStore):
         return done
 
     def _opened(self, pool: ServedPool, pages: int) -> _Opened | None:
-        """Return the open store, the form of the pool's pages, and buffers; None if one is missing.
+        """Return the open store, the form of the pool's pages, and the buffers.
 
-        pages: number of pages to count as misses in that case.
+        If the store cannot serve the pool now, return None, and count misses.
+        pages: number of misses to count.
         """
         if self._buffers is None or pool.name not in self._forms:
             self._open()
@@ -513,7 +524,7 @@ class StorePages(PageStore):
             self.counters.count("unopened", pages)
             return None
         if _page_bytes(pool) > buffers.nbytes:
-            detail = f"pool {pool.name}: its pages need more memory than before; attach again"
+            detail = f"pool {pool.name}: a page is larger than a buffer; attach again"
             self.counters.refused("unserved", detail, pages)
             return None
         return _Opened(store, form, buffers)
@@ -526,11 +537,12 @@ class _Opened(NamedTuple):
 
 
 def _prepared(store: Store) -> Store:
-    """Set a store up for a server's calls, which must be short."""
+    """Prepare a store for a server's calls, which must be short, and return it."""
     if isinstance(store, Leases):
         store.lease_wait_seconds = 0.0
     if isinstance(store, RacyWrites):
-        store.confirms_writes = False  # a page that another writer stored serves as well
+        # A page that another writer stored serves as well, so nothing is read back.
+        store.confirms_writes = False
     return store
 
 
@@ -540,7 +552,7 @@ def _page_bytes(pool: ServedPool) -> int:
 
 
 def _pages_per_run(pool: ServedPool) -> int:
-    """Return how many pages a run has: they fit into a buffer, and into a batch of the store."""
+    """Return how many pages fit into both a buffer and a batch of the store; at least 1."""
     fitting = _BUFFER_BYTES // max(1, _page_bytes(pool))
     return max(1, min(fitting, _OBJECTS_PER_RUN // max(1, len(pool.parts))))
 
@@ -550,7 +562,7 @@ def archive_problem(
 ) -> str:
     """Return why a server cannot use an archive's pages; "" if it can.
 
-    A pool that the archive lacks is no problem: its pages are misses.
+    A pool that the archive lacks is no reason: its pages are just misses.
 
     reads_unstamped: use an archive whose profile does not name the weights.
     Raises ProfileError, UnsupportedByBackend.
@@ -600,7 +612,7 @@ def _differences(profile: Profile, files: list[ObjectSpec], pool: ServedPool) ->
 
 
 def _identity(profile: Profile, spec: ObjectSpec, ours: Identity) -> Identity | None:
-    """Return the identity of the archive's objects, with our weights if it names none."""
+    """Return the identity of an archive's objects, with our weights if the archive names none."""
     if not profile.weights:
         draft = ours.draft_weights or ours.weights
         profile = structs.replace(profile, weights=ours.weights, draft_weights=draft)

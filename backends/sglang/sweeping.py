@@ -1,7 +1,7 @@
 """List and remove the objects and old temporary files of some suffixes in a directory.
 
-A listing keeps 49 bytes per object. It sleeps three quarters of the time, to leave processor time
-to the server. A removal never leaves an anchor without its sidecars.
+A listing keeps 49 bytes per object. The thread that lists sleeps three quarters of the time, to
+leave processor time to the server. A removal never leaves an anchor without its sidecars.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     from hicachectl.backends.file.folders import ObjectDirectory
 
 
-_TEMPORARY_AGE_NS = 60 * 10**9  # no call of SGLang lasts so long
+# A temporary file older than this has no writer any more, because no call of SGLang lasts so long.
+_TEMPORARY_AGE_NS = 60 * 10**9
 _CLOCKS_DIFFER_NS = 10**9  # tolerance between the file system's clock and ours
-# Younger sidecars stay: a writer may be about to write their anchor.
+# Sidecars younger than this stay, because a writer may be about to write their anchor.
 _IN_FLIGHT_NS = 60 * 10**9
 _WORK_S, _REST_S = 0.002, 0.006
-# Page hash, position of the suffix, bytes, and nanoseconds of an object.
+# Page hash, position of the suffix, size in bytes, and time in nanoseconds of an object.
 _ROW = struct.Struct("<32sBqq")
 _ROWS = np.dtype([("page", "<u8", 4), ("kind", "u1"), ("size", "<i8"), ("time", "<i8")])
 
@@ -58,15 +59,17 @@ class _Trusted:
 
 
 class Listing:
-    """Objects of some suffixes by page, and sums of the listing.
+    """The listed objects of some suffixes, by page, and totals of their bytes.
 
     The kind of an object is the position of its suffix.
 
-    rows: array of `_ROWS`, the least recently used page first. All rows of a page have one time:
-        when the last of its objects was used or written.
+    rows: array of `_ROWS`, the least recently used page first. All rows of a page have the same
+        time, at which the last of the page's objects was used or written.
     left: bytes of the pages that `take_page` has not yet returned.
-    listed, later: bytes of objects that were written before and after the listing began.
-    stale: page and kind of objects older than their epoch, anchors first; they have no row.
+    listed: bytes of the objects that were written before the listing began.
+    later: bytes of the objects that were written since.
+    stale: page and kind of objects older than their epoch, anchors first. Stale objects have no
+        rows.
     others: number of objects of other suffixes.
     epochs: epoch of each kind.
     kind_of: kind of each suffix; the anchor's is 0.
@@ -77,8 +80,8 @@ class Listing:
     ) -> None:
         """Begin without objects.
 
-        begun_ns: begin of the listing by the file system's clock.
-        measures: make rows. If False, only stale objects are kept.
+        begun_ns: time at which the listing began, by the file system's clock.
+        measures: whether to make rows. If False, only stale objects are kept.
         """
         self.begun_ns, self.epochs = begun_ns, epochs
         self.kind_of = {os.fsdecode(suffix): kind for kind, suffix in enumerate(suffixes)}
@@ -91,7 +94,7 @@ class Listing:
         self._own_begun_ns = time.time_ns()
 
     def add(self, page: str, kind: int, st: os.stat_result) -> None:
-        """Add an object."""
+        """Add an object, unless its name has no page hash."""
         try:
             digest = bytes.fromhex(page)
         except ValueError:
@@ -175,7 +178,8 @@ class Sweeper:
     def list(self, stopped: Callable[[], bool], *, measures: bool = True) -> Listing:
         """List the objects, and remove old temporary files of the suffixes.
 
-        measures: list all objects with sizes and times. If False, list only stale objects.
+        measures: whether to list all objects, with sizes and times. If False, only stale objects
+            are listed.
         stopped: called often; True ends the listing.
         """
         found = Listing(self._suffixes, self.look(), self.now_ns(), measures=measures)
@@ -203,7 +207,7 @@ class Sweeper:
         return file_system_ns(self._directory.descriptor)
 
     def _sweep(self, descriptor: int, name: str, found: Listing) -> None:
-        """Remove a temporary file of the suffixes if its writer must have ended."""
+        """Remove a temporary file if it is so old that its writer must have ended."""
         with suppress(OSError):
             st = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
             if not self._trusted(st):
@@ -214,11 +218,12 @@ class Sweeper:
                 os.unlink(name, dir_fd=descriptor)
 
     def remove_page(self, page: str, sizes: Mapping[int, int], listed_ns: int) -> int:
-        """Remove a page's objects, the anchor first, unless it is in flight or was used again.
+        """Remove a page's objects, the anchor first.
 
+        The page stays if it is in flight, or was used after the listing.
         sizes: size of each listed object by its kind.
-        listed_ns: time of the last use, as listed.
-        Returns the bytes that are free now, including those of objects that others have removed.
+        listed_ns: time of the page's last use, as listed.
+        Returns the bytes of the listed objects that are gone now, whoever removed them.
         """
         seen = {kind: self._look(self._key(page, kind)) for kind in sizes}
         gone = sum(size for kind, size in sizes.items() if seen[kind] is None)
@@ -242,7 +247,7 @@ class Sweeper:
         return gone + freed
 
     def remove_stale(self, page: str, kind: int, epoch_ns: int) -> int:
-        """Remove an object if it is older than its epoch; return the bytes that are free now."""
+        """Remove an object if it is older than its epoch; return the bytes that this frees."""
         key = self._key(page, kind)
         seen = self._look(key)
         if seen is None or seen.st_ctime_ns > epoch_ns:
@@ -254,7 +259,7 @@ class Sweeper:
     def _is_in_flight(self, found: Mapping[int, os.stat_result]) -> bool:
         """Return whether a writer may be about to write the page's anchor.
 
-        Writers write sidecars first: a sidecar that is newer than the anchor shows a writer.
+        Writers write sidecars first, so a sidecar that is newer than the anchor shows a writer.
         """
         anchor_ns = _used_ns(found[0]) if 0 in found else 0
         now_ns = time.time_ns() + self.clock_ns
@@ -265,7 +270,10 @@ class Sweeper:
         return page.encode() + self._suffixes[kind]
 
     def _look(self, key: bytes) -> os.stat_result | None:
-        """Return the stat of an object's file; None if missing. Raises OSError if not trusted."""
+        """Return the stat of an object's file; None if the file is missing.
+
+        Raises OSError for a file that is not a regular file of a trusted user.
+        """
         try:
             here, name = self._directory.place(key)
             st = os.stat(name, dir_fd=here, follow_symlinks=False)
@@ -292,8 +300,9 @@ def _at_leisure(directory: int, stopped: Callable[[], bool]) -> Iterator[os.DirE
 def kinds_of(suffixes: Mapping[bytes, bool]) -> tuple[bytes, ...]:
     """Return the suffixes of the objects that are evicted together, the anchor's first.
 
-    suffixes: suffixes that a rank writes; True for the anchor's.
-    The result includes all pools that other servers of the same rank may store beside the anchor.
+    suffixes: suffixes that a rank writes; the anchor's has the value True.
+    The result has the suffixes of all pools that other servers of the same rank may store beside
+    the anchor.
     """
     anchors = [suffix for suffix, is_anchor in suffixes.items() if is_anchor]
     names = [pool.name.encode() for pool in pool_names()]
