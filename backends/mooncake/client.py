@@ -1,8 +1,8 @@
-"""Read and write objects of a Mooncake cluster as a guest: a client without a segment.
+"""Read and write objects of a Mooncake cluster as a guest, which is a client without a segment.
 
-Objects on a segment of ours would vanish with our process. Every read grants a lease: until it
-ends, the object is neither evicted nor removable.
-Source: Mooncake mooncake-store/include/types.h :: ErrorCode; calls tried on
+Objects on a segment of ours would vanish with our process. Every read grants a lease on the object.
+Until the lease ends, the object is neither evicted nor removable.
+Source: Mooncake mooncake-store/include/types.h :: ErrorCode. The calls were tried on
 mooncake-transfer-engine 0.3.13.
 """
 
@@ -46,7 +46,7 @@ class Code(IntEnum):
     OBJECT_NOT_FOUND = -704
     EXISTS = -705
     HAS_LEASE = -706
-    LEASE_EXPIRED = -707  # between the look-up of the location and the transfer
+    LEASE_EXPIRED = -707  # the lease ended between the look-up of the location and the transfer
     REPLICA_IS_GONE = -712
     TRANSFER_FAILED = -800
     CHECKSUM_FAILED = -801
@@ -60,9 +60,10 @@ class Code(IntEnum):
 
 # Codes of keys without a readable object.
 MISSING = (Code.OBJECT_NOT_FOUND, Code.REPLICA_IS_NOT_READY)
-# A later read may succeed.
+# Codes of objects that a later read may transfer.
 NOT_TRANSFERRED = (Code.LEASE_EXPIRED, Code.TRANSFER_FAILED, Code.CHECKSUM_FAILED)
-# Codes if the master is unreachable: no result of the call is valid.
+# Codes that show an unreachable master. If one object has such a code, no result of the call is
+# valid.
 LOST = (Code.RPC_FAILED, Code.RPC_TIMEOUT, Code.NOT_AVAILABLE)
 
 MESSAGES: dict[int, str] = {
@@ -83,15 +84,16 @@ MESSAGES: dict[int, str] = {
 _LOCAL_BUFFER_BYTES = 16 << 20  # SGLang's value; our reads and writes use the arena instead
 _REACH_SECONDS = 5.0
 _AT_ONCE_SECONDS = 1.0
-# Time limit of a request to the master, unless the environment sets it; Mooncake's default: 30 s.
+# Time limit of a request to the master, unless the environment sets another. Mooncake's default is
+# 30 s.
 _RPC_TIMEOUT_VARIABLE, _RPC_TIMEOUT_MS = "MC_RPC_TIMEOUT_MS", "15000"
 _PATIENCE_SECONDS = 25.0
-# Niceness of threads in large transfers: Mooncake's busy loop would take a core from the copying
-# threads. Short calls keep normal priority: slow calls could outlast their leases on a busy
-# machine.
+# Niceness of threads in large transfers, so that Mooncake's busy loop does not take a core from the
+# threads that copy. Short calls keep the normal priority, because on a busy machine slow calls
+# could outlast their leases.
 _NICENESS = 10
 _LARGE_BYTES = 1 << 20
-_ABANDONED: list[Any] = []  # never freed: the destructor would wait for a hanging call
+_ABANDONED: list[Any] = []  # never freed, because the destructor would wait for a hanging call
 _PROBE_KEY = "hicachectl-probe"
 _CALLS = ("batch_get_into", "batch_put_from", "batch_remove", "register_buffer")
 _OLDEST = "0.3.13"
@@ -119,7 +121,8 @@ class MooncakeClient:
         self._settings = settings
         self._calls = threading.Condition()
         self._running = 0
-        self.abandoned = False  # a call hangs: memory that it may write must stay mapped
+        # True if a call hangs. Memory that the call may write to must then stay mapped.
+        self.abandoned = False
         module = _module()
         self._configuration = module.ReplicateConfig
         self._soft_pin = getattr(module, "SoftPinAction", None)
@@ -130,8 +133,8 @@ class MooncakeClient:
         began = time.monotonic()
         code = self._set_up(module)
         if code and time.monotonic() - began < _AT_ONCE_SECONDS:
-            # The package keeps connections of this process, and 0.3.14 tries only one of them:
-            # after a restart of the master, the first connection is dead.
+            # The package keeps the connections of this process, and 0.3.14 tries only one of them.
+            # After a restart of the master, this connection is dead, and `setup` fails at once.
             code = self._set_up(module)
         if code:
             self._store = None
@@ -216,7 +219,10 @@ class MooncakeClient:
         return int(self._call("get_size", key)[0])
 
     def close(self) -> None:
-        """Leave the cluster after the calls of other threads have returned."""
+        """Leave the cluster after the calls of other threads have returned.
+
+        If a call hangs, the client stays in the cluster until this process ends.
+        """
         with self._calls:
             store, self._store = self._store, None
             while self._running and not self.abandoned:
@@ -227,8 +233,8 @@ class MooncakeClient:
     def _close_ports(self, before: Set[str]) -> None:
         if left := close_ports(before):
             _log.warning(
-                "mooncake://%s: this kernel cannot close the ports of the client: %s stay open to "
-                "the network during the run; restrict them with a firewall",
+                "mooncake://%s: this kernel cannot close the client's ports, so ports %s stay open "
+                "to the network during the run; restrict them with a firewall",
                 self._settings.master,
                 ", ".join(map(str, left)),
             )
@@ -306,7 +312,10 @@ class MooncakeClient:
 
 
 def _reach(master: str) -> None:
-    """Raise StoreUnavailable if nothing listens; `setup` would retry and ignore Ctrl-C."""
+    """Raise StoreUnavailable if nothing listens at the master's address.
+
+    Without this check, `setup` would retry, and would ignore Ctrl-C meanwhile.
+    """
     url = f"mooncake://{master}"
     next_step = "check that the master is running and that this is its --rpc_port (default 50051)"
     with errors_as(StoreUnavailable, url, "connect to the master", next_step):
@@ -314,9 +323,9 @@ def _reach(master: str) -> None:
 
 
 def _with_port(hostname: str) -> str:
-    """Add a free port to our host name; without a port, `setup` tries 20 ports and fails.
+    """Add a free port to our host name, because without a port `setup` tries 20 ports and fails.
 
-    A name with a colon has a port, or is an IPv6 address, which needs none.
+    A name with a colon has a port, or is an IPv6 address, which needs no port.
     """
     if ":" in hostname:
         return hostname

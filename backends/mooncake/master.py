@@ -2,9 +2,9 @@
 
 Endpoints: `/health` and, for the default tenant only, `/get_all_keys`, `/batch_query_keys`,
 `/get_segments_detail`, `/api/v1/soft_pin` and `/api/v1/soft_unpin`. Masters before 0.3.12 extend
-leases on `/batch_query_keys`; `check` refuses them. Masters before 0.3.14 cannot pin.
-Source: Mooncake mooncake-store/src/master_admin_service.cpp, include/types.h :: ErrorCode; the
-endpoints of pins tried on 0.3.14.
+leases on `/batch_query_keys`, so `check` refuses such masters. Masters before 0.3.14 cannot pin.
+Source: Mooncake mooncake-store/src/master_admin_service.cpp, include/types.h :: ErrorCode. The
+endpoints of pins were tried on 0.3.14.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 15.0  # seconds for a whole answer, or for each block of a listing
 # Measured with 100,000 keys of 83 bytes: compared with URLs of 80 KiB, URLs of 40 KiB took 20 %
-# longer, and URLs of 160 and 320 KiB took 10 % longer. A second request in flight saved 20 to 25 %,
-# a third nothing (the master has 4 threads).
+# longer, and URLs of 160 and 320 KiB took 10 % longer. A second request in flight saved 20 to 25 %
+# of the time. A third request saved nothing (the master has 4 threads).
 URL_BYTES = 80 << 10
 IN_FLIGHT = 2
 MAX_KEY_BYTES = 1 << 20
@@ -182,12 +182,12 @@ class MasterAdmin:
         self._threads = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="hicachectl-master")
 
     def close(self) -> None:
-        """Close the connections; requests of other threads fail."""
+        """Close the connections; pending requests of other threads fail."""
         self._http.close()  # first, because it ends the threads' requests
         self._threads.shutdown(cancel_futures=True)
 
     def check(self) -> None:
-        """Raise StoreUnavailable unless a master serves and answers without extending leases."""
+        """Raise StoreUnavailable if no master serves here, or if its queries extend leases."""
         reply = self._http.get("/health")
         if reply.status == http.client.OK and reply.body.strip() == b"OK":
             raise self._http.lost("the master is too old", _OLD_MASTER)
@@ -210,8 +210,7 @@ class MasterAdmin:
         """Yield the default tenant's keys as binary arrays with 1 to `most` keys.
 
         The master leaves out keys without a readable replica, and returns a key with a newline as
-        two keys.
-        Memory is bounded by one batch.
+        two keys. The memory in use does not grow with the number of keys.
         """
         pending = pa.array([], pa.binary())
         for lines in self._lines("/get_all_keys"):
@@ -227,13 +226,14 @@ class MasterAdmin:
     def query(self, keys: Any) -> Any:
         """Query keys; return a record batch of ANSWER_SCHEMA, in the order of `keys`.
 
-        keys:     binary array without nulls.
-        code:     0, or the master's negative error: -704 gone, -703 not yet written. The row is
-            null for a key that cannot be queried: empty, not UTF-8, or with a comma.
-        nbytes:   size of the first replica; memory replicas come first.
-        version:  size, hash of the memory replicas' sorted endpoints, and address of the first,
-            each uint64 little-endian. Null without a memory replica.
-        replicas: the kinds are memory, nof (NVMe over Fabrics), disk and local_disk.
+        keys: binary array without nulls.
+        code: 0, or the master's negative error code, such as -704 for an object that is gone and
+            -703 for an object that is not written yet. An empty key, a key that is not UTF-8 and a
+            key with a comma cannot be queried, and have a row of nulls.
+        nbytes: size of the first replica; memory replicas come first.
+        version: size, hash of the memory replicas' sorted endpoints, and address of the first
+            memory replica, each uint64 little-endian. Null without a memory replica.
+        replicas: the replicas, of the kinds memory, nof (NVMe over Fabrics), disk and local_disk.
         """
         # The master splits at commas, even encoded ones. For a key that is not UTF-8, its JSON
         # writer would fail the whole request.
@@ -283,8 +283,9 @@ class MasterAdmin:
     def pin(self, keys: Sequence[str], milliseconds: int | None) -> npt.NDArray[np.int64]:
         """Soft-pin objects, or remove their pins; return the master's codes: [n].
 
-        milliseconds: how long the pins last, counted from now; they replace earlier pins. None
-            removes pins. The master accepts 0, but such a pin protects nothing.
+        milliseconds: how long the pins last from now on; None removes pins. The master accepts 0,
+            but such a pin protects nothing.
+        A new pin replaces an earlier pin.
         """
         path = _UNPIN if milliseconds is None else _PIN
         codes = np.zeros(len(keys), dtype=np.int64)

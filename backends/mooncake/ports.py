@@ -1,8 +1,8 @@
 """Close the ports of a Mooncake client, which answers anybody who reaches them.
 
-With protocol tcp, `setup` listens at two ports of all addresses: one tells which memory the package
-shares; the other reads and writes that memory without authentication. No variable binds them to an
-address. No other process needs them, since a guest has no segment.
+With protocol tcp, `setup` listens at two ports of all addresses. The first port tells which memory
+the package shares, and the second reads and writes that memory without authentication. No variable
+binds the ports to one address. No other process needs the ports, because a guest has no segment.
 Source: Mooncake mooncake-transfer-engine/src/transfer_metadata_plugin.cpp :: findAvailableTcpPort,
 src/transport/tcp_transport/tcp_transport_session_impl.h :: TcpContext, src/config.cpp ::
 ValidatePortRange; tried on mooncake-transfer-engine 0.3.13.
@@ -36,9 +36,10 @@ def names_of_sockets() -> frozenset[str]:
 def close_ports(before: Set[str]) -> list[int]:
     """Drop all packets to the listeners that a new client has opened; end their connections.
 
-    before: `names_of_sockets` before the client was set up.
-    Only listeners within Mooncake's range of ports count, since other threads of a server may
-    listen meanwhile. Returns the ports that stay open, because the kernel has no socket filters.
+    before: result of `names_of_sockets` before the client was set up.
+    Only listeners within Mooncake's range of ports count, because other threads of a server may
+    have begun to listen since. Returns the ports that stay open, if the kernel has no socket
+    filters.
     """
     ours, ports, left = _range_of_ports(), set(), []
     fresh = [number for number, name in _sockets() if name not in before]
@@ -54,7 +55,10 @@ def close_ports(before: Set[str]) -> list[int]:
 
 
 def _range_of_ports() -> range:
-    """Return the range in which Mooncake looks for a free port, by its variables."""
+    """Return the range in which Mooncake looks for a free port, as its variables state it.
+
+    Like Mooncake, take the default range if the variables do not state a possible range.
+    """
     first, last = (_stated_port(end, default) for end, default in _PORTS.items())
     if not 1024 <= first <= last <= 65535 or {first, last} & {*_EPHEMERAL}:
         first, last = _PORTS.values()
@@ -62,6 +66,7 @@ def _range_of_ports() -> range:
 
 
 def _stated_port(end: str, default: int) -> int:
+    # Mooncake reads both spellings of the name.
     names = (f"MC_{end}_RPC_PORT", f"MC_{end}_PRC_PORT")
     text = next((os.environ[name] for name in names if name in os.environ), str(default))
     return int(text) if text.isdecimal() else 0
@@ -77,7 +82,7 @@ def _sockets() -> Iterator[tuple[int, str]]:
 
 
 def _opened(descriptors: list[int]) -> Iterator[socket.socket]:
-    """Yield the TCP sockets among some descriptors; each is open for its turn of the loop."""
+    """Yield the TCP sockets among some descriptors. Each copy closes when the next is taken."""
     for descriptor in descriptors:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as opened:
             if opened.family in (socket.AF_INET, socket.AF_INET6):
@@ -94,7 +99,7 @@ def _port_of(opened: socket.socket) -> int:
 
 
 def _drops_all(listener: socket.socket) -> bool:
-    """Attach a filter that drops all packets; return False where the kernel has no filters."""
+    """Attach a filter that drops all packets. Return False if the kernel has no filters."""
     program = ctypes.create_string_buffer(_DROP, len(_DROP))
     filters = struct.pack("HP", 1, ctypes.addressof(program))
     try:

@@ -1,7 +1,8 @@
 """Settings of a Mooncake cluster.
 
-Each parameter of the store URL overrides one setting. The others come from one source, as in
-SGLang: the JSON file of SGLANG_HICACHE_MOONCAKE_CONFIG_PATH if set, else the MOONCAKE_* variables.
+Each parameter of the store URL overrides one setting. As in SGLang, all other settings come from
+one source. It is the JSON file of SGLANG_HICACHE_MOONCAKE_CONFIG_PATH if that is set, else the
+MOONCAKE_* variables.
 Source: sglang srt/mem_cache/storage/mooncake_store/mooncake_store.py :: MooncakeStoreConfig,
 MooncakeBaseStore._load_config; srt/environ.py.
 """
@@ -170,8 +171,8 @@ def _master(url: StoreUrl, given: _SettingsSource) -> str:
     stated = given.stated
     if stated.standalone:
         raise UsageError(
-            f"{given.name('standalone')} is set: servers use a store process on their host, which "
-            "hicachectl cannot use; name the master, as in mooncake://HOST:50051"
+            f"{given.name('standalone')} is set, so servers use a store process on their host, "
+            "which hicachectl cannot use; name the master, as in mooncake://HOST:50051"
         )
     if stated.master is None:
         only = (
@@ -233,8 +234,8 @@ def _refuse_backend(environ: Mapping[str, str]) -> None:
     backend = environ.get(BACKEND_VARIABLE, _BACKEND)
     if backend != _BACKEND:
         raise UsageError(
-            f"{BACKEND_VARIABLE}: {backend!r} is not supported: hicachectl uses the store in C++, "
-            f"and reads no other; set {_BACKEND}, or unset it"
+            f"{BACKEND_VARIABLE}: {backend!r} is not supported, because hicachectl reads only "
+            f"Mooncake's store in C++; set {_BACKEND}, or unset the variable"
         )
 
 
@@ -245,8 +246,8 @@ def _refuse_tenant(url: StoreUrl, given: _SettingsSource) -> None:
     if tenant != _DEFAULT_TENANT:
         name = given.name("tenant") if stated is None else f"{_shown(url)}: tenant"
         raise UsageError(
-            f"{name}: {tenant!r} cannot be used: the master lists only the objects of the tenant "
-            f"{_DEFAULT_TENANT!r}; leave the tenant out"
+            f"{name}: {tenant!r} cannot be used, because the master lists only the objects of the "
+            f"tenant {_DEFAULT_TENANT!r}; leave the tenant out"
         )
 
 
@@ -265,7 +266,7 @@ def _from_environment(environ: Mapping[str, str]) -> _SettingsSource:
 
 
 def _from_file(path: str, environ: Mapping[str, str]) -> _SettingsSource:
-    """Read SGLang's JSON config; variables count only for the host name and a missing protocol."""
+    """Read SGLang's JSON config. Variables give only the host name and a missing protocol."""
     where = f"{CONFIG_VARIABLE} {path}"
     config = read_config(path, where)
     if "protocol" not in config and "MOONCAKE_PROTOCOL" in environ:
@@ -280,7 +281,7 @@ def _from_file(path: str, environ: Mapping[str, str]) -> _SettingsSource:
 
 
 def _hostname(environ: Mapping[str, str], configured: str) -> str:
-    """Return this machine's name; the environment overrides the file."""
+    """Return this machine's name, from the environment or else from the JSON config."""
     own = environ.get("MOONCAKE_LOCAL_HOSTNAME")
     return (
         own

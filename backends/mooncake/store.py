@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 SCAN_ROWS = 16384
 LEASE_SECONDS = 10.0  # the master's --default_kv_lease_ttl in Mooncake 0.3.13
 _LEASE_POLL_SECONDS = 0.5
-_LEASE_RETRIES = 3  # a read outlasts its lease on a busy machine
+_LEASE_RETRIES = 3  # most retries of a read whose lease ended first, as on a busy machine
 _TCP = "tcp"
 _CARD_READERS = 4  # reads at once if the network card copies; not measured on an RDMA network
 _WITH_MESSAGE = (Status.ERROR, Status.UNREACHABLE)
@@ -78,7 +78,7 @@ _READ_BACK_BYTES = 64 << 20  # most bytes that one call reads back
 
 
 class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
-    """The default tenant's objects; this client contributes no memory."""
+    """The default tenant's objects in a cluster. This client contributes no memory."""
 
     limits: Limits = Limits(
         batch_objects=128,  # SGLang's batches have 128 pages
@@ -115,7 +115,10 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
 
     @property
     def places(self) -> tuple[Hashable, ...]:
-        """Return the set of the cluster's segments: a storage process belongs to one master."""
+        """Return the cluster's segments, or the URL if the cluster has none.
+
+        The segments identify the cluster, because a storage process belongs to one master.
+        """
         segments = frozenset((one.name, one.endpoint) for one in self._admin.segments())
         return (segments or self.url,)
 
@@ -155,15 +158,16 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
         """List the default tenant's objects with a readable replica.
 
-        Objects removed or incomplete when queried are left out. Keys with a comma cannot be
-        queried: their size is null unless `allow_leases` is set.
+        Objects that are removed or incomplete at the time of the query are left out. Keys with a
+        comma cannot be queried, so their size is null. With `allow_leases`, their size comes from
+        calls that grant leases.
         """
         schema = scan_schema(columns)
         for keys in self._admin.key_batches(SCAN_ROWS):
             yield self._described(schema, keys)
 
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
-        """Query a few objects again; keys with commas are searched in a full listing."""
+        """Query a few objects again. Keys with commas are looked up in a full listing."""
         keys = _key_array(rows)
         answer = self._admin.query(keys)
         unaskable = _unaskable(answer)
@@ -178,7 +182,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
         return self._found(rows)[0]
 
     def _found(self, rows: Rows) -> tuple[BoolArray, BoolArray]:
-        """Return `exists`, and which keys the master reports as begun by another writer."""
+        """Return the result of `exists`, and which keys another writer has begun to write: [n]."""
         keys = _key_array(rows)
         answer = self._admin.query(keys)
         unaskable = _unaskable(answer)
@@ -197,7 +201,8 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
         usable = [one for one in segments if one.status == "OK"]
         if not usable:
             problem = (
-                "No storage process gives the cluster memory, so that nothing is stored; start one"
+                "No storage process gives the cluster memory, so nothing is stored; start a "
+                "storage process"
             )
             yield Condition("segments", "", problem, is_lost=True)
             return
@@ -243,7 +248,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
         return scan_batch(schema, columns, len(columns["key"]))
 
     def _leased_sizes(self, keys: Any, sizes: Any, places: IntArray) -> Any:
-        """Query sizes key by key, which grants leases."""
+        """Query sizes by calls that grant leases, one for each key."""
         found = sizes.to_pylist()
         asked = key_texts(keys.take(pa.array(places)))
         for place_, key in zip(places.tolist(), asked, strict=True):
@@ -264,7 +269,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
     def read_into(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
     ) -> ReadResult:
-        """Read whole objects; a read's lease keeps the object until its version is queried."""
+        """Read whole objects. The lease of a read keeps the object until its version is queried."""
         self.memory(offsets, capacities, len(rows))
         keys = key_texts(rows.column("key"))
         codes = np.full(len(rows), Code.INVALID_PARAMS, dtype=np.int64)
@@ -294,7 +299,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
     def _transferred(
         self, keys: Sequence[str], addresses: list[int], capacities: list[int]
     ) -> Codes:
-        """Read objects; if the lease of some ended too early, read these again, one by one."""
+        """Read objects. If an object's lease ended too early, read this object again."""
         codes = self._data().get_into(keys, addresses, capacities)
         for at in np.flatnonzero(codes == Code.LEASE_EXPIRED).tolist() * _LEASE_RETRIES:
             if codes[at] == Code.LEASE_EXPIRED:
@@ -310,7 +315,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
         nbytes: IntArray,
         versions: npt.NDArray[np.uint64],
     ) -> None:
-        """Query versions of the objects read, and existence and sizes of the others.
+        """Query the versions of objects that were read, and the existence and sizes of the rest.
 
         Queries of keys with commas grant leases, as reads do.
         """
@@ -330,10 +335,10 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
     ) -> Result:
         """Put objects and read them back, because a put of an existing key also succeeds.
 
-        If `confirms_writes` is False, nothing is read back: the status is OK even if another writer
-        has put the key after our query. If `if_absent` is False, an existing object is removed
-        first, as in `delete`.
-        A full cluster evicts objects without lease or pin. FULL: there is no room even then.
+        If `confirms_writes` is False, nothing is read back, and the status is OK even if another
+        writer has put the key after our query. If `if_absent` is False, an existing object is
+        removed first, as in `delete`. A full cluster evicts objects that have neither a lease nor a
+        pin. FULL: after that, there is still too little space.
         """
         self.memory(offsets, sizes, len(rows))
         keys = key_texts(rows.column("key"))
@@ -357,7 +362,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
             if self._pin_seconds is not None:
                 refused = places[codes == Code.INVALID_PARAMS]
                 errors |= dict.fromkeys(refused.tolist(), f"The pin is {_PIN_TOO_LONG}")
-            self._settle_begun(rows, places[(codes == 0) & begun[places]], statuses)
+            self._mark_begun(rows, places[(codes == 0) & begun[places]], statuses)
             if self.confirms_writes:
                 put = places[(codes == 0) & (statuses[places] == Status.OK)]
                 self._read_back(keys, put, offsets[put], sizes[put], statuses, errors)
@@ -371,7 +376,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
         *,
         if_absent: bool,
     ) -> BoolArray:
-        """Set EXISTS for existing objects, or remove them.
+        """Set EXISTS for existing objects with `if_absent`; remove existing objects without it.
 
         Return which keys another writer has begun to write: [rows].
         """
@@ -388,7 +393,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
             errors[int(fine[index])] = why
         return begun
 
-    def _settle_begun(self, rows: Rows, places: IntArray, statuses: npt.NDArray[np.uint8]) -> None:
+    def _mark_begun(self, rows: Rows, places: IntArray, statuses: npt.NDArray[np.uint8]) -> None:
         """Set EXISTS for objects that another writer has not finished.
 
         Our put of such a key reports success but stores nothing. If that writer was killed, the
@@ -407,7 +412,10 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
         statuses: npt.NDArray[np.uint8],
         errors: dict[int, str],
     ) -> None:
-        """Compare stored objects with our bytes; EXISTS: the bytes are another writer's."""
+        """Compare stored objects with our bytes. Set EXISTS for an object with other bytes.
+
+        Another writer stored such an object. Set ERROR for an object that cannot be read back.
+        """
         assert self.arena is not None
         for chunk in batch_spans(sizes, _READ_BACK_BYTES, self.limits.batch_objects):
             where, total = place(sizes[chunk])
@@ -452,7 +460,8 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
     def pin(self, rows: Rows, seconds: float) -> Result:
         """Set soft pins, which grant no leases."""
         result, codes = self._pinned(rows, _milliseconds(seconds))
-        if (codes == Code.INVALID_PARAMS).any():  # no key is empty, so the time is at fault
+        # No key is empty, so the invalid parameter can only be the time.
+        if (codes == Code.INVALID_PARAMS).any():
             raise self._pin_too_long(seconds)
         return result
 
@@ -497,7 +506,10 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
         return Result(statuses, errors)
 
     def touch(self, rows: Rows) -> BoolArray:
-        """Grant leases batch by batch: the master evicts in the order in which leases end."""
+        """Grant leases batch by batch; return which objects exist.
+
+        Leases delay eviction, because the master evicts objects in the order in which leases end.
+        """
         keys = key_texts(rows.column("key"))
         codes = np.zeros(len(rows), dtype=np.int64)
         for start in range(0, len(rows), self.limits.batch_objects):
@@ -522,7 +534,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
 
 
 def _milliseconds(seconds: float) -> int:
-    """Return a duration for the master, at least 1: pins of 0 ms protect nothing."""
+    """Return a duration in milliseconds; at least 1, because pins of 0 ms protect nothing."""
     return max(1, round(seconds * 1000))
 
 
@@ -558,13 +570,13 @@ def _unaskable(answer: Any) -> BoolArray:
 
 
 def _is_in(keys: Any, some: Any) -> BoolArray:
-    import pyarrow.compute as pc  # imported late: costs 20 ms at start-up
+    import pyarrow.compute as pc  # imported late, because the import takes 20 ms
 
     found: BoolArray = pc.is_in(keys, value_set=some).to_numpy(zero_copy_only=False)
     return found
 
 
 def _version_rows(versions: Any) -> npt.NDArray[np.uint64]:
-    """Return versions as numbers, [n, fields]; 0 for objects only on disk."""
+    """Return versions as numbers: [n, fields] uint64, 0 for objects that are only on disk."""
     joined = b"".join(versions.fill_null(b"\0" * VERSION_BYTES).to_pylist())
     return np.frombuffer(joined, dtype="<u8").reshape(len(versions), VERSION_BYTES // 8)

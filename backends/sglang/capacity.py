@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 _PROBED_EVERY_S, _PROBED_EVERY_BYTES = 1.0, 64 << 20
 _LOW = 0.96  # eviction starts above HIGH, and ends at this share of the limit
 _LISTED_AT = 0.75  # below this share of the limit, the limit is no reason to list
-# List again because of the limit only if the pages left to evict fill at most this share of it, and
-# if more than _WRITTEN_AT_LEAST of it was written since the last listing.
+# The limit is a reason to list again if the pages left to evict fill at most _KNOWN_AT_LEAST of it,
+# and writes since the last listing fill more than _WRITTEN_AT_LEAST of it.
 _KNOWN_AT_LEAST = 0.25
 _WRITTEN_AT_LEAST = 0.05
 # A turn frees _FREE_SPACE_STEP of the missing space, but at least _FREE_SPACE_LEAST bytes. It does

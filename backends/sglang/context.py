@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.sglang.settings import Settings
 
-_LONGEST_READ_S = 300.0  # most time to read the weights: other ranks wait for this rank
+_LONGEST_READ_S = 300.0  # most time to read the weights, because other ranks wait for this rank
 _AUTO = "identity: 'auto' does not suffice"
 
 # Variables that change the order or the form of rows, but not their size. Sources: memory_pool.py
@@ -41,16 +41,18 @@ _ROW_FORMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """A server at the time when a store is attached.
+    """Facts about a server at the time when a store is attached.
 
-    weights, draft_weights: names of the target's and the draft's weights, for `Identity`;
-        draft_weights is "" without speculation.
-    unreadable: why this host cannot name the weights, so that all its pages are misses; else "".
+    weights: name of the target's weights, for `Identity`.
+    draft_weights: name of the draft's weights, for `Identity`; "" without speculation.
+    unreadable: why this host cannot name the weights, which makes all pages misses; "" if it can.
     weight_version: result of `weight_version` when the store is attached.
     page_size: tokens of a page.
-    fp8, draft_fp8: dtype of fp8 numbers, which SGLang keeps in pools of bytes.
-    row_form: environment variables that choose another form of rows than the default; else "".
-    pp_partition: layers of each pipeline stage, if the environment states them; else ().
+    fp8: dtype of the target's fp8 numbers, which SGLang keeps in pools of bytes.
+    draft_fp8: dtype of the draft's fp8 numbers.
+    row_form: environment variables that change the form of rows, with their values; "" if none
+        does.
+    pp_partition: number of layers of each pipeline stage, if the environment states it; else ().
     opaque_rows: text that changes with the form of rows that hicachectl does not interpret.
     """
 
@@ -106,7 +108,7 @@ def read_context(settings: Settings) -> Context:
 
 
 def weight_version() -> str:
-    """Return a text that changes with the weights that are loaded.
+    """Return a text that changes when other weights are loaded.
 
     The text has SGLang's weight version (scheduler.py :: record_weight_version_change) and the
     number of updates from files (model_runner.py :: update_model_fields). Any other update that
@@ -129,7 +131,7 @@ class _Weights:
 
     identity: see `Settings`.
     loading: values of `formats.models.loading.SETTINGS`.
-    cache: the Hub's cache; None for the default.
+    cache: directory of the Hugging Face cache; None for the default.
     unreadable: the first reason why this host cannot name a model's weights; "" if it can.
     """
 
@@ -137,7 +139,7 @@ class _Weights:
         self._identity = identity
         self._loading = loading
         self._cache = cache
-        # Each checkpoint is read once: the target's may hold the draft, too.
+        # A checkpoint is read only once, even if the target's checkpoint also holds the draft.
         self._read: dict[tuple[str, str | None], Checkpoint] = {}
         self.unreadable = ""
 
@@ -145,7 +147,8 @@ class _Weights:
         """Return the name of a model's weights; "" if unreadable. Raises ValueError."""
         if self._identity != "auto":
             return _updated(self._identity)
-        try:  # check the settings before any file is read, so that all ranks refuse alike
+        # The settings are checked before any file is read, so that all ranks refuse alike.
+        try:
             loaded_weights(Checkpoint("", {}), self._loading, draft=draft)
         except ProfileError as error:
             raise ValueError(f"{_AUTO}: {error}") from None
@@ -158,13 +161,14 @@ class _Weights:
             if (path, revision) not in self._read:
                 self._read[path, revision] = self._checkpoint(path, revision)
             return _updated(loaded_weights(self._read[path, revision], self._loading, draft=draft))
-        except Exception as error:  # any error: a rank that raised would hang the others
+        # Any error is caught, because the other ranks would wait for a rank that raised alone.
+        except Exception as error:
             self.unreadable = self.unreadable or f"{_AUTO}: {reason_of(error)}"
             return ""
 
     def _checkpoint(self, path: str, revision: str | None) -> Checkpoint:
         """Read a model directory, or the Hub's snapshot of a model. Raises HicacheError."""
-        workers = Workers(1, "weights")  # a file system may hang
+        workers = Workers(1, "weights")  # in a thread, because a file system may hang
         work = [(path, revision, self._cache)]
         try:
             (found,) = workers.map(Call(_LONGEST_READ_S), _read, work)
@@ -178,7 +182,7 @@ class _Weights:
 
 
 def _adapter(spec: Any, lora: Any) -> str:
-    """Return the setting by which adapters change KV values, and the next step; "" if none does.
+    """Return the setting by which adapters change KV values, with the next step, or "".
 
     The page hashes of an adapter depend on its name and path (lora_registry.py ::
     deterministic_id), so they stay the same when the adapter is trained again. A server with this
@@ -188,8 +192,8 @@ def _adapter(spec: Any, lora: Any) -> str:
         return f"speculative_algorithm: 'UNO': the draft's weights are an adapter; {NAME_WEIGHTS}"
     if lora.enable_lora or (lora.enable_lora is None and lora.lora_paths):
         return (
-            "enable_lora: True: keys have the names of adapters, not their weights, so the text "
-            f"must change with every adapter; {NAME_WEIGHTS}"
+            "enable_lora: True: keys name adapters, but not the adapters' weights; "
+            f"{NAME_WEIGHTS}; change the name with every adapter"
         )
     return ""
 
@@ -209,7 +213,7 @@ def _read(path: str, revision: str | None, cache: str | None) -> Checkpoint:
 
 
 def _updated(name: str) -> str:
-    """Return a name of weights, with the version that online updates gave them, if any did."""
+    """Return a name of weights. If online updates gave the weights a version, add the version."""
     from sglang.srt.runtime_context import get_context
 
     if not any("weight_version" in fields for _, fields in get_context().overrides_log()):
@@ -239,7 +243,8 @@ def _pp_partition() -> tuple[int, ...]:
     stated = os.environ.get("SGLANG_PP_LAYER_PARTITION")
     try:
         return tuple(map(int, stated.split(","))) if stated else ()
-    except ValueError:  # this server has no stages: with stages it would not have started
+    # SGLang would not have started a server with stages, so this server has no stages.
+    except ValueError:
         return ()
 
 
@@ -252,7 +257,10 @@ def _row_form() -> str:
 
 
 def _kernels(runtime: Any) -> tuple[str, ...]:
-    """Return attention backend and GPU, which choose DeepSeek-V4's rows (select_dsv4_kv_layout)."""
+    """Return attention backend and GPU capability, by which DeepSeek-V4 chooses its rows.
+
+    Source: select_dsv4_kv_layout.
+    """
     import torch
 
     device = torch.cuda.get_device_capability() if torch.cuda.is_available() else ()

@@ -1,7 +1,7 @@
 """Count the pages that the plug-in moves and refuses; log refusals at a bounded rate.
 
 `formats.plugin_status` has the names of the counts. A process keeps its counts when the backend is
-detached and attached again. Where SGLang exports metrics, it exports the counts as well.
+detached and attached again. If SGLang exports metrics, the counts are among these metrics.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _SECONDS_PER_LINE = 10.0  # shortest time between two log lines of one reason
 # With --enable-metrics, SGLang sets this variable in its processes (utils/common.py ::
-# set_prometheus_multiproc_dir). prometheus_client must not be imported earlier.
+# set_prometheus_multiproc_dir). prometheus_client must not be imported before the variable is set.
 _EXPORTED = "PROMETHEUS_MULTIPROC_DIR"
 
 
@@ -50,7 +50,7 @@ class Tally:
         if self._export is not None:
             try:
                 self._export(kind, name, count)
-            except Exception as error:  # a metric must cost no page
+            except Exception as error:  # caught, because a metric must not cost a page
                 self._export = None
                 logger.warning("metrics: no longer exported: %r", error)
 
@@ -70,7 +70,8 @@ class Tally:
                 from hicachectl.backends.sglang.exported import exporter
 
                 self._export = exporter(ranks)
-            except Exception as error:  # no package, or no room for its files
+            # prometheus_client is missing, or cannot write its files, for example.
+            except Exception as error:
                 logger.warning("metrics: not exported: %r", error)
 
 
@@ -120,7 +121,7 @@ class Counters:
             first = reason not in self._noted
             self._noted.add(reason)
         if first:
-            logger.info("%s: %s: %s; later ones are only counted", self.place, reason, detail)
+            logger.info("%s: %s: %s; later pages are only counted", self.place, reason, detail)
 
     def refused(self, reason: Refused, detail: str, pages: int = 1) -> None:
         """Count pages that are misses or failed writes, and log at a bounded rate."""
@@ -153,7 +154,7 @@ class Counters:
 
 
 class Moved:
-    """Reads or writes since the last `take`. Threads may add samples while another takes them."""
+    """Reads or writes since the last `take`. Threads may `add` while another thread takes."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[int, float]] = deque()

@@ -1,10 +1,10 @@
 """Prometheus metrics of the plug-in, which SGLang exports with its own.
 
-This module is imported only where SGLang exports metrics: SGLang then has set
+This module is imported only if SGLang exports metrics. SGLang has then set
 PROMETHEUS_MULTIPROC_DIR, and its /metrics sums the files of all processes (utils/common.py ::
-add_prometheus_middleware). prometheus_client refuses a second metric of one name, so the metrics
-stay when the backend is detached. All are counters: a gauge would need a rule for the values of
-processes that have ended.
+add_prometheus_middleware). prometheus_client refuses a second metric of the same name, so the
+metrics stay when the backend is detached. All metrics are counters, because a gauge would need a
+rule for the values of processes that have ended.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 # SGLang's own labels of a rank's storage metrics (unified_cache/storage_attachment.py).
 LABELS = ("tp_rank", "dp_rank", "pp_rank", "attn_cp_rank")
 _STAGE_TEXTS = {
-    "asked": "Tokens of pages that SGLang asked for; it asks again for requests that wait.",
+    "asked": "Tokens of pages that SGLang asked for. SGLang asks again for requests that wait.",
     "found": "Tokens of leading pages that could be restored, when SGLang asked.",
     "restored": "Tokens of leading pages that were read whole into host memory.",
-    "written": "Tokens of pages whose kv was stored; those stored already are not counted.",
+    "written": "Tokens of pages whose kv was written. Pages stored before are not counted.",
     "evicted": "Tokens of pages whose kv was evicted by this process.",
 }
 _STAGES = {
@@ -45,7 +45,8 @@ _REASONS = {
 def exporter(ranks: Sequence[int]) -> Callable[[str, str, int], None]:
     """Return a function that adds to a rank's metrics: (kind, name, count), as in `counters.Tally`.
 
-    ranks: the rank's values of LABELS. From now on /metrics has all metrics of the rank, also at 0.
+    ranks: the rank's values of LABELS.
+    From now on, /metrics has all metrics of the rank, including metrics with the value 0.
     """
     children = {("tokens", stage): metric.labels(*ranks) for stage, metric in _STAGES.items()}
     for kind, metric in _REASONS.items():

@@ -13,7 +13,7 @@ class _Lines(logging.LoggerAdapter[logging.Logger]):
     """A logger of one-line messages. SGLang's own prefix, with time and rank, comes before ours."""
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log one line; characters that would end it or control a terminal are escaped."""
+        """Log one line. Escape characters that would end the line or control a terminal."""
         if self.isEnabledFor(level):
             text = str(msg) % args if args else str(msg)
             name = logging.getLevelName(level).lower()
@@ -22,7 +22,7 @@ class _Lines(logging.LoggerAdapter[logging.Logger]):
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]
     ) -> tuple[Any, MutableMapping[str, Any]]:
-        """Return both unchanged."""
+        """Return the message and its keywords unchanged."""
         return msg, kwargs
 
 

@@ -1,4 +1,4 @@
-"""Define the pools that the plug-in serves, and the stores that it serves them from."""
+"""The pools that the plug-in serves, and the interface of the stores that have their pages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Pieces = tuple[Piece, ...]  # pieces of one page, in the order of its object's b
 
 
 class HostPages(Protocol):
-    """Where the pages of a host pool lie."""
+    """The places of a host pool's pages in host memory."""
 
     def pieces(self, host_indices: Sequence[int]) -> list[Pieces]:
         """Return the pieces of each page. Every piece lies within the pool's memory.
@@ -48,6 +48,7 @@ class HostPages(Protocol):
 class Part:
     """A part of a page that Mooncake and 3FS store as an object of its own.
 
+    name: name of the part; None if the page has only this part.
     nbytes: bytes of the part.
     pieces: the part's slice of a page's pieces.
     """
@@ -61,16 +62,17 @@ class Part:
 class ServedPool:
     """A pool of this rank.
 
-    ranks: this rank.
+    ranks: this rank's position on each axis, and the sizes of the axes.
     shared_anchor: whether the TP ranks share the anchor's objects.
     identity: identity of the object that holds the pool's whole page, on a file store.
-    page_indices: host indices per page: the page size, or 1 for states.
-    nbytes: bytes of a page, all parts; 0 for a logical anchor.
+    page_indices: number of host indices of a page, which is the page size, or 1 for states.
+    nbytes: bytes of all parts of a page; 0 for a logical anchor.
     parts: parts of a page; empty for a logical anchor.
-    writes: this rank writes the pool; another rank writes shared objects.
-    trailing: only the last pages of a stored node have the pool; the other pages are whole without
-        it. SGLang states this in transfers, not in registrations, so it is False before the first
-        transfer.
+    writes: whether this rank writes the pool. Of ranks that share objects, only one writes them.
+    host: places of the pages in host memory.
+    trailing: whether only the last pages of a stored node have the pool, and the other pages are
+        whole without it. SGLang states this in transfers, not in registrations, so `trailing` is
+        False before the first transfer.
     """
 
     name: str
@@ -110,10 +112,10 @@ class ServedPool:
 
 
 class PageStore(ABC):
-    """One store that a rank serves from: whole pages of a pool, by page hash.
+    """A store from which a rank serves the pages of its pools, by page hash.
 
-    Only `add` raises. A page that cannot be served is a miss, counted with its reason. Each method
-    ends at the call's deadline. After that, no thread of the method touches host memory.
+    Only `add` raises. A page that cannot be served is a miss, and is counted with its reason. Each
+    method ends at the call's deadline. From then on, no thread of the method touches host memory.
     """
 
     def __init__(self, counters: Counters, threads: int) -> None:
@@ -142,13 +144,16 @@ class PageStore(ABC):
     def read(
         self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
     ) -> list[bool]:
-        """Read pages into host memory. Return which were read whole; others are undefined."""
+        """Read pages into host memory. Return which pages were read whole.
+
+        The host memory of the other pages may hold anything.
+        """
 
     @abstractmethod
     def write(
         self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
     ) -> list[bool]:
-        """Write the pages that the store lacks. Return which pages it has now."""
+        """Write the pages that the store lacks. Return which pages the store has now."""
 
     @abstractmethod
     def clear(self, call: Call) -> None:
@@ -159,7 +164,7 @@ class PageStore(ABC):
         self._askers.map(call, self._open, [()])
 
     def close(self) -> None:
-        """End the threads, and leave the store; later calls are misses."""
+        """End the threads, and close the store; later calls are misses."""
         for workers in self._workers:
             workers.close()
         self._closed = True
@@ -167,14 +172,17 @@ class PageStore(ABC):
 
     @abstractmethod
     def _open_now(self) -> None:
-        """Do the steps of `open` that are not done yet. An exception is counted."""
+        """Do the steps of `open` that are not done yet. `_open` counts an exception."""
 
     @abstractmethod
     def _forget(self) -> Callable[[], None] | None:
         """Drop the open store. Return the function that closes it; None if nothing is open."""
 
     def _leave(self) -> None:
-        """Close the open store once no thread hangs in it; wait at most `_LONGEST_CLOSE_S`."""
+        """Close the open store, in a thread, once no worker hangs in the store.
+
+        If no worker hangs now, wait for the close, at most `_LONGEST_CLOSE_S`.
+        """
         with self._closing:
             close = self._forget()
         if close is None:
@@ -202,17 +210,18 @@ class PageStore(ABC):
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         try:
             close()
-        except Exception as error:  # any error: the call has returned
+        except Exception as error:  # no caller waits for this thread, so any error is only counted
             self.counters.failed("unclosed", reason_of(error))
 
     def _open(self) -> None:
-        """Do the rest of `open`, unless another thread does it, or it failed shortly before."""
+        """Do the rest of `open`, unless another thread does so, or it failed a short time ago."""
         if time.monotonic() < self._open_again_at or not self._opening.acquire(blocking=False):
             return
         try:
             if not self._closed:
                 self._open_now()
-        except Exception as error:  # any error: a rank that raised would hang the others
+        # Any error is caught, because the other ranks would wait for a rank that raised alone.
+        except Exception as error:
             self._open_again_at = time.monotonic() + _SECONDS_BETWEEN_OPENS
             self.counters.failed("unopened", reason_of(error))
         finally:
@@ -231,6 +240,6 @@ class PageStore(ABC):
         return any(workers.hanging for workers in self._workers)
 
     def _count_late(self, pages: int, *, paused: bool) -> None:
-        """Count pages that were not done in time, or not begun if `paused`."""
+        """Count pages that were not done in time or, if `paused`, were not begun."""
         why = "a pause after a call that timed out" if paused else "no answer in time"
         self.counters.refused("timeout", why, pages)

@@ -276,7 +276,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        """Read pages of the anchor's pool into the host pool. Return which pages were read whole."""
+        """Read pages of the anchor's pool into host memory. Return which pages were read whole."""
         with self._call() as call:
             read = self._read(self._pools.get(str(PoolName.KV)), keys, host_indices, call)
         self._count_anchored()
@@ -310,7 +310,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         SGLang takes the leading pages that were read for the anchor and for every pool that it
         reads for the same batch (cache_controller.py :: _page_transfer_kv_batch).
 
-        results: which pages of each transfer were read, by the name of the transfer.
+        results: flags of each transfer's pages, True if the page was read, by the transfer's name.
         """
         anchored, self._anchored = self._anchored, None
         if anchored is None:
@@ -432,7 +432,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         return True
 
     def get(self, *_: Any, **__: Any) -> None:
-        """Return None. SGLang moves flat pages only without interface_v1, which is required here."""
+        """Return None. SGLang moves flat pages only without interface_v1, a required setting."""
 
     batch_get = set = batch_set = get
 

@@ -44,10 +44,10 @@ _BYTES = "uint8"  # dtype of structured rows, and of fp8 (memory_pool.py :: KVCa
 class EvenPages:
     """`HostPages` at equal distances, as in all of SGLang's pools.
 
-    page_indices: host indices of a page.
-    count: pages of the pool.
-    pieces: the pieces of a page, in the object's order. Each is its address in page 0, the distance
-        to the same piece of the next page, and its length, in bytes.
+    page_indices: number of host indices of a page.
+    count: number of pages of the pool.
+    pieces: the pieces of a page, in the object's order. Each has its address in page 0, the
+        distance in bytes to the same piece of the next page, and its length in bytes.
     """
 
     def __init__(
@@ -59,13 +59,14 @@ class EvenPages:
 
     def pieces(self, host_indices: Sequence[int]) -> list[Pieces]:
         """See `HostPages`."""
-        # Plain Python: the first use of numpy in a call takes longer than 128 pages take here.
+        # This is plain Python, because the first use of numpy in a call takes longer than this loop
+        # takes for 128 pages.
         pages = [index // self._page_indices for index in host_indices]
         for index, page in zip(host_indices, pages, strict=True):
             if page * self._page_indices != index or not 0 <= page < self._count:
                 raise ValueError(
-                    f"host index {index}: not the start of one of {self._count} pages of "
-                    f"{self._page_indices}"
+                    f"host index {index}: not the first index of one of {self._count} pages of "
+                    f"{self._page_indices} indices"
                 )
         if not self._pieces:
             return [()] * len(pages)
@@ -81,10 +82,10 @@ def host_pages(
     """Return where a pool's pages lie, and the bytes of each piece of a page.
 
     name: name of the pool, in messages.
-    alternating: SGLang lists the pieces of this many parts by turns; they are returned one part
-        after the other.
-    Raises ValueError if SGLang does not know the places of the pages, or they are unevenly spaced,
-    or outside the pool's memory.
+    alternating: number of parts whose pieces SGLang lists by turns. The result has all pieces of
+        the first part before the pieces of the next part.
+    Raises ValueError if SGLang does not know the places of the pages, or if the pages are unevenly
+    spaced or lie outside the pool's memory.
     """
     whole = f"pool {name}: {type(host_pool).__name__} in layout {host_pool.layout}"
     count = host_pool.size // host_pool.page_size
@@ -118,7 +119,7 @@ def _stated(whole: str, host_pool: Any, page: int) -> Pieces:
     start = page * host_pool.page_size
     try:
         stated = host_pool.get_page_buffer_meta(torch.arange(start, start + host_pool.page_size))
-    except Exception as error:  # any error: SGLang's pools refuse in several ways
+    except Exception as error:  # SGLang's pools refuse with several kinds of exceptions
         raise ValueError(
             f"{whole}: SGLang cannot store it from its place in memory ({error}); start with "
             "--hicache-mem-layout page_first or page_first_direct"
@@ -158,11 +159,11 @@ class _Form:
 
     dtype: see `Identity`.
     layers: layers of the page.
-    packed: whether some layers are, or may be, the draft's.
+    packed: whether some layers belong, or may belong, to the draft.
     parts: names of the parts, which have equally many pieces; () if all pieces are one part.
-    alternating: SGLang lists the pieces of the parts by turns, but the object holds one part after
-        the other.
-    sharded: TP ranks hold different bytes.
+    alternating: whether SGLang lists the pieces of the parts by turns, although the object holds
+        one part after the other.
+    sharded: whether TP ranks hold different bytes.
     """
 
     dtype: str
@@ -179,8 +180,8 @@ def served_pool(name: object, host_pool: Any, config: Any, context: Context) -> 
     name: SGLang's PoolName, or its text.
     host_pool: SGLang's host pool.
     config: HiCacheStorageConfig.
-    Raises ValueError for pools and deployments that are not supported, ThisRankError if other ranks
-    may support them.
+    Raises ValueError for a pool or deployment that is not supported, and ThisRankError if other
+    ranks may support it.
     """
     pool = str(name)
     _check_deployment(config)
@@ -229,9 +230,8 @@ def served_pool(name: object, host_pool: Any, config: Any, context: Context) -> 
 def _check_deployment(config: Any) -> None:
     if config.dcp_size > 1:
         raise ValueError(
-            f"dcp_size: {config.dcp_size} is not supported: SGLang stores pages under decode "
-            "context parallelism in its own file and Mooncake backends only; start with "
-            "--dcp-size 1"
+            f"dcp_size: {config.dcp_size} is not supported: with decode context parallelism, only "
+            "SGLang's own file and Mooncake backends store pages; start with --dcp-size 1"
         )
     if config.should_split_heads or config.tp_lcm_size:
         raise ValueError(
@@ -352,7 +352,7 @@ def _dtype(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# By exact name of the class: a subclass may order its bytes differently.
+# Keys are exact names of classes, because a subclass may order its bytes differently.
 _FORMS: dict[str, Callable[[str, Any, Context], _Form]] = {
     "DSAIndexerPoolHost": _dsa_indexer,
     "DeepSeekV4PagedHostPool": _opaque,

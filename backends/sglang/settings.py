@@ -49,11 +49,12 @@ _WRITTEN_FILES = ("max_size", "min_free_space", "evict", "on_foreign")
 class Settings:
     """The values of the keys.
 
-    stores: the first is written, unless `reads_only`; the others are read on a miss.
-    digest: one of DIGEST_KINDS, for objects that are written.
+    stores: the stores in order. The first is written, unless `reads_only`; the others are read on a
+        miss.
+    digest: kind of the digests of written objects, one of DIGEST_KINDS.
     identity: "auto", or a text in place of the fingerprint of the weights.
-    op_timeout: most seconds for a call; a longer write has this time for every 128 pages.
-    max_size: most bytes per suffix; None without a limit.
+    op_timeout: most seconds for a call; a write of more pages has this time for every 128 pages.
+    max_size: most bytes of the files of one rank; None without a limit.
     min_free_space: bytes to leave free on the file system.
     """
 
@@ -77,7 +78,7 @@ class Settings:
 
     @property
     def reads_only(self) -> bool:
-        """Whether no store of the list can be written by a server."""
+        """Whether the server only reads, because no store of the list can be written."""
         return not self.stores[0].kind.served
 
 
@@ -85,8 +86,8 @@ def parse_settings(extra_config: Mapping[str, Any] | None) -> Settings:
     """Return the settings of a server.
 
     extra_config: SGLang's HiCacheStorageConfig.extra_config.
-    Raises ValueError, which SGLang reports when it starts or attaches a store; the error names key,
-    value and remedy.
+    Raises ValueError with key, value and remedy. SGLang reports the error when it starts or
+    attaches a store.
     """
     config = dict(extra_config or {})
     given = {key: value for key, value in config.items() if key not in _SGLANG_KEYS}
@@ -119,8 +120,8 @@ def _stores(value: Any) -> tuple[StoreUrl, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
         raise ValueError(
-            f"store: {shown(value)} is not a store URL or a list of them; give one such as "
-            "file:///mnt/hicache"
+            f"store: {shown(value)} is not a store URL or a list of store URLs; give a URL such "
+            "as file:///mnt/hicache"
         )
     stores = tuple(map(_store, texts))
     for position, store in enumerate(stores):
@@ -195,8 +196,8 @@ def _seconds(key: str, value: Any) -> float:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0 < value <= LONGEST_CALL_S:
         raise ValueError(
-            f"{key}: {shown(value)} is not above 0 and at most {LONGEST_CALL_S:.0f} seconds, as "
-            "SGLang waits 10 s for a call and then fails"
+            f"{key}: {shown(value)} is not a number of seconds above 0 and up to "
+            f"{LONGEST_CALL_S:.0f}; SGLang waits 10 s for a call, and then fails"
         )
     return float(value)
 
@@ -209,7 +210,7 @@ def _threads(key: str, value: Any) -> int:
 
 def _size(least: int) -> Callable[[str, Any], int]:
     def parse(key: str, value: Any) -> int:
-        # The config may have a number. `parse_size` refuses anything but a number or a size.
+        # The config may have a number instead of a text. `parse_size` refuses other values.
         text = value if isinstance(value, str) else shown(value)
         try:
             return parse_size(text, least)

@@ -1,6 +1,7 @@
 """Write the status of this rank into its store, in a thread of its own.
 
-No call of SGLang waits for this thread: a file system that hangs holds up nothing else.
+A file system that hangs holds up only this thread. Of SGLang's calls, only `close` waits for the
+thread, and at most `_LONGEST_CLOSE_S`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class StatusFile:
         self._path = path
         self._status = status
         self._counters = counters
-        self._trust: Trust | None = None  # kept, since it may create a file to learn its owner
+        # The trust is kept, because a new one may create a file to learn the owner of new files.
+        self._trust: Trust | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hicachectl-status", daemon=True)
         try:
@@ -73,7 +75,7 @@ class StatusFile:
                 pass  # reads and writes of pages report a missing store
             except (OSError, HicacheError) as error:
                 self._counters.failed("unreported", reason_of(error))
-            except Exception as error:  # any error: the thread goes on
+            except Exception as error:  # the thread goes on after any error
                 self._counters.failed("error", f"status: {error!r}")
             self._closing.wait(WRITTEN_EVERY_S)
 

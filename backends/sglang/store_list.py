@@ -1,8 +1,8 @@
-"""A list of stores: the first is written, unless it is a pack; the others are read on a miss.
+"""A list of stores. The first is written, unless it is a pack; the others are read on a miss.
 
-All objects of a page come from one store. The list remembers it, because SGLang asks for a page in
-several calls: first what exists, then the anchor, then sidecars, then trailing states
-(cache_controller.py :: _page_transfer_kv_batch, hybrid_cache_controller.py ::
+All objects of a page come from one store. The list remembers this store, because SGLang asks for a
+page in several calls. The calls ask what exists, then for the anchor, then for sidecars, and then
+for trailing states (cache_controller.py :: _page_transfer_kv_batch, hybrid_cache_controller.py ::
 _page_transfer_sidecar).
 """
 
@@ -34,7 +34,7 @@ _MOST_CHOICES = 1 << 16  # most pages that have a remembered store
 
 
 class StoreList:
-    """Stores in the order of their list."""
+    """The stores of a server, in the order of its setting `store`."""
 
     def __init__(
         self, stores: Sequence[PageStore], counters: Counters, *, writes: bool = True
@@ -46,11 +46,12 @@ class StoreList:
         """
         self.counters = counters
         self.writes = writes
-        self._stores = self._read = list(stores)  # all stores, and the stores that are read
+        self._stores = list(stores)
+        self._read = self._stores  # stores that are read; fewer after a `clear`
         self._pools: dict[str, ServedPool] = {}  # the pools last asked for
         self._lock = threading.Lock()
-        # Only used with several stores. Position of each page's store, as `exists` chose it
-        # (`_chosen`), and as the anchor was last read from (`_anchored`).
+        # Positions of stores, by page. `_chosen` has the store that `exists` chose, and `_anchored`
+        # the store from which the anchor was last read. Both are used only with several stores.
         self._chosen: dict[str, int] = {}
         self._anchored: dict[str, int] = {}
 
@@ -69,9 +70,9 @@ class StoreList:
     def exists(self, pools: Sequence[ServedPool], pages: Sequence[str], call: Call) -> BoolArray:
         """Return which pages of each pool can be read: [pools, pages] bool.
 
-        A page comes from the store that has it whole with the most trailing states; if several have
-        equally many, from the first of them. A page that no store has whole comes from the first
-        store.
+        Of the stores that have a page whole, the page comes from the store with most of its
+        trailing states. If several stores have equally many, the page comes from the first of these
+        stores. A page that no store has whole comes from the first store.
         """
         stores = self._read
         present = np.zeros((len(pools), len(pages)), dtype=np.bool_)
@@ -81,7 +82,7 @@ class StoreList:
             return present
         chosen = np.zeros(len(pages), dtype=np.int64)
         best = np.full(len(pages), -1, dtype=np.int64)
-        undecided = np.arange(len(pages))  # pages that a later store may have in a better state
+        undecided = np.arange(len(pages))  # pages of which a later store may have more objects
         for place, store in enumerate(stores):
             if not len(undecided) or call.seconds_left < _LEAST_SECONDS:
                 break
@@ -102,7 +103,7 @@ class StoreList:
     def read(
         self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
     ) -> list[bool]:
-        """Read pages into host memory, each from its store. Return which were read whole."""
+        """Read pages into host memory, each from its store. Return which pages were read whole."""
         stores = self._read
         if not stores:
             return [False] * len(pages)
@@ -128,14 +129,17 @@ class StoreList:
     def write(
         self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
     ) -> list[bool]:
-        """Write pages to the first store, if that is written. Return which pages it has now."""
+        """Write pages to the first store, if it is written. Return which pages it has now."""
         if not self.writes:
             self.counters.count("unwritable", len(pages))
             return [False] * len(pages)
         return self._stores[0].write(pool, pages, pieces, call)
 
     def clear(self, call: Call) -> None:
-        """Make all objects of this rank misses; leave other stores unread until the next attach."""
+        """Make this rank's objects misses in the store that is written.
+
+        Read no other store until the next attach.
+        """
         if len(self._stores) > self.writes:
             logger.info(
                 "%s: cleared; stores that are only read stay as they are, and are read again "
@@ -153,7 +157,7 @@ class StoreList:
                 stack.callback(store.close)
 
     def _sources(self, pool: ServedPool, pages: Sequence[str], call: Call) -> list[int]:
-        """Return the store of each page. A sidecar comes from the store that gave the anchor."""
+        """Return the position of each page's store. A sidecar comes from its anchor's store."""
         found = self._remembered(pool, pages)
         if unknown := [page for page, place in zip(pages, found, strict=True) if place is None]:
             self.exists(list(self._pools.values()), unknown, call)
@@ -172,7 +176,7 @@ class StoreList:
     def _note(
         self, pool: ServedPool, pages: Sequence[str], sources: list[int], done: list[bool]
     ) -> None:
-        """Remember where anchors were read; choose again for pages that were not read."""
+        """Remember the stores of anchors that were read. Forget the stores of pages not read."""
         with self._lock:
             for page, ok in zip(pages, done, strict=True):
                 if not ok:
@@ -184,7 +188,7 @@ class StoreList:
 
 
 def _share(call: Call, stores: int) -> Call:
-    """Return a call within a call, with one store's share of the time left.
+    """Return a call for one store, with an equal share of the time that `call` has left.
 
     A store that hangs uses up only its share, so the next store still has time to answer.
     """
@@ -198,9 +202,9 @@ def _ask(
     call: Call,
     present: BoolArray,
 ) -> None:
-    """Set which pages a store has: [pools, pages].
+    """Set in `present` which pages a store has: [pools, pages] bool.
 
-    For the later pools, the store is asked only for pages that it has of the first pool.
+    About further pools, the store is asked only for the pages that it has of the first pool.
     """
     asked = np.arange(len(pages))
     for row, pool in enumerate(pools):
@@ -212,7 +216,7 @@ def _ask(
 
 
 def _scores(pools: Sequence[ServedPool], present: BoolArray) -> npt.NDArray[np.int64]:
-    """Return 0 for pages that are not whole, else 1 and one more for each trailing state."""
+    """Return the score of each page: 1 plus its trailing states, or 0 if it is not whole: [n]."""
     trailing = np.array([pool.trailing for pool in pools], dtype=np.bool_)
     whole = present[~trailing].all(axis=0)
     scores: npt.NDArray[np.int64] = np.where(whole, 1 + present[trailing].sum(axis=0), 0)
@@ -224,7 +228,7 @@ def _best_score(pools: Sequence[ServedPool]) -> int:
 
 
 def _remember(choices: dict[str, int], found: Iterable[tuple[str, int]]) -> None:
-    """Set choices, the newest last, and forget the oldest above the bound."""
+    """Set choices, the newest last. Forget the oldest choices if there are too many."""
     for page, place in found:
         choices.pop(page, None)
         choices[page] = place
@@ -233,9 +237,10 @@ def _remember(choices: dict[str, int], found: Iterable[tuple[str, int]]) -> None
 
 
 def open_stores(settings: Settings, draft_weights: str = "") -> StoreList:
-    """Return the stores of a server, not yet open.
+    """Return the stores of a server. They are not open yet.
 
-    draft_weights: name of the draft's weights, also on ranks without it; "" if there is no draft.
+    draft_weights: name of the draft's weights, also on ranks without the draft; "" if the
+        deployment has no draft.
     """
     writes = not settings.reads_only
     tally = tally_of(settings.names)
@@ -252,7 +257,7 @@ def _store(
 ) -> PageStore:
     if url.kind.directory:
         return FilePages(url, counters, settings, writes=written)
-    # Imported late: servers on a file store do without pyarrow.
+    # This import is late, because servers on a file store do without pyarrow.
     from hicachectl.backends.sglang.stores import StorePages
 
     return StorePages(url, counters, settings, writes=written, draft_weights=draft_weights)

@@ -232,7 +232,7 @@ class StagingBuffers:
 
     @contextmanager
     def hold(self) -> Iterator[int]:
-        """Hold a buffer, and yield its offset in the arena. Raises NoBufferError if none is free."""
+        """Hold a buffer; yield its offset in the arena. Raises NoBufferError if all are held."""
         try:
             offset = self._free.pop()
         except IndexError:

@@ -220,7 +220,7 @@ def test_a_map_from_ranks_to_devices_has_none_for_a_guest(config_file: ConfigFil
         ("mooncake://m:1", {"MOONCAKE_MASTER_METRICS_PORT": "0"}, "'0' is not a port number"),
         ("mooncake://m:1", {"MOONCAKE_PROTOCOL": ""}, "MOONCAKE_PROTOCOL: '' is empty or has"),
         ("mooncake://m:1", {"MOONCAKE_TENANT_ID": "a"}, "MOONCAKE_TENANT_ID: 'a' cannot be used"),
-        ("mooncake://m:1?tenant=a", {}, "tenant: 'a' cannot be used: the master lists .*default"),
+        ("mooncake://m:1?tenant=a", {}, "tenant: 'a' cannot be used, because the master .*default"),
         ("mooncake://m", {}, "'m' is not an address; write HOST:PORT"),
         ("mooncake://u:p@m:1", {}, "is not an address"),
         ("mooncake://m:1/path", {}, "mooncake://m:1/path: a Mooncake URL has no path"),
