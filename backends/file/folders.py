@@ -1,9 +1,9 @@
 """The directory of a file store: flat, or with 256 folders.
 
 A flat directory is SGLang's form (hicache_storage.py :: HiCacheFile). The file
-`.hicachectl/folders` marks a directory with folders. In it, the first two hex digits of a key name
-the folder of its file. The last two digits of a temporary file's name state the folder of that
-file.
+`.hicachectl/folders` marks a directory with folders. There, a file lies in the folder whose name is
+the first two hex digits of its key. The name of a temporary file ends with the two digits of its
+folder.
 """
 
 from __future__ import annotations
@@ -43,23 +43,24 @@ _OBJECT = re.compile(r"[0-9a-f]{64}[._]")
 
 
 def folder_of(name: bytes) -> bytes | None:
-    """Return the folder that a file belongs to in a directory with folders.
+    """Return the folder to which a file belongs in a directory with folders.
 
-    None for a name that names no folder: such a file lies beside the folders.
+    Return None for a name without the digits of a folder. Such a file lies beside the folders.
     """
     folder = name[-6:-4] if name.startswith(_OWN_TEMPORARY) else name[:2]
     return folder if folder in FOLDER_NAMES else None
 
 
 class ObjectDirectory(FolderedDirectory, ObjectTree):
-    """An open directory of objects. path: the path that opened it.
+    """An open directory of objects.
 
+    path: the path by which the directory was opened.
     Descriptors keep their numbers until `close`, even if `reopen` makes the directory again.
     """
 
     elsewhere = (
-        "no server finds them, because HiCacheFile cannot share a directory with folders; give it "
-        "a directory of its own, and migrate"
+        "no server finds them, because HiCacheFile cannot share a directory with folders; give "
+        "HiCacheFile a directory of its own, and migrate"
     )
 
     def __init__(self, path: str, descriptor: int, *, folders: bool) -> None:
@@ -98,7 +99,7 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
             made.extend(new)
         descriptor = os.open(path, OPEN_DIRECTORY)
         with undo_on_error(partial(os.close, descriptor)):
-            return cls(path, descriptor, folders=_settle(path, descriptor, folders))
+            return cls(path, descriptor, folders=_ensure_form(path, descriptor, folders))
 
     # places of objects
 
@@ -142,7 +143,10 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
 
     @property
     def vanished(self) -> bool:
-        """Return whether the path no longer names this directory. Raises OSError if unknown."""
+        """Return whether the path no longer names this directory.
+
+        Raises OSError if the path cannot be looked up.
+        """
         try:
             return not is_named(self.descriptor, self.path, follow=True)
         except NotADirectoryError:
@@ -151,14 +155,14 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
     def reopen(self, *, makes: bool = True) -> None:
         """Open the directory that the path names now, in place of the earlier directory.
 
-        makes: make a missing directory again, in the same form. Otherwise open the directory in the
-            form that it has.
-        Calls that use the earlier directory meanwhile may fail. Raises as `create` or `open` does.
+        makes: whether to make a missing directory again, and to require the earlier form. If False,
+            open the directory in whatever form it has.
+        Calls that still use the earlier directory may fail. Raises as `create` or `open` does.
         """
         if makes:
             make_directories(self.path)
         with closing_descriptor(os.open(self.path, OPEN_DIRECTORY)) as opened:
-            folders = _settle(self.path, opened, self.folders if makes else None)
+            folders = _ensure_form(self.path, opened, self.folders if makes else None)
             with self._opening:
                 if self.descriptor < 0:
                     raise ValueError("The directory is closed")
@@ -168,7 +172,10 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
 
 
 def _holder(folder: bytes | None) -> Callable[[list[str]], list[bool]]:
-    """Return a function that tells which files belong in a folder or, for None, beside folders."""
+    """Return a function that tells which files belong in a folder.
+
+    folder: name of the folder; None for files that belong beside the folders.
+    """
     if folder is None:
         return lambda names: [folder_of(os.fsencode(name)) is None for name in names]
     text = os.fsdecode(folder)
@@ -195,8 +202,8 @@ def _is_marked(path: str, descriptor: int) -> bool:
     return True
 
 
-def _settle(path: str, descriptor: int, folders: bool | None) -> bool:
-    """Return whether a directory has folders. Mark an empty directory that is to get them.
+def _ensure_form(path: str, descriptor: int, folders: bool | None) -> bool:
+    """Mark an empty directory that is to get folders. Return whether the directory has folders.
 
     folders: see `ObjectDirectory.create`.
     Raises UsageError for a directory of the other form.
@@ -205,7 +212,10 @@ def _settle(path: str, descriptor: int, folders: bool | None) -> bool:
     if folders is None or folders is marked:
         return marked
     if marked:
-        raise UsageError(f"{path}: has folders; leave the form of the directory open")
+        raise UsageError(
+            f"{path}: has folders, but was to be flat; open the store again, in the form that the "
+            "directory has now"
+        )
     if _has_flat_objects(descriptor):
         raise UsageError(
             f"{path}: has objects outside folders; give an empty directory, and migrate"
@@ -219,7 +229,10 @@ def _settle(path: str, descriptor: int, folders: bool | None) -> bool:
 
 
 def mark_folders(side: Directory) -> None:
-    """Mark a directory as having folders, durably. side: its `.hicachectl`. Raises OSError."""
+    """Mark a directory durably as having folders. Raises OSError.
+
+    side: the `.hicachectl` of the directory.
+    """
     side.write(FOLDERS_FILE, _FORM, shared=True)
 
 

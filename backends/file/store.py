@@ -3,7 +3,7 @@
 Source: sglang srt/mem_cache/hicache_storage.py :: HiCacheFile. Only regular files are objects.
 Symbolic links are not followed, and sub-directories such as `.hicachectl` are ignored. A directory
 that is marked as having folders (`folders`) has its objects in its folders. Objects may have
-trailers (`formats.trailer`); the sizes given for objects exclude them. Temporary files of
+trailers (`formats.trailer`), which do not count in the sizes of objects. Temporary files of
 unfinished writes (SGLang: `.<32 hex>.tmp`, hicachectl: `.hicachectl-<32 hex>.tmp`) are listed like
 objects, so that a check can report them.
 """
@@ -50,7 +50,10 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
     def __init__(
         self, path: str | os.PathLike[str], objects: ObjectDirectory | None = None
     ) -> None:
-        """Open a directory. objects: the open directory, which this store takes over and closes."""
+        """Open a directory.
+
+        objects: the directory if it is open already; this store takes it over, and closes it.
+        """
         path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
         self._mark_problem = ""  # reason for ignoring the mark of folders; empty if it is trusted
         with usable(path):
@@ -63,8 +66,8 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
         A mark that is not trusted is ignored, with a remark: the directory counts as flat.
         """
         with closing_descriptor(descriptor):
-            # Raises without the right to search (x). Opening and listing need only the right to
-            # read.
+            # This raises without the right to search the directory (x). To open and to list it, the
+            # right to read is enough.
             os.stat(".", dir_fd=descriptor)
             try:
                 return ObjectDirectory.within(path, os.dup(descriptor))
@@ -106,7 +109,7 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
     def open_side_directory(self, *, writes: bool, makes: bool = False) -> Directory | None:
         """Open `.hicachectl` through the store's descriptor; None if it is missing.
 
-        makes: create it if missing.
+        makes: whether to create a missing directory.
         """
         with self.objects.outer(writes=writes) as here:
             if makes:
@@ -114,7 +117,7 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
             return here.directory(SIDE_DIRECTORY) if here.has(SIDE_DIRECTORY) else None
 
     def other_files(self, objects: Any) -> tuple[list[str], list[str]]:
-        """See `OtherFiles`. The folders with objects are left out."""
+        """See `OtherFiles`. Folders of objects are not among the directories."""
         directories: list[str] = []
         others: list[str] = []
         with (

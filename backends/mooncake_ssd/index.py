@@ -67,7 +67,8 @@ OBJECT = np.dtype(
 _BUCKET_FILE = re.compile(r"([0-9]{1,18})\.(bucket|meta)")
 _NO_DATA = "its data file is missing, so the objects are lost"
 _RANK = re.compile(r"rank_\w+")
-_FILE_PER_KEY = "file_per_key_dir"  # Mooncake's default; file_per_key has folders a to p in it
+# Directory of Mooncake's default backend, file_per_key. It has folders a to p.
+_FILE_PER_KEY = "file_per_key_dir"
 _FILE_PER_KEY_FOLDERS = frozenset("abcdefghijklmnop")
 # A bucket has 500 keys by default. An allocator has at most 9.6 million nodes of 32 bytes.
 _MAX_BUCKET_META_BYTES = 64 << 20
@@ -129,7 +130,10 @@ class Index:
         return self.prefix + key, key
 
     def find(self, rows: Rows) -> IntArray:
-        """Return the index row of each key, -1 if missing: [n] int64. A locator saves a search."""
+        """Return the row of each key in the index, -1 if missing: [n] int64.
+
+        For a row with a locator, no search is needed.
+        """
         found = np.full(len(rows), -1, dtype=np.int64)
         if not len(self.keys) or not len(rows):
             return found
@@ -149,8 +153,8 @@ class Index:
 def open_places(root: Directory) -> list[Place]:
     """Open the directories of a store: the root, and its rank directories, by name.
 
-    Raises OSError, UntrustedError, and UnsupportedByBackend for Mooncake's file_per_key files or a
-    directory with only other files.
+    Raises OSError and UntrustedError. Raises UnsupportedByBackend for files of Mooncake's
+    file_per_key backend, and for a directory that has only other files.
     """
     entries = root.entries()
     places = [Place(root, entries)]
@@ -191,7 +195,7 @@ def read_index(places: Sequence[Place], tenant: str) -> Index:
     """Read all metadata.
 
     Raises OSError, and UnsupportedByBackend for too many keys or files of an unknown form. Files
-    with damaged metadata are left out, and are losses.
+    with damaged metadata are left out, and become losses of the index.
     """
     reader = _Reader(tenant)
     for place in places:
@@ -234,8 +238,8 @@ class _Reader:
         path = place.directory.path
         for name in (name for id_, name in buckets.items() if id_ not in metas):
             what = (
-                "no .meta file says which objects the bucket has: a crash interrupted the write, "
-                "and a restart of the client deletes the bucket"
+                "no .meta file says which objects the bucket has, because a crash interrupted the "
+                "write; a restart of the client deletes the bucket"
             )
             self._lose(f"{path}/{name}", what, place.entries[name])
         for name in (name for id_, name in metas.items() if id_ not in buckets):
@@ -294,11 +298,11 @@ class _Reader:
                 torn, late = torn + counts[0], late + counts[1]
         path = self._files[-1].path
         if torn:
-            what = f"{torn} records are left out: their headers are damaged"
+            what = f"{torn} records are left out, because their headers are damaged"
             self._lose(path, what, st)
         if late:
             what = (
-                f"{late} records are left out: they are newer than the last checkpoint, and a "
+                f"{late} records are left out, because they are newer than the last checkpoint; a "
                 "restart of the client drops them"
             )
             self._lose(path, what, st)
@@ -368,7 +372,7 @@ class _Reader:
         return None
 
     def index(self) -> Index:
-        """Return the objects. If several have one key, the newest whole object counts.
+        """Return the objects. Of several objects with the same key, return the newest whole object.
 
         Raises UnsupportedByBackend if the store is a single offset file without metadata.
         """
@@ -402,8 +406,8 @@ class _Reader:
             yield "No objects: the directory has no bucket with metadata and no offset file"
         if self._buckets:
             yield (
-                "Objects that were removed from the cluster may still be listed: Mooncake never "
-                "updates the .meta file of a bucket"
+                "Objects that were removed from the cluster may still be listed, because Mooncake "
+                "never updates the .meta file of a bucket"
             )
         yield from self._grouped_losses()
         names = ", ".join(repr(os.fsdecode(name)) for name in sorted(self._others)[:3])
@@ -413,7 +417,7 @@ class _Reader:
                 "ranks are left out, because they are links or files, the first "
                 f"{(self._special or [''])[0]}",
             ),
-            (older, "older objects are left out: a newer object has the same key"),
+            (older, "older objects are left out, because a newer object has the same key"),
             (
                 sum(self._others.values()),
                 f"objects of other tenants are left out, of {names}; tenant=NAME in the URL "
@@ -440,7 +444,7 @@ def _read(place: Place, name: str, most: int, source: str) -> bytes:
 
 
 def _key(descriptor: int, start: int, head: bytes, length: int) -> bytes:
-    """Return a record's stored key, cut off if the file ends within it."""
+    """Return a record's stored key, or its beginning if the file ends within the key."""
     size = RECORD.itemsize
     if length <= _HEAD_BYTES - size:
         return head[size : size + length]

@@ -1,7 +1,7 @@
 """Read Mooncake's SSD tier offline: the directory that a client with SSD offload leaves behind.
 
-The store is read-only: a running client keeps the places of its objects in memory, and would read
-garbage from a changed file. Keys are equal to the keys of the Mooncake store.
+The store is read-only, because a running client keeps the places of its objects in memory, and
+would read garbage from a changed file. Objects have the same keys as in the Mooncake store.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class MooncakeSsdStore(ReportsLosses):
 
     @classmethod
     def create(cls, url: StoreUrl) -> NoReturn:
-        """Refuse: raises UnsupportedByBackend."""
+        """Refuse to create a store. Raises UnsupportedByBackend."""
         raise UnsupportedByBackend(
             f"{url}: objects cannot be written to the SSD tier, because its client keeps the "
             "places of all objects in memory; name the mooncake:// store of its master"
@@ -128,12 +128,15 @@ class MooncakeSsdStore(ReportsLosses):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """Facts about the store: records of offset files have CRCs, buckets have not."""
+        """Facts about the store. Records of offset files have CRCs; objects in buckets do not."""
         index = self._index
         return _TRAITS[index is not None and not all(file.is_bucket for file in index.files)]
 
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
-        """List the objects in the order of their files; a truncated object has fewer bytes."""
+        """List the objects in the order of their files.
+
+        An object that goes beyond the end of its file has only the bytes that the file holds.
+        """
         schema = scan_schema(columns)
         index = self._current()
         for start in range(0, len(index.keys), SCAN_ROWS):
@@ -161,7 +164,7 @@ class MooncakeSsdStore(ReportsLosses):
         return Reading(index, rows, memory, offsets, capacities).read()
 
     def _current(self) -> Index:
-        """Return the index of the present files. Read them again only after a change."""
+        """Return the index of the present files. Read the files again only after a change."""
         with self._reading:
             with errors_as(StoreUnavailable, self.url, "list the directory", CHECK_MOUNT):
                 places = open_places(self._root)
@@ -249,7 +252,7 @@ class Reading:
 
     def _read_object(self, file: DataFile, descriptor: int, st: os.stat_result, at: int) -> None:
         _, start, value, size, _, sequence = self._index.objects[self._found[at]].item()
-        mtime_ns = storable_ns(st.st_mtime_ns) & _UINT64  # before 1970: negative
+        mtime_ns = storable_ns(st.st_mtime_ns) & _UINT64  # times before 1970 are negative
         self._versions[at] = (st.st_ino, mtime_ns, start, sequence)
         self._nbytes[at] = there = min(size, max(0, st.st_size - value))
         if there < size:

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 _GRAMMARS = {"on": DIRECT, "off": BUFFERED}
 # The last four digits of a temporary file's name are its directory and folder.
 _TEMPORARY = re.compile(re.escape(OWN_PREFIX) + rb"-[0-9a-f]{28}([0-9a-f]{2})([0-9a-f]{2})\.tmp")
-# Objects to look at in a directory. The chance that all of them have places in the same one of two
-# directories is 2**-63.
+# Number of objects to look at in a directory. The chance that the keys of so many objects all
+# choose the same one of two directories is 2**-63.
 _SAMPLE = 64
 _LOOKED = 1024  # files to look at in a directory
 MAX_DIRECTORIES = 256  # temporary names have two digits for the directory
@@ -65,8 +65,8 @@ class NixlDisks(ObjectTree):
     folders = True
     side_files = False  # HiCacheNixl.clear removes every file below the directories
     elsewhere = (
-        "the number and order of the directories decide where the file of a key lies, so give the "
-        "URL those of the servers; otherwise no server finds the files"
+        "the number and order of the directories decide where the file of a key lies, so give all "
+        "directories of the servers in the URL, in their order; otherwise no server finds the files"
     )
 
     def __init__(
@@ -74,7 +74,8 @@ class NixlDisks(ObjectTree):
     ) -> None:
         """Take over open directories; `close` closes them. Raises as `open` does.
 
-        complete: servers are known to use these directories only, also if they used more before.
+        complete: whether servers are known to use only these directories now, even if they used
+            more directories before.
         """
         self.path = ",".join(disk.path for disk in disks)
         self.high_watermark = high_watermark
@@ -93,8 +94,8 @@ class NixlDisks(ObjectTree):
         """Open directories; create missing directories if `made` is given.
 
         made: gets the paths of new directories, innermost first.
-        Raises OSError, and UsageError for a directory that is given twice, or if directories of the
-        servers are missing.
+        Raises OSError. Raises UsageError for a directory that is given twice, or if `paths` lacks
+        directories of the servers.
         """
         allow_descriptors(len(paths) * len(FOLDER_NAMES))
         with ExitStack() as opened:
@@ -108,7 +109,7 @@ class NixlDisks(ObjectTree):
             stats = [os.fstat(disk.descriptor) for disk in disks]
             if len({(st.st_dev, st.st_ino) for st in stats}) < len(disks):
                 raise UsageError(
-                    f"nixl://{','.join(paths)}: names a directory twice; name each once"
+                    f"nixl://{','.join(paths)}: names a directory twice; name each directory once"
                 )
             tree = cls(disks, high_watermark=high_watermark, complete=complete)
             opened.pop_all()
@@ -136,7 +137,10 @@ class NixlDisks(ObjectTree):
         return tuple(disk.descriptor for disk in self._disks)
 
     def outer(self, *, writes: bool) -> Directory:
-        """Return the first directory. writes: the caller creates a file to learn its owner."""
+        """Return the first directory.
+
+        writes: whether a file may be created in it to learn the owner of new files.
+        """
         return self._disks[0].outer(writes=writes)
 
     # places of objects
@@ -154,7 +158,7 @@ class NixlDisks(ObjectTree):
             raise OSError(
                 errno.ENOSPC,
                 f"{disk.path} would be {self.high_watermark:g} % full, and servers would remove "
-                "objects; free space, or give their high_watermark",
+                "objects; free space, or give the servers' high_watermark",
             )
         return disk.folder(folder, makes=True), key
 
@@ -166,7 +170,7 @@ class NixlDisks(ObjectTree):
     def places(
         self, left_alone: list[str], concurrency: Concurrency | None = None
     ) -> Iterator[Place]:
-        """Yield each directory, where no file belongs directly, and its folders."""
+        """Yield each directory, in which no file belongs directly, and then its folders."""
         for number, disk in enumerate(self._disks):
             yield Place(disk.descriptor, disk.path, lambda names: [False] * len(names))
             yield from self._folders(number, left_alone, concurrency)
@@ -192,18 +196,19 @@ class NixlDisks(ObjectTree):
     def _sampled(self, *, complete: bool) -> LeftOut:
         """Look at some files of each directory. Return the files outside the folders of their keys.
 
-        If n of k * n directories are given, all files can have the places of a store of n
-        directories, and pages only look incomplete. If the order differs, most files have wrong
-        places, and a repair would remove the remaining files.
+        Two mistakes in the URL make the other checks mislead. If the URL has n of the k * n
+        directories of the servers, all files can lie where a store of n directories has them, and
+        pages only look incomplete. If the URL has another order, most files have wrong places, and
+        a repair would remove the remaining files.
         complete: see `__init__`.
-        Raises OSError, and UsageError for both mistakes unless `complete`.
+        Raises OSError. Raises UsageError for both mistakes, except with `complete`.
         """
         left_out, given = LeftOut(), len(self._disks)
         for number, disk in enumerate(self._disks):
             before = left_out.misplaced.count
-            # Servers choose the directory by (hash >> 16) modulo the number of directories. If they
-            # have `times` times as many directories, the objects of one directory have equal turns
-            # modulo `times`.
+            # Servers choose the directory by (hash >> 16) modulo the number of directories. If
+            # servers have `times` times as many directories as `given`, the turns of the objects in
+            # one directory are equal modulo `times`.
             turns = [(found >> 16) // given for found in self._some_objects(number, left_out)]
             misplaced = left_out.misplaced.count - before
             if complete or max(len(turns), misplaced) < _SAMPLE:
@@ -212,20 +217,24 @@ class NixlDisks(ObjectTree):
                 raise UsageError(
                     f"{disk.path}: {misplaced} of {misplaced + len(turns)} files lie where servers "
                     "with these directories do not look; give all directories of its servers, in "
-                    f"their order; if these are, add directories={given} to the URL"
+                    "their order; if the URL has them in this order, add "
+                    f"directories={given} to the URL"
                 )
             for times in range(2, MAX_DIRECTORIES // given + 1):
                 if len({turn % times for turn in turns}) == 1:
                     raise UsageError(
                         f"{disk.path}: has the objects of one of {times * given} directories, but "
-                        f"{given} given; give all directories of its servers, in their order, and "
-                        "an empty one for each that is lost; if servers now use these only, add "
-                        f"directories={given} to the URL"
+                        f"the URL has {given}; give all directories of its servers, in their "
+                        "order, and an empty directory for each lost one; if servers now use only "
+                        f"the directories of the URL, add directories={given} to it"
                     )
         return LeftOut(misplaced=left_out.misplaced, sampled=True)
 
     def _some_objects(self, number: int, left_out: LeftOut) -> list[int]:
-        """Return hashes of objects in a directory: _SAMPLE or more, fewer if they are rare."""
+        """Return the hashes of some objects in a directory.
+
+        They are `_SAMPLE` or more, or fewer if the first `_LOOKED` files have fewer objects.
+        """
         found: list[int] = []
         looked = 0
         for place in self._folders(number, []):
@@ -245,7 +254,7 @@ class NixlDisks(ObjectTree):
     # space
 
     def free_bytes(self) -> int:
-        """Return the bytes that fit below the watermark if all directories get equal shares."""
+        """Return the bytes that fit below the watermark, if all directories get equal shares."""
         by_device: dict[int, list[FolderedDirectory]] = {}
         for disk in self._disks:
             by_device.setdefault(os.fstat(disk.descriptor).st_dev, []).append(disk)
@@ -271,7 +280,10 @@ class NixlStore(ObjectFiles, ClearRemovesAll):
     objects: NixlDisks
 
     def __init__(self, url: StoreUrl, *, made: list[str] | None = None) -> None:
-        """Open the directories of a URL. made: see `NixlDisks.open`."""
+        """Open the directories of a URL.
+
+        made: see `NixlDisks.open`.
+        """
         params = params_of(url, NixlParams)
         self._grammar = _GRAMMARS[params.direct_io]
         paths = _directories_in(url, params.directories)
@@ -294,7 +306,7 @@ class NixlStore(ObjectFiles, ClearRemovesAll):
 
     @property
     def grammar(self) -> str:
-        """See `Store`. Servers without direct I/O divide pages in another way."""
+        """See `Store`. Servers with and without direct I/O divide pages differently."""
         return self._grammar
 
     @classmethod
@@ -304,7 +316,7 @@ class NixlStore(ObjectFiles, ClearRemovesAll):
 
     @classmethod
     def create(cls, url: StoreUrl) -> NixlStore:
-        """Open or create the directories, as SGLang does; `close` removes empty new directories."""
+        """Open or create the directories, as SGLang does. `close` removes new empty directories."""
         return _class_for(url)(url, made=[])
 
     @property
@@ -317,7 +329,7 @@ class NixlStore(ObjectFiles, ClearRemovesAll):
         return self.objects.free_bytes()
 
     def capacity(self) -> Capacity | None:
-        """Return None: servers do not fill the bytes that a removal frees above the watermark."""
+        """Return None, because servers never fill again what a removal frees above the watermark."""
         return None
 
 
@@ -338,12 +350,15 @@ class NixlStoreWithSideFiles(NixlStore, SideFiles):
         return self._side
 
     def open_side_directory(self, *, writes: bool, makes: bool = False) -> Directory | None:
-        """Open the directory that the URL names; None if it is missing. makes: create it."""
+        """Open the directory that the URL names for side files; None if it is missing.
+
+        makes: whether to create a missing directory.
+        """
         trust = self.trust(writes=writes)
         return Directory.at(self._side, writes=writes, makes=makes, trust=trust)
 
     def trust(self, *, writes: bool) -> Trust:
-        """Return the trust of the directory; new files are no more readable than the store."""
+        """Return the trust of the directory. New files get no more readers than the store has."""
         trust = Trust(existing_part(self._side)[0].stat(), writes=writes)
         trust.permissions = trust.permissions.intersection(self.readable_by(listing=True))
         return trust

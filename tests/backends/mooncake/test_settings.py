@@ -205,7 +205,7 @@ def test_a_map_from_ranks_to_devices_has_none_for_a_guest(config_file: ConfigFil
         (
             "mooncake:",
             {"MOONCAKE_MASTER": "m:1", "MOONCAKE_STANDALONE_STORAGE": "1"},
-            "MOONCAKE_STANDALONE_STORAGE is set: .*name the master",
+            "MOONCAKE_STANDALONE_STORAGE is set, .*name the master",
         ),
         (
             "mooncake://m:1",

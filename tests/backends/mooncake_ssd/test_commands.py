@@ -180,7 +180,7 @@ def test_records_that_a_restart_drops_are_a_finding(tmp_path: Path, invoke: Invo
     document = invoke(*command, exit_code=4).document
     assert [*lost(document)] == [str(path)]
     assert (
-        "1 records are left out: they are newer than the last checkpoint"
+        "1 records are left out, because they are newer than the last checkpoint"
         in lost(document)[str(path)]
     )
 

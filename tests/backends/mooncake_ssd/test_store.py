@@ -602,7 +602,9 @@ def test_a_record_whose_key_is_cut_off_is_left_out(tmp_path: Path) -> None:
     os.truncate(path, path.read_bytes().index(TENANT + C) + 5)
     with open_store(url_of(tmp_path)) as store:
         assert set(listing(store)) == {A}
-    assert f"{path}: 1 records are left out: their headers are damaged" in remarks_of(tmp_path)
+    assert f"{path}: 1 records are left out, because their headers are damaged" in remarks_of(
+        tmp_path
+    )
 
 
 @needs_root
