@@ -1,7 +1,7 @@
 """Create a 3FS store: data files, server tables, and the file that names its deployment.
 
-SGLang's clients make files and tables at their start, too. Existing tables stay unchanged: the
-server ignores a second initialization, and later clients use the table.
+SGLang's clients make files and tables at their start, too. Existing tables stay unchanged, because
+the server ignores a second initialization. Clients that start later use the existing table.
 
 Keys name neither model nor weights, so servers of another deployment would read a store's pages as
 their own. PREFIX.hicachectl-deployment, which SGLang ignores, names the deployment.
@@ -48,8 +48,8 @@ class TableMaker:
     def ensure(self, table: TableName, nbytes: int) -> None:
         """Create a table with pages of `nbytes` bytes, and its file, unless the server has it.
 
-        Raises UsageError if the file size is unknown, is smaller than a page, or contradicts the
-        existing file; StoreUnavailable.
+        Raises StoreUnavailable. Raises UsageError if the file size is unknown, is smaller than a
+        page, or contradicts the existing file.
         """
         with self._lock:
             if self._server.has_table(*table):
@@ -88,7 +88,7 @@ class TableMaker:
 
 
 def _make_file(path: str, size: int, permissions: Permissions) -> None:
-    """Create a sparse data file; extend an existing empty file."""
+    """Create a sparse data file, or extend an existing file that is empty."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
     mode = _MODE & permissions.for_group(os.getegid())
     with (

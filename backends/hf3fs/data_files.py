@@ -1,8 +1,8 @@
 """Read and write the data files of a 3FS store in place, by system calls.
 
 A file is an array of pages of one size, without keys, lengths or checksums. This module never
-creates, resizes or truncates files. SGLang's clients do; truncated pages read as zeros after the
-file has grown again.
+creates, resizes or truncates files, but SGLang's clients do. Truncated pages read as zeros after
+the file has grown again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 CHECK_3FS_MOUNT = "check that 3FS is mounted"
 
 _BLOCK = mmap.PAGESIZE  # O_DIRECT needs multiples of this
-_RUN_PAGES = 256  # below IOV_MAX
+_RUN_PAGES = 256  # most pages of one system call, which takes up to IOV_MAX buffers
 _RUN_BYTES = 64 << 20
 _IN_FLIGHT = 16  # parallel reads, since each waits for the network; SGLang's default numjobs
 # Errors of file systems that do not report holes.
@@ -63,8 +63,8 @@ class FilePages:
 class DataFiles:
     """Data files, kept open after their first use.
 
-    direct: bypass the page cache. None: only on FUSE mounts, where the cache can lack
-        other clients' writes.
+    direct: whether reads bypass the page cache. With None, they do so only on FUSE mounts, where
+        the cache can lack other clients' writes.
     """
 
     def __init__(self, *, direct: bool | None = None) -> None:
@@ -120,7 +120,7 @@ class DataFiles:
         return counts
 
     def is_in_memory(self, path: str, position: int) -> bool:
-        """Return whether a byte is in the page cache; True if reads bypass it."""
+        """Return whether a byte is in the page cache; True if reads bypass it or if unknown."""
         with suppress(OSError):  # the read reports the error
             if not self._reads_past_cache(path):
                 return is_in_memory(self._descriptor(path, os.O_RDONLY), position)
@@ -134,7 +134,7 @@ class DataFiles:
             source.expect(_runs(ordered, nbytes), ordered.tolist())
 
     def write(self, path: str, position: int, page: memoryview) -> None:
-        """Write one page in place. Raises OSError: EFBIG beyond the end of the file."""
+        """Write one page in place. Raises OSError, with EFBIG for a page beyond the file's end."""
         descriptor = self._descriptor(path, os.O_RDWR)
         if position + len(page) > os.fstat(descriptor).st_size:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
@@ -147,8 +147,8 @@ class DataFiles:
     def holes(self, path: str, positions: IntArray, nbytes: int) -> BoolArray:
         """Return which pages have parts that were never written: [n] bool.
 
-        File systems report holes in whole blocks, or not at all: then the result is False for every
-        page.
+        File systems report holes in whole blocks. On a file system that reports no holes, the
+        result is False for every page.
         """
         found = np.zeros(len(positions), dtype=np.bool_)
         try:
@@ -222,7 +222,7 @@ class _Source:
         if self.drops_cache:
             for first, end in runs:
                 self._drop_cache(positions[first], (end - first) * self.nbytes)
-        # Local names: for small pages, this loop takes most of the time.
+        # Local names are faster, and for small pages this loop takes most of the time.
         read, descriptor = os.preadv, self.descriptor
         start, stop = runs[0][0], runs[-1][1]
         with suppress(OSError):  # _read_each then finds the page that fails
@@ -251,7 +251,7 @@ class _Source:
 
 
 def _runs(positions: IntArray, nbytes: int) -> list[Run]:
-    """Split ascending positions into runs of adjacent pages."""
+    """Split ascending positions into runs of adjacent pages, short enough for one system call."""
     if not len(positions):
         return []
     breaks = np.flatnonzero(np.diff(positions) != nbytes) + 1

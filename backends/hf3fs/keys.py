@@ -42,7 +42,7 @@ _CHECK_SIZES = (
     "check that the profile is this deployment's and that the file was not truncated, or give "
     "SGLang's file size as file_size= in the URL"
 )
-_LONGEST = 1 << 20  # bytes of the longest key; binary_slice needs an end
+_LONGEST = 1 << 20  # end of the compared bytes of a key, because binary_slice needs an end
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +50,8 @@ class TableRows:
     """The rows of one table.
 
     at: [n] int64, row indices in the call.
-    keys: [n] whole keys; the server's names lack the first `skipped` bytes.
+    keys: [n] keys with their prefix.
+    skipped: bytes of the prefix, which the server's names do not have.
     """
 
     table: TableName
@@ -76,7 +77,8 @@ def rows_by_table(rows: Rows) -> list[TableRows]:
     """Group rows by table; rows with invalid keys are left out."""
     keys = keys_of(rows)
     match = _KEY.match(keys[0]) if keys else None
-    # Fast path for one table: parsing each key would dominate reads of small objects.
+    # Rows of one table have a fast path, because reads of small objects would spend most of their
+    # time parsing keys. ASCII keys are text, so they need no check one by one.
     if match is not None and b"".join(keys).isascii():
         prefix = match[0]
         # If the smallest and the largest key have the prefix, all keys do.
@@ -129,7 +131,10 @@ def table_of(prefix: bytes) -> TableName:
 
 
 def names_of(keys: Any, table: TableName) -> list[str]:
-    """Return the server's names of a table's keys. keys: a binary array."""
+    """Return the server's names of a table's keys.
+
+    keys: binary array.
+    """
     skipped = len(prefix_of(table))
     return [key[skipped:] for key in keys.cast(pa.string()).to_pylist()]
 
@@ -183,17 +188,18 @@ class PageSizes:
         """Compare the tables' page counts with the pages that fit into their files.
 
         file_size: bytes of an untruncated file.
-        lengths: bytes of each table's file, by table name. Needed if the URL does not state the
-            file size: then `file_size` is the largest length.
+        lengths: bytes of each table's file, by table name. They are needed if the URL does not
+            state the file size; `file_size` is then the largest length.
 
         Returns why the page size is in doubt, else None. If any table of a namespace agrees with
-        its file, the size is right; the tables that disagree get findings. Raises ProfileError if
-        no table of a namespace agrees, and truncated files do not explain it.
+        its file, the page size is right, and the tables that disagree get findings. Raises
+        ProfileError if no table of a namespace agrees with its file, and truncated files cannot be
+        the reason.
         """
         known = [table for table in tables if table.place in self.nbytes]
         fits = [table.num_pages == file_size // self.nbytes[table.place] for table in known]
         disagreeing = list(compress(known, map(not_, fits)))
-        # Truncated files hardly have equal lengths, so equal lengths show a wrong profile.
+        # Truncated files are unlikely to have equal lengths, so equal lengths show a wrong profile.
         equal = Counter(lengths.get(table.name) for table in disagreeing)
         sound = {table.namespace for table in compress(known, fits)}
         doubt = None
@@ -214,7 +220,7 @@ class PageSizes:
         return doubt
 
     def refuse_strangers(self, url: str, keys: Sequence[bytes], sizes: IntArray) -> None:
-        """Raise UnsupportedByBackend for objects of other deployments."""
+        """Raise UnsupportedByBackend for objects of another deployment, or of a wrong size."""
         for key, size in zip(keys, sizes.tolist(), strict=True):
             affix = affix_of(key)
             if affix not in self.affixes:

@@ -1,7 +1,7 @@
 """HTTP client of SGLang's 3FS metadata server, which maps keys to pages of data files.
 
-The server cannot list keys: see `snapshot`. This client never clears a table, because engines
-may use its pages.
+The server cannot list keys; its snapshot can be listed (see `snapshot`). This client never clears a
+table, because engines may use its pages.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: Hf3fsMetadataServer,
 RankMetadata.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import BoolArray
 
 TIMEOUT_S = 15.0  # most seconds for a whole reply
-# The server handles one request at a time; this many keys take 5 ms.
+# The server handles one request at a time, and takes 5 ms for this many keys.
 KEYS_PER_CALL = 4096
 
 _WHO = "3FS metadata server"
@@ -52,7 +52,7 @@ class _ReserveReply(msgspec.Struct):
 
 
 class MetadataClient:
-    """One metadata server; safe to call from several threads. Failures raise StoreUnavailable.
+    """Client of a metadata server, for several threads at once. Failures raise StoreUnavailable.
 
     A table is named by rank and namespace. Only `exists` and `has_table` leave a table unchanged.
     """
@@ -101,7 +101,8 @@ class MetadataClient:
 
         A full table drops its least recently used keys and reuses their pages. Confirm or release
         the pages of new keys by `confirm`. After an error, unknown pages may stay reserved. Keys
-        must be distinct: a repeated key gets two pages. The request is sent once and never split.
+        must be distinct, because a repeated key gets two pages. The request is sent only once, and
+        is never split.
         """
         verb = "reserve_and_allocate_page_indices"
         asked = [(key, "") for key in keys]
@@ -123,8 +124,8 @@ class MetadataClient:
     ) -> None:
         """Map keys to their written pages, and free other pages, in one step.
 
-        The server checks nothing: it gives out released pages again, even pages in use. The request
-        is sent once; after an error it may have been executed.
+        The server checks nothing, and gives out released pages again even if they are in use. The
+        request is sent only once. After an error, the server may have executed it.
         """
         pages = {"written_keys_to_confirm": list(written), "pages_to_release": list(released)}
         self._change(rank, "confirm_write", namespace, **pages)
@@ -132,16 +133,16 @@ class MetadataClient:
     def delete(self, rank: int, namespace: str, keys: Sequence[str]) -> None:
         """Delete keys in one step, and free their pages; missing keys are skipped.
 
-        A shared page becomes free too: delete all its keys in one call. For each key, the server
-        searches its whole list of free pages, and blocks other requests. The request is sent once:
-        before a second request, a key could be stored again.
+        A page that several keys share becomes free, too, so delete all its keys in one call. For
+        each key, the server searches its whole list of free pages, and blocks other requests. The
+        request is sent only once, because a key could be stored again before a second request.
         """
         self._change(rank, "delete_keys", namespace, keys=list(keys))
 
     def _asked(
         self, rank: int, verb: str, namespace: str, keys: Sequence[str], kind: type[Any]
     ) -> list[Any]:
-        """Query keys in several requests, which may be repeated."""
+        """Query keys in several requests. Each may be sent again after an error."""
         values: list[Any] = []
         for start in range(0, len(keys), KEYS_PER_CALL):
             some = keys[start : start + KEYS_PER_CALL]

@@ -1,7 +1,8 @@
 """Location of a 3FS store, from the store URL or the JSON config of SGLang's servers.
 
-A URL is `hf3fs:///PREFIX?server=&snapshot=&file_size=&ranks=`. With `config=FILE`, or for `hf3fs:`
-with SGLANG_HICACHE_HF3FS_CONFIG_PATH set, prefix, file size and server come from that file.
+A URL is `hf3fs:///PREFIX?server=&snapshot=&file_size=&ranks=`. If the URL has `config=FILE`, then
+prefix, file size and server come from this file. For the URL `hf3fs:`, they come from the file that
+SGLANG_HICACHE_HF3FS_CONFIG_PATH names.
 Source: sglang srt/mem_cache/storage/hf3fs/storage_hf3fs.py :: HiCacheHF3FS.from_env_config.
 """
 
@@ -36,7 +37,7 @@ class Hf3fsSettings:
 
     prefix: SGLang's file_path_prefix, absolute.
     file_size: bytes of each data file; None if not stated.
-    ranks: use ranks 0 to ranks - 1; None for all.
+    ranks: number of ranks to use, from rank 0 on; None for all ranks.
     server: URL of the metadata server.
     snapshot: absolute path of the metadata server's snapshot.
     """
@@ -106,7 +107,7 @@ def settings_from(url: StoreUrl, environ: Mapping[str, str]) -> Hf3fsSettings:
 def _config(
     url: StoreUrl, params: Hf3fsParams, environ: Mapping[str, str]
 ) -> tuple[str, Hf3fsSettings]:
-    """Return the JSON config's name and settings; without a config, "" and the URL's prefix."""
+    """Return the JSON config's name and settings. Without a config, return "" and the prefix."""
     if params.config is not None:
         return _read_config(params.config, "config")
     if url.path:

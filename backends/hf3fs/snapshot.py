@@ -1,6 +1,7 @@
 """Snapshot of SGLang's 3FS metadata server: the page of each key, and the free pages.
 
-The JSON text is parsed as a stream: memory is little more than the columns, about 90 bytes per key.
+The JSON text is parsed as a stream, so that the parser takes little more memory than the columns,
+about 90 bytes per key.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py ::
 GlobalMetadataState.save_to_disk, load_from_disk.
 """
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import IntArray
 
 
-# The server keeps free pages in a Python list; this many would take 160 GB.
+# The server keeps free pages in a Python list, in which this many pages would take 160 GB.
 MAX_PAGES = 1 << 32
 
 # Parsing in such pieces is twice as fast as in pieces of 4 MiB, which exceed the processor's cache
@@ -65,13 +66,13 @@ _ENTRIES = msgspec.json.Decoder(list[tuple[str, _Index]])
 def read_snapshot(path: Path | str) -> Snapshot:
     """Read a snapshot.
 
-    Raises FormatError if the file is not a snapshot as the server writes it, StoreUnavailable if it
-    cannot be read.
+    Raises FormatError if the file is not a snapshot as the server writes it, and StoreUnavailable
+    if the file cannot be read.
     """
     next_step = "check the path and its permissions"
     with (
         errors_as(StoreUnavailable, path, "read the snapshot", next_step),
-        Path(path).open("rb", buffering=0) as file,  # The parser has its own buffer.
+        Path(path).open("rb", buffering=0) as file,  # unbuffered: the parser has its own buffer
     ):
         saved_at_ns = os.fstat(file.fileno()).st_mtime_ns
         snapshot = Snapshot(saved_at_ns, tuple(_Parser(file, str(path)).tables()))
@@ -138,7 +139,7 @@ class _Parser:
         return int(match[0])
 
     def _free_pages(self) -> IntArray:
-        pages = bytearray()  # grows in place, unlike many small arrays
+        pages = bytearray()  # one buffer that grows, because many arrays would have to be joined
         for piece in self._pieces(self._pages_end):
             pages += np.array(self._decoded(_PAGES, piece, pages), dtype=np.int64).data
         return np.frombuffer(pages, dtype=np.int64)
@@ -173,7 +174,7 @@ class _Parser:
     def _decoded(self, decoder: Any, piece: bytes, before: bytearray) -> Any:
         """Decode elements of an array.
 
-        before: 8 bytes for each earlier element; its length numbers the elements in messages.
+        before: the array's earlier elements, 8 bytes each, so that messages can number elements.
         """
         try:
             return decode(decoder, b"[" + piece + b"]")
@@ -245,7 +246,10 @@ class _Parser:
         return -1
 
     def _quotes(self, start: int, end: int) -> int:
-        """Count the quotes that begin or end a string: brackets in a key do not end an entry."""
+        """Count the quotes that begin or end a string.
+
+        After an odd number of quotes, a bracket lies inside a key, and does not end an entry.
+        """
         if self._text.find(b"\\", start, end) < 0:
             return self._text.count(b'"', start, end)
         return _ESCAPE.sub(b"", self._text[start:end]).count(b'"')
@@ -356,9 +360,9 @@ def write_repaired(
 ) -> None:
     """Write a new file, atomically, with a snapshot that the metadata server can load.
 
-    like: the original snapshot. Only its readers can read the new file, which gets the same owner
-        if the caller is root.
-    Raises FormatError if the file exists, StoreUnavailable if it cannot be written.
+    like: the original snapshot. Only users who can read the original can read the new file. If the
+        caller is root, the new file gets the original's owner.
+    Raises FormatError if the file exists, and StoreUnavailable if it cannot be written.
     """
     next_step = "check the directory and its free space"
     with errors_as(StoreUnavailable, path, "write the snapshot", next_step):

@@ -1,7 +1,7 @@
 """SGLang's 3FS store: pages in preallocated files, and a metadata server with their keys.
 
-Listings are as old as the snapshot that the server saves. Keys are in the server's tables and page
-lengths in the profile; data files contain neither.
+Listings are as old as the snapshot that the server saves. The server's tables have the keys, and
+the profile has the lengths of pages. Data files contain neither keys nor lengths.
 Source: sglang srt/mem_cache/storage/hf3fs/storage_hf3fs.py :: HiCacheHF3FS,
 mini_3fs_metadata_server.py :: RankMetadata.
 """
@@ -76,9 +76,9 @@ _SERVER = "metadata-server"
 class Hf3fsStore(
     ReadsAhead, SingleDeployment, FilePermissions, PageTables, Profiled, Serviced, Touch
 ):
-    """A store of data files and of the tables of a metadata server, or of its snapshot.
+    """Data files, with the tables of a metadata server or of the server's snapshot.
 
-    Object sizes are unknown before `use_profile`.
+    Object sizes are unknown before `use_profile` or `use_sizes`.
     """
 
     limits: Limits = Limits(
@@ -106,7 +106,7 @@ class Hf3fsStore(
         """Open a store.
 
         direct: see `DataFiles`.
-        create: make missing tables, as the method `create` says.
+        create: whether to make missing tables, as the method `create` says.
         """
         self.settings = settings
         self.url = str(settings)
@@ -176,8 +176,8 @@ class Hf3fsStore(
         """Set the bytes of pages, and check them against the tables' page counts.
 
         Inferred profiles are ignored. Raises UnsupportedByBackend for objects that 3FS cannot hold.
-        Raises ProfileError for a namespace with tables, if none of them has as many pages as fit
-        into its file. With `looks_only`, a file that may be truncated is accepted.
+        Raises ProfileError if the page counts of a namespace contradict the sizes of its files, see
+        `PageSizes.check_page_counts`. With `looks_only`, a file that may be truncated is accepted.
         """
         if profile.inferred:
             return
@@ -218,7 +218,7 @@ class Hf3fsStore(
         return self._tables.saved().snapshot.tables
 
     def table_state(self) -> TableState | None:
-        """Return `page_tables`, with the sizes and times of their files."""
+        """Return `page_tables`, with sizes and times of their files; None without a snapshot."""
         if self.settings.snapshot is None:
             return None
         saved = self._tables.saved()
@@ -362,7 +362,7 @@ class Hf3fsStore(
         super().detach()
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
-        """Start reading pages into memory, unless the last row's page is in memory already."""
+        """Start reading pages into the page cache, unless the last row's page is in it already."""
         if "locator" not in rows.schema.names or self._reader is not self._files or not len(rows):
             return
         if self._is_in_memory(rows.column("key")[-1].as_py(), rows.column("locator")[-1].as_py()):
@@ -376,7 +376,7 @@ class Hf3fsStore(
                 self._files.expect(path, _positions(known, nbytes), nbytes)
 
     def _is_in_memory(self, key: bytes, index: int | None) -> bool:
-        """Return whether the end of a page is in memory; True if unknown."""
+        """Return whether the end of a page is in the page cache; True if this is unknown."""
         table = table_of_key(key)
         nbytes = None if table is None else self._sizes.nbytes.get(table)
         if table is None or nbytes is None or index is None:
@@ -389,8 +389,8 @@ class Hf3fsStore(
     ) -> ReadResult:
         """Read pages. With `identify`, a row is GONE if the server lacks its key after the read.
 
-        If a key is evicted and stored again during the read, its row is OK although the bytes are
-        wrong; `read_confirmed` detects this. SHORT: the data file ends within the page.
+        If a key is evicted and stored again during the read, its row is OK although the bytes may
+        be wrong. `read_confirmed` detects this. SHORT: the data file ends within the page.
         """
         return self._read(rows, offsets, capacities, self._tables.located(rows), check=identify)
 
@@ -411,7 +411,10 @@ class Hf3fsStore(
         return result
 
     def confirm(self, rows: Rows) -> StatusArray:
-        """Return [n] OK for a key that has the listed page, CHANGED for another page, or GONE."""
+        """Return the status of each key: [n].
+
+        OK: the key has the listed page. CHANGED: the key has another page. GONE: it is missing.
+        """
         current = self._tables.current(rows)
         statuses = np.full(len(rows), Status.CHANGED, dtype=np.uint8)
         statuses[current == self._tables.located(rows)] = Status.OK
@@ -419,8 +422,8 @@ class Hf3fsStore(
         return statuses
 
     def touch(self, rows: Rows) -> BoolArray:
-        """Query the pages of keys, to make the keys the last to be evicted; return which exist."""
-        # These queries are intended, so no remark mentions them.
+        """Query the pages of keys, so that the keys are evicted last. Return which keys exist."""
+        # A remark warns of queries that count as use. Here use is intended, so it does not count.
         touched: BoolArray = self._tables.current(rows, counts=False) != UNKNOWN
         return touched
 
@@ -513,7 +516,7 @@ class Hf3fsStore(
         """Write pages as SGLang does: reserve, write, confirm.
 
         A full table drops its least recently used keys. A replaced key gets another page; its old
-        page is freed. Raises UnsupportedByBackend, before any write, for objects not in
+        page is freed. Raises UnsupportedByBackend, before any write, for objects that are not in
         the profile.
         """
         memory = self.memory(offsets, sizes, len(rows))
@@ -562,8 +565,8 @@ class Hf3fsStore(
     def delete(self, rows: Rows) -> Result:
         """Delete keys through the server, which frees their pages even if a reader still uses them.
 
-        If a call has only some keys of a shared page, these are ERROR and stay. Deleting them would
-        free the page while another key still maps to it.
+        If a call has only some keys of a shared page, these keys stay and get ERROR. Their deletion
+        would free the page while another key still maps to it.
         """
         server = self._needed_server()
         statuses = np.full(len(rows), Status.GONE, dtype=np.uint8)

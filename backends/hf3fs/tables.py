@@ -1,7 +1,7 @@
 """Look up keys of a 3FS store and their pages, on the server and in its last snapshot.
 
-The server cannot list keys. A query for a key's existence has no side effect; a query for its
-page makes the key the most recently used.
+The server cannot list keys. A query for a key's existence has no side effect. A query for the
+key's page makes the key the most recently used one.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: RankMetadata.
 """
 
@@ -39,11 +39,11 @@ _VERSION_BYTES = 8
 
 @dataclass(eq=False)
 class LoadedSnapshot:
-    """The tables of the ranks in use, in memory.
+    """The tables of the ranks in use, read from a snapshot.
 
-    file: identity of the file read: device, inode, mtime, bytes.
+    file: device, inode, mtime and size of the snapshot's file when it was read.
     shared: pages with several keys, by table; filled on demand.
-    checked: all keys are known to belong to the profile's deployment.
+    checked: whether all keys are known to belong to the profile's deployment.
     """
 
     file: tuple[int, ...]
@@ -65,7 +65,7 @@ class LoadedSnapshot:
 
 
 class KeyTables:
-    """Tables of a store, from its snapshot, its server or both. Several threads may use it at once.
+    """Tables of a store, from its snapshot, its server or both. Several threads may use them.
 
     touched_keys: number of queries that made a key the most recently used.
     """
@@ -97,7 +97,7 @@ class KeyTables:
                 st = Path(path).stat()
             file = st.st_dev, st.st_ino, st.st_mtime_ns, st.st_size
             if self._last is None or self._last.file != file:
-                self._last = None  # free the old snapshot before reading the new one
+                self._last = None  # free the old snapshot's memory before the new one takes memory
                 read, ranks = read_snapshot(path), self._settings.ranks
                 used = tuple(one for one in read.tables if ranks is None or one.rank < ranks)
                 self._last = LoadedSnapshot(file, replace(read, tables=used))
@@ -112,13 +112,13 @@ class KeyTables:
 
     def indices_of(self, share: TableRows) -> IntArray:
         """Return the snapshot's page indices of keys: [n] int64, UNKNOWN if missing."""
-        import pyarrow.compute as pc  # imported late: costs 20 ms at start-up
+        import pyarrow.compute as pc  # imported late, because the import takes 20 ms
 
         indices = np.full(len(share.at), UNKNOWN, dtype=np.int64)
         table = self._table(share.table)
         if table is not None:
             wanted = pa.array(share.keys, pa.binary())
-            # Hash the few wanted keys, not the many keys of the table.
+            # `value_set` is hashed, so it has the few wanted keys, and not the table's many keys.
             rows = np.flatnonzero(pc.is_in(table.keys, value_set=wanted).to_numpy(False))
             found = take_rows(pa.table({"key": table.keys}), rows).column("key")
             held = pc.index_in(wanted, value_set=found.combine_chunks())
@@ -127,7 +127,7 @@ class KeyTables:
         return indices
 
     def located(self, rows: Rows) -> IntArray:
-        """Return page indices: [n] int64, each row's locator, or else the index in the snapshot."""
+        """Return each row's locator or, without a locator, its page in the snapshot: [n] int64."""
         located = locators(rows)
         if (located == UNKNOWN).any():
             for share in rows_by_table(rows):
@@ -137,7 +137,10 @@ class KeyTables:
         return located
 
     def sharers(self, share: TableRows) -> Iterator[tuple[int, str]]:
-        """Yield (row, other key) for rows whose page an existing key outside `share` has, too."""
+        """Yield (row, other key) for rows whose page also belongs to a key outside `share`.
+
+        Only keys that exist count.
+        """
         table = self._table(share.table)
         if table is None:
             return
@@ -183,9 +186,10 @@ class KeyTables:
         return self._server.exists(*table, names)
 
     def may_have(self, table: TableName) -> bool:
-        """Return whether the server can have a table; else a query would fail.
+        """Return whether the server can have a table. Without the table, a query would fail.
 
-        True for tables of the snapshot: if the server has lost such a table, a query reports it.
+        True for each table of the snapshot. If the server has lost such a table, the query's error
+        says so.
         """
         assert self._server is not None
         if table in self._known:
@@ -201,7 +205,7 @@ class KeyTables:
 
         The server counts a query as a use of the keys.
 
-        counts: add the queries to `touched_keys`.
+        counts: whether to add the queries to `touched_keys`.
         Returns [n] int64, UNKNOWN if missing.
         """
         current = np.full(len(rows), UNKNOWN, dtype=np.int64)
@@ -256,7 +260,7 @@ def _all_alike(value: int | None, count: int) -> Any:
 
 
 def _versions(indices: IntArray, unknown: BoolArray) -> Any:
-    import pyarrow.compute as pc  # imported late: costs 20 ms at start-up
+    import pyarrow.compute as pc  # imported late, because the import takes 20 ms
 
     versions = pa.FixedSizeBinaryArray.from_buffers(
         pa.binary(_VERSION_BYTES),

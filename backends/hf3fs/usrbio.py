@@ -1,7 +1,7 @@
 """USRBIO, 3FS's own read path: the FUSE daemon copies pages directly into shared memory.
 
-Used if `hf3fs_fuse` is installed and the prefix is on a 3FS mount. Written from 3FS's sources;
-tested with a stand-in that copies real bytes, not with a real 3FS.
+This path is used if `hf3fs_fuse` is installed and the prefix is on a 3FS mount. The module follows
+3FS's sources. It was tested with a stand-in that copies real bytes, and not with a real 3FS.
 Source: 3FS hf3fs_fuse/io.py, src/lib/py/usrbio_binding.cc, src/lib/api/UsrbIo.md.
 """
 
@@ -83,11 +83,12 @@ class UsrbioReader:
         self._iovec = None
         files, self._files = self._files, {}
         for descriptor in files.values():
-            self._module.deregister_fd(descriptor)  # else 3FS still maps the number to this file
+            # Otherwise 3FS would still map the descriptor's number to this file.
+            self._module.deregister_fd(descriptor)
             os.close(descriptor)
 
     def read(self, path: str, pages: FilePages, memory: memoryview) -> IntArray:
-        """Read pages in file order. Return the bytes read of each, or -errno."""
+        """Read pages in file order. Return the bytes read of each page, or -errno: [n] int64."""
         counts = np.full(len(pages.positions), -errno.EIO, dtype=np.int64)
         try:
             descriptor = self._descriptor(path)
@@ -98,13 +99,15 @@ class UsrbioReader:
         order = np.argsort(pages.positions, kind="stable")
         for start in range(0, len(order), RING_ENTRIES):
             self._read_some(ring, descriptor, pages, order[start : start + RING_ENTRIES], counts)
-        self._idle.put(ring)  # after an error, the ring may be busy and is not used again
+        # An exception skips this line, so that a ring that may still be busy is not used again.
+        self._idle.put(ring)
         return counts
 
     def _read_some(
         self, ring: Any, descriptor: int, pages: FilePages, places: IntArray, counts: IntArray
     ) -> None:
-        numbers = places.tolist()  # must stay alive: the ring refers to these objects as userdata
+        # These objects must stay alive, because the ring refers to them as userdata.
+        numbers = places.tolist()
         prepared = 0
         try:
             for at in numbers:

@@ -1,10 +1,10 @@
 """Write pages to 3FS as SGLang does: reserve at the metadata server, write in place, confirm.
 
-A reserved page that is neither confirmed nor released is leaked: the server reuses it only
+A reserved page that is neither confirmed nor released is leaked. The server reuses such a page only
 after a start from an older snapshot, a clear of the table, or `verify --repair` with
 --writers-stopped. Each reservation therefore runs in its own thread, which interrupts do not reach.
-The server does not check releases, so this module releases a page at most once, and never if a key
-may map to it.
+The server does not check releases. So this module releases a page at most once, and never releases
+a page to which a key may map.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: RankMetadata.
 """
 
@@ -45,10 +45,11 @@ class PageWrites:
     path: data file of the table.
     names: [n] keys as the server has them.
     pages: [n] bytes of each page.
-    num_pages: pages that fit into the file. Reserving more at once makes the server fail and leak
-        pages.
-    table_pages: pages of the table, as the file or the snapshot says. If the server returns a page
-        beyond these, that page is never released.
+    num_pages: number of pages that fit into the file. A reservation of more pages at once makes the
+        server fail and leak pages.
+    table_pages: number of pages of the table by the file or by the snapshot, whichever is larger.
+        If the server returns a page beyond these pages, it is never released.
+    if_absent: whether to keep existing objects.
     """
 
     table: TableName
@@ -61,7 +62,7 @@ class PageWrites:
 
 
 def write_pages(server: MetadataClient, files: DataFiles, wanted: PageWrites) -> Result:
-    """Write pages. Return OK, EXISTS or ERROR for each. Raises StoreUnavailable."""
+    """Write pages. Return OK, EXISTS or ERROR for each page. Raises StoreUnavailable."""
     names, pages = wanted.names, wanted.pages
     statuses = np.full(len(names), Status.ERROR, dtype=np.uint8)
     errors: dict[int, str] = {}
@@ -148,8 +149,8 @@ class _Reservation:
     def _reserve(self, places: Sequence[int], there: Container[int]) -> None:
         """Reserve a page for each index.
 
-        A key to replace is reserved under a random name, since its own name returns the old page.
-        The server does not keep the names of reserved pages.
+        For a key to replace, the page is reserved under a random name, because the key's own name
+        returns the old page. The server does not keep the names of reserved pages.
         """
         if not places:
             return
@@ -198,17 +199,19 @@ class _Reservation:
     def _confirm(self, written: Sequence[int], replaced: Sequence[str]) -> None:
         """Confirm the written pages and release the others, in one atomic call.
 
-        If the server does not reply, query whether the call took effect.
+        If the call fails, ask the server which pages the keys have now. The pages stay in `held`,
+        to be released, only if the call had no effect.
+        replaced: keys with another page, which is freed first.
         """
         table, held = self.batch.table, self.held
         if replaced:
-            # Frees the current pages. Readers miss the keys until the new pages are confirmed.
+            # This frees the current pages. Readers miss the keys until the new pages are confirmed.
             self.server.delete(*table, replaced)
         if not held:
             return
         pairs = [(self.batch.names[n], held[n]) for n in written]
         rest = [index for n, index in held.items() if n not in set(written)]
-        self.held = {}  # after the call, a release could free a mapped page
+        self.held = {}  # emptied first, because after the call a release could free a mapped page
         try:
             self.server.confirm(*table, pairs, rest)
         except BaseException as error:

@@ -226,7 +226,7 @@ class NixlDisks(ObjectTree):
                         f"{disk.path}: has the objects of one of {times * given} directories, but "
                         f"the URL has {given}; give all directories of its servers, in their "
                         "order, and an empty directory for each lost one; if servers now use only "
-                        f"the directories of the URL, add directories={given} to it"
+                        f"the given directories, add directories={given} to the URL"
                     )
         return LeftOut(misplaced=left_out.misplaced, sampled=True)
 
@@ -329,7 +329,7 @@ class NixlStore(ObjectFiles, ClearRemovesAll):
         return self.objects.free_bytes()
 
     def capacity(self) -> Capacity | None:
-        """Return None, because servers never fill again what a removal frees above the watermark."""
+        """Return None, because servers do not refill what a removal frees above the watermark."""
         return None
 
 

@@ -248,8 +248,8 @@ def test_records_are_kept_by_the_rules_of_a_restart(tmp_path: Path) -> None:
     meta = offset_meta(extents, 2, evicted=[evicted.key])
     (tmp_path / "kv_cache.meta").write_bytes(meta)
     said = remarks_of(tmp_path)
-    assert f"{path}: 1 records are left out: their headers" in said
-    assert f"{path}: 3 records are left out: they are newer" in said
+    assert f"{path}: 1 records are left out, because their headers" in said
+    assert f"{path}: 3 records are left out, because they are newer" in said
 
 
 def test_a_record_cut_off_by_the_end_of_the_file_is_damage(tmp_path: Path) -> None:
