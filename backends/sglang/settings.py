@@ -196,8 +196,8 @@ def _seconds(key: str, value: Any) -> float:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0 < value <= LONGEST_CALL_S:
         raise ValueError(
-            f"{key}: {shown(value)} is not a number of seconds above 0 and up to "
-            f"{LONGEST_CALL_S:.0f}; SGLang waits 10 s for a call, and then fails"
+            f"{key}: {shown(value)} is not a number in range; give more than 0 and at most "
+            f"{LONGEST_CALL_S:.0f} seconds, because SGLang waits 10 s for a call and then fails"
         )
     return float(value)
 
