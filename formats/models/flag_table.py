@@ -40,7 +40,8 @@ FLAGS = (
          help="Model name, as given to SGLang.  [default: _name_or_path of the config]",
          option="served_model_name"),
     Flag("sglang", metavar="VERSION",
-         help="SGLang release that wrote the store; decides the key grammar.  [default: newest]"),
+         help="SGLang release that wrote the store. It decides the key grammar.  [default: "
+         "newest]"),
     Flag("page_size", "page_size", derived=True, kind="count", metavar="N",
          help="Tokens per page."),
     Flag("kv_cache_dtype", "kv_cache_dtype", metavar="DTYPE",
@@ -64,7 +65,8 @@ FLAGS = (
     Flag("speculative_algorithm", "speculative_algorithm",
          help="SGLang's --speculative-algorithm: EAGLE, EAGLE3, …"),
     Flag("speculative_num_steps", "speculative_num_steps", kind="count", metavar="N",
-         help="SGLang's option: the layers of a draft that has one layer for each step."),
+         help="SGLang's option. It is the number of layers of a draft that has one layer for each "
+         "step."),
     Flag("enable_multi_layer_eagle", "enable_multi_layer_eagle", kind="switch",
          help="SGLang's option: the draft has one layer for each step."),
     Flag("dsa_prefill_backend", "dsa_prefill_backend",

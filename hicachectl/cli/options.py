@@ -169,8 +169,8 @@ healthcheck_option = OUTPUT.option(
     type=HEALTHCHECK_URL,
     metavar="URL",
     hide_input=True,
-    help="Report the run as healthchecks.io expects: ping URL/start at its start, and URL or "
-    "URL/fail at its end.",
+    help="Report the run as healthchecks.io expects. URL/start is requested at the start of the "
+    "run, and URL or URL/fail at its end.",
 )
 allow_leases_option = MOONCAKE.option(
     "--allow-leases",
@@ -188,15 +188,16 @@ def pin_ttl_option(name: str, section: Section, *, needs: str = "") -> Callable[
         variable=False,
         type=POSITIVE_DURATION,
         divided=SAME,
-        help="Keep pins for this duration. The master's --max_kv_soft_pin_ttl limits it: by "
-        "default a week, and a day before Mooncake 0.3.14.  [default: 30m]",
+        help="Keep pins for this duration. The longest duration is the master's "
+        "--max_kv_soft_pin_ttl, which is a week by default, or a day before Mooncake 0.3.14.  "
+        "[default: 30m]",
     )
 
 
 lease_wait_option = MOONCAKE.option(
     "--lease-wait",
     type=DURATION,
-    help="Mooncake: wait for leases to end, at most this long, before a removal fails.  [default: "
+    help="Mooncake: wait at most this long for leases to end before a removal fails.  [default: "
     "20s]",
 )
 
@@ -222,8 +223,8 @@ def _profile_options(*server: Callable[[F], F]) -> Callable[[F], F]:
             "--model-config",
             type=click.Path(path_type=Path),
             metavar="FILE",
-            help="Build the profile from a Hugging Face config.json, or from the directory with "
-            "it, and from the server flags.",
+            help="Build the profile from the server flags and a Hugging Face config.json. FILE is "
+            "config.json or its directory.",
         ),
         *server,
         PROFILE.option(
@@ -238,7 +239,7 @@ def _profile_options(*server: Callable[[F], F]) -> Callable[[F], F]:
             "--draft-weights",
             describes=False,
             metavar="DIR|TEXT",
-            help="Record the weights of a separate draft model.",
+            help="Record the weights of a separate draft model, given as for --weights.",
         ),
         *map(_server_flag, OPTIONS),
         SERVERS.option(
@@ -271,7 +272,7 @@ _transform_options = stack(
     ),
     _to("--to-no-tag", is_flag=True, help="Mooncake: write keys without a tag."),
     _to("--to-tp", type=Count(1), metavar="N", help="Attention TP size to write."),
-    _to("--to-pp", type=Count(1), metavar="N", help="Pipeline stages to write."),
+    _to("--to-pp", type=Count(1), metavar="N", help="Number of pipeline stages to write."),
     _to(
         "--to-pp-partition",
         type=CommaList(),
@@ -295,8 +296,8 @@ _transform_options = stack(
         type=click.Choice(["auto", "write", "drop"]),
         default="auto",
         show_default=True,
-        help="Give objects in a file store trailers where needed, always or never; see TRAILERS "
-        "in hicachectl-migrate(1).",
+        help="Give objects in a file store trailers if needed (auto), always (write) or never "
+        "(drop); see TRAILERS in hicachectl-migrate(1).",
     ),
 )
 
@@ -330,9 +331,9 @@ parts_options = stack(
     PARTS.option(
         "--shard",
         metavar="I/N",
-        help="Do part I of N, counted from 0, of the run in --run. Part 0 lists the store for all "
-        "parts; hicachectl merge joins their results. With /N, Kubernetes (JOB_COMPLETION_INDEX) "
-        "or Slurm (SLURM_ARRAY_TASK_ID) states I.",
+        help="Do part I of the N parts of the run in --run; the first part is 0. Part 0 lists the "
+        "store for all parts, and hicachectl merge joins their results. With /N, Kubernetes "
+        "(JOB_COMPLETION_INDEX) or Slurm (SLURM_ARRAY_TASK_ID) states I.",
     ),
     PARTS.option(
         "--run",
@@ -340,7 +341,7 @@ parts_options = stack(
         type=RunPath(),
         metavar="DIR",
         help="Keep one run with --shard or --ray in DIR, such as /shared/$(date +%F). A missing "
-        "DIR is created. All parts of --shard share it. With --ray, only this host uses it, to "
+        "DIR is created. All parts of --shard share DIR. With --ray, only this host uses DIR, to "
         "continue an interrupted run.",
     ),
     PARTS.option(
@@ -348,7 +349,7 @@ parts_options = stack(
         type=DURATION,
         default="1h",
         show_default=True,
-        help="With --shard: wait for the listing of part 0, at most this long.",
+        help="With --shard: wait at most this long for the listing of part 0.",
     ),
     PARTS.option(
         "--ray",
@@ -425,7 +426,7 @@ def trace_options(
             needs="--trace",
             type=Count(1),
             metavar="TOKENS",
-            help="Tokens of a block of hash_ids.  [default: the size in the trace]",
+            help="Number of tokens in a block of hash_ids.  [default: the size in the trace]",
         ),
         REQUESTS.option(
             "--tokenizer",
@@ -465,7 +466,7 @@ request_options = stack(
 )
 
 model_option = PROFILE.option(
-    "--model", variable=False, metavar="NAME", help="Choose a model of STORE, if it has several."
+    "--model", variable=False, metavar="NAME", help="Choose this model if STORE has several."
 )
 
 prefetch_threshold_option = SERVERS.option(
@@ -473,8 +474,8 @@ prefetch_threshold_option = SERVERS.option(
     type=Count(0),
     repeats=False,
     metavar="TOKENS",
-    help="SGLang's prefetch_threshold. If fewer tokens of a request are usable, servers fetch "
-    "none of them.  [default: the profile's, else 256]",
+    help="SGLang's prefetch_threshold. If fewer tokens of a request than TOKENS are usable, "
+    "servers fetch none of them.  [default: the profile's, else 256]",
 )
 
 
@@ -526,8 +527,8 @@ allow_empty_option = own_option(
     is_flag=True,
     repeats=False,
     divided=OWN_VALUE,
-    help="Accept a store without any page. Without this option it is refused, because its file "
-    "system is perhaps not mounted.",
+    help="Accept a store without any page. Without this option, such a store is refused, because "
+    "its file system is perhaps not mounted.",
 )
 
 checking_options = stack(
@@ -538,7 +539,7 @@ checking_options = stack(
         type=click.Choice([*reversed(SEVERITIES[1:]), NEVER]),
         default="warning",
         show_default=True,
-        help="Exit with 4 if there are findings at least this severe.",
+        help="Exit with 4 if there are findings of this severity or above.",
     ),
     allow_empty_option,
     jobs_option,
@@ -556,7 +557,7 @@ def allow_shrink_option(needs: str = "") -> Callable[[F], F]:
         needs=needs,
         repeats=False,
         divided=AT_MERGE,
-        help="Write the catalog even if it has fewer than half as many entries as before.",
+        help="Write the catalog even if it has fewer than half as many entries as the old catalog.",
     )
 
 
@@ -617,8 +618,8 @@ _FILTERS: Mapping[str, Callable[[Any], Any]] = {
 _NO_TAG_BESIDE_FLAGS = _filter(
     "--no-tag",
     is_flag=True,
-    help="Only pages without a tag. --tag, --tp, --pp, --cp and --dcp are filters too, but "
-    "describe servers if --model-config or --server is given.",
+    help="Only pages without a tag. With --model-config or --server, --tag, --tp, --pp, --cp and "
+    "--dcp describe servers; without these two options, they are filters.",
 )
 FILTER_NAMES = tuple(_FILTERS)
 # The filters that choose among the pages of one deployment.

@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     "--drop-cache",
     is_flag=True,
     repeats=False,
-    help="Before the reads, drop the files to read from the page cache of this host.",
+    help="Before bench reads files, drop them from the page cache of this host.",
 )
 @own_option(
     "--probe-server",
@@ -94,8 +94,8 @@ if TYPE_CHECKING:
 @own_option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
-    help="Also time value checks and digests on this device; on cuda, also copies and the sparse "
-    "loader (reads selected tokens).",
+    help="Also time value checks and digests on this device. On cuda, also time copies and the "
+    "sparse loader, which reads selected tokens.",
 )
 @lock_option
 @prefetch_threshold_option
@@ -115,7 +115,7 @@ def command(
 
     Files are read first as bench finds them, on the disk or in the page cache, and then again.
     Reads from the page cache have rows of their own, because they show the speed of memory and not
-    of the disk. They are compared with a bare loop of preadv over the same files.
+    of the disk. These reads are compared with a bare loop of preadv over the same files.
 
     bench reads only the listing and a random sample of whole pages, within --most and --time-limit.
     Only --write, --probe-server and --drop-cache change anything.

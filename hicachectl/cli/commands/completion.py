@@ -39,8 +39,8 @@ _BREAKS = ":=@"  # bash divides words at these characters
 def command(ctx: click.Context, /, shell: str) -> None:
     """Print a script that adds tab completion of hicachectl to a shell.
 
-    It completes commands, options and their values, the stores of the config file, and finding
-    codes.
+    The script completes commands, options and their values, the stores of the config file, and
+    finding codes.
 
     Examples:
       mkdir -p ~/.local/share/bash-completion/completions

@@ -46,18 +46,19 @@ def command(ctx: click.Context, /, source: str, destination: str, **options: Any
     """Show how two stores differ; exit with 4 if they do.
 
     A and B can be stores of any kind. diff compares the names and sizes of their objects, page by
-    page, and changes nothing. --verify also reads the pages that look equal, and compares bytes.
+    page, and changes nothing. --verify also reads the pages that look equal, and compares their
+    bytes.
 
-    A table shows, for each deployment, how many pages are equal, only in one store, or different,
-    then the commands that close the differences. Other formats have a row for each page that
-    differs; --pages of other commands takes these rows.
+    The table shows, for each deployment, how many pages are equal, only in one store, or different.
+    Below it are the commands that close the differences. Other formats have a row for each page
+    that differs; --pages of other commands takes these rows.
 
-    Without a profile, objects with the same key are compared. With a profile, diff looks in
-    B for the keys that SGLang uses on that kind of store. If B's pages are for another deployment,
-    give it with the --to options, as for migrate.
+    Without a profile, objects with the same key are compared. With a profile, diff looks in B for
+    the keys that SGLang uses on B's kind of store. If B's pages are for another deployment,
+    describe that deployment with the --to options, as for migrate.
 
-    The exit status is 0 if all pages are equal, and 4 if some differ, or if none was compared.
-    Pages younger than --grace that differ are in flight, and not judged.
+    The exit status is 0 if all pages are equal, and 4 if some differ, or if none was compared. If a
+    page differs and is younger than --grace, it is in flight, and diff does not judge it.
 
     Examples:
       hicachectl diff /mnt/hicache /backup/monday.hcpack

@@ -79,17 +79,17 @@ _READING = ("trace_format", "block_size", "tokenizer")
 def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     """Show why servers get no hits, or wrong data, from a store.
 
-    Give the servers with --server, and requests that should have hits with --trace, --prompts or
-    --token-ids. Each server is asked for its settings, and twice for its counters (--watch). The
-    store is listed, and a sample of its pages is read and checked.
+    Give the servers with --server. With --trace, --prompts or --token-ids, give requests that
+    should have hits. Each server is asked for its settings, and twice for its counters (--watch).
+    The store is listed, and a sample of its pages is read and checked.
 
-    Each check is a line: ok, unknown, warn or fail, with what was seen and the next command. The
-    worst comes first, and the last line names the first cause. The exit status is 4 if a check
-    fails, also for a server or a store that cannot be reached.
+    Each check is a line with its status (ok, unknown, warn or fail), what was seen, and the next
+    command. The worst check comes first, and the last line names the first cause. The exit status
+    is 4 if a check fails, also if a server or a store cannot be reached.
 
-    Without --server, the store alone is checked, as a probe does.
+    Without --server, doctor checks only the store.
 
-    Nothing is changed, except by --write-probe. Keys, launch commands and secrets are never shown.
+    Only --write-probe changes anything. Keys, launch commands and secrets are never shown.
 
     hicachectl-doctor(1) describes the checks.
 

@@ -159,10 +159,11 @@ def command(
 
     NAME is a finding code of verify, a check of doctor, or a reason why a server did not use tokens
     of its store. SGLang and the plug-in count such reasons, and hits prints them. explain says what
-    is wrong, what a server does, what to do, and the command for it. For a finding, it also says
+    is wrong, what a server does, what to do, and which command to run. For a finding, it also says
     what the remedy costs. Without NAME, explain lists all names.
 
-    hicachectl-findings(7) has the same texts, and hicachectl-doctor(1) the texts of checks.
+    hicachectl-findings(7) has the same texts of findings and reasons, and hicachectl-doctor(1) has
+    the texts of checks.
 
     Examples:
       hicachectl explain

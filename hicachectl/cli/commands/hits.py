@@ -48,7 +48,7 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace")
 @own_option(
     "--summary",
     is_flag=True,
-    help="In place of the requests, show the causes that stop them, the most lost tokens first.",
+    help="Show the causes that stop requests instead of the requests, the most lost tokens first.",
 )
 @own_option("--by", type=NameList(GROUPINGS), help="Also show sums by group of requests.")
 @min_usable_option
@@ -70,20 +70,20 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
 
     Give the requests with --prompts, --token-ids, --pages or --trace. STORE is only read.
 
-    A page counts if all its objects of all ranks are present. Trailing pools (Mamba states,
-    sliding windows) are needed only at the end of a prefix. Servers fetch nothing if fewer tokens
-    of a request are usable than their prefetch threshold. Served tokens are the tokens that servers
-    fetch.
+    A page counts if all its objects of all ranks are present. Trailing pools (Mamba states, sliding
+    windows) are needed only at the end of a prefix. If fewer tokens of a request are usable than
+    the servers' prefetch threshold, servers fetch none of them. Served tokens are the tokens that
+    servers fetch.
 
-    The last line names the deployment that was measured. Its share refers to the tokens in full
-    pages that servers look up. simulate and report count all prompt tokens, so their shares are
-    smaller. "exists at tp 4" means that only another deployment has the page. Unreachable pages are
-    whole, but behind the object that stops the request. With --min-usable, the exit status is 4 if
-    less is served.
+    The last line names the deployment that was measured. The share in this line refers to the
+    tokens in full pages that servers look up. simulate and report count all prompt tokens, so their
+    shares are smaller. "exists at tp 4" means that only another deployment has the page.
+    Unreachable pages are whole, but stand behind the object that stops the request. With
+    --min-usable, the exit status is 4 if a smaller share is served.
 
     Without a profile, --page-size (and --speculative-algorithm for EAGLE) decides how tokens are
     hashed, and the filters choose one of several deployments. Pages are then compared with each
-    other, so a pool missing everywhere goes unnoticed.
+    other, so hits does not notice a pool that no page has.
 
     hicachectl-hits(1) describes request files.
 

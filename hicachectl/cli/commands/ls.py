@@ -74,8 +74,8 @@ def command(
     --summary shows each deployment with its object sizes, its first and its last write, the total,
     and the free space of the store.
 
-    Without a profile, pages of a model are compared with each other, so a pool missing everywhere
-    goes unnoticed.
+    Without a profile, pages of a model are compared with each other, so ls does not notice a pool
+    that no page has.
 
     Examples:
       hicachectl ls /tmp/hicache

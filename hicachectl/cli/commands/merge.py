@@ -55,14 +55,14 @@ def command(
 ) -> None:
     """Join the parts of a run.
 
-    RUN is the directory of --run. The result and the exit status are those of the same command in
-    one process. The metrics have the time of the listing. No store is opened. If a part has no
-    result, stderr and the table name it, the document and the metrics have complete false, and the
-    exit status is 4.
+    RUN is the directory of --run. merge has the result and the exit status that the command would
+    have in one process. The metrics have the time of the listing. No store is opened. If a part has
+    no result, stderr and the table name the part, the document and the metrics have complete false,
+    and the exit status is 4.
 
-    A whole run is joined once: a second merge ends with 2, which shows when a schedule uses a
-    directory twice. --again joins it again. With --if-complete, each process can call merge after
-    its part; only the last one joins the run.
+    A whole run is joined once. A second merge ends with 2, because a schedule may have used a
+    directory twice. --again joins the run again. With --if-complete, each process can call merge
+    after its part; only the last call joins the run.
 
     Examples:
       hicachectl merge /shared/$(date +%F)

@@ -64,12 +64,14 @@ if TYPE_CHECKING:
     type=click.Choice(["skip", "verify", "overwrite"]),
     default="skip",
     show_default=True,
-    help="Skip pages that DST already has whole, verify that they are equal, or overwrite them.",
+    help="Pages that DST already has whole: skip them, verify that they are equal, or overwrite "
+    "them.",
 )
 @equal_option(
     "--verify",
     is_flag=True,
-    help="Read back and compare the written objects, and compare pages that DST already has.",
+    help="Read the written objects again and compare them with SRC. Also compare the pages that "
+    "DST already has.",
 )
 @own_option(
     "--move",
@@ -77,7 +79,7 @@ if TYPE_CHECKING:
     divided=Divided(same=True, on_cluster=False),
     help="Delete pages from SRC after they were verified in DST.",
 )
-@own_option("--yes", is_flag=True, divided=OWN_VALUE, help="Do not ask before --move.")
+@own_option("--yes", is_flag=True, divided=OWN_VALUE, help="Do not ask before pages are moved.")
 @equal_option("--include-partial", is_flag=True, help="Also copy pages that are not whole.")
 @equal_option("--include-damaged", is_flag=True, help="Also copy pages that have errors.")
 @grace_option("Skip incomplete pages that are younger than this")
@@ -99,15 +101,15 @@ def command(ctx: click.Context, /, source: str, destination: str, **options: Any
 
     Only whole page groups are copied, the kv objects last, so no server sees half a page. Pages
     with errors and pages that are still being written are not copied. Pages that DST already has
-    whole are skipped (see --if-exists). A different object under the same key is a conflict. With
-    another layout, keys and sizes stay equal, so pages that DST has are compared unless trailers
-    prove their layout.
+    whole are skipped (see --if-exists). A different object under the same key is a conflict. A
+    change of layout leaves keys and sizes equal, so pages that DST already has are then compared,
+    unless trailers prove their layout.
 
     After an interruption at any point, the same command completes the work. Without --verify, it
-    reads only the objects that did not arrive.
+    then reads only the objects that DST lacks.
 
-    If SRC and DST are one directory, --trailers write adds the trailers of the SGLang plug-in to
-    its files, without a second copy; see TRAILERS IN PLACE.
+    If SRC and DST are the same directory, --trailers write adds the trailers of the SGLang plug-in
+    to the files in it, without a second copy; see TRAILERS IN PLACE.
 
     --shard divides the work among processes, also on several hosts. Each process copies the pages
     of its part, and prints nothing on stdout; see hicachectl-merge(1). If a part is killed, run it
@@ -115,7 +117,8 @@ def command(ctx: click.Context, /, source: str, destination: str, **options: Any
     --shard, DST cannot be a pack.
 
     --ray divides the work among the nodes of a Ray cluster, and prints the result; see CLUSTERS in
-    hicachectl-verify(1). --move needs one process, or --shard.
+    hicachectl-verify(1). --move works in one process and with
+    --shard, but not with --ray.
 
     Examples:
       hicachectl migrate /mnt/hicache /backup/monday.hcpack --profile prod.toml

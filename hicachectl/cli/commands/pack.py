@@ -73,7 +73,8 @@ def command() -> None:
 def info(ctx: click.Context, /, pack: str, output_format: str) -> None:
     """Describe a pack file.
 
-    Print the object count, bytes before and after compression, key grammar and profile model.
+    Print the number of objects, their bytes before and after compression, the form of the keys, and
+    the model of the profile.
     """
     from hicachectl.backends.pack.store import PackStore
 
@@ -99,10 +100,10 @@ def repair(
 ) -> None:
     """Repair a truncated pack file.
 
-    Afterwards FILE is a valid pack of all its whole objects. A killed writer leaves a pack without
-    its end: repair reads record after record, cuts off everything after the last whole record, and
-    writes a new index. Whole records after a damaged part are saved too; the exit status is then 4.
-    While another process writes to the pack, repair does nothing.
+    After the repair, FILE is a valid pack of all its whole objects. A writer that was killed leaves
+    a pack without its end. repair reads record after record, cuts off everything after the last
+    whole record, and writes a new index. Whole records after a damaged part are saved, too; the
+    exit status is then 4. While another process writes to the pack, repair does nothing.
     """
     from hicachectl.backends.pack import recovery
 

@@ -30,15 +30,17 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     """Protect pages of a Mooncake cluster from eviction, for a time.
 
     Give at least one filter, such as --pages FILE or --model NAME. All objects of the pages get
-    soft pins, which end after --ttl: a cluster evicts objects with such a pin only if it finds
-    nothing else to evict. A page whose object has been evicted meanwhile is not pinned; the exit
-    status is then 4. Pages that are not whole are left out, unless --state names them.
+    soft pins, which end after --ttl. A cluster evicts objects with a soft pin only if it finds no
+    other object to evict. If an object of a page was evicted after the listing, the page is not
+    pinned, and the exit status is 4. Pages that are not whole are left out, unless --state names
+    their state.
 
-    Pinning a page again sets a new end, sooner or later than before. hicachectl unpin removes
-    pins. The master must be of Mooncake 0.3.14 or later. hicachectl prewarm --pin pins the pages
-    that it copies or finds.
+    If a page is pinned again, the new end of its pin replaces the old end, also if the new end is
+    earlier. hicachectl unpin removes pins. The master must be of Mooncake 0.3.14 or later.
+    hicachectl prewarm --pin pins the pages that it copies or finds.
 
-    hicachectl-pin(1) explains how to pin the pages of some requests, and what a soft pin is worth.
+    hicachectl-pin(1) explains how to pin the pages of some requests, and how far a soft pin
+    protects.
 
     Examples:
       hicachectl pin mooncake: --pages pages.jsonl --ttl 12h

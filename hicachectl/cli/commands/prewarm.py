@@ -77,8 +77,8 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
     "--all",
     "all_",
     is_flag=True,
-    help="Copy every whole page, newest first. Prefix order is unknown, so a partial run may be "
-    "of little use.",
+    help="Copy every whole page, newest first. The prefixes of pages are unknown, so a partial run "
+    "may be of little use.",
 )
 @equal_option("--budget", type=SIZE, help="Copy at most this many bytes.")
 @equal_option("--budget-pages", type=Count(0), metavar="N", help="Copy at most N pages.")
@@ -97,9 +97,9 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
     type=FILE,
     needs="--open-after DURATION",
     divided=Divided(instead="leave out --shard", on_cluster=False),
-    help="Count --open-after from the modification time of FILE. So a process that is killed "
-    "and started again continues the count. A missing FILE is created; when the gate "
-    "opens, it is removed.",
+    help="Count --open-after from the modification time of FILE, so that a process that is killed "
+    "and started again continues the count. A missing FILE is created. FILE is removed when the "
+    "gate opens.",
 )
 @prefetch_threshold_option
 @MOONCAKE.option(
@@ -157,13 +157,13 @@ def command(
     If the size of an object differs from the profile, its page is not copied and counts as failed
     (exit status 4); a remark names the page.
 
-    With --through-server, live servers then load the prefixes that DST has. Without --from,
-    prewarm copies nothing and only makes the servers load.
+    With --through-server, live servers then load the prefixes that DST has. Without --from, prewarm
+    copies nothing, and only makes the servers load prefixes.
 
     The result goes to stdout, a summary to stderr.
 
-    hicachectl-prewarm(1) explains the order of pages, how a run ends, traces and how to record
-    one, pins, live servers, parts of a run, and usable tokens.
+    hicachectl-prewarm(1) explains the order of pages, the end of a run, traces and how to record
+    them, pins, live servers, parts of a run, and usable tokens.
 
     hicachectl-scheduling(7) has jobs for cron and systemd.
 

@@ -37,8 +37,8 @@ _FORMATS = ("toml", "json")
     "--launch",
     variable=False,
     metavar="COMMAND",
-    help="Build the profile from the command that launches a server, a file with it (@FILE), or a "
-    "running server (pid:N).",
+    help="Build the profile from the command that launches a server, a file with that command "
+    "(@FILE), or a running server (pid:N).",
 )
 @format_option(_FORMATS)
 @own_option(
@@ -73,19 +73,20 @@ def command(
     these options, the profile that a pack records is printed, or a profile is inferred from STORE.
 
     --launch takes python -m sglang.launch_server … or sglang serve …, also in a script, the YAML of
-    a container, a running process, or a server's log. It executes nothing, and refuses flags with
-    values that only the execution would show. Flags mean what they mean to the newest release that
-    --sglang knows. Flags given beside --launch replace those of the command.
+    a container, a running process, or a server's log. --launch executes nothing, and refuses flags
+    with values that only the execution would show. Flags mean what they mean to the newest release
+    that --sglang knows. Flags given beside --launch replace the same flags of the command.
 
-    An inferred profile states only the shards, pools and sizes seen in STORE, and weights, layout,
-    page size and dtypes if the SGLang plug-in of hicachectl wrote STORE. If STORE has several
-    deployments, --model, --tp, --pp, --cp and --dcp choose one. An inferred profile is enough for
-    ls and the checks names, groups and sizes; commands that must interpret bytes refuse it.
+    An inferred profile states only the shards, pools and sizes seen in STORE. If the SGLang plug-in
+    of hicachectl wrote STORE, it also states weights, layout, page size and dtypes. If STORE has
+    several deployments, --model, --tp, --pp, --cp and --dcp choose one. An inferred profile is
+    enough for ls and the checks names, groups and sizes; commands that must interpret bytes refuse
+    it.
 
-    For a model that hicachectl does not know, --print-probe prints a script. Run it in the server's
-    environment, with the server's flags and environment variables, on a machine with the same GPU:
-    python probe.py --model-path … --tp 8 > prod.toml. It asks SGLang's own classes for the pools,
-    loads no weights, and needs nothing of hicachectl.
+    For a model that hicachectl does not know, --print-probe prints a script. Run the script in the
+    server's environment, with the server's flags and environment variables, on a machine with the
+    same GPU: python probe.py --model-path … --tp 8 > prod.toml. The script asks SGLang's own
+    classes for the pools, loads no weights, and needs nothing of hicachectl.
 
     Examples:
       hicachectl profile --model-config config.json --tp 2 --page-size 64 -o prod.toml

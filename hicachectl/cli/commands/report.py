@@ -99,7 +99,7 @@ def _listed_checks() -> tuple[str, ...]:
     "--checks",
     type=NameList(group_names),
     default=_listed_checks,
-    help="Checks of verify to run.  [default: those that read no object]",
+    help="Checks of verify to run.  [default: the checks that read no object]",
 )
 @sample_options(CHECKS, "the day number")
 @checking_options
@@ -109,21 +109,21 @@ def _listed_checks() -> tuple[str, ...]:
 def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> None:
     """Show a store in pictures, in one HTML file.
 
-    The file needs no network and runs no script: send it or print it. It shows the findings with
-    the commands that mend them, bytes by deployment, pool and object size, writes over time, growth
-    and days until the store is full, the last use of pages, the completeness of pools and ranks,
-    and one page in full. With requests (--prompts, --token-ids, --pages, --trace), it also shows
-    how much of them STORE can serve, which objects stop them, what a smaller or larger store would
-    serve, and the bytes that each salt and each adapter reaches.
+    The file needs no network and runs no script, so you can send it or print it. It shows the
+    findings with the commands that mend them, bytes by deployment, pool and object size, writes
+    over time, growth and days until the store is full, the last use of pages, the completeness of
+    pools and ranks, and one page in full. With requests (--prompts, --token-ids, --pages, --trace),
+    it also shows how much of them STORE can serve, which objects stop them, what a smaller or
+    larger store would serve, and the bytes that each salt and each adapter reaches.
 
     report reads the listing of STORE and one page, and changes nothing. Only the checks names,
     groups and sizes run, unless --checks says otherwise; the file names the checks that did not
     run. From a Mooncake store, it reads a page only with --page, since reads grant leases. With
-    filters, the file shows only the pages that match; without a profile, they also choose the
-    deployment that serves the requests.
+    filters, the file shows only the pages that match. Without a profile, the filters also choose
+    the deployment that serves the requests.
 
     The exit status is 4 if there are findings at --fail-on or above, in the store or in the page
-    shown in full; the file is written first.
+    shown in full. The file is written also in that case.
 
     report needs the Python packages Jinja2 and vl-convert-python.
 

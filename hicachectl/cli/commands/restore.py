@@ -60,15 +60,15 @@ def command(ctx: click.Context, /, quarantine: str, store: str, **options: Any) 
     """Put quarantined pages back into a store.
 
     QUARANTINE is a directory that verify --repair filled, one run in it, or a store with a
-    quarantine of its own. The table shows at most 20 pages, the failed ones first; other formats
-    have all. Each page returns to STORE with all its objects and their times, the kv objects last,
-    and leaves the quarantine. If STORE has another object under a key of a page, the page is a
-    conflict: it stays in the quarantine, and the exit status is 4. An object that STORE has with
-    the same bytes counts as put back. A 3FS store needs --profile.
+    quarantine of its own. The table shows at most 20 pages, the failed pages first; other formats
+    have all pages. Each page returns to STORE with all its objects and their times, the kv objects
+    last, and leaves the quarantine. If STORE has another object under a key of a page, the page is
+    a conflict: it stays in the quarantine, and the exit status is 4. If STORE already has an object
+    with the same bytes, the object counts as put back. A 3FS store needs --profile.
 
-    Restoring does not repair: the page has the same fault as before. If a server has cleared STORE
-    since the repair, its pages stay in the quarantine. For pages of another store, the question
-    names both stores.
+    Restoring does not repair a page, which has the same fault as before its removal. If a server
+    has cleared STORE since the repair, the pages of that repair stay in the quarantine. If the
+    pages come from another store, the question names both stores.
 
     Examples:
       hicachectl restore prod: prod: --dry-run

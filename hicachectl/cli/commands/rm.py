@@ -106,22 +106,22 @@ _OF_PAGES = (
     "--free",
     type=POSITIVE_SIZE,
     metavar="SIZE",
-    help="Remove the least useful pages until SIZE is freed. Without --trace or --keep-plan, "
-    "these are the longest unused.",
+    help="Remove the least useful pages until SIZE is freed. Without --trace and --keep-plan, "
+    "these are the pages that were unused for the longest time.",
 )
 @own_option(
     "--keep-free",
     type=ROOM,
     metavar="SIZE|PERCENT",
     help="Remove the least useful pages until the file system or the Mooncake cluster has SIZE or "
-    "PERCENT free. Removes nothing if that much is free already.",
+    "PERCENT free. Remove nothing if that much is free already.",
 )
 @own_option(
     "--max-size",
     type=POSITIVE_SIZE,
     metavar="SIZE",
-    help="Remove the least useful pages until the store has at most SIZE. Removes nothing if the "
-    "store is that small already.",
+    help="Remove the least useful pages until the store has at most SIZE. Remove nothing if the "
+    "store has at most SIZE already.",
 )
 @trace_options(
     "Keep the pages that requests use. Targets such as --free first remove other pages, then the "
@@ -156,8 +156,8 @@ _OF_PAGES = (
 @own_option(
     "--despite-profile",
     is_flag=True,
-    help="Remove partial pages even if the profile looks wrong: most of the newest pages lack the "
-    "same pool. Without this option, --state partial is then refused, and targets do not "
+    help="Remove partial pages even if the profile looks wrong, because most of the newest pages "
+    "lack the same pool. Without this option, --state partial is then refused, and targets do not "
     "prefer partial pages.",
 )
 @filter_options()
@@ -174,15 +174,17 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
 
     Give at least one filter, or a target such as --free. rm removes the pages that match all
     filters, each with all its objects, the kv objects first, so servers never see half a page.
-    hicachectl ls with the same filters lists the pages. Some matching pages stay: those that
-    servers may still be writing (--grace) or write to during the run, and those with ambiguous
-    keys, unless --state unknown or --pages names them. --state partial needs --profile. The exit
-    status is 4 if something could not be removed, or if a target was not reached.
+    hicachectl ls with the same filters lists the pages. Some matching pages stay: pages that
+    servers may still be writing (--grace), pages that servers write to during the run, and pages
+    with ambiguous keys. Only --state unknown and --pages remove pages with ambiguous keys. --state
+    partial needs --profile. The exit status is 4 if something could not be removed, or if a target
+    was not reached.
 
-    --free, --keep-free and --max-size are targets: they remove the least useful pages, and no more
-    than they need. If --keep-free or --max-size is reached already, nothing is removed, so cron can
-    run them often. Pages that are not whole are removed first. With --trace or --keep-plan, a page
-    is removed only after the pages that follow it. --dry-run shows what is lost.
+    --free, --keep-free and --max-size are targets. A target removes the least useful pages, and no
+    more pages than it needs. If --keep-free or --max-size is reached already, nothing is removed,
+    so cron can run such commands often. Pages that are not whole are removed first. With --trace or
+    --keep-plan, a page is removed only after the pages that follow it. --dry-run shows what would
+    be lost.
 
     One page can have objects of several deployments. A row of ls in --pages removes the group of
     one deployment. A page hash alone is refused if several deployments have the page, unless
@@ -190,7 +192,7 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
 
     --temporaries removes no pages. It removes the files that verify reports as stale-temporary:
     temporary files that are older than a minute, and objects that a server cleared more than a
-    minute ago. With --before, they must also be older than TIME.
+    minute ago. With --before, these files and objects must also be older than TIME.
 
     Examples:
       hicachectl rm /tmp/hicache --model Qwen/Qwen3-32B --dry-run

@@ -31,7 +31,8 @@ def command() -> None:
     """List run directories, show one, and delete old ones.
 
     When verify, migrate or prewarm runs in parts, the run directory (--run) holds the listing and
-    the results. DIRECTORY is a run directory, or contains several, such as one for each night.
+    the results. DIRECTORY is a run directory, or contains several run directories, such as one for
+    each night.
 
     Examples:
       hicachectl runs list /shared
@@ -51,8 +52,8 @@ def list_(ctx: click.Context, /, runs: Path, **options: Any) -> None:
     A run is listing (part 0 has not published the listing), unfinished (parts have no result, or
     the run is not finished), finished (all parts have results, but nobody has merged them), merged,
     half-purged (the next purge completes it) or unreadable (a file is damaged or not trusted).
-    CHANGED is the time of the last write to a file of the run. Whether a process still works on a
-    run is not known.
+    CHANGED is the time of the last write to a file of the run. The list does not show if a process
+    still works on a run.
     """
     from hicachectl.cli.text_tables import run_directories_for_people
     from hicachectl.parts.runs import RunDirectoriesDocument, list_runs
@@ -95,9 +96,9 @@ def status(ctx: click.Context, /, run: Path, **options: Any) -> None:
 def purge(ctx: click.Context, /, runs: Path, before: float, unmerged: bool, **options: Any) -> None:
     """Delete old run directories that were merged.
 
-    Only files of a run are deleted: a run directory with other files stays as it is. To complete an
-    interrupted purge, run the same command again. The exit status is 4 if a run could not be
-    deleted.
+    Only files of a run are deleted. If a run directory has other files, it stays as it is. To
+    complete an interrupted purge, run the same command again. The exit status is 4 if a run could
+    not be deleted.
     """
     from hicachectl.cli.text_tables import run_directories_for_people
     from hicachectl.parts.runs import RUN_DIRECTORIES, RunDirectoryPurge

@@ -41,11 +41,12 @@ if TYPE_CHECKING:
 def command(ctx: click.Context, /, store: str, page: str, **options: Any) -> None:
     """Show the objects of one page, and the findings about them.
 
-    PAGE is a page hash, or its first digits if unique in STORE. The page is read; nothing is
-    changed. The result has the objects with their digests, the missing objects, the findings and,
-    with a profile, statistics of the values per layer, and the quartiles of the magnitudes, read in
-    each dtype that the numbers may have. Objects with trailers are shown with the identity and the
-    digest in the trailer, and with what is known of the identity: weights, dtype, layout.
+    PAGE is a page hash, or the first digits of a hash, if no other page of STORE has them. The page
+    is read; nothing is changed. The result has the objects with their digests, the missing objects
+    and the findings. With a profile, it also has statistics of the values of each layer, and the
+    quartiles of the magnitudes, read in each dtype that the numbers may have. For an object with a
+    trailer, it has the identity and the digest in the trailer, and the weights, dtype and layout of
+    the identity as far as they are known.
 
     Examples:
       hicachectl show /tmp/hicache 4ebfa8a1f3c3

@@ -130,7 +130,7 @@ def _capacities(text: str) -> tuple[int, ...]:
 def command(ctx: click.Context, /, store: str | None, **options: Any) -> None:
     """Show what share of the prompt tokens a cache of each capacity serves.
 
-    Give the requests with --trace. A request hits its leading pages that the cache holds. Hits of
+    Give the requests with --trace. A request hits the leading pages that the cache holds. Hits of
     fewer tokens than the servers' prefetch threshold do not count.
 
     With a profile, capacities are bytes of the whole store, all ranks together; without one, they
@@ -144,7 +144,8 @@ def command(ctx: click.Context, /, store: str | None, **options: Any) -> None:
     is only read. The last line compares today's capacity with half and twice as much; the line
     before it says what STORE serves as it is.
 
-    With --l1 and --l2, the memory of the servers serves first. --what-if compares other settings.
+    With --l1 and --l2, the memory of the servers serves tokens before the store does. --what-if
+    compares other settings.
 
     hicachectl-simulate(1) describes policies, causes, and what the numbers refer to.
 

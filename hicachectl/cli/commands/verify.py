@@ -132,7 +132,7 @@ class _Command(Command):
     "--checks",
     type=NameList(group_names),
     default=group_names,
-    help="Run only these checks.  [default: all that apply]",
+    help="Run only these checks.  [default: all checks that apply]",
 )
 @sample_options(_SAMPLE, "the day number, so each night reads another share")
 @RECORDS.option(
@@ -149,7 +149,7 @@ class _Command(Command):
     needs="--catalog FILE",
     writes=True,
     repeats=False,
-    help="Record digests in the catalog; create a missing one.",
+    help="Record digests in the catalog; create a missing catalog.",
 )
 @allow_shrink_option("--update-catalog")
 @RECORDS.option(
@@ -183,14 +183,14 @@ class _Command(Command):
     divided=SAME,
     show_default=True,
     metavar="cpu|cuda|auto",
-    help="Check and digest objects on this device; cuda:0,cuda:1 share the work.",
+    help="Check and digest objects on this device. With cuda:0,cuda:1, two devices share the work.",
 )
 @RESOURCES.option(
     "--device-bytes",
     type=SIZE,
     default="2GiB",
     show_default=True,
-    help="Memory to use on each device, in addition to CUDA's own.",
+    help="Memory to use on each device, in addition to the memory that CUDA itself uses.",
 )
 @_repair_options
 @lock_option
@@ -214,7 +214,7 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
 
     If --checks names a check that cannot run, verify ends with 2. Without --checks, stderr and
     skipped_checks list the checks that did not run. Without a profile, objects are compared with
-    each other, so a pool missing everywhere goes unnoticed.
+    each other, so verify does not notice a pool that no page has.
 
     A table groups findings by code, deployment and age, with three examples of each group. Below it
     are the commands that mend the findings. --all-findings and the other formats have every
