@@ -22,7 +22,8 @@ from hicachectl.formats.wording import failed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ALIGNMENT = 4096  # bytes; O_DIRECT and memory registration need aligned slabs and objects
+# Bytes. O_DIRECT and memory registration need slabs and objects at multiples of this.
+ALIGNMENT = 4096
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _SHARED_MEMORY = Path("/dev/shm")  # shm_open's directory on Linux
 
@@ -82,7 +83,10 @@ class Arena:
         return int(self.array.ctypes.data)
 
     def view(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return a range of the arena as uint8, not copied. Raises ValueError if outside."""
+        """Return a range of the arena as uint8, not copied.
+
+        Raises ValueError for a range outside the arena.
+        """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise ValueError(f"bytes {offset}+{nbytes} are outside the arena of {self.nbytes}")
         return self.array[offset : offset + nbytes]
@@ -96,11 +100,11 @@ class Arena:
             self._map.madvise(_MADV_POPULATE_WRITE)
 
     def at_close(self, undo: Callable[[], None]) -> None:
-        """Make `close` call `undo`, which unregisters the memory; the last added runs first."""
+        """Make `close` call `undo`, which unregisters the memory. The last `undo` runs first."""
         self._at_close.append(undo)
 
     def close(self) -> None:
-        """Unmap the memory, or leave that to the last view in use."""
+        """Unmap the memory now, or when the last view in use ends."""
         while self._at_close:
             self._at_close.pop()()
         self.forget_name()
@@ -119,7 +123,7 @@ class Arena:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slab:
-    """A reserved range of an arena; release with `release` or a with block."""
+    """A reserved range of an arena. Free the range with `release` or a with block."""
 
     allocator: SlabAllocator
     offset: int
@@ -139,8 +143,8 @@ class Slab:
 class SlabAllocator:
     """Allocator of slabs in one memory of `nbytes` bytes. It takes the first free range that fits.
 
-    Threads wait in order of arrival, so small requests cannot starve a large one. A thread must
-    release its slab before it reserves another, or all threads can wait for ever.
+    Threads wait in order of arrival, so small requests cannot starve a large request. A thread must
+    release its slab before it reserves another slab. Otherwise all threads can wait for ever.
     """
 
     def __init__(self, nbytes: int) -> None:

@@ -45,7 +45,7 @@ SCAN_FIELDS = {
     "locator": pa.field("locator", pa.int64()),
     # Opaque bytes that change whenever the data of the object may have changed.
     "version": pa.field("version", pa.binary()),
-    # Time of the server's `clear` that made the object a miss, Unix nanoseconds; else null.
+    # Time of the server's `clear` that made the object a miss, Unix nanoseconds; null without one.
     "cleared_ns": pa.field("cleared_ns", pa.int64()),
     # The store's copies of the object. kind: "memory", "disk", "local_disk" or "nof".
     "replicas": pa.field(
@@ -69,7 +69,7 @@ def scan_schema(columns: Collection[str]) -> Any:
 
 
 def scan_batch(schema: Any, columns: dict[str, Any], rows: int) -> Any:
-    """Return a record batch with a scan's schema; columns that are not given are null."""
+    """Return a record batch with a scan's schema. Columns without a value are null."""
     arrays = [columns[f.name] if f.name in columns else pa.nulls(rows, f.type) for f in schema]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
@@ -137,7 +137,7 @@ class Limits:
     batch_objects: int  # maximum rows per call
     batch_bytes: int  # maximum bytes per call
     parallel_reads: int  # threads that read at once
-    parallel_writes: int = 2  # threads that write at once: one waits for the disk, one copies
+    parallel_writes: int = 2  # threads that write at once; one can copy while one waits for disks
     forkable: bool = False  # forked processes may read, each with its own arena
     named_arena: bool = False  # reads are fastest into a named arena
 
@@ -161,9 +161,10 @@ class Traits:
     lists_temporaries: bool = False  # a scan includes temporary files of unfinished writes
     lists_late: bool = False  # a scan may lack the newest objects
     evicts: bool = False  # objects are evicted to make room for new ones
-    evicts_pools_apart: bool = False  # pools are evicted separately: sidecars can outlive anchors
-    versions_recur: bool = False  # a new object can have the version of an earlier one
-    # One call of `exists` after many reads confirms their versions; it costs less than `identify`.
+    evicts_pools_apart: bool = False  # pools are evicted separately, so sidecars outlive anchors
+    versions_recur: bool = False  # a new object can have the version of an earlier object
+    # One call of `exists` confirms the versions of many objects that were read. That costs less
+    # than a read of each object with `identify`.
     identifies_by_exists: bool = False
     logs_natively: bool = False  # the store's library logs to file descriptor 2 itself
 
@@ -172,8 +173,8 @@ class Traits:
 class Capacity:
     """How much a store can hold.
 
-    nbytes: bytes stored and free, including files of others on the same file system.
-    unit: an object takes a multiple of this many bytes.
+    nbytes: bytes stored and free, including files of other programs on the same file system.
+    unit: bytes in a unit of space; an object takes whole units.
     """
 
     nbytes: int
@@ -184,7 +185,7 @@ class Store(Closing, ABC):
     """One place with objects. Optional abilities are classes in `backends.capabilities`.
 
     A read-only store implements `from_url`, `grammar`, `scan`, `look` and `read_into`.
-    `urls.register_scheme` gives the class a URL scheme; `testing.StoreSuite` checks it.
+    `urls.register_scheme` gives the class a URL scheme. `testing.StoreSuite` tests the class.
 
     Calls are synchronous. Several threads may call at once; `limits` gives the best number.
 
@@ -228,10 +229,11 @@ class Store(Closing, ABC):
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
         """Yield record batches of bounded size with every object, in the store's own order.
 
-        Batches have `scan_schema(columns)`; columns that the store lacks are null. An object that a
-        server's `clear` made a miss does not exist for any operation, except that `scan` and `look`
-        return it if `cleared_ns` is among the columns. Objects deleted during the scan may be
-        missing. Closing the generator frees its resources.
+        Batches have `scan_schema(columns)`; columns that the store lacks are null. Objects deleted
+        during the scan may be missing. Closing the generator frees its resources.
+
+        `scan` and `look` return an object that a server's `clear` made a miss only if `cleared_ns`
+        is among the columns. For every other operation, such an object does not exist.
         """
 
     @abstractmethod
@@ -254,7 +256,7 @@ class Store(Closing, ABC):
 
         offsets:    [n] int64, in bytes from the start of the arena
         capacities: [n] int64, expected bytes of each object; the arena beyond them stays unchanged
-        identify:   also return versions, for which some stores need another request
+        identify:   also return versions, for which some stores make another request
         Statuses: OK (exactly `capacity` bytes), GONE, SHORT, OVERSIZED, UNREACHABLE, ERROR,
         DAMAGED, FOREIGN. The arena bytes of rows that are not OK are undefined.
         """
@@ -271,24 +273,24 @@ class Store(Closing, ABC):
 
         offsets, sizes: [n] int64, in bytes
         if_absent: keep an existing object and return EXISTS; otherwise replace it
-        Statuses: OK, EXISTS, FULL, ERROR. Raises UnsupportedByBackend unless `traits.writes`.
+        Statuses: OK, EXISTS, FULL, ERROR. Raises UnsupportedByBackend if `traits.writes` is False.
         """
         raise UnsupportedByBackend(
-            f"{self.url}: objects cannot be written to this store; name another one"
+            f"{self.url}: objects cannot be written to this store; name another store"
         )
 
     def delete(self, rows: Rows) -> Result:
         """Delete objects by key. Statuses: OK, GONE, ERROR.
 
-        Raises UnsupportedByBackend unless `traits.deletes`.
+        Raises UnsupportedByBackend if `traits.deletes` is False.
         """
         raise UnsupportedByBackend(
-            f"{self.url}: objects cannot be deleted from this store; migrate those to keep to a "
-            "new one"
+            f"{self.url}: objects cannot be deleted from this store; migrate the objects to "
+            "keep to a new store"
         )
 
     def undo_writes(self, rows: Rows) -> Result:
-        """Remove objects just written by this instance. Returns the statuses of `delete`."""
+        """Remove objects that this instance has just written. Returns the statuses of `delete`."""
         return self.delete(rows)
 
     def exists(self, rows: Rows) -> BoolArray:
@@ -300,9 +302,9 @@ class Store(Closing, ABC):
         return found
 
     def find(self, keys: Any, columns: Collection[str]) -> tuple[Any, IntArray]:
-        """Look up keys. Return the table of `look`, and [n] its row for each key, -1 if missing.
+        """Look up keys. Return the table of `look`, and the number of each key's row in it.
 
-        keys: Arrow array of binary.
+        keys: Arrow array of binary, [n]. The result has [n] numbers, -1 for missing keys.
         """
         import pyarrow.compute as pc
 
@@ -329,7 +331,7 @@ class Store(Closing, ABC):
         return None
 
     def eviction(self) -> Policy:
-        """Return the policy by which the servers that write the store evict."""
+        """Return the policy by which the servers that write the store evict its objects."""
         return Policy.LRU
 
     def close(self) -> None:
@@ -365,7 +367,7 @@ def open_store(text: str, *, config: Config | None = None, create: bool = False)
 
 @contextmanager
 def attached(arena: Arena, *stores: Store) -> Iterator[None]:
-    """Attach memory to stores while the context is open."""
+    """Attach an arena to stores while the context is open."""
     with ExitStack() as exits:
         for store in stores:
             store.attach(arena)
@@ -402,10 +404,10 @@ def joined(count: int, parts: Iterable[tuple[IntArray | slice, Result]]) -> Resu
 
 
 def in_batches(sizes: IntArray, limits: Limits, call: Callable[[slice], Result]) -> Result:
-    """Divide rows into batches within a store's limits, and call for each. Return one result.
+    """Divide rows into batches within a store's limits. Return the joined results of the batches.
 
     sizes: [n] int64, bytes of each row.
-    call: takes a slice of the rows.
+    call: takes a slice of the rows, and returns the result of this batch.
     """
     spans = batch_spans(sizes, limits.batch_bytes, limits.batch_objects)
     return joined(len(sizes), ((span, call(span)) for span in spans))
@@ -419,7 +421,8 @@ def as_table(rows: Rows) -> Any:
 def take_rows(objects: Any, rows: IntArray) -> Any:
     """Return rows of a table, in the order given.
 
-    Table.take would first join all chunks, and double the memory.
+    If the table has many chunks, rows are taken from each chunk, because Table.take would first
+    join all chunks and double the memory.
     """
     batches = objects.to_batches()
     if len(batches) < _MANY_CHUNKS:

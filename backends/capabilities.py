@@ -1,6 +1,6 @@
-"""Optional abilities of stores: subclasses of Store, tested with isinstance.
+"""Optional abilities of stores, each a subclass of Store.
 
-Use isinstance once per operation, not once per batch.
+Callers test for an ability with isinstance, once for each operation and not for each batch.
 """
 
 from __future__ import annotations
@@ -36,20 +36,22 @@ if TYPE_CHECKING:
 
 
 class ReadsAhead(Store):
-    """Store that can be told which objects are read next, and fetches them early."""
+    """Store that can be told which objects are read next, and fetches these objects early."""
 
-    announced_bytes: ClassVar[int] = 1 << 20  # announcing smaller objects saves no time
+    # Callers announce only batches with an object of at least this many bytes: announcing smaller
+    # objects saves no time.
+    announced_bytes: ClassVar[int] = 1 << 20
 
     @abstractmethod
     def expect(self, rows: Rows, capacities: IntArray) -> None:
-        """Announce the objects to be read next. Never raises for a single object.
+        """Announce the objects that the caller reads next. No error of an object is raised.
 
-        capacities: [n] int64, expected bytes of each.
+        capacities: [n] int64, expected bytes of each object.
         """
 
 
 class Spreads(Store):
-    """Store that spreads the work of each call over threads, and finds the best number of them."""
+    """Store that spreads the work of a call over threads, and finds the best number of threads."""
 
     @property
     @abstractmethod
@@ -58,7 +60,7 @@ class Spreads(Store):
 
 
 def jobs_of(store: Store) -> int | None:
-    """Return the number of calls at once that a store must keep to; None if it finds the number."""
+    """Return the fixed number of a store's calls at once; None if the number is not fixed."""
     return store.concurrency.jobs if isinstance(store, Spreads) else None
 
 
@@ -71,7 +73,7 @@ class Digesting(Store):
     ) -> tuple[ReadResult, npt.NDArray[np.uint8]]:
         """Read whole objects as `read_into` does, but keep no bytes, and use no arena.
 
-        capacities: [n] int64, expected bytes of each.
+        capacities: [n] int64, expected bytes of each object.
         wanted:     [n] bool, objects that get a digest.
         Returns also the BLAKE3 digests: [n, 32] uint8, undefined for objects that are not OK.
         """
@@ -82,7 +84,10 @@ class Touch(Store):
 
     @abstractmethod
     def touch(self, rows: Rows) -> BoolArray:
-        """Make objects the most recently used, in row order. Return which exist: [n] bool."""
+        """Make objects the most recently used, the last row most recently.
+
+        Return which objects exist: [n] bool.
+        """
 
 
 class Pins(Store):
@@ -94,26 +99,30 @@ class Pins(Store):
 
     @abstractmethod
     def can_pin(self, seconds: float) -> bool:
-        """Return whether `pin` and `unpin` work; else only `pin_writes` does.
+        """Return whether `pin` and `unpin` work. If they do not, only `pin_writes` works.
 
         seconds: duration of the pins.
-        Raises StoreUnavailable, and UsageError if the store can tell that no pin may last so long.
+        Raises StoreUnavailable. Raises UsageError if the store can tell that it refuses pins of
+        this duration.
         """
 
     @abstractmethod
     def pin(self, rows: Rows, seconds: float) -> Result:
-        """Pin objects from now on, in place of the pins that they have.
+        """Pin objects from now on. The new pin of an object replaces its old pin.
 
         Statuses: OK, GONE, ERROR. Raises StoreUnavailable, and UsageError as `can_pin` does.
         """
 
     @abstractmethod
     def unpin(self, rows: Rows) -> Result:
-        """Remove the pins of objects. Statuses: OK even without a pin, GONE, ERROR."""
+        """Remove the pins of objects.
+
+        Statuses: OK, also for an object without a pin; GONE, ERROR.
+        """
 
 
 class Leases(Store):
-    """Store that grants leases: a leased object is neither evicted nor deleted."""
+    """Store that grants leases. An object with a lease is neither evicted nor deleted."""
 
     allow_leases: bool = False  # `scan` may use queries that grant leases
     lease_wait_seconds: float  # how long `delete` waits for leases to end
@@ -148,7 +157,7 @@ class ReportsLosses(Store):
 
 
 class RacyWrites(Store):
-    """Store where a write can return OK although another writer's object is kept."""
+    """Store where a write can return OK although the store keeps another writer's object."""
 
     confirms_writes: bool = True  # `write_from` reads objects back and compares them
 
@@ -156,7 +165,7 @@ class RacyWrites(Store):
 class Confirm(Store):
     """Store that can tell damage from a race with a writer.
 
-    Its queries count as use, which delays an object's eviction: query few objects.
+    A query counts as a use of the object and delays its eviction, so callers query few objects.
     """
 
     @property
@@ -172,7 +181,7 @@ class Confirm(Store):
 
     @abstractmethod
     def confirm(self, rows: Rows) -> StatusArray:
-        """Return the status of each listed object now: [n] OK if unchanged, CHANGED or GONE."""
+        """Return the present status of each listed object: [n] OK if unchanged, CHANGED or GONE."""
 
 
 class Profiled(Store):
@@ -182,17 +191,17 @@ class Profiled(Store):
     def use_profile(self, profile: Profile, *, looks_only: bool = False) -> None:
         """Set the deployment's profile. Call before the first scan or write.
 
-        looks_only: the run does not change, copy or record objects, so accept sizes that the store
-            cannot confirm.
-        Raises ProfileError if the store contradicts the profile, UnsupportedByBackend if it cannot
-        hold the profile's objects.
+        looks_only: the run does not change, copy or record objects. The store then accepts sizes
+            that it cannot confirm.
+        Raises ProfileError if the store contradicts the profile. Raises UnsupportedByBackend if the
+        store cannot hold the profile's objects.
         """
 
 
 class SingleDeployment(Store):
-    """Store that holds one deployment: its keys name no deployment, and its pages state no size.
+    """Store of one deployment, because its keys name no deployment and its pages state no size.
 
-    Callers give it the sizes of its objects, by a profile or by `use_sizes`.
+    Callers state the sizes of its objects, by a profile or by `use_sizes`.
     """
 
     @abstractmethod
@@ -216,12 +225,12 @@ class Archive(Profiled):
 
     @abstractmethod
     def recorded_profile(self) -> Profile | None:
-        """Return the profile recorded in the archive, else None."""
+        """Return the profile recorded in the archive; None if the archive records none."""
 
     @property
     @abstractmethod
     def open_grammar(self) -> bool:
-        """Return whether the archive is empty and takes keys of any grammar (`use_grammar`)."""
+        """Return whether the archive is writable and `use_grammar` may set any grammar."""
 
     @abstractmethod
     def use_grammar(self, name: str) -> None:
@@ -232,7 +241,7 @@ class Archive(Profiled):
 
 
 class Resumable(Store):
-    """Store that marks unfinished writes with an owner; a later run of that owner resumes them."""
+    """Store whose unfinished writes a later run of the same owner removes or resumes."""
 
     @abstractmethod
     def own_temporaries(self, owner: str, *, sweep: bool) -> None:
@@ -261,15 +270,15 @@ class SystemCopy(Store):
         if_absent: bool,
         preserve: bool = False,
     ) -> Result:
-        """Copy objects of another store unchanged; otherwise like `write_from`.
+        """Copy objects of another store unchanged. In all else, do as `write_from` does.
 
         origins: [n] rows of the source.
         sizes: [n] int64, expected bytes of each object.
-        preserve: keep the full mode, and the owner if the system allows it. Otherwise copies belong
-            to the caller and are no more readable than the sources.
-        Statuses: those of `write_from`; GONE, SHORT or OVERSIZED if the source's object is; CHANGED
-        if a writer changed it during the copy. Raises UnsupportedByBackend unless `can_copy_from`
-        is True.
+        preserve: keep the full mode, and the owner if the system allows it. Without `preserve`, the
+            copies belong to the caller and are no more readable than the sources.
+        Statuses: the statuses of `write_from`. Also GONE, SHORT or OVERSIZED if a read of the
+        source's object would return that status, and CHANGED if a writer changed the source's
+        object during the copy. Raises UnsupportedByBackend if `can_copy_from` returns False.
         """
 
 
@@ -277,12 +286,13 @@ class Trailed(Store):
     """Store whose objects may have trailers with digest and identity (`formats.trailer`).
 
     Sizes in listings, reads and copies do not count trailers. Reads compare an object with its
-    trailer: DAMAGED if digest, page, pool or length differ, FOREIGN if the rank differs.
+    trailer. The status is DAMAGED if the digest, page, pool or length differs, and FOREIGN if the
+    rank differs.
     """
 
     @abstractmethod
     def markers(self) -> list[Marker]:
-        """Return the markers, which describe the objects with trailers; empty without such objects.
+        """Return the markers, which describe the objects with trailers; an empty list without any.
 
         Raises StoreUnavailable, UntrustedError, and FormatError, which names the marker's file.
         """
@@ -291,8 +301,8 @@ class Trailed(Store):
     def expect_identities(self, identities: Mapping[Affix, Identity]) -> None:
         """Let reads of these affixes return FOREIGN for objects that have another identity.
 
-        Objects without a trailer, and objects of other affixes, are read as before. Replaces the
-        identities of an earlier call.
+        Reads of objects without a trailer, and of objects of other affixes, do not change. The
+        identities replace those of an earlier call.
         """
 
     @abstractmethod
@@ -301,8 +311,8 @@ class Trailed(Store):
 
         digest: one of `trailer.DIGEST_KINDS`.
         `write_from` digests the arena's bytes, and writes the markers before the objects.
-        `copy_from` keeps a trailer with the right page, pool, identity and rank, drops others,
-        and adds missing ones; with `preserve`, it keeps every trailer.
+        `copy_from` keeps a trailer with the right page, pool, identity and rank, drops any other
+        trailer, and adds a missing trailer. With `preserve`, `copy_from` keeps every trailer.
         Without this call, `write_from` writes no trailers, and `copy_from` keeps the trailers of
         objects that keep their key.
         """
@@ -313,16 +323,17 @@ class Trailed(Store):
 
         Each object is whole at every moment, and keeps its bytes, times, owner and mode.
         sizes: [n] int64, expected bytes of each object.
-        Statuses: OK, also for an object that has its trailer already, or gets none. EXISTS if a
-        writer has replaced the object meanwhile. CHANGED if a writer wrote to it during the copy.
-        Also GONE, SHORT, OVERSIZED, DAMAGED, FOREIGN, FULL and ERROR.
+        Statuses: OK, also for an object that has its trailer already or gets no trailer. EXISTS if
+        a writer has replaced the object meanwhile. CHANGED if a writer wrote to the object during
+        the copy. Also GONE, SHORT, OVERSIZED, DAMAGED, FOREIGN, FULL and ERROR.
         """
 
     @abstractmethod
     def remove_cleared(self, rows: Rows) -> Result:
         """Delete objects that are misses since a server's `clear`.
 
-        Statuses: OK, GONE, ERROR. An object that was written again stays, and its status is GONE.
+        Statuses: OK, GONE, ERROR. An object written again after the `clear` stays, and its status
+        is GONE.
         """
 
     @abstractmethod
@@ -397,25 +408,29 @@ class Mover(ABC):
     """Moves objects by renames between a store and a quarantine run on the same file system.
 
     A rename is atomic and keeps the modification time. `flush` makes renames durable. `take` and
-    `put_back` raise StoreUnavailable for a lost store.
+    `put_back` raise StoreUnavailable.
     """
 
     @abstractmethod
     def take(self, rows: Rows) -> Result:
-        """Move objects out of the store into the run: OK, GONE, CHANGED or ERROR.
+        """Move objects out of the store into the run. Statuses: OK, GONE, CHANGED, ERROR.
 
-        rows: with the column `version`, an object of another version stays, and is CHANGED.
+        rows: rows of the objects. If they have the column `version`, an object of another version
+            stays in the store, and its status is CHANGED.
         """
 
     @abstractmethod
     def put_back(self, rows: Rows) -> Result:
-        """Move objects of the run into the store: OK, GONE, EXISTS or ERROR. Replace nothing."""
+        """Move objects of the run into the store. Statuses: OK, GONE, EXISTS, ERROR.
+
+        An object that the store has is not replaced: its status is EXISTS.
+        """
 
     @abstractmethod
     def flush(self, *, into_store: bool) -> None:
         """Make every move durable, also the moves of earlier processes. Raises OSError.
 
-        into_store: the moves since the last flush were `put_back`, not `take`.
+        into_store: True if the moves since the last flush were by `put_back`, False if by `take`.
         """
 
 
@@ -424,7 +439,7 @@ class Renames(Store):
 
     @abstractmethod
     def mover(self, run: Store) -> Mover | None:
-        """Return a mover between the store and a run; None if a rename is impossible."""
+        """Return a mover between the store and a run; None if renames between them fail."""
 
 
 class FilePermissions(Store):
@@ -434,7 +449,7 @@ class FilePermissions(Store):
     def readable_by(self, *, listing: bool = False) -> Permissions:
         """Return which users may read every object that this store has read so far.
 
-        listing: return which users may list the store instead.
+        listing: instead, return which users may list the store.
         """
 
     @abstractmethod
@@ -442,12 +457,13 @@ class FilePermissions(Store):
         """Make files written from now on no more readable than `permissions`.
 
         listing: also reduce the modes of directories created for the store.
-        Raises StoreUnavailable if the mode of an existing file to write to cannot be reduced.
+        Raises StoreUnavailable if the store writes to an existing file whose mode cannot be
+        reduced.
         """
 
 
 class InFiles(Store):
-    """Store with each object in a file of its own, which the system's page cache holds."""
+    """Store with a file for each object, so that the object's bytes go through the page cache."""
 
     @abstractmethod
     def place_of(self, key: bytes) -> tuple[int, bytes]:
@@ -464,15 +480,15 @@ class Mounted(Store):
     def probe(self) -> AbstractContextManager[bytes]:
         """Keep a file with a random name in each directory while the context is open.
 
-        Yields the name. A file system without room gets no file. Raises StoreUnavailable.
+        Yields the name. A directory on a full file system gets no file. Raises StoreUnavailable.
         """
 
     @abstractmethod
     def shows(self, name: bytes) -> bool:
-        """Return whether one of the directories has a file of this name, by open(2).
+        """Return whether one of the directories has a file of this name.
 
-        open(2) asks the server. Clients of network file systems answer listings and stat(2) from
-        their caches.
+        The answer comes from open(2), which asks the file server. Clients of network file systems
+        answer listings and stat(2) from their caches.
         Raises StoreUnavailable.
         """
 
@@ -484,8 +500,8 @@ class FileTimes(Store):
     def clock_ns(self) -> int:
         """Return the present time of the file system, Unix nanoseconds.
 
-        The first call touches the outer directories. Of several file systems, the earliest time
-        counts. Raises StoreUnavailable.
+        The first call touches the outer directories. If the store lies on several file systems, the
+        time is the earliest of their times. Raises StoreUnavailable.
         """
 
 
@@ -499,7 +515,7 @@ class OtherFiles(Store):
 
     @abstractmethod
     def other_files(self, objects: Any) -> tuple[list[str], list[str]]:
-        """Return the names of sub-directories, and of files that are no objects and not our own.
+        """Return the names of sub-directories, and of files of other programs.
 
         objects: the listing of a store without pages.
         Raises StoreUnavailable.
@@ -509,8 +525,8 @@ class OtherFiles(Store):
 class SideFiles(Store):
     """Store that can keep side files, which servers ignore.
 
-    They lie in the store's directory, or outside if a server's `clear` would remove them
-    (`ClearRemovesAll`).
+    Side files lie in the store's directory. If a server's `clear` would remove them there, they
+    lie outside (`ClearRemovesAll`).
     """
 
     @abstractmethod
@@ -519,27 +535,30 @@ class SideFiles(Store):
 
     @abstractmethod
     def open_side_directory(self, *, writes: bool, makes: bool = False) -> Directory | None:
-        """Open the side directory; None if it is missing. Raises OSError, UntrustedError.
+        """Open the side directory; return None if it is missing. Raises OSError, UntrustedError.
 
-        writes: the caller changes files in it. makes: create a missing directory.
+        writes: the caller changes files in the side directory.
+        makes: create a missing side directory.
         """
 
     @abstractmethod
     def trust(self, *, writes: bool) -> Trust:
-        """Return which users' side files are trusted. writes: the caller may create such files."""
+        """Return the users whose side files are trusted.
+
+        writes: the caller may create side files.
+        """
 
 
 class ClearRemovesAll(Store):
-    """Store without side files inside: a server's `clear` removes every file in its directories.
+    """Store without side files inside, because a `clear` removes every file in its directories.
 
-    The parameter `urls.SIDE_PARAMETER` of its URL names a side directory elsewhere; then the store
-    is also `SideFiles`.
+    A store whose URL names a side directory elsewhere (`urls.SIDE_PARAMETER`) is also `SideFiles`.
     """
 
     @property
     @abstractmethod
     def directories(self) -> tuple[Path, ...]:
-        """Return the directories."""
+        """Return the directories in which a server's `clear` removes every file."""
 
     def refuse_inside(self, path: Path, what: str) -> None:
         """Raise UsageError for a path in the directories. what: the option that gives the path."""
@@ -582,23 +601,26 @@ def copier_of(target: Store, source: Store) -> SystemCopy | None:
 
 
 def mover_of(store: Store, run: Store) -> Mover | None:
-    """Return a mover between a store and a run; None if a rename is impossible."""
+    """Return a mover between a store and a run; None if renames between them fail."""
     return store.mover(run) if isinstance(store, Renames) else None
 
 
 def permissions_of(store: Store, *, listing: bool = False) -> Permissions:
-    """Return which users may read a store's objects: all users if the store has no files."""
+    """Return which users may read a store's objects; all users if the store has no files.
+
+    listing: instead, return which users may list the store.
+    """
     if isinstance(store, FilePermissions):
         return store.readable_by(listing=listing)
     return Permissions()
 
 
 def present_ns(store: Store, *, changes: bool) -> int:
-    """Return the present time, by which the ages of a store's objects are judged, Unix nanoseconds.
+    """Return the time from which to compute the ages of a store's objects, Unix nanoseconds.
 
-    changes: the command may change the store. Then the clock of the store's file system counts, if
-        the store has one. Reading that clock writes to the store, so a command that only looks uses
-        this host's clock.
+    changes: the command may change the store. If the store has file times, the time is then that
+        of the store's file system. Reading the file system's clock writes to the store, so a
+        command that only looks gets the time of this host.
     Raises StoreUnavailable.
     """
     if changes and isinstance(store, FileTimes):
@@ -607,10 +629,10 @@ def present_ns(store: Store, *, changes: bool) -> int:
 
 
 def trust_of(*stores: Store) -> Trust:
-    """Return which owners to trust for files elsewhere that control changes of these stores.
+    """Return the users who may own a file outside these stores that controls changes of the stores.
 
-    These are the users whom all stores trust; for stores without a directory, this process's user
-    and root. The caller may create such files, see `Trust`. Raises OSError.
+    They are the users whom every store with a directory trusts. If no store has a directory, they
+    are this process's user and root. The caller may create such files, see `Trust`. Raises OSError.
     """
     trusts = []
     for store in stores:

@@ -1,9 +1,9 @@
 """Find, while a command runs, how many calls a store's file system should get at once.
 
-A call on a local file takes processor time; more threads than processors only compete for them,
-and for Python's lock. A call on a network file system waits, and many calls can wait at once. So
-the number of calls starts at one, doubles while calls wait and doubling pays, and halves again
-where that costs nothing.
+A call on a local file takes processor time. More threads than processors only compete for the
+processors and for Python's lock. A call on a network file system waits, and many calls can wait at
+once. So the number of calls at once starts at one. It doubles while calls wait and each doubling
+makes the calls faster. It halves where a halving makes them no slower.
 """
 
 from __future__ import annotations
@@ -27,27 +27,30 @@ T = TypeVar("T")
 
 MOST_CALLS = 256
 
-# Intended time of a slice: long compared with its bookkeeping, short compared with a run.
+# Intended time of a slice. It is long compared with the bookkeeping of a slice, and short compared
+# with a run.
 _SLICE_SECONDS = 0.005
 # Added to the intended time of a slice for each further call at once. Threads need Python's lock
-# between slices: longer slices keep many threads from waiting for it.
+# between slices. Longer slices keep many threads from waiting for the lock.
 _TURN_SECONDS = 0.001
-# Least time of a slice if calls do not wait: handing a slice to a thread takes longer than some
-# of these calls.
+# Least time of a slice if calls do not wait, because handing a slice to a thread takes longer than
+# some of these calls.
 _LONGER_SECONDS = 0.02
 # Items in the first slice of a kind, while the time of an item is unknown.
 _FIRST_ITEMS = 4
 # A number of calls at once is judged after at least this many slices and seconds.
 _JUDGED_SLICES = 8
 _JUDGED_SECONDS = 0.02
-# A doubling stays if items per second grow by this factor, a halving if they keep this share.
+# A doubling stays if the items per second grow by the factor _GAIN. A halving stays if at least the
+# share _LOSS of the items per second is left.
 _GAIN, _LOSS = 1.15, 0.95
 # Calls wait if they use less than this share of the processors' time.
 _BUSY = 0.7
-# A call that takes longer waits for something other than a processor.
+# If an item takes longer than this, its call waits for something other than a processor.
 _WAIT_SECONDS = 0.0001
-# After a failed trial, some judgements begin no trial: this many at most. Each failed trial doubles
-# their number. The first trials are repeated soon, because something else may have disturbed them.
+# Most judgements after a failed trial that begin no new trial. Each failed trial doubles the number
+# of such judgements. The number is small after the first failed trials, because something else may
+# have disturbed them.
 _MOST_REST = 32
 # Most pending slices of a stream for each of its calls at once. This limits how far threads work
 # ahead of the reader.
@@ -56,7 +59,7 @@ _AHEAD = 4
 
 @dataclass(slots=True)
 class _Sums:
-    """Sums over the slices since the number of calls changed.
+    """Sums over the slices since the last judgement.
 
     items: items done.
     slices: slices done.
@@ -92,8 +95,8 @@ class _Calls:
 
     level: present number of calls at once.
     unlocked: whether the calls spend most of their processor time without Python's lock.
-    active: threads that make such calls, or have a turn to make one.
-    item_seconds: mean seconds for an item in the last slices; 0 before the first.
+    active: number of threads that make calls of this kind, or have a turn to make one.
+    item_seconds: mean seconds for an item in the last slices; 0 before the first slice.
     """
 
     level: int
@@ -102,7 +105,7 @@ class _Calls:
     item_seconds: float = 0.0
     _sums: _Sums = field(default_factory=_Sums)
     _tried: tuple[int, float] | None = None  # level and rate before the change on trial
-    _failed: int = 0  # failed trials since the level changed
+    _failed: int = 0  # failed trials since the last trial that succeeded
     _rest: int = 0  # judgements until the next trial
     _shrinks: bool = False  # the next trial is a halving
 
@@ -123,10 +126,10 @@ class _Calls:
     def note(
         self, items: int, wall: float, cpu: float, *, most: int, processors: float | None
     ) -> None:
-        """Enter a slice; after enough slices, change the level.
+        """Add a slice to the sums. After enough slices, judge the level, which may change it.
 
         most: the highest level.
-        processors: number of processors for the calls; None: the level stays.
+        processors: number of processors for the calls; None if the level is fixed.
         """
         # Other processes may keep the processors busy, so a call that does not wait is measured by
         # its processor time.
@@ -148,7 +151,7 @@ class _Calls:
             self._sums = _Sums()
 
     def _judge(self, sums: _Sums, most: int, processors: float) -> None:
-        """End a trial, or begin one."""
+        """End the running trial, if there is one, and begin the next trial, if it is due."""
         if self._tried is not None:
             level, rate = self._tried
             grew, self._tried = self.level > level, None
@@ -173,7 +176,7 @@ class _Calls:
             self._tried, self.level = (self.level, sums.rate), wanted
 
     def _fail(self, *, shrinks: bool) -> None:
-        """Keep the level for a while. shrinks: the next trial is a halving."""
+        """Let some judgements begin no trial. shrinks: the trial after them is a halving."""
         self._failed += 1
         self._rest, self._shrinks = min(2**self._failed, _MOST_REST), shrinks
 
@@ -195,7 +198,7 @@ class _Run:
     error: BaseException | None = None
 
     def slice_items(self, calls: _Calls) -> int:
-        """Return the number of items in the next slice; leave other threads their share."""
+        """Return the number of items in the next slice, which leaves other threads their share."""
         fair = -(-(self.count - self.next) // max(1, calls.level))
         return max(self.least, min(fair, calls.slice_items(1)))
 
@@ -227,12 +230,12 @@ class _Thread(threading.local):
 class Concurrency:
     """The threads that call one store's file system, and how many of them call at once.
 
-    Kinds of calls are told apart by name, since each has a best number of its own. Several threads
-    may use one instance. A forked child starts threads of its own.
+    Each kind of call has a name and its own best number of calls at once. Several threads may use
+    one instance. A forked child starts its own threads.
     """
 
     def __init__(self, jobs: int | None = None) -> None:
-        """jobs: number of calls at once, of all kinds together; None: find it while running."""
+        """jobs: number of calls at once, of all kinds together. None finds it while calls run."""
         self._fixed = jobs is not None
         self._most = jobs or MOST_CALLS
         self._last = jobs or 1  # the level found last, with which a new kind starts
@@ -257,7 +260,7 @@ class Concurrency:
 
     @property
     def jobs(self) -> int | None:
-        """The fixed number of calls at once; None if it is found while running."""
+        """The fixed number of calls at once; None if it is found while calls run."""
         return self._most if self._fixed else None
 
     def limit(self, jobs: int) -> None:
@@ -284,13 +287,14 @@ class Concurrency:
     def highest(self) -> int:
         """Return the highest number of calls of one kind at once, as found so far.
 
-        Only calls that wait count: others may have got more threads for a trial.
+        Kinds whose calls do not wait are left out, because a trial may have given them more
+        threads.
         """
         with self._lock:
             return max((calls.level for calls in self._kinds.values() if calls.waits), default=1)
 
     def waits(self, kind: str) -> bool:
-        """Return whether the calls of a kind made so far waited for something but processors."""
+        """Return whether the calls of a kind so far waited for something other than a processor."""
         with self._lock:
             return kind in self._kinds and self._kinds[kind].waits
 
@@ -310,7 +314,7 @@ class Concurrency:
             yield
         finally:
             with self._lock:
-                if self._thread.turn:  # not if a signal ended the wait
+                if self._thread.turn:  # False if a signal ended the wait
                     self._turns, self._thread.turn = self._turns - 1, False
                 self._changed.notify_all()
 
@@ -323,12 +327,12 @@ class Concurrency:
         least: int = 1,
         unlocked: bool = False,
     ) -> None:
-        """Do `work` for slices of range(count), several at once; this thread works, too.
+        """Do `work` for slices of range(count), several at once. The calling thread works, too.
 
         work: takes start and stop of a slice.
         least: minimum items of a slice; the last slice may have fewer.
-        unlocked: whether calls of this kind run mostly without Python's lock, so that more of them
-            can use more processors.
+        unlocked: whether calls of this kind run mostly without Python's lock, so that several calls
+            can use several processors.
         Raises the first error of a slice, after all slices that had begun have ended.
         """
         calls, run = self._calls(kind, unlocked=unlocked), _Run(work, count, least)
@@ -351,9 +355,10 @@ class Concurrency:
         least: int = 1,
         unlocked: bool = False,
     ) -> Generator[T, None, None]:
-        """Yield the results of `work` for slices of lists, in order; other threads work ahead.
+        """Yield the results of `work` for slices of lists, in order. Other threads work ahead.
 
-        lists: lists of items. Their iterator may call the file system: one turn stays free for it.
+        lists: lists of items. Their iterator may call the file system, so one turn stays free for
+            it.
         least: minimum items of a slice; the last slice of a list may have fewer.
         unlocked: see `each`.
         Raises the error of a slice in place of its result.
@@ -397,13 +402,14 @@ class Concurrency:
         with self._lock:
             if kind not in self._kinds:
                 # A level up to the number of processors does not show that calls wait. Calls that
-                # hold Python's lock would only compete for it, so they start with one.
+                # hold Python's lock would only compete for the lock, so their level starts at one.
                 few = not (unlocked or self._fixed) and self._last <= self._processors
                 self._kinds[kind] = _Calls(1 if few else self._last, unlocked)
             return self._kinds[kind]
 
     def _threads(self) -> ThreadPoolExecutor:
-        from concurrent.futures import ThreadPoolExecutor  # late: every command imports this module
+        # Imported late, because every command imports this module.
+        from concurrent.futures import ThreadPoolExecutor
 
         with self._lock:
             if self._pool is None:
@@ -413,7 +419,7 @@ class Concurrency:
             return self._pool
 
     def _begin_thread(self) -> None:
-        self._thread.turn = True  # tasks are submitted with a turn
+        self._thread.turn = True  # `_started` gets each task together with a turn
 
     def _started(self, work: Callable[P, object], *given: P.args, **named: P.kwargs) -> bool:
         """Give work, and a turn for it, to another thread; return False if no thread can start."""
@@ -437,7 +443,7 @@ class Concurrency:
         return True
 
     def _give_back(self, calls: _Calls, turns: int) -> None:
-        """Give back turns that got no thread, and limit calls at once to the present number."""
+        """Give back turns that got no thread, and limit the turns to the present number."""
         with self._lock:
             calls.active -= turns
             self._turns -= turns
@@ -456,7 +462,7 @@ class Concurrency:
                 self._changed.notify_all()
 
     def _wait_for(self, may_call: Callable[[], bool]) -> None:
-        """Wait for a turn. Meanwhile, threads that help with other runs give up their turns."""
+        """Wait until `may_call` is true. Meanwhile, threads that help other runs give up turns."""
         self._waiting += 1
         try:
             self._changed.wait_for(may_call)
@@ -466,7 +472,7 @@ class Concurrency:
     def _may_begin(self, calls: _Calls, pending: deque[_Part[S, T]]) -> bool:
         """Wait until a slice of a stream may begin, or until the first pending slice is done.
 
-        Return True, and give the new slice a turn, if it may begin.
+        If a new slice may begin, give it a turn and return True; else return False.
         """
 
         def is_done() -> bool:
@@ -509,7 +515,7 @@ class Concurrency:
                 self._changed.notify_all()
 
     def _result(self, part: _Part[S, T]) -> T:
-        """Return the result of a slice when it is done. Raises its error."""
+        """Wait for a slice, and return its result. Raises the error of the slice."""
         with self._lock:
             self._changed.wait_for(lambda: part.done)
         if part.error is not None:
@@ -558,8 +564,8 @@ class Concurrency:
     def _end(self, run: _Run) -> None:
         """Wait for the slices that have begun, and let no other slice begin.
 
-        An interrupt of the wait is raised after the wait: no helper may run while the caller cleans
-        up.
+        An interrupt of the wait is raised after the wait, because no helper may run while the
+        caller cleans up.
         """
         interrupt: BaseException | None = None
         while run.next < run.count or run.helpers:
@@ -576,7 +582,7 @@ class Concurrency:
         return calls.active <= calls.level and not self._waiting
 
     def _do(self, calls: _Calls, run: _Run, start: int, stop: int) -> None:
-        """Do a slice; an error ends the run."""
+        """Do a slice of a run. An error lets no further slice of the run begin."""
         began, cpu = time.monotonic(), time.thread_time()
         try:
             run.work(start, stop)

@@ -1,7 +1,7 @@
 """Requests to one HTTP service of a store, with kept connections, deadlines and size limits.
 
-`urllib` and `requests` do not suffice: they limit the time of each socket read, not of a reply, and
-accept truncated bodies and headers that arrive byte by byte.
+`urllib` and `requests` do not suffice. They limit the time of each socket read, but not of a whole
+reply. They accept truncated bodies, and headers that arrive byte by byte.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_REPLY_BYTES = 256 << 20
-MAX_HEAD_BYTES = 1 << 18  # status, headers and interim replies; in practice 1 KB
+MAX_HEAD_BYTES = 1 << 18  # status, headers and interim replies; 1 KB is usual
 
 _BLOCK_BYTES = 1 << 20
 _TRIES = 3
 _PAUSE_S = 0.1
 _SAID_BYTES = 200  # bytes of a service's error text in a message
-# Errors worth another try: the service restarted, or had closed a kept connection.
+# After these errors another try may succeed, because the service may have restarted or closed a
+# kept connection.
 _PASSING = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
 
 
@@ -53,7 +54,7 @@ def service_url(text: str) -> SplitResult | None:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole reply. retry_after: the Retry-After header, or ""."""
+    """A whole reply. retry_after: the Retry-After header; "" without this header."""
 
     status: int
     body: bytes
@@ -72,7 +73,7 @@ class HttpService:
     """One HTTP service; safe to call from several threads. Failures raise StoreUnavailable.
 
     who:       the service's name in messages, such as "Mooncake master".
-    hint:      next step if a wrong service answers, or no service.
+    hint:      next step if no service answers, or a wrong service.
     timeout_s: seconds for a whole reply, or for each block of a streamed reply.
     headers:   headers of every request.
     tls:       use TLS, and check the certificate.
@@ -112,26 +113,27 @@ class HttpService:
         self._drop_idle()
 
     def get(self, path: str) -> Reply:
-        """Return the whole reply, whatever its status. If the connection is reset, send again.
+        """Return the whole reply, whatever its status. Repeat the request after a reset connection.
 
-        path: percent-encoded.
+        path: percent-encoded path.
         """
         return self._reply(_Request("GET", path))
 
     def post(self, path: str, body: bytes, *, repeatable: bool) -> Reply:
         """Post JSON and return the whole reply, whatever its status.
 
-        path:       percent-encoded.
-        repeatable: if the connection is reset, send again, although the service may have executed
-            the request. If False, send once, on a new connection, because a kept connection may be
-            closed; after an error, the request may have been executed.
+        path:       percent-encoded path.
+        repeatable: whether to repeat the request after a reset connection, although the service may
+            have executed the request. If False, send once, and on a new connection, because the
+            service may have closed a kept one. After an error, the service may have executed the
+            request.
         """
         return self._reply(_Request("POST", path, body, repeatable))
 
     def stream(self, path: str, kind: str | None = None) -> Generator[bytes, None, None]:
         """Yield the body of a 200 reply in blocks.
 
-        Raises StoreUnavailable; for a truncated body, only after its last block.
+        Raises StoreUnavailable. For a truncated body, the error follows the last block.
 
         kind: required content type, such as "text/plain"; None accepts any.
         """
@@ -153,7 +155,7 @@ class HttpService:
             self._put_back(connection, response)
 
     def lost(self, what: str, remedy: str = "") -> StoreUnavailable:
-        """Return the error for a problem with the service. remedy: next step; "": the hint."""
+        """Return the error for a problem with the service. remedy: next step, else the hint."""
         return StoreUnavailable(with_next(f"{self._name}: {what}", remedy or self.hint))
 
     def refused(self, path: str, reply: Reply) -> StoreUnavailable:
@@ -308,13 +310,13 @@ class _Connection(http.client.HTTPConnection):
         self.extend(deadline)
         kind = {} if request.body is None else {"Content-Type": "application/json"}
         self.request(request.method, request.path, request.body, {**headers, **kind})
-        sock = self.sock  # getresponse drops it if the reply ends the connection
+        sock = self.sock  # getresponse drops the socket if the reply ends the connection
         self._bound_head(sock, MAX_HEAD_BYTES)
         try:
             response = self.getresponse()
         finally:
             self._bound_head(sock, None)
-        if response.status < http.client.OK:  # http.client skips 100 only
+        if response.status < http.client.OK:  # of the interim replies, http.client skips only 100
             raise http.client.HTTPException(f"an interim reply {response.status}")
         return response
 
@@ -351,7 +353,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 def _blocks(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """Yield a body in blocks. Raises IncompleteRead if truncated, unlike `read(n)`."""
+    """Yield a body in blocks. Raises IncompleteRead for a truncated body; `read(n)` does not."""
     if response.length is None and not response.chunked:
         raise http.client.HTTPException("a reply without a length")
     while block := response.read(_BLOCK_BYTES):

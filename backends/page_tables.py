@@ -20,19 +20,20 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import BoolArray, IntArray
 
 TableName = tuple[int, str]  # rank and namespace
-MAX_KEY_BYTES = (1 << 31) - 1  # bytes of all keys of one table: the limit of Arrow's binary arrays
+# Most bytes of all keys of one table. Arrow's binary arrays hold no more.
+MAX_KEY_BYTES = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
     """One table: the keys and pages of a rank and namespace.
 
-    free:    int64 [n], free pages in the server's order: the last is handed out first.
+    free:    int64 [n], free pages in the server's order. The server hands out the last page first.
     keys:    chunked binary array [m] of distinct keys, RANK:NAMESPACE:KEY, least recently used
              first.
     indices: int64 [m], the page of each key.
 
-    Pages are not checked: they can be beyond num_pages.
+    Page numbers are not checked, so they can be num_pages or more.
     """
 
     rank: int
@@ -72,8 +73,8 @@ class Snapshot:
     """Tables saved together in one file.
 
     saved_at_ns: the file's modification time. A save takes seconds, or minutes with millions of
-        keys. The server reads the keys before the free pages: on a live store, the two can disagree
-        about keys deleted or pages reserved in between.
+        keys. The server reads the keys before the free pages. On a live store, the keys and the
+        free pages can disagree about keys deleted, or pages reserved, between the two reads.
     """
 
     saved_at_ns: int
@@ -100,7 +101,7 @@ class TableServer(Protocol):
     """The server that keeps the tables, and changes them. All calls raise StoreUnavailable."""
 
     def page_indices(self, rank: int, namespace: str, keys: Sequence[str]) -> list[int | None]:
-        """Return the page of each key; None if missing. Found keys become the last used."""
+        """Return the page of each key, None for a missing key. Found keys become the last used."""
 
     def reserve(self, rank: int, namespace: str, keys: Sequence[str]) -> list[tuple[bool, int]]:
         """Reserve a page for each key. Return whether each key exists, and its page."""
@@ -112,7 +113,7 @@ class TableServer(Protocol):
         written: Iterable[tuple[str, int]],
         released: Iterable[int] = (),
     ) -> None:
-        """Map keys to their written pages, and free other pages, in one step."""
+        """Map keys to their written pages, and free the released pages, in one step."""
 
     def delete(self, rank: int, namespace: str, keys: Sequence[str]) -> None:
         """Delete keys in one step, and free their pages; missing keys are skipped."""
@@ -127,7 +128,7 @@ class PageTables(Confirm):
 
     @abstractmethod
     def table_server(self) -> TableServer | None:
-        """Return the metadata server of the URL, which changes the tables; else None."""
+        """Return the metadata server, which changes the tables; None if the URL names no server."""
 
     @abstractmethod
     def write_tables(self, tables: tuple[PageTable, ...], path: Path) -> None:

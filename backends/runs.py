@@ -1,4 +1,7 @@
-"""Quarantine runs as stores: files of the store's own form, or one pack (`formats.quarantine`)."""
+"""Quarantine runs, opened as stores (`formats.quarantine`).
+
+A run has files of the same form as the store that its objects left, or one pack.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ class RunForm(Struct, frozen=True, kw_only=True):
     store: URL of the store, without secrets.
     scheme: `file` or `nixl` if the run has files, `pack` if it has one pack.
     grammar: key grammar of the store.
-    begin: time of the store at which the removal began, Unix seconds.
+    begin: time at which the removal began, by the clock of the store, Unix seconds.
     version: version of hicachectl that made the run.
     """
 
@@ -85,7 +88,7 @@ def begin_run(
     """Turn an empty folder into a run for objects of a store, durably. Raises OSError.
 
     describe: writes the other files that describe the run, durably. run.json is written last, so a
-        folder without it has never had an object.
+        folder without run.json has never had an object.
     """
     scheme: Literal["file", "nixl", "pack"] = "pack"
     if isinstance(store, ObjectFiles):
@@ -121,11 +124,11 @@ def make_run_folder(parent: Directory, name: str, store: Store) -> Directory:
 
 
 def open_run_folder(parent: Directory, name: str, *, writes: bool) -> Directory:
-    """Open the folder of a run. Trust in its files is derived from the owner of the folder.
+    """Open the folder of a run. Trust in its files is derived from the folder.
 
-    That owner owns the store's directory, too.
-    Raises OSError, and UntrustedError if the owner is not trusted and users other than the owner of
-    the quarantine may have made the folder.
+    The owner of the folder owns the store's directory, too.
+    Raises OSError. Raises UntrustedError if the folder's owner is not trusted and users other than
+    the owner of the quarantine may have made the folder.
     """
     with parent.directory(name, any_owner=not parent.mode & 0o022) as opened:
         return Directory.again(opened.descriptor, opened.path, writes=writes)
@@ -153,9 +156,9 @@ def open_run(
     """Open a run as a store, which no server writes to.
 
     create: open the run for a repair that fills it.
-    jobs: calls at once of a run with files; None finds the number while running.
-    Raises OSError, StoreUnavailable, UntrustedError. Raises UnfinishedPackError without a finished
-    pack: a killed repair left the run, and no object has left the store.
+    jobs: number of calls at once in a run with files; None finds the number while calls run.
+    Raises OSError, StoreUnavailable, UntrustedError. Raises UnfinishedPackError if the run's pack
+    is missing or not finished. Then the repair was killed before an object left the store.
     """
     if form.scheme != "pack":
         files = _open_files(run, form)
@@ -201,7 +204,7 @@ class _RunNixl(NixlStore):
 
 
 class QuarantineRun(Store):
-    """Opens runs: `from_url` returns a store of another class."""
+    """Opener of runs. `from_url` returns a store of another class."""
 
     @classmethod
     def from_url(cls, url: StoreUrl) -> Self:
@@ -213,7 +216,7 @@ class QuarantineRun(Store):
         ):
             form = read_run(run)
             if form is None:
-                raise StoreUnavailable(f"{run.path}: is no quarantine run any more; run again")
+                raise StoreUnavailable(f"{run.path}: is no longer a quarantine run; run again")
             return open_run(run, form)  # type: ignore[return-value]
 
     @classmethod

@@ -1,8 +1,9 @@
-"""One behaviour suite for every store: a test for each sentence of the `Store` contract.
+"""Tests of the `Store` contract, which every store must pass.
 
 A backend's test module subclasses `StoreSuite` and defines a `store` fixture and the `raw_`
-accessors. These bypass the backend, because a fault that writes and reads share would not show
-otherwise. Tests of traits and capabilities that the store lacks are skipped.
+accessors. The accessors bypass the backend. A test through the backend alone would not show a
+fault that its writes and reads share. Tests of traits and capabilities that the store lacks are
+skipped.
 Only tests import this module: it needs pytest and hypothesis.
 """
 # ruff: noqa: D102 - the names of tests are their descriptions
@@ -65,7 +66,10 @@ STEPS = st.lists(
 
 
 def rows_of(keys: Sequence[bytes], **columns: Any) -> Any:
-    """Return rows as a scan of another store does. columns: scan columns beside the key."""
+    """Return rows as a scan of another store returns them.
+
+    columns: values of further scan columns, by name.
+    """
     schema = scan_schema(columns)
     return pa.table({"key": list(keys), **columns}, schema=schema)
 
@@ -100,7 +104,10 @@ def read(store: Store, rows: Any, sizes: Sequence[int]) -> tuple[ReadResult, lis
 
 
 def write(store: Store, objects: Mapping[bytes, bytes], *, if_absent: bool, **more: Any) -> Result:
-    """Put objects into the arena and write them. more: further scan columns of the rows."""
+    """Put objects into the arena and write them.
+
+    more: values of further scan columns, by name.
+    """
     assert store.arena is not None
     sizes = np.array([len(value) for value in objects.values()], dtype=np.int64)
     offsets, _ = place(sizes)
@@ -111,12 +118,15 @@ def write(store: Store, objects: Mapping[bytes, bytes], *, if_absent: bool, **mo
 
 
 def lack(store: Store, what: str) -> NoReturn:
-    """Skip a test of a missing capability."""
+    """Skip the running test, because the store lacks a capability. what: the capability."""
     pytest.skip(f"the store lacks a capability: {type(store).__name__} {what}")
 
 
 class StoreSuite(ABC):
-    """Tests of a store; subclass as TestMyStore, and override `keys` and `sizes` if needed."""
+    """Tests of a store, for a subclass such as TestMyStore.
+
+    The subclass overrides `keys` and `sizes` if its store cannot hold these objects.
+    """
 
     keys: tuple[bytes, ...] = tuple(f"{page}_m_0_1.bin".encode() for page in PAGE_HASHES)
     sizes: tuple[int, ...] = (5000, 1, 4096, 12288)  # bytes of the test objects
@@ -137,7 +147,7 @@ class StoreSuite(ABC):
 
     @abstractmethod
     def raw_get(self, store: Store, key: bytes) -> bytes | None:
-        """Return an object's bytes, None if it is missing."""
+        """Return an object's bytes; None if the object is missing."""
 
     @abstractmethod
     def raw_delete(self, store: Store, key: bytes) -> None:
@@ -154,25 +164,28 @@ class StoreSuite(ABC):
             yield
 
     def value(self, seed: int) -> bytes:
-        """Return the bytes of a test object. The seed chooses size and bytes."""
+        """Return the bytes of a test object. seed: chooses the size and the bytes."""
         size = self.sizes[seed % len(self.sizes)]
         return np.random.default_rng(seed).bytes(size)
 
     def put(self, store: Store, count: int) -> Any:
-        """Put the first objects by `raw_put`; return their rows, scanned with every column."""
+        """Put the first `count` objects by `raw_put`. Return their rows, with every scan column."""
         for n in range(count):
             self.raw_put(store, self.keys[n], self.value(n))
         return scanned_rows(store, self.keys[:count])
 
     def need(self, store: Store, *capabilities: str) -> None:
-        """Skip if the store lacks a capability: "writes", "deletes" or a scan column."""
+        """Skip the running test if the store lacks one of the capabilities.
+
+        capabilities: "writes", "deletes" or names of scan columns.
+        """
         for name in capabilities:
             has = getattr(store.traits, name) if name in _FLAGS else name in store.traits.columns
             if not has:
                 lack(store, name)
 
     def need_empty_objects(self, store: Store) -> None:
-        """Skip if the store cannot hold empty objects."""
+        """Skip the running test if the store cannot hold empty objects."""
         if not self.empty_objects:
             lack(store, "empty objects")
 
@@ -440,7 +453,7 @@ class StoreSuite(ABC):
         self.need(store, "writes")
         old, new = self.keys[:2]
         self.raw_put(store, old, self.value(0))
-        for _ in range(2):  # the second time, after the undone write
+        for _ in range(2):  # the second round writes again after an undone write
             assert write(store, {new: self.value(1)}, if_absent=True).all_ok
             assert store.undo_writes(rows_of([new])).all_ok
             assert store.exists(rows_of([old, new])).tolist() == [True, False]
@@ -507,7 +520,7 @@ class StoreSuite(ABC):
         if not isinstance(store, SideFiles):
             lack(store, "side files")
         existing = store.open_side_directory(writes=False)
-        if existing is not None:  # the store keeps files of its own in it
+        if existing is not None:  # the store keeps its own files in the side directory
             existing.close()
         made = store.open_side_directory(writes=True, makes=True)
         assert made is not None
@@ -575,7 +588,10 @@ class StoreSuite(ABC):
         assert self.raw_get(store, self.keys[0]) == self.value(0)
 
     def mover_and_run(self, store: Store, tmp_path: Any) -> tuple[Mover, Store]:
-        """Return a mover into a new quarantine run in tmp_path, and the run; or skip."""
+        """Return a mover into a new quarantine run in tmp_path, and the run.
+
+        Skip the running test if the store does not rename objects.
+        """
         if not isinstance(store, Renames):
             lack(store, "moves")
         name = "20260101T000000Z-abcdef"

@@ -51,7 +51,7 @@ class Params(Struct, frozen=True, kw_only=True):
 class FileParams(Params, frozen=True, kw_only=True):
     """Parameters of `file` URLs.
 
-    folders: form of the directory; a new directory gets it.
+    folders: form of the folders that a new or empty directory gets.
     """
 
     folders: Literal["hex2"] | None = None
@@ -143,7 +143,8 @@ class Scheme:
 
 
 PACK_SUFFIX = ".hcpack"
-# Name of the parameter for a directory of side files, for stores that have no place for these.
+# Name of the parameter that names a directory of side files. URLs of stores that keep no side files
+# inside have it.
 SIDE_PARAMETER = "side_directory"
 
 SCHEMES = {
@@ -185,11 +186,11 @@ _BAD_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _NUMBERS = {int: re.compile("[0-9]{1,20}"), float: re.compile(r"[0-9]{1,20}(?:\.[0-9]{1,20})?")}
 
 
-# Secrets in URLs: the text before the @ of a host, and values of parameters with names like
-# "token". A URL can be percent-encoded inside another. A port before a path or parameters is not
-# a password. Patterns look for the last character of a scheme only.
-# Some patterns also match text without a secret, and then without the group "end". Otherwise a
-# search would begin again within that text, and hostile text would take quadratic time.
+# Secrets in URLs are the text before the @ of a host, and the values of parameters with names like
+# "token". A URL can be percent-encoded inside another URL. A port before a path or parameters is
+# not a password. Patterns look for the last character of a scheme only.
+# Some patterns also match text without a secret. Such a match has no group "end". Without these
+# matches, a search would begin again within that text, and hostile text would take quadratic time.
 _SCHEME = r"[a-z0-9+.-](?::|%3a)(?:/|%2f){2}(?!/|%2f)"
 _PORT = r"[^\s'\"/?#@:%]*(?::|%3a)\d{1,5}(?:[/?#&\s'\"]|%2f|%3f|$)"
 _NAME_BEGIN = r"(?:[?&;#]|%3f|%26)"
@@ -218,7 +219,7 @@ MASK = "***"
 
 
 def without_secrets(text: str) -> str:
-    """Replace passwords and tokens in URLs by `MASK`. Used for every message."""
+    """Replace passwords and tokens in URLs by `MASK`. Every message passes through here."""
     for pattern in _SECRETS:
         text = pattern.sub(_masked, text)
     return text
@@ -247,7 +248,7 @@ class StoreUrl:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The directories that the path lists, or the path."""
+        """The directories that the path lists; only the path for a scheme without a list."""
         return tuple(self.path.split(",")) if self.kind.directories else (self.path,)
 
     def __str__(self) -> str:
@@ -285,7 +286,7 @@ class Config:
 
 
 def params_of(url: StoreUrl, form: type[_P]) -> _P:
-    """Return a URL's parameters as typed fields. Raises UsageError that names the parameter."""
+    """Return a URL's parameters as typed fields. Raises UsageError, which names the parameter."""
     values = {
         param.name: _value(url, param.name, param.type)
         for param in fields(form)
@@ -297,7 +298,7 @@ def params_of(url: StoreUrl, form: type[_P]) -> _P:
 def _value(url: StoreUrl, name: str, kind: Any) -> Any:
     text = url.params[name]
     if get_origin(kind) is UnionType or get_origin(kind) is Union:
-        kind = get_args(kind)[0]  # the type without None: otherwise "null" would be read as None
+        kind = get_args(kind)[0]  # with None among the types, "null" would be read as None
     if kind is str:
         return text
     if get_origin(kind) is Literal:
@@ -328,10 +329,10 @@ def written_store(
     """Return the store that a server writes; None if the backend is not known.
 
     The URL has neither host nor path if these settings do not name the place. The path of a `file`
-    URL is relative if the server's is.
+    URL is relative if the server's path is relative.
 
     backend: value of --hicache-storage-backend.
-    extra: extra config of that backend; for `dynamic`, it must load this package's plug-in.
+    extra: extra config of that backend. For `dynamic`, the config must load this package's plug-in.
     environ: the server's environment.
     Raises UsageError for a malformed URL. Sources: hicache_storage.py :: HiCacheFile.__init__,
     hicache_nixl.py :: HiCacheNixl.__init__, mooncake_store.py :: MooncakeBaseStore._load_config.
@@ -373,7 +374,7 @@ def is_pack_path(path: str) -> bool:
 
 
 def target_of(url: StoreUrl) -> str:
-    """Return the "module:Class" that opens a URL: a directory may be a quarantine run."""
+    """Return the "module:Class" that opens a URL. A quarantine run has its own class."""
     run_file = os.path.join(url.path, SIDE, RUN_FILE)  # noqa: PTH118 - names that are not UTF-8
     if url.kind.directory and os.path.lexists(run_file):
         return _RUN_TARGET
@@ -401,7 +402,7 @@ def load_config(path: str | None = None, environ: Mapping[str, str] = os.environ
     """Read the config file: `path`, else $HICACHECTL_CONFIG, else the user's file if it exists.
 
     The user's file is $XDG_CONFIG_HOME/hicachectl/config.toml, by default in ~/.config.
-    Raises UsageError if a requested file cannot be read, FormatError for its content.
+    Raises UsageError if a requested file cannot be read, FormatError if its content is wrong.
     """
     asked = path or environ.get("HICACHECTL_CONFIG")
     file = Path(asked) if asked else _user_config(environ)
@@ -437,8 +438,8 @@ def parse_config(text: str, *, source: str = "config", directory: str | Path = "
 def named_store(text: str, config: Config) -> NamedStore | None:
     """Return the named store of a STORE argument; None if the argument names no store.
 
-    If the URL of a named store names another one, the other supplies the paths that the first
-    lacks.
+    If the URL of a named store is the name of another store, the other store supplies the paths
+    that the first one lacks.
     """
     found: NamedStore | None = None
     seen: set[str] = set()
@@ -456,7 +457,7 @@ def named_store(text: str, config: Config) -> NamedStore | None:
 
 
 def _user_config(environ: Mapping[str, str]) -> Path | None:
-    """Return the user's config file; None if missing or not accessible."""
+    """Return the user's config file; None if the file is missing or not accessible."""
     base = Path(environ.get("XDG_CONFIG_HOME") or "")
     try:
         if not base.is_absolute():  # the XDG specification: relative values are ignored

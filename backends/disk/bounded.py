@@ -1,7 +1,7 @@
-"""Read untrusted files up to a size limit: whole, line by line, or a JSON config of SGLang.
+"""Read untrusted files up to a size limit, whole or line by line.
 
-An option may name a pipe (`<(...)`) or device (/dev/stdin): reading stops at the limit. A file that
-another file names must be regular: opening a FIFO would wait for a writer.
+An option may name a pipe (`<(...)`) or device (/dev/stdin), so reading stops at the limit. A file
+that another file names must be regular, because opening a FIFO would wait for a writer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def read_bounded(
 ) -> bytes:
     """Return the content of a file of at most `limit` bytes.
 
-    what: the expected kind, such as "a profile".
+    what: kind of the expected file, such as "a profile".
     regular: refuse files that are not regular.
     where: the file's name in messages; by default its path.
     refusal: error raised for every failure; by default UsageError if the file is unreadable,
@@ -79,7 +79,7 @@ def _opened(path: Path | str, regular: bool) -> BinaryIO:
 
 
 def read_config(path: str, where: str) -> dict[str, Any]:
-    """Read a config file. where: the file's name in messages.
+    """Read a JSON config of SGLang. where: the file's name in messages.
 
     Raises UsageError if the file cannot be read, FormatError if it is not a JSON object.
     """

@@ -60,13 +60,14 @@ class Trust:
     """Users who may own trusted files below a directory.
 
     They are this process's user, root, the directory's owner and, if its group may write, the
-    group's members. Some file systems (NFS with root squash) give new files another owner: a
-    process that may write creates a file to learn that owner.
+    group's members. Some file systems (NFS with root squash) give new files another owner. A
+    process that may write to the directory creates a file there to learn this owner.
     """
 
     def __init__(self, st: os.stat_result | None, *, writes: bool) -> None:
-        """Derive the users from a directory's stat. st: None if there is no directory.
+        """Derive the users from the stat of a directory.
 
+        st: stat of the directory; None if there is no directory.
         writes: the process may create a file in the directory.
         """
         self._may_probe = writes
@@ -104,7 +105,7 @@ class Trust:
 
 
 class JointTrust(Trust):
-    """Users whom all given directories trust; for no directory, this process's user and root."""
+    """Users whom all given directories trust. Without a directory, this process's user and root."""
 
     def __init__(self, trusts: Sequence[Trust], *, writes: bool = True) -> None:
         """Join the trusts of several directories. writes: see `Trust`."""
@@ -151,12 +152,12 @@ class Directory(Closing):
     """An open directory.
 
     path: path in messages; calls use the descriptor.
-    All methods raise OSError, and UntrustedError for an entry that is not a regular file or
-    directory, not of the requested kind, or has an untrusted owner.
+    All methods raise OSError. They raise UntrustedError for an entry that is neither a regular file
+    nor a directory, is not of the requested kind, or has an untrusted owner.
     """
 
     def __init__(self, descriptor: int, path: str, trust: Trust) -> None:
-        """Take over a directory's descriptor; `close` closes it."""
+        """Take over a directory's descriptor, which `close` closes."""
         self.descriptor = descriptor
         self.path = path
         self.trust = trust
@@ -182,7 +183,7 @@ class Directory(Closing):
     ) -> Directory | None:
         """Open a directory that an option names; None if it is missing.
 
-        makes: create it and its missing parents.
+        makes: create a missing directory and its missing parents.
         trust: trust of the store. By default it is derived from the deepest existing directory of
             the path. Links are followed down to that directory.
         """
@@ -192,9 +193,10 @@ class Directory(Closing):
         return cls.named(str(found), writes=writes, trust=trust).descend(missing, makes=makes)
 
     def descend(self, names: Sequence[str], *, makes: bool) -> Directory | None:
-        """Close this directory, and open the directory at the end of the names below it.
+        """Close this directory, and open the directory to which `names` lead from it.
 
-        makes: create missing directories; otherwise return None if one is missing.
+        names: names of the directories on the way, each inside the one before.
+        makes: create missing directories. Otherwise return None if a directory is missing.
         """
         here: Directory | None = self
         for name in names:
@@ -208,7 +210,7 @@ class Directory(Closing):
         return here
 
     def close(self) -> None:
-        """Close the descriptor, which ends a lock."""
+        """Close the descriptor. This ends a lock by `lock`."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -216,7 +218,7 @@ class Directory(Closing):
     # reading
 
     def entries(self) -> dict[str, os.stat_result]:
-        """Return the stat of each entry, sorted by name, without checks."""
+        """Return the stat of each entry, sorted by name. The entries are not checked."""
         found = {}
         with entries_of(self.descriptor) as entries:
             for entry in entries:
@@ -225,7 +227,7 @@ class Directory(Closing):
         return dict(sorted(found.items()))
 
     def check(self, name: str, st: os.stat_result, *, any_owner: bool = False) -> None:
-        """Raise UntrustedError unless the entry is a trusted owner's regular file or directory."""
+        """Raise UntrustedError if the entry is not a trusted owner's regular file or directory."""
         if not (stat.S_ISREG(st.st_mode) or stat.S_ISDIR(st.st_mode)):
             raise self._refusal(name, st)
         if not (any_owner or self.trust.includes(st, self.descriptor)):
@@ -233,7 +235,7 @@ class Directory(Closing):
             raise UntrustedError(_stranger(self._spell(name), st, next_step))
 
     def check_owner(self, next_step: str) -> None:
-        """Raise UntrustedError unless the owner of the directory itself is trusted.
+        """Raise UntrustedError if the owner of the directory itself is not trusted.
 
         next_step: end of the message, after "chown it or".
         """
@@ -336,7 +338,7 @@ class Directory(Closing):
         durable: sync the file and its name.
         """
         temporary = "" if shared else f".{name}.tmp"
-        if temporary:  # a killed process may have left it
+        if temporary:  # a killed process may have left the temporary file
             with suppress(FileNotFoundError):
                 self.remove(temporary)
         mode = self._readable & 0o666 | 0o600
@@ -354,10 +356,10 @@ class Directory(Closing):
         return descriptor
 
     def publish(self, name: str, content: bytes) -> bool:
-        """Create a file, whole and durable, unless its name exists. Return whether it was created.
+        """Create a file, whole and durable, if its name is free. Return whether it was created.
 
-        Uses link(2), which never replaces a file, even if processes of several hosts publish the
-        same name at once. Raises UnsupportedByBackend on a file system without links.
+        The method uses link(2), which never replaces a file, even if processes of several hosts
+        publish the same name at once. Raises UnsupportedByBackend on a file system without links.
         """
         temporary = temporary_name()
         descriptor = self.create(temporary)
@@ -377,7 +379,7 @@ class Directory(Closing):
         try:
             os.link(temporary, name, src_dir_fd=here, dst_dir_fd=here, follow_symlinks=False)
         except FileExistsError:
-            # An NFS client may repeat a call whose answer was lost: then the name is our own file.
+            # An NFS client may repeat a call whose answer was lost. Then the name is our own file.
             return is_named(descriptor, name, here)
         except OSError as error:
             if error.errno in _NO_LINKS:
@@ -420,7 +422,7 @@ class Directory(Closing):
         sync_directory(self.descriptor)
 
     def is_still(self, name: str, parent: Directory) -> bool:
-        """Return whether a name in the parent still names this directory."""
+        """Return whether a name in the parent directory still names this directory."""
         return is_named(self.descriptor, name, parent.descriptor)
 
     def lock(self) -> bool:

@@ -1,7 +1,7 @@
 """Durable names, atomically written files, and locks.
 
-For speed, two writers do not use `new_file`: `FileStore` syncs a batch with one syncfs, and a pack
-is appended to in place, with one fdatasync per batch.
+Two writers do not use `new_file`, because it would be slow. `FileStore` syncs each batch of files
+with one syncfs. A pack grows in place, with one fdatasync for each batch.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def make_directories(path: str | os.PathLike[str]) -> list[str]:
 
 
 def rename_noreplace(source: int | None, old: bytes, target: int | None, new: bytes) -> bool:
-    """Rename without replacing; return False if the system lacks that call.
+    """Rename a file, but replace none. Return False if the system lacks a call for this.
 
     source, target: descriptors of directories; None if the name is a path.
     Raises OSError, and FileExistsError if `new` exists.
@@ -100,7 +100,7 @@ def rename_noreplace(source: int | None, old: bytes, target: int | None, new: by
 
 
 def exchange(directory: int, one: bytes, other: bytes) -> bool:
-    """Swap the names of two files of a directory; return False if the system cannot.
+    """Swap the names of two files of a directory. Return False if the system cannot do so.
 
     The swap is atomic: each name always names a file. Raises OSError, and FileNotFoundError if a
     name is missing.
@@ -121,7 +121,7 @@ def _rename(source: int, old: bytes, target: int, new: bytes, flags: int) -> boo
 
 
 def move_noreplace(source: int | None, old: bytes, target: int | None, new: bytes) -> None:
-    """Call `rename_noreplace`; if the system lacks the call, link and unlink the file.
+    """Rename a file by `rename_noreplace`. If the system lacks the call, link and unlink the file.
 
     A crash between link and unlink leaves both names.
     """
@@ -148,12 +148,12 @@ def new_file(
     replaces: bool = True,
     durable: bool = True,
 ) -> Iterator[int]:
-    """Yield a new file's descriptor; the file gets its name when the block ends normally.
+    """Yield a new file's descriptor. The file gets its name when the block ends normally.
 
     mode:      permissions while the file is written, less the umask.
-    partial:   temporary name in the same directory; by default random.
-    directory: descriptor that `path` is relative to.
-    replaces:  replace an existing file; otherwise raise FileExistsError.
+    partial:   temporary name in the same directory; by default a random name.
+    directory: descriptor of the directory from which `path` starts.
+    replaces:  replace an existing file. Otherwise an existing file raises FileExistsError.
     durable:   sync the bytes before the rename, and the name after it.
     Raises OSError.
     """
@@ -171,7 +171,7 @@ def new_file(
         else:
             move_noreplace(directory, os.fsencode(partial), directory, os.fsencode(path))
     except BaseException:
-        with suppress(OSError):  # the first error is the one to report
+        with suppress(OSError):  # report the first error, not an error of this call
             os.unlink(partial, dir_fd=directory)
         raise
     if durable:
@@ -194,12 +194,12 @@ def whole_file(
     durable: see `new_file`.
     permissions: mode of the file; by default the mode of the replaced file, or 0o666 less the
         umask.
-    readable_by: limit for the permissions of a file that replaces none.
+    readable_by: limit for the permissions of a file that replaces no other file.
     Raises UsageError if the file cannot be written, BrokenPipeError for a closed pipe.
     """
     encoding = None if "b" in mode else "utf-8"
     try:
-        # Standard output can be a file that others also append to (`>>`): do not replace it.
+        # Other programs may append (`>>`) to the file that is standard output, so it must stay.
         if path == STDOUT:
             with open(1, mode, encoding=encoding, closefd=False) as stream:
                 yield stream
@@ -237,9 +237,10 @@ def _stat_of(path: Path) -> os.stat_result | None:
 
 
 def lock(descriptor: int, *, optional: bool = False) -> bool:
-    """Lock an open file (flock) until it is closed; return False if another process has the lock.
+    """Lock an open file (flock) until it is closed. Return False if another process has the lock.
 
-    optional: return True if the file system has no locks. Raises OSError.
+    optional: return True, without a lock, if the file system has no locks.
+    Raises OSError.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -256,7 +257,7 @@ def is_named(
 ) -> bool:
     """Return whether a path still names an open file.
 
-    Ask after locking, because the file can be replaced before it is locked.
+    Call this after `lock`, because the file can be replaced before it is locked.
     follow: the path may be a link to the file.
     """
     try:

@@ -1,4 +1,4 @@
-"""Read the names in a directory: thousands with each system call, and without a stat.
+"""Read the names in a directory, thousands with each system call and without a stat.
 
 Python's `os.scandir` reads 32 KiB of names at a time, and stats each file if the directory does not
 tell the kinds of its entries (NFS without READDIRPLUS).
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 # d_type of dirent.h
 UNKNOWN, DIRECTORY, REGULAR = 0, 4, 8
 
-# Bytes of entries per call: some ten thousand names, so few requests go to a file server.
+# Bytes of entries for each call. They hold some ten thousand names, so few requests go to a file
+# server.
 _CALL_BYTES = 1 << 20
 # Offsets of fields in an entry of getdents64(2). An entry ends with the name, a NUL, and padding to
 # a multiple of 8 bytes.
@@ -60,7 +61,7 @@ def entries_in(directory: int) -> Iterator[Entries]:
         while count := LIBC.getdents64(own, address, _CALL_BYTES):
             if count < 0:
                 number = ctypes.get_errno()
-                if number == errno.ENOENT:  # readdir(3) takes this for the end, too
+                if number == errno.ENOENT:  # readdir(3) takes this error for the end, too
                     return
                 raise OSError(number, os.strerror(number))
             yield _parsed(block[:count].tobytes())

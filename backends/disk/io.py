@@ -47,12 +47,13 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 CHECK_MOUNT = "check that the file system is mounted"
 OPEN_FEWER = "raise the limit of open files (ulimit -n), or give a smaller --jobs"
 MAY_READ = "run as the server's user, or let your group read its files (umask 027)"
-# Bytes per call, which fit the processor's cache. Larger calls cost up to four times the processor
-# time: Linux (6.18, ext4) searches the page cache for large folios.
+# Bytes for each call, which fit the processor's cache. Larger calls cost up to four times the
+# processor time, because Linux (6.18, ext4) searches the page cache for large folios.
 WRITE_BYTES = 256 << 10
 
-# File systems on which flock can succeed and still lock on one host only: fuse unless its program
-# implements locks, beegfs unless tuneUseGlobalFileLocks is set, some versions of gpfs and 9p.
+# On these file systems, flock can succeed and still lock on one host only. On fuse, that happens if
+# its program implements no locks; on beegfs, if tuneUseGlobalFileLocks is not set; on gpfs and 9p,
+# with some versions.
 _LOCAL_LOCKS = ("9p", "beegfs", "fuse", "gpfs", "virtiofs")
 _LOCAL_LOCK_OPTIONS = {
     "nfs": {"nolock", "local_lock=all", "local_lock=flock"},
@@ -106,7 +107,7 @@ def undo_on_error(undo: Callable[[], object]) -> Iterator[None]:
 def errors_as(
     kind: type[HicacheError], place: object, action: str, next_step: str = ""
 ) -> Iterator[None]:
-    """Raise `kind` for an OSError of the block. The other arguments: see `wording.failed`."""
+    """Raise `kind` for an OSError of the block. `wording.failed` takes the other arguments."""
     try:
         yield
     except OSError as error:
@@ -149,8 +150,9 @@ def raise_denied(error: OSError, name: str) -> None:
 def locks_reach_all_hosts(descriptor: int) -> bool:
     """Return whether flock excludes every process that can reach a directory.
 
-    descriptor: the open directory. True for a local disk, which no other host reaches, and for an
-    unknown mount: if that has no locks, flock fails.
+    Returns True for a local disk, which no other host reaches. Returns True for an unknown mount,
+    too: if such a mount has no locks, flock itself fails.
+    descriptor: the open directory.
     """
     mount = _mount_of(descriptor)
     return mount is None or lock_reach(*mount)
@@ -164,7 +166,8 @@ def is_on_fuse(descriptor: int) -> bool:
 
 def lock_reach(kind: str, options: str) -> bool:
     """Return whether flock reaches all hosts, by a mount's type and file system options."""
-    if kind.partition(".")[0] in _LOCAL_LOCKS:  # fuse.NAME; but fuseblk is a local disk
+    # Types such as fuse.NAME are of fuse. The type fuseblk is a local disk, so it does not match.
+    if kind.partition(".")[0] in _LOCAL_LOCKS:
         return False
     return _LOCAL_LOCK_OPTIONS.get(kind, set()).isdisjoint(options.split(","))
 
@@ -188,7 +191,8 @@ def file_system_ns(directory: int) -> int:
 
     Compare times of files with it: this host's clock may differ from the file server's.
     The call touches the directory and reads its ctime. It makes no file, because a kill would leave
-    the file, and a full file system has no room for it. Raises OSError without the right to write.
+    the file, and a full file system has no room for it. Raises OSError, also if this user may not
+    write to the directory.
     """
     os.utime(directory)  # sets "now"; an NFS client lets the server choose that time
     return os.fstat(directory).st_ctime_ns
@@ -291,7 +295,7 @@ def entries_of(directory: int) -> Iterator[Iterator[os.DirEntry[str]]]:
 
 
 def write_all(descriptor: int, buffers: Sequence[Buffer], offset: int | None = None) -> int:
-    """Write buffers one after another; return the bytes of all. Raises OSError.
+    """Write buffers one after another. Return the number of bytes written. Raises OSError.
 
     offset: offset in the file; by default the file's position.
     """
@@ -355,7 +359,7 @@ _OWN = threading.local()
 
 
 def _buffer() -> memoryview:
-    """Return this thread's buffer: allocating one per file would cost more than the copy."""
+    """Return this thread's buffer. A new buffer for each file would cost more than the copy."""
     if not hasattr(_OWN, "buffer"):
         _OWN.buffer = memoryview(bytearray(WRITE_BYTES))
     buffer: memoryview = _OWN.buffer

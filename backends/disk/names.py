@@ -1,7 +1,4 @@
-"""Files as objects: allowed names, and versions.
-
-File names are bytes and need not be text.
-"""
+"""Names and versions of files that are objects. File names are bytes and need not be text."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ def is_file_name(key: bytes) -> bool:
 
 
 def check_key(key: bytes) -> None:
-    """Raise OSError unless a key can name a file in the directory itself."""
+    """Raise OSError if a key cannot name a file in the directory itself."""
     if b"/" in key or b"\0" in key or key in (b"", b".", b".."):
         raise OSError(errno.EINVAL, "the key cannot be a file name")
 
@@ -41,14 +38,14 @@ def are_plain(keys: list[bytes]) -> bool:
 
 
 def check_new_key(key: bytes) -> None:
-    """Raise OSError unless a key can name a new object."""
+    """Raise OSError if a key cannot name a new object."""
     check_key(key)
     if key.startswith(OWN_PREFIX):
         raise OSError(errno.EINVAL, "names that start with .hicachectl are reserved for hicachectl")
 
 
 def storable_ns(time_ns: int) -> int:
-    """Limit a file's time to 64 bits: file systems can hold times after the year 2262."""
+    """Limit a file's time to 64 bits, because a file system can hold times after the year 2262."""
     return min(max(time_ns, _EARLIEST_NS), _LATEST_NS)
 
 

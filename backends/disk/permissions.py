@@ -17,7 +17,7 @@ class Permissions:
     """Permission bits, with the group that the group bits apply to.
 
     bits: permission bits; the owner always has 0o700.
-    group: group of the sources; None if they have several.
+    group: group of the sources; None if the sources have several groups.
     owner: the only user who may own a copy. None means any user; NOBODY means that the sources
         have several owners.
     """
@@ -61,7 +61,7 @@ class Permissions:
         if self.group == other.group:
             return Permissions(self.bits & other.bits, self.group, owner)
         mine, theirs = with_foreign_group(self.bits), with_foreign_group(other.bits)
-        if mine == self.bits:  # the group has no more rights than others
+        if mine == self.bits:  # the group has no more rights than other users
             return Permissions(mine & other.bits, other.group, owner)
         if theirs == other.bits:
             return Permissions(self.bits & theirs, self.group, owner)
@@ -97,7 +97,7 @@ def new_file_mode(permissions: Permissions, group: int) -> int:
 
 
 def _umask() -> int:
-    # os.umask can only be read by changing it, for all threads.
+    # os.umask returns the umask only when it changes it, for all threads. So /proc comes first.
     with suppress(OSError):
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
         for line in status.splitlines():

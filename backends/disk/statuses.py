@@ -1,6 +1,6 @@
-"""Read and write statuses: files of a store in which ranks with the plug-in describe themselves.
+"""Read and write statuses, the files in which ranks with the plug-in describe themselves.
 
-The files lie in `.hicachectl/status/`; `formats.plugin_status` has their form.
+The files lie in `.hicachectl/status/` of a store. `formats.plugin_status` has their form.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 # silent: its file is so old that the process must have ended, or hangs.
 # serving: none of these.
 CLOSED, ENDED, SILENT, SERVING = STANDINGS = ("closed", "ended", "silent", "serving")
-# Seconds for which statuses are kept. Fleets restart often: a week of statuses would exceed
+# Seconds for which statuses are kept. Fleets restart so often that a week of statuses would exceed
 # MAX_STATUSES.
 _KEPT_S = 86400.0
-_CLOCKS_DIFFER_S = 2.0  # a process's start is known to the second
-_START_FIELD = 19  # proc(5), starttime: its place after the name in parentheses
-_ENDED = ("Z", "X")  # proc(5), state: a zombie, and a dead process
+_CLOCKS_DIFFER_S = 2.0  # readings of one start differ by less: the boot time is in whole seconds
+_START_FIELD = 19  # index of the field starttime after the name in parentheses, see proc(5)
+_ENDED = ("Z", "X")  # states of a zombie and of a dead process, see proc(5)
 
 
 class RankStatus(NamedTuple):
@@ -124,7 +124,7 @@ def standing(status: PluginStatus) -> str:
 
 
 def this_host() -> tuple[str, int]:
-    """Return the name of this host, and this process's PID namespace, 0 if that is unknown."""
+    """Return the name of this host, and the PID namespace of this process; 0 if it is unknown."""
     try:
         namespace = Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
@@ -160,7 +160,7 @@ def _runs(status: PluginStatus) -> bool | None:
 
 
 def _names(statuses: Directory) -> tuple[list[str], bool]:
-    """Return the names of at most MAX_STATUSES files, sorted, and whether there are more."""
+    """Return the sorted names of at most MAX_STATUSES files, and whether more files exist."""
     with entries_of(statuses.descriptor) as entries:
         names = [entry.name for entry in islice(entries, MAX_STATUSES + 1)]
     return sorted(name for name in names[:MAX_STATUSES] if is_status_name(name)), len(names) > (

@@ -1,7 +1,7 @@
 """Read a model directory for the fingerprint of its weights.
 
-Files are opened by their names, through links: a Hugging Face cache consists of links. Only JSON
-and safetensors files are read; pickles are never loaded.
+Files are opened by their names, through links, because a Hugging Face cache consists of links. Only
+JSON and safetensors files are read. Pickles are never loaded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _INDEX = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
 _COMMIT = re.compile("[0-9a-f]{40}")
-_THREADS = 32  # a read over a network waits some milliseconds
+_THREADS = 32  # many, because a read over a network waits for some milliseconds
 _MAX_CONFIG_BYTES = 32 << 20
 _REFUSED = {
     ".gguf": "GGUF files",
@@ -77,8 +77,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
     path: the model's directory, or a config file in it.
 
     Reads 4 KiB or more of each tensor, in parallel; see `formats.weights`.
-    Raises UsageError if a file cannot be read. Raises FormatError without a config or a safetensors
-    file, if a file of the index is missing, or if a file is truncated or damaged.
+    Raises UsageError if a file cannot be read. Raises FormatError in these cases:
+    - The directory has no config or no safetensors file.
+    - A file that the index names is missing.
+    - A file is truncated or damaged.
     """
     directory = _directory(path)
     next_step = "give the directory of a model"

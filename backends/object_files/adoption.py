@@ -12,27 +12,28 @@ the store meanwhile. That is safe for these reasons:
   128 more bytes is whole; a file without a trailer keeps its size. Unfinished copies have names
   that SGLang ignores and that `rm --temporaries` removes. ext4 lists each name once. tmpfs may miss
   or repeat names that any process renames during a listing (tried with Linux 6.18).
-- Writers. HiCacheFile never writes over an object; the plug-in replaces, by a rename, an object
-  that it refuses. After the exchange, the replaced file has the temporary name, and is compared. A
-  writer's new file gets its name back, and the object is tried again.
+- Writers. HiCacheFile never writes over an object. The plug-in replaces an object that it refuses,
+  by a rename. After the exchange, the replaced file has the temporary name, and is compared. A
+  writer's new file gets its name back, and the status of the object is EXISTS.
 - Removals. HiCacheFile's evictor and `clear` unlink names. The plug-in's evictor renames a file to
   a temporary name, and compares it again. An exchange fails if the name is missing, so a removed
-  object never comes back. HiCacheFile counts a file's size when it writes or first sees the file:
-  it learns of the 128 bytes at its next start.
-- The order of eviction. The new file has the mtime and the atime of the old one, also if the old
-  one was used during the copy.
-- The plug-in's `clear`. It sets an epoch: a file is stale if its ctime is not later. The new file
-  has a new ctime. So the epoch is read again after the exchange, and a stale object is removed.
-- Rights. The new file has the owner, group and mode of the old one. If it cannot, the old file
-  stays: a server could no longer read, mark or evict the new one.
+  object never comes back. HiCacheFile counts a file's size when it writes or first sees the file.
+  So it learns of the 128 bytes at its next start.
+- The order of eviction. The new file has the mtime and the atime of the old file, also if the old
+  file was used during the copy.
+- The plug-in's `clear`. It sets an epoch, and a file is stale if its ctime is not later than the
+  epoch. The new file has a new ctime. So the epoch is read again after the exchange, and an object
+  whose old file is stale is removed.
+- Rights. The new file has the owner, group and mode of the old file. If it cannot get them, the old
+  file stays, because a server could no longer read, mark or evict the new file.
 - Hard links. The old bytes of a file with a second name would stay on the disk, and the store
   would grow. Such files stay as they are.
-- Room. Only one batch of copies is on the disk beside the old files; each old file is removed right
+- Room. Only one batch of copies is on the disk beside the old files. Each old file is removed right
   after the exchange.
 - Kills and power failures. The copies are durable before the exchange. Before and after it, the
-  object's name names a whole file. The other file has a temporary name; the next run of the same
-  request removes it, and skips objects that have their trailers.
-- A second adoption counts as a writer: the first copy stays.
+  object's name names a whole file. The other file has a temporary name. The next run of the same
+  request removes the temporary file, and skips objects that have their trailers.
+- A second adoption at the same time counts as a writer, so the first copy stays.
 - On file systems without an exchange of names, such as NFS, a comparison and then a rename replace
   the file. A file that is removed between both calls comes back. A file that is replaced between
   them is replaced again, by bytes of the same page.
@@ -101,7 +102,8 @@ class FileAdopter(FileCopier):
     def _copy_with_trailer(self, item: CopiedObject, before: os.stat_result) -> Temporary | Verdict:
         """Copy an open file to a temporary file, with its rights and times.
 
-        The verdict is OK for an object that needs no trailer. before: stat of the open file.
+        The verdict is OK for an object that needs no new trailer.
+        before: stat of the open file.
         """
         excess = excess_of(before, item.nbytes)
         if isinstance(excess, Verdict):
@@ -138,8 +140,9 @@ class FileAdopter(FileCopier):
             return Status.GONE
         if not replaced:
             return Status.EXISTS
-        # Use the epoch that this call returns: another thread may store an earlier epoch meanwhile.
-        if seen.st_ctime_ns <= self._epoch(key).look():  # the copy is newer than the epoch
+        # Compare the old file's ctime, because the copy is newer than the epoch. Use the epoch that
+        # `look` returns, because another thread may store an earlier epoch in the reader.
+        if seen.st_ctime_ns <= self._epoch(key).look():
             with suppress(FileNotFoundError):
                 here, name = self._writer.files.objects.place(key)
                 now = os.stat(name, dir_fd=here, follow_symlinks=False)

@@ -31,7 +31,7 @@ class CopiedObject(NamedTuple):
     """One object to copy.
 
     nbytes: bytes of the object, without a trailer.
-    source: descriptor of its file.
+    source: descriptor of the object's file.
     """
 
     key: bytes
@@ -126,7 +126,7 @@ class FileCopier:
         """Open an object's file, and copy it. Return the copy, or the row's status.
 
         index: row of the object.
-        make: takes the open file; returns a copy, or a verdict if there is none.
+        make: takes the open file. It returns a copy, or a verdict if it makes no copy.
         """
         try:
             check_key(key)
@@ -190,7 +190,7 @@ class FileCopier:
     # trailers
 
     def tail(self, item: CopiedObject, excess: int) -> bytes | Verdict:
-        """Return the trailer of the copy, b"" if it gets none, or a verdict against the copy.
+        """Return the trailer of the copy, b"" if it gets none, or a verdict if no copy is allowed.
 
         excess: number of bytes after the object in the source.
         """

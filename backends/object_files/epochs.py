@@ -1,4 +1,4 @@
-"""Epochs: `clear` makes all objects of a suffix misses at once, without removing them.
+"""Epochs, by which `clear` makes all objects of a suffix misses at once, without removing them.
 
 The epoch of a suffix is a time in the text of a file in `.hicachectl/`. An object is stale if its
 ctime is not later than the epoch. A rename sets the ctime, so the ctime is the time at which an
@@ -6,9 +6,9 @@ object got its name. Both times are from the file system's clock. Mtimes do not 
 copies keep them.
 
 The first versions of the plug-in use only the ctime of the epoch's file, and overwrite the
-beginning of its text with the suffix. So the ctime is the epoch of a file without a text of the
-present form. The ctime is later than the time in the text: the first versions take a few more
-objects for stale.
+beginning of its text with the suffix. So if the text does not have the present form, the ctime of
+the file is the epoch. The ctime is later than the time in a text. Therefore the first versions take
+a few more objects for stale.
 
 Stale objects do not count as objects of the store. The plug-in removes them after a while.
 """
@@ -67,19 +67,22 @@ def begin_epoch(directory: ObjectTree, suffixes: Iterable[bytes]) -> None:
             try:
                 now_ns = file_system_ns(side.descriptor)
                 side.write(name, b"epoch %d %s\n" % (now_ns, suffix), shared=True)
-            except OSError:  # for example a full disk: a file without a text needs no room
+            except OSError:  # for example on a full disk, where a file without a text still fits
                 _begin_by_ctime(side, name)
 
 
 def _begin_by_ctime(side: Directory, name: str) -> None:
-    """Write an epoch without a text, as the first plug-in versions did: the file's ctime counts."""
+    """Begin an epoch at the ctime of a file without a text, as the first plug-in versions did."""
     with closing_descriptor(side.open_lock(name)) as descriptor:
         os.truncate(descriptor, 0)
         os.utime(descriptor)  # sets the ctime
 
 
 def _epoch_in(name: bytes, side: int) -> int:
-    """Return a file's epoch: its ctime if the file is unreadable, 0 if it is not regular."""
+    """Return a file's epoch. It is the ctime of an unreadable file, and 0 for a file of no epoch.
+
+    Only a regular file has an epoch.
+    """
     try:
         return _Epoch.read(name, side).time_ns
     except OSError:
@@ -162,7 +165,7 @@ def suffixes_of(rows: Rows) -> Any:
 
 
 class Epochs:
-    """The epochs of a directory, read once; false if the directory has none.
+    """The epochs of a directory, read once. An instance without epochs is false.
 
     A side directory that is missing or not trusted has no epochs.
     """
@@ -200,7 +203,7 @@ class Epochs:
         return st.st_ctime_ns <= self.of(key)
 
     def times(self, batch: Any) -> Any | None:
-        """Return the epoch of each stale object: int64, null for others. None: no object is stale.
+        """Return the epoch of each stale object, int64, null for other objects; None without any.
 
         batch: batch of a scan. Without the column `version`, each object whose suffix has an epoch
             costs a stat.

@@ -1,4 +1,4 @@
-"""List files: names in batches of rows, the objects of a store, and remarks on skipped files."""
+"""List the files of a store as batches of rows, with remarks on skipped files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import BoolArray
 
 SCAN_ROWS = 16384
-_AHEAD_NS = 60 * 10**9  # more than the clocks of two hosts usually differ
+_AHEAD_NS = 60 * 10**9  # the clocks of two hosts usually differ by less
 _OBJECT = re.compile(r"[0-9a-f]{64}_|.*\.bin$", re.DOTALL)  # names of HiCacheNixl, HiCacheFile
 _STAT, _LIST, _LOOK = "stat", "list", "look"  # kinds of calls for `Concurrency`
 _OF_ARROW = {"nbytes", "mtime_ns"}  # columns that Arrow's stat gives
@@ -66,7 +66,7 @@ class LeftOut:
 
     others: links, FIFOs, sockets and devices named like objects.
     misplaced: files named like objects, outside the folders of their names.
-    strangers: files with other names, in directories where they do not belong.
+    strangers: files not named like objects, in directories where they do not belong.
     cleared: for each batch, the number of objects from before a `clear`.
     ahead: for each batch, the number of objects dated ahead of this host's clock, and the largest
         lead in nanoseconds. These objects are listed.
@@ -94,7 +94,7 @@ class Names(Sequence[str]):
 
     place: the directory.
     names: names of the files.
-    are_regular: whether the directory says that they are regular files; if not, a stat must tell.
+    are_regular: whether the directory says that the files are regular. If not, a stat must tell.
     """
 
     place: Place
@@ -156,14 +156,15 @@ def _names_of(
 ) -> Generator[Names, None, None]:
     """Yield the names of files that belong in their directories, some thousand at a time.
 
-    The first names of several directories are read at once; most folders have no further names.
+    The first names of several directories are read at once, because most folders have no further
+    names.
     """
 
     def begin(some: Sequence[Place]) -> list[tuple[Place, Iterator[Found]]]:
         begun: list[tuple[Place, Iterator[Found]]] = []
         for place in some:
             following = files_in(place.descriptor)
-            # A second call tells whether the first one returned all names.
+            # A second call tells whether the first call returned all names.
             first = list(islice(following, 2))
             begun.append((place, chain(first, following)))
         return begun
@@ -191,7 +192,7 @@ def _read(schema: Any, concurrency: Concurrency, part: Names) -> tuple[Any, list
 
 
 def held_names(names: list[str], place: Place, left_out: LeftOut) -> list[str]:
-    """Return the names that belong in a directory; note the others."""
+    """Return the names that belong in a directory. Count the other names in `left_out`."""
     if place.holds is None:
         return names
     held = place.holds(names)
@@ -207,7 +208,7 @@ class Found(NamedTuple):
     """Names of files in a directory.
 
     names: names of regular files.
-    are_regular: whether the directory says that they are regular; if not, a stat must tell.
+    are_regular: whether the directory says that the files are regular. If not, a stat must tell.
     others: names of links, FIFOs, sockets and devices.
     """
 
@@ -232,7 +233,7 @@ def files_in(directory: int) -> Iterator[Found]:
 def batch_reader(
     directory: int, path: str, schema: Any, *, links: bool = True, waits: bool = False
 ) -> Callable[[list[str]], Any]:
-    """Return the cheapest function from names to a batch with `schema`.
+    """Return the cheapest function that takes names and returns a batch with `schema`.
 
     links: the path may lead through links.
     waits: whether a stat waits for a file server.
@@ -261,7 +262,7 @@ def batch_reader(
 def _ask_arrow(path: str, schema: Any, names: list[str]) -> Any:
     """Return a batch with size and mtime from Arrow's stat; None if a time may be wrong.
 
-    Times after 2262 do not fit Arrow's 64 bits, and become negative.
+    Times after the year 2262 do not fit Arrow's 64 bits, and become negative.
     """
     prefix = path + "/"
     infos = LocalFileSystem().get_file_info([prefix + name for name in names])
@@ -288,7 +289,7 @@ def _by_descriptor(directory: int) -> str:
 
 
 def ask_each(files: Iterable[tuple[int, str]], schema: Any, others: list[str] | None = None) -> Any:
-    """Return a batch of the existing files, one stat each; columns are null if stat fails.
+    """Return a batch of the existing files, by a stat of each. Columns are null if the stat fails.
 
     files: descriptor of the directory, and name, of each file.
     others: gets the names of links, FIFOs, sockets and devices.
@@ -339,7 +340,7 @@ def _key_array(names: list[str]) -> Any:
 
 
 class FileListings(ReportsLosses):
-    """Lists a store's objects. The sizes given for them exclude trailers.
+    """Lists a store's objects. Sizes in the listings exclude trailers.
 
     Stale objects are listed only with the column `cleared_ns`. Methods raise StoreUnavailable.
     """
@@ -360,11 +361,12 @@ class FileListings(ReportsLosses):
             calls = self._files.concurrency
             places = objects.places(left_out.folders, calls)
             yield from scan_places(places, schema, left_out, finish, calls)
-            if not all(map(is_linked, objects.roots)):  # then the listing may lack objects
+            # If an outer directory was removed meanwhile, the listing may lack objects.
+            if not all(map(is_linked, objects.roots)):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
     def _finished(self, epochs: Epochs, left_out: LeftOut, batch: Any) -> Any:
-        """Take trailers off a batch's sizes; drop its stale objects unless it has `cleared_ns`.
+        """Subtract trailers from a batch's sizes. Drop stale objects unless it has `cleared_ns`.
 
         left_out: gets the number of stale objects, and of objects dated in the future.
         """
@@ -433,7 +435,7 @@ class FileListings(ReportsLosses):
         return (Loss("misplaced-object", objects.path, what),)
 
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
-        """List some files again, by one stat each."""
+        """List some files again, by one stat for each file."""
         objects, calls = self._files.objects, self._files.concurrency
         schema, keys = scan_schema(columns), keys_of(rows)
         batches = {0: ask_each((), schema)}
@@ -450,7 +452,7 @@ class FileListings(ReportsLosses):
         return pa.Table.from_batches([finished])
 
     def _places(self, keys: list[bytes]) -> Iterator[tuple[int, str]]:
-        """Yield directory and name of each key's file; skip keys that can have no file."""
+        """Yield directory and name of each key's file. Skip keys that can have no file."""
         for key in keys:
             if is_file_name(key):
                 with suppress(FileNotFoundError, NotADirectoryError, UntrustedError):
@@ -458,7 +460,7 @@ class FileListings(ReportsLosses):
                     yield directory, os.fsdecode(name)
 
     def exists(self, rows: Rows) -> BoolArray:
-        """Return which keys are regular files, by one stat each."""
+        """Return which keys are regular files, by one stat for each key."""
         objects, calls = self._files.objects, self._files.concurrency
         keys = keys_of(rows)
         found = np.zeros(len(keys), dtype=np.bool_)

@@ -1,6 +1,6 @@
-"""Read and write markers: files in `.hicachectl/plugin/` of a file store.
+"""Read and write markers, which are files in `.hicachectl/plugin/` of a file store.
 
-Markers tell which file sizes include a trailer, so that listings need not open objects.
+Markers tell which file sizes include a trailer, so that listings need not open the objects.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from hicachectl.formats.identity import Identity
 
 MARKER_DIRECTORY = "plugin"
-MAX_MARKERS = 1 << 16  # all identities that ever wrote to the store have some
+MAX_MARKERS = 1 << 16  # large, because markers of earlier identities stay in the store
 _NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}\.json")
 _PATH = f"{SIDE_DIRECTORY}/{MARKER_DIRECTORY}"
-# Two markers can be written within one tick of the file system's clock: then the second does not
-# change the times of the directory.
+# Two markers can be written within one tick of the file system's clock. Then the second marker does
+# not change the times of the directory.
 _TICK_S = 1.0
 
 __all__ = ["MarkedSizes", "Marker", "read_markers", "write_marker"]
@@ -80,8 +80,8 @@ def _names(markers: Directory) -> list[str]:
         names = [entry.name for entry in islice(entries, MAX_MARKERS + 1)]
     if len(names) > MAX_MARKERS:
         raise FormatError(
-            f"{markers.path}: has more than {MAX_MARKERS} files; remove those of identities that "
-            "no server uses"
+            f"{markers.path}: has more than {MAX_MARKERS} files; remove the markers of identities "
+            "that no server uses"
         )
     return sorted(name for name in names if _NAME.fullmatch(name))
 
@@ -116,7 +116,7 @@ class MarkedSizes:
     def __init__(
         self, objects: ObjectTree, unavailable: Callable[[OSError], StoreUnavailable]
     ) -> None:
-        """Use an open tree. unavailable: returns the exception for a lost store."""
+        """Use an open tree. unavailable: returns the exception for a store that cannot be used."""
         self._objects = objects
         self._unavailable = unavailable
         self._lock = threading.Lock()
@@ -214,7 +214,7 @@ class MarkedSizes:
                 else:
                     markers = read_markers(directory)
         self._use(markers)
-        # Both times are of this process's own clock: the file system's clock may differ.
+        # Both times are of this host's clock, because the file system's clock may differ.
         self._settled = now - self._since > _TICK_S
 
     def _look(self) -> tuple[int, ...] | None:

@@ -42,7 +42,7 @@ class FileMover(Mover):
         self._into_store: bool | None = None  # direction of the renames since the last flush
 
     def take(self, rows: Rows) -> Result:
-        """Rename files into the run; CHANGED for a key that has another version."""
+        """Rename files into the run. The status is CHANGED if a key has another version."""
         keys, versions = keys_of(rows), values_of(rows, "version")
         statuses = np.zeros(len(keys), dtype=np.uint8)
         errors: dict[int, str] = {}
@@ -51,7 +51,7 @@ class FileMover(Mover):
         def take(index: int) -> Status:
             try:
                 status = self._take(keys[index], versions[index])
-            except FileExistsError as error:  # the run has the name; EXISTS would mean the store
+            except FileExistsError as error:  # the run has a file of this name, not the store
                 errors[index] = reason_of(error)
                 return Status.ERROR
             if status is None:
@@ -94,7 +94,7 @@ class FileMover(Mover):
                 return Status.CHANGED
             there, target = self._run.place_for_new(key, listed.st_size)
             if not durable.rename_noreplace(here, name, there, target):
-                # A plain rename: after a link, the unlink could remove a writer's new file.
+                # Rename plainly, because after a link the unlink could remove a writer's new file.
                 os.rename(name, target, src_dir_fd=here, dst_dir_fd=there)
         except OSError as error:
             if not os.fstat(self._run.descriptor).st_nlink:
@@ -106,7 +106,7 @@ class FileMover(Mover):
         return Status.OK if moved.st_ino == listed.st_ino else None
 
     def put_back(self, rows: Rows) -> Result:
-        """Rename files of the run into the store, without replacing objects there (EXISTS)."""
+        """Rename files of the run into the store. An object that the store has stays (EXISTS)."""
         keys = keys_of(rows)
         statuses = np.zeros(len(keys), dtype=np.uint8)
         errors: dict[int, str] = {}

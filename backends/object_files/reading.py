@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 def open_file(name: bytes, directory: int) -> int:
-    """Open a file for reading, if possible (as its owner) without updating its atime."""
+    """Open a file for reading. If the system lets this user do so, reads leave the atime as is."""
     try:
         return os.open(name, OPEN_FILE | os.O_NOATIME, dir_fd=directory)
     except PermissionError as error:
@@ -56,8 +56,8 @@ def read_file(
 ) -> tuple[int, os.stat_result, bytearray | None]:
     """Read a file that is as long as the target, or longer by a trailer.
 
-    Return the file's size, its stat, and the bytes of its trailer or None. A file of another size
-    is not read. Raises OSError.
+    Return the file's size, its stat, and the bytes of its trailer; None without a trailer. A file
+    of another size is not read. Raises OSError.
     """
     descriptor = open_file(name, directory)
     try:
@@ -206,8 +206,8 @@ class FileReader:
 
         def read_slice(start: int, stop: int) -> None:
             modes, groups, owners = 0o777, set[int](), set[int]()
-            # This loop dominates reads of small objects: look up attributes once, and check keys
-            # together.
+            # This loop dominates reads of small objects. So attributes are looked up once, and all
+            # keys are checked together.
             objects, here = self._objects, self._objects.descriptor
             note = _note_version if identify else _note_none
             for index, (key, target) in enumerate(pairs[start:stop], start):
@@ -254,7 +254,7 @@ class FileReader:
         return result
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
-        """Let the system start reading files that are not in memory yet."""
+        """Let the system start to read those files that are not in memory yet."""
         places = list(zip(keys_of(rows), capacities.tolist(), strict=True))
 
         def expect_slice(start: int, stop: int) -> None:

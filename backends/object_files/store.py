@@ -102,7 +102,7 @@ class ObjectFiles(
     SystemCopy,
     Touch,
 ):
-    """A tree of files named by their keys. Reads and listings create, resize and touch nothing."""
+    """Store of files named by their keys. Reads and listings create, resize and touch no file."""
 
     limits: Limits = Limits(
         # A batch ends with one syncfs. With this many objects, writes take 1.2 to 1.5 times as long
@@ -161,8 +161,8 @@ class ObjectFiles(
         """Keep a file in each outer directory, not in `.hicachectl`.
 
         Another client may remember that `.hicachectl` was missing. No client remembers anything
-        about a random name in a directory that it has open. A later run of this owner removes a
-        file that a kill left.
+        about a random name in a directory that it has open. If this process is killed, a later run
+        of the same owner removes the file.
         """
         name = self._writer.temporaries.outer_name()
         made: list[int] = []
@@ -196,7 +196,7 @@ class ObjectFiles(
         return False
 
     def close(self) -> None:
-        """Close the directory; remove created directories that are empty."""
+        """Close the directories. Remove directories that `create` made if they are empty."""
         self._files.concurrency.close()
         if self.objects.descriptor >= 0:
             self.objects.close()
@@ -251,7 +251,7 @@ class ObjectFiles(
         return self._reader.digest(rows, capacities, wanted)
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
-        """Let the system start reading files not yet in memory."""
+        """Let the system start to read those files that are not in memory yet."""
         self._reader.expect(rows, capacities)
 
     @_in_turn
@@ -289,9 +289,10 @@ class ObjectFiles(
 
     @_in_turn
     def delete(self, rows: Rows) -> Result:
-        """Remove files durably; a server can finish reading an open file.
+        """Remove files durably. A server that has a file open can finish its read.
 
-        rows: if they have the column `version`, an object with another version stays: CHANGED.
+        rows: rows of the objects. If they have the column `version`, an object with another version
+            stays, and its status is CHANGED.
         """
         self._refuse_untrusted()
         keys, versions = keys_of(rows), values_of(rows, "version")
@@ -339,9 +340,9 @@ class ObjectFiles(
 
     @_in_turn
     def touch(self, rows: Rows) -> BoolArray:
-        """Set modification times to now.
+        """Set modification times to the present.
 
-        Servers that start later evict in the order of these times; running servers keep their own
+        Servers that start later evict in the order of these times. Running servers keep their own
         order in memory.
         """
         with usable(self.path):

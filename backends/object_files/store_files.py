@@ -1,4 +1,4 @@
-"""The files of one store, and failed system calls on them as statuses of its objects."""
+"""The files of one store. A failed system call on a file becomes the status of its object."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _WORDS = {
     errno.ELOOP: "a symbolic link, not a regular file",
-    errno.ENXIO: "not a regular file",  # also from opening a socket
+    errno.ENXIO: "not a regular file",  # open(2) of a socket fails with this error, too
     errno.ENAMETOOLONG: "the key is too long for a file name",
 }
 _ACTION = "use the store"
@@ -86,7 +86,7 @@ class StoreFiles:
     def status(self, index: int, error: OSError | UntrustedError, errors: dict[int, str]) -> Status:
         """Return a row's status for an error, and enter a message if the status needs it.
 
-        Raises StoreUnavailable if the store is lost.
+        Raises StoreUnavailable if the error shows that the store cannot be used.
         """
         if isinstance(error, UntrustedError):  # the folder is a link, or of an untrusted owner
             errors[index] = str(error)
@@ -155,7 +155,7 @@ class StoreFiles:
         return True
 
     def _unavailable(self, error: OSError) -> StoreUnavailable:
-        """Return the exception for the lost store. Raises ValueError if it is closed."""
+        """Return the exception for an unusable store. Raises ValueError if the store is closed."""
         self._refuse_closed(error)
         return unavailable(self.objects.path, error)
 

@@ -81,7 +81,7 @@ class TrailerChecks:
             self._suspended -= 1
 
     def compare(self, key: bytes, nbytes: int, trailer: Trailer) -> Verdict:
-        """Compare a trailer with its object's key and size: OK, DAMAGED or FOREIGN."""
+        """Compare a trailer with its object's key and size. Return OK, DAMAGED or FOREIGN."""
         parts = split_key(key)  # None for a file that is not named by a page hash
         page, suffix = parts or (trailer.page, b"")
         expected = self._expected(suffix) if parts else _ANY
@@ -107,7 +107,7 @@ class TrailerChecks:
     def check(
         self, key: bytes, trailer: Trailer | Verdict, value: Iterable[Buffer], nbytes: int
     ) -> Verdict:
-        """Compare a trailer with its object's key and bytes: OK, DAMAGED or FOREIGN.
+        """Compare a trailer with its object's key and bytes. Return OK, DAMAGED or FOREIGN.
 
         trailer: a trailer, or the verdict of `trailer_in` on a file that has none.
         value: bytes of the object.
@@ -145,7 +145,7 @@ class TrailerChecks:
 def _expected(suffix: bytes, identity: Identity | None) -> Expected:
     """Return what a trailer may state, given every way in which its key's suffix can be read.
 
-    A suffix without a reading allows every content.
+    If the suffix can be read in no way, the trailer may state anything.
     identity: identity of the objects, if known. It tells where the model's name ends in the suffix.
     """
     try:

@@ -33,7 +33,7 @@ SIDE_DIRECTORY = os.fsdecode(OWN_PREFIX)
 FOLDER_NAMES = frozenset(b"%02x" % number for number in range(256))
 _TEMPORARY = OWN_PREFIX + b"-"
 _OWNER_BYTES, _PROCESS_BYTES = 8, 4
-_MANY = 8  # number of directories for which one syncfs takes less time than their syncs
+_MANY = 8  # one syncfs takes less time than the syncs of this many directories
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Place:
     """A directory to list.
 
     path: path of `descriptor`, for faster calls.
-    holds: takes names, and returns which of them belong in this folder: [n] bool. None for an outer
-        directory: all names belong in it, and its path may lead through links.
+    holds: takes names, and returns which of them belong in this directory: [n] bool. None for an
+        outer directory in which all names belong. Its path may lead through links.
     """
 
     descriptor: int
@@ -89,13 +89,13 @@ class ObjectTree(ABC):
         """Return `place` of a new object, after making its folder durably if it is missing.
 
         nbytes: size of the file.
-        Raises as `place` does, and OSError for a key that names no folder, or if the directory
-        takes no file of this size.
+        Raises as `place` does. Raises OSError if the key names no folder, or if the directory takes
+        no file of this size.
         """
 
     @abstractmethod
     def temporary_name(self, key: bytes, token: bytes, number: int) -> bytes:
-        """Return the name of a temporary file beside an object's file; SGLang ignores it.
+        """Return a name that SGLang ignores, for a temporary file beside an object's file.
 
         token: 24 hex digits of the process.
         number: number of the file in the process.
@@ -168,7 +168,7 @@ class FolderedDirectory(Closing):
     def existing_folders(
         self, left_alone: list[str], concurrency: Concurrency | None = None
     ) -> Iterator[tuple[bytes, int]]:
-        """Yield name and descriptor of each folder. For the arguments, see `ObjectTree.places`."""
+        """Yield name and descriptor of each folder. The arguments are as in `ObjectTree.places`."""
         with entries_of(self.descriptor) as entries:
             names = {os.fsencode(entry.name) for entry in entries}
         existing = sorted(FOLDER_NAMES & names)
@@ -188,7 +188,7 @@ class FolderedDirectory(Closing):
                 yield folder, found
 
     def _existing_folder(self, name: bytes) -> int | str | None:
-        """Return a folder's descriptor, why it is not trusted, or None if it is gone."""
+        """Return a folder's descriptor, or a message if it is not trusted; None if it is gone."""
         try:
             return self.folder(name, makes=False)
         except FileNotFoundError:
@@ -224,9 +224,9 @@ class FolderedDirectory(Closing):
         return number if is_linked(number) else None  # another process may have removed the folder
 
     def _keep(self, name: bytes, opened: int) -> int:
-        """Put an opened folder under its lasting descriptor, and return that."""
+        """Give an opened folder the number that its descriptor keeps; return the number."""
         number = self._numbers.setdefault(name, opened)
-        if number != opened:  # a thread may be using the number: let it lead to the new folder
+        if number != opened:  # a thread may be using the number, so it must lead to the new folder
             os.dup2(opened, number, inheritable=False)
             os.close(opened)
         self._current.add(name)
@@ -248,7 +248,7 @@ class FolderedDirectory(Closing):
 
 
 def give_like(folder: int, outer: os.stat_result) -> None:
-    """Give a new folder a directory's owner, group and mode: the same users need both."""
+    """Give a new folder a directory's owner, group and mode, because the same users need both."""
     give_file(folder, outer.st_uid, outer.st_gid)
     if os.fstat(folder).st_gid == outer.st_gid:
         os.fchmod(folder, stat.S_IMODE(outer.st_mode))
@@ -295,7 +295,7 @@ class Temporaries:
         return b"%s%s%s.tmp" % (_TEMPORARY, token, os.urandom(4).hex().encode())
 
     def _own_names(self) -> _Names:
-        """Return this process's names: a forked process must not go on with its parent's names."""
+        """Return this process's names. A forked process must not go on with its parent's names."""
         names = self._names
         if names.process != os.getpid():
             names = self._names = _Names.of(self._owner)
@@ -314,8 +314,9 @@ class Temporaries:
         The file is renamed before it is compared, because a writer can replace or touch it at any
         moment. A changed file gets its name back.
         seen: the stat.
-        even_if_read: also remove a file that was read since. A stale file must not get its name
-            back: the rename would give it a new ctime, and it would count as new.
+        even_if_read: also remove a file that was read since. Callers set it for a stale file, which
+            must not get its name back. The rename would give the file a new ctime, so it would
+            count as new.
         place: `ObjectTree.place` of the key, if known.
         Raises OSError.
         """
@@ -339,9 +340,9 @@ class Temporaries:
         """Put a temporary file in place of an object's file that has not changed since a stat.
 
         Return False if a writer has replaced the object's file. The two names are exchanged before
-        the old file is compared. So the object's name always names a whole file, and a removed file
-        stays removed. On a file system that cannot exchange names, a plain rename follows right
-        after a comparison.
+        the old file is compared. So the object's name always names a whole file, and a file that
+        another process removes stays removed. On a file system that cannot exchange names, a plain
+        rename follows right after a comparison.
         seen: the stat.
         Raises OSError, and FileNotFoundError if one of the files is gone.
         """
@@ -361,7 +362,8 @@ class Temporaries:
             return True
         exchange(here, temporary, name)
         taken = os.stat(temporary, dir_fd=here, follow_symlinks=False)
-        if taken.st_ino != ours.st_ino:  # replaced once more: the last writer's file keeps the name
+        # If a writer has replaced the file once more, the last writer's file keeps the name.
+        if taken.st_ino != ours.st_ino:
             exchange(here, temporary, name)
         return False
 

@@ -46,7 +46,7 @@ class Ownership(NamedTuple):
     """Mode and owner of a new file.
 
     mode: mode before the umask.
-    owner: user and group; None: the process's user and group.
+    owner: user and group; None means the user and group of this process.
     """
 
     mode: int
@@ -64,7 +64,7 @@ class FileWriter:
     """Creates the files of one store.
 
     files: the files of the store.
-    trailers: makes trailers for new objects; None: new objects get no trailers.
+    trailers: maker of trailers for new objects; None if new objects get no trailers.
     """
 
     def __init__(self, files: StoreFiles) -> None:
@@ -75,7 +75,7 @@ class FileWriter:
         self._limiting = threading.Lock()
         self.temporaries = Temporaries(files.objects, os.urandom(8).hex().encode())
         st = os.fstat(files.objects.descriptor)
-        # As root, new files get the directory's owner and group.
+        # If this process runs as root, new files get the directory's owner and group.
         self._owner = None if os.geteuid() or not st.st_uid else (st.st_uid, st.st_gid)
         # In a set-group-ID directory, new files get the directory's group.
         self._own_group = st.st_gid if st.st_mode & stat.S_ISGID else os.getegid()
@@ -91,7 +91,7 @@ class FileWriter:
         return Ownership(0o666 & permissions.for_group(self._own_group), None)
 
     def limit(self, permissions: Permissions) -> Permissions:
-        """Remove from the permissions of new files what `permissions` lacks. Return the rest."""
+        """Limit the permissions of new files by `permissions`, too. Return the resulting limit."""
         with self._limiting:
             limit = self._limit = self._limit.intersection(permissions)
             self._new = self.ownership(limit)
@@ -100,9 +100,11 @@ class FileWriter:
     # objects
 
     def touch(self, keys: list[bytes], now: int) -> BoolArray:
-        """Set the mtimes of existing objects to now, in order; return which were set.
+        """Set the mtimes of existing objects to the present, in row order.
 
-        now: Unix nanoseconds, by the clock of the file system. Raises OSError, StoreUnavailable.
+        Return which objects got a new mtime: [n] bool.
+        now: the present in Unix nanoseconds, by the clock of the file system.
+        Raises OSError, StoreUnavailable.
         """
         epochs = Epochs(self._objects)
         touched: dict[int, os.stat_result] = {}
@@ -111,7 +113,7 @@ class FileWriter:
                 check_key(key)
                 directory, name = self._objects.place(key)
                 st = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                if epochs.stale(key, st):  # a touch would make it count as new
+                if epochs.stale(key, st):  # a touch would make the stale object count as new
                     continue
                 times = now + index, now + index
                 os.utime(name, ns=times, dir_fd=directory, follow_symlinks=False)
@@ -127,7 +129,7 @@ class FileWriter:
     def _cleared_since(
         self, epochs: Epochs, keys: list[bytes], touched: Mapping[int, os.stat_result]
     ) -> list[int]:
-        """Remove touched objects that a `clear` since `epochs` made stale; return their rows."""
+        """Remove touched objects that a `clear` since `epochs` made stale. Return their rows."""
         later = Epochs(self._objects)
         rows = [
             index
@@ -181,9 +183,9 @@ class FileWriter:
     ) -> Result:
         """Write markers; create, sync and rename temporary files; sync their directories.
 
-        stage: creates a row's file; returns it, or a status. Called in several threads.
-        name: gives a row's file the name of the object; returns the status. Called in several
-            threads.
+        stage: creates a row's temporary file. It returns the file, or a status without a file.
+        name: gives a row's temporary file the name of the object. It returns the status.
+        Several threads call `stage` and `name`.
         """
         statuses = np.zeros(len(keys), dtype=np.uint8)
         errors: dict[int, str] = {}
@@ -243,7 +245,10 @@ class FileWriter:
         return name
 
     def _rename(self, file: Temporary, key: bytes, *, if_absent: bool) -> None:
-        """Rename a temporary file to its key. Raises FileExistsError."""
+        """Rename a temporary file to its key.
+
+        if_absent: raise FileExistsError if the key has a file that is not stale.
+        """
         here, name = file
         if not if_absent:
             os.replace(name, key, src_dir_fd=here, dst_dir_fd=here)
@@ -256,7 +261,7 @@ class FileWriter:
             move_noreplace(here, name, here, key)
 
     def remove_stale(self, key: bytes) -> bool:
-        """Remove a key's file if a server's `clear` made it stale; return whether it was.
+        """Remove a key's file if a server's `clear` made it stale. Return whether it was removed.
 
         Raises OSError.
         """
@@ -273,7 +278,8 @@ class FileWriter:
         """Remove a key's file.
 
         place: `ObjectTree.place` of the key.
-        version: an object with another version stays, and is CHANGED. None removes any version.
+        version: an object with another version stays, and the status is CHANGED. None removes any
+            version.
         A full disk may have no room for the temporary name of `remove_unchanged`. Then the file is
         removed directly, even if a writer replaces the object right before the removal.
         Raises OSError.
@@ -295,7 +301,7 @@ class FileWriter:
         return Status.OK if removed else Status.CHANGED
 
     def sync_data(self, files: Sequence[Temporary]) -> None:
-        """Sync files by one syncfs if possible, which costs far less than an fsync per file."""
+        """Sync files, by one syncfs if possible: it costs far less than an fsync of each file."""
         if self._objects.sync_file_systems():
             return
 
@@ -332,7 +338,7 @@ class FileWriter:
         *,
         nbytes: int = 0,
     ) -> Temporary:
-        """Create an unsynced temporary file beside a key's file; SGLang ignores its name.
+        """Create a temporary file beside a key's file, without a sync. SGLang ignores its name.
 
         fill: takes the file's descriptor, and writes the content.
         new: mode and owner; by default the mode and owner of all new files.

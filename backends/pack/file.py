@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _CHUNK = 1 << 20
 _GIVE_PACK = "give a pack file"
-_HEAD_BYTES = RECORD_BYTES + 256  # enough for one read of a record's head, unless the key is long
+_HEAD_BYTES = RECORD_BYTES + 256  # one read of so many bytes gets a record's head and usual key
 
 
 class OtherContentError(FormatError):
@@ -58,7 +58,7 @@ class OtherContentError(FormatError):
 
 
 class RecordPlace(NamedTuple):
-    """Place, content and time of an object's record, as the index has them."""
+    """Place, content and time of an object's record, as the index states them."""
 
     offset: int
     length: int
@@ -115,7 +115,7 @@ class PackContents:
         return found
 
     def _located(self, rows: pa.Table) -> IntArray:
-        """Return the index rows of locators; -1 for a record that is missing or has another key."""
+        """Return the index row of each locator; -1 if its record is missing or has another key."""
         locators = rows.column("locator").fill_null(-1).to_numpy()
         near = np.searchsorted(self._offsets, locators)
         near = np.minimum(near, len(self._offsets) - 1)
@@ -168,7 +168,7 @@ def places_in(entries: pa.Table) -> Iterator[RecordPlace]:
 def open_pack(path: str, flags: int) -> int:
     """Open a pack file; only the owner may read a new pack. Raises StoreUnavailable."""
     try:
-        # O_NONBLOCK: opening a FIFO must not wait.
+        # O_NONBLOCK keeps the opening of a FIFO from waiting.
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except OSError as error:
         next_steps = {errno.ENOENT: "check the path", errno.EISDIR: _instead_of_a_directory(path)}
@@ -192,8 +192,8 @@ def _instead_of_a_directory(path: str) -> str:
 def lock_pack(descriptor: int, path: str) -> None:
     """Lock the pack until the descriptor is closed.
 
-    Raises StoreUnavailable if another process has the lock, or if the opened file was removed or
-    replaced: writes to it would be lost.
+    Raises StoreUnavailable if another process has the lock. Raises StoreUnavailable if the opened
+    file was removed or replaced, because writes to it would be lost.
     """
     with errors_as(StoreUnavailable, path, "lock the pack", "use a file system with locks"):
         is_ours = lock(descriptor)
@@ -214,8 +214,8 @@ def read_exactly(descriptor: int, buffers: Sequence[memoryview], offset: int) ->
 def load_pack(descriptor: int, path: str) -> PackContents:
     """Return the checked index of a valid pack.
 
-    Raises UnfinishedPackError if no index is at the end, FormatError if the file is damaged or not
-    a pack. Memory: about 170 bytes per object.
+    Raises UnfinishedPackError if the file does not end with an index. Raises FormatError if the
+    file is damaged or is not a pack. An object takes about 170 bytes of memory.
     """
     size = os.fstat(descriptor).st_size
     pack_id = read_header(descriptor, path)
@@ -240,8 +240,8 @@ def load_pack(descriptor: int, path: str) -> PackContents:
     try:
         entries, metadata = read_index(content, end=offset, source=path)
     except FormatError:
-        with _named(damaged, remedy):  # report a wrong digest instead
-            content.check()
+        with _named(damaged, remedy):
+            content.check()  # a wrong digest is the better message
         raise
     with _named(damaged, remedy):
         content.check()
@@ -267,7 +267,7 @@ def read_record(descriptor: int, offset: int, pack_id: bytes) -> Record:
 class RecordContent(RawIOBase):
     """The content of an index or metadata record, as a file that is read once.
 
-    It reads no more than the record has, whatever a reader asks for.
+    `read` never returns more bytes than the record has.
     """
 
     def __init__(self, descriptor: int, record: Record, offset: int) -> None:
@@ -287,7 +287,7 @@ class RecordContent(RawIOBase):
         return True
 
     def read(self, nbytes: int = -1) -> bytes:
-        """Read the next bytes. Raises OSError, FormatError if the file ends early."""
+        """Read the next bytes. Raises OSError, and FormatError if the file ends early."""
         count = self._left if nbytes < 0 else min(nbytes, self._left)
         content = bytearray(count)
         read_exactly(self._descriptor, [memoryview(content)], self._at)
@@ -297,7 +297,10 @@ class RecordContent(RawIOBase):
         return bytes(content)
 
     def check(self) -> None:
-        """Read the rest. Raises OSError, FormatError if the content does not match its digest."""
+        """Read the rest of the content, and compare the whole content with its digest.
+
+        Raises OSError, and FormatError if they differ or the file ends early.
+        """
         while self._left:
             self.read(_CHUNK)
         if self._digest.digest() != self._expected:
@@ -338,7 +341,7 @@ class ObjectReader:
         """Read an object into `out`, which has `place.nbytes` bytes.
 
         Raises OSError, FormatError if the record is damaged, OtherContentError if only the content
-        differs from its digest.
+        differs from the digest.
         """
         head_bytes = RECORD_BYTES + len(key)
         stored = place.length - head_bytes
@@ -380,9 +383,11 @@ def plain_record(kind: Kind, content: bytes) -> Record:
 def append_index(
     descriptor: int, pack_id: bytes, entries: pa.Table, metadata: Metadata, at: int
 ) -> int:
-    """Finish a pack durably: write index and trailer at `at`, truncate the rest, return the end.
+    """Finish a pack durably. Return its size in bytes.
 
-    The records are durable before the trailer is written. Raises OSError.
+    Index and trailer are written at the offset `at`. The rest of the file is cut off. The records
+    are durable before the trailer is written.
+    Raises OSError.
     """
     content = write_index(entries, metadata)
     record = plain_record(Kind.INDEX, content)

@@ -55,16 +55,17 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 # After a crash, records written since the last sync can have a valid head but incomplete content.
-# A writer writes fewer bytes than this between two syncs. Earlier content is checked when read.
+# A writer writes fewer bytes than this between two syncs, so `walk` checks the content of this many
+# bytes at the end. Earlier content is checked when it is read.
 CHECKED_TAIL_BYTES = 1 << 30
-_MOST_CHECKED_BYTES = 256 << 20  # per object, which must fit into memory
+_MOST_CHECKED_BYTES = 256 << 20  # a larger object is not checked, as it might not fit into memory
 _SEARCH_BYTES = 4 << 20
 _COPY_BYTES = 8 << 20
 
 
 @dataclass(slots=True)
 class ScannedPack:
-    """A pack's contents according to its records, without its index, or the result of a repair.
+    """A pack's contents, found by its records without its index, or the result of a repair.
 
     end: offset after the last whole record.
     cut_bytes: bytes after `end`.
@@ -73,7 +74,7 @@ class ScannedPack:
     damaged: number of checked objects that do not match their digest.
     objects: number of the repaired pack's objects.
     nbytes: content bytes of the repaired pack's objects.
-    was_valid: no repair was needed.
+    was_valid: whether the pack was valid and needed no repair.
     """
 
     pack_id: bytes
@@ -94,8 +95,8 @@ def walk(
 ) -> ScannedPack:
     """Read the heads of all records, and check the content of the last records.
 
-    Damage between records is skipped. Memory: about 500 bytes per object.
-    on_bytes: called with the bytes just passed and the file's size.
+    Damage between records is skipped. An object takes about 500 bytes of memory.
+    on_bytes: takes the number of bytes just passed, and the file's size.
     Raises FormatError if the file is not a pack.
     """
     size = os.fstat(descriptor).st_size
@@ -127,7 +128,7 @@ def walk(
 
 
 def _record_at(descriptor: int, at: int, size: int, pack_id: bytes) -> Record | None:
-    """Return the head of a whole record at an offset, else None."""
+    """Return the head of the record at an offset; None if no whole record begins there."""
     try:
         record = read_record(descriptor, at, pack_id)
     except FormatError:
@@ -138,7 +139,7 @@ def _record_at(descriptor: int, at: int, size: int, pack_id: bytes) -> Record | 
 def _after_damage(descriptor: int, at: int, size: int, pack_id: bytes) -> tuple[int, bool] | None:
     """Return the offset after a trailer or damage, and whether only a trailer is skipped.
 
-    Return None if no whole record follows damage.
+    Return None if no whole record follows the damage.
     """
     if parse_trailer(os.pread(descriptor, TRAILER_BYTES, at), pack_id) is not None:
         return at + TRAILER_BYTES, True
@@ -201,10 +202,11 @@ def repair(
 ) -> ScannedPack:
     """Make a valid pack from all whole records, in place or as a new file.
 
-    In place, only a tail without a whole record is cut off.
-    output: path of a new file; the pack stays unchanged.
-    Raises UsageError if `output` exists, FormatError if no object can be saved, StoreUnavailable if
-    another process writes to the pack or a system call fails.
+    A repair in place cuts off only a tail without a whole record.
+    output: path of a new file for the valid pack. The old pack then stays unchanged.
+    on_bytes: see `walk`.
+    Raises UsageError if `output` exists. Raises FormatError if no object can be recovered. Raises
+    StoreUnavailable if another process writes to the pack or a system call fails.
     """
     if output is not None and Path(output).exists():
         raise _taken(output)
@@ -245,8 +247,8 @@ def _counted(found: ScannedPack, entries: pa.Table) -> ScannedPack:
 def _copy(descriptor: int, path: str, found: ScannedPack, entries: pa.Table, output: str) -> None:
     """Write a new pack atomically from the records of a pack. Raises StoreUnavailable, UsageError.
 
-    Unlike in `new_file`, the temporary file is locked, and a later run replaces it: killed runs
-    leave at most one file, as large as the pack.
+    Unlike in `new_file`, the temporary file is locked, and a later run replaces it. So killed runs
+    leave at most one file, which may be as large as the pack.
     """
     next_step = "check the directory and its free space"
     with errors_as(StoreUnavailable, output, "write the new pack", next_step):
@@ -283,7 +285,7 @@ def _write_copy(
 
 
 def _created(temporary: Path) -> int:
-    """Create and lock the temporary file; replace a killed run's file.
+    """Create and lock the temporary file. Replace the file that a killed run left.
 
     Raises OSError, and StoreUnavailable if another process writes to the file.
     """

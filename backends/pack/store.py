@@ -1,7 +1,7 @@
-"""Packs as stores: one file with the objects and keys of another store, and its profile.
+"""Packs as stores. A pack is one file with the objects, keys and profile of another store.
 
-A pack is read by its index and written by appending; `formats.pack` defines the format. A pack
-being written has no valid end: only its writer, which holds a lock, can read it.
+A pack is read by its index and written by appending. `formats.pack` defines the format. While a
+pack is being written, it has no valid end, so only its writer, which holds a lock, can read it.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class PackStore(ReadsAhead, Archive, FilePermissions, Resumable):
 
     @classmethod
     def create(cls, url: StoreUrl) -> Self:
-        """Open a new, cut-off or valid pack for writing."""
+        """Open a pack for writing. The pack may be new, cut off or valid."""
         store = cls(url.path, writable=True)
         with undo_on_error(store.close):
             if (keys := params_of(url, PackParams).keys) is not None:
@@ -128,7 +128,7 @@ class PackStore(ReadsAhead, Archive, FilePermissions, Resumable):
             self._writer.keep_private(permissions)
 
     def close(self) -> None:
-        """Close the pack; finish it first if it was written to."""
+        """Close the pack. If this store has written to it, finish it first."""
         descriptor, self._descriptor = self._descriptor, -1
         if self._writer is not None:
             self._writer.close()
@@ -136,13 +136,13 @@ class PackStore(ReadsAhead, Archive, FilePermissions, Resumable):
             os.close(descriptor)
 
     def flush(self) -> None:
-        """Sync the pack: a killed writer may have left unsynced records."""
+        """Sync the pack, because a killed writer may have left unsynced records."""
         if self._writer is not None:
             self._writer.sync()
 
     @property
     def grammar(self) -> str:
-        """Return the grammar of the keys: "file" for a new pack until `use_grammar` sets it."""
+        """Return the grammar of the keys. It is "file" for a new pack until `use_grammar`."""
         return self._metadata.grammar or "file"
 
     @property
@@ -151,7 +151,7 @@ class PackStore(ReadsAhead, Archive, FilePermissions, Resumable):
         return self._writer is not None and not self._metadata.grammar
 
     def use_grammar(self, name: str) -> None:
-        """Set the grammar of the keys to write; a pack with objects accepts no other grammar."""
+        """Set the grammar of the keys to write. A pack with objects accepts only their grammar."""
         grammar_of(name)
         if self._writer is not None:
             self._writer.use_metadata(grammar=name)
@@ -170,7 +170,7 @@ class PackStore(ReadsAhead, Archive, FilePermissions, Resumable):
         return parse_profile(text, source=f"{self.path}: profile") if text else None
 
     def use_profile(self, profile: Profile, *, looks_only: bool = False) -> None:
-        """Record the profile of the next writes. An inferred profile is incomplete, so skip it."""
+        """Record the profile of the next writes, but not an inferred profile: it is incomplete."""
         if self._writer is None or profile.inferred:
             return
         profile = stored_profile(profile)
@@ -187,7 +187,7 @@ class PackStore(ReadsAhead, Archive, FilePermissions, Resumable):
         return () if self._writer is None else self._writer.remarks
 
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
-        """List the index; an object's version is its digest."""
+        """List the index. The version of an object is its digest."""
         schema = scan_schema(columns)
         for batch in self._listed.table().to_batches(max_chunksize=SCAN_ROWS):
             yield _scanned(batch, schema)
@@ -197,7 +197,8 @@ class PackStore(ReadsAhead, Archive, FilePermissions, Resumable):
     ) -> ReadResult:
         """Read and decompress objects whose size equals the row's capacity.
 
-        ERROR: the record differs from the index. DAMAGED: the content differs from its digest.
+        The status is ERROR if the record differs from the index, and DAMAGED if the content differs
+        from its digest.
         """
         memory = self.memory(offsets, capacities, len(rows))
         places = self._listed.places(rows)
@@ -224,14 +225,14 @@ class PackStore(ReadsAhead, Archive, FilePermissions, Resumable):
         return ReadResult(statuses, errors, nbytes=nbytes, versions=versions)
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
-        """Let the system start reading records."""
+        """Let the system start to read the records of these objects."""
         for place in filter(None, self._listed.places(rows)):
             os.posix_fadvise(self._descriptor, place.offset, place.length, os.POSIX_FADV_WILLNEED)
 
     def write_from(
         self, rows: Rows, offsets: IntArray, sizes: IntArray, *, if_absent: bool
     ) -> Result:
-        """Append objects, compressed if smaller, with one sync at the end."""
+        """Append objects, compressed if that makes them smaller, with one sync at the end."""
         if self._writer is None:
             raise UnsupportedByBackend(
                 f"{self.url}: the pack is open for reading only; open it with create=True"
@@ -248,7 +249,7 @@ class PackStore(ReadsAhead, Archive, FilePermissions, Resumable):
             self._writer.may_finish = True
 
     def undo_writes(self, rows: Rows) -> Result:
-        """Omit objects from the new index; their bytes stay in the file."""
+        """Leave objects out of the new index. Their bytes stay in the file."""
         if self._writer is None:
             return super().undo_writes(rows)
         existed = self._writer.withdraw(keys_of(rows))
@@ -302,7 +303,11 @@ class PackStore(ReadsAhead, Archive, FilePermissions, Resumable):
         return reader
 
     def _failed(self, error: OSError | FormatError, place: RecordPlace) -> str:
-        """Return the error of one object. Raises StoreUnavailable if the file system is lost."""
+        """Return the message for an error of one object.
+
+        Raises StoreUnavailable if the file system is unreachable, DeniedError if this user may not
+        read the pack.
+        """
         if isinstance(error, FormatError):
             return f"damaged: {error} (offset {place.offset})"
         raise_lost(error, self.path, "read the pack")
@@ -319,7 +324,7 @@ class PackStore(ReadsAhead, Archive, FilePermissions, Resumable):
 
 
 def _scanned(batch: Any, schema: Any) -> Any:
-    """Return a batch of entries with a scan's schema; columns that packs lack are null."""
+    """Return a batch of entries with a scan's schema. Columns that packs lack are null."""
     names = {"locator": "offset", "version": "digest"}
     columns = {
         field.name: batch.column(name).cast(field.type)

@@ -1,4 +1,4 @@
-"""Write a pack: compress objects in threads, and append them in order."""
+"""Write a pack. Threads compress objects; the writer appends them in order."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ if TYPE_CHECKING:
     from hicachectl.formats.pack.planes import Plane
 
 _MOST_ENCODERS = 4
-# Space kept free to finish a pack on a full disk: _INDEX_BYTES for the index's head and the
-# profile, but at most 1/_INDEX_SHARE of the file system, and _INDEX_ROW_BYTES for each object.
+# Space is kept free to finish a pack on a full disk. The index's head and the profile get
+# _INDEX_BYTES, but at most 1/_INDEX_SHARE of the file system. Each object gets _INDEX_ROW_BYTES.
 _INDEX_BYTES = 1 << 20
 _INDEX_SHARE = 8
 _INDEX_ROW_BYTES = 512
 
-# Bytes and objects that a thread encodes at once and one system call writes.
+# Bytes and objects that a thread encodes together, and that one system call writes.
 _HANDFUL_BYTES = 1 << 20
 _HANDFUL_OBJECTS = 64
-# Limit of the bytes that a call encodes before they are appended; one larger object is allowed.
+# Most bytes that a call has encoded and not yet appended. A single object may be larger.
 _AHEAD_BYTES = 32 << 20
 
 _Work = tuple[bytes, "int | None", memoryview]  # key, mtime_ns, content
@@ -86,10 +86,10 @@ _Encoded = tuple[Record, bytes, "list[Plane]"]  # record, its head as bytes, con
 
 
 class PackWriter:
-    """Writes a locked pack file; threads may share it.
+    """Writer of a locked pack file. Several threads may share one writer.
 
     metadata: metadata from `use_metadata`, written before the next object.
-    remarks: state of an unfinished pack when it was opened.
+    remarks: state of an unfinished pack when it was opened; empty for another pack.
     """
 
     def __init__(self, path: str) -> None:
@@ -109,7 +109,7 @@ class PackWriter:
         self._is_valid = False  # whether the file ends with an index of all objects
         self._written: Metadata | None = None  # metadata in the file
         self._has_tail = False  # whether bytes follow the last whole record
-        # Whether `close` finishes the file: this run has written to it or taken it over.
+        # Whether `close` finishes the file, because this run has written to it or taken it over.
         self.may_finish = False
         self._failed: OSError | None = None
         self._lock = threading.Lock()
@@ -126,7 +126,7 @@ class PackWriter:
         """Find the end of the records in a file that may be cut off anywhere."""
         begun = os.pread(self.descriptor, HEADER_BYTES, 0)
         is_cut = len(begun) < HEADER_BYTES and begun[: len(MAGIC)] == MAGIC[: len(begun)]
-        # The header is synced before any record: a file without a header has nothing else.
+        # The header is synced before any record, so a file without a header has no record.
         is_lost = os.fstat(self.descriptor).st_size <= HEADER_BYTES and not any(begun)
         if is_cut or is_lost:
             self._has_tail = bool(begun)
@@ -150,7 +150,7 @@ class PackWriter:
         self.metadata = self._written or self.metadata
 
     def keep_private(self, permissions: Permissions) -> None:
-        """Limit the pack's permissions; only the owner may read a new pack until it is finished.
+        """Limit the pack's permissions. Until a new pack is finished, only its owner may read it.
 
         Raises StoreUnavailable.
         """
@@ -169,10 +169,11 @@ class PackWriter:
                     ) from error
 
     def use_metadata(self, *, grammar: str | None = None, profile: str | None = None) -> None:
-        """Set the grammar of the keys to write, or their profile as TOML.
+        """Set the grammar of the keys to write, or their profile.
 
-        Raises UnsupportedByBackend if the pack has objects with another grammar, ProfileError if it
-        has objects with another profile.
+        profile: the profile as TOML.
+        Raises UnsupportedByBackend if the pack has objects with another grammar, ProfileError if
+        the pack has objects with another profile.
         """
         if grammar is not None and grammar != self.metadata.grammar:
             if self.entries:
@@ -244,7 +245,7 @@ class PackWriter:
         *,
         if_absent: bool,
     ) -> Iterator[int]:
-        """Yield the rows of the objects to append; set the statuses of the others."""
+        """Yield the rows of the objects to append. Set the statuses of all other rows."""
         for index, key in enumerate(keys):
             if not 0 < len(key) <= MOST_KEY_BYTES:
                 statuses[index] = Status.ERROR
@@ -255,9 +256,9 @@ class PackWriter:
                 yield index
 
     def close(self) -> None:
-        """Finish the pack if it has changed; remove a pack that has no record.
+        """Finish the pack if it has changed. Remove a pack that has no record.
 
-        Raises StoreUnavailable if the index cannot be written; the objects are safe then.
+        Raises StoreUnavailable if the index cannot be written. The objects are still safe then.
         """
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor < 0:
@@ -282,7 +283,7 @@ class PackWriter:
                 Path(self.path).unlink(missing_ok=True)
 
     def _begin(self) -> None:
-        """Write the header and metadata unless they are in the file."""
+        """Write the header and the metadata if the file lacks them."""
         self.may_finish = True
         with self._lock:
             if self.descriptor < 0:
@@ -343,10 +344,10 @@ class PackWriter:
         return record, build_record(record, self.pack_id), planes
 
     def withdraw(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove appended objects; return which existed.
+        """Remove appended objects. Return which of them existed.
 
         A record of each removal is appended for `walk`, which uses no index. If these records do
-        not fit, only the next index leaves the objects out.
+        not fit on the disk, only the next index leaves the objects out.
         """
         with self._lock:
             existed = [self.entries.pop(key, None) is not None for key in keys]
@@ -363,7 +364,7 @@ class PackWriter:
         return build_record(record, self.pack_id)
 
     def _append(self, encoded: list[_Encoded], *, if_absent: bool) -> list[Status | OSError]:
-        """Append the objects that fit, in one system call."""
+        """Append the objects that fit on the disk, in one system call."""
         answers: list[Status | OSError] = []
         buffers: list[Plane] = []
         added: dict[bytes, RecordPlace] = {}
@@ -389,7 +390,7 @@ class PackWriter:
             return answers
 
     def _put(self, buffers: Sequence[Plane]) -> None:
-        """Append all buffers or none."""
+        """Append all buffers. If an error is raised, no buffer is appended."""
         self._is_valid = False
         try:
             self._end += write_all(self.descriptor, buffers, self._end)
@@ -403,7 +404,7 @@ class PackWriter:
         try:
             os.fdatasync(self.descriptor)
         except OSError as error:
-            # Earlier writes may be lost, which only reading the file again would show.
+            # Earlier writes may be lost. Only a new read of the file would show that.
             self._failed = error
             raise self._unavailable(error) from error
 
@@ -417,7 +418,7 @@ class PackWriter:
 def free_bytes(descriptor: int, objects: int) -> int:
     """Return the free bytes for new objects, less the bytes for an index of `objects` objects.
 
-    Negative if that index does not fit.
+    The result is negative if the index does not fit.
     """
     space = os.fstatvfs(descriptor)
     head = min(_INDEX_BYTES, space.f_blocks * space.f_frsize // _INDEX_SHARE)

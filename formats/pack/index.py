@@ -1,6 +1,6 @@
-"""The index of a pack: an Arrow IPC stream with one row per object, in the order of the file.
+"""The index of a pack, an Arrow IPC stream with one row per object, in the order of the file.
 
-Its schema metadata repeats the pack's metadata record, for readers of the index only.
+The metadata of its schema repeats the pack's metadata record, for readers of only the index.
 Message bodies are not compressed, so readers allocate nothing larger than the stream.
 """
 
@@ -117,7 +117,10 @@ def write_index(entries: pa.Table, metadata: Metadata) -> bytes:
 
 
 def _profiled_affixes(metadata: Metadata) -> dict[Affix, Coordinate]:
-    """Return the affixes that the pack's profile describes; none for a profile of another store."""
+    """Return the affixes that the pack's profile describes, with their coordinates.
+
+    The result is empty without a profile, or for the profile of another kind of store.
+    """
     if not metadata.profile:
         return {}
     grammar = grammar_of(metadata.grammar)
@@ -131,13 +134,13 @@ def _profiled_affixes(metadata: Metadata) -> dict[Affix, Coordinate]:
 def read_index(
     content: bytes | memoryview | RawIOBase, *, end: int, source: str
 ) -> tuple[pa.Table, Metadata]:
-    """Parse an index and check every row; return a table of ENTRIES and the metadata.
+    """Parse an index and check every row. Return a table of ENTRIES and the metadata.
 
-    content: the stream, or a file that yields it; only at its end may a file return fewer bytes
-        than asked for.
+    content: the stream, or a file with the stream. A read of the file may return fewer bytes than
+        asked for only at the end of the file.
     end: byte offset in the pack at which the records end.
-    Memory: the entries, and twice the largest batch.
-    Raises FormatError if the content is not a valid index of this pack, OSError.
+    The memory in use is that of the entries and twice the largest batch.
+    Raises OSError. Raises FormatError if the content is not a valid index of this pack.
     """
     in_memory = isinstance(content, bytes | memoryview)
     stream = pa.BufferReader(content) if in_memory else pa.PythonFile(content, mode="r")
@@ -185,15 +188,16 @@ def _read_batches(reader: Any, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
 
 
 def _copied(column: pa.Array) -> pa.Array:
-    """Return a copy in memory of its own, so that the rest of the message can go."""
+    """Return a copy of a column, so that the memory of its whole message can be freed."""
     alone = pa.record_batch([column], ["copied"])
     return pa.ipc.read_record_batch(alone.serialize(), alone.schema).column(0)
 
 
 def _joined(pieces: dict[str, list[pa.Array]]) -> pa.Table:
-    """Return a table with few chunks, as pyarrow joins all chunks each time it takes rows.
+    """Return a table with few chunks, because pyarrow joins all chunks each time it takes rows.
 
-    pieces: arrays of each column. They are removed once joined, so that the memory is not doubled.
+    pieces: arrays of each column. The arrays of a column are dropped as soon as they are joined, so
+        that the memory is not doubled.
     """
     joined = []
     for field in ENTRIES:
@@ -212,9 +216,9 @@ def _next_message(reader: Any) -> Any:
 
 
 def _is_compressed(metadata: Any) -> bool:
-    """Return whether the flatbuffer of a record batch message states body compression.
+    """Return whether the flatbuffer of a record batch message states that the body is compressed.
 
-    A compressed body states its decompressed size, which Arrow trusts. The reader has verified the
+    Such a body states its decompressed size, which Arrow trusts. The reader has verified the
     offsets of the flatbuffer (arrow::internal::VerifyMessage).
     """
     data = memoryview(metadata)
@@ -227,7 +231,10 @@ def _is_compressed(metadata: Any) -> bool:
 
 
 def _field(data: memoryview, table: int, slot: int) -> int | None:
-    """Return the offset of a flatbuffer table's field, by its vtable slot; None if absent."""
+    """Return the offset of a flatbuffer table's field; None if the table lacks the field.
+
+    slot: number of the field in the vtable.
+    """
     (back,) = struct.unpack_from("<i", data, table)
     vtable = table - back
     (vtable_bytes,) = struct.unpack_from("<H", data, vtable)
@@ -259,10 +266,11 @@ def _check_nulls(entries: pa.RecordBatch) -> None:
 
 
 def _check_values(entries: pa.RecordBatch, before: int, end: int, row: int) -> int:
-    """Check the rows from `row` on; return the end of the last record.
+    """Check the rows of a batch. Return the end of its last record.
 
-    before: end of the last record before these rows.
+    before: end of the last record before this batch.
     end: end of all records.
+    row: number of the batch's first row in the index.
     """
     if not len(entries):
         return before
@@ -288,7 +296,7 @@ def _check_values(entries: pa.RecordBatch, before: int, end: int, row: int) -> i
 
 
 def _check_distinct(keys: pa.ChunkedArray) -> None:
-    """Check that no key occurs twice; count some keys at a time, to save memory."""
+    """Check that no key occurs twice. To save memory, count only some keys at a time."""
     parts = pc.binary_slice(keys, _HASH_PLACE, _HASH_PLACE + 1)
     for part in parts.unique():
         some = keys.filter(pc.equal(parts, part))

@@ -1,7 +1,7 @@
-"""Byte planes of objects in packs, each raw or one zstd frame.
+"""Byte planes of objects in packs. Each plane is raw or one zstd frame.
 
 Plane i of p holds bytes i, i + p, i + 2p, ... of the object. The high bytes of bfloat16 numbers
-(sign and most of the exponent) are similar and compress; the low bytes are noise and stay raw.
+(sign and most of the exponent) are similar, so they compress. The low bytes are noise and stay raw.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 
 PLANE_COUNTS = (1, 2, 4)
 
-# A plan is chosen by compressing a sample: pieces of an object.
+# A plan is chosen by compressing a sample, which consists of pieces of an object.
 _PIECES = 4
 _PIECE_BYTES = 16 << 10
 # Objects with one key pattern and size use one plan, until at least this many objects and this many
-# bytes have used it: choosing a plan takes as long as encoding six objects of 53 KB.
+# bytes have used the plan. Choosing a plan takes as long as encoding six objects of 53 KB.
 _PLAN_OBJECTS = 32
 _PLAN_BYTES = 8 << 20
 _MOST_KINDS = 4096
-# Largest share of bytes that compression may leave: less gain does not pay for decompression.
+# Largest share of bytes that compression may leave. A smaller gain does not pay for decompression.
 _WORTH = 0.97
 
 _PAGE_HASH = re.compile(rb"[0-9a-f]{64}")
 
 
 class Coding(IntEnum):
-    """Compression of a plane; records state only whether a plane is compressed."""
+    """Compression of a plane. Records state only whether a plane is compressed."""
 
     RAW = 0
-    ENTROPY = 1  # Huffman codes, hardly any matches: fast, and enough for exponents
+    ENTROPY = 1  # Huffman codes and hardly any matches, which is fast and enough for exponents
     MATCHES = 2  # zstd -1
 
 
@@ -52,15 +52,15 @@ Plan = tuple[Coding, ...]  # a coding for each plane
 
 _LEVEL = 1
 _PARAMETERS = {
-    # Level 1 alone finds short chance matches between exponents: on bf16 KV it has less than half
-    # the speed, and 5 % larger frames.
+    # Without these parameters, level 1 finds short chance matches between exponents. On bf16 KV, it
+    # then has less than half the speed, and makes 5 % larger frames.
     Coding.ENTROPY: {"min_match": 7, "hash_log": 6, "target_length": 0},
     Coding.MATCHES: {},
 }
 
 
 class Encoder:
-    """Compressor of objects. Not thread-safe: zstd contexts cannot be shared."""
+    """Compressor of objects. Threads cannot share one, because they cannot share zstd contexts."""
 
     def __init__(self) -> None:
         self._compressors = {
@@ -73,15 +73,16 @@ class Encoder:
         }
 
     def encode(self, data: Bytes, plan: Plan) -> list[Plane]:
-        """Return the planes of an object ([n] uint8), one buffer each, none larger than raw.
+        """Return the planes of an object, one buffer each. No buffer is larger than its raw plane.
 
         A single raw plane is `data` itself. Compression releases the GIL.
+        data: [n] uint8.
         """
         planes = [data] if len(plan) == 1 else _split(data, len(plan))
         return [self._code(plane, coding) for plane, coding in zip(planes, plan, strict=True)]
 
     def measure(self, data: Bytes) -> Plan:
-        """Return the plan that makes a sample of the object smallest; raw if the gain is small."""
+        """Return the plan that makes a sample of the object smallest; raw if little is gained."""
         sample = _sample(data)
         best: Plan = (Coding.RAW,)
         least = len(sample) * _WORTH
@@ -110,16 +111,17 @@ class Encoder:
 
 
 class Decoder:
-    """Decompressor of objects. Not thread-safe."""
+    """Decompressor of objects. Threads cannot share one."""
 
     def __init__(self) -> None:
         self._decompressor = zstandard.ZstdDecompressor()
 
     def decode(self, planes: Sequence[memoryview], out: memoryview) -> None:
-        """Fill `out`, as large as the object, from its stored planes.
+        """Fill `out`, which is as large as the object, from the object's stored planes.
 
-        Allocates one plane at a time. Raises FormatError, before allocation, if a plane is not a
-        frame of exactly the expected size.
+        One plane at a time is allocated. Raises FormatError if a compressed plane is not a zstd
+        frame of exactly the expected size. A frame that states another size raises it before any
+        allocation.
         """
         size = len(out) // len(planes)
         restored = (
@@ -144,20 +146,20 @@ class Decoder:
             )
         except zstandard.ZstdError as error:
             raise FormatError(f"a zstd frame is damaged: {error}") from error
-        return data  # it has the claimed size: zstd refuses other frames
+        return data  # zstd has refused a frame that does not have the claimed size
 
 
 @dataclass(slots=True)
 class PlanMemory:
     """Plans by key pattern (the key without page hash) and object size.
 
-    Thread-safe: at worst, an object is measured twice.
+    Threads may share one. At worst, two threads choose the same plan.
     """
 
     _plans: dict[tuple[bytes, int], tuple[Plan, int]] = field(default_factory=dict)
 
     def plan(self, key: bytes, data: Bytes, encoder: Encoder) -> Plan:
-        """Return an object's plan; measure some objects of each pattern and size."""
+        """Return an object's plan, chosen by some objects of the same key pattern and size."""
         kind = _PAGE_HASH.sub(b"", key), len(data)
         plan, uses_left = self._plans.get(kind, ((Coding.RAW,), 0))
         if not uses_left:

@@ -2,9 +2,9 @@
 
     header | record | record | ... | index record | trailer
 
-All numbers are little-endian. A record is a fixed head, a key and planes (`formats.pack.planes`).
-Its checksum covers head and key, its digest the content, so records can be recognised without the
-index.
+All numbers are little-endian. A record is a head of fixed size, a key, and planes
+(`formats.pack.planes`). The checksum of a record covers its head and key. The digest of a record
+covers its content. So records can be recognised without the index.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Record:
     """The head of a record.
 
     nbytes: size of the content.
-    stored: bytes of each plane. A plane of nbytes / len(stored) bytes is raw, a shorter one a zstd
-        frame.
+    stored: bytes of each plane. A plane of nbytes / len(stored) bytes is raw. A shorter plane is a
+        zstd frame.
     digest: BLAKE3 of the content.
-    mtime_ns: None if unknown.
+    mtime_ns: modification time of the object, Unix nanoseconds; None if it is unknown.
     """
 
     kind: Kind
@@ -91,7 +91,7 @@ class Record:
 class Metadata(Struct, frozen=True, kw_only=True, rename={"version": "hicachectl"}):
     """Content of a pack's metadata record.
 
-    grammar: key scheme of the objects (`formats.keys`).
+    grammar: grammar of the objects' keys (`formats.keys`).
     profile: TOML text; "" without a profile.
     version: release of hicachectl that wrote the pack.
     """
@@ -123,7 +123,7 @@ def parse_header(data: bytes) -> bytes:
 
 
 def build_record(record: Record, pack_id: bytes) -> bytes:
-    """Return a record's head and key; the planes follow."""
+    """Return a record's head and key, which the planes follow in the file."""
     stored = record.stored + (0,) * (max(PLANE_COUNTS) - len(record.stored))
     head = _RECORD.pack(
         RECORD_MAGIC,
@@ -140,7 +140,7 @@ def build_record(record: Record, pack_id: bytes) -> bytes:
 
 
 def key_length(head: bytes | memoryview) -> int:
-    """Return the key length that a head of RECORD_BYTES states, unchecked."""
+    """Return the key length that a head of RECORD_BYTES states. The head is not checked."""
     return int(_RECORD.unpack_from(head)[3])
 
 
@@ -180,7 +180,7 @@ def _check_sizes(nbytes: int, stored: list[int]) -> None:
 
 
 def build_trailer(index_offset: int, index_length: int, pack_id: bytes) -> bytes:
-    """Return the trailer; a file without one is incomplete."""
+    """Return the trailer. A file without a trailer is incomplete."""
     head = _TRAILER.pack(index_offset, index_length, pack_id)
     return head + _TRAILER_END.pack(zlib.crc32(head), TRAILER_MAGIC)
 
