@@ -316,7 +316,7 @@ class _Connection(http.client.HTTPConnection):
             response = self.getresponse()
         finally:
             self._bound_head(sock, None)
-        if response.status < http.client.OK:  # of the interim replies, http.client skips only 100
+        if response.status < http.client.OK:  # http.client skips only the interim reply 100
             raise http.client.HTTPException(f"an interim reply {response.status}")
         return response
 

@@ -1,4 +1,4 @@
-"""The catalog: recorded digests of a store's objects, in a Parquet file.
+"""The catalog, a Parquet file with recorded digests of a store's objects.
 
 One row per object, with distinct keys. Columns:
 
@@ -6,7 +6,7 @@ One row per object, with distinct keys. Columns:
     page           string   page hash; null if the key has none
     pool           string   null if unknown
     nbytes         int64
-    identity       binary   the store's identity of the object at digest time; null: unknown
+    identity       binary   the store's identity of the object at digest time; null if unknown
     digest         binary   BLAKE3, 32 bytes
     first_seen_ns  int64    first run that had the entry, Unix nanoseconds
     last_verified_ns int64  last run that read these bytes, Unix nanoseconds
@@ -66,10 +66,13 @@ class Catalog:
     identity_fields: tuple[str, ...]
 
     def with_entries(self, entries: pa.Table, source: str) -> Catalog:
-        """Return a catalog with untrusted entries of SCHEMA. Raises FormatError for bad ones."""
+        """Return a catalog with untrusted entries. Raises FormatError if they are invalid.
+
+        entries: a table of SCHEMA.
+        """
         with _readable(source):
             entries.validate(full=True)
-        # Columns of SCHEMA that are not nullable have no nulls: Parquet cannot write any.
+        # Columns of SCHEMA that are not nullable have no nulls, because Parquet cannot write them.
         if pc.count_distinct(entries.column("key")).as_py() != len(entries):
             raise FormatError(f"{source}: a key occurs twice; record a new catalog")
         return replace(self, entries=entries)
@@ -82,9 +85,9 @@ def write_catalog(
     store: str,
     identity_fields: Iterable[str] = (),
 ) -> int:
-    """Write a catalog, table by table; return the number of entries.
+    """Write a catalog, table by table. Return the number of entries.
 
-    tables: each has the columns of SCHEMA.
+    tables: tables with the columns of SCHEMA.
     """
     import pyarrow.parquet as pq
 
@@ -108,7 +111,10 @@ def write_catalog(
 
 
 def read_catalog(data: bytes | memoryview, *, source: str = "catalog") -> Catalog:
-    """Parse a catalog. Raises FormatError for other data, before allocating the rows."""
+    """Parse a catalog. Raises FormatError for other data.
+
+    A file that claims too many bytes is refused before its rows are allocated.
+    """
     with _readable(source):
         file, described = _opened(data, source)
         entries = file.read().replace_schema_metadata(None)
@@ -120,8 +126,8 @@ def stream_catalog(
 ) -> tuple[Catalog, Iterator[pa.RecordBatch]]:
     """Return a catalog without its entries, and its entries in batches of SCHEMA.
 
-    `Catalog.with_entries` checks entries. Raises FormatError as `read_catalog` does, also from the
-    iterator.
+    The entries are not checked; `Catalog.with_entries` checks entries. Raises FormatError as
+    `read_catalog` does, also while the caller iterates.
     """
     with _readable(source):
         file, described = _opened(data, source)
@@ -187,5 +193,5 @@ def _check_claims(file: object, metadata: dict[bytes, bytes], nbytes: int, sourc
         )
 
 
-# The catalog before its entries are recorded, or while they are kept elsewhere.
+# The catalog before entries are recorded, or while the entries are kept elsewhere.
 NO_ENTRIES = Catalog(SCHEMA.empty_table(), "", ())

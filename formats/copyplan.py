@@ -17,7 +17,7 @@ VECTOR_BYTES = 16  # the widest access of a GPU thread
 
 
 class Axis(NamedTuple):
-    """One axis of a copy, with steps in bytes. Named axes are not joined to others."""
+    """One axis of a copy, with steps in bytes. A named axis is not joined to another axis."""
 
     name: str
     length: int
@@ -29,10 +29,10 @@ class Axis(NamedTuple):
 class CopyPlan:
     """Strided copies of one shape, one per pair of source index s and destination index d.
 
-    axes: outermost first; at each index, `run` bytes are contiguous on both sides.
-    offsets, steps: bytes; a copy begins at source_offset + s * source_step and at
+    axes: axes of a copy, outermost first. At each index, `run` bytes are contiguous on both sides.
+    offsets, steps: numbers of bytes. A copy begins at source_offset + s * source_step and at
         destination_offset + d * destination_step.
-    source, destination: object indices, if there are several objects.
+    source, destination: indices of the objects, if there are several objects.
     """
 
     axes: tuple[Axis, ...]
@@ -69,7 +69,7 @@ class CopyPlan:
         )
 
     def reversed(self) -> CopyPlan:
-        """Return the copy from destination to source, axes in the destination's order."""
+        """Return the copy from destination to source, with axes in the destination's order."""
         axes = [Axis(a.name, a.length, a.destination, a.source) for a in self.axes]
         axes.sort(key=lambda axis: -axis.destination)
         return CopyPlan(
@@ -98,9 +98,9 @@ class Extent:
 class Region:
     """One box of a page's content, and its location in an object.
 
-    space: identity of the indexed content; boxes of different spaces never overlap.
-    extents: sorted by name, with equal axes in all regions of a space.
-    offset: bytes before the first item.
+    space: identity of the indexed content. Boxes of different spaces never overlap.
+    extents: extents of the box, sorted by name. All regions of a space have the same axes.
+    offset: bytes of the object before the first item.
     """
 
     space: tuple[object, ...]
@@ -122,7 +122,7 @@ class Region:
 def overlap(
     source: Region, destination: Region, *, copy_from: int, copy_to: int
 ) -> CopyPlan | None:
-    """Return the copy of the overlap of two regions of one space, or None."""
+    """Return the copy of the overlap of two regions of one space; None if they do not overlap."""
     axes: list[Axis] = []
     source_offset, destination_offset = source.offset, destination.offset
     for one, two in zip(source.extents, destination.extents, strict=True):

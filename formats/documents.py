@@ -1,8 +1,8 @@
 """Parse untrusted JSON and TOML, with bounds on the number and depth of values.
 
-The caller bounds the text's size. These bounds keep parsing time and memory proportional to it.
-Without them, `tomllib` needs quadratic time and memory for a dotted key, and a kilobyte for a
-five-byte table header.
+The caller bounds the size of the text. The bounds here keep parsing time and memory proportional to
+this size. Without these bounds, `tomllib` needs quadratic time and memory for a dotted key, and a
+kilobyte for a five-byte table header.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def parse_json(
     """Parse untrusted JSON text.
 
     source: names the text in messages.
-    unique: refuse repeated members of an object; otherwise the last one counts.
+    unique: refuse repeated members of an object. Otherwise the last member counts.
     Raises `refusal`.
     """
     brackets = _count(text, "[") + _count(text, "{")
@@ -81,7 +81,7 @@ def parse_json_object(
 def parse_toml(
     text: str, source: str, *, refusal: type[HicacheError] = FormatError
 ) -> dict[str, Any]:
-    """Parse untrusted TOML text. Arguments and errors: see `parse_json`."""
+    """Parse untrusted TOML text. For the arguments and errors, see `parse_json`."""
     structure = _TOML_TEXT.sub('""', text)
     tables = sum(structure.count(character) for character in "=[{")
     if tables > MAX_TABLES:
@@ -111,7 +111,7 @@ def decoded(data: bytes, source: str) -> str:
 
 
 def storable(text: str) -> str:
-    r"""Replace lone surrogates, which JSON allows, by \uXXXX; the result can be encoded."""
+    r"""Replace lone surrogates, which JSON allows, by \uXXXX, so that the text can be encoded."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -119,7 +119,7 @@ def shown(value: Any) -> str:
     """Return a parsed value for a message, in at most 60 characters."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # an int over 4,300 digits (TOML: in hex), or too deep
+    except (ValueError, RecursionError):  # too deep, or an int over 4,300 digits (from TOML's hex)
         return "a huge value"
     return text if len(text) <= 60 else f"{text[:57]}..."
 

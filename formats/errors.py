@@ -13,11 +13,11 @@ class UsageError(HicacheError):
 
 
 class FormatError(HicacheError):
-    """Malformed bytes or text: a key, a profile, a catalog, a config."""
+    """Malformed bytes or text, such as a wrong key, profile, catalog or config."""
 
 
 class UnfinishedPackError(FormatError):
-    """The pack has no trailer: it is being written, or was cut off."""
+    """A pack without a trailer, because it is being written or was cut off."""
 
 
 class ProfileError(FormatError):
@@ -29,7 +29,7 @@ class UnsupportedByBackend(HicacheError):
 
 
 class CollidingKeys(UnsupportedByBackend):
-    """A deployment whose ranks overwrite each other's objects, because keys do not name them."""
+    """A deployment whose ranks overwrite each other's objects, because keys name no rank."""
 
 
 class StoreUnavailable(HicacheError):
@@ -37,7 +37,7 @@ class StoreUnavailable(HicacheError):
 
 
 class EmptyStore(StoreUnavailable):
-    """A store without pages where a command needs some: most likely one that is not mounted."""
+    """A store without pages, where a command needs pages. Most likely it is not mounted."""
 
 
 class DeniedError(StoreUnavailable):

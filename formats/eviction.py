@@ -1,4 +1,4 @@
-"""Policies by which caches and stores evict, and the key grammar of stores with each policy."""
+"""Policies by which caches and stores evict objects, and the key grammar for each policy."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ class Policy(StrEnum):
 
     @property
     def limit(self) -> str:
-        """What a limit in the store's own settings bounds: "store", "rank" or "table"."""
+        """What a limit in the store's settings bounds: the "store", one "rank" or one "table"."""
         limits = {Policy.HICACHEFILE: "rank", Policy.PLUGIN: "rank", Policy.HF3FS: "table"}
         return limits.get(self, "store")

@@ -22,18 +22,18 @@ _MAX_PROBLEMS = 20  # most problems that one message names
 _UNIONS = (Union, UnionType)
 # msgspec raises UnicodeEncodeError for names and some texts with a lone surrogate.
 _REFUSALS = (msgspec.ValidationError, UnicodeEncodeError)
-# At the first use of a class, msgspec reads its fields. Other threads would see them half read, and
-# the process would end with SIGSEGV.
+# At the first use of a class, msgspec reads its fields. Without the lock, another thread would see
+# them half read, and the process would end with SIGSEGV.
 _converting = threading.Lock()
 
 
 def convert(
     document: Any, form: type[_T], source: str, *, refusal: type[HicacheError] = FormatError
 ) -> _T:
-    """Convert a parsed document to a struct without coercion: neither true nor 1.0 is an int.
+    """Convert a parsed document to a struct, without coercion. Neither true nor 1.0 is an int.
 
     source: names the document in messages.
-    Raises `refusal`, naming each wrong field with the expected type and the value found.
+    Raises `refusal`, which names each wrong field with the expected type and the value found.
     """
     try:
         with _converting:

@@ -1,10 +1,11 @@
 """Convert token ids to page hashes, as SGLang's storage path does.
 
 A page's hash is SHA-256 over the previous page's hash and the page's words. The previous hash has
-32 bytes; page 0 has none, or the seed of a namespace. Words are unsigned 32-bit little-endian. If a
-word of a page does not fit, all its words have 64 bits, and a byte ff precedes them. Source: sglang
-srt/mem_cache/utils.py :: get_storage_hash_str, storage_namespace_seed; cpp_utils/hash_binding.cpp
-:: hash_pages_to_hex_blob; radix_cache.py :: RadixKey.
+32 bytes. Page 0 has no previous hash, or the seed of a namespace in its place. Words are unsigned
+32-bit little-endian. If a word of a page does not fit into 32 bits, all words of the page have 64
+bits, and a byte ff precedes them. Source: sglang srt/mem_cache/utils.py :: get_storage_hash_str,
+storage_namespace_seed; cpp_utils/hash_binding.cpp :: hash_pages_to_hex_blob; radix_cache.py ::
+RadixKey.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ def page_hashes(
 ) -> npt.NDArray[np.uint8]:
     """Return the hash of every full page of a token chain: [pages, 32] uint8, read-only.
 
-    token_ids: in 0..2^63-1; a token of several words is a tuple, or a row of a 2-D array.
+    token_ids: tokens in 0..2^63-1. A token of several words is a tuple, or a row of a 2-D array.
     bigram:    hash pages of `page_size` pairs (t[i], t[i+1]), as servers with EAGLE do.
     prior:     raw hash of the previous page, or a namespace seed. To continue after `pages`
-               pages, give the tokens from index pages * page_size on, also for bigrams: their
-               pages share one token with the next page.
+               pages, give the tokens from index pages * page_size on. This holds for bigrams, too,
+               because a page of bigrams shares one token with the next page.
 
-    Raises FormatError naming the position of a bad token.
+    Raises FormatError, which names the position of a bad token.
     """
     blob = _chain(_page_payloads(token_ids, page_size, bigram), prior)
     return np.frombuffer(blob, np.uint8).reshape(-1, HASH_BYTES)
@@ -50,7 +51,7 @@ def page_hashes(
 def page_hashes_hex(
     token_ids: Tokens, page_size: int, *, bigram: bool = False, prior: bytes | None = None
 ) -> list[str]:
-    """Return `page_hashes` as in keys: 64 lowercase hex digits each."""
+    """Return `page_hashes` as texts of 64 lowercase hex digits, as in keys."""
     text = _chain(_page_payloads(token_ids, page_size, bigram), prior).hex()
     return [text[start : start + PAGE_DIGITS] for start in range(0, len(text), PAGE_DIGITS)]
 
@@ -77,7 +78,7 @@ def namespace_seed(extra_key: str | None, cache_salt: str | None) -> bytes | Non
 
 
 def restorable_pages(num_tokens: int, page_size: int, *, bigram: bool = False) -> int:
-    """Return the most pages of a prompt that a server can restore.
+    """Return the largest number of pages of a prompt that a server can restore.
 
     The last token is always computed (managers/schedule_batch.py ::
     Req._compute_max_prefix_len); only the tokens before it form bigrams.
@@ -87,7 +88,7 @@ def restorable_pages(num_tokens: int, page_size: int, *, bigram: bool = False) -
 
 
 def tokens_to_restore(pages: int, page_size: int, *, bigram: bool = False) -> int:
-    """Return the fewest tokens of a prompt with `pages` restorable pages.
+    """Return the smallest number of tokens of a prompt with `pages` restorable pages.
 
     Inverse of `restorable_pages`; 0 for no pages.
     """
@@ -103,7 +104,7 @@ def _require_page_size(page_size: int) -> None:
 def _chain(payloads: Iterable[bytes], prior: bytes | None) -> bytes:
     if prior is not None and len(prior) != HASH_BYTES:
         raise FormatError(f"prior: must be {HASH_BYTES} bytes, but has {len(prior)}")
-    # A page can have one token, so this loop must be fast: local names, few calls.
+    # A page can have one token, so this loop must be fast. It uses local names and few calls.
     sha256 = hashlib.sha256
     hashes: list[bytes] = []
     append = hashes.append
@@ -157,7 +158,7 @@ def _units(token_ids: Tokens) -> npt.NDArray[np.int64]:
 
 
 def _units_one_by_one(token_ids: Tokens) -> npt.NDArray[np.int64]:
-    """Convert tokens that numpy cannot; the error names the first bad one."""
+    """Convert tokens that numpy cannot convert. An error names the first bad token."""
     units = [_words_of(token, position) for position, token in enumerate(token_ids)]
     width = len(units[0]) if units else 1
     for position, unit in enumerate(units):

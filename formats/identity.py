@@ -1,8 +1,8 @@
-"""Name the facts that decide whether a server may use the bytes of an object: its identity.
+"""Identities, which name the facts that decide whether a server may use an object's bytes.
 
 Two objects under one key can differ in weights, dtype or layout, which no key shows. An identity
-names them; its hash is in each trailer, and in the tag of Mooncake keys. It has no paths, no times
-and no ranks, so that all hosts of a deployment compute the same identity.
+names such facts. Its hash is in each trailer, and in the tag of Mooncake keys. An identity has no
+paths, times or ranks, so that all hosts of a deployment compute the same identity.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Identity(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def _hashed(identity: Identity) -> dict[str, object]:
     """Return the facts that a hash covers.
 
-    A field of a later release counts only if it is stated, so that earlier hashes stay valid.
+    A field that a later release has added counts only if it is stated, so that earlier hashes stay
+    valid.
     """
     facts = asdict(identity)
     if not identity.pp_partition:
@@ -105,7 +106,7 @@ def object_identity(profile: Profile, spec: ObjectSpec) -> Identity | None:
 
 
 def _drafts(profile: Profile, spec: ObjectSpec) -> bool:
-    """Return whether a spec has draft layers; only the last stage has packed draft layers."""
+    """Return whether a spec has draft layers. Only the last stage has packed draft layers."""
     pool = profile.pool(spec.pool)
     if pool is None or not spec.layers:
         return False
@@ -147,15 +148,17 @@ def deployment_tag(
 ) -> str:
     """Return the `extra_backend_tag` of a deployment's Mooncake keys: 32 hex digits.
 
-    All objects of a group need one tag, so all ranks and stages compute the same one; their pools
-    are equal except for drafts. The tag has no sizes: each read compares them.
+    All objects of a group need one tag, so all ranks and stages compute the same tag. Their pools
+    are equal except for drafts. The tag covers no sizes of objects, because each read compares
+    sizes.
 
     anchor: identity of the anchor's page with all parts.
     sidecars: dtypes of the other pools by name, without drafts.
-    tp_size: attention TP size, if keys name the TP rank; None if the ranks share the anchor. It
-        counts because, with fewer heads than ranks, an object of the same rank and size has other
-        heads under another TP size.
-    draft_weights: name of the draft's weights, also on stages without it; "" without a draft.
+    tp_size: attention TP size, if keys name the TP rank; None if the ranks share the anchor. The
+        TP size counts for models with fewer heads than ranks. There, an object of the same rank and
+        size has other heads under another TP size.
+    draft_weights: name of the draft's weights, also on stages without the draft; "" without a
+        draft.
     """
     facts = _hashed(replace(anchor, part=None, draft_weights=draft_weights))
     text = json.dumps([facts, dict(sidecars), tp_size, pp_size], sort_keys=True, ensure_ascii=True)

@@ -1,7 +1,8 @@
 """The order of the axes inside one stored object.
 
-An object holds tensors without gaps. It does not record their order, and has the same size in all
-layouts. `formats.kinds` defines a pool's tensors; `formats.pools` places them in objects.
+An object holds tensors without gaps. It does not record the order of their axes, and has the same
+size in all layouts. `formats.kinds` defines a pool's tensors. `formats.pools` places the tensors in
+objects.
 
 Source: SGLang srt/mem_cache/pool_host/ {mha,mla,dsa,mamba}.py, `get_data_page` (flat pages) and
 `get_page_buffer_meta` (objects of one part each).
@@ -30,7 +31,7 @@ UNSTORED_DTYPES = {
 # "uint8" marks structured bytes: scaled MLA rows, indexer blocks. "ue8m0" marks powers of two.
 TENSOR_DTYPE_BYTES = {**DTYPE_BYTES, "uint8": 1, "ue8m0": 1}
 
-# Each layout's outermost axes, if the tensor has them; other axes keep their order.
+# The outermost axes in each layout, if the tensor has them. Other axes keep their order.
 _OUTERMOST = {
     "layer_first": ("layer", "token", "head"),
     "page_first": ("token", "layer", "head"),
@@ -47,8 +48,8 @@ QUANT_BLOCK = 128  # codes per fp32 scale: DSATokenToKVPool.quant_block_size
 class TensorLayout:
     """One dense tensor of an object.
 
-    axes:   in the order of the bytes, outermost first: "layer", "token", "head", "channel",
-            "block" (bytes), "state_0", "state_1", ...
+    axes:   names of the axes in the order of the bytes, outermost first: "layer", "token", "head",
+            "channel", "block" (bytes), "state_0", "state_1", ...
     dtype:  a name of TENSOR_DTYPE_BYTES.
     offset: bytes from the start of the object.
     """
@@ -92,9 +93,9 @@ class Column:
     scale_floor: lowest legal fp32 scale; None if the items are not scales. Scales of other dtypes
                  are bad if they are NaN.
     scales:      column with the scales of these codes. Each scale belongs to equally many codes.
-                 Codes with a legal scale of 0 are not judged.
-    pitch:       bytes from one index of the first axis to the next; index 0 begins at a multiple of
-                 them. 0 if all items are consecutive.
+                 Codes with a legal scale of 0 are not checked.
+    pitch:       bytes from one index of the first axis to the next. Index 0 begins at a multiple of
+                 the pitch. 0 means that all items are consecutive.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Markers: JSON files that say which objects of a file store have trailers.
+"""Markers, the JSON files that say which objects of a file store have trailers.
 
-One marker states that objects with one suffix, identity and number of bytes have trailers. With
-markers, a listing knows the sizes of objects without opening them.
+One marker states that the objects with one suffix, identity and number of bytes have trailers. With
+markers, a listing knows the sizes of objects without opening the objects.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def dump_marker(marker: Marker) -> bytes:
 
 
 def parse_marker(data: bytes, source: str) -> Marker:
-    """Parse an untrusted marker. source: names it in messages. Raises FormatError."""
+    """Parse an untrusted marker. source: names the marker in messages. Raises FormatError."""
     if len(data) > MAX_MARKER_BYTES:
         raise FormatError(
             f"{source}: larger than {MAX_MARKER_BYTES} bytes, so not a marker; {_REMOVE}"

@@ -1,7 +1,8 @@
-"""Files of Mooncake's SSD tier: metadata of buckets, metadata of offset files, offset records.
+"""Parse files of Mooncake's SSD tier: the metadata of buckets and offset files, and records.
 
 Metadata is struct_pb, the wire format of Protocol Buffers. Fields are numbered in the order of the
-struct, and numbers of 0 are left out. All integers of records and allocators are little endian.
+struct. A field with the value 0 is left out. All integers of records and allocators are little
+endian.
 Source: Mooncake 0.3.13, mooncake-store: include/storage_backend.h :: BucketMetadata,
 OffsetAllocatorPersistedMetadata, RecordHeader; include/offset_allocator/offset_allocator.h ::
 OffsetAllocator::serialize_to; include/tenant_id.h :: TenantId::MakeScopedKey.
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_TENANT = "default"
-# Separates the tenant from the key in a stored key; older releases store no tenant.
+# Separates the tenant from the key in a stored key. Older releases store no tenant.
 TENANT_END = b"\0"
 OFFSET_VERSION = 3
 VALUE_ALIGNMENT = 4096  # a value begins at a multiple of these bytes within its record
@@ -40,7 +41,7 @@ RECORD = np.dtype(
     ]
 )
 
-_MAX_BYTES = 1 << 60  # no file is larger, and sums of sizes fit int64
+_MAX_BYTES = 1 << 60  # no file is larger, and sums of a few sizes fit int64
 _MAX_NODES = 1 << 24  # Mooncake has the same bound
 _MAX_BUCKET_KEYS = 1 << 18  # Mooncake's default is 500
 _BUCKET_FIELDS = {0x08: "data_size", 0x12: "keys", 0x1A: "metadatas"}
@@ -69,7 +70,7 @@ _CRC_AT = RECORD.itemsize - 4
 
 @dataclass(frozen=True, slots=True)
 class BucketMeta:
-    """Objects of a bucket: each is the bytes of its stored key, then its value.
+    """Objects of a bucket. An object is the bytes of its stored key, followed by its value.
 
     keys: [n] stored keys, with the tenant.
     starts: [n] int64, positions of the keys, in bytes from the start of the bucket.
@@ -83,7 +84,7 @@ class BucketMeta:
 
 @dataclass(frozen=True, slots=True)
 class OffsetMeta:
-    """A checkpoint of an offset file: the extents that had records.
+    """A checkpoint of an offset file, with the extents that had records.
 
     starts, sizes: [n] int64, bytes in the data file.
     sequence: number of the first record after the checkpoint.
@@ -146,7 +147,7 @@ def parse_offset_meta(data: bytes, source: str) -> OffsetMeta:
 
 
 def parse_records(heads: bytes) -> npt.NDArray[np.void]:
-    """Return the fields of record headers that lie one after the other: [n] RECORD."""
+    """Return the fields of consecutive record headers: [n] RECORD."""
     return np.frombuffer(heads, dtype=RECORD)
 
 
@@ -170,7 +171,7 @@ def value_starts(key_bytes: IntArray) -> IntArray:
 
 
 def has_crc(head: bytes | bytearray) -> bool:
-    """Return whether a record states a CRC. head: its first bytes, at least the header."""
+    """Return whether a record states a CRC. head: first bytes of the record, with its header."""
     return bool(parse_records(bytes(head[: RECORD.itemsize]))[0]["flags"] & _HAS_CRC)
 
 
@@ -179,9 +180,9 @@ def record_problem(
 ) -> tuple[str, bool]:
     """Compare a record with its listing.
 
-    head: the record up to its value.
+    head: bytes of the record before its value.
     stored: the possible stored keys.
-    Returns the problem, "" for none, and whether the problem is the CRC.
+    Returns the problem, or "" without a problem, and whether the problem is the CRC.
     """
     record = parse_records(head[: RECORD.itemsize])[0]
     key = head[RECORD.itemsize : RECORD.itemsize + int(record["key_bytes"])]
@@ -202,10 +203,11 @@ def record_problem(
 def _fields(
     data: bytes, names: Mapping[int, str], source: str
 ) -> Iterator[tuple[str, int, memoryview]]:
-    """Yield name, number and content of each field; one of the last two is empty.
+    """Yield name, number and content of each field.
 
+    A number has an empty content, and a content has the number 0.
     names: names of fields by their tags. A tag is a byte with the number of the field and its wire
-    type (0 number, 2 bytes).
+        type, which is 0 for a number and 2 for bytes.
     """
     view, at, nothing = memoryview(data), 0, memoryview(b"")
     while at < len(view):
@@ -226,7 +228,7 @@ def _fields(
 
 
 def _number(view: memoryview, at: int, source: str) -> tuple[int, int]:
-    """Return the varint at a place, and the place behind it."""
+    """Return the varint at a place, and the place after the varint."""
     number = 0
     for place, byte in enumerate(view[at : at + 10]):
         number |= (byte & 0x7F) << 7 * place
@@ -236,7 +238,10 @@ def _number(view: memoryview, at: int, source: str) -> tuple[int, int]:
 
 
 def _rows_of_numbers(messages: Sequence[memoryview], columns: int, source: str) -> IntArray:
-    """Parse messages that have only numbers below 2**63: [n, columns] int64."""
+    """Return the numbers of messages as rows: [n, columns] int64.
+
+    Raises FormatError if a message has anything but numbers below 2**63.
+    """
     rows = np.zeros((len(messages), columns), dtype=np.int64)
     data = np.frombuffer(b"".join(messages), dtype=np.uint8)
     message_ends = np.cumsum([len(message) for message in messages])

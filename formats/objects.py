@@ -1,7 +1,7 @@
 """The object model of all stores.
 
-A page hash and a `Coordinate` name an object; key grammars (`formats.keys`) convert between
-these and the backend's key.
+A page hash and a `Coordinate` together name an object. Key grammars (`formats.keys`) convert this
+pair to the backend's key, and the key to the pair.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ANCHOR = "kv"  # SGLang's name for the pool that servers look for to find a page
 HALVES = ("k", "v")  # Parts of a page, with the keys and the values of its tokens.
 AXES = ("tp", "pp", "cp", "dcp")  # axes of ranks
 # Most ranks along one axis, far above any deployment. The key of one rank implies the other ranks
-# of the size that it states, and an untrusted name must not imply arbitrarily many.
+# of the size that it states, and an untrusted name must not imply an unlimited number of ranks.
 MAX_RANKS = 4096
 
 Sizes = tuple[int | None, ...]  # tp, pp, cp, dcp, then tokens of the DCP page
@@ -22,9 +22,9 @@ Sizes = tuple[int | None, ...]  # tp, pp, cp, dcp, then tokens of the DCP page
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank coordinates of an object; None if the key does not state one.
+    """Rank coordinates of an object. A coordinate that the key does not state is None.
 
-    tp: the attention TP rank and size. Ranks count from 0.
+    tp_rank, tp_size: the attention TP rank and size. Ranks count from 0.
     """
 
     tp_rank: int | None = None
@@ -38,7 +38,7 @@ class Shard:
     dcp_page_size: int | None = None  # logical page size, in DCP keys only
     layers: tuple[int, int] | None = None  # half-open range of model layers (unified keys)
     heads: tuple[int, int] | None = None  # half-open range of head groups (unified, split heads)
-    ranked: bool = True  # False: the key has no rank field (MLA on Mooncake, up to 0.5.7)
+    ranked: bool = True  # False if the key has no rank field (MLA on Mooncake, up to 0.5.7)
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -64,7 +64,7 @@ class Shard:
         return all(count <= MAX_RANKS for count in counts)
 
     def ranks_text(self) -> str:
-        """Return the stated ranks for messages: `tp 0/2 pp 1/4`, or ""."""
+        """Return the stated ranks for messages, such as `tp 0/2 pp 1/4`; "" without any."""
         return " ".join(
             f"{axis} {rank}/{'?' if size is None else size}"
             for axis, rank, size in self.axes
@@ -72,7 +72,7 @@ class Shard:
         )
 
     def sizes_text(self) -> str:
-        """Return the stated sizes for messages: `tp 2`, or "without TP ranks"."""
+        """Return the stated sizes for messages, such as `tp 2`; else "without TP ranks"."""
         sizes = [f"{axis} {size}" for axis, _, size in self.axes if size is not None]
         return " ".join(sizes) or "without TP ranks"
 
@@ -93,7 +93,7 @@ class Names(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Tag and model as one text: keys do not show their boundary."""
+        """Tag and model as one text, because keys do not show where the tag ends."""
         return "_".join(filter(None, (self.tag, self.model)))
 
     @property

@@ -1,8 +1,9 @@
-"""Statuses: files in a store that describe the ranks of servers with the plug-in.
+"""Statuses, the files in a store that describe the ranks of servers with the plug-in.
 
 Each rank has a JSON file in `.hicachectl/status/`. The file names the rank, its process and its
-model, and counts the tokens and pages that the rank moved and refused. It is written again every
-`WRITTEN_EVERY_S` and when the backend is detached. A killed server leaves its last status.
+model. It counts the tokens and pages that the rank moved and refused. The rank writes the file
+again every `WRITTEN_EVERY_S` and when the backend is detached. A killed server leaves its last
+status.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _FORM = 1
 _MAX_VALUES = 1000
 _LONGEST_TEXT = 4096
 
-# Names of counts: the stages of a page count tokens; the reasons count pages, files or operations.
-# The names are members of `PluginStatus`, parts or labels of the metrics, and titles of `explain`.
+# Names of counts. A stage of a page counts tokens. A reason counts pages, files or operations.
+# The names also occur in `PluginStatus`, in the metrics and as titles of `explain`.
 Stage = Literal["asked", "found", "restored", "written", "evicted"]
 Refused = Literal[
     "damaged",
@@ -98,7 +99,7 @@ class PluginStatus(Struct, frozen=True, kw_only=True):
     release: version of hicachectl.
     host: name of the host, as the server sees it.
     pid: process of the rank.
-    pid_namespace: inode of /proc/self/ns/pid: the namespace in which `pid` is valid.
+    pid_namespace: inode of /proc/self/ns/pid, for the namespace in which `pid` is valid.
     started_ns: start of the process, Unix ns.
     tp_rank, tp_size, pp_rank, pp_size, cp_rank, cp_size, dp_rank: coordinates of the rank in
         SGLang's storage configuration; tp counts the ranks of attention.
@@ -152,7 +153,7 @@ class PluginStatus(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Return the name of the status's file, which only this process uses."""
+        """Return the name of the status's file. Only this process uses this name."""
         host = _UNSAFE.sub("-", self.host).strip("-")[:_LONGEST_HOST] or "host"
         process = f"{self.host} {self.pid_namespace} {self.started_ns}".encode(errors="replace")
         short = hashlib.blake2b(process, digest_size=4).hexdigest()
@@ -170,13 +171,13 @@ class PluginStatus(Struct, frozen=True, kw_only=True):
 def metric_of(kind: str, name: str) -> str:
     """Return the metric that counts a name of `COUNTED`.
 
-    Metrics of all kinds but tokens have the name as their label `reason`.
+    Metrics of other kinds than tokens have the name in their label `reason`.
     """
     return _METRICS[kind].format(name)
 
 
 def is_status_name(name: str) -> bool:
-    """Return whether a file's name is one that `PluginStatus.name` may return."""
+    """Return whether `PluginStatus.name` may return this file name."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -197,7 +198,7 @@ def _cut(value: object) -> object:
 
 
 def parse_status(data: bytes, source: str) -> PluginStatus:
-    """Parse an untrusted status. source: names it in messages. Raises FormatError."""
+    """Parse an untrusted status. source: names the status in messages. Raises FormatError."""
     if len(data) > MAX_STATUS_BYTES:
         raise FormatError(
             f"{source}: larger than {MAX_STATUS_BYTES} bytes, so not a status; remove the file"

@@ -1,9 +1,12 @@
-"""Compute one rank's piece of one pool in a page: layers, heads, states and row widths.
+"""Compute the layers, heads, states and row widths of one rank's piece of one pool.
 
-Divisions follow SGLang: pipeline stages (srt/distributed/utils.py :: get_pp_indices), KV heads
-(srt/configs/model_config.py :: get_num_kv_heads), context-parallel layer split
-(srt/layers/cp/utils.py :: get_layer_shard_range) and linear-attention states
-(srt/configs/mamba_utils.py). All TP and DCP ranks have equal sizes.
+SGLang's code divides a pool:
+- pipeline stages: srt/distributed/utils.py :: get_pp_indices
+- KV heads: srt/configs/model_config.py :: get_num_kv_heads
+- layers among context-parallel ranks: srt/layers/cp/utils.py :: get_layer_shard_range
+- states of linear attention: srt/configs/mamba_utils.py
+
+All TP and DCP ranks have pieces of equal sizes.
 """
 
 from __future__ import annotations
@@ -29,10 +32,11 @@ if TYPE_CHECKING:
 class PoolPiece:
     """One rank's piece of a pool in one page.
 
-    layers: model layer numbers in stored order, packed draft layers after the model's last; a
-        draft pool counts the draft's layers.
+    layers: model layer numbers in stored order. Numbers of packed draft layers follow the model's
+        last number. The layers of a draft pool are the draft's layers.
     padding_layers: unused layers between target and packed draft layers (CP layer split).
-    tensors: in the axis order of layer_first; none if the form is unknown (opaque, logical).
+    tensors: tensors in the axis order of layer_first; none if the form is unknown (opaque,
+        logical).
     nbytes: bytes of an object without tensors.
     """
 
@@ -58,7 +62,7 @@ class PoolPiece:
     def parts(self, layout: str) -> tuple[TensorLayout, ...]:
         """Return the tensors of objects with one part each (Mooncake, 3FS -k and -v), in order.
 
-        Raises ProfileError like `flat`.
+        Raises ProfileError as `flat` does.
         """
         kind_of(self.pool).check_layout(self.pool, layout)
         return tuple(tensor.in_layout(layout) for tensor in self.tensors)
@@ -125,7 +129,10 @@ def layer_shard_range(rank: int, size: int, num_layers: int) -> tuple[int, int]:
 
 
 def model_layer_count(profile: Profile) -> int:
-    """Return the target's layer count: the sum of pp_partition, or the highest number + 1."""
+    """Return the target's number of layers.
+
+    It is the sum of pp_partition or, without a partition, the highest layer number plus 1.
+    """
     if profile.pp > 1 and profile.pp_partition:
         return sum(profile.pp_partition)
     return max(
@@ -174,7 +181,8 @@ def _piece_layers(
     profile: Profile, pool: Pool, pp_rank: int, cp_rank: int
 ) -> tuple[tuple[int, ...], int]:
     """Return a rank's layers and number of padding layers."""
-    # Only the last stage runs the draft (EAGLEWorkerV2._hosts_draft). Each CP rank holds all of it.
+    # Only the last stage runs the draft (EAGLEWorkerV2._hosts_draft). Each of its CP ranks holds
+    # all layers of the draft.
     hosts_draft = pp_rank == profile.pp - 1
     if pool.is_draft:
         if not hosts_draft:
@@ -207,7 +215,7 @@ def _split_layers(
     if pool.name == ANCHOR:
         # build_kv_host_pool rounds up, so objects of all ranks have the same size.
         return owned, -(-len(kv_layers) // profile.cp) - len(owned)
-    # DSAIndexerPoolHost does not round: it holds the owned layers that compute their own top-k.
+    # DSAIndexerPoolHost does not round. It holds the owned layers that compute their own top-k.
     return tuple(layer for layer in layers if layer in owned), 0
 
 

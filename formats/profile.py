@@ -1,7 +1,7 @@
 """The profile: model, sharding and pools of the deployment that wrote a store.
 
-It describes the whole model before sharding; `formats.spec` derives a page's objects. Files
-are TOML, or JSON with the same keys.
+It describes the whole model before sharding. `formats.spec` derives a page's objects from it.
+Profile files are TOML, or JSON with the same keys.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PREFETCH_THRESHOLD = 256
 
 HIT_POLICIES = ("all_pages", "trailing_pages")
 
-# Bounds far above any deployment: mistyped or hostile profiles are refused before allocation.
+# Bounds far above any deployment. They refuse mistyped and hostile profiles before any allocation.
 MAX_ALL_RANKS = 65_536
 MAX_LAYERS = 10_000
 MAX_PAGE_SIZE = 1 << 20
@@ -69,10 +69,10 @@ _POOL_BOUNDS = {
 class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A deployment. `tp` is the attention TP size, as in the keys.
 
-    prefetch_threshold: tokens. A server fetches nothing for a request with fewer tokens in the
-        store.
-    inferred: built from a store's listing. Only model, topology, pools and object sizes are valid;
-        commands that interpret bytes refuse the profile.
+    prefetch_threshold: number of tokens. A server fetches nothing for a request that has fewer
+        tokens in the store.
+    inferred: whether the profile was built from a store's listing. Then only the model, topology,
+        pools and object sizes are valid. Commands that interpret bytes refuse such a profile.
     """
 
     model: str
@@ -81,7 +81,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     page_size: int = 1
     layout: str = "page_first"
     tp: int = 1
-    linear_tp: int = 0  # 0: equal to tp
+    linear_tp: int = 0  # 0 means equal to tp
     pp: int = 1
     pp_partition: tuple[int, ...] = ()
     cp: int = 1
@@ -89,8 +89,8 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dcp: int = 1
     tp_lcm_size: int = 0
     tag: str = ""
-    weights: str = ""  # names the weights (`formats.weights`); "": unknown
-    draft_weights: str = ""  # "": equal to weights
+    weights: str = ""  # name of the weights (`formats.weights`); "" if unknown
+    draft_weights: str = ""  # "" means equal to weights
     hash_unit: str = "token"
     speculative_algorithm: str = ""
     prefetch_threshold: int = PREFETCH_THRESHOLD
@@ -98,7 +98,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def key_model(self) -> str:
-        """Model name as in keys (HiCacheFile, MooncakeStore: "/" becomes "-")."""
+        """Model name as in keys of HiCacheFile and MooncakeStore, with "-" in place of "/"."""
         return self.model.replace("/", "-")
 
     @property
@@ -118,7 +118,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return any(pool.trailing for pool in self.pools)
 
     def pool(self, name: str) -> Pool | None:
-        """Return the pool of this name, or None."""
+        """Return the pool of this name; None if the profile has no such pool."""
         return next((pool for pool in self.pools if pool.name == name), None)
 
 
@@ -163,11 +163,11 @@ def stored_profile(profile: Profile) -> Profile:
 
 
 def validate_profile(profile: Profile) -> list[str]:
-    """Return a message per problem of a profile; none if it is valid."""
+    """Return a message for each problem of a profile; an empty list for a valid profile."""
     sizes = [*_size_problems(profile)]
     problems = [*sizes, *_scalar_problems(profile)]
     if sizes:
-        return problems  # other checks calculate with these numbers
+        return problems  # the other checks would calculate with these wrong numbers
     problems += _parallel_problems(profile)
     if not profile.pools:
         return [*problems, "pools: missing; a profile needs at least the kv pool"]
@@ -235,7 +235,7 @@ def _pool_size_problems(pool: Pool) -> Iterator[str]:
 def _object_problems(profile: Profile, pool: Pool) -> Iterator[str]:
     """Yield a message if an unsharded object of the pool can reach MAX_OBJECT_BYTES."""
     layers = pool.layers if isinstance(pool.layers, int) else len(pool.layers)
-    layers += pool.packed_draft_layers + 1  # one layer of padding, under CP layer split
+    layers += pool.packed_draft_layers + 1  # CP layer split can add one layer of padding
     rows = {name: row for kind in kinds() for name, row in kind.row_items(pool).items()}
     items = {name: profile.page_size * row for name, row in rows.items()}
     items |= {f"{where}.shape": prod(state.shape) for where, state in _named_states(pool)}

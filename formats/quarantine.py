@@ -1,7 +1,7 @@
-"""A quarantine run: a folder with the objects that one repair removed, which is itself a store.
+"""A quarantine run, a folder with the objects that one repair removed. It is a store itself.
 
 QUARANTINE/RUN/.hicachectl/run.json        description of the run: see `backends.runs.RunForm`
-QUARANTINE/RUN/.hicachectl/findings.jsonl  findings for which pages were removed, one a line
+QUARANTINE/RUN/.hicachectl/findings.jsonl  findings for which pages were removed, one on each line
 QUARANTINE/RUN/.hicachectl/plugin/         the store's markers of objects with trailers
 QUARANTINE/RUN/KEY                         an object, under the store's own names and folders
 QUARANTINE/RUN/run.hcpack                  all objects, if the store has no files

@@ -19,20 +19,20 @@ _VERSION = re.compile(r"v?([0-9]{1,9}(?:\.[0-9]{1,9})*)(?!\.?[0-9])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """Facts that hold from a release on, until the next row of RELEASES.
+    """Facts that hold from a release of SGLang on, until the release of the next row of RELEASES.
 
     layout: default of --hicache-mem-layout.
     file_stage: file keys name the pipeline stage.
     file_cp: file keys name the context-parallel rank.
     file_state_rank: file and 3FS keys of Mamba states name the TP rank beside an MLA target.
-    mooncake_stage: Mooncake keys name the stage, and keys of MLA have a rank field, possibly empty:
-        `__k`, not `_k`.
+    mooncake_stage: Mooncake keys name the stage, and keys of MLA have a rank field. The field may
+        be empty, as in `__k`; earlier keys have `_k`.
     mooncake_model: Mooncake keys begin with the model's name, after any tag.
     compact_indexer: layers that reuse another layer's top-k have no index keys in objects.
     indexer: index keys have objects, and a look-up asks for them (hicache_storage.py :: PoolName).
     draft: drafts have a pool (cache_controller.py :: set_draft_kv_pool, PoolName.DRAFT).
-    packed_drafts: MTP drafts have no pool, but layers behind the target's in its objects
-        (speculative/base_spec_worker.py :: HiCacheDraftMode).
+    packed_drafts: MTP drafts have no pool. Their layers follow the target's layers in the target's
+        objects (speculative/base_spec_worker.py :: HiCacheDraftMode).
     seeds: extra_key and cache_salt of a request seed its page hashes
         (mem_cache/utils.py :: storage_namespace_seed).
     """
@@ -83,7 +83,10 @@ def sglang_version(text: str) -> tuple[int, ...]:
 
 
 def release_of(text: str) -> Release:
-    """Return the facts of a version, or of the nearest known one. Raises ProfileError."""
+    """Return the facts that hold for a version. Raises ProfileError.
+
+    For a version before the first row of RELEASES, return the first row.
+    """
     version = sglang_version(text)
     return next((x for x in reversed(RELEASES) if x.since <= version), RELEASES[0])
 
@@ -94,12 +97,12 @@ def since(fact: str) -> str:
 
 
 def before(fact: str) -> str:
-    """Return the newest release of RELEASES without a fact."""
+    """Return the newest release of RELEASES for which a fact of `Release` does not hold."""
     return next(".".join(map(str, x.since)) for x in reversed(RELEASES) if not getattr(x, fact))
 
 
 def unknown_release(text: str) -> str | None:
-    """Return a warning for a version outside the table, else None. Raises ProfileError."""
+    """Return a warning for a version outside RELEASES; else None. Raises ProfileError."""
     version = sglang_version(text)
     if version[:3] > NEWEST:
         return f"sglang {text}: newer than {NEWEST_SGLANG}, whose keys and defaults are assumed"

@@ -1,14 +1,16 @@
 """Find the prefixes of page chains that a server can restore, by its pools' hit policies.
 
-A prefix of p pages is restorable if every pool has the pages that its policy needs: with ALL_PAGES,
-pages 0..p-1; with TRAILING_PAGES, the last `window` of these. Ranks agree on the longest prefix
-that all can restore: the maximum of the intersection of their sets of lengths, not the minimum
-of their maxima. Source: SGLang srt/mem_cache/hicache_storage.py ::
+A prefix of p pages is restorable if every pool has the pages that its policy needs. With ALL_PAGES,
+a pool needs pages 0..p-1. With TRAILING_PAGES, it needs the last `window` of these pages. Ranks
+agree on the longest prefix that all ranks can restore. Its length is the maximum of the
+intersection of their sets of lengths, not the minimum of their maxima.
+
+Source: SGLang srt/mem_cache/hicache_storage.py ::
 HiCacheFile.batch_exists_v2; storage/mooncake_store/mooncake_store.py ::
 MooncakeStore.batch_exists_v2; hybrid_cache/hybrid_cache_controller.py :: _sync_prefetch_hit_query.
 
-Arrays over positions hold all chains one after another; `offsets` [chains + 1] int64 holds each
-chain's start, then the number of positions.
+Arrays over positions hold all chains one after another. `offsets` [chains + 1] int64 holds the
+start of each chain, and at its end the number of positions.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ def restorable(pools: Sequence[PoolPages], offsets: IntArray) -> BoolArray:
 
 
 def longest(allowed: BoolArray, offsets: IntArray, lengths: IntArray | None = None) -> IntArray:
-    """Return the length in pages of each chain's longest allowed prefix, or 0: [chains].
+    """Return the length in pages of each chain's longest allowed prefix, 0 without one: [chains].
 
     lengths: [chains] longest prefix to consider, in pages; at most the chain's length.
     """
@@ -85,9 +87,9 @@ def longest(allowed: BoolArray, offsets: IntArray, lengths: IntArray | None = No
 def least_tokens(threshold: int, *, trailing: bool) -> int:
     """Return the fewest tokens that a server takes from a store for a request.
 
-    threshold: the server's prefetch threshold in tokens. Of fewer usable tokens it fetches nothing,
-        however long the request is. Only whole pages count, so a threshold between two numbers of
-        pages acts like the larger number, and a threshold below a page like a page.
+    threshold: the server's prefetch threshold in tokens. If fewer tokens are usable, the server
+        fetches nothing, however long the request is. Only whole pages count. So a threshold between
+        two numbers of pages acts like the larger number, and a threshold below a page like a page.
     trailing: whether servers need at least one pool only at the end of a prefix.
 
     In the host memory mode `cache`, a server that has fetched fewer than LOAD_BACK_TOKENS tokens
@@ -105,7 +107,7 @@ def fetched(
 ) -> IntArray:
     """Return the pages of each chain that a server takes from a store: [chains].
 
-    usable_pages: the longest restorable prefix, in pages; the server has none of them in its
+    usable_pages: pages of the longest restorable prefix. The server has none of these pages in its
         memory.
     threshold, trailing: see `least_tokens`.
     """

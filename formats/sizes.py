@@ -21,7 +21,7 @@ _TOO_LARGE = 2**63
 def parse_size(text: str, least: int = 0) -> int:
     """Return the bytes of a size such as 200GiB or 1.5TB, or of a number of bytes.
 
-    Raises UsageError for other text, and for less than `least` or 8 EiB or more.
+    Raises UsageError for other text, for less than `least` bytes, and for 8 EiB or more.
     """
     match = _SIZE.fullmatch(text)
     if match is None or match[2] not in _UNITS:

@@ -35,12 +35,12 @@ class ObjectSpec:
     """One object that a page of a deployment can have.
 
     affix: text of the key before and after the page hash.
-    nbytes: bytes; UNKNOWN_SIZE if neither profile nor store states them.
+    nbytes: bytes of the object; UNKNOWN_SIZE if neither profile nor store states them.
     anchor: whether servers look for this object to tell whether the page exists.
     trailing_pages: number of last pages of a stored node that have the object (Mamba, SWA); 0 if
         all pages have it.
     listed: False for an object that is in the store, but not in the profile.
-    tensors: contents without gaps; empty if the form is unknown.
+    tensors: tensors that fill the object without gaps; empty if the form is unknown.
     layers, padding_layers: see `pools.PoolPiece`.
     """
 
@@ -68,9 +68,11 @@ class ObjectSpec:
     def object_set(self) -> tuple[str, int | None, bool]:
         """Identity of the object's set.
 
-        It consists of the pool, or the pool that it follows, of the linear TP size of a trailing
-        pool, and of `listed`. A whole page has all objects of each set, but may have none of a
-        trailing set.
+        The identity consists of three values:
+        - the pool, or the pool that it follows
+        - the linear TP size, if the pool is a trailing pool
+        - `listed`
+        A whole page has all objects of each set. It may have no object of a trailing set.
         """
         linear_tp = self.coordinate.shard.tp_size if self.trailing else None
         return pool_name(self.pool).follows or self.pool, linear_tp, self.listed
@@ -79,24 +81,27 @@ class ObjectSpec:
     def awaited(self) -> bool:
         """Whether a removal waits for this object before it treats a page as whole again.
 
-        False for drafts, which servers without speculation do not write, and trailing objects,
-        which most pages lack.
+        False for drafts, because servers without speculation do not write them. False for trailing
+        objects, because most pages lack them.
         """
         return self.anchor or not self.costs_hits_only
 
     @property
     def costs_hits_only(self) -> bool:
-        """Whether a missing object costs only cache hits: no server reads wrong data."""
+        """Whether a missing object costs only cache hits, so that no server reads wrong data."""
         return self.trailing or pool_name(self.pool).draft
 
     def shares_rank(self, other: ObjectSpec) -> bool:
-        """Return whether one rank may write both objects: ranks that both keys state are equal."""
+        """Return whether one rank may write both objects.
+
+        It may if each rank that both keys state is equal.
+        """
         mine, theirs = self.coordinate.shard.ranks, other.coordinate.shard.ranks
         return all(a is None or b is None or a == b for a, b in zip(mine, theirs, strict=True))
 
 
 def object_sets(specs: Sequence[ObjectSpec]) -> tuple[IntArray, ...]:
-    """Return the spec indices of each object set, sets in order of their first spec."""
+    """Return the spec indices of each object set. The sets are in order of their first spec."""
     found: dict[object, list[int]] = {}
     for position, spec in enumerate(specs):
         found.setdefault(spec.object_set, []).append(position)
@@ -116,8 +121,9 @@ def fits(sizes: IntArray, expected: IntArray) -> npt.NDArray[np.bool_]:
 def object_specs(profile: Profile, grammar: str) -> tuple[ObjectSpec, ...]:
     """Return the specs of a page's objects, anchors first, then by pool and rank.
 
-    grammar: name of a key grammar. Coordinates are distinct; if keys lack a rank (CP on Mooncake
-    and 3FS), the object of rank 0 stands for all ranks.
+    grammar: name of a key grammar.
+    The coordinates of the specs are distinct. If keys do not name a rank (CP on Mooncake and 3FS),
+    the object of rank 0 stands for the objects of all ranks.
 
     Raises ProfileError if the profile is contradictory or incomplete, UnsupportedByBackend if the
     backend has no such objects, and UsageError if the grammar is unknown.
@@ -148,7 +154,7 @@ def object_specs(profile: Profile, grammar: str) -> tuple[ObjectSpec, ...]:
 
 
 def page_bytes(profile: Profile) -> int:
-    """Return the bytes of a page on a file store, of all ranks, without trailing pools.
+    """Return the bytes that all ranks together store for a page in files, without trailing pools.
 
     Raises like `object_specs`.
     """
@@ -188,7 +194,8 @@ def _check_dcp(profile: Profile) -> None:
     if profile.dcp == 1:
         return
     anchor = profile.pools[0]
-    # For opaque pools of an inferred profile, only the form of the keys is known.
+    # An opaque pool of an inferred profile passes if ranks share its objects, because only the form
+    # of its keys is known.
     if not kind_of(anchor).stored_with_dcp(anchor):
         raise UnsupportedByBackend(
             f"dcp {profile.dcp}: SGLang stores DCP pages of MLA models only; give dcp 1"
@@ -223,7 +230,7 @@ def _held(profile: Profile, grammar: Grammar, pool: Pool) -> _Held:
             continue
         page = _rank_pool(profile, piece)
         stage = page.ranks._replace(pp_rank=pp_rank, cp_rank=cp_rank)
-        # Contents are the same for all TP ranks of a stage.
+        # All TP ranks of a stage have the same tensors.
         contents: dict[object, tuple[TensorLayout, ...]] = {}
         for tp_rank in range(profile.tp):
             own = page._replace(ranks=stage._replace(tp_rank=tp_rank))
@@ -236,7 +243,7 @@ def _held(profile: Profile, grammar: Grammar, pool: Pool) -> _Held:
 
 
 def _rank_pool(profile: Profile, piece: PoolPiece) -> RankPool:
-    """Return a stage's page of a pool, on the first rank."""
+    """Return a stage's page of a pool, as the first rank holds it."""
     pool, kind = piece.pool, kind_of(piece.pool)
     opaque = kind.has_bytes and not kind.has_form
     sizes = tuple(tensor.nbytes for tensor in piece.tensors)

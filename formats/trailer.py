@@ -1,13 +1,13 @@
-"""Trailers: 128 bytes after an object's bytes in a file, which describe these bytes.
+"""Trailers, the 128 bytes after an object's bytes in a file, which describe the object.
 
-SGLang's HiCacheFile reads an object's bytes only, so it reads such a file like its own
-(hicache_storage.py :: HiCacheFile.get).
+SGLang's HiCacheFile reads only the object's bytes, so it reads a file with a trailer like its own
+files (hicache_storage.py :: HiCacheFile.get).
 
     offset  bytes
          0      8  magic
          8      1  version of this form: 1
          9      1  digest kind: 0 none, 1 xxh3_128, 2 blake3
-        10      2  rank that has these bytes (`trailer_rank`); 0: not stated, as in older trailers
+        10      2  rank that has these bytes (`trailer_rank`); 0 if not stated (older trailers)
         12      4  CRC-32 of the trailer, with these four bytes zero
         16      8  bytes of the object, without the trailer
         24     32  digest of the object's bytes, zeros after it
@@ -60,9 +60,9 @@ class Trailer(NamedTuple):
     digest: 32 bytes, zero-padded.
     nbytes: size of the object, without the trailer.
     page: the 32 bytes of the page hash.
-    identity: 16 bytes.
-    name: 24 bytes, see `trailer_name`.
-    rank: see `trailer_rank`.
+    identity: the 16 bytes of the identity's hash.
+    name: the 24 bytes of `trailer_name`.
+    rank: result of `trailer_rank`.
     """
 
     digest_kind: str
@@ -120,8 +120,10 @@ def trailer_name(pool: str, part: str | None = None) -> bytes:
 def trailer_rank(shard: Shard) -> int:
     """Return the number that names a rank and its TP size in trailers: 16 bits.
 
-    The number encodes the ranks that the object's key states. It is NO_RANK for more than 1,022
-    ranks, and for keys of layers and heads, which state no rank.
+    The number encodes the ranks that the object's key states. It is NO_RANK in these cases:
+    - The deployment has more than 1,022 ranks.
+    - The key states a rank without the number of ranks.
+    - The key names layers in place of ranks (unified keys).
     """
     if shard.layers is not None:
         return NO_RANK
@@ -144,7 +146,7 @@ def trailer_rank(shard: Shard) -> int:
 
 
 def rank_text(rank: int) -> str:
-    """Return the rank in a trailer as text: `rank 1 (tp 2)`.
+    """Return the rank in a trailer as text, such as `rank 1 (tp 2)`.
 
     rank: number other than NO_RANK.
     """
@@ -153,7 +155,7 @@ def rank_text(rank: int) -> str:
 
 
 def digest_text(kind: str, digest: bytes) -> str | None:
-    """Return a trailer's digest as text, `xxh3:<hex>`; None without a digest.
+    """Return a trailer's digest as text, such as `xxh3:<hex>`; None without a digest.
 
     digest: 32 bytes, zero-padded.
     """
@@ -204,7 +206,8 @@ def parse_trailer(data: Buffer) -> Trailer | None:
 class PoolTrailers:
     """The trailers of one pool, which differ in page and digest only.
 
-    Faster than `dump_trailer` and `parse_trailer`, for a server that handles many small pages.
+    This class is faster than `dump_trailer` and `parse_trailer`, for a server that handles many
+    small pages.
     """
 
     def __init__(
@@ -227,7 +230,7 @@ class PoolTrailers:
         return b"".join((self._head, checksum, rest))
 
     def digest(self, data: bytes, page: bytes) -> bytes | None:
-        """Return the digest in a trailer; None if the trailer is not this pool's for the page."""
+        """Return the digest in `data`; None if it is not a trailer of this pool and page."""
         digest = data[_DIGEST_AT:_PAGE_AT]
         return digest if data == self.dump(page, digest) else None
 

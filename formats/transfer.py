@@ -1,9 +1,9 @@
 """Plan the copies that convert a page's objects from one deployment to another.
 
 Keys, axis order and ranks change; the content does not. A pool's content is indexed by model layer,
-KV head, token, channel and so on. An object holds boxes of the content: some layers, heads and
-state channels, at offsets that the axis order determines. One strided copy (`formats.copyplan`)
-moves the overlap of two boxes.
+KV head, token, channel and so on. An object holds boxes of the content. A box has some layers,
+heads and state channels, at an offset that the axis order determines. One strided copy
+(`formats.copyplan`) moves the overlap of two boxes.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _LayerOrder = dict[object, int]
 
 @dataclass(frozen=True, slots=True)
 class TransferUnit:
-    """Source objects needed in memory together, and the destination objects made from them.
+    """Source objects that must be in memory together, and the destination objects made from them.
 
-    sources, destinations: indices into the plan's objects; copies index these tuples.
+    sources, destinations: indices into the plan's objects. Copies in turn index these two tuples.
         A destination without sources stands for an anchor without bytes.
     copies:   copies that fill every byte of every destination once, except in `padded`.
     identity: whether the unit is one source and one destination with equal bytes.
-    trailing: whether a page may lack the sources; it then lacks the destinations, too.
+    trailing: whether a page may lack the sources. A page without them lacks the destinations, too.
     padded:   destinations with bytes that no copy fills and that must be zero.
     """
 
@@ -97,12 +97,13 @@ def transfer_plan(
 
 
 def retargeted(profile: Profile, **changes: Any) -> Profile:
-    """Return the profile of a deployment that stores the same pages differently; not validated.
+    """Return the profile of a deployment that stores the same pages differently.
 
-    changes: fields of a profile; None keeps a value. A new pp gets SGLang's default partition if
-        none is given. linear_tp follows tp if both were equal.
-    Raises ProfileError if another release (sglang) has other objects, unless `pools` are given,
-    too.
+    The result is not validated.
+    changes: fields of a profile; None keeps a value. A new pp without a pp_partition gets SGLang's
+        default partition. linear_tp follows tp if both were equal.
+    Raises ProfileError if a new release (sglang) has other objects. If `pools` are among the
+    changes, the releases are not compared.
     """
     if changes.get("sglang") and not changes.get("pools"):
         check_release(profile, changes["sglang"])
@@ -136,7 +137,7 @@ def _regions(side: Side, orders: dict[str, _LayerOrder]) -> list[tuple[Region, .
 
 
 class _Sources:
-    """Index of source objects: the holders of each box, by space and layers."""
+    """Index of the source objects that hold each box, by space and layers."""
 
     def __init__(self, regions: Sequence[tuple[Region, ...]]) -> None:
         # space -> (first layer, end) -> box -> its holders, each with its own region
@@ -151,11 +152,12 @@ class _Sources:
     ) -> list[list[CopyPlan]]:
         """Return the copies that fill each box of a destination.
 
-        replica: number of the destination among its replicas, which use holders of equal content in
-            turn. A source that the destination needs anyway comes first, so that units stay small.
+        replica: number of the destination among destinations with the same boxes. These
+            destinations take turns among holders of equal content. A source that the destination
+            needs anyway is preferred, so that units stay small.
         """
         needed = [(place, one) for place, box in enumerate(wanted) for one in self._holders(box)]
-        needed.sort(key=lambda pair: len(pair[1]))  # boxes that one source holds come first
+        needed.sort(key=lambda pair: len(pair[1]))  # boxes with the fewest holders come first
         feeding: set[int] = set()
         found: list[list[CopyPlan]] = [[] for _ in wanted]
         for place, holders in needed:
@@ -167,7 +169,7 @@ class _Sources:
         return found
 
     def _holders(self, wanted: Region) -> Iterator[dict[int, Region]]:
-        """Yield the holders of each box that overlaps a wanted one."""
+        """Yield the holders of each box that overlaps a wanted box."""
         first, end = _layers(wanted)
         for (start, stop), boxes in self._boxes[wanted.space].items():
             if start < end and stop > first:
@@ -185,7 +187,7 @@ def _meet(one: Region, two: Region) -> bool:
 
 
 def _layers(region: Region) -> tuple[int, int]:
-    """Return the layer span of a box, for fast lookup."""
+    """Return the layer span of a box, for fast lookup; (0, 1) for a box without layers."""
     span = next(((a.first, a.first + a.length) for a in region.extents if a.name == "layer"), None)
     return span or (0, 1)
 
@@ -348,8 +350,8 @@ def _tensor_regions(
 def _space(profile: Profile, pool: Pool, expected: ObjectSpec) -> tuple[object, ...]:
     """Return the identity of the content that an object's indices refer to.
 
-    DCP ranks hold different tokens of kv under equal indices. Contents of CP ranks may differ too,
-    unless the ranks divide the layers.
+    DCP ranks hold different tokens of kv under equal indices. CP ranks may hold different contents
+    under equal indices, too, if they do not divide the layers.
     """
     shard = expected.coordinate.shard
     split = profile.cp_layer_split and pool_name(pool.name).cp_split

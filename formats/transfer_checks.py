@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.releases import Release
     from hicachectl.formats.spec import ObjectSpec
 
-# Fields that a transfer cannot change: other values mean other pages or bytes.
+# Fields that a transfer cannot change, because other values mean other pages or bytes.
 _FIXED = {
     "page_size": "page hashes depend on the page size",
     "hash_unit": "page hashes depend on the hash unit",
@@ -33,7 +33,7 @@ _FIXED = {
 class Side(NamedTuple):
     """The source or destination deployment.
 
-    specs: its objects under the grammar.
+    specs: specs of its objects under the grammar.
     """
 
     profile: Profile
@@ -51,8 +51,9 @@ class Side(NamedTuple):
 def check_transfer(source: Side, destination: Side) -> None:
     """Refuse deployments between which a page cannot be transferred whole.
 
-    Raises UsageError if pages or their division among ranks differ, ProfileError if pools differ,
-    UnsupportedByBackend if keys cannot name, or copies cannot produce, all objects.
+    Raises UsageError if pages or their division among ranks differ. Raises ProfileError if pools
+    differ. Raises UnsupportedByBackend if keys cannot name all objects, or if copies cannot produce
+    all objects.
     """
     _check_profiles(source.profile, destination.profile)
     for profile, grammar, _ in (source, destination):
@@ -86,7 +87,7 @@ def check_release(profile: Profile, sglang: str) -> None:
 
 
 def _other_index_keys(profile: Profile, pool: Pool, old: Release, new: Release) -> str:
-    """Return why two releases store other index keys; "" if they store the same."""
+    """Return why two releases store different index keys; "" if they store the same index keys."""
     if old.indexer != new.indexer:
         return f"releases before {since('indexer')} store no index keys"
     # An earlier release stores the index keys of all layers.
@@ -97,8 +98,8 @@ def _other_index_keys(profile: Profile, pool: Pool, old: Release, new: Release) 
     if old.compact_indexer:
         return f"{edge} need the index keys of all layers, which the pages lack"
     return (
-        f"{edge} store the index keys of all layers, later releases only those of layers that "
-        "compute their own, which the profile does not tell"
+        f"{edge} store the index keys of all layers, and later releases only the index keys of "
+        "layers that compute a top-k of their own, which the profile does not tell"
     )
 
 
@@ -161,7 +162,10 @@ def _check_pool(one: Pool, two: Pool) -> None:
 
 
 def _comparable(pool: Pool) -> Pool:
-    """Return a pool with explicit dtype and V width, without layers: regions compare these."""
+    """Return a pool with explicit dtype and V width, and without layers.
+
+    Layers are left out, because `formats.transfer` compares them by regions.
+    """
     dtype, v_head_dim = kind_of(pool).dtype(pool), pool.v_head_dim or pool.head_dim
     return replace(pool, layers=0, packed_draft_layers=0, dtype=dtype, v_head_dim=v_head_dim)
 

@@ -1,15 +1,17 @@
-"""Weights fingerprints: texts that name a model's weights, equal on all hosts.
+"""Fingerprints, which are texts that name a model's weights. All hosts compute the same text.
 
 A fingerprint covers the model's config files and, of each safetensors shard, its name, size, header
 and samples. Paths, links, owners and times do not count, nor do tokenizers and code.
 
 A fingerprint changes with every config value, with a tensor's name, dtype, shape or place, and with
-a shard's size. Since a model can have a terabyte, it covers only samples of the numbers: 4 KiB from
-the middle of each tensor; of a tensor above 64 MiB, 4 KiB for every 64 MiB, evenly spaced.
-Training, a merged adapter or another quantisation changes most numbers of at least one tensor, and
-so practically always a sample. A change within a share p of one tensor with n samples is missed
-with probability 1 - n x p, or 0 if that is negative: a few edited rows or experts can go unnoticed.
-The places of samples are known, so a fingerprint does not protect against forgery.
+a shard's size. Since a model can have a terabyte, a fingerprint covers only samples of the numbers.
+A sample is 4 KiB. A tensor has one sample, from its middle. A tensor of 64 MiB or more has several
+samples, evenly spaced: one, and another for each 64 MiB. Training, a merged adapter or another
+quantisation changes most numbers of at least one tensor, and so practically always a sample.
+
+A change within a share p of one tensor with n samples is missed with probability 1 - n x p, or 0 if
+that is negative. So a few edited rows or experts can go unnoticed. The places of samples are known,
+so a fingerprint does not protect against forgery.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ _IDLE_FIELDS = frozenset({
 class Checkpoint(NamedTuple):
     """A model directory.
 
-    configs: its parsed files of `CONFIGS`, by name.
-    shards: file names of its safetensors files.
+    configs: parsed files of `CONFIGS` in the directory, by name.
+    shards: file names of the safetensors files in the directory.
     """
 
     fingerprint: str
@@ -82,9 +84,9 @@ class Range(NamedTuple):
 class Shard:
     """A safetensors file.
 
-    header_hash: hash of its size and header.
-    groups: its samples in order of offset, each range at most MAX_RANGE_BYTES, in groups that can
-        be read in parallel.
+    header_hash: hash of the file's size and header.
+    groups: ranges with the file's samples, in order of offset. Groups can be read in parallel. No
+        range exceeds MAX_RANGE_BYTES.
     """
 
     header_hash: bytes
@@ -182,11 +184,11 @@ def served_weights(
 ) -> str:
     """Return the name of weights as a server loads them: 32 hexadecimal digits, or `name` itself.
 
-    name: the checkpoint's fingerprint. It is returned if every setting has SGLang's default, or
-        loads the same numbers.
+    name: the checkpoint's fingerprint. It is returned if every setting has SGLang's default, or a
+        value with which SGLang loads the same numbers.
     overrides: --json-model-override-args, as text or parsed.
-    others: more settings, JSON values; empty ones do not count. `formats.models.loading` says which
-        of SGLang's settings belong here.
+    others: more settings, as JSON values. Empty values do not count. `formats.models.loading` says
+        which of SGLang's settings belong here.
     Raises FormatError for overrides that are not a JSON object.
     """
     if isinstance(overrides, str):
@@ -220,7 +222,7 @@ def _without_idle_fields(value: Any) -> Any:
 def _tensors(header: bytes, source: str) -> list[Range]:
     """Return the bytes of each tensor in order, counted from the end of the header.
 
-    As the format demands, they fill the shard without gaps.
+    Raises FormatError if the tensors have gaps or overlap, which the format forbids.
     """
     try:
         entries = parse_json_object(header, source)
@@ -246,7 +248,7 @@ def _tensors(header: bytes, source: str) -> list[Range]:
 
 
 def _ranges(data: int, tensors: Iterable[Range]) -> list[Range]:
-    """Return the samples of tensors in order, with small gaps filled.
+    """Return ranges with the samples of tensors, in order. Samples with a small gap are joined.
 
     data: position of the header's end.
     """

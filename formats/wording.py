@@ -40,7 +40,7 @@ def failed(place: object, action: str, error: Exception, next_step: str = "") ->
     """Return the message for a failed system call.
 
     place: file, directory or URL.
-    action: follows "cannot", such as "read the snapshot".
+    action: words that follow "cannot", such as "read the snapshot".
     """
     return with_next(f"{place}: cannot {action}: {reason_of(error)}", next_step)
 
@@ -48,12 +48,12 @@ def failed(place: object, action: str, error: Exception, next_step: str = "") ->
 def lost_stdout(error: OSError) -> str:
     """Return the message for a result that cannot be written."""
     return (
-        f"Cannot write to stdout: {reason_of(error)}; check the file or pipe that it is, or give -o"
+        f"Cannot write to stdout: {reason_of(error)}; check the file or pipe behind it, or give -o"
     )
 
 
 def with_next(problem: str, next_step: str) -> str:
-    """Append the next step to a problem, unless it is empty."""
+    """Append the next step to a problem; an empty step is left out."""
     return f"{problem}; {next_step}" if next_step else problem
 
 
@@ -76,7 +76,7 @@ def lock_held(path: object) -> str:
 def one_place(source: str, evidence: str, option: str) -> str:
     """Return the message for a SRC and DST that are one store, where an option would remove pages.
 
-    evidence: text that shows that they are one.
+    evidence: text that shows that they are one store.
     """
     return (
         f"{source}: SRC and DST are one place: {evidence}; give another destination, or leave out "
@@ -106,8 +106,8 @@ def over_buffer(nbytes: int, buffer_bytes: int) -> str:
 def install_step(*packages: str) -> str:
     """Return the next step that installs packages for the Python that runs this program.
 
-    packages: their names on the Python package index. An extra cannot be named in place of them:
-    the index does not have hicachectl.
+    packages: their names on the Python package index. An extra of hicachectl cannot stand in their
+        place, because the index does not have hicachectl.
     """
     return f"run {quote(sys.executable)} -m pip install {' '.join(packages)}"
 
@@ -131,7 +131,7 @@ _NAME_SIDE_DIRECTORY = "add side_directory=DIR to the URL"
 
 
 def needs_profile(what: str) -> str:
-    """Return the message for a request that only a profile can serve."""
+    """Return the message for a request that needs a profile."""
     return f"{what} needs a profile; {GIVE_PROFILE}"
 
 

@@ -1,4 +1,4 @@
-"""Key grammars: the objects into which each backend divides a page, and their keys."""
+"""Key grammars, which state the objects of each backend's pages, and their keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WHOLE_PAGES = "file"
 
 
 def grammar_of(name: str) -> Grammar:
-    """Return the key grammar of a name. Raises UsageError if unknown."""
+    """Return the key grammar of a name. Raises UsageError for an unknown name."""
     grammars = _grammars()
     if name not in grammars:
         raise UsageError(not_one_of("Key scheme", name, grammars))

@@ -1,6 +1,7 @@
-"""Define key grammars: how a backend divides a page into objects, and how it names them.
+"""Define key grammars, which say how a backend divides a page into objects and names them.
 
-A profile asks a grammar for the objects of all ranks; the storage plug-in asks for its own rank.
+A profile asks a grammar for the objects of all ranks. The storage plug-in asks for the objects of
+its own rank.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 Affix = tuple[str, str]  # text of a key before and after its page hash
 Readings = dict[Affix, tuple[Coordinate, ...]]
 
-# Unfinished writes of HiCacheFile.set and hicachectl's file store. SGLang 0.5.14 to 0.5.19 append
-# ".tmp.PID.THREAD.UUID" to the object's name; earlier releases write under the name itself.
+# Names of unfinished writes of HiCacheFile.set and hicachectl's file store. SGLang 0.5.14 to 0.5.19
+# append ".tmp.PID.THREAD.UUID" to the object's name. Earlier releases write under that name itself.
 TEMPORARY_PATTERN = (
     r"^(?:\.(?:hicachectl-)?[0-9a-f]{32}\.tmp"
     r"|[0-9a-f]{64}[._].*\.bin\.tmp\.[0-9]+\.[0-9]+\.[0-9a-f]{32})$"
@@ -67,7 +68,7 @@ class RankPool(NamedTuple):
     sharded: whether the TP ranks hold different bytes of this pool.
     scattered: whether the layers of the page are scattered in host memory.
     opaque: whether the form of the page is unknown, so that `parts` does not show its division.
-    tp_lcm: the TP size to which heads are split on Mooncake; 0 if they are not.
+    tp_lcm: the TP size to which heads are split on Mooncake; 0 if heads are not split.
     nixl_layouts: layouts in which NIXL transfers a sidecar pool from its place in memory.
     """
 
@@ -95,7 +96,7 @@ class PageObject(NamedTuple):
     """One object of a page.
 
     parts: slice of the page's parts that the object holds.
-    head_slices: number of equal slices along the heads; the object holds one of each part.
+    head_slices: number of equal slices along the heads. The object holds one slice of each part.
     """
 
     coordinate: Coordinate
@@ -116,14 +117,14 @@ class Grammar(ABC):
 
     name: name of the grammar, as stores and packs state it.
     title: name of the backend in messages.
-    axes: the axes whose rank is in keys. The value is the field of `Release` that is true from the
-        first release with it; "" for all releases.
-    unnamed_cp: whether pages are described although keys do not name the CP rank; the object of
-        rank 0 then stands for all.
+    axes: axes whose rank keys state. The value is the name of the field of `Release` that is true
+        if a release states the rank; "" if all releases do.
+    unnamed_cp: whether pages are described although keys do not name the CP rank. The object of
+        rank 0 then stands for the objects of all CP ranks.
     names_model: whether the keys of at least one release name the model.
     has_tag: whether keys begin with an extra_backend_tag, which no key separates from the model.
     unequal_halves: whether K and V can differ in size.
-    refuses_oversized: whether SGLang treats an object that is too large as a miss; otherwise it
+    refuses_oversized: whether SGLang treats an object that is too large as a miss. Otherwise SGLang
         reads the object's start.
     warm_ups: pattern of the keys that servers write when they start; "" if there are none.
     served: whether servers can read the keys through the storage plug-in.
@@ -144,7 +145,7 @@ class Grammar(ABC):
 
     @abstractmethod
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """Return every coordinate that an affix can mean; none if foreign."""
+        """Return every coordinate that an affix can mean; none if no key has this affix."""
 
     @abstractmethod
     def affix(self, coordinate: Coordinate) -> Affix:
@@ -156,18 +157,18 @@ class Grammar(ABC):
 
     @abstractmethod
     def objects(self, page: RankPool) -> tuple[PageObject, ...]:
-        """Return the objects of one rank's page; ranks that share an object return it alike.
+        """Return the objects of one rank's page. Ranks that share an object get equal results.
 
-        An anchor without bytes has no object unless there is a `marker`. Raises
-        UnsupportedByBackend if SGLang has no such objects.
+        An anchor without bytes has an object only if the grammar has a `marker`.
+        Raises UnsupportedByBackend if SGLang has no such objects.
         """
 
     def check_ranks(self, ranks: Ranks, release: Release, *, reads: bool = False) -> None:
-        """Refuse axes of several ranks that keys do not name.
+        """Refuse an axis with several ranks if keys do not name the rank.
 
-        reads: accept CP ranks as `unnamed_cp` says.
-        Raises CollidingKeys if no release names the rank, UnsupportedByBackend if a later release
-        does.
+        reads: accept CP ranks that keys do not name, if `unnamed_cp` is true.
+        Raises CollidingKeys if no release names the rank. Raises UnsupportedByBackend if only a
+        later release names the rank.
         """
         for axis in ("pp", "cp", "dcp"):
             size, fact = getattr(ranks, axis), self.axes.get(axis)
@@ -190,7 +191,7 @@ class Grammar(ABC):
 
 
 def part_in_keys(page: RankPool, part: str | None) -> str | None:
-    """Return a part as Mooncake and NIXL keys name it: an MLA page's K and V together are "k"."""
+    """Return a part as Mooncake and NIXL keys name it. K and V of an MLA page together are "k"."""
     pool = pool_name(page.pool)
     if pool.states or page.halved:
         return part

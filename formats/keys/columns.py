@@ -26,9 +26,10 @@ SPAN_COLUMNS = ("layers", "heads")  # half-open ranges, as in "0-16"
 def coordinate_columns(
     resolved: Sequence[Resolved], affix_ids: npt.NDArray[np.int32]
 ) -> dict[str, pa.Array]:
-    """Return each row's coordinate: texts as dictionaries, ranks int32; null if not stated.
+    """Return each row's coordinate, as columns by name.
 
-    resolved: one for each affix id.
+    Texts are dictionary arrays, and ranks are int32. A value that the key does not state is null.
+    resolved: meaning of each affix, by affix id.
     affix_ids: [n] int32, negative for a foreign key.
     """
     # Values depend only on the affix, so a dictionary has at most one value per affix.
@@ -50,7 +51,7 @@ def coordinate_columns(
 
 
 def shard_fields(shard: Shard) -> dict[str, str | int | None]:
-    """Return the columns of a shard; None if not stated."""
+    """Return the columns of a shard; None for a value that the key does not state."""
     return {
         **{name: getattr(shard, name) for name in RANK_COLUMNS},
         **{name: _span(getattr(shard, name)) for name in SPAN_COLUMNS},

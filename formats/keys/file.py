@@ -39,7 +39,10 @@ class FileGrammar(Grammar):
     marker = 0
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """See `Grammar`; several if a model name ends like a rank suffix or starts like a pool."""
+        """See `Grammar`.
+
+        There are several readings if a model name ends like a rank suffix or starts like a pool.
+        """
         if prefix or not suffix.endswith(".bin"):
             return ()
         stem = suffix.removesuffix(".bin")
@@ -72,7 +75,7 @@ class FileGrammar(Grammar):
         """Return the file of the whole page. The form of its name depends on the target.
 
         Each rank of an MHA target has its own file. Ranks of an MLA target share the first rank's
-        file, even for an MHA draft: the other ranks then read the wrong shard of the draft.
+        file, even for an MHA draft. The other ranks then read the wrong shard of the draft.
         """
         ranks = page.ranks
         states = pool_name(page.pool).states and page.release.file_state_rank
@@ -92,7 +95,7 @@ class FileGrammar(Grammar):
 
 
 def _pool_readings(stem: str) -> Iterator[tuple[str, str]]:
-    """Yield (pool, text from the model on) for every pool that can begin `stem`."""
+    """Yield each pool that can begin `stem`, and the text from the model on."""
     if stem.startswith("_"):
         yield "kv", stem[1:]
     for pool in pool_names():
@@ -140,7 +143,7 @@ def _dcp_readings(text: str, pool: str) -> Iterator[tuple[str, Shard]]:
 
 
 def _rank_readings(text: str, shard: Shard) -> Iterator[tuple[str, Shard]]:
-    """Yield the readings of one or two number pairs at the end: tp, pp, or tp then pp."""
+    """Yield the readings of one or two number pairs at the end, as tp, as pp, or as tp and pp."""
     match = _PAIR.search(text)
     if match is None:
         return

@@ -1,6 +1,6 @@
 """Keys of SGLang's 3FS backend, written as RANK:NAMESPACE:KEY.
 
-SGLang's metadata server has a table per RANK and NAMESPACE, which maps KEY to a page index.
+SGLang's metadata server has a table for each RANK and NAMESPACE. A table maps KEY to a page index.
 Source: sglang srt/mem_cache/storage/hf3fs/storage_hf3fs.py :: HiCacheHF3FS,
 _get_mha_zero_copy_keys, _pool_component_key. KEY is::
 
@@ -37,7 +37,8 @@ _OWN_RANK = re.compile(r"_([a-z0-9_]+)_(0|[1-9][0-9]{0,8})_([1-9][0-9]{0,8})")
 class Hf3fsGrammar(Grammar):
     """HiCacheHF3FS's keys.
 
-    tp_rank is RANK, the rank of the data file, unless KEY states a tp-rank.
+    If KEY states a tp-rank, it is the `tp_rank` of the coordinate. Otherwise `tp_rank` is RANK, the
+    rank of the data file.
     """
 
     name = "hf3fs"
@@ -46,7 +47,7 @@ class Hf3fsGrammar(Grammar):
     names_model = False
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """See `Grammar`; at most one reading."""
+        """See `Grammar`. There is at most one reading."""
         match = _PREFIX.fullmatch(prefix)
         if match is None:
             return ()
@@ -74,7 +75,7 @@ class Hf3fsGrammar(Grammar):
         return f"{shard.tp_rank or 0}:{pool}:", suffix
 
     def check_ranks(self, ranks: Ranks, release: Release, *, reads: bool = False) -> None:
-        """See `Grammar`; SGLang refuses DCP."""
+        """See `Grammar`. SGLang refuses DCP."""
         super().check_ranks(ranks._replace(dcp=1), release, reads=reads)
         if ranks.dcp > 1:
             raise UnsupportedByBackend(
@@ -83,7 +84,7 @@ class Hf3fsGrammar(Grammar):
             )
 
     def objects(self, page: RankPool) -> tuple[PageObject, ...]:
-        """Return the object of the whole page, or one each for K and V (zero copy)."""
+        """Return the object of the whole page, or an object each for K and V (zero copy)."""
         if not page.parts:
             raise UnsupportedByBackend(
                 f"pools[{page.pool}]: SGLang's 3FS backend cannot store models without KV "

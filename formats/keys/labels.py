@@ -1,8 +1,9 @@
-"""Labels of deployments: the same with and without a profile.
+"""Labels of deployments, which are the same with and without a profile.
 
 A label is the tag and model as in the keys, then the sizes that the keys state:
-`Qwen-Qwen3-32B tp4 pp2`. It omits facts that only a profile states: the TP size of Mooncake pages,
-and the boundary between tag and model. Documents have labels; texts for people have `label_text`.
+`Qwen-Qwen3-32B tp4 pp2`. It omits two facts that only a profile states: the TP size of Mooncake
+pages, and the boundary between tag and model. Documents have labels. Texts for people have
+`label_text`.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ if TYPE_CHECKING:
 AMBIGUOUS = "?"  # label of objects with ambiguous keys
 _NAMELESS = "-"  # label of keys without tag and model
 
-# Text that is escaped in names: white space would end a name, and ? or - alone would be a label.
+# Text that is escaped in names, because white space would end a name, and ? or - alone would be a
+# label.
 _RESERVED = re.compile(rf"[%\s\x00-\x1f]|^[{AMBIGUOUS}{_NAMELESS}]$")
 _SIZE = re.compile(r"^([a-z]+)(?=[0-9]+$)")
 _SIZES = (*AXES, "page")
 
 
 def group_label(grammar: Grammar, names: Names, affixes: Iterable[Affix]) -> str:
-    """Return a group's label from the affixes of its objects, all of one deployment.
+    """Return a group's label from the affixes of its objects.
 
     Mamba keys may state a TP size that anchor keys lack, so keys of other pools take precedence.
+    affixes: affixes of one deployment.
     """
     of_states = ""
     for affix in affixes:
@@ -45,13 +48,16 @@ def group_label(grammar: Grammar, names: Names, affixes: Iterable[Affix]) -> str
 
 
 def label_text(label: str) -> str:
-    """Return a label for people, with sizes as in messages: `Qwen-Qwen3-32B tp 4 pp 2`."""
+    """Return a label for people, with sizes as in messages, such as `Qwen-Qwen3-32B tp 4 pp 2`."""
     name, *sizes = label.split(" ")
     return " ".join([name, *(_SIZE.sub(r"\1 ", size) for size in sizes)])
 
 
 def _reading(grammar: Grammar, name: str, affix: Affix) -> Coordinate | None:
-    """Return an affix's reading with this name, which also determines the sizes."""
+    """Return the reading of an affix with this name; None if no reading has the name.
+
+    The name also determines the sizes.
+    """
     readings = grammar.readings(*affix)
     return next((r for r in readings if r.names.text == name), None)
 

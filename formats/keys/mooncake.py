@@ -10,7 +10,7 @@ _get_mha_split_heads_buffer_meta, _tag_keys. A key is::
              | "" | pp-rank | "dcp" r "_cp" c [ "_" pp-rank ] rank-replicated
              | "['4', '5']"                     sidecars of split heads: a printed list
 
-Up to SGLang 0.5.7, MLA keys have no rank field; up to 0.5.16, no key has a model.
+Up to SGLang 0.5.7, MLA keys have no rank field. Up to SGLang 0.5.16, no key has a model.
 
 Only a DCP part states TP and PP sizes. Without a profile, a tag cannot be separated from the model
 name and stays in `model`.
@@ -78,8 +78,8 @@ class MooncakeGrammar(Grammar):
     def narrow(self, readings: Readings) -> Readings:
         """Drop readings that other keys of the same store exclude.
 
-        MHA pools have a V, rank-replicated pools do not. So `_1_k` means TP rank 1 if a `_v` exists
-        under the same prefix and pool, else stage 1.
+        MHA pools have a V, and rank-replicated pools have none. So `_1_k` means TP rank 1 if a `_v`
+        exists under the same prefix and pool. Otherwise it means stage 1.
         """
         with_v = {
             (prefix, reading.pool)
@@ -112,18 +112,18 @@ class MooncakeGrammar(Grammar):
         return prefix, f"{rank}_{_component_text(coordinate)}"
 
     def check_ranks(self, ranks: Ranks, release: Release, *, reads: bool = False) -> None:
-        """See `Grammar`; DCP keys name the CP rank."""
+        """See `Grammar`. DCP keys name the CP rank."""
         named = ranks if ranks.dcp == 1 else ranks._replace(cp=1)
         super().check_ranks(named, release, reads=reads)
 
     def coordinate(self, page: RankPool, part: str | None, shard: Shard) -> Coordinate:
-        """See `Grammar`; early releases do not name the model."""
+        """See `Grammar`. Early releases do not name the model."""
         if not page.release.mooncake_model:
             page = page._replace(names=page.names._replace(model=""))
         return super().coordinate(page, part, shard)
 
     def objects(self, page: RankPool) -> tuple[PageObject, ...]:
-        """Return an object of each part (_get_hybrid_page_component_keys)."""
+        """Return an object for each part (_get_hybrid_page_component_keys)."""
         if not page.parts:
             return ()
         ranked = _is_ranked(page)
@@ -153,8 +153,8 @@ class MooncakeGrammar(Grammar):
 def _is_ranked(page: RankPool) -> bool:
     """Return whether keys name the TP rank. Refuse pools for which SGLang makes other keys.
 
-    Keys of a draft name the rank if the draft's ranks hold shares; keys of other pools name it if
-    the target's ranks hold shares.
+    Keys of a draft name the rank if the draft's ranks hold shares. Keys of other pools name the
+    rank if the target's ranks hold shares.
     """
     pool = pool_name(page.pool)
     if not pool.mooncake:
@@ -173,7 +173,7 @@ def _is_ranked(page: RankPool) -> bool:
     else:
         ranked = not page.shared_anchor
     if not page.opaque and ranked != page.sharded:
-        # MooncakeStore makes too few or too many keys.
+        # MooncakeStore makes too few or too many keys for these pages.
         raise UnsupportedByBackend(
             f"pools[{page.pool}]: the pages do not fit SGLang's Mooncake keys of this pool beside "
             f"this kv pool; {FILE_STORE}"
@@ -182,7 +182,7 @@ def _is_ranked(page: RankPool) -> bool:
 
 
 def _head_slices(page: RankPool) -> int:
-    """Return into how many slices keys divide a rank's heads.
+    """Return the number of slices into which keys divide a rank's heads.
 
     Source: should_split_heads (cache_controller.py :: _generate_storage_config).
     """
@@ -192,7 +192,7 @@ def _head_slices(page: RankPool) -> int:
 
 
 def _shards(page: RankPool, ranked: bool, slices: int, cut: int) -> Iterator[Shard]:
-    """Yield the shards of a rank's objects: one, or one for each slice of its heads."""
+    """Yield the shards of a rank's objects. There is one shard, or one for each slice of heads."""
     ranks = page.ranks
     shard = Shard()
     if ranks.pp > 1:
@@ -221,13 +221,13 @@ def _shards(page: RankPool, ranked: bool, slices: int, cut: int) -> Iterator[Sha
 
 
 def _read_prefix(text: str) -> tuple[str, Shard | None]:
-    """Return the model (with any tag) and the sizes of a DCP part."""
+    """Return the model (with any tag), and the sizes of a DCP part; None without a DCP part."""
     match = _DCP_PREFIX.fullmatch(text)
     if match is None:
         return text, None
     tp, dcp, page_size, pp, cp = map(int, match.groups()[1:])
     impossible = dcp < 2 or tp % dcp or page_size % dcp or max(tp, pp, cp) > MAX_RANKS
-    if impossible:  # part of the model's name
+    if impossible:  # the match is part of the model's name
         return text, None
     return match[1] or "", Shard(
         tp_size=tp, dcp_size=dcp, dcp_page_size=page_size, pp_size=pp, cp_size=cp
@@ -251,7 +251,7 @@ def _components(names: tuple[PoolName, ...]) -> tuple[tuple[re.Pattern[str], Poo
 
 
 def _component_pattern(pool: PoolName) -> str:
-    """Return the regular expression of a pool's components; its group is the part."""
+    """Return the regular expression of a pool's components. Its group is the part."""
     name = re.escape(pool.name)
     if not pool.parts:
         return f"{name}()"

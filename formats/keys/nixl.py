@@ -9,7 +9,8 @@ route_key. A key is::
     part      = "k" | "v" | "temporal" | "conv_" number | number
 
 Keys of an MLA target have no TP rank, except keys of states. No key has a PP or CP rank. An object
-without component is a whole page of the kv pool; "k" alone is a page of MLA, K and V together.
+without component is a whole page of the kv pool. An object "k" without an object "v" is a page of
+MLA, with K and V together.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class NixlGrammar(Grammar):
     marker = _ALIGNMENT
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """See `Grammar`; a model's name can end like a component or a rank."""
+        """See `Grammar`. A model's name can end like a component or a rank."""
         if prefix:
             return ()
         return tuple(
@@ -92,7 +93,7 @@ class NixlGrammar(Grammar):
         return "", suffix
 
     def objects(self, page: RankPool) -> tuple[PageObject, ...]:
-        """Return parts that O_DIRECT can transfer from their place in memory, else the page."""
+        """Return the parts if O_DIRECT can transfer them from memory, else the whole page."""
         if _lies_in_place(page) and not any(nbytes % _ALIGNMENT for nbytes in page.sizes):
             return self._parts(page)
         nbytes = sum(page.sizes)
@@ -110,14 +111,14 @@ class NixlGrammar(Grammar):
     def _parts(self, page: RankPool) -> tuple[PageObject, ...]:
         states = pool_name(page.pool).states
         # HiCacheNixl._get_hybrid_zero_copy_buffers writes parts under names that batch_exists_v2
-        # does not ask for: it counts a temporal state, which models that have only convolutions
-        # lack.
+        # does not ask for. batch_exists_v2 counts a temporal state, which models that have only
+        # convolutions lack.
         if states and page.parts[0] != pool_name(page.pool).parts[0]:
             raise UnsupportedByBackend(
                 f"pools[{page.pool}]: SGLang's NIXL backend never finds states without a temporal "
                 f"one again, because it looks for one more object than it writes; {FILE_STORE}"
             )
-        # The key of a state that is alone names the pool only (_get_hybrid_component_keys).
+        # The key of a single state names only the pool (_get_hybrid_component_keys).
         alone = states and len(page.parts) == 1
         parts = [None if alone else part_in_keys(page, part) for part in page.parts]
         return tuple(
@@ -127,13 +128,16 @@ class NixlGrammar(Grammar):
 
 
 class NixlBufferedGrammar(NixlGrammar):
-    """The same keys, of servers without direct I/O, which divide pages into other objects."""
+    """HiCacheNixl's keys and objects, of servers without direct I/O.
+
+    The keys have the same form, but these servers divide pages into other objects.
+    """
 
     name = BUFFERED
     marker = 1
 
     def objects(self, page: RankPool) -> tuple[PageObject, ...]:
-        """Return the parts if they can be transferred from their place in memory, else the page."""
+        """Return the parts if they can be transferred from memory, else the whole page."""
         if _lies_in_place(page):
             return self._parts(page)
         if page.pool == ANCHOR or page.opaque or not page.nixl_layouts:
@@ -147,7 +151,7 @@ class NixlBufferedGrammar(NixlGrammar):
 def _lies_in_place(page: RankPool) -> bool:
     """Return whether the page's parts can be transferred from their place in memory.
 
-    Apart from kv, this holds only for pools with `get_hybrid_pool_buffer`.
+    Parts of kv can. Parts of other pools can if the pool has `get_hybrid_pool_buffer`.
     """
     layouts = PAGE_FIRST_LAYOUTS if page.pool == ANCHOR else page.nixl_layouts
     return bool(page.parts) and not page.opaque and page.layout in layouts

@@ -1,7 +1,8 @@
 """Choose between possible readings of a key.
 
-The evidence is the store's set of affixes. A rank suffix is accepted if all ranks 0..size-1 exist,
-a pool name if the same deployment has an anchor. Without evidence a key stays ambiguous.
+The evidence is the store's set of affixes. A rank suffix is accepted if all ranks 0..size-1 exist.
+A pool name is accepted if the same deployment has an anchor. Without evidence, a key stays
+ambiguous.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Meaning of an affix: one coordinate, or several readings.
+    """Meaning of an affix, which is one coordinate or several readings.
 
-    coordinate: None if foreign (no readings) or ambiguous.
+    coordinate: the coordinate; None if the affix is foreign (without readings) or ambiguous.
+    readings: the possible readings.
     """
 
     coordinate: Coordinate | None
@@ -44,7 +46,7 @@ def resolve_affixes(
 ) -> dict[Affix, Resolved]:
     """Return the meaning of every distinct affix of a store.
 
-    known: coordinates of affixes that a profile describes; they take precedence.
+    known: coordinates of affixes that a profile describes. They take precedence over the evidence.
     """
     known = known or {}
     readings = grammar.narrow({affix: grammar.readings(*affix) for affix in affixes})

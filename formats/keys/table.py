@@ -34,7 +34,7 @@ _UNKNOWN = -2
 
 
 class ByteRows:
-    """The bytes of a binary array; a null is a row of 0 bytes.
+    """The bytes of a binary array. A null is a row of 0 bytes.
 
     lengths: [n] int32, bytes of each row.
     """
@@ -57,7 +57,8 @@ class ByteRows:
         """Copy `nbytes` bytes from offset `at` of each row: [rows], dtype S`nbytes`.
 
         The bytes must lie within the row. The dtype is S, because numpy copies and compares strings
-        fastest. Strings of S ignore trailing zeros, which is harmless if all have the same length.
+        fastest. Strings of S ignore trailing zeros, which is harmless if all strings have the same
+        length.
         """
         places = self._starts[rows] + at
         if not len(places):
@@ -74,7 +75,7 @@ class ByteRows:
 
 
 def join_keys(affixes: Sequence[Affix], which: pa.Array, pages: pa.StringArray) -> pa.BinaryArray:
-    """Return [n] keys; a key is null if its affix id or its page hash is null.
+    """Return [n] keys. A key is null if its affix id or its page hash is null.
 
     which: [n] affix ids.
     pages: [n] page hashes.
@@ -86,13 +87,13 @@ def join_keys(affixes: Sequence[Affix], which: pa.Array, pages: pa.StringArray) 
 
 @dataclass(slots=True)
 class KeySplitter:
-    """Splits batches of keys; collects the distinct affixes in order of appearance."""
+    """Splits batches of keys, and collects the distinct affixes in order of appearance."""
 
     affixes: list[Affix] = field(default_factory=list)
     _ids: dict[Affix, int] = field(default_factory=dict)
 
     def split(self, keys: pa.BinaryArray) -> tuple[pa.StringArray, npt.NDArray[np.int32]]:
-        """Return each key's page hash (null if foreign) and affix id (or FOREIGN)."""
+        """Return each key's page hash and affix id; null and FOREIGN for a foreign key."""
         ids = self.identify(keys)
         return pages_of(keys, page_starts(self.affixes)[ids]), ids
 
@@ -118,8 +119,8 @@ class KeySplitter:
         return ids
 
     def _each(self, keys: pa.BinaryArray) -> npt.NDArray[np.int32]:
-        """Identify keys by regular expression: twenty times as slow as comparing bytes."""
-        # RE2 matches bytes here: a key need not be UTF-8.
+        """Identify keys by a regular expression, twenty times as slow as by comparing bytes."""
+        # RE2 matches bytes here, because a key need not be UTF-8.
         found = pc.extract_regex(keys, f"^{_AROUND_HASH}$")
         prefixes, _, suffixes = found.flatten()
         prefix_codes = pc.dictionary_encode(prefixes)
@@ -141,7 +142,7 @@ class KeySplitter:
         try:
             affix = (prefix.decode(), suffix.decode())
         except UnicodeDecodeError:
-            return FOREIGN  # not SGLang's: SGLang builds keys from str
+            return FOREIGN  # SGLang builds keys from str, so this key is not SGLang's
         if affix not in self._ids:
             self._ids[affix] = len(self.affixes)
             self.affixes.append(affix)
@@ -154,7 +155,10 @@ def page_starts(affixes: Sequence[Affix]) -> IntArray:
 
 
 def pages_of(keys: pa.BinaryArray, starts: IntArray) -> pa.StringArray:
-    """Return the page hashes of keys. starts: [n] byte offsets; negative gives null."""
+    """Return the page hashes of keys.
+
+    starts: [n] byte offsets of the hashes. A negative offset gives null.
+    """
     known = starts >= 0
     cut = ByteRows(keys).cut(np.flatnonzero(known), starts[known], PAGE_DIGITS)
     offsets = np.zeros(len(keys) + 1, dtype=np.int32)
@@ -176,7 +180,8 @@ def page_words(
     """
     digits = ByteRows(keys).cut_bytes(rows, starts + word * _WORD_DIGITS, _WORD_DIGITS)
     text: npt.NDArray[np.uint64] = digits.view(">u8").astype(np.uint64)
-    # The low 4 bits of a digit are its value; letters, which have bit 6 set, need 9 more.
+    # The low 4 bits of a decimal digit are its value. A letter has bit 6 set, and its value is its
+    # low 4 bits plus 9.
     halves = (text & _each_byte(0x0F)) + np.uint64(9) * ((text >> np.uint64(6)) & _each_byte(1))
     for bits, kept in ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0xFFFFFFFF)):
         halves = (halves | (halves >> np.uint64(bits))) & np.uint64(kept)

@@ -5,8 +5,8 @@ Source: sglang srt/mem_cache/hicache_key_scheme.py :: plan_unified_kv, namespace
     page-hash "_" digest "_L" start "-" end [ "_H" head-group ]
     digest = "ukv1-" first 16 hex digits of SHA-256 over a msgpack map
 
-One object holds K and V of a range of model layers and one head group; KV that all ranks
-replicate has no head group. The scheme is a library of SGLang: no backend stores it yet.
+One object holds K and V of a range of model layers and one head group. KV that all ranks replicate
+has no head group. The scheme is a library of SGLang, and no backend uses it yet.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _SUFFIX = re.compile(f"_(ukv{SCHEMA_VERSION}-[0-9a-f]{{16}})_L{_NUMBER}-{_NUMBER
 class UnifiedGrammar(Grammar):
     """Keys of the unified scheme.
 
-    The digest replaces the model: it hashes model, dtype, page size and grid. `shard.heads` is the
-    object's one head group, counted over the whole model.
+    The digest stands in the place of the model. It is a hash of model, dtype, page size and grid.
+    `shard.heads` is the object's one head group, counted over the whole model.
     """
 
     name = title = "unified"
     axes: ClassVar = {"pp": "", "cp": "", "dcp": ""}
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """See `Grammar`; at most one reading."""
+        """See `Grammar`. There is at most one reading."""
         match = _SUFFIX.fullmatch(suffix)
         if prefix or match is None:
             return ()
@@ -66,7 +66,7 @@ class UnifiedGrammar(Grammar):
         return "", suffix
 
     def objects(self, page: RankPool) -> NoReturn:
-        """Refuse: no server writes such keys, so no profile states their grid."""
+        """Raise UnsupportedByBackend: no server writes such keys, so no profile has their grid."""
         raise UnsupportedByBackend(
             "A profile cannot describe objects of the unified key scheme; use another store"
         )

@@ -26,7 +26,7 @@ _KINDS: dict[str, PoolKind] = {}
 
 
 def register(kind: PoolKind, names: tuple[PoolName, ...] = ()) -> None:
-    """Add a kind, and pool names that keys may have. Raises ValueError if either exists."""
+    """Add a kind, and pool names that keys may have. Raises ValueError if one of them exists."""
     if kind.name in _KINDS:
         raise ValueError(f"kind {kind.name!r} is already registered")
     add_pool_names(names)
@@ -40,7 +40,7 @@ def unregister(kind: PoolKind, names: tuple[PoolName, ...] = ()) -> None:
 
 
 def kind_of(pool: Pool) -> PoolKind:
-    """Return the kind of a valid profile's pool."""
+    """Return the kind of a pool, which must be a pool of a valid profile."""
     return _KINDS[pool.kind]
 
 

@@ -22,15 +22,16 @@ class PoolKind:
 
     name:     `kind` in a profile.
     summary:  required fields, for the manual.
-    words:    name of such a pool in messages: "an MHA pool".
+    words:    name of such a pool in messages, such as "an MHA pool".
     required: fields of `Pool` that a profile must state.
     anchors:  whether a kv pool can have this kind.
-    shards:   True: each TP rank holds a share; False: all hold equal bytes; None: unknown.
+    shards:   True if each TP rank holds a share, False if all TP ranks hold equal bytes. None if
+              that is unknown.
     linear:   whether a profile's linear_tp, if stated, replaces tp as the number of shares.
     has_form: whether the form of the bytes is known.
     scattered: whether the layers of a layer_first page are scattered in host memory, so that
               SGLang cannot store the page as parts. MooncakeStore stores only the layer_first
-              pages of MLA KV (_get_mha_buffer_meta raises for others).
+              pages of MLA KV (_get_mha_buffer_meta raises for other pages).
     splits_layers: whether CP ranks can divide the layers of an anchor of this kind.
     host_layouts: layouts of host pools that SGLang builds.
     identified: whether a profile tells the identity that the storage plug-in gives to objects.
@@ -59,7 +60,7 @@ class PoolKind:
     # --- the profile ---
 
     def problems(self, pool: Pool) -> Iterator[str]:
-        """Yield a message for each invalid field; callers check missing fields and bounds."""
+        """Yield a message for each invalid field. Callers check missing fields and bounds."""
         yield from ()
 
     def row_items(self, pool: Pool) -> dict[str, int]:
@@ -114,12 +115,12 @@ class PoolKind:
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
         """Return one rank's tensors of a layer_first page, each at offset 0.
 
-        Empty if the form is unknown. Raises ProfileError.
+        Returns an empty tuple if the form is unknown. Raises ProfileError.
         """
         return ()
 
     def compared_channels(self, pool: Pool, tensor: TensorLayout) -> int:
-        """Return how many leading channels of a row differ in magnitude by layer; 0 if none."""
+        """Return how many leading channels of a row differ in magnitude by layer, perhaps 0."""
         return 0
 
     def columns(
@@ -127,7 +128,8 @@ class PoolKind:
     ) -> tuple[Column, ...] | None:
         """Return the columns of one row of a tensor.
 
-        None if the tensor is one array of its dtype; empty if the bytes are not interpreted.
+        Returns None if the tensor is one array of its dtype. Returns an empty tuple if the bytes
+        are not interpreted.
 
         code_dtype: dtype of quantised codes.
         """
@@ -139,7 +141,10 @@ class PoolKind:
         """Raise ProfileError if a profile does not determine each rank's share of the pool."""
 
     def shared_shard(self, pool: Pool, tp_rank: int, tp: int) -> int | None:
-        """Return the index of the share that a TP rank has in common with others, or None."""
+        """Return the index of the share that a TP rank has in common with others; None without one.
+
+        tp: number of TP ranks.
+        """
         return None
 
     def spans(
@@ -150,7 +155,7 @@ class PoolKind:
 
 
 def stored_rows(pool: Pool, tokens: int) -> int:
-    """Return the rows of a page in one layer. Raises ProfileError if tokens do not fill them."""
+    """Return the rows of a page in one layer. Raises ProfileError if tokens do not fill rows."""
     ratio = pool.compress_ratio or 1
     if tokens % ratio:
         raise ProfileError(
@@ -161,7 +166,7 @@ def stored_rows(pool: Pool, tokens: int) -> int:
 
 
 def holder(shard: Shard) -> int:
-    """Return the TP rank whose share an object holds; 0 if ranks share it."""
+    """Return the TP rank whose share an object holds; 0 if ranks share the object."""
     if shard.tp_rank is not None:
         return shard.tp_rank
     if shard.heads is None:

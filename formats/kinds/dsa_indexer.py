@@ -28,8 +28,8 @@ INDEXER_POOLS = (
     PoolName(name="draft_indexer", draft=True, dcp=True, whole=True, mooncake=True),
 )
 
-# A scale is max(1e-4, largest magnitude) / 448, the largest code: act_quant,
-# fused_store_index_cache.cuh.
+# A scale is max(1e-4, largest magnitude) / 448, where 448 is the largest code (act_quant,
+# fused_store_index_cache.cuh).
 SCALE_FLOOR = 1e-4 / 448
 _SCALE_BYTES = 4
 _FP4_BLOCK = 32  # codes of a ue8m0 scale: get_dsv4_indexer_bytes_per_token
@@ -59,11 +59,11 @@ class DsaIndexer(PoolKind):
             yield f"row: fp4 or nothing, not {pool.row!r}"
 
     def has_identity(self, pool: Pool) -> bool:
-        """Return whether the pool is not DeepSeek-V4's."""
+        """Return whether the pool is of another model than DeepSeek-V4."""
         return pool.name in {one.name for one in INDEXER_POOLS}
 
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
-        """Return one block per layer: fp8 keys of all rows, then scales.
+        """Return one block per layer, with the fp8 keys of all rows and then their scales.
 
         Layers are outermost in every layout, so the layout does not change the bytes. Blocks of
         fp4 keys have the keys and scales of each index page of 64 or 128 rows together.

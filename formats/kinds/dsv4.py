@@ -1,6 +1,6 @@
-"""Kind dsv4, rows of DeepSeek-V4: latents of one token, or of several tokens compressed.
+"""Kind dsv4, rows of DeepSeek-V4. A row has the latents of one token or of several tokens.
 
-A page is one block of bytes for each layer, outermost in every layout.
+A page is one block of bytes for each layer. Layers are outermost in every layout.
 
 Sources: SGLang srt/mem_cache/memory_pool_host.py :: DeepSeekV4PagedHostPool,
 kernels/ops/attention/dsv4/kv_layout.py :: KVLayout.
@@ -26,7 +26,7 @@ class Numbers:
     """Numbers of a row.
 
     offset: bytes from the start of the row's data or scales.
-    count: how many numbers there are.
+    count: number of the numbers.
     dtype: a name of TENSOR_DTYPE_BYTES; _FP8 stands for the server's fp8.
     """
 
@@ -41,10 +41,10 @@ class RowForm:
     """A form of rows (KVLayout).
 
     data, scales: bytes of a row's data and of its scales.
-    align: a page is padded to a multiple of these bytes.
-    in_data, in_scales: numbers that may be NaN.
-    interleaved: each row's scales follow its data. Otherwise a page has the data of all rows, then
-        all scales.
+    align: number of bytes. A page is padded to a multiple of it.
+    in_data, in_scales: numbers of the data and of the scales that can be NaN.
+    interleaved: whether each row's scales follow its data. Otherwise a page has the data of all
+        rows, then all scales.
     """
 
     data: int
@@ -55,7 +55,7 @@ class RowForm:
     interleaved: bool = False
 
     def page_bytes(self, rows: int) -> int:
-        """Return the bytes of a page of one layer."""
+        """Return the bytes of one layer of a page."""
         return -(-rows * (self.data + self.scales) // self.align) * self.align
 
 
@@ -65,7 +65,7 @@ _V4 = (Numbers("codes", 0, 448, _FP8), Numbers("rope", 448, 64, "bfloat16"))
 _SCALES = (Numbers("scales", 0, 16, "ue8m0"),)
 _FP4_SCALES = (Numbers("scales", 0, 32, _FP8),)  # they scale 512 e2m1 codes, which have no NaN
 DSV4_ROWS = {
-    "v4": RowForm(576, 8, 576, _V4, (Numbers("scales", 0, 7, "ue8m0"),)),  # a byte is unused
+    "v4": RowForm(576, 8, 576, _V4, (Numbers("scales", 0, 7, "ue8m0"),)),  # the 8th scale is unused
     "v41": RowForm(512, 16, 512, _CODES, _SCALES),
     "v41_fp4": RowForm(256, 32, 256, (), _FP4_SCALES),
     "v41_new": RowForm(512, 16, 528, _CODES, _SCALES, interleaved=True),
@@ -97,7 +97,7 @@ class Dsv4(PoolKind):
         return (TensorLayout("rows", ("layer", "block"), (layers, nbytes), "uint8"),)
 
     def columns(self, pool: Pool, tensor: TensorLayout, code_dtype: str) -> tuple[Column, ...]:
-        """Return the numbers of all rows of a page: first of the data, then of the scales."""
+        """Return the numbers of all rows of a page, first in the data and then in the scales."""
         form = DSV4_ROWS[pool.row]
         row_bytes = form.data + form.scales
         rows = tensor.shape[-1] // row_bytes  # a page has less padding than a row

@@ -25,7 +25,7 @@ class Logical(PoolKind):
     summary = "An anchor without bytes (DeepSeek-V4)."
     anchors = True
     shards = False
-    host_layouts = HEADLESS_LAYOUTS  # Pools beside the anchor: DeepSeekV4PagedHostPool.
+    host_layouts = HEADLESS_LAYOUTS  # layouts of the pools beside it (DeepSeekV4PagedHostPool)
     has_bytes = False
     has_form = False
 

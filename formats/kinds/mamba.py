@@ -37,9 +37,10 @@ MAMBA_POOLS = (
 def local_state_shape(place: str, state: StateTensor, tp: int) -> tuple[int, ...]:
     """Return the shape of one rank's shard of a state.
 
+    Every rank holds a whole group whole. Each other group of the sharded axis is divided by tp, or
+    by its number of heads if that is smaller.
     place: names the state in messages.
-    Each group of the sharded axis is divided by tp, or by its heads if they are fewer, unless it is
-    whole. Raises ProfileError if a group cannot be divided so.
+    Raises ProfileError if a group cannot be divided in this way.
     """
     held = 0
     for number, group in enumerate(state.lengths):
@@ -70,7 +71,7 @@ def state_spans(state: StateTensor, rank: int, tp: int, held: int) -> list[Span]
     repeated = sum(groups[number] for number in state.whole)
     divided = sum(groups) - repeated
     parts = divided // (held - repeated) if divided else 1
-    part = rank * parts // tp  # if ranks outnumber heads, neighbours share a head
+    part = rank * parts // tp  # if ranks outnumber heads, neighbouring ranks share a head
     shares = [
         group if number in state.whole else group // parts for number, group in enumerate(groups)
     ]

@@ -1,4 +1,4 @@
-"""Kind mha, multi-head attention: K and V of each token, by head.
+"""Kind mha, multi-head attention, with K and V of each token by head.
 
 Sources: SGLang srt/mem_cache/pool_host/mha.py (MHATokenToKVPoolHost, Asymmetric...),
 srt/configs/model_config.py :: get_num_kv_heads.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.kinds.pool import Pool
     from hicachectl.formats.objects import Shard
 
-# Pools of K and V; in MLA models they hold latents instead.
+# Pools of K and V. In MLA models, these pools hold latents instead.
 KV_POOLS = (
     PoolName(name="kv", dcp=True, cp_split=True, parts=HALVES, mooncake=True),
     PoolName(name="swa", trailing=True, parts=HALVES, whole=True, mooncake=True),
@@ -98,7 +98,7 @@ class Mha(PoolKind):
         return tensor.shape[-1]
 
     def check_shards(self, pool: Pool, tp: int) -> None:
-        """Raise ProfileError unless the heads are a multiple of the TP ranks, or the reverse."""
+        """Raise ProfileError if neither heads nor TP ranks are a multiple of the other number."""
         most, least = max(pool.kv_heads, tp), min(pool.kv_heads, tp)
         if not pool.replicated and most % least:
             raise ProfileError(
@@ -107,7 +107,7 @@ class Mha(PoolKind):
             )
 
     def shared_shard(self, pool: Pool, tp_rank: int, tp: int) -> int | None:
-        """Return the head that neighbouring ranks share, if ranks outnumber heads.
+        """Return the head that neighbouring ranks share; None if ranks do not outnumber heads.
 
         Source: srt/layers/linear.py :: QKVParallelLinear.num_kv_head_replicas.
         """

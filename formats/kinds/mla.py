@@ -1,4 +1,6 @@
-"""Kind mla, multi-head latent attention: one row per token and layer, equal on all TP ranks.
+"""Kind mla, multi-head latent attention, with one row per token and layer.
+
+The rows are equal on all TP ranks.
 
 Sources: SGLang srt/mem_cache/pool_host/mla.py, srt/mem_cache/kv_cache_configurator.py ::
 calculate_mla_kv_cache_dim, kernels/ops/quantization/dsa_quant_k_cache.py (scaled rows).
@@ -100,7 +102,7 @@ class Mla(PoolKind):
         return pool if same else structs.replace(pool, row="fp8" if is_fp8 else "bf16")
 
     def stored_with_dcp(self, pool: Pool) -> bool:
-        """Return True: SGLang stores DCP pages of MLA models only."""
+        """Return True, because SGLang stores DCP pages of MLA models."""
         return True
 
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
@@ -112,7 +114,8 @@ class Mla(PoolKind):
     def compared_channels(self, pool: Pool, tensor: TensorLayout) -> int:
         """Return the number of latents.
 
-        The rope part is left out, because its magnitudes differ from theirs in every layer.
+        The rope part is left out, because its magnitudes differ from those of the latents in every
+        layer.
         """
         return pool.kv_lora_rank
 

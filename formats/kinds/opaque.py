@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _COMPRESSED = ("c1", "c1_indexer", "c1_indexer_scale", "c2", "c2_indexer", "c2_indexer_scale",
                "c4", "c4_indexer", "c4_indexer_scale", "c128", "c4_rope", "c128_rope")  # fmt: skip
 _STATES = ("c4_state", "c4_indexer_state", "c128_state")
-# Pools of DeepSeek-V4; its kv pool is logical.
+# Pools of DeepSeek-V4, whose kv pool is logical.
 COMPRESSED_POOLS = (
     *(PoolName(name=f"deepseek_v4_{name}", whole=True, mooncake=True) for name in _COMPRESSED),
     *(

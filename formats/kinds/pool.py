@@ -14,13 +14,13 @@ class PoolName:
 
     trailing: only the last pages of a radix tree node have the pool
               (hybrid_pool_assembler.py: PoolHitPolicy.TRAILING_PAGES).
-    draft:    belongs to a speculative draft model; layer numbers count the draft's layers.
-    dcp:      stored under decode context parallelism (cache_controller.py).
+    draft:    the pool is of a speculative draft model. Layer numbers count the draft's layers.
+    dcp:      SGLang stores the pool under decode context parallelism (cache_controller.py).
     cp_split: CP ranks divide the layers under cp_layer_split.
-    follows:  name of the trailing pool that the same pages have: SGLang writes both or none
-              (SidecarPoolSpec's indices_from_pool).
-    states:   holds recurrent states. Servers need one page's states only, and keys name a TP rank
-              even if ranks share the anchor.
+    follows:  name of the trailing pool that the same pages have. SGLang writes both pools of a page
+              or neither (SidecarPoolSpec's indices_from_pool).
+    states:   the pool holds recurrent states. Servers need the states of one page only. Keys name a
+              TP rank even if ranks share the anchor.
     parts:    names of the parts that keys can name, such as "k"; a number follows a name that
               ends in an underscore.
     whole:    if all TP ranks share the pool, keys can name its whole page, without a part.
@@ -51,7 +51,7 @@ _NAMES: dict[str, PoolName] = {}
 
 
 def pool_name(name: str) -> PoolName:
-    """Return the properties of a pool name; defaults if unknown."""
+    """Return the properties of a pool name; defaults for an unknown name."""
     return _NAMES.get(name) or PoolName(name=name)
 
 
@@ -82,12 +82,13 @@ def default_hit_policy(name: str) -> str:
 class StateTensor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One recurrent state of a Mamba-like layer, before sharding.
 
-    groups: lengths along `shard_axis`, sharded separately (q, k, v of a convolution); their sum is
-        shape[shard_axis]. Empty for one group.
-    whole: indices of the groups that every rank holds whole (B and C of Mamba2 with one group);
-        (0,) without `groups` means the whole state. Ascending.
-    least: length of the shortest share, a head; 0 if none is stated. If TP ranks outnumber heads,
-        neighbouring ranks hold copies of one head. Only for a state of one group.
+    groups: lengths of groups along `shard_axis`, which are sharded separately (q, k, v of a
+        convolution). Their sum is shape[shard_axis]. Empty for one group.
+    whole: ascending indices of the groups that every rank holds whole (B and C of Mamba2 with one
+        group). Without `groups`, (0,) means the whole state.
+    least: length of one head, which is the shortest share; 0 if it is not stated. If TP ranks
+        outnumber heads, neighbouring ranks hold copies of one head. Only a state of one group may
+        have it.
     """
 
     shape: tuple[int, ...]
@@ -99,18 +100,18 @@ class StateTensor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths of the groups along the sharded axis, at least one."""
+        """Lengths of the groups along the sharded axis. There is at least one group."""
         return self.groups or (self.shape[self.shard_axis],)
 
 
 class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One pool of the model, before sharding. Fields that do not apply keep their default.
 
-    layers: a count (model layers 0..n-1) or model layer numbers.
-    packed_draft_layers: EAGLE/NextN draft layers, appended to the target's layer axis.
+    layers: number n of layers, for model layers 0..n-1, or model layer numbers.
+    packed_draft_layers: number of EAGLE/NextN draft layers after the target's layers.
     compress_ratio: tokens of a stored row; 0 if each token has its own row.
     nbytes: bytes of one object for kind "opaque"; bytes of one layer for kind "blocks".
-    replicated: all TP ranks share one object.
+    replicated: whether all TP ranks share one object.
     """
 
     name: str
@@ -120,7 +121,7 @@ class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     packed_draft_layers: int = 0
     kv_heads: int = 0
     head_dim: int = 0
-    v_head_dim: int = 0  # 0: equal to head_dim
+    v_head_dim: int = 0  # 0 means equal to head_dim
     kv_lora_rank: int = 0
     qk_rope_head_dim: int = 0
     row: str = ""
@@ -149,5 +150,5 @@ class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def is_draft(self) -> bool:
-        """Whether the pool belongs to a speculative draft, so its layers are the draft's."""
+        """Whether the pool is of a speculative draft, so that its layers are the draft's layers."""
         return pool_name(self.name).draft

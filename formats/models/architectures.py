@@ -67,7 +67,10 @@ def architectures() -> Mapping[str, Family | Refusal]:
 
 
 def unverified(*, drafts: bool) -> set[str]:
-    """Return the drafts or targets that were compared with SGLang only by a handmade config."""
+    """Return the models that were compared with SGLang only by a config written by hand.
+
+    drafts: return drafts; otherwise return targets.
+    """
     return {
         name
         for name, answer in architectures().items()
@@ -110,7 +113,7 @@ REFUSALS = {
     "dots3": _refused("AttributeError: 'MLABufferInfo' object has no attribute 'head_dim'"),
     # model_loader/utils.py :: get_model_architecture
     "chosen": Refusal(
-        "is what SGLang itself runs other architectures as, and no config.json names it",
+        "runs models of other architectures in SGLang, and no config.json names it",
         f"give the model's own config, or {WRITE_PROFILE}",
     ),
     # arg_groups/dllm_hook.py :: handle_dllm_inference

@@ -36,9 +36,11 @@ def profile_from_config(
     """Derive the profile of a deployment.
 
     source: names the config in messages.
-    Raises ProfileError if the architecture is unknown, a field is missing, flags contradict each
-    other or the model, or the result depends on facts that neither config nor flags state, such as
-    the GPU.
+    Raises ProfileError in these cases:
+    - The architecture is unknown.
+    - The config lacks a field.
+    - The flags contradict each other or the model.
+    - The result depends on a fact, such as the GPU, that neither config nor flags state.
     """
     model = open_config(config, source=source)
     family = family_of(model)
@@ -113,7 +115,7 @@ def _page_size(model: HfConfig, family: Family, flags: DeploymentFlags) -> int:
 
 
 def _check_stages(config: HfConfig, stages: int) -> None:
-    """Raise ProfileError unless each of several stages has the pools of its own layers.
+    """Raise ProfileError if there are several stages and not each has the pools of its layers.
 
     Source: SGLang srt/model_executor/model_runner.py :: ModelRunner.support_pp and
     model_runner_components/layer_setup.py :: _resolve_pp_layer_range.
@@ -195,7 +197,7 @@ def _pp_partition(model: HfConfig, flags: DeploymentFlags) -> tuple[int, ...]:
 
 
 def _split_heads(flags: DeploymentFlags, tp: int, layout: str, pools: tuple[Pool, ...]) -> int:
-    """Return tp_lcm_size if it has an effect (CacheController._generate_storage_config), else 0."""
+    """Return tp_lcm_size; 0 if it has no effect (CacheController._generate_storage_config)."""
     if flags.tp_lcm_size % tp:
         raise ProfileError(
             f"tp_lcm_size: {flags.tp_lcm_size} is not a multiple of tp {tp}; check --tp-lcm-size"

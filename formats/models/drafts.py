@@ -1,4 +1,4 @@
-"""Derive what speculative drafts store: layers behind the target's, or pools of their own.
+"""Derive what speculative drafts store, which is layers after the target's or pools of their own.
 
 Source: SGLang srt/speculative/base_spec_worker.py :: BaseSpecWorker._build_hicache_draft_plan. Its
 FUSED drafts exist only without a storage backend (validate_fused_hicache_draft).
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from hicachectl.formats.kinds.pool import Pool
 
-# Algorithms without a draft model or draft KV: BaseSpecWorker._draft_model_runners.
+# Algorithms without a draft model or draft KV (BaseSpecWorker._draft_model_runners).
 _DRAFTLESS_ALGORITHMS = ("", "NGRAM", "FROZEN_KV_MTP", "UNO")
 _DFLASH_FAMILY = ("DFLASH", "DSPARK")
 _V4 = "DeepseekV4ForCausalLM"
@@ -36,7 +36,7 @@ _ALGORITHMS_OF = {
 }
 DSPARK_V4 = "DeepseekV4ForCausalLMDSpark"
 _INKLING, _INKLING_MTP = "InklingForConditionalGeneration", "InklingForConditionalGenerationMTP"
-# The only draft of a target: _handle_iquest_q1_mtp_draft.
+# Targets that have only one possible draft (_handle_iquest_q1_mtp_draft).
 _ONLY_DRAFTS = {"IQuestQ1ForCausalLM": "IQuestQ1MTP"}
 # arg_groups/model_overrides/mimo_v2.py, gigachat35.py, overrides.py :: _step3p_overrides
 _MULTI_LAYER_TARGETS = frozenset(
@@ -86,9 +86,9 @@ def algorithm_of(flags: DeploymentFlags) -> str:
 def with_draft(target: Target, algorithm: str) -> tuple[Pool, ...]:
     """Return the target's pools with the layers or pools of its draft. Raises ProfileError.
 
-    Releases that do not pack drafts store only the KV of a draft's first runner, as a pool, and
-    neither its index keys nor its windows (kv_cache_builder.py :: maybe_register_hicache_draft of
-    SGLang 0.5.17).
+    Releases that do not pack drafts store only the KV of a draft's first runner, as a pool. They
+    store neither its index keys nor its windows (kv_cache_builder.py ::
+    maybe_register_hicache_draft of SGLang 0.5.17).
     """
     if algorithm in _DRAFTLESS_ALGORITHMS:
         return target.pools
@@ -200,8 +200,8 @@ def _steps(flags: DeploymentFlags) -> int:
 def _runner_layers(draft: HfConfig, family: Family, rows: dict[str, Pool]) -> int:
     """Return the number of layers of a draft's runner.
 
-    If neither family nor config states it, count the layers of the pool kv, or of swa if kv is
-    missing.
+    If neither family nor config states the number, count the layers of the pool kv, or of swa if kv
+    is missing.
     Source: layer_setup.py :: _compute_model_num_layers, _resolve_pp_layer_range.
     """
     if family.draft_layers:
@@ -248,14 +248,14 @@ def _check_rows(ours: Mapping[str, Pool], draft: HfConfig, rows: Mapping[str, Po
 
 
 def _shown(value: object) -> str:
-    """Return a field's value for a message; shapes instead of states."""
+    """Return a field's value for a message. States are shown by their shapes."""
     return repr([list(state.shape) for state in value] if isinstance(value, tuple) else value)
 
 
 def _counted(target: Target, draft: HfConfig, rows: dict[str, Pool]) -> tuple[Pool, ...]:
     """Append a draft with a number of layers for each pool (build_hybrid_mamba_swa_stack).
 
-    A pool that the target lacks becomes a pool of the draft's own.
+    A pool that the target lacks becomes the draft's own pool.
     """
     if target.model.architecture != _INKLING:
         raise draft.error("architectures", f"hicachectl knows this draft only of {_INKLING}")
@@ -273,8 +273,8 @@ def _packed(target: Target, layers: Mapping[str, int]) -> tuple[Pool, ...]:
 
     layers: number of the draft's layers in each pool.
 
-    A pool that `layers` lacks gets none. An MTP layer with full attention adds no states: it shares
-    the target's state pool (KVCacheConfigurator._build_hybrid_linear_kv_pool).
+    A pool that `layers` lacks gets no layers. An MTP layer with full attention adds no states,
+    because it shares the target's state pool (KVCacheConfigurator._build_hybrid_linear_kv_pool).
     """
     return tuple(
         replace(pool, packed_draft_layers=layers.get(pool.name, 0)) for pool in target.pools
@@ -284,9 +284,9 @@ def _packed(target: Target, layers: Mapping[str, int]) -> tuple[Pool, ...]:
 def _sidecars(
     target: Target, draft: HfConfig, family: Family, rows: dict[str, Pool]
 ) -> tuple[Pool, ...]:
-    """Return pools of the draft's own (build_hicache_draft_sidecars).
+    """Return the draft's own pools (build_hicache_draft_sidecars).
 
-    Of a draft with a runner for each step, only the first runner's pools are stored.
+    If a draft has a runner for each step, only the first runner's pools are stored.
     """
     if not rows:
         return ()

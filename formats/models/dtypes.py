@@ -63,7 +63,12 @@ def stated_kv_dtype(name: str) -> str | None:
 
 
 def kv_dtype(config: HfConfig, flags: DeploymentFlags, *, dsa: bool, draft: bool = False) -> str:
-    """Return the dtype of --kv-cache-dtype for a model. Raises ProfileError if undetermined."""
+    """Return the dtype that --kv-cache-dtype means for a model.
+
+    dsa: whether the model is a DSA model.
+    draft: whether the model is a draft.
+    Raises ProfileError if config and flags do not determine the dtype.
+    """
     name = flags.kv_cache_dtype
     if draft and flags.speculative_draft_kv_cache_dtype:
         name = flags.speculative_draft_kv_cache_dtype
@@ -103,7 +108,7 @@ def forced_dtype(config: HfConfig, flags: DeploymentFlags) -> DeploymentFlags:
 
 
 def model_dtype(config: HfConfig, flags: DeploymentFlags) -> str:
-    """Return a model's dtype by --dtype. "auto" is the config's dtype, or 16 bits for float32.
+    """Return a model's dtype by --dtype. auto means the config's dtype, but 16 bits for float32.
 
     Source: srt/configs/model_config.py :: _get_and_verify_dtype.
     """
@@ -218,7 +223,7 @@ def has_fp8_kv(config: HfConfig) -> bool:
     """Return whether --kv-cache-dtype auto means fp8 KV.
 
     SGLang reads the KV scheme of some quantisation methods only. Raises ProfileError for a ModelOpt
-    checkpoint that states no algorithm known to SGLang: SGLang refuses it.
+    checkpoint that states no algorithm known to SGLang, because SGLang refuses such a checkpoint.
     """
     if not architecture(config.architecture).keeps_quant:
         return False
@@ -252,7 +257,7 @@ def _kv_quant_algo(config: HfConfig) -> Any:
     own, method = _own_section(config), quant_method(config)
     if method.startswith("modelopt_"):
         return _modelopt_kv(method, own, _beside(config))
-    if own is None:  # SGLang then has the defaults of its class
+    if own is None:  # SGLang then uses the defaults of its quantisation class
         return None
     if not method and own.get("quant_method") == "modelopt":
         raise config.error("quantization_config", "SGLang needs a quant_algo that it knows")

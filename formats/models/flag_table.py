@@ -1,6 +1,6 @@
-"""The flags of servers that decide a profile: where a server states them, and our options.
+"""The flags of servers that decide a profile, with their places in servers and our options.
 
-Every start of the program reads this table, so it is apart from `flags`, which imports more.
+Every start of the program imports this table, so it stands apart from `flags`, which imports more.
 """
 
 from __future__ import annotations

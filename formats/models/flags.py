@@ -1,4 +1,4 @@
-"""SGLang's server flags that determine keys and object sizes, and the values SGLang derives.
+"""SGLang's server flags that determine keys and object sizes, and values derived from the flags.
 
 Source: SGLang srt/arg_groups/; each rule names the function.
 """
@@ -73,9 +73,10 @@ class DeploymentFlags:
         --enable-deepseek-v4-fp4-indexer.
     dsv4_kv_layout, dsv4_compressed_kv_layout, dsv4_compress_state_dtype: SGLANG_DSV4_KV_LAYOUT,
         …_COMPRESSED_KV_LAYOUT, …_COMPRESS_STATE_DTYPE; "" if unset.
-    prefetch_threshold: tokens, as --hicache-storage-backend-extra-config states them.
-    resolved: a server reported these values after its overrides; page_size is final.
-    launched: the values are those of a launch command, whose page_size SGLang may override
+    prefetch_threshold: number of tokens that --hicache-storage-backend-extra-config states.
+    resolved: whether a server reported these values after its overrides, so that page_size is
+        final.
+    launched: whether the values are those of a launch command, whose page_size SGLang may override
         silently.
     """
 
@@ -121,15 +122,15 @@ class DeploymentFlags:
 
     @property
     def page_tokens(self) -> int:
-        """Tokens of a page, as for --page-size 1 if the page size is not stated."""
+        """Tokens of a page. A page size that is not stated counts as --page-size 1."""
         return (self.page_size or 1) * self.dcp
 
     @property
     def least_looked_up(self) -> int:
         """Smallest number of tokens left to compute for which a server looks up pages in its store.
 
-        Whole pages without the last token must reach the threshold. Source: SGLang
-        srt/mem_cache/unified_radix_cache.py :: prefetch_from_storage.
+        The whole pages of these tokens without the last token must reach the threshold. Source:
+        SGLang srt/mem_cache/unified_radix_cache.py :: prefetch_from_storage.
         """
         page = self.page_tokens
         return -(-max(self.prefetch_threshold, 1) // page) * page + 1
@@ -164,7 +165,7 @@ def stage_layers(text: str, where: str) -> tuple[int, ...]:
 
 
 def attention_dp(flags: DeploymentFlags) -> int:
-    """Return a TP group's number of attention data-parallel groups.
+    """Return the number of attention data-parallel groups in a TP group.
 
     Without --enable-dp-attention, --dp-size counts replicas, except under context parallelism
     (srt/arg_groups/model_override_base.py :: context_parallel_attn_dp_size).
@@ -279,7 +280,7 @@ def _refused(values: Mapping[str, Any]) -> Iterator[RefusedFlags]:
 
 
 def check_flags(flags: DeploymentFlags, algorithm: str, *, multi_layer: bool = False) -> None:
-    """Raise ProfileError for flags that SGLang refuses; flags of a live server are not refused.
+    """Raise ProfileError for flags that SGLang refuses, except for the flags of a live server.
 
     algorithm: speculative algorithm after SGLang's overrides.
     multi_layer: whether the draft has a runner for each step.

@@ -1,4 +1,4 @@
-"""Read a Hugging Face config.json strictly; errors name the missing or malformed field."""
+"""Read a Hugging Face config.json strictly. Errors name the missing or malformed field."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HfConfig:
     """A config's description of the language model.
 
     outer: the whole document.
-    text: its section on the language model; the whole document if it has no such section.
+    text: section on the language model; the whole document if it has no such section.
     source: name of the document in messages.
     """
 
@@ -43,24 +43,24 @@ class HfConfig:
         return self._positive(name, self._present(name))
 
     def optional_integer(self, name: str) -> int:
-        """Return a field, which must be a whole number; 0 if absent or null."""
+        """Return a field, which must be a whole number; 0 if the field is absent or null."""
         value = self.text.get(name)
         return 0 if value is None or value == 0 else self._positive(name, value)
 
     def required(self, name: str) -> None:
-        """Raise ProfileError if a field is absent; null is a value."""
+        """Raise ProfileError if a field is absent. A field with the value null is not absent."""
         if name not in self.text:
             raise self.error(name, "missing")
 
     def flag(self, name: str, *, usual: bool) -> bool:
-        """Return a field that is true or false; `usual` if absent."""
+        """Return a field that is true or false; `usual` if the field is absent."""
         value = self.text.get(name, usual)
         if type(value) is not bool:
             raise self.error(name, f"expected true or false, found {shown(value)}")
         return value
 
     def strings(self, name: str, length: int | None = None) -> tuple[str, ...]:
-        """Return a list of strings, of `length` if given."""
+        """Return a list of strings. length: required length of the list; None allows any."""
         return tuple(self._listed(name, str, "strings", length))
 
     def letters(self, name: str, length: int) -> str:
@@ -71,7 +71,7 @@ class HfConfig:
         return value
 
     def integers(self, name: str, length: int | None = None) -> tuple[int, ...]:
-        """Return a list of whole numbers, of `length` if given."""
+        """Return a list of whole numbers. length: required length of the list; None allows any."""
         return tuple(self._listed(name, int, "whole numbers", length))
 
     def section(self, name: str) -> HfConfig:
@@ -88,7 +88,7 @@ class HfConfig:
     def error(self, name: str, problem: str, next_step: str = "") -> ProfileError:
         """Return the error for a field of the config or a flag.
 
-        next_step: text; the default tells the user to check the flag or the config.
+        next_step: next step for the user; by default, to check the flag or the config.
         """
         stated = f"--{name.replace('_', '-')}" if name in _FLAGS else "the config"
         return ProfileError(

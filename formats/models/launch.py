@@ -43,8 +43,9 @@ _UNREAD = (
 )  # fmt: skip
 _ROLES = ("attention_backend", "decode_attention_backend", "prefill_attention_backend",
           "speculative_draft_attention_backend")  # fmt: skip
-# Attention backends; how many of _ROLES, from the first on, count; the page sizes that they take.
-# SGLang replaces other page sizes by 64 (overrides.py :: _mla_backend_page_constraints).
+# A row has an attention backend, the number of _ROLES (from the first on) that count for it, and
+# the page sizes that it takes. SGLang replaces other page sizes by 64 (overrides.py ::
+# _mla_backend_page_constraints).
 _PAGES_OF_BACKENDS = (
     ("flashmla", 2, (64,)),
     ("trtllm_mla", 2, (32, 64)),
@@ -56,9 +57,9 @@ _PAGES_OF_BACKENDS = (
 
 @cache
 def server_parser() -> argparse.ArgumentParser:
-    """Return a parser of SGLang's flags: values are text, and flags not given are absent.
+    """Return a parser of SGLang's flags. Its values are texts, and flags not given are absent.
 
-    It takes abbreviations as SGLang's parser does: `--tp` is `--tp-size`.
+    The parser takes the same abbreviations as SGLang's parser, such as `--tp` for `--tp-size`.
     """
     import argparse
 
@@ -78,9 +79,9 @@ def server_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of ServerArgs that arguments state; values are text, switches booleans.
+    """Return the fields of ServerArgs that arguments state. Values are texts; switches, booleans.
 
-    Raises UsageError for flags that SGLang lacks, naming the nearest flag.
+    Raises UsageError for flags that SGLang lacks. The message names the nearest flag.
     """
     found, others = server_parser().parse_known_args(list(arguments))
     if others:
@@ -139,10 +140,11 @@ def launched_deployment(
 
     stated: fields of ServerArgs, which `parse_arguments` returns.
     environment: the server's environment.
-    unknown: parts of values that the command does not tell, with the reason.
+    unknown: parts of values that the command does not tell, with the reason for each part.
     version: SGLang's version; "" for the newest known release.
 
-    Raises ProfileError naming the flag at fault, and for flags with which a server has no L3 cache.
+    Raises ProfileError, which names the flag at fault, also for flags with which a server has no L3
+    cache.
     """
     values = _Values({**stated, "env_vars": _Values(environment, unknown)}, unknown)
     values.update(_numbers(values))
@@ -151,7 +153,7 @@ def launched_deployment(
             f"{SOURCE}: {flag_of(refused.name)}: {refused.why}; leave it out, or give another "
             "server's command"
         )
-    if values.get("attn_dp_size") == 1:  # handle_deprecated_dp_attention ignores it
+    if values.get("attn_dp_size") == 1:  # handle_deprecated_dp_attention ignores this value
         del values["attn_dp_size"]
     values["page_size"] = _page_size_of_backends(values)  # None if the GPU decides
     if float(values.get("disaggregation_decode_host_receive_threshold", 1)) < 1:
@@ -170,7 +172,7 @@ def logged_deployment(
     """Return the deployment of a server whose log shows these fields of ServerArgs.
 
     unknown, version: see `launched_deployment`.
-    Raises ProfileError naming the field at fault.
+    Raises ProfileError, which names the field at fault.
     """
     values = _Values(fields, unknown)
     found = read_deployment(values, "server_args", version=version or NEWEST_SGLANG)
@@ -235,7 +237,7 @@ def _notes(values: Mapping[str, Any]) -> Iterator[str]:
         if values.get(name):
             yield f"{flag_of(name)} can change pages, and is not read; check the profile"
     if str(values.get("device", "cuda")).split(":", 1)[0] != "cuda":
-        yield "--device: the rules of CUDA are applied, and other devices have others"
+        yield "--device: the rules of CUDA are applied, and other devices have other rules"
     page_size = values.get("page_size")
     if "fa4" in [values.get(role) for role in _ROLES[:3]] and page_size != _FA4_PAGE_SIZE:
         yield (

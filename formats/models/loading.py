@@ -1,11 +1,15 @@
 """Name the weights that a server gets from a checkpoint, by SGLang's settings that change them.
 
-These settings count (arg_groups/fields/model.py, spec.py): quantization, load_format, revision,
-json_model_override_args, model_loader_extra_config and modelopt_quant; for a draft,
-speculative_draft_model_quantization, speculative_draft_load_format and
-speculative_draft_model_revision. Settings that take weights, scales or the config from outside the
-model directory are refused. Other settings do not count: dtype, since an identity has the dtype of
-the stored bytes; model_impl, kernels and parallelism, since they change numbers by rounding only.
+These settings count (arg_groups/fields/model.py, spec.py):
+- for a target: quantization, load_format and revision
+- for a draft: speculative_draft_model_quantization, speculative_draft_load_format and
+  speculative_draft_model_revision
+- for both: json_model_override_args, model_loader_extra_config and modelopt_quant
+
+Settings that take weights, scales or the config from outside the model directory are refused. Other
+settings do not count. The dtype does not count, because an identity has the dtype of the stored
+bytes. model_impl, kernels and parallelism do not count, because they change numbers only by
+rounding.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ _DRAFT = (
 )
 _SHARED = ("json_model_override_args", "model_loader_extra_config", "modelopt_quant")
 SETTINGS = (*_TARGET, *_DRAFT, *_SHARED, *_ELSEWHERE)
-# Options of loaders that change their speed only.
+# Options of loaders that change only the speed of loading.
 _SPEED_OPTIONS = (
     "concurrency", "distributed", "enable_gds", "enable_multithread_load", "memory_limit",
     "num_threads",
@@ -60,13 +64,14 @@ _MODELOPT = {
 
 
 def loaded_weights(found: Checkpoint, settings: Mapping[str, Any], *, draft: bool = False) -> str:
-    """Return the name of a checkpoint's weights as a server loads them; see `served_weights`.
+    """Return the name of a checkpoint's weights as a server loads them. See `served_weights`.
 
     settings: values of `SETTINGS` after SGLang's resolution, as in `runtime_context.get_model()`,
-        `get_spec()` and `/server_info`; missing settings have their default.
-    draft: the checkpoint is the draft's.
-    Raises ProfileError for a setting that takes weights from elsewhere, or a value of another type.
-    The settings decide, so all ranks and hosts of a deployment refuse alike.
+        `get_spec()` and `/server_info`. A missing setting has its default.
+    draft: whether the checkpoint is that of a draft.
+    Raises ProfileError for a setting that takes weights from outside the model directory, or that
+    has a value of a wrong type. Only the settings decide this, so all ranks and hosts of a
+    deployment refuse the same settings.
     """
     for name, harmless in _ELSEWHERE.items():
         if settings.get(name) not in harmless:
@@ -101,8 +106,8 @@ def loaded_weights(found: Checkpoint, settings: Mapping[str, Any], *, draft: boo
 def overridden_config(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model's config with --json-model-override-args applied. Raises ProfileError.
 
-    A dict is merged into a nested config and into rope parameters; anywhere else, it replaces the
-    value. Source: SGLang srt/utils/hf_transformers/config.py :: get_config.
+    A dict is merged into a nested config or into rope parameters. For any other field, it replaces
+    the value. Source: SGLang srt/utils/hf_transformers/config.py :: get_config.
     """
     found = dict(config)
     for name, value in _object(settings, "json_model_override_args").items():
@@ -118,8 +123,8 @@ def overridden_config(config: Mapping[str, Any], settings: Mapping[str, Any]) ->
 def own_quantizations(configs: Mapping[str, Any]) -> set[str]:
     """Return the values of --quantization that leave a checkpoint's own quantisation as it is.
 
-    Without the flag, SGLang takes one of them (ModelConfig._verify_quantization, overrides.py ::
-    _deepseek_moe_quant_resolution).
+    Without the flag, SGLang takes one of these values (ModelConfig._verify_quantization,
+    overrides.py :: _deepseek_moe_quant_resolution).
 
     configs: the configs of a `Checkpoint`.
     """
@@ -163,13 +168,16 @@ def _is_mistral_native(found: Checkpoint) -> bool:
 
 
 def modelopt_names(section: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return SGLang's name of a ModelOpt quantisation; both names of mixed precision; or none."""
+    """Return SGLang's names of a ModelOpt quantisation; none for an unknown algorithm.
+
+    Mixed precision has two names. The other algorithms have one.
+    """
     algorithm = unwrapped(section).get("quant_algo")
     return _MODELOPT.get("NVFP4" if "FP4" in str(algorithm) else str(algorithm), ())
 
 
 def unwrapped(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the section nested in a section on quantisation, else the section itself."""
+    """Return the section nested in a section on quantisation; else the section itself."""
     nested = section.get("quantization")
     return nested if isinstance(nested, Mapping) else section
 

@@ -18,12 +18,12 @@ class Architecture(msgspec.Struct, frozen=True):
     """A model class that SGLang registers.
 
     family: key of `FAMILIES` or `REFUSALS` in `architectures`.
-    stages: "divided" if each pipeline stage has the pools of its own layers. "undivided" if it has
-        pools of all layers. Empty if SGLang refuses several stages.
+    stages: "divided" if each pipeline stage has the pools of its own layers. "undivided" if each
+        stage has pools of all layers. Empty if SGLang refuses several stages.
     keeps_quant: whether the model keeps its quantisation, which decides the dtype of KV for auto.
     dsa: whether a config with index_topk has DeepSeek Sparse Attention.
-    filled: fields that the config's class fills with a number of its own if the config lacks them.
-    draft: name of a draft's architecture, if SGLang renames this one for a draft; else empty.
+    filled: fields that the config's class fills with its own number if the config lacks them.
+    draft: new name of this architecture, if SGLang renames it for a draft; else empty.
     nextn: number of MTP layers that SGLang then writes into the draft's config; None if it keeps
         the config's number.
     unverified: whether the model was compared with SGLang only by a config written by hand.
@@ -42,9 +42,9 @@ class Architecture(msgspec.Struct, frozen=True):
 class ServerFlag(msgspec.Struct, frozen=True, array_like=True):
     """A flag of `sglang.launch_server`.
 
-    names: its spellings.
-    values: number of its values as in argparse.
-    in_config: whether a file of --config can have it.
+    names: spellings of the flag.
+    values: number of values of the flag, as argparse counts them.
+    in_config: whether a file of --config can have the flag.
     """
 
     names: tuple[str, ...]
@@ -55,8 +55,8 @@ class ServerFlag(msgspec.Struct, frozen=True, array_like=True):
 class Recorded(msgspec.Struct, frozen=True):
     """The contents of a release's file.
 
-    read_again: model types that SGLang reads again with a config class of its own. SGLang then does
-        not see a quantisation that only the language model's section states.
+    read_again: model types that SGLang reads again with its own config class. SGLang then does not
+        see a quantisation that only the language model's section states.
     """
 
     architectures: dict[str, Architecture]
@@ -72,7 +72,7 @@ def recorded() -> Recorded:
 
 
 def architecture(name: str) -> Architecture:
-    """Return the facts about an architecture; defaults if SGLang does not register it."""
+    """Return the facts about an architecture; defaults if SGLang does not register its name."""
     return recorded().architectures.get(name, _UNKNOWN)
 
 

@@ -41,11 +41,11 @@ _USUAL = DeploymentFlags()
 class ServerDeployment:
     """A server's flags and model paths.
 
-    model_path: a path on the server's machine, or a Hub name.
-    draft_model_path: "" without a separate draft model.
-    settings: settings that change the loaded weights, `formats.models.loading.SETTINGS`.
-    tagged: the server writes to Mooncake through our storage plug-in, so that its keys have the tag
-        `identity.profile_tag`.
+    model_path: path on the server's machine, or Hub name.
+    draft_model_path: path or Hub name of the draft model; "" without a separate draft model.
+    settings: settings that change the loaded weights (`formats.models.loading.SETTINGS`).
+    tagged: whether the server writes to Mooncake through our storage plug-in, so that its keys have
+        the tag `identity.profile_tag`.
     notes: messages about missing information.
     """
 
@@ -95,7 +95,7 @@ class _Arguments:
 
 
 def flags_from_server_info(reply: Mapping[str, Any]) -> ServerDeployment:
-    """Read a `/server_info` reply. Raises ProfileError naming the field at fault."""
+    """Read a `/server_info` reply. Raises ProfileError, which names the field at fault."""
     if not isinstance(reply, Mapping):
         raise ProfileError(
             f"{_SOURCE}: expected a JSON object, found {type(reply).__name__}; check that the URL "
@@ -119,8 +119,9 @@ def read_deployment(
     """Read the fields of a server's ServerArgs; `env_vars` has its environment.
 
     source: names the values in messages.
-    launched: the values are arguments of a launch command, some of which SGLang will override.
-    Raises ProfileError naming the field at fault.
+    launched: whether the values are arguments of a launch command, some of which SGLang will
+        override.
+    Raises ProfileError, which names the field at fault.
     """
     arguments = _Arguments(values, source)
     if arguments.flag("enable_hisparse"):
@@ -142,9 +143,9 @@ def read_deployment(
 def served_profile(profile: Profile, reply: Mapping[str, Any]) -> Profile:
     """Return a profile with the names and topology of a server of the same model.
 
-    Fields that the reply lacks stay unchanged. If it lacks model_path, tp_size or page_size, all
-    fields stay unchanged.
-    Raises ProfileError naming the field at fault.
+    Fields that the reply lacks stay unchanged. If the reply lacks model_path, tp_size or page_size,
+    all fields stay unchanged.
+    Raises ProfileError, which names the field at fault.
     """
     if any(reply.get(name) is None for name in ("model_path", "tp_size", "page_size")):
         return profile
@@ -172,7 +173,7 @@ def served_profile(profile: Profile, reply: Mapping[str, Any]) -> Profile:
 
 
 def _of_dtype(pool: Pool, kv_cache_dtype: str) -> Pool:
-    """Return the kv pool with a server's dtype; unchanged for auto."""
+    """Return the kv pool with a server's dtype; the same pool for auto."""
     stated = stated_kv_dtype(kv_cache_dtype)
     return pool if stated is None else kind_of(pool).with_cache_dtype(pool, stated)
 
@@ -180,8 +181,8 @@ def _of_dtype(pool: Pool, kv_cache_dtype: str) -> Pool:
 def _flags(
     arguments: _Arguments, model_path: str, version: str, *, launched: bool
 ) -> DeploymentFlags:
-    # Beside attn_dp_size (attention DP size), dp_size counts replicas, which share keys,
-    # and enable_dp_attention is redundant.
+    # If attn_dp_size (attention DP size) is stated, dp_size counts replicas, which share keys, and
+    # enable_dp_attention is redundant.
     attn_dp = arguments.count("attn_dp_size", 0)
     dp = attn_dp or arguments.count("dp_size", 1)
     extra = extra_config(arguments.values, arguments.source)
@@ -258,7 +259,7 @@ def is_plugin(extra: Mapping[str, Any]) -> bool:
 
 
 def _environment(arguments: _Arguments) -> _Arguments:
-    """Return the scheduler's environment, which needs SGLANG_EXPOSE_OWN_ENV_VARS on the server."""
+    """Return the scheduler's environment, if the server has SGLANG_EXPOSE_OWN_ENV_VARS."""
     stated = arguments.values.get("env_vars")
     return _Arguments(stated if isinstance(stated, Mapping) else {}, arguments.source)
 

@@ -123,7 +123,7 @@ def test_help_that_cannot_be_written_is_one_line(arguments: str, place: str) -> 
     found = shell(f"hicachectl {arguments} {place}")
     assert (found.returncode, found.stderr.count("\n")) == (2, 1), found.stderr
     assert found.stderr.startswith("hicachectl: Cannot write to stdout: ")
-    assert found.stderr.endswith("; check the file or pipe that it is, or give -o\n")
+    assert found.stderr.endswith("; check the file or pipe behind it, or give -o\n")
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_a_result_that_cannot_be_written_is_one_line(
     found = shell(f"hicachectl -q ls {store} --format {output_format} {place}")
     assert (found.returncode, found.stderr.count("\n")) == (2, 1), found.stderr
     assert found.stderr.startswith("hicachectl: Cannot write to stdout: ")
-    assert found.stderr.endswith("; check the file or pipe that it is, or give -o\n")
+    assert found.stderr.endswith("; check the file or pipe behind it, or give -o\n")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Derive a model's pools from its config as SGLang does; each module has models of similar KV.
+"""Derive a model's pools from its config as SGLang does. Each module has models of similar KV.
 
 `architectures` says which family an architecture belongs to.
 """

@@ -47,7 +47,7 @@ def dsa_page_size(config: HfConfig) -> int:
 
 
 def dsa_indexer_layers(config: HfConfig, release: Release) -> tuple[int, ...]:
-    """Return the layers whose index keys are stored. The first field that the config has decides.
+    """Return the layers whose index keys are stored, by the first field that the config has.
 
     Source: srt/configs/model_config.py :: dsa_layer_skips_topk.
     """
@@ -148,7 +148,7 @@ def mha_or_mla(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def no_kv(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return no pool: the draft reads the target's KV."""
+    """Return no pool, because the draft reads the target's KV."""
     del config, context
     return ()
 
@@ -180,7 +180,7 @@ def longcat_flash(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def looped(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return K and V rows of all passes through the layers; each pass has its own rows."""
+    """Return K and V rows of all passes through the layers. Each pass has its own rows."""
     name = LOOPS[config.architecture]
     count = config.optional_integer(name) or 1
     # Both num_attention_layers and num_effective_layers multiply by the loops.

@@ -36,7 +36,7 @@ class Context:
 # The field that counts a checkpoint's MTP layers.
 NEXTN = "num_nextn_predict_layers"
 
-# Models that pass their layers several times, and the field that counts the passes.
+# Models that pass through their layers several times, and the field that counts the passes.
 LOOPS = {"NanbeigeForCausalLM": "num_loops", "IQuestLoopCoderForCausalLM": "loop_num"}
 
 PoolBuilder = Callable[["HfConfig", Context], tuple[Pool, ...]]
@@ -53,8 +53,8 @@ class Family:
     draft_layers: function that returns the layers of a draft's runner. None means the layers that
         NEXTN counts, or all layers without it (_compute_model_num_layers).
     frozen_kv: whether the draft has no KV, but reads the target's (FROZEN_KV_MTP).
-    page_size: function that returns the page size that SGLang forces on CUDA, 0 if it forces none.
-        None means the rule for DSA models.
+    page_size: function that returns the page size that SGLang forces on CUDA; 0 if it forces no
+        page size. None means the rule for DSA models.
     """
 
     build: PoolBuilder
@@ -74,8 +74,9 @@ class Family:
 
 
 def _check_loops(config: HfConfig) -> None:
-    """Refuse loops in a config whose model has none: SGLang multiplies its layers all the same.
+    """Refuse loops in the config of a model without loops.
 
+    SGLang multiplies the layers of such a model, too.
     Source: layer_setup.py :: _get_loop_num.
     """
     for architecture, name in LOOPS.items():
@@ -89,7 +90,7 @@ def _check_loops(config: HfConfig) -> None:
 
 
 def one_layer(config: HfConfig) -> int:
-    """Return 1: the runner of an MTP draft has one layer, whatever its config counts."""
+    """Return 1, because the runner of an MTP draft has one layer, whatever its config counts."""
     del config
     return 1
 
@@ -100,7 +101,7 @@ def nextn_layers(config: HfConfig) -> int:
 
 
 def all_layers(config: HfConfig) -> int:
-    """Return the number of layers of a draft whose runner has all of them."""
+    """Return the number of layers of a draft whose runner has all layers of its config."""
     return config.integer("num_hidden_layers")
 
 
@@ -139,8 +140,8 @@ def mha_pool(
 ) -> Pool:
     """Return the pool of some layers' K and V rows (MHATokenToKVPool).
 
-    own_v_dim: whether SGLang reads `v_head_dim` for this pool. It does so if the model has only one
-        pool (_build_kv_pool), and if K and V differ in window layers (is_hybrid_swa_compress).
+    own_v_dim: whether SGLang reads `v_head_dim` for this pool. SGLang does so if the model has only
+        one pool (_build_kv_pool), or if K and V differ in window layers (is_hybrid_swa_compress).
         Otherwise V has K's width, whatever the config states.
     """
     head_dim = head_dim_of(config)
@@ -213,7 +214,10 @@ def rope_dim_of(config: HfConfig) -> int:
 def split_layers(
     config: HfConfig, is_full: Callable[[int], bool]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the full-attention layers and the others. Raises ProfileError if either is empty."""
+    """Return the full-attention layers, and the other layers.
+
+    Raises ProfileError if the model has no full-attention layer, or no other layer.
+    """
     layers = range(config.integer("num_hidden_layers"))
     full = tuple(layer for layer in layers if is_full(layer))
     others = tuple(layer for layer in layers if not is_full(layer))
@@ -227,7 +231,7 @@ def split_layers(
 
 
 def count_or_numbers(config: HfConfig, layers: tuple[int, ...]) -> int | tuple[int, ...]:
-    """Return a pool's `layers`: the count for all layers of the model, else their numbers."""
+    """Return a pool's `layers`, as a count if they are all layers of the model, else as numbers."""
     count = config.integer("num_hidden_layers")
     return count if layers == tuple(range(count)) else layers
 
@@ -238,7 +242,7 @@ def window_pages(tokens: int, context: Context) -> int:
 
 
 def head_dim_of(config: HfConfig) -> int:
-    """Return the head dim; hidden_size / num_attention_heads if the config has none.
+    """Return the head dim; hidden_size / num_attention_heads if the config states no head dim.
 
     Source: ModelConfig._derive_model_shapes.
     """
@@ -247,7 +251,9 @@ def head_dim_of(config: HfConfig) -> int:
 
 
 def kv_heads_of(config: HfConfig) -> int:
-    """Return the KV heads of the whole model: the first field stated, else the attention heads.
+    """Return the KV heads of the whole model, by the first of `_KV_HEADS` that the config states.
+
+    A config that states none of these fields has as many KV heads as attention heads.
 
     Source: ModelConfig.get_total_num_kv_heads.
     """

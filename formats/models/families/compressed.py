@@ -110,9 +110,9 @@ def deepseek_v4_dspark(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def dspark_stages(config: HfConfig) -> int:
-    """Return the stages of a DSpark draft: one for each layer of the target that it reads.
+    """Return the number of stages of a DSpark draft, one for each target layer that it reads.
 
-    Source: parse_dspark_draft_config. Where no layers are named, NEXTN counts the stages.
+    Source: parse_dspark_draft_config. If the config names no layers, NEXTN counts the stages.
     """
     section, name = config, "dspark_target_layer_ids"
     if config.text.get(name) is None:
@@ -271,7 +271,7 @@ def qwen4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def qwen4_page_size(config: HfConfig) -> int:
-    """Return the page size that SGLang forces for compressed index keys; 0 if it forces none."""
+    """Return the page size that SGLang forces for compressed index keys; 0 without such keys."""
     return 64 if config.optional_integer("indexer_compress_ratio") else 0
 
 

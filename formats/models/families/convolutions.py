@@ -176,7 +176,11 @@ def _zaya_layers(config: HfConfig) -> tuple[int, tuple[int, ...]]:
 
 
 def _first_of(config: HfConfig, listed: str, stated: str) -> int:
-    """Return the first nonzero number of a list by layer, else the number for all layers."""
+    """Return the first nonzero number of a list by layer, else the number for all layers.
+
+    listed: field with the list.
+    stated: field with the number for all layers.
+    """
     found = [one for one in (config.text.get(listed) and config.integers(listed)) or () if one]
     return config.changed(**{stated: found[0]}).integer(stated) if found else config.integer(stated)
 

@@ -96,7 +96,10 @@ def bailing_delta(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def bailing_draft_layers(config: HfConfig) -> int:
-    """Return a draft's layers; 1 for a hybrid model, always (_build_hybrid_linear_kv_pool)."""
+    """Return the number of a draft's layers, by NEXTN or num_hidden_layers.
+
+    It is always 1 for a hybrid model (_build_hybrid_linear_kv_pool).
+    """
     if config.outer.get("model_type") == "bailing_hybrid":
         return 1
     return config.optional_integer(NEXTN) or config.integer("num_hidden_layers")
@@ -141,7 +144,7 @@ def granite_hybrid(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def nemotron_h(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return pools for attention and Mamba2 layers; other layers have none (NemotronHConfig)."""
+    """Return pools for attention and Mamba2 layers. Other layers have none (NemotronHConfig)."""
     config = _with_head_dim(config)
     kinds = _nemotron_kinds(config)
     full, linear = (
@@ -165,8 +168,8 @@ def _with_head_dim(config: HfConfig) -> HfConfig:
     """Return the config with the head dim that NemotronHConfig.__init__ gives it.
 
     Without `head_dim`, the class takes 128 and ignores `attention_head_dim`, which the first
-    published checkpoints state instead. Raises ProfileError if `attention_head_dim` is not 128:
-    such weights do not load.
+    published checkpoints state instead. Raises ProfileError if `attention_head_dim` is not 128,
+    because such weights do not load.
     """
     if config.text.get("head_dim") is not None:
         return config
@@ -180,7 +183,7 @@ def _with_head_dim(config: HfConfig) -> HfConfig:
 
 
 def _nemotron_kinds(config: HfConfig) -> tuple[str, ...]:
-    """Return what each layer is, from the first field that the config has."""
+    """Return the kind of each layer, from the first field that the config has."""
     count = config.integer("num_hidden_layers")
     if config.text.get("layers_block_type") is not None:
         return config.strings("layers_block_type", count)

@@ -36,7 +36,7 @@ def swa(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def swa_or_mha(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return pools for full and window layers; one pool without window layers (MuseSparkConfig)."""
+    """Return pools for full and window layers; one pool if there is no window (MuseSparkConfig)."""
     kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
     return (swa if "sliding_attention" in kinds else mha)(config, context)
 
@@ -71,7 +71,8 @@ def iquest(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 def iquest_mtp(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return the window rows of a draft of one layer (IQuestQ1MTPConfig).
 
-    Without a window there are none: HiCache stores only the window layers of such a draft.
+    Without a window there are no rows, because HiCache stores only the window layers of such a
+    draft.
     """
     if config.integer("num_hidden_layers") != 1:
         raise config.error(
@@ -85,7 +86,7 @@ def iquest_mtp(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def llama4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return pools for full and chunked layers as get_hybrid_layer_ids does, without layer_types.
+    """Return pools for full and chunked layers, which get_hybrid_layer_ids finds by their numbers.
 
     A stated window takes precedence over the chunk (load_model_utils.py ::
     resolve_sliding_window_size).
@@ -95,7 +96,7 @@ def llama4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def mimo_v2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return pools for full and sliding-window layers, of different heads; K wider than V."""
+    """Return pools for full and window layers, which have different heads. K is wider than V."""
     pattern = config.integers("hybrid_layer_pattern", config.integer("num_hidden_layers"))
     return of_other_heads(config, context, lambda layer: pattern[layer] == 0, _window_size(config))
 
@@ -103,7 +104,7 @@ def mimo_v2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 def of_other_heads(
     config: HfConfig, context: Context, is_full: Callable[[int], bool], retained: int
 ) -> tuple[Pool, ...]:
-    """Return pools for full and window layers, of different heads (is_hybrid_swa_compress).
+    """Return pools for full and window layers with different heads (is_hybrid_swa_compress).
 
     retained: tokens of a window.
     """
@@ -125,7 +126,7 @@ def of_other_heads(
 
 
 def only_windows(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return one pool of all layers; SGLang has it only if hybrid SWA memory is disabled.
+    """Return one pool of all layers. SGLang has it only if hybrid SWA memory is disabled.
 
     Otherwise no layer is left for the pool by which HiCache finds pages, and mmap refuses to map 0
     bytes (srt/mem_cache/storage/mmap/mmap_allocator.py :: alloc_mmap).
@@ -142,7 +143,7 @@ def only_windows(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def gemma4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return pools for full and window layers, of different heads (_gemma4_attention_shapes)."""
+    """Return pools for full and window layers with different heads (_gemma4_attention_shapes)."""
     if config.text.get("model_type") == "gemma4_text" and config.text is config.outer:
         raise config.error(
             "model_type", "SGLang fails to read gemma4_text outside the text_config of gemma4"
@@ -193,7 +194,10 @@ def _window_size(config: HfConfig) -> int:
 
 
 def _stated_window(config: HfConfig) -> str:
-    """Return the first field of a window that a config has, or "" (_get_sliding_window_size)."""
+    """Return the first field with a window that a config has; "" without one.
+
+    Source: _get_sliding_window_size.
+    """
     return next((name for name in _WINDOWS if config.text.get(name) is not None), "")
 
 
