@@ -36,7 +36,7 @@ class Call:
     def __init__(self, seconds: float) -> None:
         self.deadline = time.monotonic() + seconds
         self.ended = False
-        self._holders: list[None] = []  # an item for each `hold` without its `let_go`
+        self._holders: list[None] = []  # an item for each `hold`, until its `let_go`
         self._left: SimpleQueue[None] = SimpleQueue()  # an item for each `let_go` after `end`
 
     @property
@@ -54,8 +54,8 @@ class Call:
 
         Raises Ended.
         """
-        # Without a lock: a holder registers and then looks at `ended`; `end` sets `ended` and then
-        # looks for holders. So one of the two sees the other.
+        # No lock is needed. A holder registers, and then looks at `ended`. `end` sets `ended`, and
+        # then looks for holders. So at least one of the two sees the other.
         self._holders.append(None)
         if self.ended or time.monotonic() >= self.deadline:
             self.let_go()
@@ -131,7 +131,7 @@ class Workers:
         """Return function(*arguments) for each item of work; None for an item not done in time.
 
         If an item was not done in time, `call` has ended. If `function` raises anything other than
-        Ended, the first such exception is raised here, after all items.
+        Ended, the first such exception is raised here, after all items have ended.
         """
         results: list[Result | None] = [None] * len(work)
         if self.paused:
@@ -191,7 +191,7 @@ class Workers:
                 return
 
     def _is_extra(self) -> bool:
-        """Stop counting this thread as hanging. Return whether it was replaced, and must end."""
+        """Stop counting this thread as hanging. Return whether it must end, as it was replaced."""
         with self._lock:
             self._hung -= 1
             extra = self._closed or self._running >= self._most
@@ -244,7 +244,7 @@ class _Task:
         self._done.put(None)
 
     def abandon(self) -> bool:
-        """Drop the task unless it has begun. Return whether a thread is still in it."""
+        """Drop the task unless it has begun. Return whether a thread still works on it."""
         with self._lock:
             self.hung = self._state == "running"
             if self._state == "waiting":

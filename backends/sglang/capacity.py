@@ -100,7 +100,7 @@ class Capacity:
         self._counters = counters
         self._page_tokens = page_tokens
         self._probing = threading.Lock()
-        self._free = 0  # bytes at the last probe, minus the bytes admitted since
+        self._free = 0  # free bytes at the last probe, minus the bytes admitted since
         self._admitted = 0  # bytes admitted since the probe
         self._probed_at = 0.0
         owner = os.fsdecode(owner_of(self.suffixes[0]))

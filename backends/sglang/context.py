@@ -243,7 +243,7 @@ def _pp_partition() -> tuple[int, ...]:
     stated = os.environ.get("SGLANG_PP_LAYER_PARTITION")
     try:
         return tuple(map(int, stated.split(","))) if stated else ()
-    # SGLang would not have started a server with stages, so this server has no stages.
+    # With an invalid value, SGLang starts no server with stages. So this server has no stages.
     except ValueError:
         return ()
 

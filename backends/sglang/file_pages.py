@@ -57,10 +57,10 @@ if TYPE_CHECKING:
     from hicachectl.backends.urls import StoreUrl
     from hicachectl.formats.plugin_status import Refused
 
-_BYTES_PER_TASK = 1 << 20  # bytes of a call for which another thread is worth its start
-# One thread handles pages smaller than this, because most of their time is spent in Python, which
-# runs in one thread at a time. If a page takes longer than _SLOW_SECONDS, several threads handle
-# small pages as well, because the threads then wait for the store at the same time.
+_BYTES_PER_TASK = 1 << 20  # bytes for which a call uses one more thread
+# A call for smaller pages uses one thread, because most of its time is spent in Python, which runs
+# in one thread at a time. If a page takes longer than _SLOW_SECONDS, the call uses several threads
+# all the same, because the threads then wait for the store at the same time.
 _LARGE_BYTES = 256 << 10
 _SLOW_SECONDS = 200e-6
 _EXAMINED_BYTES = 16 << 10  # examining a file takes as long as reading this many bytes
@@ -70,8 +70,8 @@ _DETAILS: dict[_Problem, str] = {
     "damaged": "its length, trailer or digest is wrong; a rank that may write removes or replaces "
     "the file",
     "foreign": "written for other weights, dtype or layout, or by another rank",
-    "unranked": 'its trailer names no rank; "unranked": "read" uses such files',
-    "unstamped": 'has no trailer; "unstamped": "read" uses such files',
+    "unranked": 'its trailer names no rank; with "unranked": "read", servers use such files',
+    "unstamped": 'has no trailer; with "unstamped": "read", servers use such files',
     "unreadable": "cannot be read, or is no regular file",
     "stale": "written before the store was cleared",
 }
@@ -166,7 +166,7 @@ class PageFiles:
         """Serve a pool's files.
 
         capacity: the limits on the space of the files; None if this rank does not write the pool.
-        touches: whether a read marks a page as used, so that it is evicted later.
+        touches: whether a read marks a page as used, which delays its eviction.
         """
         file, identity = pool.coordinate, pool.identity.hash()
         name, rank = trailer_name(pool.name, file.part), trailer_rank(file.shard)
@@ -287,7 +287,7 @@ class PageFiles:
     def _read_other(
         self, descriptor: int, page: Page, memory: Memory, st: os.stat_result
     ) -> Found | None:
-        """Read a page whose file may be stale, or whose trailer is not the trailer expected."""
+        """Read a page whose file may be stale, or has another trailer than this rank writes."""
         size = st.st_size
         if size not in (self._nbytes, self._whole):
             return Found(self._problem(page, st, b""), st)
@@ -335,7 +335,7 @@ class PageFiles:
         try:
             here, name = self._directory.place(page[0])
             if LIBC.utimensat(here, name, _ATIME_ONLY, _AT_SYMLINK_NOFOLLOW):
-                # The mark fails for another user's file, too. `stat` raises if the file is gone.
+                # The mark also fails for another user's file. `stat` raises only without a file.
                 os.stat(name, dir_fd=here, follow_symlinks=False)
         except FileNotFoundError:
             return False
@@ -459,7 +459,7 @@ class FilePages(PageStore):
         """Serve from the directory of a `file:` URL. `open` opens the directory.
 
         writes: whether to write. If False, the directory is neither changed nor created. A
-            directory in which this process may not create files is only read, too.
+            directory in which this process may not create files is never written.
         """
         super().__init__(counters, settings.threads)
         self._url = url
@@ -476,8 +476,8 @@ class FilePages(PageStore):
     def add(self, pool: ServedPool) -> None:
         """Serve a pool.
 
-        Raises ValueError, on all ranks alike, if no file can have the pool's names. Raises it also
-        if files without a rank are refused and trailers cannot name the ranks of this deployment.
+        Raises ValueError, on all ranks alike, if no file can have the pool's names. Raises
+        ValueError also if `unranked` is "refuse", and trailers cannot name this deployment's ranks.
         """
         _check_names(pool)
         if self._settings.unranked != "read" and trailer_rank(pool.coordinate.shard) == NO_RANK:

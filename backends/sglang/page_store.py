@@ -214,7 +214,7 @@ class PageStore(ABC):
             self.counters.failed("unclosed", reason_of(error))
 
     def _open(self) -> None:
-        """Do the rest of `open`, unless another thread does so, or it failed a short time ago."""
+        """Do the rest of `open`, unless another thread does so or an attempt has just failed."""
         if time.monotonic() < self._open_again_at or not self._opening.acquire(blocking=False):
             return
         try:

@@ -1,8 +1,8 @@
 """`HiCacheStore`: the class that SGLang loads for `--hicache-storage-backend dynamic`.
 
-SGLang calls it from several threads (cache_controller.py, hybrid_cache_controller.py). One thread
-asks what exists, one reads, and one writes. The scheduler's thread attaches, clears, closes and
-asks for statistics. After the registration of the pools, no method raises. In `get_stats`, an
+SGLang calls its methods in several threads (cache_controller.py, hybrid_cache_controller.py). One
+thread asks what exists, one reads, and one writes. The scheduler's thread attaches, clears, closes
+and asks for statistics. After the registration of the pools, no method raises. In `get_stats`, an
 exception would even end the server.
 """
 
@@ -99,7 +99,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         self._stores = open_stores(self._settings, self._context.draft_weights)
         self._counters = self._stores.counters
         self._pools: dict[str, ServedPool] = {}
-        self._complete = False  # all pools of the attachment are registered
+        self._complete = False  # True once all pools of the attachment are registered
         # Pages of which a sidecar was not written. Each stays here until its kv has been refused.
         self._failed: OrderedDict[str, None] = OrderedDict()
         self._reads, self._writes = Moved(), Moved()

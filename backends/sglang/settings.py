@@ -53,7 +53,7 @@ class Settings:
         miss.
     digest: kind of the digests of written objects, one of DIGEST_KINDS.
     identity: "auto", or a text in place of the fingerprint of the weights.
-    op_timeout: most seconds for a call; a write of more pages has this time for every 128 pages.
+    op_timeout: most seconds for a call; a write of more than 128 pages has this time for each 128.
     max_size: most bytes of the files of one rank; None without a limit.
     min_free_space: bytes to leave free on the file system.
     """

@@ -204,7 +204,7 @@ def _ask(
 ) -> None:
     """Set in `present` which pages a store has: [pools, pages] bool.
 
-    About further pools, the store is asked only for the pages that it has of the first pool.
+    For the second and later pools, the store is asked only for pages that it has of the first pool.
     """
     asked = np.arange(len(pages))
     for row, pool in enumerate(pools):
@@ -216,7 +216,10 @@ def _ask(
 
 
 def _scores(pools: Sequence[ServedPool], present: BoolArray) -> npt.NDArray[np.int64]:
-    """Return the score of each page: 1 plus its trailing states, or 0 if it is not whole: [n]."""
+    """Return the score of each page: [n].
+
+    The score of a whole page is 1 plus the number of its trailing states. Other pages have score 0.
+    """
     trailing = np.array([pool.trailing for pool in pools], dtype=np.bool_)
     whole = present[~trailing].all(axis=0)
     scores: npt.NDArray[np.int64] = np.where(whole, 1 + present[trailing].sum(axis=0), 0)

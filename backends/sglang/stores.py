@@ -340,7 +340,7 @@ class StorePages(PageStore):
         )
 
     def _named(self, store: Store) -> dict[str, PageForm]:
-        """Return the objects of all pools' pages. Tell a store that needs object sizes the sizes.
+        """Return the objects of all pools' pages. If the store needs object sizes, set them.
 
         Raises HicacheError.
         """
@@ -398,7 +398,7 @@ class StorePages(PageStore):
     def read(
         self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
     ) -> list[bool]:
-        """Read pages whose objects have the right size and, if the store has digests, digest."""
+        """Read pages whose objects have the right size, and the right digest if they have one."""
 
         def read(opened: _Opened, some: Sequence[int]) -> list[bool]:
             store, form, buffers = opened
@@ -476,11 +476,11 @@ class StorePages(PageStore):
         count: int,
         act: Callable[[_Opened, Sequence[int]], list[bool]],
     ) -> list[bool]:
-        """Return which pages `act` has done, in order: it is called for one run of pages at a time.
+        """Call `act` for runs of pages. Return which pages it has done: [count].
 
         count: number of pages. A run that reads or writes fits into a buffer.
         act: takes the open store and the numbers of the run's pages, and returns a flag for each
-            page. Pages for which it raises or is too late are False.
+            page. If it raises or is too late, all flags of its run are False.
         """
         most = count if workers is self._askers else _pages_per_run(pool)
         runs = [range(start, min(start + most, count)) for start in range(0, count, most or 1)]
@@ -562,7 +562,7 @@ def archive_problem(
 ) -> str:
     """Return why a server cannot use an archive's pages; "" if it can.
 
-    A pool that the archive lacks is no reason: its pages are just misses.
+    A pool that the archive lacks is no reason, because its pages are just misses.
 
     reads_unstamped: use an archive whose profile does not name the weights.
     Raises ProfileError, UnsupportedByBackend.

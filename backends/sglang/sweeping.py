@@ -99,7 +99,7 @@ class Listing:
             digest = bytes.fromhex(page)
         except ValueError:
             return
-        if digest.hex() != page:  # capital letters: not a page hash of SGLang
+        if digest.hex() != page:  # SGLang's page hashes have no capital letters
             return
         if self._is_later(st.st_mtime_ns):
             self.later += st.st_size
@@ -243,7 +243,7 @@ class Sweeper:
                 freed += found[kind].st_size
                 self.evicted += kind == 0 and self._has_anchor
             elif kind == 0 and self._has_anchor:
-                break  # the anchor is in use again: its sidecars stay
+                break  # the anchor is in use again, so its sidecars stay
         return gone + freed
 
     def remove_stale(self, page: str, kind: int, epoch_ns: int) -> int:
