@@ -72,8 +72,8 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
     def open(cls, path: str) -> Self:
         """Open a directory in the form that its mark states. Its path may lead through links.
 
-        Raises OSError, UntrustedError for a mark that is not trusted, FormatError for an unknown
-        mark.
+        Raises OSError. Raises UntrustedError for a mark that is not trusted, and FormatError for an
+        unknown mark.
         """
         return cls.within(path, os.open(path, OPEN_DIRECTORY))
 

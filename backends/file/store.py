@@ -63,7 +63,8 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
     def _opened(self, path: str, descriptor: int) -> ObjectDirectory:
         """Open a directory as flat or with folders, as its mark says.
 
-        A mark that is not trusted is ignored, with a remark: the directory counts as flat.
+        A mark that is not trusted is ignored, so that the directory counts as flat. A remark says
+        so.
         """
         with closing_descriptor(descriptor):
             # This raises without the right to search the directory (x). To open and to list it, the

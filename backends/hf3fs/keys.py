@@ -250,6 +250,6 @@ class PageSizes:
             if strange := sorted(set(ends) - ours):
                 raise UnsupportedByBackend(
                     f"{url}: {table.name} has keys such as PAGE{shown(strange[0])}, which the "
-                    "profile's deployment does not write: another model or layout uses this "
+                    "profile's deployment does not write, so another model or layout uses this "
                     "server; write to a server that only this deployment uses"
                 )

@@ -181,7 +181,7 @@ def _whole(value: float | str, where: str) -> int:
     if isinstance(value, str):
         is_whole = value.isascii() and value.isdecimal() and len(value) < 20
     else:
-        is_whole = value == value // 1  # neither infinite nor NaN
+        is_whole = value == value // 1  # False for infinity and NaN, too
     if not is_whole or not 1 <= int(value) <= MAX_FILE_SIZE:
         raise FormatError(
             f"{where}: {shown(value)} is not a size in bytes; give 1 to {MAX_FILE_SIZE}"

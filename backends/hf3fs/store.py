@@ -176,8 +176,9 @@ class Hf3fsStore(
         """Set the bytes of pages, and check them against the tables' page counts.
 
         Inferred profiles are ignored. Raises UnsupportedByBackend for objects that 3FS cannot hold.
-        Raises ProfileError if the page counts of a namespace contradict the sizes of its files, see
-        `PageSizes.check_page_counts`. With `looks_only`, a file that may be truncated is accepted.
+        Raises ProfileError if the page counts of a namespace contradict the sizes of its files
+        (`PageSizes.check_page_counts`). With `looks_only`, a file that may be truncated is
+        accepted.
         """
         if profile.inferred:
             return
@@ -413,7 +414,8 @@ class Hf3fsStore(
     def confirm(self, rows: Rows) -> StatusArray:
         """Return the status of each key: [n].
 
-        OK: the key has the listed page. CHANGED: the key has another page. GONE: it is missing.
+        OK: the key has the listed page. CHANGED: the key has another page. GONE: the key is
+        missing.
         """
         current = self._tables.current(rows)
         statuses = np.full(len(rows), Status.CHANGED, dtype=np.uint8)
@@ -423,7 +425,8 @@ class Hf3fsStore(
 
     def touch(self, rows: Rows) -> BoolArray:
         """Query the pages of keys, so that the keys are evicted last. Return which keys exist."""
-        # A remark warns of queries that count as use. Here use is intended, so it does not count.
+        # `remarks` reports the queries that counted as use. Here the use is intended, so it is not
+        # counted.
         touched: BoolArray = self._tables.current(rows, counts=False) != UNKNOWN
         return touched
 

@@ -48,7 +48,7 @@ class PageWrites:
     num_pages: number of pages that fit into the file. A reservation of more pages at once makes the
         server fail and leak pages.
     table_pages: number of pages of the table by the file or by the snapshot, whichever is larger.
-        If the server returns a page beyond these pages, it is never released.
+        A page beyond these, if the server returns one, is never released.
     if_absent: whether to keep existing objects.
     """
 
@@ -201,7 +201,7 @@ class _Reservation:
 
         If the call fails, ask the server which pages the keys have now. The pages stay in `held`,
         to be released, only if the call had no effect.
-        replaced: keys with another page, which is freed first.
+        replaced: keys whose old pages are freed first.
         """
         table, held = self.batch.table, self.held
         if replaced:

@@ -255,7 +255,7 @@ class MooncakeClient:
         if lost := next((int(code) for code in LOST if (codes == code).any()), 0):
             raise StoreUnavailable(
                 f"mooncake://{self._settings.master}: the master does not answer (error {lost}); "
-                "check that it is running, and is the same version as the mooncake package here"
+                "check that it is running, and has the version of the mooncake package here"
             )
         return codes
 
@@ -270,7 +270,7 @@ class MooncakeClient:
 
         def call() -> None:
             try:
-                os.nice(niceness)  # on Linux, of this thread only
+                os.nice(niceness)  # on Linux, this changes this thread only
                 answers.append(getattr(store, name)(*arguments))
             except Exception as error:
                 failures.append(error)
@@ -339,7 +339,8 @@ def _module() -> Any:
         from mooncake import store
     except ModuleNotFoundError as error:
         raise UsageError(f"The mooncake package is missing; {_INSTALL}") from error
-    except ImportError as error:  # the CUDA build without a driver, or without libibverbs
+    # An example is the CUDA build on a host without a driver or without libibverbs.
+    except ImportError as error:
         raise UsageError(
             f"The mooncake package cannot be loaded ({error}); install the missing library, or "
             f"{_INSTALL}"

@@ -332,7 +332,7 @@ class MasterAdmin:
         failed = threading.Event()
 
         def ask(chunk: Sequence[str]) -> Any:
-            if failed.is_set():  # threads take chunks until the caller sees the error
+            if failed.is_set():  # without this, threads take chunks until the caller sees the error
                 return None
             try:
                 return self._ask(chunk)
@@ -371,7 +371,7 @@ class MasterAdmin:
         return reply.body
 
     def _lines(self, path: str) -> Iterator[Any]:
-        """Yield the whole lines of a reply as binary arrays, one per block read."""
+        """Yield the complete lines of a reply, one binary array for each block that is read."""
         rest, total = b"", 0
         for block in self._http.stream(path, "text/plain"):
             total += len(block)
@@ -465,7 +465,10 @@ def _error_codes(items: Sequence[_Item]) -> npt.NDArray[np.int32]:
 
 
 def _replicas(items: Sequence[_Item]) -> tuple[npt.NDArray[np.int64], Any, Any, Any]:
-    """Return row, kind, location and size of each replica: sorted by row, then memory first."""
+    """Return row, kind, location and size of each replica.
+
+    They are sorted by row. Memory replicas are the first of their row.
+    """
     rows: list[npt.NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
     kinds: list[str] = []
     locations: list[str] = []

@@ -38,8 +38,8 @@ def close_ports(before: Set[str]) -> list[int]:
 
     before: result of `names_of_sockets` before the client was set up.
     Only listeners within Mooncake's range of ports count, because other threads of a server may
-    have begun to listen since. Returns the ports that stay open, if the kernel has no socket
-    filters.
+    have begun to listen since. Returns the ports that stay open: these listeners' ports if the
+    kernel has no socket filters, else none.
     """
     ours, ports, left = _range_of_ports(), set(), []
     fresh = [number for number, name in _sockets() if name not in before]
@@ -82,7 +82,7 @@ def _sockets() -> Iterator[tuple[int, str]]:
 
 
 def _opened(descriptors: list[int]) -> Iterator[socket.socket]:
-    """Yield the TCP sockets among some descriptors. Each copy closes when the next is taken."""
+    """Yield copies of the TCP sockets among some descriptors. Each closes after its turn."""
     for descriptor in descriptors:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as opened:
             if opened.family in (socket.AF_INET, socket.AF_INET6):

@@ -266,7 +266,7 @@ def _from_environment(environ: Mapping[str, str]) -> _SettingsSource:
 
 
 def _from_file(path: str, environ: Mapping[str, str]) -> _SettingsSource:
-    """Read SGLang's JSON config. Variables give only the host name and a missing protocol."""
+    """Read SGLang's JSON config. Variables set only the host name and, if missing, the protocol."""
     where = f"{CONFIG_VARIABLE} {path}"
     config = read_config(path, where)
     if "protocol" not in config and "MOONCAKE_PROTOCOL" in environ:

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 SCAN_ROWS = 16384
 LEASE_SECONDS = 10.0  # the master's --default_kv_lease_ttl in Mooncake 0.3.13
 _LEASE_POLL_SECONDS = 0.5
-_LEASE_RETRIES = 3  # most retries of a read whose lease ended first, as on a busy machine
+_LEASE_RETRIES = 3  # most retries of a read whose lease ended too early, as on a busy machine
 _TCP = "tcp"
 _CARD_READERS = 4  # reads at once if the network card copies; not measured on an RDMA network
 _WITH_MESSAGE = (Status.ERROR, Status.UNREACHABLE)
@@ -376,7 +376,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Serviced, Touch):
         *,
         if_absent: bool,
     ) -> BoolArray:
-        """Set EXISTS for existing objects with `if_absent`; remove existing objects without it.
+        """With `if_absent`, set EXISTS for existing objects. Otherwise remove existing objects.
 
         Return which keys another writer has begun to write: [rows].
         """

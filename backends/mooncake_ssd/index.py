@@ -126,7 +126,10 @@ class Index:
     remarks: tuple[str, ...]
 
     def stored_forms(self, key: bytes) -> tuple[bytes, bytes]:
-        """Return the two forms of a key in files: with the tenant and, in older files, without."""
+        """Return the two forms that a key can have in files: with and without the tenant.
+
+        Older files have keys without the tenant.
+        """
         return self.prefix + key, key
 
     def find(self, rows: Rows) -> IntArray:
@@ -151,7 +154,7 @@ class Index:
 
 
 def open_places(root: Directory) -> list[Place]:
-    """Open the directories of a store: the root, and its rank directories, by name.
+    """Open the directories of a store: the root, and then its rank directories.
 
     Raises OSError and UntrustedError. Raises UnsupportedByBackend for files of Mooncake's
     file_per_key backend, and for a directory that has only other files.
@@ -272,7 +275,7 @@ class _Reader:
         if META_FILE not in files:
             what = (
                 f"no {META_FILE} says which objects it has, because Mooncake ran without "
-                "MOONCAKE_OFFSET_PERSIST_MODE, or with it set to relaxed and ended before its "
+                "MOONCAKE_OFFSET_PERSIST_MODE, or with the value relaxed and ended before its "
                 "first checkpoint; the objects cannot be recovered"
             )
             self._lose(f"{path}/{DATA_FILE}", what, place.entries[DATA_FILE])
@@ -310,7 +313,7 @@ class _Reader:
     def _read_records(self, descriptor: int, meta: OffsetMeta, some: slice) -> tuple[int, int]:
         """Read some extents, and add those records that a restart of Mooncake would keep.
 
-        Returns how many are torn, and how many are newer than the checkpoint.
+        Returns how many records have damaged headers, and how many are newer than the checkpoint.
         """
         places, size = meta.starts[some].tolist(), RECORD.itemsize
         heads = [os.pread(descriptor, _HEAD_BYTES, place) for place in places]
@@ -414,14 +417,14 @@ class _Reader:
         notes = (
             (
                 len(self._special),
-                "ranks are left out, because they are links or files, the first "
+                "ranks are left out, because they are links or files; the first is "
                 f"{(self._special or [''])[0]}",
             ),
             (older, "older objects are left out, because a newer object has the same key"),
             (
                 sum(self._others.values()),
-                f"objects of other tenants are left out, of {names}; tenant=NAME in the URL "
-                "lists another tenant",
+                f"objects of other tenants are left out ({names}); tenant=NAME in the URL lists "
+                "another tenant",
             ),
         )
         yield from (f"{count} {text}" for count, text in notes if count)

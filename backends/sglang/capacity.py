@@ -361,6 +361,7 @@ class Capacity:
     def _missing_bytes(self) -> int:
         """Return the bytes to evict now; 0 if no limit is exceeded."""
         total = self._total()
+        # A wrong number in the ledger must not evict pages. The next listing corrects the number.
         is_high = total > HIGH * self._limit and not self._is_implausible(total)
         above = int(total - _LOW * self._limit) if is_high else 0
         space = self._missing_space() if self._min_free else 0

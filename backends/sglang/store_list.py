@@ -140,7 +140,8 @@ class StoreList:
 
         Read no other store until the next attach.
         """
-        if len(self._stores) > self.writes:
+        # If `writes`, one store is written, and the others are only read.
+        if len(self._stores) > int(self.writes):
             logger.info(
                 "%s: cleared; stores that are only read stay as they are, and are read again "
                 "after the next attach",

@@ -210,7 +210,7 @@ def test_tenants_are_apart_and_keys_of_older_releases_are_the_defaults(tmp_path:
         assert listing(store) == {A: 1, B: 2}
     with open_store(url_of(tmp_path, "?tenant=blue")) as store:
         assert listing(store) == {A: 3}
-    assert "1 objects of other tenants are left out, of 'blue'" in remarks_of(tmp_path)
+    assert "1 objects of other tenants are left out ('blue')" in remarks_of(tmp_path)
 
 
 @pytest.mark.parametrize("crc", [True, False], ids=["crc", "no-crc"])
