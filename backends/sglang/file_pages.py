@@ -98,7 +98,7 @@ def named(pages: Sequence[str], suffix: bytes) -> list[Page]:
     """
     hashes = list(map(bytes.fromhex, pages))
     if list(map(bytes.hex, hashes)) != list(pages) or set(map(len, hashes)) - {HASH_BYTES}:
-        raise ValueError("not a page hash")
+        raise ValueError("a key is not a page hash")
     return list(zip([page.encode() + suffix for page in pages], hashes, strict=True))
 
 
@@ -335,7 +335,7 @@ class PageFiles:
         try:
             here, name = self._directory.place(page[0])
             if LIBC.utimensat(here, name, _ATIME_ONLY, _AT_SYMLINK_NOFOLLOW):
-                # The mark also fails for another user's file. `stat` raises only without a file.
+                # The mark also fails for another user's file. If the file is gone, `stat` raises.
                 os.stat(name, dir_fd=here, follow_symlinks=False)
         except FileNotFoundError:
             return False
