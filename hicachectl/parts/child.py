@@ -43,7 +43,7 @@ _TERMINATED = 143
 
 
 class Outcome(Struct, tag=True):
-    """End of a stage, with members of its `StageResult`; its tables were sent before, in pieces."""
+    """End of a stage, with members of its `StageResult`. Its tables were sent earlier in pieces."""
 
     facts: dict[str, Any] = {}
     settled: bool = True
@@ -55,7 +55,8 @@ class Order(Struct, kw_only=True):
     job: pickled function that opens the job. It comes from the driver, as the code of a Ray task
         does.
     given: input of the part to work on; None to open the job only.
-    age: seconds from the listing's start to this order. The child computes `given.began` from them.
+    age: seconds from the listing's start to this order. The child computes `given.began` from this
+        age, by its own clock.
     tables: tables of the part.
     """
 
@@ -73,7 +74,11 @@ class Piece(Struct, tag=True):
 
 
 class Moved(Struct, tag=True):
-    """Progress: new bytes, and the total of the part."""
+    """Progress of a part.
+
+    new: bytes done since the last message.
+    total: bytes of the whole part.
+    """
 
     new: int
     total: int
@@ -120,7 +125,7 @@ def table_from(content: bytes) -> pa.Table:
 
 
 def in_child(order: bytes) -> Iterator[bytes]:
-    """Do an ordered stage in a child process; yield its answers.
+    """Do an ordered stage in a child process. Yield its answers.
 
     The last answer is an Outcome, Failed or Lost. If the caller stops early, the child ends its
     work cleanly, as after SIGTERM. The child does not outlive this process.
@@ -132,7 +137,7 @@ def in_child(order: bytes) -> Iterator[bytes]:
             stdin=stdin.fileno(),
             stdout=stdout.fileno(),
             env=_environment(),
-            start_new_session=True,  # no signals from a terminal
+            start_new_session=True,  # so that a terminal sends the child no signals
         )
     try:
         with suppress(BrokenPipeError), ordering:
@@ -141,7 +146,7 @@ def in_child(order: bytes) -> Iterator[bytes]:
         if status := child.wait():
             yield encoded(Lost(_how(status)))
     finally:
-        answers.close()  # a child that is blocked in a write then continues
+        answers.close()  # a child that is blocked in a write then gets an error, and can end
         _end(child)
 
 
@@ -157,7 +162,8 @@ def _received(answers: Connection) -> Iterator[bytes]:
     """Yield whole messages until the child closes its end, perhaps within a message."""
     with suppress(EOFError, OSError):
         while True:
-            # Ray cancels a task with an exception, which cannot interrupt a blocked read.
+            # Ray cancels a task with an exception, and an exception cannot interrupt a blocked
+            # read.
             if answers.poll(_LOOK_SECONDS):
                 yield answers.recv_bytes()
 
@@ -169,7 +175,7 @@ def _how(status: int) -> str:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Terminate a child that still works; kill it after STOP_SECONDS."""
+    """Terminate a child that still works. If it has not ended after STOP_SECONDS, kill it."""
     if child.poll() is None:
         child.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -186,7 +192,7 @@ class _StoppedError(BaseException):
 
 
 class Answering:
-    """Answers to the parent, from any thread."""
+    """Answers to the parent. Any thread may send answers."""
 
     def __init__(self, parent: Connection) -> None:
         self.stopped = False
@@ -196,13 +202,13 @@ class Answering:
         self._new = 0
 
     def send(self, message: Answer) -> None:
-        """Send one answer, whole."""
+        """Send one answer. Other threads wait meanwhile, so answers do not mix."""
         with self._lock:
             self._parent.send_bytes(encoded(message))
 
     def moved(self, new: int, total: int) -> None:
         """Report progress, at most twice a second."""
-        if self.stopped:  # C code may have discarded the exception
+        if self.stopped:  # C code may have discarded the exception that `stop` raised
             raise _StoppedError
         with self._lock:
             self._new += new
@@ -214,17 +220,17 @@ class Answering:
             self.send(Moved(new, total))
 
     def stop(self, _signal: int, _frame: FrameType | None) -> None:
-        """Handle SIGTERM: end the main thread's work, once."""
+        """End the main thread's work at the first SIGTERM. Ignore later signals."""
         if not self.stopped:
             self.stopped = True
             raise _StoppedError
 
 
 def main(parent: int) -> None:
-    """Do the stage ordered on stdin; answer on stdout."""
+    """Do the stage that is ordered on stdin. Answer on stdout."""
     end_with(parent)
     answering = Answering(Connection(os.dup(1), readable=False))
-    os.dup2(2, 1)  # libraries print on stdout
+    os.dup2(2, 1)  # stdout is for answers, so what libraries print there goes to stderr
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, answering.stop)
@@ -240,7 +246,7 @@ def main(parent: int) -> None:
 
 
 def answer(order: Order, answering: Answering) -> None:
-    """Do a stage in this process, and answer with its result. Raises as the job does."""
+    """Do a stage in this process, and answer with its result. Raises the errors of the job."""
     began = time.monotonic() - order.age
     open_job: Callable[[], AbstractContextManager[Job]] = pickle.loads(order.job)
     with open_job() as job:
@@ -250,7 +256,8 @@ def answer(order: Order, answering: Answering) -> None:
             tables = {name: partial(table_from, content) for name, content in order.tables.items()}
             result = job.work(given, tables, answering.moved)
     for name, table in result.tables.items():
-        for start in range(0, max(len(table), 1), _ROWS_AT_ONCE):  # at least one piece each
+        # Send at least one piece of each table, because the parent makes a table of the pieces.
+        for start in range(0, max(len(table), 1), _ROWS_AT_ONCE):
             answering.send(Piece(name, table_bytes(table.slice(start, _ROWS_AT_ONCE))))
     answering.send(Outcome(result.facts, result.settled))
 

@@ -41,7 +41,8 @@ _CONNECT_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
 _CANCEL_SECONDS = STOP_SECONDS + 15
 _ADDRESS = re.compile(r"auto|local|[^\s:/]+:[0-9]{1,5}|\[[0-9A-Fa-f:.]+\]:[0-9]{1,5}")
-# In HTTP/2 (RFC 9113, sections 3.4 and 6.5), both sides first send a SETTINGS frame. Ours is empty.
+# In HTTP/2 (RFC 9113, sections 3.4 and 6.5), both sides first send a SETTINGS frame. The one sent
+# here is empty.
 # A frame begins with a head of nine bytes. The fourth byte is the type of the frame.
 _HTTP2_HEAD_BYTES = 9
 _HTTP2_SETTINGS = b"\x04"
@@ -69,7 +70,7 @@ class Node(NamedTuple):
     """A node of the cluster.
 
     number: id of the node.
-    name: its host; with a part of the id if several nodes have this host.
+    name: host of the node. If several nodes have this host, the start of the id follows.
     """
 
     number: str
@@ -80,7 +81,7 @@ def parse_address(text: str) -> str:
     """Return a valid address of a cluster. Raises UsageError."""
     if text.startswith("ray://"):
         raise UsageError(
-            f"--ray {text}: a Ray client cannot do this; run on a node of the cluster with "
+            f"--ray {text}: a Ray client cannot run parts; run on a node of the cluster with "
             "--ray auto"
         )
     if not _ADDRESS.fullmatch(text):
@@ -95,7 +96,7 @@ class Cluster(Closing):
     """A connection to a cluster; a context manager. Ray's own output on stdout is discarded."""
 
     def __init__(self, address: str) -> None:
-        """Connect. Raises UsageError without Ray, and StoreUnavailable if connecting fails."""
+        """Connect. Raises UsageError if Ray is missing, StoreUnavailable if connecting fails."""
         self._stack = ExitStack()
         try:
             import ray
@@ -160,8 +161,9 @@ class Cluster(Closing):
         ]
 
     def refusals(self, nodes: Collection[Node], job: bytes) -> dict[Node, str]:
-        """Return why nodes cannot work: another release, no answer, or the job does not open.
+        """Return the nodes that cannot work, each with the reason.
 
+        A node cannot work if it has another release, does not answer, or cannot open the job.
         job: see `Order`.
         """
         mine = {
@@ -194,11 +196,12 @@ class Cluster(Closing):
     def answers(
         self, node: Node, order: Order, stopped: Callable[[], bool]
     ) -> Generator[Answer, None, None]:
-        """Do a stage on a node; yield its answers, of which the last is an Outcome.
+        """Do a stage on a node. Yield its answers, of which the last is an Outcome.
 
-        stopped: function; once it returns true, the stage is cancelled and StoppedError is raised.
+        stopped: function that returns whether to stop. If so, the stage is cancelled, and
+            StoppedError is raised.
         Closing the iterator cancels the stage, too. Raises LostError, HicacheError, and
-        RuntimeError for a bug, with its traceback.
+        RuntimeError with a traceback for a bug.
         """
         task = self._on(self._task, node).remote(encoded(order))
         try:
@@ -230,7 +233,7 @@ class Cluster(Closing):
         )
 
     def _cancel(self, task: Any) -> None:
-        """Cancel a task unless it has ended, and wait until it has."""
+        """Cancel a task, and wait until it has ended. Do nothing if it has ended already."""
         until = time.monotonic() + _CANCEL_SECONDS
         with suppress(self._ray.exceptions.RayError, StopIteration):
             self._ray.cancel(task)
@@ -241,7 +244,10 @@ class Cluster(Closing):
 
 
 def _refuse_unreachable(address: str) -> None:
-    """Raise StoreUnavailable if no gRPC server listens at an address; Ray would try for minutes."""
+    """Raise StoreUnavailable if no gRPC server listens at an address.
+
+    Ray itself would try for minutes.
+    """
     host, _, port = address.rpartition(":")
     place = (host.strip("[]"), int(port))
     problem = "nothing answers there"
@@ -280,9 +286,10 @@ def _stdout_discarded() -> Iterator[None]:
 
 
 def _probe_function() -> Callable[[Mapping[str, str], bytes], str | bytes]:
-    """Return the function that a node runs: it returns why the node cannot work, or an answer.
+    """Return a function for a node to run. It returns why the node cannot work, or an answer.
 
-    A nested function is sent by value: the node may have another hicachectl, or none.
+    The function is nested, because Ray sends nested functions by value. So it runs even on a node
+    that has another hicachectl, or none.
     """
 
     def probe(mine: Mapping[str, str], order: bytes) -> str | bytes:
@@ -315,7 +322,7 @@ def _refusal(answer: Answer) -> str:
 def _raised(name: str, text: str) -> Exception:
     """Return the exception for a failed stage.
 
-    The loss of a store or device may be the node's fault, so the attempt is lost, not the run.
+    The loss of a store or device may be the node's fault, so only the attempt is lost, not the run.
     """
     error = unpacked_error(name, text, where="On another node")
     if isinstance(error, StoreUnavailable | DeviceError):

@@ -1,14 +1,14 @@
 """The run directory, which all processes of a divided run share.
 
-    run.json                        the manifest, published last: it publishes the listing
+    run.json                        the manifest, which publishes the listing when it is complete
     listing-LISTER/                 the published tables
     parts/00007.json                the result of a part
     parts/00007-ATTEMPT-….parquet   tables of a result
-    finish.json                     the result of finishing; needs the results of all parts
-    merged.json                     the run was merged
+    finish.json                     the result of `Job.finish`, made from the results of all parts
+    merged.json                     a sign that the run was merged
 
-All .json files appear whole, by link(2), and are never replaced. If several processes write one,
-the first counts.
+All .json files appear whole, by link(2), and are never replaced. If several processes write the
+same file, the first one counts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PARTS = "parts"
 STORES = ("store", "source", "destination")  # members of a run's identity
 _OTHER_RUN = "give another run directory"
 LISTING_PREFIX = "listing-"
-# Entries allowed before the manifest is published: entries of a run, and of a new file system.
+# Entries that are allowed before the manifest is published. A run or a new file system has them.
 _HARMLESS = re.compile(r"listing-[0-9a-f]{16}|\..*|lost\+found")
 _RESULT = re.compile(r"([0-9]{5})\.json")
 
@@ -55,9 +55,10 @@ class RunDirectory(Closing):
 
     @classmethod
     def create(cls, path: Path, permissions: Permissions, trust: Trust) -> Self:
-        """Open a run directory for work; create it if it is missing.
+        """Open a run directory for work. Create it if it is missing.
 
-        permissions: permissions of the store's listing; files in the directory get no wider ones.
+        permissions: permissions of the store's listing. Files in the directory get no wider
+            permissions.
         trust: trusted owners of the directory and its files.
         Raises UsageError if the directory has files that are not of a run.
         """
@@ -82,7 +83,7 @@ class RunDirectory(Closing):
 
     @classmethod
     def existing(cls, path: Path) -> Self:
-        """Open a run directory for merging. Trusts as `of` does."""
+        """Open a run directory for merging. The users that `of` describes are trusted."""
         with usage_errors(path), Directory.named(str(path), writes=False) as here:
             return cls.of(here, path)
 
@@ -90,10 +91,10 @@ class RunDirectory(Closing):
     def of(
         cls, here: Directory, path: Path, *, writes: bool = True, any_release: bool = False
     ) -> Self:
-        """Return the run directory that is open as `here`, which stays open, too.
+        """Return the run directory that is open as `here`. Both stay open.
 
-        A user is trusted if each store of the run that is a directory on this machine trusts the
-        user.
+        Stores of the run that are directories on this machine decide whom to trust. A user is
+        trusted if each of these stores trusts the user.
         writes: see `Trust`.
         any_release: see `manifest`.
         """
@@ -114,9 +115,10 @@ class RunDirectory(Closing):
     # the manifest and its tables
 
     def manifest(self, *, any_release: bool = False) -> Manifest | None:
-        """Read the manifest; None if it is not published. Raises FormatError for a damaged one.
+        """Read the manifest. Return None if it is not published.
 
-        any_release: accept the manifest of another release.
+        any_release: whether to accept the manifest of another release.
+        Raises FormatError if the manifest is damaged.
         """
         with usage_errors(self.path):
             try:
@@ -126,14 +128,14 @@ class RunDirectory(Closing):
         return parse_manifest(content, str(self.path), any_release=any_release)
 
     def permissions(self) -> Permissions:
-        """Return the permissions of the manifest, which the store's listing allows."""
+        """Return the permissions of the manifest. They are within those of the store's listing."""
         with usage_errors(self.path):
             return Permissions.of_file(self.directory.entries()[MANIFEST])
 
     def since_published_ns(self) -> int:
         """Return the age of the manifest, by the clock of its file system. Raises OSError.
 
-        The clocks of hosts may differ; this clock is the same for all.
+        The clocks of hosts may differ, but this clock is the same for all hosts.
         """
         descriptor = self.directory.open_file(MANIFEST)
         try:
@@ -143,13 +145,14 @@ class RunDirectory(Closing):
         return max(0, file_system_ns(self.directory.descriptor) - published_ns)
 
     def publish_manifest(self, manifest: Manifest) -> None:
-        """Publish the manifest, unless there is one."""
+        """Publish the manifest, unless a manifest is published already."""
         self.directory.publish(MANIFEST, dump(manifest))
 
     def make_listing(self, lister: str) -> Directory:
         """Create a directory for published tables.
 
-        Raises UnsupportedByBackend on a file system without links, which could publish nothing.
+        Raises UnsupportedByBackend on a file system without links, before any time is spent on the
+        listing, because the manifest could not be published there.
         """
         probe = f".hicachectl-{lister}.tmp"
         self.directory.publish(probe, b"")
@@ -164,8 +167,9 @@ class RunDirectory(Closing):
     def remove_listings(self, besides: str) -> None:
         """Remove the tables of listers that published no manifest.
 
-        besides: name of the published directory. Call this only after the manifest was published:
-        until then, another lister may still publish.
+        Call this only after the manifest was published, because until then another lister may
+        publish its tables.
+        besides: name of the published directory.
         """
         for name in self.directory.entries():
             if name.startswith(LISTING_PREFIX) and name != besides:
@@ -201,7 +205,8 @@ class RunDirectory(Closing):
     def _refuse_other_files(self) -> None:
         names = self.directory.entries()
         strange = next((name for name in names if not _HARMLESS.fullmatch(name)), None)
-        # Look for the manifest last: another process may be publishing it.
+        # Look for the manifest after listing, because another process may have published it and
+        # written results meanwhile.
         if strange is not None and not self.directory.has(MANIFEST):
             raise UsageError(
                 f"{self.path}: has other files, such as {strange}; give --run an empty or a new "

@@ -1,8 +1,8 @@
 """Divide a run among the nodes of a cluster.
 
-Only the driver uses the run directory. It lists, sends the tables of each part to a node, and
-publishes the results. Nodes share only the stores. If a node or process is lost, its part is done
-again on another node.
+Only the driver uses the run directory. The driver lists the store, sends the tables of each part to
+a node, and publishes the results. Nodes share only the stores. If a node or process is lost, its
+part is done again, if possible on another node.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 3  # attempts at a part, on different nodes if possible
 _MOST_OBJECTS = 100_000  # most objects of a part, which bounds the bytes sent at once
-_FEW_OBJECTS = 1_000  # least objects of a part, if each worker still gets a part
-_PARTS_PER_WORKER = 4  # so that one slow part delays the end little
+_FEW_OBJECTS = 1_000  # least objects of a part, unless workers would get no part
+_PARTS_PER_WORKER = 4  # several, so that one slow part delays the end little
 _LOOK_SECONDS = 0.2
 _STOP_SECONDS = 60.0
 
@@ -59,10 +59,10 @@ _STOP_SECONDS = 60.0
 class Driver(Closing):
     """A run on a cluster; a context manager.
 
-    Call `begin`, then `work`, then `merged`; use its result within the block. Threads each wait for
-    one part at a time. The main thread alone prints.
+    Call `begin`, then `work`, then `merged`. Use the result of `merged` within the block. Each
+    thread waits for one part at a time. Only the main thread prints.
 
-    workers: number of parts at once; limits of the whole run are divided by it.
+    workers: number of parts at once. Limits of the whole run are divided by this number.
     """
 
     def __init__(
@@ -115,15 +115,15 @@ class Driver(Closing):
             self._stack.close()
 
     def begin(self, on_listed: Callable[[int], None] = lambda objects: None) -> None:
-        """List and plan, unless an earlier driver has done so. on_listed: see `running.begin`."""
+        """List and plan, unless an earlier driver has done both. on_listed: see `running.begin`."""
         self._manifest = begin(self._run, self._job, self._count, on_listed=on_listed)
 
     def work(self, on_progress: Callable[[int, int], None] = lambda new, total: None) -> None:
-        """Do all parts; then disconnect.
+        """Do all parts, and then disconnect. An interrupt cancels all stages.
 
-        on_progress: takes new and total bytes. Raises the first error of any part: UsageError,
-        FormatError, StoreUnavailable if no node is left, and as the methods of the job. An
-        interrupt cancels all stages.
+        on_progress: takes the bytes done since the last call, and an estimate of all bytes.
+        Raises the first error of any part: UsageError, FormatError, StoreUnavailable if no node is
+        left, or an error of the job's methods.
         """
         try:
             self._do_all(on_progress)
@@ -135,7 +135,7 @@ class Driver(Closing):
         return merge_run(self._run)
 
     def mark_merged(self) -> None:
-        """Record that the outcome was written."""
+        """Record that the result of the run was written."""
         mark_merged(self._run)
 
     def _count(self, objects: int) -> int:
@@ -145,7 +145,10 @@ class Driver(Closing):
         return min(count, MOST_PARTS)
 
     def _able(self, nodes: list[Node], address: str) -> list[Node]:
-        """Return the nodes that can work; name the others. Raises StoreUnavailable if none can."""
+        """Return the nodes that can work. Say why the other nodes cannot.
+
+        Raises StoreUnavailable if no node can work.
+        """
         refusals = self._cluster.refusals(nodes, self._opens)
         for node, reason in refusals.items():
             self._say_now(f"Node {node.name} is left out: {reason}")
@@ -196,7 +199,7 @@ class Driver(Closing):
         self._calls.put(partial(self._say_now, text))
 
     def _do(self, part: int, progress: _Progress) -> bool:
-        """Do a part on a node; return False if the part is lost and must be done again."""
+        """Do a part on a node. Return False if the part is lost and must be done again."""
         node = self._nodes.take(self._lost_on[part], self._stopped.is_set)
         try:
             outcome = run_part(
@@ -219,7 +222,10 @@ class Driver(Closing):
         return True
 
     def _gives_up(self, part: int, node: Node, loss: LostError) -> bool:
-        """Return whether a lost part is given up. If its node cannot work, use the node no more."""
+        """Return whether a lost part is given up. If its node cannot work, use the node no more.
+
+        Raises the error of the last attempt, if this attempt had one.
+        """
         reason = self._cluster.refusals([node], self._opens).get(node)
         if reason is not None and self._nodes.drop(node):
             self._say(f"Node {node.name} is left out: {reason}")
@@ -240,7 +246,7 @@ class Driver(Closing):
         tables: Tables,
         on_progress: Callable[[int, int], None],
     ) -> StageResult:
-        """Do the work of a part on a node. Exceptions as in `Cluster.answers`."""
+        """Do the work of a part on a node. Raises the errors of `Cluster.answers`."""
         now = time.monotonic()
         given = msgspec.structs.replace(
             given, divided=self.workers, parts_here=self._nodes.most, spent=now - self._began
@@ -280,9 +286,9 @@ class _Nodes:
         self._changed = threading.Condition()
 
     def take(self, avoided: Collection[Node], stopped: Callable[[], bool]) -> Node:
-        """Wait for a node with room. Take an avoided node only if no other node is left.
+        """Wait for a node that can do one more part. Take an avoided node only if no other is left.
 
-        Raises StoreUnavailable if no node is left, StoppedError.
+        Raises StoreUnavailable if no node is left. Raises StoppedError.
         """
         with self._changed:
             while not stopped():
@@ -306,14 +312,17 @@ class _Nodes:
                 self._changed.notify()
 
     def drop(self, node: Node) -> bool:
-        """Use a node no more; return whether it was in use."""
+        """Use a node no more. Return whether it was in use."""
         with self._changed:
             self._changed.notify_all()
             return self._busy.pop(node, None) is not None
 
 
 class _Progress:
-    """Bytes done, and an estimate of all bytes: each part states its own total when it begins."""
+    """Bytes done, and an estimate of all bytes.
+
+    The bytes of all parts are not known before all parts have begun.
+    """
 
     def __init__(self, parts: int, report: Callable[[int, int], None]) -> None:
         self._parts = parts

@@ -1,4 +1,4 @@
-"""A command whose work can be divided: the interface between commands and runs."""
+"""The interface between a command whose work can be divided, and the runs that divide it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Tables = Mapping[str, Callable[[], "pa.Table"]]  # each call reads the table
 # Number of parts, or a function of the number of objects.
 PartCount = int | Callable[[int], int]
 
-# Module of each command that can be divided; its KIND is the command's `Kind`.
+# Module of each command that can be divided. Each module has the command's `Kind` as KIND.
 MODULES = {
     "migrate": "hicachectl.parts.migrate",
     "prewarm": "hicachectl.parts.prewarm",
@@ -61,9 +61,9 @@ _DIGEST_DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """Result of a part, or of finishing a run.
+    """Result of a part, or of `Job.finish`.
 
-    facts: values for JSON: sums, flags and texts.
+    facts: sums, flags and texts, as values for JSON.
     tables: tables by name, in the schemas of the job's kind.
     settled: whether the work is complete and nothing failed.
     """
@@ -78,7 +78,7 @@ class RecordForm(Struct, kw_only=True):
 
     part: number of the part; -1 for the record of the whole run.
     host: host that did the work.
-    ended_ns: end of the work, Unix nanoseconds by that host's clock.
+    ended_ns: end of the work in Unix nanoseconds, by the clock of `host`.
     seconds: duration of the work.
     tables: files beside the record, by table name.
     """
@@ -96,7 +96,7 @@ class RecordForm(Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A published record; its tables are read when asked for.
+    """A published record. Its tables are read when they are asked for.
 
     next_step: end of the message about a damaged record or table.
     opened: function that opens the record's directory.
@@ -114,7 +114,7 @@ class Record:
         return self.form.facts
 
     def table(self, name: str) -> pa.Table:
-        """Read a table. Raises FormatError for a missing or damaged one."""
+        """Read a table. Raises FormatError if the table is missing or damaged."""
         file = self.form.tables.get(name)
         if file is None:
             raise FormatError(f"{self.path}: has no table {name!r}; {self.next_step}")
@@ -127,7 +127,7 @@ class PartInput(Struct, kw_only=True, frozen=True):
 
     owner: 16 hex digits that mark the unfinished writes of all attempts at the part.
     divided: number by which limits of the whole run are divided.
-    parts_here: number of parts that this machine does at once, or 1 if that is not known.
+    parts_here: number of parts that this machine does at once; 1 if the number is not known.
     spent: seconds since the driver of the whole run began; None without a driver.
     began: `time.monotonic()` at the start of the listing, by the run directory's clock.
     """
@@ -151,7 +151,7 @@ class PartInput(Struct, kw_only=True, frozen=True):
     def seconds_of(self, limit: float) -> float:
         """Return the part's share of a limit on the seconds of the whole run.
 
-        A driver's parts follow one another, so each may use the seconds that are left.
+        With a driver, parts follow one another, so each part may use all seconds that are left.
         """
         return limit / self.divided if self.spent is None else max(limit - self.spent, 0)
 
@@ -164,8 +164,8 @@ class PartInput(Struct, kw_only=True, frozen=True):
 
         jobs: number given by --jobs.
         usual: default number of one process.
-        read: stores to be read. If reads grant leases, the parts of a machine then lease about as
-            many objects as one process.
+        read: stores to be read. If their reads grant leases, the parts of a machine share the usual
+            number. Together they then lease about as many objects as one process would.
         """
         shared = self.parts_here > 1 and any(isinstance(store, Leases) for store in read)
         if jobs is None and shared:
@@ -184,10 +184,11 @@ class PartInput(Struct, kw_only=True, frozen=True):
         )
 
     def sweep_attempts(self, *stores: Store) -> None:
-        """Remove the unfinished writes of all attempts at the part. Call it when its work is done.
+        """Remove the unfinished writes of all attempts at the part.
 
-        Killed attempts leave unfinished writes. Another attempt that is still at work loses its
-        unfinished writes, but the result of this attempt is published first.
+        Call this when this attempt has done the work of the part. Killed attempts leave unfinished
+        writes. Another attempt that is still at work loses its unfinished writes, too. This does no
+        harm, because this attempt publishes its result first.
         """
         RunMark(self.owner, ended=(self.owner,)).put(*stores)
 
@@ -197,10 +198,11 @@ class Kind:
     """A command that can be divided.
 
     schemas: schemas of the results' tables, by name.
-    merge: function that returns the result of the whole run. It takes the results so far by part,
-        and the result of `finish`; it opens no store.
+    merge: function that returns the result of the whole run. It takes the manifest, the results so
+        far by part, and the result of `finish`. It opens no store.
     undone: function that returns messages about work that a part did not do.
-    parts_fail: whether a part that is not settled ends with exit status 4. Else only `merge` does.
+    parts_fail: whether a part that is not settled ends with exit status 4. Otherwise only `merge`
+        ends with this status.
     finishes: whether the process of the last part calls `finish`.
     """
 
@@ -215,9 +217,9 @@ class Kind:
 class Job(Protocol):
     """A command with its options and open stores.
 
-    identity: values that must be equal in all parts of a run, by the name in messages: `store`,
-        `destination` (URLs without secrets), and options such as `--checks`; compared as JSON.
-    options: all other decisions of the lister for all parts.
+    identity: values that must be equal in all parts of a run, compared as JSON. Their keys are the
+        names in messages, such as `store` and `destination` (URLs without secrets), and `--checks`.
+    options: further decisions of the lister, which hold for all parts.
     permissions: users who may read the run directory.
     trust: users who may write the run directory.
     Methods raise HicacheError.
@@ -232,9 +234,9 @@ class Job(Protocol):
     def publish(
         self, folder: Directory, parts: PartCount, on_listed: Callable[[int], None]
     ) -> Published:
-        """List and plan for all parts; write the tables to a new folder.
+        """List and plan for all parts. Write the tables to a new folder.
 
-        on_listed: takes the number of new objects.
+        on_listed: takes the number of objects listed since the last call.
         """
 
     def tables(self, folder: Directory, manifest: Manifest, part: int) -> Tables:
@@ -246,7 +248,8 @@ class Job(Protocol):
         """Do the work of a part.
 
         tables: the part's own tables, from `Job.tables`.
-        on_progress: takes new and total bytes read or copied.
+        on_progress: takes the bytes read or copied since the last call, and those of the whole
+            part.
         """
 
     def finish(
@@ -270,7 +273,7 @@ class CopyJob(Job):
         options: Struct,
         identity: Mapping[str, Any],
     ) -> None:
-        """Set the run's identity: the stores, the profiles and `identity`.
+        """Set the run's identity, which has the stores, the profiles and the given `identity`.
 
         Raises UsageError for a pack as destination.
         """
@@ -315,7 +318,7 @@ def kind_of(command: str, source: str) -> Kind:
 def selection_identity(selection: Selection) -> dict[str, Any]:
     """Return the members of a run's identity for filters.
 
-    An age is another time in each process, so all parts use the lister's times.
+    An age such as 2h means another time in each process, so all parts use the lister's times.
     """
     members = {f"--{field.name}": getattr(selection, field.name) for field in fields(selection)}
     members |= {name: "given" for name in ("--since", "--before") if members[name] is not None}

@@ -1,7 +1,7 @@
-"""The manifest of a divided run, `run.json`, and the part that a process does, `--shard`.
+"""The manifest of a divided run (`run.json`), and the part that a process does (`--shard`).
 
-The manifest publishes the listing. All parts of a run read it, so they agree on every decision
-about the whole store.
+The manifest publishes the listing. All parts of a run read the manifest, so they agree on every
+decision about the whole store.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-MANIFEST = "run.json"  # its name in the run directory
+MANIFEST = "run.json"  # name of the manifest in the run directory
 FORM = 1
 MOST_PARTS = 10_000
 LIST_AGAIN = "give another --run"  # next step if the manifest or a published table is damaged
@@ -48,8 +48,8 @@ class Published(Struct, kw_only=True):
     duration_ns: duration of the listing.
     table: affixes of the listing, as `pages.published.Listing` writes them.
     files: all tables, in `Manifest.folder`.
-    shares: row groups by file name, for each part.
-    facts: members that only the job knows.
+    shares: row groups of each part, by file name.
+    facts: facts of the job, which only the job reads.
     """
 
     listing_ns: Moment
@@ -61,13 +61,13 @@ class Published(Struct, kw_only=True):
 
 
 class Manifest(Struct, kw_only=True):
-    """A run.
+    """The manifest of a run.
 
-    run: random name.
-    version: release of hicachectl.
-    identity: values that must be equal in all parts, by the name in messages: the stores' URLs and
-        options such as `--checks`.
-    options: the lister's options, with every default resolved; all parts use these.
+    run: random name of the run.
+    version: release of hicachectl that began the run.
+    identity: values that must be equal in all parts, such as the URLs of the stores and `--checks`.
+        See `Job.identity`.
+    options: the lister's options with all defaults filled in. All parts use these options.
     spent_seconds: duration of listing and planning.
     folder: directory of the published tables.
     """
@@ -108,8 +108,8 @@ def parse_manifest(content: bytes, source: str, *, any_release: bool = False) ->
     """Parse a manifest.
 
     source: the run directory.
-    any_release: accept another release whose manifests have this form.
-    Raises FormatError for other content, UsageError for the manifest of another release.
+    any_release: whether to accept another release whose manifests have this form.
+    Raises FormatError if the content is no manifest, and UsageError if another release wrote it.
     """
     expected = {"form": FORM} if any_release else {"form": FORM, "version": __version__}
 
@@ -170,7 +170,8 @@ def _scheduled(text: str, count: int, environ: Mapping[str, str]) -> int:
     number = _integer(known[0], environ)
     if known == [_KUBERNETES]:
         return number
-    # In a rerun of some tasks (--array=7,9), the first of them would do part 0.
+    # Refuse a rerun of only some tasks (--array=7,9), because the first of these tasks would do
+    # part 0.
     expected = {"SLURM_ARRAY_TASK_STEP": 1, "SLURM_ARRAY_TASK_COUNT": count}
     for name, wanted in expected.items():
         if environ.get(name) and _integer(name, environ) != wanted:

@@ -1,7 +1,7 @@
-"""`migrate` in parts: each part copies the page groups of its share of the source's listing.
+"""`migrate` in parts. Each part copies the page groups of its share of the source's listing.
 
-The lister scans the source; the parts share this listing. The lister scans the destination only to
-refuse another topology. The destination changes while parts write, so each part looks up its own
+The lister scans the source, and the parts share this listing. The lister scans the destination only
+to refuse another topology. The destination changes while parts write, so each part looks up its own
 keys there.
 """
 
@@ -96,7 +96,10 @@ class MigrateJob(CopyJob):
     kind = KIND
 
     def __init__(self, source: Store, destination: Store, request: MigrationRequest) -> None:
-        """Check the request. Raises as `Migration`, and UsageError for a pack as destination."""
+        """Check the request.
+
+        Raises UsageError if the destination is a pack. Raises the errors of `Migration`.
+        """
         options = _Options(
             selection=published_selection(request.selection),
             dry_run=request.dry_run,

@@ -1,4 +1,7 @@
-"""`prewarm` in parts: one plan for all, a slice of it for each part, and one count at the end."""
+"""`prewarm` in parts. All parts share one plan, and each part copies a slice of it.
+
+After the last part, the tokens that servers can restore are counted once for the whole run.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,7 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
 
 
 def undone(manifest: Manifest, record: RecordForm) -> Iterator[str]:
-    """Yield messages about work that a slice has not done; `merge` has all other messages."""
+    """Yield messages about work that a slice has not done. `merge` gives all other messages."""
     if not record.settled:
         facts = convert(record.facts, PrewarmFacts, "The result")
         outcome = outcome_of([facts], FinishFacts(), *urls_of(manifest), 0.0)
@@ -112,7 +115,7 @@ class PrewarmJob(CopyJob):
         inputs: Mapping[str, Any],
         min_usable: float | None,
     ) -> None:
-        """Check the destination. Raises UsageError for a pack.
+        """Check the destination. Raises UsageError if it is a pack.
 
         request: request without chains and pages.
         asked: function that returns the request with chains and pages, for the lister; None if this
@@ -136,7 +139,7 @@ class PrewarmJob(CopyJob):
     def publish(
         self, folder: Directory, parts: PartCount, on_listed: Callable[[int], None]
     ) -> Published:
-        """Plan for all parts; see `Job.publish`."""
+        """Plan for all parts. See `Job.publish`."""
         now = time.time_ns()
         assert self._asked is not None
         request = self._asked()
@@ -152,13 +155,13 @@ class PrewarmJob(CopyJob):
         )
 
     def tables(self, folder: Directory, manifest: Manifest, part: int) -> Tables:
-        """Return the tables of a slice; see `Job.tables`."""
+        """Return the tables of a slice. See `Job.tables`."""
         return slice_tables(folder, manifest.published, part, self._listing(manifest))
 
     def work(
         self, given: PartInput, tables: Tables, on_progress: Callable[[int, int], None]
     ) -> StageResult:
-        """Copy a slice; see `Job.work`."""
+        """Copy a slice. See `Job.work`."""
         destination, options = self._destination, given.options(self._request.options, self._source)
         if (seconds := self._request.deadline_seconds) is not None:
             options = replace(options, deadline=given.began + seconds)
@@ -181,7 +184,7 @@ class PrewarmJob(CopyJob):
     def finish(
         self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]
     ) -> StageResult:
-        """Touch all pages, and count the tokens that servers can restore; see `Job.finish`."""
+        """Touch all pages, and count the tokens that servers can restore. See `Job.finish`."""
         files = manifest.published.files
         plan = convert(manifest.published.facts, PrewarmFacts, MANIFEST)
         slices = [convert(one.facts, PrewarmFacts, one.path) for one in results.values()]

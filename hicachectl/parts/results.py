@@ -55,9 +55,10 @@ def save(
     result: StageResult,
     began: float,
 ) -> RecordForm | None:
-    """Write the tables of a result and publish its record; return None if there is a record.
+    """Write the tables of a result, publish its record and return the record.
 
-    If the record is not published, its tables are removed.
+    Return None if another attempt has published a record. If this record is not published, its
+    tables are removed.
     name: file name of the record, without `.json`.
     part: see `RecordForm`.
     began: `time.monotonic()` at the start of the work.
@@ -102,7 +103,7 @@ def _load(run: RunDirectory, directory: Directory, name: str, kind: Kind, next_s
     """Read a record.
 
     next_step: end of the message about a damaged record or table.
-    Raises FormatError, OSError (FileNotFoundError if missing), UntrustedError.
+    Raises FormatError, UntrustedError, and OSError (FileNotFoundError if the record is missing).
     """
     form = read_document(directory, f"{name}.json", RecordForm, next_step)
     path = f"{directory.path}/{name}.json"
@@ -132,7 +133,7 @@ def has_all_results(run: RunDirectory, manifest: Manifest) -> bool:
 
 
 def is_finished(run: RunDirectory, manifest: Manifest, kind: Kind) -> bool:
-    """Return whether all parts have results, and also `finish` if the command calls it."""
+    """Return whether all parts have results, and `finish` has one if the command calls it."""
     if not has_all_results(run, manifest):
         return False
     with usage_errors(run.path):
@@ -140,7 +141,7 @@ def is_finished(run: RunDirectory, manifest: Manifest, kind: Kind) -> bool:
 
 
 def merge_run(run: RunDirectory) -> Result:
-    """Return the result of a whole run, by the results of its parts so far.
+    """Return the result of a whole run, made from the results of its parts so far.
 
     Raises UsageError if the run has no manifest, FormatError for a damaged result.
     """
@@ -183,9 +184,10 @@ def merge_run(run: RunDirectory) -> Result:
 
 
 def reason_to_wait(run: RunDirectory) -> str:
-    """Return why a run is not to be merged now: parts have no result, or it was merged before.
+    """Return why a run must not be merged now.
 
-    Empty for a run that is to be merged, and for a run without a manifest.
+    A run must not be merged if a part has no result, if the run is not finished, or if it was
+    merged before. Return "" if the run is to be merged, or has no manifest.
     """
     manifest = run.manifest()
     if manifest is None:

@@ -61,11 +61,11 @@ def begin(
     *,
     on_listed: Callable[[int], None] = lambda objects: None,
 ) -> Manifest:
-    """Return the manifest of a run; if there is none, list and plan for all parts.
+    """Return the manifest of a run. If there is none, first list and plan for all parts.
 
-    on_listed: takes the number of new objects.
-    Raises UsageError if the run is finished, or was begun with other options; FormatError for a
-    damaged manifest; and as `Job.publish`.
+    on_listed: takes the number of objects listed since the last call.
+    Raises UsageError if the run is finished, or was begun with other options. Raises FormatError if
+    the manifest is damaged. Raises the errors of `Job.publish`.
     """
     manifest = run.manifest()
     if manifest is None:
@@ -88,11 +88,12 @@ def join(
     lister: str,
     say: Say = lambda text: None,
 ) -> Manifest:
-    """Return the manifest of a run; wait for part 0 to publish it.
+    """Wait until part 0 has published the manifest of a run, and return the manifest.
 
     lister: command line of part 0.
     say: takes a message about the wait, at once and each minute.
-    Raises StoreUnavailable if the manifest is not published in time, and as `begin`.
+    Raises StoreUnavailable if the manifest is not published in time. Raises UsageError and
+    FormatError for the reasons that `begin` names.
     """
     began = time.monotonic()
     next_said = 0.0
@@ -104,10 +105,10 @@ def join(
                 f"{human_age(wait_seconds)}; run part 0: {lister}"
             )
         if waited >= next_said:
-            say(f"Waiting for part 0, which lists for all parts: {run.path} has no {MANIFEST}")
+            say(f"Waiting for part 0 to list for all parts, because {run.path} has no {MANIFEST}")
             next_said += _SAY_SECONDS
-        # Pauses grow with the wait: a short wait ends soon after the manifest is published, and a
-        # long wait seldom asks the file system.
+        # Pauses grow with the wait, so that a short wait ends soon after the manifest is published,
+        # and a long wait seldom asks the file system.
         pause = min(_LOOK_SECONDS, _FIRST_LOOK_SECONDS + waited / 10)
         time.sleep(min(pause, wait_seconds - waited))
     _refuse_other(run, job, parts, manifest)
@@ -123,11 +124,11 @@ def run_part(
     work: Work | None = None,
     on_progress: Callable[[int, int], None] = lambda new, total: None,
 ) -> PartOutcome:
-    """Do one part of a run, unless it has a result; after the last part, finish the run.
+    """Do one part of a run, unless the part has a result. Finish the run if this was the last part.
 
-    work: function that does the part in place of `Job.work`, such as on another machine.
-    on_progress: takes new and total bytes.
-    Raises UsageError, FormatError, and as the methods of the job.
+    work: function that does the part in place of `Job.work`, for example on another machine.
+    on_progress: see `Job.work`.
+    Raises UsageError, FormatError, and the errors of the job's methods.
     """
     began = time.monotonic()
     name = result_name(part)
@@ -159,7 +160,7 @@ def run_part(
 
 
 def _finish(run: RunDirectory, job: Job, manifest: Manifest) -> None:
-    """Call the job's `finish` if all parts have results and the run is not finished yet."""
+    """Call the job's `finish` if all parts have results and `finish` has none yet."""
     if is_finished(run, manifest, job.kind) or not has_all_results(run, manifest):
         return
     began = time.monotonic()
@@ -170,7 +171,7 @@ def _finish(run: RunDirectory, job: Job, manifest: Manifest) -> None:
 
 
 def _list(run: RunDirectory, job: Job, parts: PartCount, on_listed: Callable[[int], None]) -> None:
-    """List and plan, and publish the manifest, unless another process publishes one first."""
+    """List and plan. Publish the manifest, unless another process publishes a manifest first."""
     began = time.monotonic()
     lister = os.urandom(_OWNER_DIGITS // 2).hex()
     try:
@@ -190,7 +191,9 @@ def _list(run: RunDirectory, job: Job, parts: PartCount, on_listed: Callable[[in
             with deferred():  # a signal must not hide whether the published manifest is ours
                 run.publish_manifest(manifest)
     except HicacheError:
-        if run.manifest() is None:  # else the other process has removed the tables of this one
+        # If there is a manifest, the process that published it has removed the tables of this
+        # process, which may have caused the error.
+        if run.manifest() is None:
             raise
     finally:
         run.remove_unpublished(lister)
@@ -210,7 +213,7 @@ def _refuse_other(run: RunDirectory, job: Job, parts: PartCount, manifest: Manif
     if is_finished(run, manifest, job.kind):
         raise UsageError(
             f"{run.path}: the run of {manifest.listed} is finished; give a new --run, such as "
-            f"--run {run.path.parent}/$(date +%F), or print this one with: hicachectl merge "
+            f"--run {run.path.parent}/$(date +%F), or print this run with: hicachectl merge "
             f"{run.path}"
         )
 

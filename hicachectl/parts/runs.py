@@ -1,7 +1,8 @@
-"""Run directories: list them, describe one, and delete old ones.
+"""List run directories, describe a run, and delete old runs.
 
 A purge first renames the directory of a run, so that no process continues the run. It removes only
-files of a run. The manifest is removed last: it names the stores, whose owners are trusted.
+files of a run. It removes the manifest last, because the manifest names the stores that decide
+whose files are trusted.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
     from hicachectl.parts.manifest import Manifest
 
-# States of a run directory; `move.quarantine` has more of them.
+# States of a run directory. Further states come from `move.quarantine`.
 LISTING, UNFINISHED, FINISHED, MERGED = "listing", "unfinished", "finished", "merged"
 # States of a part.
 DONE, NOT_COMPLETE, MISSING, DAMAGED = "done", "not-complete", "missing", "damaged"
@@ -64,7 +65,7 @@ _FILES = re.compile(
 
 
 class RunDirectoryRow(msgspec.Struct, kw_only=True):
-    """Row of a run directory; unknown values are None."""
+    """Row of a run directory. A value that is unknown is None."""
 
     run: str
     command: str | None
@@ -101,7 +102,7 @@ class RunDirectoryPurge(msgspec.Struct, kw_only=True):
 
 
 class PartRow(TypedDict):
-    """Row of a part; None without a result."""
+    """Row of a part. For a part without a result, host, ended and seconds are None."""
 
     part: int
     host: str | None
@@ -124,9 +125,10 @@ PART_ROWS = schema_of(PartRow)
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """A run, and its parts as `PART_ROWS`.
+    """Description of a run and its parts.
 
-    remarks: messages about damaged parts.
+    rows: a row for each part, in the columns of `PART_ROWS`.
+    remarks: messages about damaged results of parts.
     """
 
     document: RunStatusDocument
@@ -136,14 +138,14 @@ class RunStatus:
 
 @dataclass(frozen=True, slots=True)
 class _OpenRun(Closing):
-    """A run directory, open unless it is unreadable.
+    """A run directory. It is open unless it is unreadable.
 
-    name: its name in its parent.
-    path: its path, for messages.
+    name: name of the directory in its parent.
+    path: path of the directory for messages.
     row: members of a `RunDirectoryRow`.
     run: the open directory; None if it is unreadable.
-    manifest: None if it is not published.
-    error: why the directory is unreadable.
+    manifest: manifest of the run; None if it is not published or is unreadable.
+    error: why the directory is unreadable; None if it is readable.
     """
 
     name: str
@@ -160,7 +162,7 @@ class _OpenRun(Closing):
 
 
 def list_runs(path: Path) -> PurgeReport:
-    """List the run directories in a directory by name, or the run directory that the path names.
+    """List the run directories in a directory. If the path names a run, list only this run.
 
     Raises UsageError if the directory cannot be read.
     """
@@ -197,10 +199,10 @@ def run_status(path: Path) -> RunStatus:
 def purge_runs(
     path: Path, before: float, *, unmerged: bool = False, dry_run: bool = False
 ) -> PurgeReport:
-    """Delete the merged runs in which nothing has changed since a time; complete earlier purges.
+    """Delete the merged runs in which nothing has changed since a time. Complete earlier purges.
 
-    before: Unix seconds; an `Ago` counts by the clock of the directory's file system, unless this
-        is a dry run.
+    before: Unix seconds. An `Ago` is measured by the clock of the directory's file system, except
+        in a dry run.
     unmerged: whether to delete runs that were not merged, too.
     Raises UsageError if the directory cannot be read.
     """
@@ -233,10 +235,10 @@ def purge_runs(
 
 @contextmanager
 def _directories(path: Path, *, writes: bool) -> Iterator[tuple[Directory, list[Path]]]:
-    """Open a directory of runs; yield it with the paths of the directories in it.
+    """Open a directory of runs. Yield this directory, and the paths of the directories in it.
 
-    If the path names a run, yield the directory above it, with the path. Raises UsageError for an
-    OSError, including one in the block.
+    If the path names a run, yield the directory above the run, and only the path of the run.
+    An OSError becomes UsageError, also if the block raises it.
     """
     with usage_errors(path), Directory.named(str(path), writes=writes) as here:
         entries = here.entries()
@@ -246,7 +248,7 @@ def _directories(path: Path, *, writes: bool) -> Iterator[tuple[Directory, list[
                 yield parent, [real]
             return
         names = [name for name, facts in entries.items() if stat.S_ISDIR(facts.st_mode)]
-        # Complete earlier purges first: the name of a purged run may be in use again.
+        # Complete earlier purges first, because the name of a purged run may be in use again.
         yield here, [path / name for name in sorted(names, key=lambda n: not n.endswith(PURGED))]
 
 
@@ -261,14 +263,14 @@ def _is_run(name: str, entries: Iterable[str]) -> bool:
 def _runs(
     parent: Directory, paths: Iterable[Path], left: list[str], *, writes: bool
 ) -> Generator[_OpenRun, None, None]:
-    """Yield each run directory, open until the next one.
+    """Yield each run directory. It is open until the next one is requested.
 
     left: list to which messages about unreadable directories are added.
     """
     for path in paths:
         try:
             folder = parent.directory(path.name, any_owner=True)
-        except FileNotFoundError:  # another process may just have removed it
+        except FileNotFoundError:  # another process may just have removed the run
             continue
         except PermissionError as error:
             left.append(f"{path}: cannot be read: {reason_of(error)}; run as its owner")
@@ -328,10 +330,10 @@ def _fill(row: dict[str, Any], run: RunDirectory, manifest: Manifest | None) -> 
 
 
 def _entries(directory: Directory) -> Iterator[tuple[Directory, str, str, os.stat_result]]:
-    """Yield the entries of a run directory and of its folders, which come after their files.
+    """Yield the entries of a run directory and of its folders. A folder comes after its entries.
 
-    For each, yield the open directory that it is in, its name there, its path in the run directory
-    and its stat.
+    For each entry, yield the open directory that has it, its name there, its path in the run
+    directory and its stat.
     """
     for name, facts in directory.entries().items():
         if stat.S_ISDIR(facts.st_mode) and _FOLDERS.fullmatch(name):
@@ -373,7 +375,7 @@ def _next_step(path: Path, row: dict[str, Any], missing: list[int]) -> str:
         return f"hicachectl runs purge {run} --before 0s --yes"
     if missing:
         return (
-            f"run {spans(missing)} of {row['parts']} with --run {run} and the options of the others"
+            f"run {spans(missing)} of {row['parts']} with --run {run} and the other parts' options"
         )
     if row["state"] == UNFINISHED:
         return f"run any part again with --run {run}, which finishes the run"
@@ -383,9 +385,9 @@ def _next_step(path: Path, row: dict[str, Any], missing: list[int]) -> str:
 def _purged(
     parent: Directory, opened: _OpenRun, failures: list[tuple[str, str]], left: list[str]
 ) -> str:
-    """Delete a run; return its state.
+    """Delete a run. Return its new state.
 
-    failures, left: see `PurgeReport`; messages are added to them.
+    failures, left: lists to which messages are added; see `PurgeReport`.
     """
     assert opened.run is not None  # an unreadable run is not deleted
     directory, name = opened.run.directory, opened.name
@@ -431,7 +433,7 @@ def _refuse_other_entries(directory: Directory) -> None:
 
 
 def _remove(parent: Directory, name: str, directory: Directory) -> None:
-    """Remove a run directory and its entries, the manifest last.
+    """Remove a run directory and its entries. Remove the manifest last.
 
     Raises OSError, for example if another process has added a file since the check.
     """

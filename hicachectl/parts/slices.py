@@ -74,10 +74,10 @@ def planned_pages(
 ) -> CopyPlan:
     """Return pages of a plan with their actions.
 
-    pages: in the schema of the file.
+    pages: rows of the file of wanted pages.
     objects: objects from which the pages are copied, with affix ids.
-    asks: whether to ask the destination for each object; else the destination counts as empty.
-    Raises FormatError for a page without objects.
+    asks: whether to ask the destination for each object. Otherwise it counts as empty.
+    Raises FormatError if a page has no objects.
     """
     groups = PageGroups(inventory_of(objects, listing.table))
     if asks:
@@ -99,7 +99,8 @@ def write_plan(
 ) -> Listed:
     """Write a plan and its requests to an empty folder.
 
-    parts: number of slices, or a function of the number of objects. Raises OSError.
+    parts: number of slices, or a function of the number of objects.
+    Raises OSError.
     """
     pages = plan.pages
     positions, rows = _objects(pages)
@@ -135,9 +136,10 @@ def write_plan(
 
 
 def slice_tables(folder: Directory, published: Published, part: int, listing: Listing) -> Tables:
-    """Return functions that read the tables of a slice; they raise FormatError for a damaged file.
+    """Return functions that read the tables of a slice. Each raises FormatError for a damaged file.
 
-    `pages` and `objects` are for `planned_pages`; `best` has the first pages of the whole plan.
+    The tables `pages` and `objects` are for `planned_pages`. The table `best` has the first pages
+    of the whole plan.
     """
     pages, objects = (
         named_table(folder, published.files, name, LIST_AGAIN)
@@ -196,7 +198,7 @@ def _raw(pages: pa.FixedSizeBinaryArray) -> npt.NDArray[np.uint8]:
 def slice_ends(cost: IntArray, count: int) -> IntArray:
     """Return the end of each of `count` slices of about equal cost: [count].
 
-    cost: cost of each page, best first; a page belongs to the slice in which it begins.
+    cost: cost of each page, best page first. A page belongs to the slice in which its cost begins.
     """
     before = np.cumsum(cost) - cost
     total = int(cost.sum())

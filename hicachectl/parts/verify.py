@@ -1,4 +1,4 @@
-"""`verify` in parts: each part checks the page groups of its share of the listing."""
+"""`verify` in parts. Each part checks the page groups of its share of the listing."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class _Facts(msgspec.Struct, kw_only=True):
 
     catalog: store and identity fields of the compared catalog.
     records: identity fields of the catalog that the run records; None if it records none.
-    found: findings about the listing, rows of NAMED_SCHEMA.
+    found: findings about the listing, as rows of NAMED_SCHEMA.
     """
 
     grammar: str
@@ -182,7 +182,10 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
 
 
 def undone(manifest: Manifest, record: RecordForm) -> Iterator[str]:
-    """Yield why the repair of a part was refused; `merge` ends with the status of the refusal."""
+    """Yield why the repair of a part was refused.
+
+    Only `merge` ends with the exit status of the refusal.
+    """
     form = convert(record.facts, _ResultForm, "result: facts")
     for refusal in form.facts.refused:
         yield f"Part {refusal.part}: {_refused(refusal)}"
@@ -290,7 +293,11 @@ class VerifyJob(Job):
     def _publish_catalog(
         self, folder: Directory, shares: list[Share], on_listed: Callable[[int], None]
     ) -> tuple[tuple[str, tuple[str, ...]] | None, list[TableFile]]:
-        """Copy the catalog to the listing's folder, divided as the listing is."""
+        """Copy the catalog to the listing's folder, divided among the parts as the listing is.
+
+        Return the catalog's store and identity fields, and the files. Without a catalog, return
+        None and no files.
+        """
         path = self._catalog
         if path is None or (self._request.update_catalog and not path.exists()):
             return None, []
@@ -363,7 +370,8 @@ class VerifyJob(Job):
         began = time.monotonic()
         store, request, facts = self._store, self._request, checked.result.facts
         tables: list[pa.Table] = []
-        # Only part 0 reports findings about tables.
+        # Only part 0 reports findings about tables. To repair their own pages, the other parts
+        # check the tables again.
         if given.part and GROUPS.name in request.checks:
             saved = saved_tables(store)
             tables, _ = check_tables(store, saved, grace_seconds=request.grace_seconds)
@@ -454,7 +462,7 @@ def _part_result(record: Record, table: AffixTable) -> PartResult:
     except FormatError as error:
         raise FormatError(f"{error}; {record.next_step}") from error
     found = _known(record.table(_FOUND), record.path, record.next_step)
-    # Packed, because the findings of all parts are in memory at once.
+    # Pack the findings, because the findings of all parts are in memory at once.
     return PartResult(form.facts, tally, packed(found), _evidence(record, table))
 
 
@@ -466,7 +474,10 @@ def _evidence(record: Record, table: AffixTable) -> pa.Table:
 
 
 def _known(found: pa.Table, path: str, next_step: str = LIST_AGAIN) -> pa.Table:
-    """Return findings of a run directory. Raises FormatError for an unknown severity."""
+    """Return findings that were read from a run directory.
+
+    Raises FormatError if a finding has no code, or no known severity.
+    """
     severities = set(found.column("severity").unique().to_pylist())
     if found.column("code").null_count or not severities <= set(SEVERITIES):
         raise FormatError(f"{path}: has findings without a known severity or a code; {next_step}")

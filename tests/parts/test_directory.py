@@ -65,7 +65,7 @@ def test_parts_wait_for_the_listing_of_part_0(toy_run: ToyRun) -> None:  # noqa:
     started.append(toy_run.start(0, 3, listing=0.02))
     said = [process.communicate(timeout=60)[1] for process in started]
     assert [process.returncode for process in started] == [0] * 3, said
-    waiting = f"Waiting for part 0, which lists for all parts: {toy_run.path} has no run.json"
+    waiting = f"Waiting for part 0 to list for all parts, because {toy_run.path} has no run.json"
     assert waiting in said[0] + said[1]
     assert max(text.count(waiting) for text in said) == 1
     assert toy_run.listings == 1
@@ -182,7 +182,7 @@ def test_a_finished_run_is_refused(toy_run: ToyRun) -> None:  # noqa: F811
             toy_run.part(part, 2)
         assert str(refusal.value) == (
             f"{toy_run.path}: the run of 2023-11-14 22:13 UTC is finished; give a new --run, such "
-            f"as --run {toy_run.folder}/$(date +%F), or print this one with: hicachectl merge "
+            f"as --run {toy_run.folder}/$(date +%F), or print this run with: hicachectl merge "
             f"{toy_run.path}"
         )
     assert before == {path: path.stat().st_mtime_ns for path in toy_run.path.rglob("*")}

@@ -368,7 +368,7 @@ def test_without_ray_one_line_says_how_to_install_it(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["ray://head:10001"], "a Ray client cannot do this; run on a node of the cluster"),
+        (["ray://head:10001"], "a Ray client cannot run parts; run on a node of the cluster"),
         (["head"], "--ray head: give auto, local or HOST:PORT"),
         (["auto", "--shard", "0/2"], "--shard cannot be combined with --ray"),
         (["auto", "--repair", "delete"], "give --yes or --dry-run"),

@@ -113,7 +113,7 @@ def test_one_run_is_listed_by_its_own_path(runs: ToyRun, name: str) -> None:
     [
         ("merged", [], "hicachectl merge RUN --again"),
         ("finished", [], "hicachectl merge RUN"),
-        ("unfinished", [1], "run part 1 of 2 with --run RUN and the options of the others"),
+        ("unfinished", [1], "run part 1 of 2 with --run RUN and the other parts' options"),
         ("listing", [], "part 0 lists the store; if its process has ended, run part 0 again"),
     ],
 )
