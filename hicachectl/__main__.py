@@ -50,7 +50,7 @@ class _Received:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one command and exit with its status; hicachectl(1) lists the statuses."""
+    """Run one command and exit with its status. hicachectl(1) lists the statuses."""
     _complete_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names may not be encodable in the locale
@@ -69,7 +69,8 @@ def run(arguments: list[str]) -> int:
     """Run one command and return its exit status. Raises only on a bug."""
     from hicachectl.cli.exit_codes import INTERRUPTED, TERMINATED
 
-    # This long import comes before the handlers: until then, a signal ends the process at once.
+    # This import takes long. It comes before the handlers are set, so that a signal during the
+    # import ends the process at once.
     import_module("hicachectl.cli.group")
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     received = _Received()
@@ -132,8 +133,9 @@ def _run(arguments: list[str], received: _Received) -> int:
 def _complete_streams() -> None:
     """Open /dev/null in place of closed standard streams, as after `>&-`.
 
-    Otherwise the next opened file gets the stream's number, and libraries print into that file.
-    Writes to a replaced stdout fail; writes to a replaced stderr are discarded.
+    Otherwise the next file that is opened would get the number of the stream, and libraries would
+    print into this file. Writes to a replaced stdout fail, because it is open for reading only.
+    Writes to a replaced stderr are discarded.
     """
     for number, access in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         try:
@@ -152,7 +154,7 @@ def _say(text: str) -> None:
 
 
 def _unexpected(error: Exception) -> int:
-    """Return the status if the system refused output, a path or a thread; re-raise other errors."""
+    """Return the status if the system refused output, a path or a thread. Re-raise other errors."""
     import click
 
     from hicachectl.cli.exit_codes import BAD_INPUT
@@ -177,7 +179,7 @@ def _unexpected(error: Exception) -> int:
 
 
 def _flush(status: int) -> int:
-    """Flush stdout and return the status; a closed pipe (`| head`) is not an error."""
+    """Flush stdout and return the status. A closed pipe (`| head`) is not an error."""
     from hicachectl.cli.exit_codes import BAD_INPUT
     from hicachectl.formats.wording import lost_stdout
 

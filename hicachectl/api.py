@@ -1,8 +1,8 @@
-"""The Python interface: the operations of the commands, without a command line and output.
+"""The Python interface. Its functions are the operations of the commands.
 
-Each function takes open stores and one request, raises the errors of `hicachectl.formats.errors`,
-and returns what the command of the same name writes as JSON. The result's `remarks` are the
-messages of the run. Requests are frozen dataclasses; the commands use the same ones.
+A function takes open stores and one request, and raises the errors of `hicachectl.formats.errors`.
+Its result has the document that the command writes as JSON, and the messages of the run as
+`remarks`. Requests are frozen dataclasses, which the commands use, too.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ __all__ = [
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Read a profile file, TOML or JSON. Raises UsageError, FormatError and ProfileError."""
+    """Read a profile from a TOML or JSON file. Raises UsageError, FormatError and ProfileError."""
     from hicachectl.profiles.sources import read_profile as read
 
     return read(Path(path))
 
 
 def recorded_profile(store: Store) -> Profile:
-    """Return the profile that a pack records. Raises UsageError for a store without one."""
+    """Return the profile that a pack records. Raises UsageError if the store records no profile."""
     from hicachectl.profiles.sources import agree_on_profile
 
     profile = agree_on_profile(store, None)
@@ -130,12 +130,12 @@ def model_profile(config: str | Path, **flags: Any) -> Profile:
 
 
 def read_requests(path: str | Path, profile: Profile | None, *, outputs: bool = False) -> Requests:
-    """Read a trace: a file or a directory in any form that the commands read.
+    """Read a trace from a file or a directory, in any form that the commands read.
 
-    profile: states how tokens are hashed; None for a trace of block ids, which only `simulate`
-        takes.
+    profile: profile that states how tokens are hashed; None for a trace of block ids. Only
+        `simulate` takes a trace of block ids.
     outputs: whether a chain includes the tokens that the server generated, for `simulate`.
-    Raises FormatError naming the line, and UsageError.
+    Raises UsageError, and FormatError with the line that is wrong.
     """
     from hicachectl.requests.reading import Trace
 
@@ -151,9 +151,9 @@ def hash_requests(requests: Iterable[Request | Sequence[int]], profile: Profile)
     """Hash the tokens of requests into pages.
 
     requests: token ids of each request, or a `Request` if it has a salt, an extra key or a time.
-    profile: states how tokens are hashed.
-    Raises FormatError naming the request by its number, counted from 0, and UsageError without
-    requests.
+    profile: profile that states how tokens are hashed.
+    Raises UsageError if there are no requests. Raises FormatError with the number of the request
+    that is wrong, counted from 0.
     """
     named = (
         given if isinstance(given, Request) else Request(f"request {number}", list(given))
@@ -172,12 +172,12 @@ def verify(
 ) -> Result:
     """Check a store, and change nothing.
 
-    request: if it has no profile, the profile that a pack records is used; in other stores, objects
-        are compared with each other.
-    Callbacks: see `check_store`.
+    request: request of the check. If the request has no profile, a pack is checked with the profile
+        that it records. The objects of any other store are then compared with each other.
+    on_listed, on_read, on_wait: see `check_store`.
 
-    Raises UsageError if a named check cannot run; ProfileError if the profile contradicts the
-    store; EmptyStore; StoreUnavailable; DeviceError.
+    Raises UsageError if a named check cannot run, and ProfileError if the profile contradicts the
+    store. Raises EmptyStore, StoreUnavailable and DeviceError.
     """
     from hicachectl.checks.registry import group_names
     from hicachectl.move.repair import doubted_repairs
@@ -202,7 +202,7 @@ def hits(
     *,
     on_listed: Callable[[int], None] = lambda objects: None,
 ) -> HitsReport:
-    """Return how much of each request a store can serve, and which object stops it.
+    """Return how much of each request a store can serve, and which object stops each request.
 
     Raises ProfileError and StoreUnavailable.
     """
@@ -259,10 +259,10 @@ def prewarm(
     on_listed: Callable[[int], None] = lambda objects: None,
     on_copied: Callable[[int, int], None] = lambda nbytes, total: None,
 ) -> Result:
-    """Copy the pages that serve requests best and that the destination lacks, the best first.
+    """Copy the pages that serve requests best, best page first.
 
-    Callbacks and errors: see `prewarming.prewarm.prewarm`. After KeyboardInterrupt, every page
-    whose copy had begun is whole.
+    Pages that the destination has are skipped. Callbacks and errors: see
+    `prewarming.prewarm.prewarm`. After KeyboardInterrupt, every page whose copy had begun is whole.
     """
     from hicachectl.prewarming.prewarm import prewarm as warmed
     from hicachectl.profiles.sources import agree_on_profile
@@ -283,8 +283,9 @@ def plan(
     *,
     on_listed: Callable[[int], None] = lambda objects: None,
 ) -> pa.Table:
-    """Return the pages that `prewarm` would copy, best first: page, parent, depth, bytes.
+    """Return a row for each page that `prewarm` would copy, best page first.
 
+    The columns are page, parent, depth and bytes.
     Errors: see `prewarm`.
     """
     request = replace(request, dry_run=True)
@@ -299,8 +300,8 @@ def simulate(
 ) -> Result:
     """Return the share of the prompt tokens that caches of each capacity and policy serve.
 
-    store: pages that the caches have at the start; the result then also says where hits of the
-        store are lost.
+    store: store whose pages the caches have at the start; None for empty caches. With a store, the
+        result also says where hits of the store are lost.
     Errors: see `simulation.simulate.simulate`.
     """
     from hicachectl.profiles.sources import agree_on_profile
@@ -317,9 +318,9 @@ def examine(
     *,
     on_wait: Callable[[float], None] = lambda seconds: None,
 ) -> Result:
-    """Return why servers get no hits from a store, or wrong ones, as `hicachectl doctor` does.
+    """Return why servers get no hits or wrong hits from a store, as `hicachectl doctor` does.
 
-    Only `write_probe` of the request changes the store. Arguments and errors: see
+    The store is changed only if the request has `write_probe`. Arguments and errors: see
     `doctor.examine.examine`.
     """
     from hicachectl.doctor.examine import examine as examined
@@ -336,7 +337,7 @@ def measure(
 ) -> Result:
     """Measure how fast a store gives pages, as `bench` does.
 
-    compare: second store, measured in the same way.
+    compare: second store, which is measured in the same way.
     Errors: see `bench.bench.bench`.
     """
     from hicachectl.bench.bench import bench

@@ -1,4 +1,4 @@
-"""Result of a command: its document, its messages, and how it ends."""
+"""Result of a command, with its document, its messages, and how it ends."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Result:
     """Result of a command, from one process or from all parts of a run.
 
     document: members of the JSON document.
-    rows: table of the rows that formats such as jsonl print, one a line.
+    rows: table of the rows that formats such as jsonl print, one row a line.
     rows_name: member of the document that the rows replace. A document without this member has no
         rows in JSON.
     lines: function that returns the lines of the `table` format. It takes the document, the screen,
         and the extent of a table of findings.
     remarks: messages, in the order of printing.
-    undone: messages about work that was not done, which --quiet keeps; they may be in `remarks`,
+    undone: messages about work that was not done, which --quiet keeps. Some may be in `remarks`,
         too.
     failed: whether the exit status is 4.
-    ending: exception to raise after the result was written; it decides the exit status.
+    ending: exception to raise after the result was written. It decides the exit status.
     excused: whether the exit status is 0 although the run failed.
     dry_run: whether the command was asked to change nothing.
     command: name of the command of a divided run.
@@ -74,7 +74,7 @@ class Result:
         return not self.failed and self.ending is None
 
     def with_undone(self, *texts: str) -> Result:
-        """Return the result with more messages about work that was not done, before the others."""
+        """Return the result with messages about work that was not done. They come before others."""
         return replace(self, remarks=[*texts, *self.remarks], undone=[*texts, *self.undone])
 
     def stopped_by_lock(self, why: str) -> Result:
@@ -84,9 +84,10 @@ class Result:
 
 
 def undone_line(document: Mapping[str, Any]) -> str:
-    """Return a message about the work that a run did not do, by its document; "" if it did all.
+    """Return a message about the work that a run did not do. Return "" if the run did all its work.
 
     A run that has used up its budget or reached its target did all its work.
+    document: document of the run.
     """
     reason, in_flight = document.get("stopped_by"), document.get("in_flight")
     if document.get("lacking_bytes") == 0:

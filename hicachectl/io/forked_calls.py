@@ -1,6 +1,6 @@
 """Call stores from forked processes, for more calls at once than threads of one process can make.
 
-The threads of a process take turns with its Python lock. Each forked process has its own.
+The threads of a process take turns with its Python lock. Each forked process has a lock of its own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Result, Rows, Store
     from hicachectl.formats.arrays import IntArray
 
-# With fewer calls at once, or fewer objects, threads are as fast.
+# With fewer calls at once or fewer objects than these, threads are as fast as processes.
 _CALLS = 32
 _OBJECTS = 4096
-# Processes that remove objects. More would not make a batch faster.
+# Processes that remove objects. More processes would not make a batch faster.
 _REMOVERS = 4
-# A batch has objects in all 256 folders. It is in folder order, so each of its parts has objects in
-# about this many.
+# A batch has objects in all 256 folders of a store. It is in the order of folders, so the share of
+# each process has objects in about this many folders.
 _FOLDERS = 256 // _REMOVERS
 
 
@@ -36,10 +36,10 @@ def forked_calls(
 ) -> Callees | None:
     """Fork processes that call the methods of an object on stores.
 
-    The calls that the stores make at once are divided equally among these processes and this one.
+    The calls that the stores make at once are divided equally among these processes and the parent.
     Fork no process, and return None, if threads are as fast, if the number of calls was given
     (--jobs), or if the system allows no more processes.
-    make: returns the object; called in each process.
+    make: function that returns the object. It is called in each process.
     objects: the number of objects in all calls together.
     """
     spreading = [one.concurrency for one in stores if isinstance(one, Spreads)]
@@ -79,23 +79,23 @@ def _apart(part: IntArray) -> IntArray:
 
     A file system makes one change at a time in a folder. Threads remove neighbouring rows at the
     same time, so they would wait for each other in one folder.
-    part: rows in the order of a listing, so folder by folder.
+    part: rows in the order of a listing, which goes folder by folder.
     """
     steps = max(1, len(part) // _FOLDERS)
     return part[np.argsort(np.arange(len(part)) % steps, kind="stable")]
 
 
 class Remover(Closing):
-    """Removes objects from a store as `Store.delete` does, in several processes if that is faster.
+    """Removes objects from a store as `Store.delete` does, in several processes if this is faster.
 
     processes: the number of processes; 1 if this process removes the objects itself.
     Leaving the with block waits for the removals that have begun.
     """
 
     def __init__(self, store: Store, *, objects: int) -> None:
-        """Fork the processes, if any.
+        """Fork the processes, if several are faster than one.
 
-        objects: the number of objects that will be removed, or more.
+        objects: most objects that will be removed.
         """
         self._store = store
         self._processes = forked_calls(_REMOVERS, (store,), lambda: store, objects=objects)

@@ -1,9 +1,9 @@
-"""Run GIL-bound work in forked processes, which share the parent's memory.
+"""Run work that is bound by the Python lock (GIL) in forked processes, which share memory.
 
-A lock that a thread holds at the fork stays locked in the child. Other threads (Arrow's, the
-progress bar's) hold none: they are idle, since the parent is not in an Arrow call. Arrow recreates
-its thread pools in a child; the children's Arrow calls (slicing a table, taking a few rows, joining
-keys) run in the calling thread.
+A lock that another thread holds at the fork stays locked in the child. The parent's other threads
+(Arrow's, the progress bar's) hold no lock then, because they are idle: the parent is in no Arrow
+call. Arrow makes new thread pools in a child. The children make only Arrow calls that run in the
+calling thread, such as slicing a table, taking a few rows and joining keys.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
-# A terminal or service manager also sends these to the children, which ignore them; the parent
-# ends its children.
+# A terminal or service manager sends these signals to the children, too. The children ignore them,
+# because the parent ends its children.
 _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MESSAGE, _ERROR, _END = b"m", b"e", b"."
 
 
 class SharedCounter:
-    """Counter from 0, shared by forked processes; exactly one process draws each number."""
+    """Counter from 0 that forked processes share. Exactly one process draws each number."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("hicachectl-tickets")
@@ -57,8 +57,8 @@ class SharedCounter:
         os.close(self._file)
 
     def _draw(self) -> int:
-        # The system releases a killed process's lock. A shared file position would need no lock,
-        # but does not move atomically on every file.
+        # The system releases the lock of a killed process. A shared file position would need no
+        # lock, but not every kind of file moves its position atomically.
         fcntl.lockf(self._file, fcntl.LOCK_EX)
         try:
             number = int.from_bytes(os.pread(self._file, 8, 0), "little")
@@ -77,14 +77,14 @@ class _Child:
 class _Children(Closing):
     """Forked processes, each with a pipe to this one.
 
-    Leaving the with block kills them. No child outlives this process, even if this process is
-    killed.
+    Leaving the with block kills the processes. No child outlives this process, even if this process
+    is killed.
     """
 
     def __init__(self, count: int, live: Callable[[connection.Connection], None]) -> None:
         """Start `count` processes, or fewer if the system allows no more.
 
-        live: called in each child with its end of the pipe.
+        live: function that is called in each child with the child's end of the pipe.
         Raises OSError if no child can start.
         """
         self._children: list[_Child] = []
@@ -104,13 +104,13 @@ class _Children(Closing):
         return len(self._children)
 
     def close(self) -> None:
-        """Kill every child; no child needs cleanup."""
+        """Kill every child. No child needs cleanup."""
         for child in self._children:
             child.pipe.close()
             with suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGKILL)
         while self._children:
-            with suppress(ChildProcessError):  # if SIGCHLD is ignored, the system reaps it
+            with suppress(ChildProcessError):  # if SIGCHLD is ignored, the system reaps the child
                 os.waitpid(self._children[-1].pid, 0)
             self._children.pop()
 
@@ -140,7 +140,10 @@ class _Children(Closing):
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _killed(self, child: _Child) -> UsageError:
-        """Reap a child that ended, and return the error to raise. Later calls return the same."""
+        """Reap a child that ended, and return the error to raise.
+
+        Later calls for this child return an error with the same text.
+        """
         with self._lock:
             if child in self._children:  # after waitpid, another process may get the pid
                 self._children.remove(child)
@@ -157,16 +160,20 @@ class _Children(Closing):
 
 
 class Workers(_Children):
-    """Forked processes that do the same work; iterate once for their messages.
+    """Forked processes that do the same work. Iterate once, to receive their messages.
 
-    Iterating raises a child's HicacheError unchanged, its other exceptions as RuntimeError with the
-    child's traceback, and UsageError if a child ends without a report, as when killed.
+    Iterating raises:
+
+    - a HicacheError of a child, unchanged
+    - RuntimeError with the child's traceback for any other exception of a child
+    - UsageError if a child ends without a report, for example because it was killed
     """
 
     def __init__(self, count: int, work: Callable[[Send], None]) -> None:
         """Start the work in `count` processes, or fewer if the system allows no more.
 
-        work: called in each child with a function that sends the parent a message of JSON types.
+        work: function that is called in each child. Its argument is a function that sends the
+            parent a message of JSON types.
         Raises OSError if no child can start.
         """
 
@@ -195,16 +202,16 @@ class Workers(_Children):
 
 
 class Callees(_Children):
-    """Forked processes that call the methods of an object, each one call at a time. Thread-safe.
+    """Forked processes that call the methods of an object. Thread-safe.
 
-    A call raises the errors that iterating `Workers` raises. Once a child has ended, every later
-    call raises its error, too.
+    Each process makes one call at a time. A call raises the errors that iterating `Workers` raises.
+    After a child has ended, every later call that meets this child raises the same error.
     """
 
     def __init__(self, count: int, make: Callable[[], object]) -> None:
         """Start `count` processes, or fewer if the system allows no more.
 
-        make: called in each child; returns the object.
+        make: function that is called in each child, and returns the object.
         Raises OSError if no child can start.
         """
 
@@ -228,7 +235,7 @@ class Callees(_Children):
             self._free.put(child)
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call a method in a child, as soon as one is free; return its result.
+        """Call a method in a child, as soon as a child is free. Return the result of the method.
 
         Arguments and results are pickled.
         """
@@ -249,7 +256,7 @@ class Callees(_Children):
 
 
 def end_with(parent: int) -> None:
-    """Have the system kill this process when its parent ends. parent: its process id."""
+    """Have the system kill this process when its parent ends. parent: process id of the parent."""
     LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before prctl
         os._exit(0)
@@ -262,7 +269,7 @@ def _live(
     parent: int,
     mask: set[int],
 ) -> NoReturn:
-    """Do the child's work, send an error that ends it, and exit without the parent's cleanup."""
+    """Do the child's work, or send the error that ends it. Exit without the parent's cleanup."""
     try:
         for inherited in others:  # an open copy would hide that the parent has closed a pipe
             inherited.close()
@@ -290,10 +297,10 @@ def _raised_by_child(content: bytes) -> Exception:
 
 
 def packed_error(error: BaseException) -> tuple[str, str]:
-    """Return an exception for another process: the name of its class, and its text.
+    """Return the name of an exception's class and its text, to send them to another process.
 
-    The class is the nearest one in `formats.errors`. For a bug, the name is "", and the text is the
-    traceback.
+    The class is the exception's nearest class in `formats.errors`. For a bug, the name is "", and
+    the text is the traceback.
     """
     if not isinstance(error, HicacheError):
         return "", "".join(traceback.format_exception(error))

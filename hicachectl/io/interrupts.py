@@ -1,7 +1,8 @@
-"""Defer and repeat SIGINT and SIGTERM: cleanup is not interrupted, and no signal is lost.
+"""Defer and repeat SIGINT and SIGTERM, so that no signal interrupts a cleanup or is lost.
 
-C code that has called Python (numpy reads an attribute, Arrow imports a module) may discard the
-exception that a signal raises; the run would go on.
+A signal raises an exception. C code that has called Python, such as numpy reading an attribute or
+Arrow importing a module, may discard this exception. The run would then go on, so `persistent`
+raises the exception again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def raised_once() -> Iterator[None]:
-    """Handle the first signal in the block; ignore later signals."""
+    """Handle the first signal in the block. Ignore later signals."""
     raised = False
 
     def first(act: Callable[[], None]) -> None:
@@ -35,7 +36,7 @@ def raised_once() -> Iterator[None]:
 
 @contextmanager
 def deferred() -> Iterator[Callable[[], bool]]:
-    """Defer signals until the end of the block; then handle the first signal.
+    """Defer signals until the end of the block. Then handle the first of them.
 
     Yields a function that returns whether a signal waits.
     """
@@ -50,8 +51,8 @@ def deferred() -> Iterator[Callable[[], bool]]:
 def persistent() -> Iterator[Callable[[], None]]:
     """Raise a signal's exception again at the end of the block.
 
-    Yields a function that raises the exception again earlier, if there was a signal. Catch the
-    exception outside the block.
+    Yields a function that raises the exception again before the end, if there was a signal. Catch
+    the exception outside the block.
     """
     raised: BaseException | None = None
 
@@ -76,7 +77,7 @@ def persistent() -> Iterator[Callable[[], None]]:
 def _handled(handle: Callable[[Callable[[], None]], None]) -> Iterator[None]:
     """Call `handle` for each signal, with a function that calls the signal's previous handler.
 
-    Does nothing outside the main thread, which alone receives signals.
+    Does nothing outside the main thread, because only the main thread receives signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,6 +1,6 @@
 """Open a store for a block.
 
-This module imports no operation: commands that only read must start quickly.
+This module imports no operation, because commands that only read must start quickly.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ def open_store(
 ) -> Iterator[Store]:
     """Open a store, and close it after the block.
 
-    url: a STORE argument, such as "file:///mnt/hicache" or "prod:".
-    config: the file that names stores; None: the user's config file.
-    create: make a missing directory or pack.
-    allow_leases: let look-ups on Mooncake grant leases.
-    lease_wait: seconds to wait before a Mooncake object is replaced; None: the store's default.
-    jobs: calls that a store of files makes at once; None: find the number while running.
+    url: STORE argument, such as "file:///mnt/hicache" or "prod:".
+    config: file that names stores; None for the user's config file.
+    create: whether to make a missing directory or pack.
+    allow_leases: whether look-ups on Mooncake may grant leases.
+    lease_wait: seconds to wait for leases before a Mooncake object is replaced; None for the
+        store's default.
+    jobs: number of calls that a store of files makes at once; None to find the number while
+        running.
     Raises UsageError, FormatError and StoreUnavailable.
     """
     if not isinstance(config, Config):

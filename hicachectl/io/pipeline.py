@@ -1,8 +1,8 @@
-"""The one data path: read, work on and release a store's objects in bounded memory.
+"""Read and work on the objects of a store in bounded memory.
 
-N reader threads take tasks in order. Each reserves a slab of the arena for a whole task, reads the
-task with one call of the store, works on the objects in place, and releases the slab. The arena
-bounds the memory for any size of store: readers wait while no memory is free, and while too many
+Reader threads take tasks in order. Each thread reserves a slab of the arena for a whole task, reads
+the task with one call of the store, works on the objects in place, and releases the slab. The arena
+bounds the memory for any size of store. Readers wait while no memory is free, and while too many
 results wait to be taken.
 """
 
@@ -48,7 +48,7 @@ class Pace:
     ) -> None:
         """Set the limit. Raises UsageError for less than 1 byte per second.
 
-        clock: returns seconds.
+        clock: function that returns the present time in seconds.
         """
         if bytes_per_second < 1:
             raise UsageError(f"bytes_per_second: must be at least 1, but is {bytes_per_second}")
@@ -62,9 +62,9 @@ class Pace:
         return nbytes / self._rate
 
     def wait(self, nbytes: int, stopped: threading.Event, *, deadline: float | None = None) -> bool:
-        """Wait until `nbytes` may pass; return False if stopped, or if the deadline is earlier.
+        """Wait until `nbytes` may pass. Return False if stopped, or if the deadline comes first.
 
-        deadline: a time of `clock`.
+        deadline: time by `clock`.
         """
         with self._lock:
             now = self._clock()
@@ -77,10 +77,10 @@ class Pace:
 
 DEFAULT_BUFFER_BYTES = 1 << 30
 _QUEUED_RESULTS = 64  # most results that wait to be taken
-# Bytes announced to a store in advance: enough to keep a disk busy while the readers work.
+# Bytes announced to a store in advance. They keep a disk busy while the readers work.
 _AHEAD_BYTES = 64 << 20
-# Tasks per job that may begin before an earlier task ends. If the earlier task fails, objects that
-# later tasks wrote are of less use.
+# Tasks per job that may begin before an earlier task ends. Few, because objects that later tasks
+# wrote are of less use if the earlier task fails.
 _TURNS_AHEAD = 2
 
 T = TypeVar("T")
@@ -120,12 +120,13 @@ class _Upcoming:
 
 @dataclass(slots=True, eq=False)
 class Loaded:
-    """A task after its read, which may have failed for some objects.
+    """A task after its read. The read may have failed for some objects.
 
-    offsets: [n] int64 into the arena, 4 KiB-aligned; equal steps if the capacities are equal.
-    room: offset of the task's room in the arena, 4 KiB-aligned.
+    offsets: [n] int64, place of each object in the arena, aligned to 4 KiB. The steps between
+        offsets are equal if the capacities are equal.
+    room: offset of the task's room in the arena, aligned to 4 KiB.
     read: status of each object.
-    digests: [n, 32] uint8 for a task with `digested`; else None, and the objects are in memory.
+    digests: [n, 32] uint8 for a task with `digested`, whose objects are not in memory; else None.
     """
 
     task: Task
@@ -140,7 +141,10 @@ class Loaded:
         return self.arena.view(int(self.offsets[index]), int(self.task.capacities[index]))
 
     def contents(self, chosen: IntArray) -> Iterator[memoryview]:
-        """Yield the chosen objects without a copy, as memoryviews: faster to create than arrays."""
+        """Yield the chosen objects without a copy, as memoryviews.
+
+        Memoryviews are faster to create than arrays.
+        """
         memory = self.arena.memory
         starts = self.offsets[chosen]
         ends = starts + self.task.capacities[chosen]
@@ -158,10 +162,11 @@ class Loaded:
 
 
 class Pipeline(Generic[T]):
-    """Results of a function over tasks, in order of completion; iterate once.
+    """Results of a function over tasks, in order of completion. Iterate only once.
 
-    Iterating raises a reader's first error, such as a lost store or a task larger than the buffer.
-    If iteration ends early (`close`, an exception), the readers end after their current tasks.
+    Iterating raises the first error of a reader, such as a lost store or a task larger than the
+    buffer. If the iteration ends early (`close`, an exception), the readers end after their current
+    tasks.
     """
 
     def __init__(
@@ -181,18 +186,19 @@ class Pipeline(Generic[T]):
         processes: ReadingProcesses | None = None,
         waiting: int = 0,
     ) -> None:
-        """Prepare the run; iteration starts the readers.
+        """Prepare the run. Iteration starts the readers.
 
-        objects: columns of a scan; tasks' rows are indices into this table.
-        work: called in reader threads.
+        objects: columns of a scan. The rows of tasks are indices into this table.
+        work: function that is called in reader threads.
+        jobs: number of reader threads; None for a number that suits the store.
         deadline: `time.monotonic()` after which no task begins.
-        identify: also read the versions of objects.
-        confirm: read with `Confirm.read_confirmed`, if the store has it.
+        identify: whether to read the versions of objects, too.
+        confirm: whether to read with `Confirm.read_confirmed`, if the store has it.
         destination: store that the work writes to, from the same memory. A task then waits until
             tasks far before it have ended.
         processes: processes that do the reads. Their shared arena, of buffer_bytes, takes the place
-            of the pipeline's.
-        waiting: further threads, for work that mostly waits.
+            of the pipeline's arena.
+        waiting: number of further threads, for work that mostly waits.
         """
         self.complete = True  # after the iteration: whether every task began
         self._store = store
@@ -200,10 +206,10 @@ class Pipeline(Generic[T]):
         self._object_reads = ObjectReads(store, objects)
         self._reads = processes or self._object_reads
         self._tasks = iter(tasks)
-        self._ahead: deque[_Upcoming] = deque()  # tasks taken from the iterator, not begun
+        self._ahead: deque[_Upcoming] = deque()  # tasks taken from the iterator, but not begun
         self._ahead_bytes = 0
         self._drawn = 0
-        self._at_work: set[int] = set()  # numbers of tasks begun, not ended
+        self._at_work: set[int] = set()  # numbers of tasks that have begun, but not ended
         self._next = threading.Condition()
         self._work = work
         self._announces = store if isinstance(store, ReadsAhead) else None
@@ -213,8 +219,8 @@ class Pipeline(Generic[T]):
         elif destination is None and isinstance(store, Spreads):
             jobs = min(few, jobs or few)  # the store spreads each call over threads of its own
         self._jobs = (jobs or few) + waiting
-        # Jobs that also write do not read all the time. There can be more of them than concurrent
-        # reads, so only the reads are limited.
+        # Jobs that also write do not read all the time. So there may be more jobs than reads at
+        # once, and only the reads are limited.
         readers = self._jobs if destination is None else store.limits.parallel_reads
         self._most_at_once = None if destination is None else _TURNS_AHEAD * self._jobs
         self._reading = threading.BoundedSemaphore(max(1, readers))
@@ -283,9 +289,9 @@ class Pipeline(Generic[T]):
         self._results.put(end)
 
     def _take(self) -> tuple[_Upcoming, list[_Upcoming]] | None:
-        """Wait until the next task may begin; return it and the tasks to announce.
+        """Wait until the next task may begin. Return this task and the tasks to announce.
 
-        Returns None if no more tasks may begin.
+        Return None if no more tasks may begin.
         """
         with self._next:
             self._next.wait_for(self._is_due)
@@ -320,7 +326,7 @@ class Pipeline(Generic[T]):
                 self._reads.expect(upcoming.task.rows, upcoming.task.capacities)
 
     def _look_ahead(self) -> list[_Upcoming]:
-        """Take tasks from the iterator in advance; return the tasks to announce."""
+        """Take tasks from the iterator in advance. Return the tasks to announce."""
         fresh = []
         while not self._ahead or self._ahead_bytes < _AHEAD_BYTES:
             task = next(self._tasks, None)
@@ -366,16 +372,16 @@ class Pipeline(Generic[T]):
         return self._work(Loaded(task, arena, nowhere, 0, read, digests))
 
     def _keep_pace(self, nbytes: int) -> None:
-        """Wait until a read may begin; end the reader if the deadline is earlier."""
+        """Wait until a read may begin. End the reader if the deadline comes first."""
         if self._pace is None or self._pace.wait(nbytes, self._stopped, deadline=self._deadline):
             return
         self.complete = False
-        raise ReservationCancelledError
+        raise ReservationCancelledError  # ends the reader without an error; see `_read`
 
 
 def batches(
     rows: IntArray, capacities: IntArray, *, most_objects: int, most_bytes: int
 ) -> Iterator[Task]:
-    """Yield tasks of consecutive rows; an object above `most_bytes` is its own task."""
+    """Yield tasks of consecutive rows. An object larger than `most_bytes` is a task of its own."""
     for span in batch_spans(capacities, most_bytes, most_objects):
         yield Task(rows[span], capacities[span])

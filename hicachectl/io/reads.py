@@ -29,7 +29,8 @@ class ObjectReads:
         objects: columns of a scan.
         """
         self._store = store
-        # Only columns that reads need, in one chunk: taking rows of a chunked table is slow.
+        # Keep only columns that reads need, in one chunk, because taking rows of a table with
+        # several chunks is slow.
         wanted = [name for name in ("key", "locator") if name in objects.column_names]
         self._objects = objects.select(wanted).combine_chunks()
 
@@ -45,7 +46,7 @@ class ObjectReads:
         """Read objects into the store's arena, as `Store.read_into` does.
 
         rows: [n] int64 rows of the table.
-        confirm: read with `Confirm.read_confirmed`, if the store has it.
+        confirm: whether to read with `Confirm.read_confirmed`, if the store has it.
         """
         store = self._store
         read = store.read_into
@@ -56,7 +57,7 @@ class ObjectReads:
     def digest(
         self, rows: IntArray, capacities: IntArray, wanted: BoolArray
     ) -> tuple[ReadResult, npt.NDArray[np.uint8]]:
-        """Read and digest objects, as `Digesting.digest` does; the store must be `Digesting`."""
+        """Read and digest objects, as `Digesting.digest` does. The store must be `Digesting`."""
         assert isinstance(self._store, Digesting)
         return self._store.digest(self._named(rows), capacities, wanted)
 
@@ -66,7 +67,7 @@ class ObjectReads:
             self._store.expect(self._named(rows), capacities)
 
     def _named(self, rows: IntArray) -> pa.Table:
-        """Return the objects of rows; consecutive rows need no copy."""
+        """Return the objects of rows. Consecutive rows are not copied."""
         if len(rows) and rows[-1] - rows[0] + 1 == len(rows) and (np.diff(rows) == 1).all():
             return self._objects.slice(int(rows[0]), len(rows))
         return self._objects.take(rows)
@@ -76,14 +77,14 @@ class ReadingProcesses(Closing):
     """Forked processes that read as `ObjectReads` does, each under a Python lock of its own.
 
     Only rows and statuses go through pipes.
-    arena: memory that the processes share with this one. They read objects into it.
+    arena: memory that the processes share with this process. They read objects into it.
     """
 
     def __init__(self, store: Store, objects: pa.Table, count: int, *, buffer_bytes: int) -> None:
         """Start `count` processes, or fewer if the system allows no more.
 
         objects: columns of a scan.
-        Raises OSError if no process can start, UsageError without memory for the arena.
+        Raises OSError if no process can start, and UsageError if there is no memory for the arena.
         """
         reads = ObjectReads(store, objects)  # the processes share the table
 

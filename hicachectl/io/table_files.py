@@ -1,6 +1,7 @@
 """Parquet tables and JSON documents of a directory that several processes share.
 
-A record elsewhere names each file with its size and rows, so a file that is not whole is noticed.
+A record in another file states the size and the rows of each file, so a file that is not whole is
+noticed.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ FileName = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z][0-9A-Za-z_.-]{0,199}\Z")]
 
 _GROUP_ROWS = 131_072  # most rows of a row group
 
-# Bounds on the sizes that a file claims, checked before allocation.
-_MOST_ROW_BYTES = 4096  # average over rows, all columns
-_MOST_RATIO = 1024  # uncompressed bytes for each compressed byte; allows longer rows
+# Bounds on the size that a file claims. The claim is checked before memory is allocated. A file may
+# exceed one of the two bounds.
+_MOST_ROW_BYTES = 4096  # average bytes of a row, all columns together
+_MOST_RATIO = 1024  # uncompressed bytes for each compressed byte
 
 
 class TableFile(Struct, frozen=True, kw_only=True):
-    """A whole file.
+    """Record of a whole file.
 
     name: name in its directory.
     nbytes: size on disk.
@@ -55,9 +57,9 @@ def write_table(
     *,
     dictionary: Collection[str] = (),
 ) -> TableFile:
-    """Write tables one after the other to a new file, durably; each is a row group.
+    """Write tables one after the other to a new file, durably. Each table becomes a row group.
 
-    dictionary: columns with few distinct values.
+    dictionary: names of columns with few distinct values.
     If the file cannot be written, it is removed, and OSError is raised.
     """
     import pyarrow.parquet as pq
@@ -96,7 +98,7 @@ def write_table(
 def named_table(
     directory: Directory, files: Iterable[TableFile], name: str, next_step: str
 ) -> TableFile:
-    """Return the file with a name. Raises FormatError if the record does not list it."""
+    """Return the record of the file with a name. Raises FormatError if `files` has none."""
     for file in files:
         if file.name == name:
             return file
@@ -118,11 +120,11 @@ def write_divided(
     *,
     dictionary: Collection[str] = (),
 ) -> TableFile:
-    """Write a table that is divided among parts; no row group has rows of two parts.
+    """Write a table that is divided among parts. No row group has rows of two parts.
 
     ends: [parts] end of each part's rows.
-    shares: receive the row groups of each part.
-    See `write_table`.
+    shares: [parts] shares, to which the row groups of each part are added.
+    For the other arguments and errors, see `write_table`.
     """
 
     def row_groups() -> Iterator[pa.Table]:
@@ -143,7 +145,11 @@ def read_share(
     schema: pa.Schema,
     next_step: str,
 ) -> pa.Table:
-    """Return the rows of a part. files: the files of one table. See `opened_table`."""
+    """Return the rows of a part.
+
+    files: files of one table.
+    For the other arguments and errors, see `opened_table`.
+    """
     tables = [schema.empty_table()]
     for file in files:
         if groups := share.get(file.name):
@@ -158,9 +164,9 @@ def opened_table(
 ) -> Iterator[Any]:
     """Yield a file as a `ParquetFile` that compares checksums.
 
-    next_step: end of the message about a damaged file; damage may also show in the block.
-    Raises FormatError for a file that is missing, is damaged or has other columns, OSError, and
-    UntrustedError.
+    next_step: end of the message about a damaged file.
+    Raises FormatError for a file that is missing, is damaged or has other columns. The damage may
+    show only in the block. Raises OSError and UntrustedError.
     """
     import pyarrow.parquet as pq
 
@@ -177,7 +183,7 @@ def opened_table(
             parquet = pq.ParquetFile(stream, page_checksum_verification=True)
             _check_claims(parquet, file, schema, place, next_step)
             yield parquet
-        # ValueError: pyarrow decodes the names in a damaged schema as UTF-8.
+        # A ValueError comes from names in a damaged schema that are not UTF-8.
         except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError) as error:
             reason = " ".join(str(error).split())[:120]
             raise FormatError(f"{place}: is damaged: {reason}; {next_step}") from error

@@ -11,7 +11,7 @@ import pyarrow.types as pt
 
 from hicachectl.text.terminal import escape_controls
 
-WRITE_NULL = {b"json": b"null"}  # metadata of a struct field: write its nulls, too
+WRITE_NULL = {b"json": b"null"}  # metadata of a struct field whose nulls are written, too
 _ARROW_TYPES = {
     str: pa.string(),
     int: pa.int64(),
@@ -30,7 +30,7 @@ def schema_of(row: type) -> pa.Schema:
 
 
 def json_rows(table: pa.Table | pa.RecordBatch) -> pa.StringArray:
-    """Return each row as a JSON object with all columns in order, also null columns."""
+    """Return each row as a JSON object. It has all columns in order, even those that are null."""
     rows = table.to_struct_array()
     if isinstance(rows, pa.ChunkedArray):
         rows = rows.combine_chunks()
@@ -70,7 +70,7 @@ def _object(array: pa.StructArray, *, skip_nulls: bool) -> pa.StringArray:
 
 
 def join_present(columns: list[pa.StringArray], separator: str) -> pa.StringArray:
-    """Join the non-null values of each row; "" if all values are null.
+    """Join the values of each row that are not null. The text is "" if all values are null.
 
     Arrow's null_handling="skip" loses rows that have only nulls (pyarrow 26.0.1).
     """
@@ -84,7 +84,8 @@ def join_present(columns: list[pa.StringArray], separator: str) -> pa.StringArra
 
 def _list(array: pa.ListArray) -> pa.StringArray:
     items = json_values(array.flatten())
-    # flatten() drops values outside a slice and in null lists, so offsets are computed anew.
+    # flatten() drops values that lie outside a slice or in a null list, so the offsets are computed
+    # anew.
     lengths = pc.fill_null(pc.list_value_length(array), 0)
     offsets = pa.concat_arrays([pa.array([0], pa.int32()), pc.cumulative_sum(lengths)])
     body = pc.binary_join(pa.ListArray.from_arrays(offsets, items), ", ")

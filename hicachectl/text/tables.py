@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _GAP = "  "
-# Columns with cells that may be shortened, and the least width of each. Cells lose their middle;
-# in columns of sentences, their end.
+# Columns with cells that may be shortened, and the least width of each column. A cell loses its
+# middle, or its end if the column has sentences.
 _SHORTENED = {
     "KEY": 24, "OBJECT": 16, "MODEL": 12, "POOLS": 12, "DEPLOYMENT": 16, "STORE": 16, "RUN": 16,
     "TAG": 8, "RANKS": 8, "FOUND": 12, "DETAIL": 24, "MEANING": 24, "STOPPED BY": 16,
@@ -53,11 +53,11 @@ NO_SCREEN = Screen()
 
 
 def table_lines(rows: pa.Table, screen: Screen) -> Iterator[str]:
-    r"""Yield the lines of a table of text columns. A leading ">" in a name aligns it right.
+    r"""Yield the lines of a table of text columns. A leading ">" in a name aligns the column right.
 
     Characters that a terminal would interpret or hide are escaped (`escape_controls`). On a
-    terminal, long cells are shortened and then the least useful columns left out, so that no line
-    wraps.
+    terminal, long cells are shortened. If lines would still wrap, the least useful columns are left
+    out.
     """
     columns = [
         _Column.of(name, printable(pc.fill_null(column.combine_chunks(), "-")))
@@ -108,7 +108,7 @@ class _Column:
 
 
 def _fitted(columns: list[_Column], width: int) -> list[_Column]:
-    """Return the columns for which a terminal has room, with shortened cells."""
+    """Return the columns for which a line of the terminal has room, with shortened cells."""
     for name in (None, *_LEAST_USEFUL):
         if name is not None and len(columns) > 1:
             columns = [column for column in columns if column.name != name]
@@ -120,8 +120,8 @@ def _fitted(columns: list[_Column], width: int) -> list[_Column]:
         widest = max(range(len(widths)), key=lambda at: (spare[at] > 0, widths[at]))
         if spare[widest] <= 0:
             return _cut(columns, widths, width)
-        # Narrow the widest column to the next in width in one step: a cell may have thousands of
-        # characters.
+        # Narrow the widest column to the width of the next widest in one step, because a cell may
+        # have thousands of characters.
         others = [w for at, w in enumerate(widths) if at != widest and spare[at] > 0]
         step = widths[widest] - max([w for w in others if w < widths[widest]], default=0)
         widths[widest] -= min(spare[widest], excess, max(step, 1))
@@ -129,7 +129,10 @@ def _fitted(columns: list[_Column], width: int) -> list[_Column]:
 
 
 def _cut(columns: list[_Column], widths: list[int], width: int) -> list[_Column]:
-    """Return the first columns that fit at their least widths: at least one, cut to the width."""
+    """Return the first columns that fit at their least widths.
+
+    The first column is always returned. If it alone is too wide, it is cut to the width.
+    """
     kept: list[_Column] = []
     for column, least in zip(columns, widths, strict=True):
         if kept and _total([*(c.width for c in kept), least]) > width:

@@ -1,4 +1,4 @@
-"""Make text safe to show: data from a store must not control the terminal."""
+"""Make text safe to show, because data from a store must not control the terminal."""
 
 from __future__ import annotations
 
@@ -22,9 +22,15 @@ _INVISIBLE = re.compile(
 def escape_controls(text: str, *, keep: str = "") -> str:
     r"""Escape characters that a terminal would obey or hide, as \xNN, \uNNNN or \UNNNNNNNN.
 
-    These are control and format characters (bidirectional overrides, zero-width), line and
-    paragraph separators, surrogates, private-use and unassigned code points, and characters without
-    a visible glyph. A decomposed text looks like the composed text, so its marks are escaped, too.
+    These characters are escaped:
+
+    - control characters
+    - format characters, such as bidirectional overrides and zero-width characters
+    - line and paragraph separators
+    - surrogates, and private-use and unassigned code points
+    - characters without a visible glyph
+    - marks of a decomposed text, which looks like the composed text
+
     keep: characters that stay as they are.
     """
     if text.isascii() and text.isprintable():
@@ -39,8 +45,8 @@ def escape_controls(text: str, *, keep: str = "") -> str:
 def shortened(text: str, most: int) -> str:
     """Return a text of at most `most` characters. A longer text loses its middle.
 
-    The result is escaped (`escape_controls`), because vl-convert ends the process at a control
-    character.
+    The result is escaped (`escape_controls`), because vl-convert, which draws charts, ends the
+    process at a control character.
     """
     text = escape_controls(text)
     if len(text) <= most:
@@ -56,7 +62,7 @@ def _visible(char: str) -> bool:
 
 
 def _decomposed(char: str) -> bool:
-    """Return whether a composed text would have another character instead of this one."""
+    """Return whether a composed text would have another character in place of this one."""
     is_part = unicodedata.category(char)[0] == "M" or "\u1160" <= char <= "\u11ff"
     return is_part or not unicodedata.is_normalized("NFC", char)
 
@@ -76,13 +82,14 @@ def message_text(text: str, *, keep: str = "") -> str:
 
 
 class MessageHandler(logging.Handler):
-    """Handler that writes records, made safe to show, to the present `sys.stderr`.
+    """Handler that makes records safe to show, and writes them to the present `sys.stderr`.
 
-    Programs and tests replace `sys.stderr` between two commands in one process.
+    The stream is looked up for each record, because programs and tests replace `sys.stderr` between
+    two commands in one process.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record as a message, escaped except for line breaks."""
+        """Write a record as a message. Everything but line breaks is escaped."""
         try:
             text = message_text(f"hicachectl: {self.format(record)}", keep="\n")
         except Exception:

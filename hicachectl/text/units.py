@@ -36,7 +36,7 @@ class Ago(float):
 
 
 def human_size(nbytes: int | None) -> str:
-    """Return a readable size: 1536 bytes is `1.5 KiB`, an unknown size `? B`."""
+    """Return a readable size, such as `1.5 KiB` for 1536 bytes and `? B` for an unknown size."""
     if nbytes is None:
         return "? B"
     unit, scale = unit_of(nbytes)
@@ -50,7 +50,7 @@ def unit_of(nbytes: int) -> tuple[str, int]:
 
 
 def human_age(seconds: float) -> str:
-    """Return an age in its largest whole unit: 7260 seconds is `2h`."""
+    """Return an age in its largest whole unit, such as `2h` for 7260 seconds."""
     for length, unit in ((86400, "d"), (3600, "h"), (60, "m")):
         if seconds >= length:
             return f"{int(seconds // length)}{unit}"
@@ -58,12 +58,12 @@ def human_age(seconds: float) -> str:
 
 
 def minute(ns: int) -> str:
-    """Return a time to the minute, in UTC: `2023-11-14 22:13`. ns: Unix nanoseconds."""
+    """Return a time to the minute, in UTC, such as `2023-11-14 22:13`. ns: Unix nanoseconds."""
     return datetime.fromtimestamp(ns // 10**9, UTC).strftime("%Y-%m-%d %H:%M")
 
 
 def exact(ns: int) -> str:
-    """Return a time in the form of options: `2023-11-14T22:13:20Z`.
+    """Return a time in the form that options take, such as `2023-11-14T22:13:20Z`.
 
     A fraction of a second has three or six digits. Nanoseconds are left out.
     ns: Unix nanoseconds.
@@ -89,7 +89,7 @@ _NAMED = 8
 
 
 def first_of(texts: Iterable[str]) -> str:
-    """Return distinct texts in one line: the first eight, then how many more there are."""
+    """Return one line with the first eight distinct texts, and the number of further texts."""
     every = sorted(set(texts))
     more = [f"{len(every) - _NAMED} more"] if len(every) > _NAMED else []
     return ", ".join([*every[:_NAMED], *more])
