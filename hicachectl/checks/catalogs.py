@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
 
 
-# Outcomes of the comparison of an object with its entry; UNKNOWN without an entry.
+# Outcomes of the comparison of an object with its catalog entry. UNKNOWN if it has no entry.
 UNKNOWN, SAME, REWRITTEN, MISMATCH = range(4)
 
 
@@ -44,13 +44,13 @@ _OBJECTS = pa.schema(list(SCHEMA)[:-2])
 
 @dataclass(frozen=True, slots=True)
 class Digested:
-    """Objects with their digests, compared with a catalog if there is one; arrays are [n].
-
+    """Objects with their digests, compared with a catalog if there is one. Arrays are [n].
     rows: rows of the objects in the inventory.
     entries: columns of a catalog's entries, without the times.
     identity_fields: fields of the identities in the entries.
     outcome: UNKNOWN, SAME, REWRITTEN or MISMATCH.
-    verified_ns: when the recorded bytes were last read, Unix nanoseconds; 0 without an entry.
+    verified_ns: time when the recorded bytes were last read, Unix nanoseconds; 0 if the object has
+        no entry.
     """
 
     rows: IntArray
@@ -61,7 +61,7 @@ class Digested:
 
     @property
     def mismatched(self) -> IntArray:
-        """Rows of the objects that differ from the catalog without a rewrite."""
+        """Rows of the objects whose bytes differ from the catalog without a rewrite by a server."""
         mismatched: IntArray = self.rows[self.outcome == MISMATCH]
         return mismatched
 
@@ -73,9 +73,9 @@ def digested_objects(
     identity_fields: tuple[str, ...],
     digests: npt.NDArray[np.uint8],
 ) -> Digested:
-    """Return some objects of an inventory with their digests, not compared with a catalog.
+    """Return some objects of an inventory with their digests, not yet compared with a catalog.
 
-    identities: [rows, identity_fields].
+    identities: [rows, identity_fields], values of the fields.
     digests: [rows, 32].
     """
     some = rows if len(rows) < len(inventory.objects) else None
@@ -116,7 +116,7 @@ def load_catalog(path: Path) -> Catalog:
 
 @contextmanager
 def streamed_catalog(path: Path) -> Iterator[tuple[Catalog, Iterator[pa.RecordBatch]]]:
-    """Yield a catalog file as `stream_catalog` returns it. Raises as `load_catalog` does."""
+    """Open a catalog file, and yield what `stream_catalog` returns. Raises as `load_catalog`."""
     with _mapped(path) as data:
         yield stream_catalog(data, source=str(path))
 
@@ -124,7 +124,7 @@ def streamed_catalog(path: Path) -> Iterator[tuple[Catalog, Iterator[pa.RecordBa
 @contextmanager
 def _mapped(path: Path) -> Iterator[memoryview]:
     try:
-        # Mapping a FIFO would wait for a writer, without handling signals.
+        # To map a FIFO would wait for a writer, and signals would not end the wait.
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError(0, "not a regular file")
         mapped = pa.memory_map(str(path))
@@ -144,13 +144,15 @@ def save_catalog(
     readable_by: Permissions | None = None,
     allow_shrink: bool = False,
 ) -> str:
-    """Replace a catalog file atomically; return why it was not replaced, else "".
+    """Replace a catalog file atomically. Return "", or the reason why the file was not replaced.
 
-    A file that has more than twice as many entries as `tables` stays, unless allow_shrink is set:
-    the store may be the wrong one, or mounted in part.
-    tables: entries.
-    readable_by: permissions to list the store; a new catalog gets no wider permissions.
-    Raises UsageError if the file cannot be written, and as `load_catalog` for an old file.
+    The file stays if it has more than twice as many entries as `tables`, because the store may be
+    the wrong one, or mounted in part.
+    tables: new entries.
+    readable_by: permissions to list the store. A new catalog gets no wider permissions.
+    allow_shrink: whether to replace the file even then.
+    Raises UsageError if the file cannot be written, and raises as `load_catalog` if the old file
+    cannot be read.
     """
     before = 0 if allow_shrink else _count_entries(path)
     try:
@@ -188,8 +190,8 @@ def of_another_store(path: Path, recorded: str, store: str) -> str | None:
 def compare(catalog: Catalog, digested: Digested, fields: tuple[str, ...]) -> Digested:
     """Return digested objects, compared with a catalog.
 
-    fields: identity fields; if all are equal, the object was not rewritten. If the catalog has
-    none of them, every difference is a MISMATCH.
+    fields: identity fields to compare. If all of them are equal, the object was not rewritten, so
+        other bytes are a MISMATCH. If the catalog has none of the fields, all other bytes are.
     """
     if not len(catalog.entries):  # `take` needs an entry
         return digested
@@ -215,11 +217,12 @@ def carry_forward(
     listed: Inventory,
     now_ns: int,
 ) -> Catalog:
-    """Return the catalog after a run: digested objects, and old entries still in the store.
+    """Return the catalog after a run: digested objects, and old entries of objects still listed.
 
-    A mismatch keeps its old entry: the next run reports it again, with the time when the object was
-    last right.
-    listed: all objects of the store; entries of objects that a `clear` made misses are left out.
+    An object with a mismatch keeps its old entry, so that the next run reports the object again,
+    with the time when it was last right.
+    listed: all objects of the store. Old entries of objects that a `clear` made misses are left
+        out.
     """
     fresh, outcome = digested.entries, digested.outcome
     kept = SCHEMA.empty_table() if catalog is None else catalog.entries
@@ -245,7 +248,7 @@ def carry_forward(
 
 
 def _places(catalog: Catalog, digested: Digested) -> IntArray:
-    """Return the entry of each digested object, [n]; -1 without one."""
+    """Return the index of each digested object's entry, [n]; -1 if the object has no entry."""
     recorded = catalog.entries.column("key").combine_chunks()
     found = pc.index_in(digested.entries.column("key"), value_set=recorded)
     places: IntArray = found.fill_null(-1).to_numpy().astype(np.int64)
@@ -268,7 +271,10 @@ def _same_object(
 def _values(
     entries: pa.Table, fields: tuple[str, ...], used: list[str]
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
-    """Return the values of some identity fields, [n, used], and whether each identity is whole."""
+    """Return the values of some identity fields, [n, used], and which identities have all fields.
+
+    fields: all fields of the identities.
+    """
     column = entries.column("identity").combine_chunks()
     width = 8 * len(fields)
     whole = pc.equal(pc.binary_length(column), width).fill_null(False)

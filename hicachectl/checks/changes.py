@@ -1,17 +1,19 @@
 """Check whether servers with two settings wrote pages of equal keys and sizes, and since when.
 
-A change of the memory layout, or between dtypes of one width, changes no key and no size. Comparing
-pages from before and after the change shows it, even if the profile states the wrong setting.
+A change of the memory layout, or between dtypes of one width, changes no key and no size. But a
+comparison of pages from before and after the change shows the change, even if the profile states
+the wrong setting.
 
 A dtype shows in the quartiles of an object: the magnitudes that a quarter, half and three quarters
 of its numbers do not exceed. Quartiles depend on the model, and hardly on the prompt. Codes without
-their sign bits have the same order in every float format, so the same codes are the quartiles in
-each. After a change of dtype, new pages read in the new dtype have the quartiles that old pages
-have in the old one. If all are read in one dtype, the logarithms of the quartiles are twice as far
-apart on one side of the change (fp8), or eight times (16 bits). Neither prompts nor new weights
-cause that.
+their sign bits have the same order in every float format, so the quartiles are the same codes in
+every format. After a change of dtype, new pages read in the new dtype have the same quartiles as
+old pages read in the old dtype. If all pages are read in one dtype, the logarithms of the quartiles
+are further apart on one side of the change: twice as far for fp8, eight times for 16 bits. Prompts
+and new weights do not cause such a difference.
 
-A layout shows in the findings of `checks.layouts`: all of them before some time, or all after it.
+A change of layout shows in the findings of `checks.layouts`: all of them are about pages from
+before some time, or all are about pages from after it.
 """
 
 from __future__ import annotations
@@ -50,30 +52,34 @@ if TYPE_CHECKING:
 _RIVALS = {2: ("float16", "bfloat16"), 1: ("float8_e4m3fn", "float8_e5m2")}
 # The first dtype has 2**factor times as many codes in an octave as the second.
 _FACTORS = {2: 3, 1: 1}
-_FNUZ = "float8_e4m3fnuz"  # takes the place of float8_e4m3fn on some devices
-# Most numbers of an object that are read. Their quartiles vary by a tenth of an octave, no more
-# than the quartiles of whole pages.
+_FNUZ = "float8_e4m3fnuz"  # some devices use it instead of float8_e4m3fn
+# Most numbers of an object that are read. Their quartiles vary by a tenth of an octave, which is no
+# more than the quartiles of all numbers of a page vary.
 _NUMBERS = 512
 _LEAST_NUMBERS = 256
 _LEAST_SHARE = 0.01  # least share of each kind in the compared objects
-# Distances in octaves. Between pages of one model, quartiles vary by 0.1, and by 0.5 at most.
-_NEAR = 0.4  # most, between quartiles before and after a change, each read in its own dtype
-_FAR = 0.8  # least, between quartiles before and after a change, all read in the second dtype
-_SCATTER = 0.75  # most, between an object's quartiles and the medians of its kind
-_SCATTERED = 0.05  # share of objects that may be further from the medians
+# The next three distances are in octaves. Between pages of one model, quartiles usually vary by
+# 0.1, and never by more than 0.5.
+# Most between the quartiles before and after a change, if each are read in their own dtype.
+_NEAR = 0.4
+# Least between the quartiles before and after a change, if all are read in the second dtype.
+_FAR = 0.8
+# Most between the quartiles of an object and the medians of all objects of its dtype.
+_SCATTER = 0.75
+_SCATTERED = 0.05  # largest share of objects that are further than _SCATTER from the medians
 _FACTOR_ERROR = 0.35  # most error of the factor between the distances of quartiles, in bits
-_ROUNDS = 20  # more than the search for two groups needs
-_UNITS_NS = (10**9, 10**6, 10**3)  # units to which a time of a change is rounded, best first
+_ROUNDS = 20  # the search for two groups needs fewer rounds
+_UNITS_NS = (10**9, 10**6, 10**3)  # units to round the time of a change to, the preferred first
 _MISPLACED = 0.05  # share of the rarer kind that may have been written on the wrong side
 
 
 @dataclass(frozen=True, slots=True)
 class Quartiles:
-    """Quartiles of objects of one spec.
+    """Reader of the quartiles of objects of one spec.
 
     width: bytes of a number.
     dtypes: the two dtypes that the numbers may have.
-    words: places of the words that are read.
+    words: places of the 32-bit words of an object that are read.
     """
 
     width: int
@@ -81,7 +87,11 @@ class Quartiles:
     words: IntArray
 
     def __call__(self, objects: Bytes, rows: IntArray) -> Codes:
-        """Return the codes of the quartiles of some of the objects [n, nbytes]: [rows, 3]."""
+        """Return the codes of the quartiles of some objects: [rows, 3].
+
+        objects: [n, nbytes].
+        rows: indices of the objects to read.
+        """
         words = objects.view("<u4")[rows[:, np.newaxis], self.words]
         codes = words.view(f"<u{self.width}").astype(np.uint16)
         codes &= (1 << 8 * self.width - 1) - 1
@@ -90,7 +100,10 @@ class Quartiles:
         return quartiles
 
     def readings(self, codes: Codes) -> dict[str, list[float | None]]:
-        """Return the quartiles [3] of an object, read in each dtype; None for no finite number."""
+        """Return the quartiles [3] of an object by dtype, read in that dtype.
+
+        A quartile is None if it is not finite in the dtype.
+        """
         bits = codes.astype(f"<u{self.width}")
         return {
             dtype: [size if isfinite(size) else None for size in to_float32(bits, dtype).tolist()]
@@ -99,10 +112,10 @@ class Quartiles:
 
 
 def quartiles_of(expected: ObjectSpec, profile: Profile) -> Quartiles | None:
-    """Return the quartiles of one spec; None if a change of its dtype cannot show.
+    """Return the reader of quartiles for one spec; None if quartiles cannot show its dtype.
 
-    This holds for few numbers, numbers of several dtypes, a dtype without another of its width, and
-    codes with scales, for which SGLang has one dtype.
+    They cannot if the object has too few numbers or numbers of several dtypes, or if SGLang has no
+    other dtype of the same width, as for codes with scales.
     """
     if expected.nbytes % WORD_BYTES:
         return None
@@ -137,9 +150,9 @@ def _rivals(width: int, profile: Profile | None, pool: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Kinds:
-    """Objects of a part, divided into two kinds: two dtypes, or two layouts.
+    """Objects of a pool and part, divided into two kinds: two dtypes, or two layouts.
 
-    names: names of the kinds, for messages.
+    names: names of the two kinds, for messages.
     second: [n] bool, objects of the second kind.
     written_ns: [n] int64, 0 if not known.
     evidence: difference of the kinds, in words.
@@ -181,9 +194,10 @@ def check_changes(given: CheckSums) -> Iterator[pa.Table]:
 
 
 def _dtypes(tables: list[pa.Table], profile: Profile | None, pool: str) -> _Kinds | None:
-    """Return the two dtypes of a part's objects; None without a change.
+    """Return the objects of a pool and part divided by dtype; None if all have one dtype.
 
-    tables: evidence of each rank. Most ranks that have enough objects must show the change.
+    tables: evidence of each rank. More than half of the ranks with enough objects must show two
+        dtypes.
     """
     ranks: list[_Kinds] = []
     judged = 0
@@ -206,7 +220,10 @@ def _dtypes(tables: list[pa.Table], profile: Profile | None, pool: str) -> _Kind
 def _two_dtypes(
     codes: Codes, rivals: tuple[str, str], factor: int, written_ns: IntArray
 ) -> _Kinds | None:
-    """Return the two dtypes of objects of one spec; None for one dtype. codes: [n, 3]."""
+    """Return the objects of one spec divided by dtype; None if all have one dtype.
+
+    codes: [n, 3], codes of the quartiles.
+    """
     apart = np.log2(np.maximum(codes[:, 2].astype(np.float64) - codes[:, 0], 0.5))
     narrow = _lower_half(apart)
     if _few(narrow):
@@ -232,19 +249,19 @@ def _two_dtypes(
 
 
 def _few(chosen: BoolArray) -> bool:
-    """Return whether too few objects are chosen, or too few are not."""
+    """Return whether the chosen objects, or the other objects, are too few to be a kind."""
     fewer = min(np.count_nonzero(chosen), np.count_nonzero(~chosen))
     return bool(fewer < max(LEAST_OBJECTS, _LEAST_SHARE * len(chosen)))
 
 
 def _gathered(octaves: Octaves) -> bool:
-    """Return whether the quartiles of nearly all objects, [n, 3], are near each other."""
+    """Return whether nearly all objects have quartiles [n, 3] near the medians."""
     furthest = np.abs(octaves - np.median(octaves, axis=0)).max(axis=1)
     return bool(np.mean(furthest > _SCATTER) <= _SCATTERED)
 
 
 def _lower_half(values: Octaves) -> BoolArray:
-    """Return which values belong to the lower one of two groups: [n]."""
+    """Divide the values into two groups, and return which are in the lower group: [n]."""
     low, high = values.min(), values.max()
     lower = values <= (low + high) / 2
     for _ in range(_ROUNDS):
@@ -268,7 +285,10 @@ def _octaves(codes: Codes, dtype: str) -> Octaves:
 
 
 def _layouts(tables: list[pa.Table], profile: Profile | None) -> _Kinds | None:
-    """Return the two layouts of a part's objects; None unless one followed the other."""
+    """Return the objects of a pool and part divided by layout.
+
+    None if all have one layout, or if the writes in the two layouts overlap in time.
+    """
     seen = pa.concat_tables(tables)
     seen = seen.filter(seen.column("disordered").is_valid())
     second = seen.column("disordered").to_numpy(zero_copy_only=False).astype(np.bool_)
@@ -279,10 +299,10 @@ def _layouts(tables: list[pa.Table], profile: Profile | None) -> _Kinds | None:
 
 
 def _split(kinds: _Kinds) -> tuple[int, int, bool] | None:
-    """Return when the last object before a change and the first one after it were written.
+    """Return the times of the last write before a change and of the first write after it.
 
-    Also return whether the later objects are of the second kind. None if the writes of both kinds
-    overlap in time, or if the times are not known.
+    Also return whether the objects after the change are of the second kind. Return None if the
+    writes of both kinds overlap in time, or if their times are not known.
     """
     order = np.argsort(kinds.written_ns, kind="stable")
     times, second = kinds.written_ns[order], kinds.second[order]
@@ -301,7 +321,7 @@ def _split(kinds: _Kinds) -> tuple[int, int, bool] | None:
 def _rounded(after_ns: int, until_ns: int, *, early: bool) -> int:
     """Return the roundest time that is later than `after_ns` and not later than `until_ns`.
 
-    early: whether the first of equally round times is returned, not the last.
+    early: whether to return the first of several equally round times; if not, the last.
     """
     for unit in _UNITS_NS:
         rounded = (after_ns // unit + 1 if early else until_ns // unit) * unit
@@ -311,11 +331,12 @@ def _rounded(after_ns: int, until_ns: int, *, early: bool) -> int:
 
 
 def _described(kinds: _Kinds, *, every: bool) -> tuple[int | None, str]:
-    """Return the time of the change in Unix nanoseconds, and the detail.
+    """Return the time of the change in Unix nanoseconds, and the detail of the finding.
 
-    The time is None if the writes of both kinds overlap. If not every object of the part was
-    compared, a page written between the last compared one before the change and the first after it
-    can be of either kind. Each of the two suggested removals then includes such pages.
+    The time is None if the writes of both kinds overlap.
+    every: whether every object of the part was compared. If not, nothing shows the kind of a page
+        that was written between the last compared object before the change and the first compared
+        object after it. Each of the two suggested removals then includes such pages.
     """
     counts = [int((~kinds.second).sum()), int(kinds.second.sum())]
     evidence = f"; {kinds.evidence}" * bool(kinds.evidence)
@@ -324,8 +345,9 @@ def _described(kinds: _Kinds, *, every: bool) -> tuple[int | None, str]:
         both = zip(kinds.names, counts, (~kinds.second, kinds.second), strict=True)
         texts = (f"{name} in {counted(n, 'object')}{_written(kinds, of)}" for name, n, of in both)
         return None, (
-            f"numbers are {' and '.join(texts)}{evidence}; servers with both settings wrote them: "
-            "remove the pages of the wrong one with hicachectl rm --since --before, or all pages"
+            f"numbers are {' and '.join(texts)}{evidence}; servers with both settings wrote them; "
+            "remove the pages of the wrong setting with hicachectl rm --since --before, or all "
+            "pages"
         )
     last_ns, first_ns, to_second = change
     old, new = kinds.names if to_second else kinds.names[::-1]

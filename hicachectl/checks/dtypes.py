@@ -1,14 +1,14 @@
 """Check whether an object's numbers are float16 under a bfloat16 profile, or the reverse.
 
-Keys and sizes are equal for both. Only the exponents differ: five bits of float16, eight of
-bfloat16. Neighbours in a row of keys, values or states have about the same magnitude. The share of
-such pairs with exponents that differ by k or more is halved with each step of k, because values
-near zero are dense.
-Read as bfloat16, float16 multiplies these differences by eight, as three bits of its mantissa
-become bits of the exponent. Read as float16, bfloat16 divides them by eight.
+Keys and sizes are the same for both formats. Only the exponents differ: float16 has five bits for
+them, bfloat16 eight. Neighbours in a row of keys, values or states have about the same magnitude,
+so their exponents differ little. The share of pairs whose exponents differ by k or more is halved
+with each step of k, because values near zero are dense.
+If float16 is read as bfloat16, these differences are multiplied by eight, because three bits of the
+mantissa become bits of the exponent. If bfloat16 is read as float16, they are divided by eight.
 
-A finding needs both: the differences are wrong in the profile's format, and right in the other one.
-Random bytes, constants and other bytes that no model writes are right in neither.
+There is a finding only if the differences are wrong in the profile's format and right in the other
+format. Random bytes, constants and other bytes that no model writes are right in neither format.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 # Mantissa bits and exponent bits.
 _FORMS = {"bfloat16": (7, 8), "float16": (10, 5)}
 _PAIRS = 2048  # most pairs of an object that are compared; a pair is a 32-bit word
-# The first look reads a few pieces of consecutive pairs. Most objects need no full look after it.
+# The first look reads a few pieces of consecutive pairs. It shows for most objects that they need
+# no full look.
 _LOOK_PIECES, _LOOK_PIECE = 2, 16
 _LOOK_PAIRS = _LOOK_PIECES * _LOOK_PIECE
-# An object with fewer pairs, or with fewer pairs without a zero, is not judged.
+# An object is judged only if it has at least this many pairs without a zero.
 _LEAST_PAIRS = 256
 
 # The share at d is the share of pairs whose exponents differ by d or more. Numbers of models, read
@@ -45,8 +46,8 @@ _FAR, _NEAR = 8, 2
 _WRONG_FAR = 0.4  # least share at 8 of float16 read as bfloat16
 _WRONG_NEAR = 0.02  # largest share at 2 of bfloat16 read as float16
 # Least and largest shares of a right reading, by d. Small values in float16 may have no exponents
-# that are 8 apart. bfloat16 values always have a few such pairs; float16 values that are all about
-# equal, read as bfloat16, have none.
+# that are 8 apart. bfloat16 values always have a few such pairs. float16 values that are about
+# equal to each other have none if they are read as bfloat16.
 _RIGHT = {
     "float16": {1: (0.3, 1.0), 8: (0.0, 0.1)},
     "bfloat16": {3: (0.1, 0.5), 4: (0.0, 0.3), 8: (0.001, 0.1)},
@@ -55,10 +56,12 @@ _RIGHT = {
 
 @dataclass(frozen=True, slots=True)
 class DtypeCheck:
-    """Check of one spec.
+    """Check whether the numbers of one spec have the other 16-bit format.
 
-    dtype, other: format of the profile, and the one that it is compared with.
-    look: starts of the pieces of the object's 32-bit words, each a pair, that the first look reads.
+    A pair of numbers is one 32-bit word.
+    dtype: format that the profile states.
+    other: the other format.
+    look: index of the first word of each piece that the first look reads.
     places: index of each word that the full look reads.
     """
 
@@ -77,13 +80,13 @@ class DtypeCheck:
                 yield ValueIssue(index, "dtype-mismatch", self._describe(own, other))
 
     def _is_hinted(self, words: IntArray) -> BoolArray:
-        """Return which objects [n, words] may have the wrong dtype, as a few pairs show: [n]."""
+        """Return which objects [n, words] may have the wrong dtype, judged by a few pairs: [n]."""
         mantissa, bits = _FORMS[self.dtype]
         exponents = np.int16(((1 << bits) - 1) << mantissa)
         pieces = [words[:, start : start + _LOOK_PIECE].view("<i2") for start in self.look]
         numbers = np.concatenate(pieces, axis=1) & exponents
         apart = np.abs(numbers[:, ::2] - numbers[:, 1::2])
-        # With so few pairs, a share can by chance be half of the real one, or twice.
+        # With so few pairs, a share can by chance be half or twice the share of all pairs.
         if self.dtype == "bfloat16":
             far = np.count_nonzero(apart >= _FAR << mantissa, axis=1)
             hinted: BoolArray = far >= _LOOK_PAIRS * _WRONG_FAR / 2
@@ -130,7 +133,7 @@ class _Differences:
 
 
 def dtype_check(expected: ObjectSpec, profile: Profile) -> DtypeCheck | None:
-    """Return the check for one spec; None if it has too few numbers, or both formats."""
+    """Return the check for one spec; None if its objects have too few numbers, or both formats."""
     if expected.nbytes % WORD_BYTES:
         return None
     sections = sections_of(expected, profile)
@@ -145,7 +148,8 @@ def dtype_check(expected: ObjectSpec, profile: Profile) -> DtypeCheck | None:
     (other,) = _FORMS.keys() - dtypes
     draw = np.random.default_rng(0)
     chosen = draw.permutation(places)[:_PAIRS]
-    # A piece lies inside a row of at least its length. From a shorter row it extends into the next.
+    # A piece lies inside one row, if the row is at least as long as the piece. Otherwise, the piece
+    # extends into the next row.
     starts = chosen[:_LOOK_PIECES] // _LOOK_PIECE * _LOOK_PIECE
     starts = np.minimum(starts, expected.nbytes // WORD_BYTES - _LOOK_PIECE)
     return DtypeCheck(dtype, other, tuple(starts.tolist()), np.sort(chosen))

@@ -7,16 +7,16 @@ import pyarrow as pa
 
 MOST_OBJECTS = 512  # most objects of an affix, spread evenly over the order of their writes
 LEAST_OBJECTS = 8  # fewer objects of one kind are no evidence
-# A sample with fewer objects of an affix does not count as compared: it could have too few objects
-# of a setting that an eighth of the pages have.
+# A sample with fewer objects of an affix does not count as compared. If an eighth of the pages had
+# another setting, such a sample could have fewer than LEAST_OBJECTS objects of it.
 ENOUGH_OBJECTS = 8 * LEAST_OBJECTS
 
 # Shares of an object's numbers that do not exceed its quartiles.
 QUARTILES = (0.25, 0.5, 0.75)
 _WIDTHS = (0, 1, 2)
 
-# written_ns: time of the object; null if the store keeps no times.
-# width: bytes of a number; 0 without quartiles.
+# written_ns: write time of the object; null if the store keeps no times.
+# width: bytes of a number; 0 for an object without quartiles.
 # quartile_1, quartile_2, quartile_3: codes of the numbers at the quartiles, without sign bits.
 # disordered: whether the rows lie in the order of another layout; null if no check can tell.
 EVIDENCE_SCHEMA = pa.schema(

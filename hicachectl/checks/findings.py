@@ -1,4 +1,4 @@
-"""Tables of findings: one row for each problem, and the page groups that they are about."""
+"""Tables of findings. Each row is one problem, and can name the page group that has it."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ class Finding(TypedDict):
 SCHEMA = schema_of(Finding)
 NO_NUMBER = -1
 _NUMBERS = [pa.field("row", pa.int32()), pa.field("group", pa.int32())]
-# Adds the object and the page group that each finding is about: a row of this process's inventory
-# and a group of its `PageGroups`; NO_NUMBER without an object, or without a group.
+# Adds numbers of the object and of the page group that each finding is about. They are a row of
+# this process's inventory and a group of its `PageGroups`. The number is NO_NUMBER if a finding is
+# about no object, or about no group.
 LOCATED_SCHEMA = pa.schema([*SCHEMA, *_NUMBERS])
-# Adds the deployment, as the label of its groups in `ls`, and the last write. Null if the finding
-# is about no group, the store keeps no times, or ages were not requested.
+# Adds the deployment, as the label of its groups in `ls`, and the time of the last write. The label
+# is null if the finding is about no deployment. The time is null if it is not known.
 PLACED_SCHEMA = pa.schema([*SCHEMA, ("deployment", pa.string()), ("written_ns", pa.int64())])
 # Adds the name of the check.
 NAMED_SCHEMA = PLACED_SCHEMA.append(pa.field("check", pa.string()))
@@ -65,14 +66,17 @@ def findings(
     detail: str | pa.Array | None = None,
     rule: str | None = None,
 ) -> pa.Table:
-    """Return one finding of a code for each key: RUN_SCHEMA, with a null name of the check.
+    """Return one finding of a code for each key, in the columns of RUN_SCHEMA.
 
-    rows, groups: [keys] objects and page groups that the findings are about. Without rows, the key
-        gives the group of a finding about an object. A finding about a missing object, or about a
-        whole page, needs its group: repair does not act on it otherwise.
-    deployments, written_ns: [keys] labels and last writes, for findings about whole deployments.
-    detail: one text for all, or [keys]; None: the code's own.
-    rule: the code's rule that applies.
+    The name of the check is null.
+    rows: [keys] objects that the findings are about. If None, a finding gets the object with its
+        key, if the listing has such an object.
+    groups: [keys] page groups that the findings are about. A finding about a missing object, or
+        about all objects of a page, needs its group, because a repair acts only on groups.
+    deployments: [keys] labels, for findings about a deployment.
+    written_ns: [keys] times of the last write, for findings about a deployment.
+    detail: one text for all findings, or [keys]; None for the detail of the code.
+    rule: name of the code's rule that applies; None for the code's own severity.
     Raises ValueError if no registered check declares the code or the rule, even without keys.
     """
     severity = severity_of(code, rule)
@@ -105,7 +109,7 @@ def object_findings(
 ) -> pa.Table:
     """Return one finding of a code for each row, as `findings` does.
 
-    detail: one text for all, or [rows]; None: the code's own.
+    detail: one text for all findings, or [rows]; None for the detail of the code.
     """
     objects = object_rows(inventory, rows)
     return findings(
@@ -121,9 +125,9 @@ def object_findings(
 
 
 def name_findings(found: Iterable[tuple[str, Iterable[pa.Table]]]) -> pa.Table:
-    """Return findings with the names of their checks: RUN_SCHEMA.
+    """Return findings with the names of their checks, in the columns of RUN_SCHEMA.
 
-    found: tables of `findings`, by check.
+    found: name of each check, and its tables of `findings`.
     """
     named = [
         _with(one, check=pa.repeat(name, len(one))) for name, tables in found for one in tables
@@ -134,9 +138,9 @@ def name_findings(found: Iterable[tuple[str, Iterable[pa.Table]]]) -> pa.Table:
 def combine_named(tables: Iterable[pa.Table], schema: pa.Schema = PLACED_SCHEMA) -> pa.Table:
     """Return the findings of all checks in one table, in the columns of a schema.
 
-    Findings are ordered as by `combine`. If a check of page tables and the reading report the same
-    fault of an object, only the check's finding is kept: its detail is more precise.
-    tables: columns of the schema and the names of checks; may be `packed`.
+    Findings have the order of `combine`. If a check of page tables and the reading report the same
+    fault of an object, only the finding of the check is kept, because its detail is more precise.
+    tables: tables with the columns of the schema and the column `check`. They may be `packed`.
     """
     found = pa.concat_tables(packed(table.select([*schema.names, "check"])) for table in tables)
     names = found.column("check").cast(pa.string())
@@ -149,7 +153,7 @@ def combine_named(tables: Iterable[pa.Table], schema: pa.Schema = PLACED_SCHEMA)
 
 
 def _codes_and_keys(found: pa.Table) -> pa.Array:
-    """Return the code and the key of each finding as one text; null without a key."""
+    """Return the code and the key of each finding as one text; null if the finding has no key."""
     columns = (found.column(name).cast(pa.string()).combine_chunks() for name in ("code", "key"))
     return pc.binary_join_element_wise(*columns, " ")
 
@@ -157,7 +161,7 @@ def _codes_and_keys(found: pa.Table) -> pa.Array:
 def combine(tables: Iterable[pa.Table], schema: pa.Schema = SCHEMA) -> pa.Table:
     """Return all findings in one table, worst severity first, then by code, page and key.
 
-    tables: have the columns of the schema; may be `packed`.
+    tables: tables with the columns of the schema. They may be `packed`.
     """
     given = (packed(table.select(schema.names)) for table in tables)
     table = pa.concat_tables([packed(schema.empty_table()), *given])
@@ -188,9 +192,10 @@ def packed(table: pa.Table) -> pa.Table:
 
 
 def _taken(table: pa.Table, rows: pa.Array) -> pa.Table:
-    """Return some rows.
+    """Return some rows of a table.
 
-    Neighbouring rows lie in few chunks. `take` joins all chunks of a column, so give it only these.
+    `take` joins all chunks of a column. It is given only the chunks that have some of the rows, and
+    neighbouring rows lie in few chunks.
     """
     first, last = pc.min_max(rows).values() if len(rows) else (pa.scalar(0), pa.scalar(-1))
     near = table.slice(first.as_py(), last.as_py() - first.as_py() + 1)
@@ -223,8 +228,8 @@ def located(found: pa.Table, groups: PageGroups) -> pa.Table:
     """Return findings with the row of each object and the group of each row.
 
     Findings that have only a key, such as findings about page tables, get the row of the key.
-    Findings about ambiguous keys get no group: a profile must not cause the removal of such pages.
-    found: has the columns of LOCATED_SCHEMA.
+    Findings about ambiguous keys get no group, because no repair may remove such pages.
+    found: table with the columns of LOCATED_SCHEMA.
     """
     rows, about = (found.column(name).to_numpy().copy() for name in ("row", "group"))
     has_key = found.column("key").is_valid().to_numpy()
@@ -240,7 +245,10 @@ def located(found: pa.Table, groups: PageGroups) -> pa.Table:
 
 
 def _rows_of(keys: pa.ChunkedArray, inventory: Inventory) -> IntArray:
-    """Return the row of each key, as text; NO_NUMBER for a key that the listing lacks."""
+    """Return the row of each key; NO_NUMBER for a key that the listing lacks.
+
+    keys: keys as text.
+    """
     keys = pc.cast(keys, pa.binary()).combine_chunks()
     known = pc.is_in(inventory.objects.column("key"), value_set=keys)
     rows = np.flatnonzero(known.to_numpy())

@@ -41,7 +41,8 @@ class LayoutCheck:
     rivals: names of layouts with another row order; one text for each order.
     tensors: tensors of the object, all in one axis order.
     widths: number of channels to compare in each tensor.
-    scales: scales of the codes that begin each row of the only tensor; None for plain numbers.
+    scales: column of the scales, if each row of the only tensor begins with codes; None for plain
+        numbers.
     """
 
     layout: str
@@ -59,7 +60,7 @@ class LayoutCheck:
 
     @property
     def looks(self) -> list[OrderLook]:
-        """The rows of the first look, then, for each rival, the rows of the second look."""
+        """The rows that the first look reads, followed by the rows of each rival's second look."""
         first = self._look(self.test.first_sets, FIRST_CHANNELS)
         return [first, *(self._look(sets, SECOND_CHANNELS) for sets in self.test.second_sets)]
 
@@ -96,7 +97,7 @@ class LayoutCheck:
 
 
 def layout_check(expected: ObjectSpec, profile: Profile) -> LayoutCheck | None:
-    """Return the check for one spec; None if other orders cannot be distinguished."""
+    """Return the check for one spec; None if the values cannot show another order."""
     pool = profile.pool(expected.coordinate.pool)
     if pool is None or not expected.tensors:
         return None
@@ -136,7 +137,10 @@ def _read_floats(
 def _read_codes(
     objects: Bytes, tensor: TensorLayout, scales: Column, places: _Places, channels: int
 ) -> Floats:
-    """Read log magnitudes of codes times scales; scales keep three mantissa bits, as codes do."""
+    """Read the log magnitudes of codes times scales.
+
+    Only three mantissa bits of a scale count, because codes have no more.
+    """
     stored = _rows(objects, tensor)
     codes = log_magnitudes(_spread(stored[..., : scales.offset], channels)[places])
     ends = scales.offset + scales.nbytes

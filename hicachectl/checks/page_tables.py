@@ -37,15 +37,15 @@ _NS = 1_000_000_000
 def check_page_tables(
     state: TableState, *, grace_s: float, earlier: Sequence[TableState] | None = None
 ) -> Iterator[pa.Table]:
-    """Yield tables of findings about saved page tables, some of them empty.
+    """Yield tables of findings about saved page tables. Some of the tables are empty.
 
-    earlier: states saved before. A page is reported as leaked only if it is leaked in all of them,
-        too: a server may be writing the other pages. If empty, no page is reported; if None,
-        `state` alone decides.
+    earlier: states that were saved before `state`. A page is reported as leaked only if it is
+        leaked in each of these states, too, because a server may be writing other pages. If
+        `earlier` is empty, no page is reported. If it is None, `state` alone decides.
 
-    On a live store page-index-free is only a suspicion: the server saves keys before free pages, so
-    the page of a key deleted in between is saved as held and as free. The finding is right if the
-    key still has the page later.
+    On a live store, page-index-free is only a suspicion. The server saves keys before free pages.
+    If it deletes a key between the two, the page of the key is saved as held and as free. The
+    finding is right if the key still has the page later.
     """
     known = [{table.name: table for table in saved.tables} for saved in earlier or ()]
     for table in state.tables:
@@ -59,7 +59,7 @@ def check_page_tables(
     yield from _page_counts(state.tables)
 
 
-# contents of tables; repair uses these functions, too
+# --- contents of tables; repairs use these functions, too ---
 
 
 def holders(table: PageTable) -> IntArray:
@@ -86,7 +86,11 @@ def out_of_range(table: PageTable) -> BoolArray:
 
 @dataclass(frozen=True, slots=True)
 class PageRuns:
-    """Runs of consecutive pages, in order; compact even for many pages."""
+    """Runs of consecutive pages, ascending. They take little memory even for many pages.
+
+    starts: first page of each run.
+    lengths: number of pages of each run.
+    """
 
     starts: IntArray
     lengths: IntArray
@@ -105,7 +109,10 @@ class PageRuns:
 
 
 def leaked_pages(*tables: PageTable) -> PageRuns:
-    """Return the pages that are neither free nor held by a key in any state of a table."""
+    """Return the leaked pages: each state of the table lists them neither as free nor by a key.
+
+    tables: states of one table.
+    """
     lists = [pages for table in tables for pages in (table.free, table.indices)]
     num_pages = min(table.num_pages for table in tables)
     known = np.concatenate([np.array([-1, num_pages]), *lists])
@@ -121,20 +128,18 @@ def leaked_pages(*tables: PageTable) -> PageRuns:
     return PageRuns(np.concatenate(starts), np.concatenate(lengths))
 
 
-# findings
-
-
+# --- findings ---
 def _shared(table: PageTable) -> pa.Table:
     counts = holders(table)
     rows = np.flatnonzero(counts > 1)
-    # Keys of one page stand together.
+    # List the keys of one page one after the other.
     rows = rows[np.argsort(table.indices[rows], kind="stable")]
     detail = (
         "page ",
         table.indices[rows],
         " is held by ",
         counts[rows],
-        " keys: at most one of them reads its own bytes",
+        " keys, so at most one of them reads its own bytes",
     )
     return _key_findings("page-index-shared", table, rows, *detail)
 
@@ -149,7 +154,8 @@ def _out_of_range(table: PageTable) -> pa.Table:
 
 def _mapped_and_free(table: PageTable) -> pa.Table:
     rows = np.flatnonzero(mapped_and_free(table))
-    detail = ("page ", table.indices[rows], " is also free: the next writer may overwrite the page")
+    rest = " is also free, so the next writer may overwrite the page"
+    detail = ("page ", table.indices[rows], rest)
     return _key_findings("page-index-free", table, rows, *detail)
 
 
@@ -172,7 +178,7 @@ def _checked_file(table: PageTable, state: TableState, grace_s: float) -> Iterat
     behind_ns = file.mtime_ns - state.saved_at_ns
     if behind_ns > grace_s * _NS:
         detail = (
-            f"{file.path} was written {_duration(behind_ns)} after the snapshot was saved: the "
+            f"{file.path} was written {_duration(behind_ns)} after the snapshot was saved, so the "
             "saved tables may not describe the file"
         )
         yield _table_findings("snapshot-stale", table.namespace, [detail])
@@ -200,7 +206,7 @@ def _wrong_stride(table: PageTable, file: DataFile, bytes_per_page: int) -> pa.T
     whole = file.nbytes // bytes_per_page
     detail = (
         f"{table.name} has {table.num_pages} pages, but {file.path} has {whole} pages of "
-        f"{bytes_per_page} bytes: the file was written with another page size, or was truncated"
+        f"{bytes_per_page} bytes; the file was written with another page size, or was truncated"
     )
     wrong = whole != table.num_pages
     return _table_findings("page-count-mismatch", table.namespace, [detail] if wrong else [])
@@ -227,7 +233,10 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _key_findings(code: str, table: PageTable, rows: IntArray, *detail: str | IntArray) -> pa.Table:
-    """Return a finding for each row; detail: texts and [rows] numbers, joined."""
+    """Return a finding for each row of a table.
+
+    detail: pieces of the detail, joined in order: texts, and numbers of each row.
+    """
     keys = key_text(table.names_at(rows).combine_chunks())
     page, rest = pc.extract_regex(keys, _PAGE_AND_REST).flatten()
     part = pc.if_else(
@@ -274,7 +283,7 @@ _MOST_WAIT_S = 130.0
 
 
 def saved_tables(store: Store) -> TableState | None:
-    """Return a store's page tables as last saved; None without any."""
+    """Return a store's page tables as last saved; None if the store has none."""
     return store.table_state() if isinstance(store, PageTables) else None
 
 
@@ -292,15 +301,18 @@ def check_tables(
 ) -> tuple[list[pa.Table], str | None]:
     """Return the findings about page tables, and the reason if leaked pages cannot be judged.
 
-    before: the tables at the start of the run. On a live store a page is leaked only if an earlier
-    snapshot, the latest and the next agree; this function waits for the next. Without a grace one
-    snapshot decides. Raises StoreUnavailable.
+    On a live store, a page is leaked only if three snapshots agree: an earlier one, the latest, and
+    the next. This function waits for the next snapshot if the first two agree. If the grace period
+    is zero, or the store is not live, the latest snapshot alone decides.
+    before: the tables at the start of the run.
+    Raises StoreUnavailable.
     """
     if before is None or not isinstance(store, PageTables):
         return [], None
     now = store.table_state() or before
     if now.live and now.tables:
-        # Raises if the server has stopped: the snapshot alone does not show later evictions.
+        # The query raises StoreUnavailable if the server has stopped. The snapshot alone would not
+        # show that pages were evicted later.
         name = now.tables[0].name.encode()
         store.exists(pa.table({"key": pa.array([name + b":hicachectl-probe"], pa.binary())}))
     at_once = not (now.live and grace_seconds)
@@ -309,8 +321,8 @@ def check_tables(
     found = list(check_page_tables(now, grace_s=grace_seconds, earlier=earlier))
     why = None if at_once or saved_again else _ONE_SNAPSHOT
     if earlier and any(_LEAKED in table.column("code").to_pylist() for table in found):
-        # A server saves keys, then free pages. A page being written can be absent from both lists,
-        # even in two snapshots.
+        # A server saves keys, then free pages. A page that is being written can therefore be absent
+        # from both lists, even in two snapshots.
         next_state = _next_state(store, now, now.saved_at_ns - before.saved_at_ns)
         states_before = [*earlier, now] if next_state else []
         found = list(
@@ -321,7 +333,11 @@ def check_tables(
 
 
 def _next_state(store: PageTables, now: TableState, interval_ns: int) -> TableState | None:
-    """Return the next snapshot, or None if a save interval passes without one."""
+    """Wait for the next snapshot and return it.
+
+    interval_ns: time between the last two snapshots. Return None if no snapshot is saved in a
+        little more than this time.
+    """
     wait_s = min(interval_ns / 1e9 + _SAVING_S, _MOST_WAIT_S)
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
@@ -344,9 +360,9 @@ def _suspicious(found: pa.Table) -> pa.ChunkedArray:
 
 
 def _confirmed(store: PageTables, found: pa.Table) -> pa.Table:
-    """Return the findings, except findings about keys that have changed since the snapshot.
+    """Return the findings without those whose key has changed since the snapshot.
 
-    Keys may change while a snapshot is saved, so suspicious keys are looked up again.
+    Keys may change while a snapshot is saved, so the store is asked again for suspicious keys.
     """
     doubtful = _suspicious(found).to_numpy()
     if not doubtful.any():

@@ -1,9 +1,9 @@
-"""Reasons why a server did not use, or did not write, tokens of its store: meanings, remedies.
+"""Reasons why a server did not use, or did not write, tokens of its store.
 
 `reasons.toml` has the reasons that SGLang and its plug-in count, and the reasons that `hits` finds.
 `explain`, hicachectl-findings(7) and `doctor` take their texts from there. Unlike a code of
-findings, a reason has no severity and no repair: it is about a server and a span of time, not about
-an object.
+findings, a reason has no severity and no repair, because it is about a server and a span of time,
+not about an object.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SGLANG, PLUGIN, HITS = SOURCES = ("sglang", "plugin", "hits")
 class Reason:
     """A reason, named as metrics and documents spell it.
 
-    source: program that counts the reason, one of SOURCES.
+    source: name of the program that counts the reason, one of SOURCES.
     counters: names of the metrics that have the reason as a label. For an SGLang metric without
         such a label, the reason is the metric's name without `sglang:` and `_tokens_total`.
     meaning: event that the reason stands for.
@@ -62,7 +62,10 @@ def reasons() -> tuple[Reason, ...]:
 
 
 def _counters(name: str, source: str) -> list[str]:
-    """Return the plug-in's metrics with a label for a reason; none if another source counts it."""
+    """Return the plug-in's metrics with a label for a reason.
+
+    The list is empty if another source counts the reason.
+    """
     kinds = [kind for kind, names in COUNTED.items() if name in names and source == PLUGIN]
     return [metric_of(kind, name) for kind in kinds]
 

@@ -1,7 +1,7 @@
-"""Registry of checks; `codes` has the finding codes of the built-in checks.
+"""Registry of checks. The module `codes` has the finding codes of the built-in checks.
 
-Functions are given as "package.module:name", so --help imports none of them. Other packages can
-register checks:
+The registry names functions as "package.module:name", so --help imports none of their modules.
+Other packages can register checks:
 
     register(ValueCheck(name=…, group=VALUES, codes=(Code("my-code", "warning"),), prepare=…))
 """
@@ -41,38 +41,41 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class CheckGroup:
-    """Checks that `--checks` selects together. summary: the group's line in the help."""
+    """Checks that `--checks` selects together.
+
+    summary: the group's line in the help.
+    """
 
     name: str
     summary: str
 
 
 class Need(StrEnum):
-    """Requirements of checks; `VerifyRequest.unmet` explains unmet requirements."""
+    """Requirements of checks. `VerifyRequest.unmet` explains why a requirement is not met."""
 
-    # Object sizes, listed or from a profile.
+    # Sizes of objects, from the listing or from a profile.
     SIZES = auto()
     # The store lists the replicas of each object.
     REPLICAS = auto()
     # The store has tables of keys and pages.
     PAGE_TABLES = auto()
-    # A given profile; a profile inferred from the store does not suffice.
+    # A profile that the user gave. A profile inferred from the store does not suffice.
     PROFILE = auto()
     # A profile that describes the bytes of objects.
     TENSORS = auto()
-    # Recorded digests, or a catalog to record.
+    # Digests in the store or in a catalog, or a catalog to record digests in.
     DIGESTS = auto()
-    # Objects are read.
+    # The bytes of objects. A check with this need makes the run read objects.
     BYTES = auto()
 
 
 class Scope(Enum):
     """Data that a check examines.
 
-    A run can check a store in parts; each part has whole page groups.
+    A run can check a store in parts. All objects of a page group are in the same part.
     """
 
-    # Objects and page groups of a part.
+    # Objects and page groups of a part. Each part runs the check.
     OBJECTS = auto()
     # The store itself. Only the first part runs the check.
     STORE = auto()
@@ -99,8 +102,9 @@ class CheckListing:
     """Input of checks of `Scope.LISTING`.
 
     store: store that this process has just listed.
-    collision: why ranks of the given deployment overwrite each other's objects, else "".
-    grace_start_ns: Unix nanoseconds; files written later may be unfinished.
+    collision: why ranks of the given deployment overwrite each other's objects; "" if they do not.
+    grace_start_ns: start of the grace period, Unix nanoseconds. A file written later may be
+        unfinished.
     """
 
     store: Store
@@ -110,17 +114,18 @@ class CheckListing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckInput:
-    """Input of checks: the listing and, if objects were read, their digests.
+    """Input of checks of `Scope.OBJECTS` and `Scope.STORE`.
 
-    in_flight: [groups] bool, groups that no check judges.
+    in_flight: [groups] bool, groups that no check judges, because they may still be written.
     profile: the deployment to expect; None if not given.
     now_ns: start of the listing, Unix nanoseconds.
-    tables: page tables at that time, if any.
+    tables: page tables at `now_ns`; None if the store has none or no check needs them.
     stamp_differences: differences of the profile from the stamp of the store.
     digests: [objects, 32] uint8.
     digested: [objects] bool, whether the digest is valid.
     compared: comparison of the digested objects with a catalog; None without a catalog.
-    skip: takes a name and a reason for `skipped_checks`.
+    skip: takes the name of something that was not checked, and the reason why. The report adds the
+        name to `skipped_checks`.
     """
 
     store: Store
@@ -148,8 +153,8 @@ class Check:
 
     group: None if the check always runs.
     codes: codes of the findings; a code of `codes.toml` is given by its name.
-    function: takes the input of the scope and yields tables of `checks.findings`; may be given as
-        "package.module:name"; None if findings are noted while objects are read.
+    function: function that takes the input of the scope and yields tables of `checks.findings`, or
+        its name as "package.module:name". None if the reading itself notes the findings.
     """
 
     name: str
@@ -172,10 +177,10 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
-    """Statistics of one tensor in one layer; extremes and mean cover finite values only.
+    """Statistics of one tensor in one layer. Extremes and mean cover finite values only.
 
-    tensor: dequantised codes have the tensor's name; a row's rope part and the scales are tensors
-        of their own.
+    tensor: name of the tensor. If a row has several parts, dequantised values have the tensor's
+        name alone, and each other part, such as scales or rope, is added to the name.
     layer: model layer number.
     """
 
@@ -208,10 +213,11 @@ class ValueIssue:
 class ValueCheck(Check):
     """A check of the bytes of objects whose tensors a profile describes.
 
-    prepare: returns the function that finds issues in objects of one spec, bytes [n, nbytes];
-        None if the check does not apply to the spec. Threads share the function.
-    kernel: a `device.runs.DeviceKernel` that finds suspects on a device. Without a kernel that
-        supports the objects, the CPU checks every object, even with `--device`.
+    prepare: function that takes a spec and its profile. It returns None if the check does not
+        apply to the spec, else a function that finds issues in objects of the spec, given as bytes
+        [n, nbytes]. Threads share the returned function.
+    kernel: a `device.runs.DeviceKernel` that finds suspects on a device. If it is None, or does not
+        support the spec, the CPU checks every object, even with `--device`.
     """
 
     group: CheckGroup
@@ -221,7 +227,7 @@ class ValueCheck(Check):
 
 
 def resolved(function: F | str) -> F:
-    """Return a function; import one given as "package.module:name"."""
+    """Return a function. If it is given as "package.module:name", import it."""
     if not isinstance(function, str):
         return function
     module, _, name = function.partition(":")
@@ -231,14 +237,18 @@ def resolved(function: F | str) -> F:
 
 # --- registration ---
 
-# Codes of all checks by name. None stands for a code of `codes.toml`: that file is read when a code
-# is first needed.
+# Codes of all checks by name. None stands for a code of `codes.toml`, because that file is read
+# only when one of its codes is needed.
 _CODES: dict[str, Code | None] = {}
 _CHECKS: dict[str, Check] = {}
 
 
 def register(check: Check) -> None:
-    """Register a check. Raises ValueError if its name or a code is taken, or a severity unknown."""
+    """Register a check.
+
+    Raises ValueError if a check has the same name, a check declares a code of the same name
+    differently, or a severity is unknown.
+    """
     if check.name in _CHECKS:
         raise ValueError(f"{check.name}: a check of this name already exists")
     own = {code.name: code for code in check.codes if isinstance(code, Code)}
@@ -261,7 +271,10 @@ def unregister(name: str) -> None:
 
 
 def checks(groups: Collection[str] | None = None) -> list[Check]:
-    """Return the checks of some groups, and the checks that always run; None: all checks."""
+    """Return the checks of some groups, and the checks that always run.
+
+    groups: names of the groups; None for all checks.
+    """
     return [
         check
         for check in _CHECKS.values()
@@ -287,8 +300,9 @@ def reading_groups() -> frozenset[str]:
 
 
 def severity_of(code: str, rule: str | None = None) -> str:
-    """Return the severity of a finding; rule: the code's rule that applies.
+    """Return the severity of a finding.
 
+    rule: name of the code's rule that applies; None for the code's own severity.
     Raises ValueError if no check declares the code or the rule.
     """
     known = code_named(code)
@@ -312,12 +326,12 @@ def codes() -> tuple[Code, ...]:
 
 
 def page_codes() -> tuple[str, ...]:
-    """Return the codes of findings about one page group, which `verify --repair` can act on."""
+    """Return the codes of findings about one page group. `verify --repair` can act on them."""
     return tuple(code.name for code in codes() if not code.remedy)
 
 
 def remedies() -> dict[str, str]:
-    """Return the remedy of each code that is not about pages."""
+    """Return the next step for each code whose findings are not about page groups."""
     return {code.name: code.next_step for code in codes() if code.remedy}
 
 
@@ -363,7 +377,7 @@ DIGESTS = CheckGroup(
 # Name of the check whose findings are noted while objects are read.
 READING = "reading"
 
-# The order of the checks is the order of codes in messages, and of findings with one code and key.
+# Messages list codes in the order of these checks. Findings of one code and key have it, too.
 for _check in (
     Check(
         name="stamp",
@@ -429,7 +443,7 @@ for _check in (
         function="hicachectl.checks.structure:check_other_deployments",
     ),
     Check(
-        name=READING,  # `verification.reading` notes the findings, for any check that reads.
+        name=READING,  # `verification.reading` notes its findings when any check needs bytes.
         group=None,
         codes=(
             "truncated",

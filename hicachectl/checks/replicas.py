@@ -1,4 +1,4 @@
-"""Compare bytes: with recorded digests, among ranks with the same KV heads, among replicas."""
+"""Compare copies: with recorded digests, among ranks with the same KV heads, among replicas."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ NO_REPLICAS = -1
 def replica_sets(table: AffixTable) -> npt.NDArray[np.int64]:
     """Return the replica set of each affix, or NO_REPLICAS: [affixes + 1].
 
-    The last entry is for foreign keys. Objects of one page and set must be equal: with more TP
-    ranks than KV heads, SGLang gives a head to several ranks (ModelConfig.get_num_kv_heads).
+    The last entry is for foreign keys. Objects of one page and set must be equal, because SGLang
+    gives a head to several ranks if there are more TP ranks than KV heads
+    (ModelConfig.get_num_kv_heads).
     """
     numbers: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for affix, (deployment, spec) in enumerate(zip(table.deployment_ids, table.specs, strict=True)):
@@ -59,7 +60,7 @@ def _shared_head(deployment: Deployment, spec: ObjectSpec) -> tuple[object, ...]
 
 
 def check_replicas(given: CheckInput) -> Iterator[pa.Table]:
-    """Yield replica-mismatch for objects that differ from the lowest rank's copy."""
+    """Yield a replica-mismatch finding for each object that differs from the lowest rank's copy."""
     inventory, digests, digested = given.inventory, given.digests, given.digested
     if digests is None or digested is None:
         return
@@ -88,7 +89,7 @@ _IN_MEMORY = pa.array(["memory", "nof"])
 
 
 def check_placement(given: CheckInput) -> Iterator[pa.Table]:
-    """Yield replica-mismatch and disk-only findings; the scan must have `replicas`."""
+    """Yield the replica-mismatch and disk-only findings of a listing with replicas."""
     inventory = given.inventory
     if "replicas" not in inventory.objects.column_names:  # an empty scan has no batch
         return
@@ -129,7 +130,7 @@ def check_digests(given: CheckInput) -> Iterator[pa.Table]:
 
 
 def _last_right(verified_ns: IntArray) -> pa.Array:
-    """Return the details of the findings: each names the time of the last equal digest."""
+    """Return the details of the findings. Each names the time when the bytes were last right."""
     times = {
         ns: f"{_DIFFER}; they were right on {minute(ns)} UTC" for ns in set(verified_ns.tolist())
     }

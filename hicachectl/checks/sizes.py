@@ -35,11 +35,12 @@ def check_sizes(given: CheckInput) -> Iterator[pa.Table]:
     expected = inventory.table.expected_sizes[inventory.affix_ids]
     actual = inventory.sizes
     for mix in inventory.table.mixes:
+        # No profile says which of the common sizes is right, so each of them is accepted.
         if mix.stated == UNKNOWN_SIZE:
             common = [size.nbytes for size in mix.sizes]
             expected[_of_mix(inventory, mix) & ~np.isin(actual, common)] = common[0]
-    settled = np.append(~given.in_flight, True)[given.groups.of_object]
-    wrong = settled & ~fits(actual, expected)
+    judged = np.append(~given.in_flight, True)[given.groups.of_object]
+    wrong = judged & ~fits(actual, expected)
     for code, rule, rows in (
         ("truncated", None, np.flatnonzero(wrong & (actual < expected))),
         (
@@ -60,7 +61,7 @@ def _of_mix(inventory: Inventory, mix: SizeMix) -> BoolArray:
 def rows_of_mixes(inventory: Inventory) -> IntArray:
     """Return the rows of objects with a common size that differs from the profile's.
 
-    Servers that run now may have written their pages.
+    Servers that still run may have written the pages of these objects.
     """
     actual = inventory.sizes
     among = np.zeros(len(actual), dtype=np.bool_)
@@ -71,7 +72,7 @@ def rows_of_mixes(inventory: Inventory) -> IntArray:
 
 
 def check_mixed_sizes(given: CheckSums) -> Iterator[pa.Table]:
-    """Yield mixed-sizes for each kind of object with several common sizes."""
+    """Yield a mixed-sizes finding for each kind of object with several common sizes."""
     table, objects = given.table, given.tally.objects
     mixes = [mix for mix in table.mixes if objects[list(mix.affix_ids)].any()]
     ratios = _ratios(table)
@@ -104,8 +105,8 @@ def _described(mix: SizeMix, others: set[Fraction]) -> str:
     if mix.others:
         advice = (
             f"the profile states {mix.stated} bytes, but not all pages of another size are older, "
-            "so their servers may run: compare with hicachectl profile --server; --repair leaves "
-            f"these pages without {DESPITE}"
+            "so servers that write it may run; compare with hicachectl profile --server; --repair "
+            f"without {DESPITE} leaves these pages"
         )
     return f"model {model!r} {shard.sizes_text()}: {facts}; {advice}"
 
@@ -117,7 +118,7 @@ def _written(size: SeenSize) -> str:
 
 
 def _change(mix: SizeMix) -> str:
-    """Return when one of the two most common sizes replaced the other; "" without times."""
+    """Return when one of the two most common sizes replaced the other; "" if times are unknown."""
     one, two = sorted(mix.sizes[:2], key=lambda size: size.oldest_ns or 0)
     if one.newest_ns is None or two.oldest_ns is None:
         return ""
@@ -137,7 +138,7 @@ def _likely_reason(mix: SizeMix, others: set[Fraction]) -> str:
         return "the ratio suggests MLA rows in bfloat16 and in fp8 with scales"
     if others == {ratio}:
         seen, settings = ", the same in every pool,", ["page sizes"]
-    else:  # A page of another size would change every pool alike.
+    else:  # Another page size would change the sizes of every pool by the same ratio.
         seen = ", not the same in every pool," if others else ""
         settings = ["KV cache dtypes"] if ratio == 2 else ["layer counts", "head counts"]
         settings += [] if others else ["page sizes"]
@@ -157,7 +158,7 @@ def _ratio(mix: SizeMix) -> Fraction:
 def _ratios(table: AffixTable) -> dict[int, set[tuple[str, Fraction]]]:
     """Return the pools of each deployment, with the ratio of their two sizes; 1 for a single size.
 
-    Mamba states are left out: their size does not depend on the page size.
+    Mamba states are left out, because their size does not depend on the page size.
     """
     mixed = {affix: _ratio(mix) for mix in table.mixes for affix in mix.affix_ids}
     found: dict[int, set[tuple[str, Fraction]]] = defaultdict(set)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def check_stamp(given: CheckInput) -> Iterator[pa.Table]:
-    """Yield a stamp-mismatch finding for each difference from the stamp."""
+    """Yield a stamp-mismatch finding for each difference between the run and the stamp."""
     details = pa.array(given.stamp_differences, pa.string())
     yield findings("stamp-mismatch", keys=pa.nulls(len(details), pa.string()), detail=details)
 
@@ -52,7 +52,10 @@ def check_collision(given: CheckListing) -> Iterator[pa.Table]:
 
 
 def check_losses(given: CheckListing) -> Iterator[pa.Table]:
-    """Yield a finding for each loss that the listing found and that is older than the grace."""
+    """Yield a finding for each loss of objects that the listing found before the grace period.
+
+    A later change of the store is no finding, because a server may still be at work.
+    """
     for loss in given.store.losses if isinstance(given.store, ReportsLosses) else ():
         if loss.changed_ns <= given.grace_start_ns:
             yield findings(
@@ -61,7 +64,7 @@ def check_losses(given: CheckListing) -> Iterator[pa.Table]:
 
 
 def _readable(text: str) -> str:
-    """Return a text with file names in which bytes that are not UTF-8 are escaped, as in keys."""
+    r"""Return a text with each byte that is not UTF-8 written \xNN, as in keys."""
     return os.fsencode(text).decode("utf-8", "backslashreplace")
 
 
@@ -99,13 +102,13 @@ def _described(deployment: Deployment, number: int, given: CheckSums, *, sized: 
     written = "" if newest_ns == NO_NEWEST else written_between(oldest_ns, newest_ns)
     facts = ", ".join(filter(None, [human_size(nbytes) if nbytes else "", written]))
     return (
-        f"{pages} at {place_text(deployment, own)}{f' ({facts})' if facts else ''}: servers of the "
+        f"{pages} at {place_text(deployment, own)}{f' ({facts})' if facts else ''}; servers of the "
         f"profile ({deployment_text(deployment_document(own))}) do not ask for these keys"
     )
 
 
 def check_names(given: CheckInput) -> Iterator[pa.Table]:
-    """Yield foreign-object and stale-temporary findings, from keys alone."""
+    """Yield the foreign-object and stale-temporary findings, which need no bytes of objects."""
     inventory, grace_start_ns = given.inventory, given.now_ns - given.grace_ns
     cleared = inventory.cleared_rows
     foreign = np.setdiff1d(np.flatnonzero(inventory.is_foreign), cleared, assume_unique=True)
@@ -129,10 +132,10 @@ def check_ambiguous_keys(given: CheckSums) -> Iterator[pa.Table]:
 
 
 def stale_temporaries(objects: pa.Table | pa.RecordBatch, grace_start_ns: int) -> pa.BooleanArray:
-    """Return which files are temporary and were not written after grace_start_ns.
+    """Return which objects are temporary files that were last written before the grace period.
 
-    objects: has key and mtime_ns; an unknown time counts as old.
-    grace_start_ns: Unix nanoseconds.
+    objects: objects with the columns key and mtime_ns. An unknown time counts as old.
+    grace_start_ns: start of the grace period, Unix nanoseconds.
     """
     temporary = pc.match_substring_regex(objects.column("key"), TEMPORARY_PATTERN)
     old = pc.less_equal(pc.fill_null(objects.column("mtime_ns"), 0), grace_start_ns)
@@ -143,8 +146,9 @@ def stale_temporaries(objects: pa.Table | pa.RecordBatch, grace_start_ns: int) -
 def cleared_objects(inventory: Inventory, rows: IntArray, grace_start_ns: int) -> pa.Table:
     """Return a stale-temporary finding for each object that a `clear` made a miss.
 
-    rows: cleared objects. A server removes them in the background.
-    grace_start_ns: Unix nanoseconds; objects that were cleared later are left out.
+    rows: rows of the cleared objects.
+    grace_start_ns: start of the grace period, Unix nanoseconds. Objects that were cleared later are
+        left out, because servers may still be removing them in the background.
     """
     if len(rows):
         cleared_ns = inventory.take(rows, ["cleared_ns"]).column("cleared_ns").to_numpy()
@@ -190,8 +194,9 @@ _POOL, _PART, _RANK = range(len(_CODES))
 def check_groups(given: CheckInput) -> Iterator[pa.Table]:
     """Yield findings for incomplete groups that are not in flight.
 
-    missing-rank, -part or -pool for each missing object of a group with an anchor;
-    orphan-sidecar for each object of a group without an anchor.
+    If the group has its anchor, there is one finding for each missing object: missing-rank,
+    missing-part or missing-pool. If the anchor is missing, there is an orphan-sidecar finding for
+    each object of the group.
     """
     groups, judged = given.groups, ~given.in_flight
     for missing in groups.missing():
@@ -231,7 +236,12 @@ def _missing(groups: PageGroups, missing: Missing) -> Iterator[pa.Table]:
 
 
 def _code_ids(groups: PageGroups, missing: Missing) -> IntArray:
-    """Return the finding code of each missing object: [missing] indices into _CODES."""
+    """Return the finding code of each missing object: [missing] indices into _CODES.
+
+    An object counts as a missing part if its rank has another part of the pool. Otherwise, it
+    counts as a missing pool if its rank has an anchor and the object is neither an anchor nor of a
+    trailing set. All other objects count as a missing rank.
+    """
     specs, table = missing.deployment.specs, groups.tables[missing.deployment_id]
     own = missing.groups - groups.span(missing.deployment_id).start
     siblings: dict[tuple[str, Shard], list[int]] = {}

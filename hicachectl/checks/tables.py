@@ -1,6 +1,6 @@
 """Tensors of objects as tables of rows, for value checks.
 
-Kinds (`formats.kinds`) define the columns of a row. Source of padding layers: SGLang
+Kinds (`formats.kinds`) define the columns of a row. The padding layers are those of SGLang
 srt/mem_cache/pool_host/.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
 
-# Longer rows (recurrent states) are cut along the next axis.
+# Rows of more bytes, such as rows of recurrent states, are cut along the next axis.
 _ROW_BYTES = 64 << 10
 _ROW_AXES = ("layer", "token")
 WORD_BYTES = 4
@@ -45,7 +45,7 @@ class Section:
     dtype: str
 
     def coordinates(self, rows: IntArray) -> dict[str, IntArray]:
-        """Return the coordinates of rows by axis; layers as model layer numbers."""
+        """Return the coordinates of rows by axis. Layers are those of the model; -1 for padding."""
         numbers = np.array([-1 if layer is None else layer for layer in self.layers])
         return {**self._unravelled(rows), "layer": numbers[self.stored_layer(rows)]}
 
@@ -60,10 +60,10 @@ class Section:
         return len(table.columns) == 1 and not (table.pitch | table.offset) % WORD_BYTES
 
     def sample_words(self, most: int) -> IntArray:
-        """Choose words of a plain tensor at random, without padding layers; return their places.
+        """Choose words of a plain tensor at random, but not in padding layers; return their places.
 
         Each run chooses the same words.
-        most: number of words; all are chosen if there are no more.
+        most: largest number of words to choose.
         """
         table = self.table
         rows = np.concatenate([np.arange(*run) for run in table.runs] or [np.zeros(0, np.int64)])
@@ -93,7 +93,7 @@ def sections_of(expected: ObjectSpec, profile: Profile) -> tuple[Section, ...]:
 def stored_layers(expected: ObjectSpec, profile: Profile) -> tuple[int | None, ...]:
     """Return the model layer of each stored layer, None for padding.
 
-    Padding lies before the layers of packed drafts.
+    Padding lies after the model's own layers and before the layers of a packed draft.
     """
     packed = 0
     if not pool_name(expected.pool).draft:
@@ -105,7 +105,10 @@ def stored_layers(expected: ObjectSpec, profile: Profile) -> tuple[int | None, .
 
 
 def code_dtype_of(profile: Profile, pool: Pool) -> str:
-    """Return the fp8 dtype of quantised codes: one per SGLang process (is_fp8_fnuz)."""
+    """Return the fp8 dtype of quantised codes.
+
+    An SGLang process has one such dtype (is_fp8_fnuz), so any fnuz pool of the profile shows it.
+    """
     fnuz = "float8_e4m3fnuz"
     return fnuz if fnuz in (pool.dtype, profile.pools[0].dtype) else "float8_e4m3fn"
 
@@ -132,7 +135,10 @@ def _section(
 
 
 def _row_axes(tensor: TensorLayout) -> int:
-    """Return how many leading axes number rows: layer, token, more for long rows."""
+    """Return how many of the leading axes number rows.
+
+    These are the axes up to layer and token, and further axes if a row would be too long.
+    """
     cut = 1 + max(i for i, axis in enumerate(tensor.axes) if axis in _ROW_AXES)
     while len(tensor.axes) - cut > 1 and prod(tensor.shape[cut:]) * tensor.itemsize > _ROW_BYTES:
         cut += 1

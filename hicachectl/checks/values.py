@@ -1,10 +1,10 @@
 """Check `values`: run the checks of bytes, and find numbers that no healthy object has.
 
-The checks need no model weights. NaN, Inf and scales out of range are counted exactly. Zero bytes
-are reported for an object, a layer of a tensor, or a token's row in a layer: holes and unwritten
-pages read as zeros. Healthy rows have other bytes: a model computes no bf16 row of exact zeros, and
-underflowing codes of float8_e4m3fn and float8_e5m2 keep their signs. float8_e4m3fnuz has no -0, so
-only a whole object of zeros is reported.
+The checks need no model weights. NaN, Inf and scales out of range are counted exactly. An object, a
+layer of a tensor, or a token's row in a layer is reported if all its bytes are zero, because holes
+of files and unwritten pages read as zeros. Healthy rows have other bytes. A model computes no row
+of exact zeros in bf16, and codes of float8_e4m3fn and float8_e5m2 keep their signs when they
+underflow. float8_e4m3fnuz has no -0, so zeros are reported only if they fill the whole object.
 """
 
 from __future__ import annotations
@@ -52,7 +52,11 @@ _NAMED_NUMBERS = 4
 
 @dataclass(slots=True)
 class _Damage:
-    """Problems of one object's rows: bad items by code and section, zero bytes by section."""
+    """Problems in the rows of one object.
+
+    counts: bad items of each row, by code and number of the section: [rows].
+    zero: whether all bytes of the row are zero, by number of the section: [rows].
+    """
 
     counts: dict[tuple[str, int], IntArray] = field(default_factory=dict)
     zero: dict[int, BoolArray] = field(default_factory=dict)
@@ -62,13 +66,17 @@ class ValueChecker:
     """Value checks for objects of one spec. Threads may share a checker.
 
     prepared: the function of each check that applies to the spec.
-    quartiles: reader of the quartiles that `checks.changes` compares; None if it compares none.
+    quartiles: reader of the quartiles that `checks.changes` compares; None if that check compares
+        no quartiles of the spec.
     """
 
     def __init__(
         self, expected: ObjectSpec, profile: Profile, groups: Collection[str] | None = None
     ) -> None:
-        """Prepare the registered value checks of the groups; None: of all groups."""
+        """Prepare the registered value checks of some groups.
+
+        groups: names of the groups; None for all groups.
+        """
         self.expected = expected
         self.profile = profile
         self.prepared: dict[ValueCheck, FindIssues] = {}
@@ -97,10 +105,12 @@ class ValueChecker:
     ) -> list[ValueIssue]:
         """Return the issues of objects [n, nbytes], one for each object and code.
 
-        An object's bytes must be contiguous; objects may lie apart. Needs a few MB of memory.
-        rows: objects to check, ascending; None: all.
-        checks: checks to run; None: all.
-        Raises ValueError if nbytes is not the expected size, or a check reports an undeclared code.
+        The bytes of an object must be contiguous, but the objects may lie apart. The call needs a
+        few MB of memory.
+        rows: indices of the objects to check, ascending; None for all objects.
+        checks: checks to run; None for all prepared checks.
+        Raises ValueError if nbytes is not the expected size, or if a check reports a code that it
+        does not declare.
         """
         _refuse(objects, self.expected.nbytes)
         if rows is None:
@@ -108,7 +118,7 @@ class ValueChecker:
         if not len(rows):
             return []
         first, last = int(rows[0]), int(rows[-1])
-        together = last - first + 1 == len(rows)  # Consecutive objects need no copy.
+        together = last - first + 1 == len(rows)  # a slice of neighbours needs no copy
         some = objects[first : last + 1] if together else objects[rows]
         issues: list[ValueIssue] = []
         for check, find in self.prepared.items():
@@ -163,7 +173,10 @@ def _number_issues(sections: tuple[Section, ...], objects: Bytes) -> list[ValueI
 
 
 def _blocks(objects: Bytes, table: RowTable) -> Iterator[tuple[int, int, Bytes]]:
-    """Yield blocks of a table of all objects: first object, first row, [objects, bytes]."""
+    """Yield the rows of a table of all objects, in blocks that fit into the processor's cache.
+
+    Each block is the number of its first object, the number of its first row, and its bytes.
+    """
     for start, stop in table.runs:
         rows = max(1, _BLOCK_BYTES // table.pitch)
         together = max(1, _BLOCK_BYTES // ((stop - start) * table.pitch))
@@ -269,7 +282,7 @@ def _describe_zero_rows(section: Section, zero: BoolArray) -> Iterator[str]:
 
 
 def _zero_units(section: Section, zero: BoolArray) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the zero layers, and (layer, token) of zero token rows in other layers."""
+    """Return the layers of zeros, and the layer and token of each row of zeros in other layers."""
     axes, shape = section.table.axes, section.table.shape
     units = [axis for axis in ("layer", "token") if axis in axes]
     pieces = zero.reshape(shape).transpose(
@@ -330,7 +343,7 @@ def _statistics(section: Section, objects: Bytes) -> Iterator[TensorStats]:
             continue
         block = content[stored == number].reshape(1, -1)
         for column in table.columns:
-            if column.pitch:  # codes without their scales say little
+            if column.pitch:  # codes say little if their scales are stored elsewhere
                 continue
             part = f".{column.name}" if column.name and column.scales is None else ""
             yield _summary(table.name + part, layer, *_values(block, table, column))

@@ -1,10 +1,10 @@
 """BLAKE3 of many byte ranges of one device tensor; reference: the `blake3` package.
 
 Each lane compresses one chunk of 1024 bytes of any range, so one launch handles ranges of different
-lengths. Then neighbouring nodes are merged, level by level; an odd last node moves up. This yields
-the specified tree, in which each left subtree has the largest possible power of two of chunks. One
-program merges up to 64 neighbours with one warp, because half of its lanes become idle at each
-level.
+lengths. Then neighbouring nodes are merged, level by level, and an odd last node moves up. The
+result is the tree of the specification, in which the number of chunks in each left subtree is the
+largest possible power of two. A program merges up to 64 neighbours with only one warp, because half
+of its lanes become idle at each level.
 
 Source: the BLAKE3 paper, section 2.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DIGEST_BYTES = 32
 CHUNK_BYTES = 1024
-WORD_BYTES = 8  # one read of a lane; offsets and the buffer's size are multiples of it
+WORD_BYTES = 8  # bytes of one read of a lane; offsets and buffer sizes are multiples of this
 LANES = 128
 WARP_LANES = 32
 
@@ -93,7 +93,10 @@ def digest_ranges(buffer: torch.Tensor, ranges: Ranges) -> torch.Tensor:
 
 
 def _merge(nodes: torch.Tensor, ranges: torch.Tensor, most: int, lanes: int) -> None:
-    """Merge the nodes of each range into its first row; most: nodes of the longest range."""
+    """Merge the nodes of each range into the first row of the range.
+
+    most: number of nodes of the longest range.
+    """
     distance = 1  # rows between nodes of a range
     while most > 1:
         programs = triton.cdiv(most, 2 * lanes)
@@ -159,7 +162,7 @@ def _compress_chunks(
     nbytes = tl.where(live, tl.minimum(rest, 1024), 0).to(tl.int32)
     whole = tl.min(nbytes) == 1024
     blocks = tl.maximum((nbytes + 63) // 64, 1)
-    counter = number.to(tl.uint32)  # the upper half stays 0: ranges have less than 4 TiB
+    counter = number.to(tl.uint32)  # 32 bits suffice, because ranges have less than 4 TiB
     zero = tl.zeros([LANES], tl.uint32)
     h0 = zero + 0x6A09E667
     h1 = zero + 0xBB67AE85
@@ -214,9 +217,9 @@ def _compress_chunks(
 
 @triton.jit(do_not_specialize=["count", "groups", "distance"])
 def _merge_nodes(nodes, ranges, count, groups, distance, LANES: tl.constexpr):
-    """Merge 2 * LANES neighbours of a range, `distance` rows apart, into the first one's row.
+    """Merge 2 * LANES neighbours of a range, `distance` rows apart, into the row of the first.
 
-    One program for each range and group of neighbours; programs share no rows.
+    Each range and group of neighbours has a program of its own, and programs share no rows.
     """
     at = tl.program_id(0) // groups
     group = (tl.program_id(0) % groups).to(tl.int64)

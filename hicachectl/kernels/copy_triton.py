@@ -1,6 +1,6 @@
 """Strided copies between page objects and layer-first pools, all by one Triton kernel.
 
-Reference: `tests.device.providers.TorchProvider`.
+`TorchProvider` of `tests/device/providers.py` is the reference.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 MOST_AXES = 4
 _WORDS = {16: (torch.int32, 4), 8: (torch.int32, 2), 4: (torch.int32, 1), 2: (torch.int16, 1)}
-_BLOCK_UNITS = 1024  # accesses per program: 16 KiB, a few in flight for each of 256 threads
+# Accesses of a program. They copy up to 16 KiB, and each of 256 threads has a few in flight.
+_BLOCK_UNITS = 1024
 
 
 def strided_copy(
@@ -26,10 +27,11 @@ def strided_copy(
     destination: torch.Tensor,
     destination_places: torch.Tensor,
 ) -> None:
-    """Carry out a plan for each pair of places, in one launch for up to MOST_AXES axes.
+    """Carry out a plan for each pair of places. A plan of up to MOST_AXES axes takes one launch.
 
     source, destination: 1D uint8, contiguous, 16-byte aligned, not overlapping.
-    places:              [n] int64 on the same device. Destinations must be distinct: copies run in
+    source_places:       [n] int64 on the same device.
+    destination_places:  [n] int64 on the same device. They must be distinct, because copies run in
                          no fixed order.
     Does not synchronise.
     """
@@ -102,7 +104,7 @@ def _copy_units(
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy one chunk of one object; offsets and steps count units."""
+    """Copy one chunk of one object. Offsets and steps are numbers of units."""
     place = tl.program_id(0) // CHUNKS
     unit = (tl.program_id(0) % CHUNKS) * BLOCK + tl.arange(0, BLOCK)
     first = tl.load(source_places + place) * source_step

@@ -10,10 +10,11 @@ Each test compares sets of five rows, a base row and four others:
     control    has the base's layer and head in no order.
 Resemblance is the correlation of log magnitudes over channels, without the part that all rows
 share. Scales of rows, layers or heads do not matter. If the profile is right, `near` and `far`
-resemble the base, and `other` no more than `control`. If the rival is right, only `other` resembles
-the base. A finding needs both: the rival order shows, and the profile's does not. The test abstains
-if neither shows (noise, few layers or tokens) or both do: then rows are copies, or drift smoothly,
-or have RoPE phases, and at least `near` resembles the base.
+resemble the base, and `other` resembles it no more than `control` does. If the rival is right, only
+`other` resembles the base. There is a finding only if the rival order shows and the profile's order
+does not. The test abstains if neither order shows, as in noise, or with few layers or tokens. It
+also abstains if both orders show. Rows are then copies, or drift smoothly, or have RoPE phases, and
+at least `near` resembles the base.
 
 Float bits without the sign approximate the logarithm to within a few percent. The test compares
 these bits, so any float format works.
@@ -34,15 +35,15 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import BoolArray, IntArray
 
     Floats = npt.NDArray[np.float32]
-    # page indices, row indices, channels to read -> log magnitudes [pages, tensors, rows,
-    # channels], which the caller may change
+    # Takes page indices, row indices and the number of channels to read. Returns log magnitudes
+    # [pages, tensors, rows, channels], which the caller may change.
     ReadRows = Callable[[IntArray, IntArray, int], Floats]
 
 # A page contradicts the profile if it passes all these limits. By chance, less than one page in 1e8
 # passes MIN_SIGMA. The other limits reject bytes that are neither random nor healthy rows.
 MIN_SIGMA = 8.0
 MIN_GAIN = 0.05  # least lead in correlation of the rival order over the control
-MAX_OWN_SHARE = 0.25  # largest part of that lead that the profile's order may have
+MAX_OWN_SHARE = 0.25  # largest part of this lead that the profile's order may have
 MIN_SETS = 32  # with fewer sets, a few odd rows could decide
 MAX_SETS = 192
 
@@ -57,9 +58,11 @@ _DRAWS = 32_768
 _ITEMS_AT_ONCE = 1 << 18
 
 _COPY = 0.95  # above this correlation, rows are copies and show no order
-NOTHING_LEFT = 0.05  # least share of a row's length that is left, unless the row is like all others
-# Lower log magnitudes are raised to this many standard deviations below the row's mean: they show
-# only that numbers are small.
+# If a smaller share of a row's length is left without the mean of all rows, the row is like all
+# others and shows no order.
+NOTHING_LEFT = 0.05
+# Log magnitudes below the row's mean by more than this many standard deviations are raised to this
+# distance, because they show only that numbers are small.
 FLOOR_SIGMA = 2.0
 
 _BASE, _NEAR, _FAR, _OTHER, _CONTROL = range(5)
@@ -67,7 +70,11 @@ _BASE, _NEAR, _FAR, _OTHER, _CONTROL = range(5)
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """Order of a tensor's rows: `axes` is a permutation of layer, token and, if present, head."""
+    """Order of a tensor's rows.
+
+    axes: axes of the row number, outermost first: layer, token and, if present, head.
+    lengths: lengths of the axes.
+    """
 
     axes: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -86,12 +93,12 @@ class RowOrder:
         return found["layer"], found["token"], found.get("head", np.zeros_like(rows))
 
     def length(self, axis: str) -> int:
-        """Return the length of an axis, 1 if missing."""
+        """Return the length of an axis; 1 if the rows do not have the axis."""
         return dict(zip(self.axes, self.lengths, strict=True)).get(axis, 1)
 
     @property
     def visible(self) -> tuple[str, ...]:
-        """The axes longer than 1: only their order matters."""
+        """The axes longer than 1. The order of shorter axes does not change where rows lie."""
         return tuple(a for a, n in zip(self.axes, self.lengths, strict=True) if n > 1)
 
 
@@ -118,8 +125,8 @@ class OrderVerdict:
 class OrderLook:
     """Rows of each tensor that a look compares: [3, sets], a base and two others.
 
-    A look reads every `step`-th of the first `width` items of a row. If `scaled`, items are codes;
-    their scales (fp32, one per 128 codes) follow the codes in the row.
+    A look reads every `step`-th of the first `width` items of a row. If `scaled`, the items are
+    codes, and their scales (fp32, one for every 128 codes) follow the codes in the row.
     """
 
     layer: IntArray
@@ -135,7 +142,12 @@ class OrderTest:
     """Comparison of the profile's row order with rival orders."""
 
     def __init__(self, stored: RowOrder, rivals: Sequence[RowOrder], layers: Iterable[int]) -> None:
-        """Draw the rows to compare; `layers` excludes padding."""
+        """Draw the rows to compare.
+
+        stored: the profile's order.
+        rivals: the orders to compare with.
+        layers: indices of the stored layers that are not padding.
+        """
         self.stored = stored
         usable = tuple(sorted(layers))
         distinct = {r.visible: (n, r) for n, r in enumerate(rivals) if r.visible != stored.visible}
@@ -253,9 +265,9 @@ def _draw(
         for row in (near, far, control):
             good &= _strangers(reading, base, row)
     # Rows of one token may resemble each other across layers, and so may rows a fixed number of
-    # tokens apart. Both can imitate a rival order: a page with as many layers as tokens, and equal
-    # weights in all layers, would seem transposed. So sets avoid both, unless too few such sets
-    # exist because lengths divide each other.
+    # tokens apart. Both kinds of rows can imitate a rival order. For example, a page with as many
+    # layers as tokens, and equal weights in all layers, would seem transposed. So sets with such
+    # rows are used only if too few others exist, because lengths divide each other.
     elsewhere = other_token != token
     matched = control_token == other_token
     unlike = control_token != token
@@ -274,7 +286,7 @@ def _distinct(sets: IntArray) -> IntArray:
 
 
 def _strangers(reading: RowOrder, base: IntArray, row: IntArray) -> BoolArray:
-    """Return whether two rows differ in layer or head in a reading."""
+    """Return which pairs of rows differ in layer or head, read in an order: [sets]."""
     layer, _, head = reading.coordinates(base)
     layer_2, _, head_2 = reading.coordinates(row)
     return ~(np.equal(layer, layer_2) & np.equal(head, head_2))
@@ -284,7 +296,10 @@ def _strangers(reading: RowOrder, base: IntArray, row: IntArray) -> BoolArray:
 
 
 def _read_sets(read: ReadRows, pages: IntArray, sets: IntArray, channels: int) -> list[Floats]:
-    """Read rows [roles, sets], standardised: for each role [pages, tensors * sets, channels]."""
+    """Read and standardise rows. Return [pages, tensors * sets, channels] for each role.
+
+    sets: [roles, sets] row numbers.
+    """
     rows = _standardised(read(pages, sets.reshape(-1), channels))
     n, tensors, _, width = rows.shape
     by_role = rows.reshape(n, tensors, *sets.shape, width)
@@ -294,8 +309,9 @@ def _read_sets(read: ReadRows, pages: IntArray, sets: IntArray, channels: int) -
 
 
 def _standardised(rows: Floats) -> Floats:
-    """Subtract the mean of all rows, and scale each row to length 1; to 0 if nothing is left.
+    """Subtract the mean of all rows, and scale each row to length 1.
 
+    A row of which nothing is left after the subtraction becomes 0, see NOTHING_LEFT.
     rows: [n, tensors, rows, channels], overwritten.
     """
     rows -= rows.mean(axis=-1, keepdims=True)
@@ -327,7 +343,10 @@ def _correlation(one: Floats, two: Floats) -> Floats:
 
 
 def _mean_and_error(values: Floats, usable: BoolArray, least: int) -> tuple[Floats, Floats]:
-    """Return mean and standard error of usable values: [pages]; mean 0 for fewer than `least`."""
+    """Return the mean and the standard error of the usable values of each page: [pages].
+
+    The mean is 0 if a page has fewer than `least` usable values.
+    """
     count = np.maximum(usable.sum(axis=1), 2)
     mean = np.where(usable, values, 0).sum(axis=1) / count
     squares = np.where(usable, (values - mean[:, np.newaxis]) ** 2, 0).sum(axis=1)

@@ -1,6 +1,6 @@
-"""Checks of row order on the device; reference: `kernels.layout.OrderTest`.
+"""Checks of row order on the device. `kernels.layout.OrderTest` is the reference.
 
-One launch reads a few thousand numbers of each page, whatever its size.
+One launch reads a few thousand numbers of each page, whatever the size of a page is.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def correlations(
     tensor_bytes: int,
     tensors: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Correlate the base row of each set with the two others, for each page slot.
-
+    """Correlate the base row of each set with the other two rows, for each page slot.
     pool:    1D uint8, aligned, with `tensors` pools that begin `tensor_bytes` apart.
     rows:    [3, sets] int64, byte offsets in a pool, in page slot 0.
-    slots:   [n] int64; slots are `slot_bytes` apart.
+    slots:   [n] int64, numbers of page slots, which are `slot_bytes` apart.
     weights: weights of the two correlations in the result.
-    Returns [n, tensors * sets] float32, and bool, whether a set is usable. Does not synchronise.
+    Returns the weighted sums, [n, tensors * sets] float32, and whether each set is usable, as bool
+    of the same shape. Does not synchronise.
     """
     item = look.itemsize
     n, sets = len(slots), rows.shape[1]
@@ -97,7 +97,7 @@ def _centred(numbers, inside, CHANNELS: tl.constexpr):
 
 @triton.jit
 def _floored(numbers, inside, CHANNELS: tl.constexpr, FLOOR: tl.constexpr):
-    """Centre rows and raise items far below the mean."""
+    """Centre rows, and raise items that are far below the mean."""
     numbers = _centred(tl.where(inside[None, :], numbers, 0.0), inside, CHANNELS)
     spread = tl.sqrt(tl.sum(numbers * numbers, 1) / CHANNELS)
     numbers = tl.maximum(numbers, -FLOOR * spread[:, None])
@@ -106,7 +106,10 @@ def _floored(numbers, inside, CHANNELS: tl.constexpr, FLOOR: tl.constexpr):
 
 @triton.jit
 def _unit(numbers, live, common, NOTHING: tl.constexpr):
-    """Standardise rows as `kernels.layout` does."""
+    """Standardise rows as `kernels.layout` does.
+
+    common: mean of all rows.
+    """
     before = tl.sqrt(tl.sum(numbers * numbers, 1))
     rest = numbers - common[None, :]
     length = tl.sqrt(tl.sum(rest * rest, 1))

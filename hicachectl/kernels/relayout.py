@@ -19,20 +19,21 @@ if TYPE_CHECKING:
     Pages = npt.NDArray[np.uint8]
     View = npt.NDArray[Any]
 
-# Bytes of a block of work: copies that share cache lines then find them in the cache.
+# Bytes of a block of work. In a block of this size, copies that share cache lines find these lines
+# in the cache.
 CACHED_BYTES = 512 << 10
-_LONG_ITEM = 4096  # bytes; two such items share a cache line only at their ends
+_LONG_ITEM = 4096  # bytes of an item so long that it shares cache lines only at its ends
 _LONGEST_VOID = 1 << 16
 
-# Bytes that numpy moves before numba is loaded, if it is installed. Loading it and compiling takes
-# a second and 130 MiB, and saves 0.03 to 0.1 seconds a GiB. Nothing is cached on disk: caches of
-# numba are pickles.
+# Bytes that numpy moves before numba is loaded, if numba is installed. Loading numba and compiling
+# take a second and 130 MiB, and save 0.03 to 0.1 seconds a GiB. The compiled loop is not cached on
+# disk, because caches of numba are pickles.
 COMPILED_AFTER = 16 << 30
 
 
 @dataclass(slots=True)
 class _Work:
-    """Number of bytes that this process has moved; racing threads may leave some uncounted."""
+    """Number of bytes that this process has moved. If threads race, some bytes are not counted."""
 
     nbytes: int = 0
 
@@ -43,8 +44,9 @@ _work = _Work()
 def relayout(unit: TransferUnit, sources: Sequence[Pages], destinations: Sequence[Pages]) -> None:
     """Fill the destination objects of a unit from its source objects, page by page.
 
-    sources, destinations: one array per object, [pages, object bytes] uint8. A page's bytes are
-        contiguous; there may be gaps between pages. Every byte of a destination is written.
+    Every byte of a destination is written.
+    sources, destinations: one array per object, [pages, object bytes] uint8. The bytes of a page
+        are contiguous, but there may be gaps between pages.
     Raises ValueError if page counts differ, or if a copy reaches beyond an array.
     """
     for position in unit.padded:
@@ -77,7 +79,7 @@ def relayout(unit: TransferUnit, sources: Sequence[Pages], destinations: Sequenc
 
 @cache
 def _compiled() -> Callable[[TransferUnit, Sequence[Pages], Sequence[Pages]], None] | None:
-    """Return `carry_out` of `relayout_numba`; None if numba is not installed, or fails."""
+    """Return `carry_out` of `relayout_numba`; None if numba is not installed, or does not work."""
     try:
         from hicachectl.kernels.relayout_numba import carry_out
     except Exception:  # after any failure, numpy does the work
@@ -104,7 +106,7 @@ def _check(pages: Pages, plan: CopyPlan, *, to_destination: bool) -> None:
 
 
 def _view(pages: Pages, plan: CopyPlan, *, to_destination: bool) -> View:
-    """View one side of a copy as items: [pages, *shape], or with a last axis of bytes."""
+    """View one side of a copy as items, [pages, *shape], or as bytes, which add a last axis."""
     offset, steps = _side(plan, to_destination=to_destination)
     items = np.lib.stride_tricks.as_strided(
         pages[:, offset:],
@@ -113,12 +115,12 @@ def _view(pages: Pages, plan: CopyPlan, *, to_destination: bool) -> View:
     )
     if not plan.axes or plan.run > _LONGEST_VOID:
         return items
-    # As void items, numpy copies each run at once; as bytes, numpy would loop over each run.
+    # numpy copies a void item at once, but would copy the bytes of a run one by one.
     return items.view(np.dtype((np.void, plan.run)))[..., 0]
 
 
 def _blocks(unit: TransferUnit, count: int) -> Iterator[tuple[slice, ...]]:
-    """Yield blocks of the work that fit into the cache, if copies share cache lines."""
+    """Yield blocks of the work. If copies share cache lines, each block fits into the cache."""
     copies = unit.copies
     lengths = {copy.axes[0].length if copy.axes else 0 for copy in copies}
     if len(copies) == 1 or all(copy.run >= _LONG_ITEM for copy in copies):

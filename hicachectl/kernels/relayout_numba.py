@@ -1,9 +1,9 @@
 """Carry out transfer plans by a loop that numba compiles, in the time of a copy.
 
 numpy moves each run by ordinary stores, which first read the cache line that they overwrite. So
-they move 1.5 times as many bytes as a copy of whole objects, for which libc uses stores that do not
-read. The loop uses such stores. It reads the sources from end to end, because gaps between reads
-cost more time than gaps between writes.
+numpy moves 1.5 times as many bytes as libc does when it copies objects from end to end, because
+libc then uses stores that do not read. The loop uses such stores, too. It reads the sources from
+end to end, because gaps between reads cost more time than gaps between writes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _AXES = 3
 _ONE = Axis("", 1, 0, 0)
 _FIRST = 5  # column of the first axis
 _LINE = 64  # bytes
-_TURN_BYTES = 512  # with more, processors read the gaps between the runs of a turn twice
+_TURN_BYTES = 512  # if a turn has more bytes, processors read the gaps between its runs twice
 
 
 def carry_out(
@@ -42,7 +42,7 @@ def carry_out(
     sources: Sequence[npt.NDArray[np.uint8]],
     destinations: Sequence[npt.NDArray[np.uint8]],
 ) -> None:
-    """Do what `relayout.relayout` does, with arrays that it has checked; leave `padded` alone."""
+    """Do what `relayout.relayout` does, after it has checked the arrays and filled the padding."""
     copies = list(unit.copies)
     while any(len(plan.axes) > _AXES for plan in copies):
         copies = [plan.at(0, n) for plan in copies for n in range(plan.axes[0].length)]
@@ -57,7 +57,8 @@ def carry_out(
 def _row(plan: CopyPlan, to: list[tuple[int, int]], at: list[tuple[int, int]]) -> list[int]:
     """Return a copy as a row of `_loop`.
 
-    to, at: the first page's address, and the distance to the next page, of each object.
+    to: address of the first page, and distance to the next page, of each destination object.
+    at: the same numbers of each source object.
     """
     (target, further), (origin, farther) = to[plan.destination], at[plan.source]
     axes = sorted(plan.axes, key=lambda axis: -axis.source)
@@ -69,9 +70,9 @@ def _row(plan: CopyPlan, to: list[tuple[int, int]], at: list[tuple[int, int]]) -
 
 
 def _groups(copies: list[CopyPlan]) -> Iterator[tuple[int, int]]:
-    """Yield groups of copies that read one stretch of a source: index of the first copy, end.
+    """Yield groups of copies that read one stretch of a source, as half-open ranges of indices.
 
-    copies: in the order of the sources.
+    copies: copies in the order of their sources.
     """
     begun = stretch = 0
     for n, plan in enumerate(copies):
@@ -84,7 +85,10 @@ def _groups(copies: list[CopyPlan]) -> Iterator[tuple[int, int]]:
 
 
 def _turn(copies: list[CopyPlan], rows: IntArray, begun: int, end: int) -> tuple[int, ...]:
-    """Return a group as a row of `_loop`. Its copies take turns, so the source is read once."""
+    """Return a group as a row of `_loop`.
+
+    The copies of a group take turns, so that each part of their source is read only once.
+    """
     length = step = int(rows[begun:end, _FIRST].max())
     if end > begun + 1:
         nbytes = sum(plan.nbytes for plan in copies[begun:end])
@@ -128,7 +132,7 @@ def _loop(copies: IntArray, turns: IntArray, pages: int) -> None:
                                     _copy(to + done, at + done, run - done)
                                 to += copies[n, 12]
                                 at += copies[n, 13]
-    _fence()  # other threads then see the lines
+    _fence()  # after the fence, other threads see all lines that were stored
 
 
 def _copying(_context: Any, to: Any, at: Any, nbytes: Any) -> Any:
@@ -163,7 +167,7 @@ def _fencing(_context: Any) -> Any:
 
 
 # _copy(to, at, nbytes) copies bytes between addresses. _stream(to, at) copies a line to an aligned
-# address, without reading what it overwrites. _fence() ends the streams.
+# address, and does not read the bytes that it overwrites. _fence() waits for all streamed lines.
 _copy: Any = intrinsic(_copying)
 _stream: Any = intrinsic(_streaming)
 _fence: Any = intrinsic(_fencing)

@@ -2,15 +2,16 @@
 
 One program plans the step of one request:
 1. Each slot writes its number into a table over all positions, `marks`, at its token's position.
-2. Each entry of the top-k reads the slot at its position. Marks of earlier steps remain in the
-   table, so the entry is a hit only if the slot has its token. A hit flags the slot as used.
+2. Each entry of the top-k reads the slot number at its position. Marks of earlier steps remain in
+   the table, so the entry is a hit only if this slot has the token of the entry. A hit flags the
+   slot as used.
 3. One scan of the flags, least recently used slot first, gives the new order and the slots that
    may be overwritten.
-4. Only if positions are missing: the first entry of each missing position is ranked, and gets the
-   slot of that rank.
+4. If positions are missing, the first entry of each missing position is ranked, and gets the slot
+   of the same rank.
 
-Most of the time goes to dependent accesses to L2, and to accesses at scattered addresses. So there
-are few of both: tables are read in order where possible, and looked up in shared memory by
+Dependent accesses to L2, and accesses at scattered addresses, take most of the time. So the kernel
+makes few of both: it reads tables in order where possible, and looks values up in shared memory by
 `gather`.
 """
 
@@ -25,7 +26,7 @@ import triton.language as tl
 UNIT_BYTES = 16  # one access of a thread
 LINE_UNITS = 8  # one bus request
 _GATHER_BLOCK = 1024  # units per iteration of a program
-_GATHER_PROGRAMS = 512  # over all requests: enough reads in flight for the bus
+_GATHER_PROGRAMS = 512  # programs of all requests, which keep enough reads in flight for the bus
 _PLAN_LANES = 256  # slots per warp
 
 
@@ -34,8 +35,9 @@ class HostRows:
     """Location in host memory of the row of (request, position, layer). Strides are bytes.
 
     memory: 1D uint8 on the host; page-locked for a CUDA device, whose kernels read it in place.
-    pages:  [R, pages] int64 on the device: number of each page in memory; below 0 or too large if
-            the page is absent. The caller may add pages; after other changes, call `reset`.
+    pages:  [R, pages] int64 on the device, the number of each page in memory. A number below 0, or
+            too large, means that the page is absent. The caller may add pages. After any other
+            change, it must call `SparseLoader.reset`.
 
     The row is at pages[request, position // page_size] * page_stride
     + position % page_size * token_stride + layer * layer_stride.
@@ -80,7 +82,10 @@ class StepPlan:
     """Scratch memory of a step, and its result for the gather.
 
     positions, slots: [R, N] int32, rows to fetch and their slots, in the first counts[r] columns.
-    marks: [R, context] int32, slot numbers. Any numbers may remain in it between steps.
+    counts: [R] int32, number of rows to fetch.
+    marks: [R, context] int32, slot number at each position. Outdated numbers may remain between
+        steps.
+    used: [R, N] int8, whether the step uses the slot.
     """
 
     def __init__(self, requests: int, slots: int, context: int, device: torch.device) -> None:
@@ -103,8 +108,7 @@ def plan_step(
     loaded: torch.Tensor,
     plan: StepPlan,
 ) -> torch.Tensor:
-    """Find resident rows and choose slots for the others: return locs [R, k] int32.
-
+    """Find resident rows, choose slots for the other rows, and return the locs: [R, k] int32.
     top_k: [R, k] int32.
     seq_len: [R] int32.
     tokens, lru: [R, N] int32, updated in place.
@@ -148,7 +152,7 @@ def gather_rows(rows: HostRows, layer: int, plan: StepPlan, pool: torch.Tensor) 
     """
     requests, slots = plan.positions.shape
     row_units = rows.row_bytes // UNIT_BYTES
-    # All lines that a row can touch; it can begin anywhere in a line.
+    # The window has all lines that a row can touch, because a row can begin anywhere in a line.
     window = triton.cdiv(row_units + LINE_UNITS - 1, LINE_UNITS) * LINE_UNITS
     most = triton.cdiv(slots * window, _GATHER_BLOCK)
     programs = min(most, triton.cdiv(_GATHER_PROGRAMS, requests))
@@ -211,7 +215,7 @@ def _plan_step(
     used += request * N
     marks += request * page_columns * PAGE_SIZE
 
-    # These loads depend on nothing, so they overlap.
+    # These loads do not depend on each other, so they overlap.
     length = tl.load(seq_len + request)
     begin = tl.load(loaded + request)
     position = tl.load(top_k + request * K + entry, mask=in_k, other=-1)
@@ -224,18 +228,18 @@ def _plan_step(
     column = position // PAGE_SIZE
     has_page = inside & (column < page_columns)
     page = tl.load(pages + request * page_columns + column, mask=has_page, other=-1)
-    # While short, the slot of a position has the same number. If a long sequence was cut back,
-    # slots of positions behind the cut have outdated rows.
+    # While a sequence is short, the slot of a position has the number of the position. If a long
+    # sequence was cut back, slots of positions behind the cut have outdated rows.
     kept = tl.where(short, slot, token)
     kept = tl.where(kept < end, kept, -1)
-    # A short sequence needs no marks. The table covers only positions that have pages: a token
-    # behind them, which a sequence can have loaded while it was short, has no mark.
+    # A short sequence needs no marks. The table covers only the positions of `pages`. A sequence
+    # can have loaded a token behind them while it was short; such a token has no mark.
     columns = tl.where(short, 0, page_columns)
     tl.store(marks + kept, slot, mask=(kept >= 0) & (kept < columns * PAGE_SIZE))
     tl.store(used + slot, 0, mask=in_n)
     # All warps have read `tokens`, `lru` and `loaded`, which change below. Marks are complete.
     tl.debug_barrier()
-    if length <= 0:  # not earlier: the loads above would wait for the length
+    if length <= 0:  # tested only here, because the loads above would wait for the length
         tl.store(locs + request * K + entry, -1, mask=in_k)
         tl.store(counts + request, 0)
         return
@@ -254,8 +258,8 @@ def _plan_step(
     tl.atomic_min(marks + position, entry - BLOCK_K, mask=miss, sem="relaxed")
     flag = tl.load(used + slot, mask=in_n, other=0)
     flag = tl.where(in_n, tl.gather(flag, order, 0), 0).to(tl.int32)  # flag of the slot order[i]
-    hits = tl.cumsum(flag, 0)  # up to i
-    rank = slot - hits  # rank of i among the stale slots, if it is stale
+    hits = tl.cumsum(flag, 0)  # used slots up to i
+    rank = slot - hits  # rank of order[i] among the stale slots, if that slot is stale
     stale = in_n & (flag == 0)
     overwritten = 0
     if tl.sum(miss.to(tl.int32), 0) > 0:
@@ -271,7 +275,7 @@ def _plan_step(
         tl.store(tokens + found, position, mask=fetch)
         tl.store(marks + position, 0, mask=miss)
 
-    # Unused slots keep their order and come first; used slots keep theirs and follow.
+    # Unused slots come first, and used slots follow. The order within both groups stays.
     total = tl.sum(flag, 0) + overwritten
     up_to = hits + tl.minimum(slot + 1 - hits, overwritten)  # used slots up to i
     place = tl.where(stale & (rank >= overwritten), slot - up_to, N - total + up_to - 1)
@@ -310,10 +314,10 @@ def _gather_rows(
     LINE_UNITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy planned rows of one request; strides and offsets are in units of 16 bytes.
+    """Copy planned rows of one request. Strides and offsets are in units of 16 bytes.
 
-    first_unit: unit of a line at which the memory begins. Threads cover whole lines, so
-        neighbouring threads request each line of a row once.
+    Threads cover all units of a line, so neighbouring threads request each line of a row once.
+    first_unit: unit of a line at which the memory begins.
     """
     request = tl.program_id(0).to(tl.int64)
     total = tl.load(counts + request) * WINDOW

@@ -1,8 +1,8 @@
 """Find values that no healthy object holds: NaN, Inf, bad scales, rows of zero bytes.
 
 An object is cut into `RowTable`s. Each kernel takes a block: consecutive rows of several objects.
-`may_hold_bad_values` reads integer views, without conversion or copy; `count_bad` runs only if that
-returns True.
+`may_hold_bad_values` reads integer views, without conversion or copy. The slower `count_bad` runs
+only if `may_hold_bad_values` returns True.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ BAD_ITEMS = ("nan", "inf", "bad-scale")
 _INF_BITS32 = 0x7F800000
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32}
-# Bits of infinity; every larger magnitude is NaN.
+# Bits of infinity. Every larger magnitude is NaN.
 INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": _INF_BITS32, "float8_e5m2": 0x7C}
-# Least bits that are not a finite number. fp8 dtypes without infinity have one NaN; float8_e4m3fnuz
-# has it in place of -0.
+# Least bits that are not a finite number. fp8 dtypes without infinity have one NaN, and
+# float8_e4m3fnuz has this NaN in place of -0.
 FIRST_SPECIAL = {**INFINITY, "float8_e4m3fn": 0x7F, "float8_e4m3fnuz": 0x80, "ue8m0": 0xFF}
 _FP8_FORM = {  # mantissa bits, exponent bias
     "float8_e4m3fn": (3, 7),
@@ -45,7 +45,7 @@ class RowTable:
     """Equal rows of `pitch` bytes, consecutive from `offset` on.
 
     axes, shape: axes of the row number and their lengths, outermost first.
-    runs:        half-open ranges of rows to check; the others are padding.
+    runs:        half-open ranges of rows to check. All other rows are padding.
     """
 
     name: str
@@ -67,8 +67,7 @@ class RowTable:
 
 
 def may_hold_bad_values(block: Bytes, table: RowTable) -> bool:
-    """Return whether `count_bad` may find anything; False is certain, True is not.
-
+    """Return False if `count_bad` would find nothing. True does not mean that it finds something.
     block: [n, rows * pitch] with contiguous rows.
     """
     return any(
@@ -139,9 +138,11 @@ def is_inf(bits: Bits, dtype: str) -> BoolArray:
 
 
 def is_bad_scale(bits: Bits, floor: float) -> BoolArray:
-    """Mark fp32 scales, as uint32, that are not finite, or more than one ulp below the floor.
+    """Mark fp32 scales that are not finite, or are more than one ulp below the floor.
 
-    Without a floor, -0 and subnormal scales are legal. A floor is a normal number.
+    bits: bits of the scales, as uint32.
+    floor: least scale that a server writes, a normal number. If it is 0, -0 and subnormal scales
+        are legal.
     """
     low = floor_bits(floor)
     good = (bits >= low) & (bits < _INF_BITS32)
@@ -151,7 +152,7 @@ def is_bad_scale(bits: Bits, floor: float) -> BoolArray:
 
 
 def to_float32(bits: Bits, dtype: str) -> npt.NDArray[np.float32]:
-    """Convert items to fp32; exact for every dtype."""
+    """Convert items to fp32. The conversion is exact for every dtype."""
     if dtype == "float32":
         values: npt.NDArray[np.float32] = bits.view(np.float32)
     elif dtype == "float16":
@@ -184,7 +185,7 @@ def item_bits(block: Bytes, table: RowTable, column: Column) -> Bits:
 
 
 def _items(block: Bytes, table: RowTable, column: Column) -> Bits:
-    """View a column as unsigned integers, in the shape that reduces fastest."""
+    """View a column as unsigned integers, in the shape that numpy reduces fastest."""
     unsigned = _UNSIGNED[TENSOR_DTYPE_BYTES[column.dtype]]
     if column.nbytes == table.pitch:
         return block.view(unsigned)
@@ -198,7 +199,7 @@ def _items(block: Bytes, table: RowTable, column: Column) -> Bits:
 
 
 def _has_special(bits: Bits, dtype: str) -> bool:
-    """Return whether any number is NaN or infinite, from the maximum of each sign."""
+    """Return whether any number is NaN or infinite. Only the largest of each sign is compared."""
     signed = bits.view(_SIGNED[bits.itemsize])
     if dtype == "float8_e4m3fnuz":
         return int(signed.min()) == -0x80
@@ -215,7 +216,7 @@ def _has_bad_scale(bits: Bits, floor: float) -> bool:
 
 
 def floor_bits(floor: float) -> int:
-    """Return the bits of the least legal scale, one ulp below a floor; 0 without a floor."""
+    """Return the bits of the least legal scale, one ulp below a floor; 0 if the floor is 0."""
     # A floor is a quotient, which SGLang's kernels may round one ulp lower than Python does.
     return int(np.float32(floor).view(np.uint32)) - 1 if floor else 0
 

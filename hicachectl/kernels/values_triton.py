@@ -2,11 +2,11 @@
 
 A program takes vectors of up to 16 bytes that follow one another, whatever blocks, rows and fields
 they belong to. All numbers of a 4-byte word are tested at once: a constant is added to each
-magnitude, and the carry into the sign bit shows whether it is NaN or infinity. Only lanes that find
-something write a result.
+magnitude, and the carry into the sign bit shows whether the number is NaN or infinity. Only lanes
+that find a bad number write a result.
 
-Numbers are checked as stored: codes are not multiplied by scales, so a NaN code counts even if its
-scale is 0.
+Numbers are checked as they are stored. Codes are not multiplied by scales, so a NaN code counts
+even if its scale is 0.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from hicachectl.kernels.values import FIRST_SPECIAL, floor_bits
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Flags of a field: a number is NaN or infinite; a scale is not legal; for a field at the start of
-# rows, some row begins with zeros.
+# Flags of a field. SPECIAL: a number is NaN or infinite. BAD_SCALE: a scale is not legal.
+# ZERO_HEAD: some row begins with zeros, for a field at the start of rows.
 SPECIAL, BAD_SCALE, ZERO_HEAD = 1, 2, 4
 FLAG_BITS = 3  # the flags of field n begin at bit n * FLAG_BITS
 _MOST_FIELDS = 31 // FLAG_BITS  # most fields with flags in one result
@@ -42,8 +42,8 @@ class Field:
     """Numbers of one dtype in every row of a block: `items` of them from byte `offset` on.
 
     pitch:       bytes of a row.
-    scale_floor: for fp32 scales, the least legal one; None for ordinary numbers.
-    leads:       whether rows begin with this field; only such a field can get ZERO_HEAD.
+    scale_floor: least legal value of fp32 scales; None for ordinary numbers.
+    leads:       whether rows begin with this field. Only such a field can get ZERO_HEAD.
     excusable:   whether NaN and infinity can be harmless, as in codes whose scale is 0.
     """
 
@@ -64,11 +64,13 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """One field, for which the kernel is compiled.
+    """Constants of one field, for which the kernel is compiled.
 
-    first, last: the field's vectors in a row, half-open.
-    magnitudes, signs, to_sign: masks and an addend, repeated for each number of a word.
-    floor, first_special: bits of the least legal scale, and of the least number that is not finite.
+    first, last: half-open range of the field's vectors in a row.
+    magnitudes, signs: masks of the magnitude and of the sign, repeated for each number of a word.
+    to_sign: addend that carries a bad magnitude into the sign, repeated for each number of a word.
+    floor: bits of the least legal scale.
+    first_special: bits of the least number that is not finite.
     """
 
     first: int
@@ -85,7 +87,10 @@ class _Look:
 
 
 def supports(fields: Sequence[Field]) -> bool:
-    """Return whether the kernel supports rows of these fields: they lie in whole words."""
+    """Return whether the kernel supports rows of these fields.
+
+    It supports a few fields whose numbers fill words of 4 bytes.
+    """
     return 0 < len(fields) <= _MOST_FIELDS and vector_bytes(fields) % _WORD == 0
 
 
@@ -99,7 +104,7 @@ def vector_bytes(fields: Sequence[Field]) -> int:
 
 
 def certain_flags(fields: Sequence[Field]) -> int:
-    """Return the flags that only bad numbers set; healthy numbers may set the others."""
+    """Return the flags that only bad numbers set. Healthy numbers may set the other flags."""
     return sum(
         (SPECIAL | BAD_SCALE) << (FLAG_BITS * number)
         for number, field in enumerate(fields)
@@ -119,11 +124,12 @@ def block_flags(
     """Check the fields of blocks of a pool, in one launch.
 
     pool:     1D uint8, contiguous, 16-byte aligned.
-    blocks:   [n] int64 on the pool's device, block numbers; blocks have `block_bytes` each.
+    blocks:   [n] int64 on the pool's device, numbers of blocks of `block_bytes` each.
     fields:   fields of the rows, all with one pitch.
-    together: consecutive blocks that share a result, as the layers of an object do; divides n.
-    tile:     vectors that a program checks, a power of two.
-    Returns [n / together] int32, the flags of all fields: see FLAG_BITS. Does not synchronise.
+    together: number of consecutive blocks that share a result, as the layers of an object do. It
+              divides n.
+    tile:     number of vectors that a program checks, a power of two.
+    Returns [n / together] int32, the flags of all fields, see FLAG_BITS. Does not synchronise.
     Raises ValueError if `supports` is false, or blocks do not divide as stated above.
     """
     vector = vector_bytes(fields)
@@ -190,7 +196,7 @@ def _special(words, LOOK: tl.constexpr):
     TO_SIGN: tl.constexpr = LOOK.to_sign
     SIGNS: tl.constexpr = LOOK.signs
     magnitudes = words & MAGNITUDES
-    # Adding to a magnitude carries into its sign bit, never further.
+    # The sum can carry into the sign bit of its own number, but not into the next number.
     special = words & ~(magnitudes + MAGNITUDES) if LOOK.fnuz else magnitudes + TO_SIGN
     return (tl.reduce(special, 1, _either) & SIGNS) != 0
 
@@ -209,8 +215,8 @@ def _bad_scale(words, LOOK: tl.constexpr):
 @triton.jit
 def _found(words, place, LOOKS: tl.constexpr, NUMBER: tl.constexpr):
     """Return one field's flags of each vector, by its place in the row: [lanes]."""
-    # The literals 1, 2, 4 and 3 below are SPECIAL, BAD_SCALE, ZERO_HEAD and FLAG_BITS: kernels
-    # cannot read plain globals.
+    # The literals 1, 2, 4 and 3 below are SPECIAL, BAD_SCALE, ZERO_HEAD and FLAG_BITS, because
+    # kernels cannot read plain globals.
     LOOK: tl.constexpr = LOOKS[NUMBER]
     FIRST: tl.constexpr = LOOK.first
     LAST: tl.constexpr = LOOK.last
@@ -230,7 +236,7 @@ def _flag(
     pool, blocks, flags, count, LOOKS: tl.constexpr, FIELDS: tl.constexpr, VECTORS: tl.constexpr,
     ROW: tl.constexpr, WORDS: tl.constexpr, TOGETHER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Check this program's TILE vectors; vectors are numbered through all blocks."""
+    """Check the TILE vectors of this program. Vectors are numbered through all blocks."""
     start = tl.program_id(0).to(tl.int64) * TILE
     # Lanes count vectors from the start of the program's first block, so that 32 bits suffice for
     # any pool.

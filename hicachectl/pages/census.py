@@ -51,7 +51,7 @@ class Census:
     def of(cls, objects: pa.Table, affix_ids: npt.NDArray[np.int32]) -> Census:
         """Count objects.
 
-        objects: has the column nbytes, and perhaps mtime_ns.
+        objects: table with the column nbytes, and perhaps mtime_ns.
         affix_ids: [objects].
         """
         without = "mtime_ns" not in objects.column_names
@@ -67,9 +67,9 @@ class Census:
         return cls._summed(pa.concat_tables([_SCHEMA.empty_table(), *(p.counts for p in parts)]))
 
     def of_kinds(self, kind_of: IntArray) -> Census:
-        """Return the counts by kind in place of affix.
+        """Return the counts with the kind of each affix in the column `affix`.
 
-        kind_of: [affixes + 1] number of each affix's kind; objects of a negative kind are left out.
+        kind_of: [affixes + 1] number of each affix's kind. Objects of a negative kind are left out.
         """
         kinds = kind_of[self.affixes]
         counts = self.counts.set_column(0, _SCHEMA.field(0), pa.array(kinds.astype(np.int32)))
@@ -113,7 +113,8 @@ class Census:
         return values
 
 
-MOST_BYTES = 2**61  # two such sums add up in 64 bits; records of runs take no larger number
+# The sum of two such numbers still fits into 64 bits. Records of runs accept no larger number.
+MOST_BYTES = 2**61
 
 
 def byte_sums(sizes: npt.NDArray[Any], owners: npt.NDArray[Any], count: int) -> IntArray:

@@ -1,10 +1,10 @@
 """Mark pages as ambiguous if two models whose keys look alike may have written them.
 
-`<hash>_m_0_2.bin` is TP rank 0 of 2 of model m (the wide reading), or the whole page of model m_0_2
-(a narrow reading). Lost ranks are far more common than such model names. A rank without fellows
-therefore stays a rank, unless no rank has objects of its size. If a page is ambiguous, so are all
-its objects that either model may have: no command judges them, and no filter selects them for
-removal.
+`<hash>_m_0_2.bin` has two readings. It is TP rank 0 of 2 of model m (the wide reading), or the only
+rank of model m_0_2 (a narrow reading). Lost ranks are far more common than such model names. A rank
+without fellows on its page therefore counts as a rank, unless no other rank has objects of its
+size. If a page is ambiguous, all its objects that either model may have written are ambiguous. No
+command judges such objects, and no filter selects them for removal.
 """
 
 from __future__ import annotations
@@ -40,15 +40,14 @@ if TYPE_CHECKING:
     Ids = npt.NDArray[np.int32]
     Readings = Sequence[Sequence[Coordinate]]
 
-# Without a profile, a rank also has objects of another model if it has more objects than any
-# fellow: at least this many more, and at least this share of its own.
+# Without a profile, some objects of a rank may be of another model if the rank has more objects
+# than each fellow. It must have this many more, and they must be this share of its objects.
 _MANY_MORE = 20
 _SHARE_MORE = 0.05
 
 
 class _Contest(NamedTuple):
-    """An affix of anchors that two models may write.
-
+    """An affix of anchors that two models may have written.
     is_rank: whether the table takes the wide reading.
     fellows: affixes of anchors that only the wide reading explains.
     near: affixes whose keys one of the models may have written.
@@ -66,7 +65,7 @@ class _Contest(NamedTuple):
     def doubts(self, sizes: IntArray, is_lone: BoolArray) -> BoolArray:
         """Return which of the affix's objects may be of the other model: [objects].
 
-        is_lone: [objects] whether no fellow is on the page.
+        is_lone: [objects] whether the page has no object of a fellow.
         """
         usual = self.usual or _common(Counter(sizes[is_lone != self.is_rank].tolist()))
         unfit = ~np.isin(sizes, [*usual, UNKNOWN_SIZE])
@@ -82,9 +81,9 @@ def with_ambiguous_pages(
 ) -> tuple[AffixTable, Ids | None]:
     """Return the table and the affix ids with doubtful pages marked as ambiguous.
 
-    The affix ids are None if no page is doubtful; the table is then the given one.
-    pieces: returns all objects, with all objects of a page in one piece; called only if counts
-        raise a doubt.
+    If no page is doubtful, the given table is returned, and the affix ids are None.
+    pieces: returns all objects, with all objects of a page in one piece. It is called only if the
+        counts raise a doubt.
     """
     readings = [
         sorted(_all_readings(table, affix, one), key=explained, reverse=True)
@@ -124,7 +123,10 @@ def _all_readings(table: AffixTable, affix: Affix, resolved: Resolved) -> Iterab
 
 
 def _joined(pieces: Iterable[Inventory], affixes: list[int]) -> tuple[Ids, IntArray, IntArray]:
-    """Return the affix id, size and page number of all objects; -1 for pages of other affixes."""
+    """Return the affix id, size and page number of all objects.
+
+    The page number is -1 for objects of affixes that are not in `affixes`.
+    """
     columns, count = [], 0
     for piece in pieces:
         chosen = np.isin(piece.affix_ids, affixes)
@@ -186,7 +188,7 @@ def _stage(reading: Coordinate) -> tuple[int | None, int | None]:
 def _near(models: set[str], readings: Readings) -> list[int]:
     """Return the affixes that some models may have written.
 
-    Other models that these affixes can name count, too, and so on.
+    If these affixes can name further models, affixes of the further models are returned, too.
     """
     while True:
         near = [

@@ -42,7 +42,7 @@ class Deployment:
     """A deployment and the objects that its pages can have.
 
     profile: profile that states the deployment; None if the deployment is inferred from keys.
-    specs: anchors first.
+    specs: specs of the objects, anchors first.
     """
 
     names: Names
@@ -51,11 +51,14 @@ class Deployment:
 
     @property
     def shard(self) -> Shard:
-        """Shard of the first spec; `ls` shows its sizes."""
+        """Shard of the first spec. `ls` shows the sizes of this shard."""
         return self.specs[0].coordinate.shard if self.specs else Shard()
 
     def label(self, grammar: Grammar, specs: Iterable[ObjectSpec] | None = None) -> str:
-        """Return the label of a group that has objects of the given specs; None: of all specs."""
+        """Return the label of a group that has objects of the given specs.
+
+        specs: None for all specs of the deployment.
+        """
         specs = self.specs if specs is None else specs
         return group_label(grammar, self.names, (spec.affix for spec in specs))
 
@@ -81,8 +84,8 @@ class SizeMix:
     coordinate: coordinate of the kind's first affix.
     sizes: common sizes, most pages first.
     pages: number of pages with an object of the kind.
-    stated: size that a profile states, which is one of `sizes`; UNKNOWN_SIZE without a profile.
-        Pages of the other sizes are then not all older than pages of this size.
+    stated: size that a profile states; UNKNOWN_SIZE without a profile. A stated size is one of
+        `sizes`, and some pages of each other size may be as new as pages of the stated size.
     """
 
     affix_ids: tuple[int, ...]
@@ -93,7 +96,7 @@ class SizeMix:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """Sizes other than the one that the profile states; none without a profile."""
+        """Sizes that the profile does not state; empty without a profile."""
         if self.stated == UNKNOWN_SIZE:
             return ()
         return tuple(size.nbytes for size in self.sizes if size.nbytes != self.stated)
@@ -105,8 +108,8 @@ class AffixTable:
 
     An affix with ambiguous pages (`contested`) has a second id for the objects of these pages.
 
-    deployment_ids: index into `deployments`, or UNRESOLVED.
-    spec_ids: index into that deployment's specs.
+    deployment_ids: index of the affix's deployment in `deployments`, or UNRESOLVED.
+    spec_ids: index of the affix's spec among the specs of its deployment, or UNRESOLVED.
     """
 
     grammar: Grammar
@@ -149,7 +152,10 @@ class AffixTable:
 
     @cached_property
     def page_starts(self) -> IntArray:
-        """Bytes before a key's page hash, by affix id; -1 without a hash, and as the last entry."""
+        """Number of bytes before the page hash of a key, by affix id: [affixes + 1].
+
+        It is -1 if the keys have no page hash, and for foreign keys, which have the last entry.
+        """
         known = np.array([*(bool(one.readings) for one in self.resolved), False])
         return np.where(known, page_starts(self.affixes), -1)
 
@@ -176,7 +182,8 @@ def make_table(
 ) -> AffixTable:
     """Assign affixes to deployments by their resolved coordinates.
 
-    affixes, resolved: [ids]. An affix may recur with different resolutions.
+    affixes, resolved: [ids] affixes and their readings. An affix may occur twice, with different
+        readings.
     """
     read = zip(affixes, (one.coordinate for one in resolved), strict=True)
     rest = dict.fromkeys((affix, c) for affix, c in read if c is not None)
@@ -220,7 +227,8 @@ def profiled_deployment(profile: Profile, grammar: str) -> Deployment:
 def other_ranks(affixes: Collection[Affix], grammar: Grammar) -> list[Affix]:
     """Return the affixes that fellow TP ranks of some affixes would have, under any reading.
 
-    If the store has such objects, keys of the given affixes belong to another deployment.
+    If the store has objects with the returned affixes, the keys with the given affixes belong to
+    another deployment.
     """
     readings = [reading for affix in affixes for reading in grammar.readings(*affix)]
     ranks = {grammar.affix(coordinate) for coordinate in _with_fellow_ranks(readings)}
@@ -232,7 +240,7 @@ def _unlisted_specs(
 ) -> tuple[ObjectSpec, ...]:
     """Return specs for sidecars of the profile's anchors that the profile does not list.
 
-    Such sidecars are not orphans, and pages are whole without them.
+    Objects of such specs are not orphans, and pages are whole without them.
     """
     anchors = {deployment_of(spec.coordinate) for spec in deployment.specs if spec.anchor}
     return tuple(
@@ -245,7 +253,7 @@ def _unlisted_specs(
 def _owners(coordinate: Coordinate) -> set[tuple[Names, Sizes]]:
     """Return the names and sizes of the deployments that may own a sidecar."""
     names, own = deployment_of(coordinate)
-    # Keys of Mamba states have a TP size even if the anchor's have none (MLA on file).
+    # Keys of Mamba states have a TP size even if the keys of the anchor have none (MLA on file).
     shared = {(names, rankless(own))} if pool_name(coordinate.pool).states else set()
     return {(names, own)} | shared
 
@@ -253,8 +261,8 @@ def _owners(coordinate: Coordinate) -> set[tuple[Names, Sizes]]:
 def _inferred_deployments(
     coordinates: Collection[Coordinate], grammar: Grammar
 ) -> list[Deployment]:
-    # Mamba states join any other object of their page: their group must not depend on the presence
-    # of anchors.
+    # Mamba states join the deployment of any other object, not only of anchors, because their group
+    # must not depend on the presence of anchors.
     shared = {deployment_of(c) for c in coordinates if not pool_name(c.pool).states}
     gathered: dict[tuple[Names, Sizes], list[Coordinate]] = defaultdict(list)
     for coordinate in coordinates:
@@ -282,7 +290,7 @@ def _inferred_specs(found: list[Coordinate], grammar: Grammar) -> tuple[ObjectSp
 
 
 def _with_fellow_ranks(found: list[Coordinate]) -> set[Coordinate]:
-    """Add the TP ranks that keys imply: rank 1 of 2 implies rank 0."""
+    """Return the coordinates, and those of the TP ranks that they imply: rank 1 of 2 implies 0."""
     any_rank = {
         replace(coordinate, shard=replace(coordinate.shard, tp_rank=0))
         for coordinate in found
@@ -308,7 +316,7 @@ def _rank_order(spec: ObjectSpec) -> tuple[object, ...]:
 def _anchor_pool(pools: set[str]) -> str:
     """Return the anchor pool: kv or, without kv, the first all_pages pool of DeepSeek-V4.
 
-    If neither is present, the objects are sidecars that lost their kv.
+    If no such pool is present, the result is kv, because the objects are sidecars that lost it.
     """
     compressed = sorted(
         p for p in pools if p.startswith("deepseek_v4_") and default_hit_policy(p) == "all_pages"

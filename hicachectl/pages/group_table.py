@@ -36,7 +36,7 @@ class SlotBlock:
     columns: [k] positions of the set's specs in `GroupTable.specs`.
     spec: the first spec.
     groups: [n] groups with any object of the set, ascending.
-    starts: [n + 1] start of each group's slots, and the end of the last.
+    starts: [n + 1] start of each group's slots, followed by the end of the last group's slots.
     places: [slots] index of each slot's spec in `columns`.
     values: [slots] value of each slot.
     """
@@ -75,10 +75,10 @@ class SlotBlock:
         return complete
 
     def find(self, groups: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the filled slots of some groups, ordered by index, then spec.
+        """Return the filled slots of some groups: [m] indices into `groups`, and [m] slot numbers.
 
+        The slots are ordered by index, then spec.
         groups: group numbers.
-        Returns [m] indices into this argument and [m] slot numbers.
         """
         if not len(self.groups):
             return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
@@ -95,7 +95,7 @@ class SlotBlock:
         return np.repeat(found, counts), slots
 
     def of(self, groups: IntArray) -> SlotArray:
-        """Return the slots of some groups: [groups, k], ABSENT without the object."""
+        """Return the slots of some groups: [groups, k], ABSENT if the group lacks the object."""
         dense = np.full((len(groups), len(self.columns)), ABSENT, dtype=self.values.dtype)
         at, slots = self.find(groups)
         dense[at, self.places[slots]] = self.values[slots]
@@ -114,7 +114,10 @@ class SlotBlock:
         )
 
     def match(self, other: SlotBlock) -> SlotArray:
-        """Return each slot's value in another block of the same set, or ABSENT: [slots]."""
+        """Return the value of each slot in another block of the same set: [slots].
+
+        The value is ABSENT if the other block does not fill the slot.
+        """
         mine, theirs = self._codes, other._codes
         if not len(theirs):
             return np.full(len(mine), ABSENT, dtype=other.values.dtype)
@@ -133,9 +136,9 @@ class SlotBlock:
 class GroupTable:
     """Slots of the groups of one deployment, one for each group and spec.
 
-    A slot is ABSENT or has a value chosen by the caller: an object's row in a listing, or its size.
-    Only filled slots take memory: a stray object of a set of 4,096 ranks takes one slot. A spec's
-    position is its index in `specs`.
+    A slot is ABSENT, or has a value chosen by the caller: an object's row in a listing, or its
+    size. Only filled slots take memory, so a stray object of a set of 4,096 ranks takes one slot.
+    The position of a spec is its index in `specs`.
 
     count: number of groups.
     """
@@ -148,7 +151,8 @@ class GroupTable:
     def states(self) -> npt.NDArray[np.int8]:
         """WHOLE, PARTIAL or ORPHAN for each group.
 
-        A whole group has the objects of all listed specs, but may lack a whole trailing set.
+        A whole group has the objects of all listed specs. Only a trailing set may be missing, and
+        only with all its objects.
         """
         states = np.full(self.count, WHOLE, dtype=np.int8)
         for block in self.blocks:
@@ -176,7 +180,10 @@ class GroupTable:
         return sums
 
     def having(self, blocks: Iterable[SlotBlock] | None = None) -> BoolArray:
-        """Return which groups have an object in any of the blocks: [groups]. None: all blocks."""
+        """Return which groups have an object in any of the blocks: [groups].
+
+        blocks: None for all blocks.
+        """
         found = np.zeros(self.count, dtype=np.bool_)
         for block in self.blocks if blocks is None else blocks:
             found[block.groups] = True
@@ -205,7 +212,7 @@ class GroupTable:
     def objects(self, groups: IntArray) -> tuple[IntArray, IntArray, SlotArray]:
         """Return the objects of some groups: [n] indices into `groups`, [n] positions, [n] values.
 
-        Ordered by `groups`, then spec.
+        They are ordered by index, then spec.
         """
         nothing = np.zeros(0, dtype=np.int64)
         found: list[tuple[IntArray, IntArray, SlotArray]] = [(nothing, nothing, nothing)]
@@ -217,7 +224,10 @@ class GroupTable:
         return at[order], positions[order], values[order]
 
     def holders(self, positions: Sequence[int]) -> tuple[IntArray, BoolArray]:
-        """Return the groups with any object of the specs, ascending, and whether each has all."""
+        """Return the groups with an object of any of the specs, ascending.
+
+        Also return whether each of these groups has the objects of all the specs.
+        """
         if not len(positions):
             return np.arange(self.count), np.ones(self.count, dtype=np.bool_)
         asked = self._mark(positions)
@@ -249,7 +259,7 @@ class GroupTable:
     def missing(self) -> tuple[IntArray, IntArray]:
         """Return the empty slots that make groups partial: [n] groups, [n] specs.
 
-        Ordered by group, then spec.
+        They are ordered by group, then spec.
         """
         of_groups, of_specs = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for block in self.blocks:
@@ -300,8 +310,8 @@ def fill_table(
 ) -> GroupTable:
     """Return a table of `count` groups with some objects.
 
-    groups, positions, values: [objects]; no value is ABSENT. If several objects have the same slot,
-        the first is kept.
+    groups, positions, values: [objects] group, position of the spec, and value, which is never
+        ABSENT. If several objects have the same slot, the first of them is kept.
     """
     sets = object_sets(specs)
     set_of = np.zeros(len(specs), dtype=np.int16 if len(sets) < _MANY_SETS else np.int32)

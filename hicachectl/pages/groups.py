@@ -42,10 +42,11 @@ class Missing:
 class PageGroups:
     """Objects of an inventory, grouped by page and deployment.
 
-    Groups are numbered from 0, by deployment, then page; arrays are indexed by group unless stated
-    otherwise. A page's ambiguous keys form a group in state unknown; foreign objects have group -1.
+    Groups are numbered from 0, by deployment, then page. Arrays are indexed by group unless stated
+    otherwise. The objects of a page with ambiguous keys form a group in state unknown. Foreign
+    objects have the group number -1.
 
-    inventory: the objects.
+    inventory: the objects that are grouped.
     """
 
     def __init__(self, inventory: Inventory) -> None:
@@ -54,7 +55,7 @@ class PageGroups:
         self.deployments = table.deployments
         in_group = ~inventory.is_foreign
         ranks, distinct = inventory.page_ranks(in_group)
-        # In place, to save memory: a store has millions of objects.
+        # The codes are made in place, to save memory, because a store has millions of objects.
         codes = self._deployments_of(np.flatnonzero(in_group))
         codes -= UNRESOLVED
         codes *= distinct
@@ -84,7 +85,7 @@ class PageGroups:
         return self.inventory.pages(self._rows[groups]).combine_chunks()
 
     def find(self, deployment_id: int, pages: pa.StringArray) -> IntArray:
-        """Return a deployment's group of each page; -1 if none or the page is null."""
+        """Return a deployment's group of each page; -1 if it has none, or if the page is null."""
         span = self.span(deployment_id)
         at = pc.index_in(pages, value_set=self.pages_at(span), skip_nulls=True)
         known = at.is_valid().to_numpy(zero_copy_only=False)
@@ -103,7 +104,7 @@ class PageGroups:
     def objects_of(self, groups: IntArray) -> tuple[IntArray, IntArray]:
         """Return the rows of some groups' objects, group by group.
 
-        Also return the start of each group's rows, and the end of the last: [groups + 1].
+        Also return the start of each group's rows, followed by the end of all rows: [groups + 1].
         """
         order, starts = self._by_group
         lengths = starts[groups + 1] - starts[groups]
@@ -183,13 +184,16 @@ class PageGroups:
 
     @cached_property
     def used_ns(self) -> IntArray:
-        """Last known use of each group, a write or a read, Unix nanoseconds; 0 without times."""
+        """Time of the last known write or read of each group, Unix nanoseconds; 0 if unknown."""
         if "atime_ns" not in self.inventory.objects.column_names:
             return self.newest_ns
         return np.maximum(self.newest_ns, self._reduce(np.maximum, "atime_ns"))
 
     def oldest_ns(self, groups: IntArray) -> int | None:
-        """Mtime of the oldest object of some groups, Unix nanoseconds; None without times."""
+        """Return the mtime of the oldest object of some groups, Unix nanoseconds.
+
+        Return None if the store keeps no times.
+        """
         objects = self.inventory.objects.column("mtime_ns")
         oldest: int | None = pc.min(
             objects.filter(pa.array(np.isin(self.of_object, groups)))
@@ -211,12 +215,12 @@ class PageGroups:
 
     @property
     def labels(self) -> list[str]:
-        """Distinct labels, indexed by `label_ids`; the first is for ambiguous keys."""
+        """Distinct labels, which `label_ids` indexes. The first label is for ambiguous keys."""
         return self._labelled[0]
 
     @property
     def label_ids(self) -> IntArray:
-        """Label of each group, as in `ls`: the deployment as far as its keys show it."""
+        """Index of each group's label, as in `ls`. A label tells what keys show of a deployment."""
         return self._labelled[1]
 
     @cached_property
@@ -229,8 +233,8 @@ class PageGroups:
             own = deployment.label(grammar)
             labels = [deployment.label(grammar, [block.spec]) for block in table.blocks]
             ids = {label: numbers.setdefault(label, len(numbers)) for label in (own, *labels)}
-            # If an object has the deployment's label, so has the group. Else the first object
-            # decides.
+            # A group gets the deployment's label if the specs of one of its blocks have this label.
+            # Otherwise, it gets the label of its first block.
             order = sorted(range(len(labels)), key=lambda at: (labels[at] == own, -at))
             of_groups = label_ids[self.span(number)]
             for at in order:
@@ -262,7 +266,8 @@ class PageGroups:
 def _numbered(codes: IntArray, limit: int) -> tuple[IntArray, IntArray]:
     """Return the rank of each row's code, and the first row of each distinct code.
 
-    limit: greater than every code. Codes are not negative.
+    codes: codes of the rows, not negative.
+    limit: number greater than every code.
     """
     if limit > _MOST_UNUSED * len(codes):
         _, first, numbers = np.unique(codes, return_index=True, return_inverse=True)

@@ -1,7 +1,8 @@
 """Page groups that servers may still be writing: one rule for every command.
 
 SGLang writes the objects of a page one by one, sidecars first. A group is in flight while its
-newest object is younger than the grace. A store without times is looked at again after the grace.
+newest object is younger than the grace period. If the store keeps no times, its incomplete groups
+are looked up again after the grace period.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ _CLOCK_SKEW_NS = 60 * 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListingTime:
-    """Time of a listing; the ages of the listed objects are relative to its start.
-
+    """Time of a listing. The ages of the listed objects are relative to its start.
     start_ns: start of the listing, Unix nanoseconds, by `present_ns`.
     duration_ns: duration of the listing.
     began: start of the listing, by `time.monotonic` of this process.
@@ -57,8 +57,8 @@ def groups_in_flight(
     """Return which groups are younger than the grace: [groups].
 
     No group is in flight if no server writes to the store, or if the store keeps no times. Groups
-    written during the listing are in flight. A group with a much later time is not: the clock of
-    its writer is wrong.
+    written during the listing are in flight. A group with a much later time is not in flight,
+    because the clock of its writer must be wrong.
     """
     if not store.traits.live:
         return np.zeros(len(groups), dtype=np.bool_)
@@ -83,7 +83,7 @@ def changed_groups(
     Evictions and writes during a listing make whole pages look partial. Also returns how many
     listed objects are gone.
     among: [groups] bool, the groups to look up.
-    most: largest number of groups to look up; None: all.
+    most: largest number of groups to look up; None for all.
     """
     changed = np.zeros(len(groups), dtype=np.bool_)
     suspect = among & are_incomplete(groups)
@@ -109,8 +109,7 @@ def look_again(
     most: int | None = None,
     on_wait: Callable[[float, int], None] = lambda seconds, pages: None,
 ) -> tuple[BoolArray, int]:
-    """Wait until the grace since the start of the listing is over; return `changed_groups`.
-
+    """Wait for the end of the grace period, which began with the listing; call `changed_groups`.
     most: see `changed_groups`.
     on_wait: called before a wait, with its seconds and the number of incomplete groups.
     """

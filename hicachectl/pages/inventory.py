@@ -32,8 +32,8 @@ _WORDS = 4  # a page hash has four words of 64 bits
 class Inventory:
     """All objects of a store.
 
-    objects: columns key binary, nbytes and mtime_ns int64, and the requested columns, all in many
-        chunks: use `take`. The column cleared_ns is missing if no object was cleared.
+    objects: columns key (binary), nbytes and mtime_ns (int64), and the requested columns. They have
+        many chunks, so use `take`. The column cleared_ns is missing if no object was cleared.
     affix_ids: [objects] int32, index into `table.affixes`, negative for a foreign object.
     partial: whether only some keys were looked up.
     """
@@ -50,7 +50,10 @@ class Inventory:
         return replace(self, objects=self.objects.drop_columns(["cleared_ns"]))
 
     def take(self, rows: IntArray, columns: Collection[str] | None = None) -> pa.Table:
-        """Return some objects, in the order of rows, with all columns or the named ones."""
+        """Return the objects of some rows, in the order of `rows`.
+
+        columns: names of the columns to return; None for all columns.
+        """
         objects = self.objects if columns is None else self.objects.select(list(columns))
         return take_rows(objects, rows)
 
@@ -59,7 +62,10 @@ class Inventory:
         return replace(self, objects=self.take(rows), affix_ids=self.affix_ids[rows])
 
     def pages(self, rows: IntArray | None = None) -> pa.ChunkedArray:
-        """Return the page hash of each object, or of some, as a string; null if foreign."""
+        """Return the page hashes of objects as strings, null for foreign objects.
+
+        rows: rows of the objects; None for all objects.
+        """
         keys, ids = self.objects.column("key"), self.affix_ids
         if rows is not None:
             keys, ids = self.take(rows, ["key"]).column("key"), ids[rows]
@@ -95,7 +101,8 @@ class Inventory:
         for word in range(1, _WORDS):
             words = self.page_words(chosen, word)[order]
             same = same & (words[1:] == words[:-1])
-        if (same != begins_alike).any():  # hashes share only their first word; never with SHA-256
+        # Some different hashes share their first word. With SHA-256, this does not happen.
+        if (same != begins_alike).any():
             every = np.stack([self.page_words(chosen, word) for word in range(_WORDS)])
             order = np.lexsort(every[::-1])
             same = (every[:, order[1:]] == every[:, order[:-1]]).all(axis=0)
@@ -107,13 +114,16 @@ class Inventory:
 
     @property
     def sizes(self) -> IntArray:
-        """Listed bytes of each object, UNKNOWN_SIZE without: [objects]."""
+        """Listed bytes of each object: [objects]. UNKNOWN_SIZE if the store lists no size."""
         sizes: IntArray = self.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
         return sizes
 
     @property
     def known_sizes(self) -> IntArray:
-        """Bytes of each object: [objects]. As listed, else as its spec states, else 0."""
+        """Bytes of each object: [objects].
+
+        This is the listed size, or the spec's size if none is listed. It is 0 if both are unknown.
+        """
         stated = self.table.expected_sizes[self.affix_ids]
         sizes = np.where(self.sizes == UNKNOWN_SIZE, stated, self.sizes)
         known: IntArray = np.where(sizes == UNKNOWN_SIZE, 0, sizes)
@@ -137,7 +147,11 @@ class Inventory:
         return self.by_affix([any(r.pool == pool for r in one.readings) for one in resolved], False)
 
     def by_affix(self, values: Sequence[int], missing: int) -> npt.NDArray[Any]:
-        """Return each row's value, from values by affix id; `missing` for foreign keys."""
+        """Return the value of each object's affix: [objects].
+
+        values: values by affix id.
+        missing: value for foreign keys.
+        """
         return np.array([*values, missing])[self.affix_ids]
 
 
@@ -185,8 +199,8 @@ def _contents(store: Store, listed: Inventory) -> str:
     directories, others = store.other_files(listed.objects)
     if is_quarantine(store.path, directories):
         return (
-            f"{store.path} is a quarantine, not a store; each run in it is one; put its pages back "
-            f"with hicachectl restore {store.path} STORE"
+            f"{store.path} is a quarantine, not a store; each run in it is a store; put its pages "
+            f"back with hicachectl restore {store.path} STORE"
         )
     keys = listed.take(listed.cleared_rows, ["key"]).column("key").to_pylist()
     cleared = list(map(os.fsdecode, keys))

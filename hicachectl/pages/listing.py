@@ -34,7 +34,7 @@ _SIZES = tuple(f"{axis}_size" for axis in AXES)
 
 
 class PoolCounts(TypedDict):
-    """Objects of a pool of a group."""
+    """Numbers of objects of one pool that a group has, and should have."""
 
     present: int
     expected: int
@@ -62,7 +62,7 @@ class GroupNames(_Paged, _Labelled, _Named):
 
 
 class Group(_Labelled, _Named):
-    """Row of a page group of a known page."""
+    """Row of a page group. It has no page hash, because the page of the document is known."""
 
     state: str
     nbytes: int | None
@@ -168,7 +168,11 @@ def seconds(times_ns: pa.Array) -> pa.Array:
 def object_rows(
     inventory: Inventory, rows: IntArray | None = None, *, pool: str | None = None
 ) -> pa.Table:
-    """Return a row per object in the columns of `ls --objects`, for some rows or one pool."""
+    """Return a row per object in the columns of `ls --objects`.
+
+    rows: rows of the objects; None for all objects.
+    pool: pool whose objects alone are returned.
+    """
     if pool:
         rows = np.flatnonzero(inventory.of_pool(pool))
     objects = inventory.objects if rows is None else inventory.take(rows)
@@ -192,10 +196,12 @@ def _column(objects: pa.Table, name: str) -> pa.Array | pa.ChunkedArray:
 
 
 def in_order(rows: pa.Table, column: str, *, asked: str) -> pa.Table:
-    """Return rows sorted by a column; with "-" before its name, in descending order.
+    """Return rows sorted by a column.
 
-    asked: the column as the operator named it. Nulls come last; equal rows keep their order. Raises
-    UsageError if the store keeps no times and the column has times.
+    Nulls come last, and rows with equal values keep their order.
+    column: name of the column; "-" before the name gives the descending order.
+    asked: the column as the operator named it, for the message.
+    Raises UsageError if the column has times, but the store keeps none.
     """
     name = column.removeprefix("-")
     values = rows.column(name)
@@ -246,7 +252,7 @@ def group_columns(groups: PageGroups, numbers: IntArray) -> dict[str, pa.Array]:
 
 
 def _pool_counts(groups: PageGroups) -> pa.StructArray:
-    """Return {pool: {present, expected}} of each group; null for pools of other deployments."""
+    """Return {pool: {present, expected}} of each group; null if its deployment lacks the pool."""
     stored = {spec.pool for deployment in groups.deployments for spec in deployment.specs}
     pools = sorted(stored or {ANCHOR}, key=_pool_order)
     counts = {pool: np.zeros((2, len(groups)), dtype=np.int32) for pool in pools}
@@ -284,8 +290,8 @@ def _missing_keys(groups: PageGroups) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), texts)
 
 
-_SIZES_SHOWN = 4  # most common sizes of a kind, each in a row of its own
-_SEVERAL = -2  # size of the row that all rarer sizes share
+_SIZES_SHOWN = 4  # number of the most common sizes of a kind that have a row each
+_SEVERAL = -2  # stands for all rarer sizes, which share a row
 
 
 def summarise(
@@ -299,7 +305,7 @@ def summarise(
     have. Bytes are null if any size is not known. A page with objects in several rows counts once
     in the total.
     markers: markers of the store, which state layouts.
-    pool: count only the objects of this pool.
+    pool: pool whose objects alone are counted; None for all objects.
     """
     if pool:
         inventory = inventory.only(np.flatnonzero(inventory.of_pool(pool)))
@@ -335,7 +341,7 @@ def summarise(
 def _kinds(inventory: Inventory, markers: list[Marker]) -> tuple[pa.Table, npt.NDArray[np.int32]]:
     """Return the distinct kinds of objects, in the columns _KIND, and the kind of each affix.
 
-    Kinds of affixes: [affixes + 1] indices; the first is for foreign keys.
+    The kinds of affixes are indices: [affixes + 1]. The first entry is for foreign keys.
     """
     table = inventory.table
     ids = np.arange(-1, len(table.affixes), dtype=np.int32)  # -1: foreign keys
@@ -357,7 +363,10 @@ def _kinds(inventory: Inventory, markers: list[Marker]) -> tuple[pa.Table, npt.N
 
 
 def _layout(deployment: Deployment, markers: list[Marker]) -> str | None:
-    """Return the layout that the profile, or all markers of the deployment, state."""
+    """Return the layout of a deployment; None if nothing states it.
+
+    The profile states the layout. Without a profile, the markers state it if they all agree.
+    """
     if deployment.profile is not None and not deployment.profile.inferred:
         return deployment.profile.layout
     suffixes = {spec.affix[1] for spec in deployment.specs}
@@ -384,7 +393,11 @@ def _numbered(
 
 
 def _page_counts(inventory: Inventory, rows: IntArray, count: int) -> tuple[IntArray, int]:
-    """Return the number of distinct pages of each row, and of all; foreign objects have none."""
+    """Return the number of distinct pages of each row, and of all rows together.
+
+    Foreign objects have no pages.
+    rows: [objects] row of each object.
+    """
     known = ~inventory.is_foreign
     pairs, distinct = inventory.page_ranks(known)
     pairs += rows[known] * distinct

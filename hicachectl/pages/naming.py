@@ -47,8 +47,7 @@ def profile_document(profile: Profile) -> DeploymentDocument:
 
 
 def deployment_document(deployment: Deployment, page_size: int | None = None) -> DeploymentDocument:
-    """Return a deployment in JSON types; None for values that neither a profile nor keys state.
-
+    """Return a deployment in JSON types. A value that no profile and no key states is None.
     page_size: tokens of the pages that requests were hashed into, if keys do not state it.
     """
     profile = deployment.profile
@@ -78,7 +77,7 @@ def deployment_text(document: Mapping[str, Any]) -> str:
 
 
 def place_text(deployment: Deployment, own: Deployment) -> str:
-    """Return how another deployment differs from one's own: `tp 4`, `model b tp 4`."""
+    """Return how another deployment differs from `own`, such as `tp 4` or `model b tp 4`."""
     texts = []
     stated, mine = deployment.names.columns, own.names.columns
     if (model := stated["model"]) != mine["model"]:
@@ -101,9 +100,9 @@ def place_text(deployment: Deployment, own: Deployment) -> str:
 
 
 def _ranks_text(deployment: Deployment, own: Deployment) -> str:
-    """Return the ranks that one's own deployment does not have.
+    """Return the ranks of a deployment that `own` does not have.
 
-    This distinguishes deployments whose keys state no sizes.
+    They distinguish deployments whose keys state no sizes.
     """
     found = []
     for axis in AXES:
@@ -129,8 +128,7 @@ def same_model(deployment: Deployment, own: Deployment, grammar: Grammar) -> boo
 
 
 def ambiguous_affixes(table: AffixTable, objects: IntArray) -> dict[int, str]:
-    """Return the number and the readings of ambiguous keys as text, by affix id.
-
+    """Return the number and the readings of the ambiguous keys of each affix, as text.
     objects: [affixes + 1] number of objects by affix, from `pages.tally`.
     """
     found = {}
@@ -144,7 +142,7 @@ def ambiguous_affixes(table: AffixTable, objects: IntArray) -> dict[int, str]:
 
 
 def ambiguity_remark(table: AffixTable, objects: IntArray) -> str:
-    """Return one line about the ambiguous keys and the remedy; "" without any."""
+    """Return one line about the ambiguous keys and the remedy; "" if no key is ambiguous."""
     found = list(ambiguous_affixes(table, objects).values())
     if not found:
         return ""

@@ -64,7 +64,10 @@ class _ListingForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A listing without its objects. columns: names of the objects' columns."""
+    """A listing without its objects.
+
+    columns: names of the objects' columns.
+    """
 
     table: AffixTable
     columns: tuple[str, ...]
@@ -95,12 +98,12 @@ class Listing:
 
         grammar: grammar of the store's keys.
         profile: profile of the listing.
-        source: names the mapping in messages.
-        Raises FormatError for another mapping.
+        source: name of the mapping, for messages.
+        Raises FormatError if the mapping has another form, or does not fit the profile.
         """
         form = convert(dict(mapping), _ListingForm, source)
         try:
-            _schema(form.columns)  # known columns only
+            _schema(form.columns)  # raises ValueError for unknown columns
             read = [one for chosen, others in form.resolved for one in (chosen, *others)]
             if not all(one.shard.is_bounded for one in read if one is not None):
                 raise ValueError("an affix has too many ranks")
@@ -130,8 +133,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A listing that was written, divided into parts.
-
+    """A listing that was written to files, divided into parts.
     shares: row groups of each part.
     """
 
@@ -155,10 +157,11 @@ def publish_listing(
 
     parts: number of parts, or a function of the number of objects.
     columns, needs_pages, on_batch: see `take_inventory`.
-    memory_rows: objects in memory; more are kept in files.
-    Memory: about 500 bytes for each of memory_rows objects, or for each of 1/256 of all objects if
-    these are more. If two models may share keys (`contested`), also 45 bytes per object. Raises
-    StoreUnavailable, OSError, and ProfileError if the profile contradicts the store.
+    memory_rows: largest number of objects in memory. If the store has more, they go to files.
+    The call needs about 500 bytes of memory for each of memory_rows objects, or for each of 1/256
+    of all objects if these are more. If two models may share keys (`contested`), it needs another
+    45 bytes for each object of the store. Raises StoreUnavailable, OSError, and ProfileError if the
+    profile contradicts the store.
     """
     wanted = scan_columns(store, columns)
     with Spool(scan_schema(wanted), folder, memory_rows) as spool:
@@ -200,7 +203,7 @@ def refuse_unmounted(store: Store, inventory: Inventory) -> None:
     """Raise EmptyStore if a store has no page, although another process listed these objects.
 
     Without this check, a host that lacks the mount would take all objects for evicted. The store is
-    scanned only if it has none of a sample of the objects.
+    scanned only if none of a sample of the objects exists.
     """
     rows = np.linspace(0, len(inventory.objects) - 1, _WITNESSES, dtype=np.int64)
     if not len(inventory.objects) or store.exists(inventory.take(np.unique(rows))).any():
@@ -261,7 +264,8 @@ def _write_pieces(
 def _by_part(rows: pa.Table, starts: IntArray, parts: int) -> tuple[pa.Table, list[int]]:
     """Return rows in the order of their page hashes, and the end of each part's rows.
 
-    starts: [rows] byte offsets of the hashes in the keys; negative without a page, for part 0.
+    starts: [rows] byte offsets of the hashes in the keys; negative for a row without a page, which
+        goes to part 0.
     """
     words = first_words(rows, starts)
     order = np.argsort(words, kind="stable")

@@ -1,6 +1,7 @@
-"""Scan a store: collect its objects, and decide what only the whole listing shows.
+"""Scan a store: collect its objects, parse their keys, and assign them to deployments.
 
-If there are more objects than memory should hold, they go to temporary files, one for each first
+Some decisions need counts of all objects, such as which of two models wrote a key. If there are
+more objects than memory should hold, they go to temporary files. There is one file for each first
 byte of a page hash.
 """
 
@@ -61,12 +62,13 @@ def take_inventory(
     """Scan a store and parse its keys.
 
     columns: columns to list besides key, nbytes and mtime_ns.
-    only_others: accept a store with pages of other deployments only.
-    needs_pages: raise EmptyStore for a store without any page.
-    on_contradiction: receives the message if the profile contradicts the store; None: raise
-        ProfileError.
+    only_others: whether to accept a store whose pages are all of deployments that the profile does
+        not describe.
+    needs_pages: whether to raise EmptyStore if the store has no page.
+    on_contradiction: takes the message if the profile contradicts the store. If None, the
+        contradiction raises ProfileError.
     on_batch: takes the number of objects of each batch.
-    Memory: about 120 bytes per object. Raises StoreUnavailable.
+    The call needs about 120 bytes of memory per object. Raises StoreUnavailable.
     """
     wanted = scan_columns(store, columns)
     resolve = partial(
@@ -93,9 +95,10 @@ def look_up(
     *,
     only_others: bool = False,
 ) -> Inventory:
-    """Return the inventory of some keys, without a scan; see `take_inventory`.
+    """Return the inventory of some keys, without a scan of the store.
 
-    Use this for few keys, or for a store whose listing is out of date.
+    Use this function for few keys, or if an earlier listing of the store is out of date.
+    profile, only_others: see `take_inventory`.
     """
     some = (keys.slice(start, _ASKED_AT_ONCE) for start in range(0, len(keys), _ASKED_AT_ONCE))
     columns = _columns(store)
@@ -130,9 +133,10 @@ def resolve_scan(
 ) -> tuple[AffixTable, Iterator[Inventory]]:
     """Return the table of a scan's affixes, and the objects piece by piece.
 
-    Decide what only the whole listing shows: keys of two models, and sizes that no profile states.
-    The counts of objects usually suffice; pieces are read only if they do not.
-    only_others, needs_pages, on_contradiction: see `take_inventory`. Raises OSError.
+    The table marks keys that two models may have written, and has the sizes that no profile states.
+    The counts of objects usually suffice for this. If they do not, the pieces are read, too.
+    only_others, needs_pages, on_contradiction: see `take_inventory`.
+    Raises OSError.
     """
     census = spool.census()
     scanned = assign_affixes(spool.affixes, grammar_of(store.grammar), profile)
@@ -141,7 +145,7 @@ def resolve_scan(
         return (Inventory(*piece, table) for piece in spool.pieces(affix_ids))
 
     if needs_pages and not any(one.readings for one in scanned.resolved):
-        refuse_empty(store, next(pieces(scanned)))  # foreign objects are one piece
+        refuse_empty(store, next(pieces(scanned)))  # all objects are foreign, so they are one piece
     table, affix_ids = with_ambiguous_pages(scanned, census, lambda: pieces(scanned))
     if affix_ids is not None:
         found = pieces(table, affix_ids)
@@ -162,9 +166,10 @@ def _columns(store: Store) -> tuple[str, ...]:
 
 
 class Spool:
-    """Collects a scan and counts its objects; a context manager.
+    """Collector of the objects of a scan, in memory or in files, which also counts them.
 
-    All objects of a page are in one piece.
+    It gives the objects piece by piece, and all objects of a page are in one piece. As a context
+    manager, it removes its files at the end.
     """
 
     def __init__(
@@ -198,7 +203,11 @@ class Spool:
         return self._splitter.affixes
 
     def fill(self, batches: Iterable[pa.RecordBatch], on_batch: Callable[[int], None]) -> None:
-        """Take a scan's batches. on_batch: takes the number of objects of each. Raises OSError."""
+        """Collect the batches of a scan.
+
+        on_batch: takes the number of objects of each batch.
+        Raises OSError.
+        """
         held = 0
         with persistent() as check:
             for batch in batches:
@@ -224,7 +233,7 @@ class Spool:
     def pieces(self, affix_ids: Ids | None = None) -> Iterator[tuple[pa.Table, Ids]]:
         """Yield all objects and their affix ids, in the same order each time.
 
-        affix_ids: replaces the affix ids of the scan.
+        affix_ids: [objects] ids to yield instead of those of the scan; None for those of the scan.
         """
         start = 0
         for objects, ids in [self._held()] if self._buckets is None else self._buckets.read():
@@ -262,7 +271,7 @@ class Spool:
 
 
 class _Buckets:
-    """Temporary files by the first byte of a page hash."""
+    """Temporary files of objects, one file for each first byte of a page hash."""
 
     def __init__(self, folder: Directory, schema: pa.Schema) -> None:
         self._folder = folder
@@ -295,7 +304,7 @@ class _Buckets:
             yield table.drop_columns([AFFIX_ID.name]), ids
 
     def _writer(self, number: int) -> Any:
-        """Return the writer of a bucket; create the file for its first objects."""
+        """Return the writer of a bucket. If the bucket has no file yet, create the file."""
         if number not in self._files:
             name = f"spool-{number:02x}"
             file = os.fdopen(self._folder.create(name), "r+b")

@@ -1,4 +1,4 @@
-"""Compare a profile with the sizes in a store: fill in sizes, refuse a profile that is wrong."""
+"""Compare a profile with the sizes in a store. Fill in sizes, and refuse a wrong profile."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 # servers write.
 _SHARE_OF_PAGES = 0.05
 # Servers no longer write another size if all its pages are older than nine tenths of the pages of
-# the stated size. The oldest tenth does not count: during a change, servers with both settings may
-# have run.
+# the stated size. The oldest tenth of these does not count, because servers with both settings may
+# have run during a change.
 _OLDEST = 10
 # The first 64 bits of page hashes distinguish the pages of a store.
 _FIRST_WORD = 0
@@ -38,8 +38,9 @@ _FIRST_WORD = 0
 def with_seen_sizes(
     table: AffixTable, census: Census, pieces: Callable[[], Iterable[Inventory]]
 ) -> AffixTable:
-    """Return the table with missing sizes filled in: the size of most objects of the kind.
+    """Return the table with missing sizes filled in.
 
+    A spec without a size gets the size that most objects of its kind have.
     A kind with several common sizes gets a `SizeMix` instead. If a profile states the size of a
     kind, the mix has the other common sizes that servers may still write (`_still_written`).
     pieces: returns all objects, with all objects of a page in one piece; called only if a size may
@@ -90,7 +91,10 @@ def _kinds(
 
 
 def _size_kind(spec: ObjectSpec) -> tuple[object, ...]:
-    """Return a key that objects of equal size share: sizes differ by stage, not by TP rank."""
+    """Return a key that objects of equal size share.
+
+    It names the stage, but not the TP rank, because sizes differ by stage, not by TP rank.
+    """
     coordinate, shard = spec.coordinate, spec.coordinate.shard
     spans = (shard.layers, shard.heads)
     widths = tuple(None if span is None else span[1] - span[0] for span in spans)
@@ -98,7 +102,10 @@ def _size_kind(spec: ObjectSpec) -> tuple[object, ...]:
 
 
 def _common_sizes(counted: Census) -> dict[int, int]:
-    """Return, by kind, the size that most objects have; leave out kinds without such a size."""
+    """Return the size that more than half of the objects have, by kind.
+
+    Kinds without such a size are left out.
+    """
     common = {}
     for kind, objects in counted.by_affix().items():
         size = max(objects, key=objects.__getitem__)
@@ -114,8 +121,7 @@ def _mixes(
     stated: dict[int, int],
     pieces: Callable[[], Iterable[Inventory]],
 ) -> list[SizeMix]:
-    """Return the kinds with several common sizes; empty objects do not count.
-
+    """Return the kinds with several common sizes. Empty objects do not count.
     counted: objects of each kind.
     stated: the size of each kind whose size a profile states.
     """
@@ -123,7 +129,7 @@ def _mixes(
     counts = counted.counts.filter((pc.field("size") > 0) & (pc.field("objects") >= SEVERAL))
     for kind, size, *rest in zip(*counts.to_pydict().values(), strict=True):
         frequent[kind][size] = rest
-    # Count pages only for kinds with several frequent sizes: in most stores, for none.
+    # Pages are counted only for kinds with several frequent sizes. Most stores have no such kind.
     kinds = [
         kind
         for kind, sizes in frequent.items()
@@ -164,9 +170,9 @@ def _still_written(
     kind_of: IntArray,
     pieces: Callable[[], Iterable[Inventory]],
 ) -> list[SeenSize]:
-    """Return the other sizes that servers may still write: see _OLDEST.
+    """Return the other sizes that servers may still write, by the rule of _OLDEST.
 
-    Without write times, all of them are returned.
+    If write times are not known, all other sizes are returned.
     own: the size that the profile states.
     """
     ends = [seen.newest_ns for seen in others]
@@ -208,8 +214,8 @@ def _count_pages(
         by_size[row["kind"], row["size"]] += row["page_count_distinct"]
 
 
-# Share of a pool's wrong-sized objects that must have one common size before the pool counts as
-# another deployment's. Below it, they may be damaged objects of this deployment.
+# Least share of a pool's objects of wrong size that have one common size, if another deployment
+# wrote them. If the share is smaller, they may be damaged objects of this deployment.
 _NEARLY_ALL = 0.9
 _LIST = "or list what the store has with hicachectl ls --summary"
 
@@ -219,7 +225,7 @@ def refuse_contradiction(table: AffixTable, census: Census, *, only_others: bool
 
     A profile contradicts the store if the store has only objects of other deployments, or if nearly
     all objects of a pool have another size.
-    only_others: accept a store that has only objects of other deployments.
+    only_others: whether to accept a store that has only objects of other deployments.
     """
     profiled = table.deployments[:1] if table.deployments else ()
     if not profiled or profiled[0].profile is None:
@@ -257,7 +263,7 @@ def _refuse_sizes(
     counts = np.zeros(pairs.shape[1], dtype=np.int64)
     np.add.at(counts, of_pair.reshape(-1), objects)
     # Expected sizes differ by stage and CP rank. Under a wrong profile, objects of each expected
-    # size have one found size, so the most common pairs are as many as the expected sizes.
+    # size have one found size. So as many pairs are common as there are expected sizes.
     common = np.sort(counts)[::-1][: len(np.unique(wanted))].sum()
     if common >= _NEARLY_ALL * total:
         want, has = pairs[:, counts.argmax()].tolist()

@@ -38,8 +38,8 @@ class PageList:
 
     source: the file, for messages.
     pages: page hashes.
-    groups: each page's group label (`ls` shows it as "group"); None: all groups.
-    lengths: pages in each line; a line of several pages is a chain.
+    groups: group label of each page, which `ls` shows as "group"; None for all groups of the page.
+    lengths: number of pages in each line. A line of several pages is a chain.
     """
 
     source: str
@@ -73,7 +73,8 @@ class PageList:
 class NamedGroups:
     """Groups of a store that a page list names.
 
-    A row with a group label names that group; a bare page names all its groups.
+    A row with a group label names one group of its page. A row without a label names all groups of
+    its page.
     """
 
     listed: PageList
@@ -101,7 +102,7 @@ class NamedGroups:
 
     @cached_property
     def by_page(self) -> BoolArray:
-        """Groups named by their page alone: [groups]."""
+        """Whether a row without a label names the group: [groups]."""
         at, labels = self._rows
         is_bare = np.zeros(len(self._distinct) + 1, dtype=np.bool_)
         is_bare[at[labels == -1]] = True
@@ -110,7 +111,7 @@ class NamedGroups:
 
     @cached_property
     def chosen(self) -> BoolArray:
-        """Groups named by page or label: [groups]."""
+        """Whether any row names the group: [groups]."""
         at, labels = self._rows
         known = labels >= 0
         wanted = at[known] * len(self.groups.labels) + labels[known]
@@ -119,7 +120,7 @@ class NamedGroups:
 
     @property
     def matched(self) -> int:
-        """Number of rows with a label that name a group of the store."""
+        """Number of rows with a label whose group is in the store."""
         at, labels = self._rows
         codes = at * len(self.groups.labels) + labels
         return int(((labels >= 0) & np.isin(codes, self._codes)).sum())
@@ -131,8 +132,7 @@ class NamedGroups:
         return np.where(self._at >= 0, codes, -1)
 
     def refuse_several(self, among: BoolArray, store: str) -> None:
-        """Raise UsageError if a bare page names groups of several deployments.
-
+        """Raise UsageError if a row without a label names groups of several deployments.
         among: [groups] whether other filters select the group.
         """
         count = len(self.groups.labels)
@@ -158,20 +158,21 @@ _HEX = frozenset("0123456789abcdef")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Filters on page groups. A group that fits all given filters is selected as a whole.
+    """Filters on page groups. All objects of a group that fits all given filters are selected.
 
-    model: served name; "/" and "-" are equal.
+    model: served name. A "/" in it equals a "-".
     tag: tag of Mooncake keys; "" selects groups without one.
     tp, pp, cp, dcp: sizes of the deployment, as `ls` shows them.
     pool: selects groups with an object of the pool.
     page: prefix of page hashes.
-    since: Unix seconds; the newest object of a group is not older.
-    before: Unix seconds; the newest object of a group is older.
-    states: names in `vocabulary.STATES`. With a profile, only its own groups can be partial: the
-        specs of other deployments are inferred, so one stray object makes all their pages partial.
-    pages: pages or groups that a list names.
-    Raises UsageError for an empty text, which a script with an unset variable gives, and for a
-    prefix that is not hexadecimal.
+    since: Unix seconds. Selects groups whose newest object was written at this time or later.
+    before: Unix seconds. Selects groups whose newest object was written before this time.
+    states: names in `vocabulary.STATES`. With a profile, only groups of its deployment count as
+        partial. The specs of other deployments are inferred, so one stray object would make all
+        their pages partial.
+    pages: list that names pages or groups.
+    Raises UsageError for an empty text, because a script with an unset variable gives one. Also
+    raises UsageError for a prefix that is not hexadecimal.
     """
 
     model: str | None = None
@@ -246,7 +247,10 @@ class Selection:
         return chosen
 
     def unjudged(self, groups: PageGroups) -> int:
-        """Return how many groups look partial, but are not selected as such."""
+        """Return how many groups look partial, but are not selected, because of their deployment.
+
+        See `unjudged_partial`.
+        """
         if STATES[PARTIAL] not in self.states:
             return 0
         unjudged = unjudged_partial(groups) & replace(self, states=()).chosen(groups)
@@ -281,7 +285,7 @@ def no_times(option: str) -> UsageError:
 def unjudged_partial(groups: PageGroups) -> BoolArray:
     """Return which groups look partial, but are of other deployments than the profile's: [groups].
 
-    Without a profile, groups of all deployments are judged alike.
+    Without a profile, there are no such groups.
     """
     profiled = np.array([*(d.profile is not None for d in groups.deployments), False])
     if not profiled.any():
@@ -291,7 +295,7 @@ def unjudged_partial(groups: PageGroups) -> BoolArray:
 
 
 def _option_text(name: str, value: Any) -> str:
-    """Return a filter as on the command line, but times and lists without their values."""
+    """Return a filter as on the command line. The values of times and lists are left out."""
     if name == "tag" and not value:
         return "--no-tag"
     if name in ("since", "before", "pages"):
@@ -302,7 +306,10 @@ def _option_text(name: str, value: Any) -> str:
 
 
 def explain_selection(store: Store, listed: Inventory, selection: Selection) -> str:
-    """Return why a selection matches no page, in one line. listed: the whole store."""
+    """Return why a selection matches no page, in one line; "" if it has no filter.
+
+    listed: inventory of all objects of the store.
+    """
     groups = PageGroups(listed)
     if not len(groups):
         return describe_empty(store, listed)
@@ -320,9 +327,10 @@ def explain_selection(store: Store, listed: Inventory, selection: Selection) -> 
 
 
 def explain_parts(parts: Iterable[tuple[int, str]]) -> str:
-    """Return why no page was chosen in any part of a store: the explanation of the largest part.
+    """Return why no page was chosen in any part of a store.
 
-    parts: number of listed objects of each part, and the explanation for this part.
+    This is the explanation of the part with the most objects.
+    parts: number of listed objects of each part, and the explanation of the part.
     """
     counted_parts = list(parts)
     listed, text = max(counted_parts)

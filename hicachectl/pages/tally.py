@@ -1,4 +1,4 @@
-"""Counts for texts about a whole store; the counts of its parts add up to them."""
+"""Counts of a store, for texts. The counts of its parts add up to the counts of the store."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ class _TallyForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tally:
-    """Counts of some objects and their page groups; `+` adds the counts of other pages.
-
+    """Counts of some objects and their page groups. `+` adds the counts of other pages.
     objects: [affixes + 1] objects of each affix; the last entry is for foreign keys.
     unsized: [affixes + 1] objects without a listed size.
     first_keys: the smallest key of each ambiguous affix.
@@ -95,7 +94,11 @@ class Tally:
 
     @classmethod
     def from_mapping(cls, mapping: Any, table: AffixTable, source: str) -> Tally:
-        """Return the counts that `to_mapping` wrote. Raises FormatError, naming the source."""
+        """Return the counts that `to_mapping` wrote.
+
+        source: name of the mapping, for messages.
+        Raises FormatError if the mapping does not fit the table.
+        """
         form = convert(mapping, _TallyForm, source)
         nothing = cls.nothing(table)
         arrays = {name: np.array(getattr(form, name), np.int64) for name in _ARRAYS}
@@ -121,7 +124,7 @@ def object_counts(inventory: Inventory) -> IntArray:
 
 
 def tally_of(groups: PageGroups) -> Tally:
-    """Count groups and the objects of their inventory."""
+    """Count page groups, and the objects of their inventory."""
     inventory = groups.inventory
     objects = object_counts(inventory)
     without_size = inventory.objects.column("nbytes").is_null().to_numpy()

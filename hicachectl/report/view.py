@@ -48,12 +48,13 @@ if TYPE_CHECKING:
     from hicachectl.verification.inspection import PageReport
     from hicachectl.verification.report_text import FindingGroup, Mending
 
-_DEPLOYMENTS = 6  # most deployments with charts; tables have all deployments
-_TEXT = 4000  # most characters of a text; names in a store may be longer
+_DEPLOYMENTS = 6  # most deployments with charts; the tables have all deployments
+_TEXT = 4000  # longer texts are shortened to this many characters
 _EXAMPLES = 3
 _STRIPS = 40
 _SERVED = "served from the store"
-_FEW_LEVELS = 1.05  # up to this ratio of the largest to the least value, all have one level
+# If the largest mean is at most this many times the least, all means get the same shade.
+_FEW_LEVELS = 1.05
 
 
 def html_of(picture: Picture, mending: Mending, marks: Sequence[Mark]) -> str:
@@ -93,7 +94,7 @@ def _templates() -> jinja2.Environment:
     from markupsafe import Markup
 
     def shown(value: Any) -> Any:
-        # Markup comes from this module, or is a chart.
+        # Markup is made only in this module, from texts that are already safe.
         plain = isinstance(value, str) and not isinstance(value, Markup)
         return shortened(message_text(value), _TEXT) if plain else value
 
@@ -144,20 +145,21 @@ def _verdict(picture: Picture) -> dict[str, str]:
         counts[group.severity] += group.count
     ran, skipped = document["checks"], document["skipped_checks"]
     if counts["error"]:
-        kind, text = "error", f"{counted(counts['error'], 'error')}: servers could read wrong data"
+        many = counted(counts["error"], "error")
+        kind, text = "error", f"{many}, so servers could read wrong data"
     elif counts["warning"]:
         kind = "warning"
         mixed = any(group.code == "mixed-sizes" for group in picture.findings)
-        risk = "servers may read wrong data" if mixed else "lost hits or lost space"
-        text = f"No errors found; {counted(counts['warning'], 'warning')}: {risk}"
+        risk = "servers may read wrong data" if mixed else "hits or space are lost"
+        text = f"No errors found; {counted(counts['warning'], 'warning')}, so {risk}"
     elif picture.page_only and picture.worst() != "info":
         kind = picture.worst()
         many = counted(sum(picture.page_only.values()), "finding")
-        text = f"The page in full has {many} that the checks did not look for"
+        text = f"The page shown in full has {many} that the checks of this run did not look for"
     elif skipped == ["everything"] or not ran:
         kind, text = "nothing", "Nothing was checked"
     elif "in-flight" in skipped:
-        kind, text = "nothing", "No page was judged: all are in flight"
+        kind, text = "nothing", "No page was judged, because all pages are in flight"
     else:
         kind, text = "none", f"No errors and no warnings by the checks that ran: {', '.join(ran)}"
     if picture.free_bytes == 0:
@@ -172,7 +174,10 @@ def _verdict(picture: Picture) -> dict[str, str]:
 
 
 def _served(tree: PrefixTree | None) -> str:
-    """Return a sentence about the share of requests that can be restored; "" without requests."""
+    """Return a sentence about the share of requested tokens that can be restored, or pages.
+
+    The sentence is "" if there are no requests.
+    """
     if tree is None or tree.served_share is None:
         return ""
     share = math.floor(tree.served_share * 100)
@@ -187,7 +192,7 @@ def _checks(picture: Picture) -> list[dict[str, Any]]:
     states = dict.fromkeys(group_names(), ("not", "was not asked for"))
     for name in picture.asked:
         if name in skipped:
-            states[name] = ("not", "could not run: see the remarks")
+            states[name] = ("not", "could not run; the remarks say why")
         elif skipped == ["everything"] or name not in document["checks"]:
             states[name] = ("not", "had nothing to check")
         else:
@@ -343,22 +348,23 @@ def _filling(picture: Picture) -> dict[str, Any]:
 
 
 def _fills(picture: Picture, main: Window | None) -> str:
-    """Return in how many days a store is full, or why this is unknown."""
+    """Return how long the free space of a store lasts, or why this is unknown."""
     filling, free = picture.filling, picture.free_bytes
     if filling.is_part:
         return "Only pages that match the filters count, so days until full are unknown."
     if not filling.uses:
         return "Without write times, growth and days until full are unknown."
     if main is None:
-        return "The first write was less than an hour ago, which tells no rate of growth."
+        return "The first write was less than an hour ago, which is too short to tell a rate."
     rate = human_size(int(main.per_day))
     grows = f"In the {_span_text(main)}, the store grew by at most {rate} a day"
     if free is None:
-        return f"{grows}. It does not tell its free space, so days until full are unknown."
+        return f"{grows}. The store tells no free space, so days until full are unknown."
     days = main.days_until_full(free)
     if days is None:
         return f"Nothing in the store was written in the {_span_text(main)}."
-    return f"{grows}; at this rate its free {human_size(free)} last {_days(days)} days or longer."
+    left = human_size(free)
+    return f"{grows}. At this rate, its {left} of free space last {_days(days)} days or longer."
 
 
 def _span_text(window: Window) -> str:
@@ -370,7 +376,7 @@ def _span_text(window: Window) -> str:
 
 
 def _days(days: float) -> str:
-    """Return a number of days as text, rounded down, at most 100 years."""
+    """Return a number of days as text, rounded down. More than 100 years count as 100 years."""
     days = min(days, 36500)
     return f"{math.floor(days):d}" if days >= 10 else f"{math.floor(days * 10) / 10:g}"
 
@@ -454,7 +460,11 @@ def _page(report: PageReport) -> dict[str, Any]:
 def _cells(
     contents: list[dict[str, Any]], what_of: dict[str, str]
 ) -> tuple[list[Cell], list[str], int]:
-    """Return the cells of the strips, the names of levels, and the number of strips left out."""
+    """Return the cells of the shown strips, the names of levels, and the number of other strips.
+
+    contents: statistics of tensors by layer.
+    what_of: description of each object, by its key.
+    """
     means = [
         one["mean_magnitude"]
         for one in contents

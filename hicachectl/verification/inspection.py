@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class ShownObject(ObjectRow):
-    """Row for an object. Only stores with trailers have the last two members."""
+    """Row for an object. Only rows of stores with trailers have the last two members."""
 
     digest: str | None
     identity: NotRequired[str | None]
@@ -109,10 +109,10 @@ def inspect_page(
     on_contradiction: Callable[[str], None] | None = None,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> PageReport:
-    """Read and report on the page with the given hash prefix.
+    """Read the page whose hash has the given prefix, and report on it.
 
-    See `take_inventory` for the callbacks and errors. Also raises UsageError if no page or several
-    pages match.
+    See `take_inventory` for the callbacks and errors. Also raises UsageError if not exactly one
+    page has the prefix.
     """
     time = ListingTime.now(store, changes=False)
     listed = take_inventory(
@@ -194,7 +194,7 @@ def inspect_listed(
 
 
 def _cleared(listed: Inventory, prefix: str) -> IntArray:
-    """Return the objects that a `clear` made misses, of pages that begin with the prefix."""
+    """Return the rows of objects that a `clear` made misses, and whose key has the prefix."""
     rows = listed.cleared_rows
     keys = listed.take(rows, ["key"]).column("key")
     cleared: IntArray = rows[pc.starts_with(keys, prefix.lower()).to_numpy()]
@@ -219,7 +219,7 @@ def _read(
     )
     reading = read_objects(store, inventory, plan)
     of_each = expected[inventory.affix_ids]
-    unjudged = (of_each == UNKNOWN_SIZE) | (of_each == sizes)  # check_sizes reports all others
+    unjudged = (of_each == UNKNOWN_SIZE) | (of_each == sizes)  # check_sizes reports other sizes
     for row in np.flatnonzero(huge & unjudged).tolist():
         why = (
             f"not read: needs {sizes[row]} bytes of memory, but the buffer has "

@@ -1,4 +1,4 @@
-"""Result of the verification of a part: counts, findings, and why a repair was refused."""
+"""Result of the verification of a part of a run: counts, findings, reasons for refused repairs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Reason why a repair did not trust the profile: a finding that most of the newest pages have.
+    """Finding that most of the newest pages have, so that a repair did not trust the profile.
 
     code: code of the finding.
     detail: for an object of a wrong size, this size and the right one; else "".
@@ -29,8 +29,8 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     pages: number of all pages judged.
     affected: number of all judged pages that have the finding.
     part: number of the part of the run; None if the run has one process.
-    since: Unix seconds of the first page from which on at least half of the pages have the finding;
-        None without times.
+    since: Unix seconds. Of the pages written from then on, at least half have the finding. None if
+        the store keeps no times.
     """
 
     code: str
@@ -57,12 +57,12 @@ class ReadCounts(msgspec.Struct, kw_only=True):
     """Counts of a reading. `+` adds the counts of other objects.
 
     gone: number of objects that vanished since the listing.
-    objects_read: number of objects that were tried.
+    objects_read: number of objects whose read was tried.
     bytes_read: bytes of the objects that were read whole.
-    compared: number of objects that the store compared with a digest of its own.
-    undigested: number of objects without such a digest, in a store that has digests.
+    compared: number of objects that the store compared with its own digest of the object.
+    undigested: number of objects that were not compared, because the store has no digest of them.
     unranked: number of objects that were read whole and whose trailers name no rank.
-    complete: whether the time limit left no object unread.
+    complete: whether each object was read or tried before the time limit.
     """
 
     gone: Count = 0
@@ -88,19 +88,19 @@ class VerifyFacts(msgspec.Struct, kw_only=True):
     to_read: number of objects chosen to be read.
     planned: number of objects chosen to be read, by check group.
     devices: names of the devices; empty for the CPU.
-    skipped: reasons by the names in `skipped_checks`.
+    skipped: why something was not checked, by its name in `skipped_checks`.
     listed: number of objects in the part.
-    explained: why nothing was checked in the part, else ""; always "" in a sum.
+    explained: why nothing was checked in the part; "" if something was, and in the sum of parts.
     repaired: number of page groups that a repair removed.
     quarantined: number of objects that a repair put into the quarantine.
     unrepaired: whether a repair failed.
-    misleading: number of page groups with findings that mislead servers; 0 unless a repair removed
-        groups.
+    misleading: number of removed page groups with findings that mislead servers; 0 if no repair
+        removed a group.
     misleading_ns: mtime of the earliest object of the misleading groups, Unix nanoseconds; None if
         there is none or it is unknown.
-    refused: why a repair was refused.
-    doubted: why repairs would be refused without --despite-profile, by the code that they repair in
-        addition to errors; "" for a repair of errors alone.
+    refused: reasons why a repair was refused.
+    doubted: why a repair would be refused without --despite-profile, by the code that the repair
+        takes in addition to errors. The key "" stands for a repair of errors alone.
     """
 
     nbytes: Count | None
@@ -152,8 +152,8 @@ class VerifyFacts(msgspec.Struct, kw_only=True):
 class PartResult:
     """Result of a part for the report.
 
-    found: findings in the columns of `checks.findings.RUN_SCHEMA`, or, from a run directory, in the
-        columns of NAMED_SCHEMA.
+    found: findings in the columns of `checks.findings.RUN_SCHEMA`. Findings that were read from a
+        run directory have the columns of NAMED_SCHEMA.
     evidence: facts about some of the objects read, in the columns of
         `checks.evidence.EVIDENCE_SCHEMA`.
     """

@@ -53,26 +53,27 @@ if TYPE_CHECKING:
     from hicachectl.verification.reading_plan import ReadingChoice, ReadingPlan, Window
     from hicachectl.verification.request import VerifyRequest
 
-# Objects in one query that asks which of them exist.
+# A query for the existence of objects is sent when this many objects wait for it.
 _ASKED_OBJECTS = 4096
-# From this many objects on, and up to this mean size, forked processes read faster than threads.
-# With fewer objects, forking takes longer than it saves. Small objects spend most of their time in
-# Python, which only one thread at a time can run. Larger objects spend it in copies and BLAKE3,
-# which run without Python's lock.
+# Forked processes read at least this many objects faster than threads do, if the mean size is at
+# most _FORK_MEAN_BYTES. With fewer objects, the forks take longer than they save. The work on small
+# objects is mostly Python code, which only one thread at a time can run. The work on larger objects
+# is mostly copies and BLAKE3, which run without Python's lock.
 _FORK_OBJECTS = 4096
 _FORK_MEAN_BYTES = 256 << 10
-# With a lower rate limit, one process reads: processes that each had a share of the rate would end
-# at different times.
+# Under a rate limit lower than this, one process reads. Several processes, each with its share of
+# the rate, would end at different times.
 _FORK_RATE = 64 << 20
 _MOST_PROCESSES = 8
-# Processes for each processor if the store gains from many calls at once. With fewer processes,
-# threads also wait for Python's lock, with two switches between threads each time.
+# Processes for each processor, if many calls at once make the store faster. With fewer processes,
+# more threads wait for the same Python lock, and each wait costs two switches between threads.
 _WAITING_PROCESSES = 4
-# Most processes that read for a device. They only copy, so each keeps a processor busy.
+# Most processes that read for a device. Such a process only copies, so it keeps a processor busy.
 _MOST_DEVICE_READERS = 16
+# A forked process sends its counts to its parent after this time, but findings after each task.
 _TELL_SECONDS = 0.05
-# Code for each status of a failed read, and the detail if the store gives no reason; "" for the
-# detail of the code.
+# Finding code for each status of a failed read, and the detail if the store gives no reason. If
+# this detail is "", the finding has the detail of the code.
 _FAILED = {
     Status.ERROR: ("unreadable", "the store cannot read the object"),
     Status.DAMAGED: ("digest-mismatch", "the store reports damaged bytes"),
@@ -90,12 +91,13 @@ class ReadingResult:
 
     Arrays have a row for each object of the inventory.
     digests: [objects, 32] uint8, valid where `digested`.
-    versions: [objects, fields] uint64, valid where `digested`.
+    versions: [objects, fields] uint64, values of the store's version fields, valid where
+        `digested`.
     digested: [objects] bool, whether the object was digested.
     tried: [objects] bool, whether a read was tried and found the object.
     whole: [objects] bool, whether the object was read whole.
     identified: [objects] bool, whether the store compared the object's identity or digest.
-    quartiles: [objects, 3] uint16, see `checks.changes`; zeros if not noted.
+    quartiles: [objects, 3] uint16, see `checks.changes`; zeros for an object without quartiles.
     """
 
     digests: npt.NDArray[np.uint8]
@@ -106,14 +108,14 @@ class ReadingResult:
     identified: npt.NDArray[np.bool_]
     quartiles: npt.NDArray[np.uint16]
     counts: ReadCounts = field(default_factory=ReadCounts)
-    # Code, row, detail, severity rule.
+    # Findings: the code, the row of the object, the detail, and the severity rule of each.
     _issues: list[tuple[str, int, str, str | None]] = field(default_factory=list)
 
     def report(self, code: str, row: int, detail: str, rule: str | None = None) -> None:
         """Note a finding about an object.
 
-        row: row of the object.
-        rule: name of the rule that gives the finding's severity; None if the code has one severity.
+        row: row of the object in the inventory.
+        rule: name of the rule that gives the finding's severity; None for the code's own severity.
         """
         self._issues.append((code, row, detail, rule))
 
@@ -123,7 +125,10 @@ class ReadingResult:
         return bool(self._issues)
 
     def take_notes(self) -> list[Any]:
-        """Return counts and findings as JSON types, for `add_notes` in a parent, and reset both."""
+        """Return the counts and findings as JSON types, and reset both.
+
+        A forked process sends them to its parent, which calls `add_notes`.
+        """
         notes = [msgspec.structs.asdict(self.counts), self._issues]
         self.counts, self._issues = ReadCounts(), []
         return notes
@@ -167,7 +172,10 @@ class _Done:
     quartiles: npt.NDArray[np.uint16]
 
     def without(self, gone: npt.NDArray[np.bool_]) -> _Done:
-        """Return the results with vanished objects marked as gone. gone: [n] vanished objects."""
+        """Return the results of the task with vanished objects marked as gone.
+
+        gone: [n] bool, whether the object has vanished.
+        """
         if not gone.any():
             return self
         self.loaded.read.statuses[gone] = Status.GONE
@@ -183,7 +191,7 @@ def read_objects(
 ) -> ReadingResult:
     """Read, digest and check the planned objects.
 
-    Forked processes read many small objects, if the store allows it.
+    Many small objects are read in forked processes, if the store can be used after a fork.
     on_read: takes the bytes of each task that has ended.
     Raises StoreUnavailable, and UsageError if an object exceeds the buffer.
     """
@@ -209,7 +217,7 @@ def read_objects(
 def compare_with_catalog(
     store: Store, request: VerifyRequest, inventory: Inventory, reading: ReadingResult
 ) -> Digested:
-    """Return the digested objects of a reading, compared with the request's catalog."""
+    """Return the digested objects of a reading, compared with the request's catalog, if any."""
     rows = np.flatnonzero(reading.digested if request.compares_catalog else ())
     fields = store.traits.version_fields
     found = digested_objects(inventory, rows, reading.versions[rows], fields, reading.digests[rows])
@@ -226,11 +234,12 @@ def read_chosen(
     on_read: Callable[[int, int], None],
     remark: Callable[[str], None],
 ) -> tuple[ReadingResult, tuple[str, ...]]:
-    """Read the chosen objects. Read damaged objects again if a writer may have interfered.
+    """Read the chosen objects, and return the results and the names of the devices.
 
+    The names are () if the CPU checked. If the store can tell damage from a race with a writer,
+    objects with findings are read again, and only the second results count.
     on_read: takes the bytes of each task that has ended, and the bytes of all tasks.
-    remark: takes remarks.
-    Return the results, and the names of the devices; () for the CPU.
+    remark: takes each remark about the run.
     """
     total = int(choice.plan.capacities.sum())
     with _device(store, request, inventory, choice.plan, remark) as (device, processes):
@@ -263,7 +272,7 @@ def _device(
 ) -> Iterator[tuple[DeviceChecker | None, ReadingProcesses | None]]:
     """Open the device, and the processes that read for it, until the block ends.
 
-    Yield None for the device if the CPU checks, and None for the processes if threads read.
+    The device is None if the CPU checks. The processes are None if threads read.
     """
     if not len(plan.rows) or not (plan.checkers or plan.digest.any()):
         yield None, None
@@ -339,7 +348,7 @@ class _Reader:
 
     @property
     def processes(self) -> int:
-        """Number of processes that read; 1 for threads of this process."""
+        """Number of processes that read; 1 if threads of this process read."""
         count, nbytes = len(self._sizes), int(self._sizes.sum())
         if not self._store.limits.forkable or count < _FORK_OBJECTS:
             return 1
@@ -354,7 +363,7 @@ class _Reader:
         if isinstance(self._store, Spreads) and self._store.concurrency.highest() > 2 * processors:
             wanted *= _WAITING_PROCESSES
         wanted = min(wanted, _MOST_PROCESSES, self._plan.jobs or MOST_CALLS)
-        # Each process has a share of the buffer, which must be large enough for any task.
+        # The processes share the buffer, and the share of each must be large enough for any task.
         fit = self._plan.buffer_bytes // max(int(self._sizes.max()) + ALIGNMENT, 2 * TASK_BYTES)
         return max(1, min(wanted, fit))
 
@@ -371,7 +380,7 @@ class _Reader:
             tickets = SharedCounter()
         except OSError:
             return False
-        # Made before the fork, so that all processes share the table of keys.
+        # The pipeline is made before the fork, so that all processes share the table of keys.
         pipeline = self._pipeline(tickets.deal(windows), 1, share=processes)
 
         def work(send: Callable[[Any], None]) -> None:
@@ -433,7 +442,10 @@ class _Reader:
         self._result.counts.complete = pipeline.complete
 
     def _still_there(self, tasks: Iterable[_Done]) -> Iterator[_Done]:
-        """Yield results with vanished objects marked as gone. One query serves many tasks."""
+        """Yield the results of tasks, with vanished objects marked as gone.
+
+        One query asks for the objects of many tasks.
+        """
         waiting: list[_Done] = []
         count = 0
         for done in tasks:
@@ -475,7 +487,7 @@ class _Reader:
         return _Done(loaded, _digests(loaded, np.flatnonzero(wanted)), issues, quartiles)
 
     def _quartiles(self, loaded: Loaded) -> npt.NDArray[np.uint16]:
-        """Return the quartiles of the noted objects of a task, zeros for the others: [n, 3]."""
+        """Return the quartiles of a task's objects: [n, 3], zeros if the object is not noted."""
         found = np.zeros((len(loaded.task.rows), len(QUARTILES)), dtype=np.uint16)
         noted = loaded.read.ok & self._noted[loaded.task.rows]
         if noted.any():
@@ -487,7 +499,7 @@ class _Reader:
     def _checked(
         self, loaded: Loaded, chosen: BoolArray
     ) -> Iterator[tuple[ValueChecker, IntArray]]:
-        """Yield each checker and the places of the chosen objects of a task that it checks."""
+        """Yield each checker of a task, with the places of the chosen objects that it checks."""
         rows = loaded.task.rows
         if self._plan.checkers:
             edges = np.flatnonzero(np.diff(self._inventory.affix_ids[rows])) + 1
@@ -542,7 +554,10 @@ class _Reader:
 
 
 def _digests(loaded: Loaded, wanted: IntArray) -> npt.NDArray[np.uint8]:
-    """Return the digests of some objects of a task, zeros for the others: [n, 32]."""
+    """Return the digests of a task's objects: [n, 32], zeros for objects that are not wanted.
+
+    wanted: places of the objects in the task.
+    """
     from blake3 import blake3
 
     digests = np.zeros((len(loaded.task.rows), DIGEST_BYTES), dtype=np.uint8)

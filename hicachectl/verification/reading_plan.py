@@ -37,21 +37,24 @@ if TYPE_CHECKING:
 
     Window = tuple[int, int]
 
-# Small enough that a task stays in the CPU's cache while it is checked, large enough that the
-# overhead of a task is small. With half the size, two threads read 20% less in the same time; with
-# a quarter, 40% less (measured).
+# Bytes of a task. So few bytes stay in the CPU's cache while they are checked, and so many make the
+# overhead of a task small. With half as many, two threads read 20% less in the same time. With a
+# quarter, they read 40% less (measured).
 TASK_BYTES = 16 << 20
 _TASK_OBJECTS = 256
-# Least size of objects that are digested in pieces. Smaller objects fit into the processor's cache.
+# Least size of objects that are digested in pieces. Smaller objects fit into the processor's cache
+# whole, so they need no pieces.
 _PIECES_FROM = 1 << 20
-# A task of such objects takes no memory of the arena. With 16 MiB, two threads hand over Python's
-# lock so often that the same digests take a quarter longer (measured).
+# Bytes of a task of objects that are digested in pieces. The task takes no memory of the arena, so
+# it can be large. With tasks of 16 MiB, two threads wait for Python's lock so often that the
+# same digests take a quarter longer (measured).
 _PIECES_TASK_BYTES = 128 << 20
 # Most seconds that a task takes at the rate of --bwlimit, so that the rate is even.
 _LIMITED_SECONDS = 0.25
-# Objects of one kind are read together, but only within a window of the listing. A run that is cut
-# short has therefore read whole pages, not only objects of one rank. If the store lists offsets,
-# the listing is ordered by them, and a window is a stretch of each file.
+# Objects of one affix are read together, but only within a window: this many objects that follow
+# one another in the plan. A run that is cut short has therefore read all objects of some pages, not
+# the objects of one rank alone. If the store lists offsets, the plan is ordered by offset, and a
+# window is a stretch of each file.
 _WINDOW_OBJECTS = 8192
 _LEAST_WINDOW_OBJECTS = 1024
 _HOLES_AT_ONCE = 8192
@@ -68,7 +71,8 @@ class ReadingPlan:
     expected: known specs by affix id.
     checkers: value checkers by affix id, for objects of `sizes[affix]` bytes.
     sizes: expected sizes by affix id; the last entry is for foreign keys.
-    jobs: number of threads or processes that read; None to choose it.
+    jobs: number of threads or processes that read; None for a number that the pipeline chooses.
+    deadline: `time.monotonic()` after which no read begins; None for no limit.
     confirm: whether to rule out writers that interfere, see `Confirm.read_confirmed`.
     device: device that digests and checks instead of the CPU; None for the CPU.
     processes: processes that read objects of the inventory for the device; None if threads read.
@@ -92,7 +96,7 @@ class ReadingPlan:
     in_pieces: bool = False
 
     def without(self, left_out: npt.NDArray[np.bool_]) -> ReadingPlan:
-        """Return the plan without some objects. left_out: [n]."""
+        """Return the plan without some objects. left_out: [n] bool."""
         return self._picked(~left_out) if left_out.any() else self
 
     def known_affix(self, affix: int, nbytes: int) -> int:
@@ -100,7 +104,7 @@ class ReadingPlan:
         return affix if nbytes == self.sizes[affix] else -1
 
     def only(self, chosen: npt.NDArray[np.bool_]) -> ReadingPlan:
-        """Return a plan to read only some objects, with `confirm` set. chosen: [n]."""
+        """Return a plan to read only some objects, with `confirm` set. chosen: [n] bool."""
         return replace(self._picked(chosen), confirm=True)
 
     def ordered(self, places: IntArray | None) -> ReadingPlan:
@@ -124,12 +128,13 @@ class ReadingPlan:
 
 @dataclass(frozen=True, slots=True)
 class ReadingReasons:
-    """Reasons to read objects of a store. False if there is none.
+    """Reasons to read objects of a store. The truth value is False if there is no reason.
 
-    values: groups of value checks.
+    values: requested groups of value checks.
     catalog: whether objects are digested for a catalog.
     own: whether the store compares objects with its own digests and identities.
-    marked: key suffixes of objects that have such digests; empty if all objects may have them.
+    marked: key suffixes of objects that may have digests or identities in the store; empty if all
+        objects may have them.
     """
 
     values: tuple[str, ...]
@@ -165,7 +170,8 @@ class ReadingChoice:
     """Objects to read, and selected objects that are left out.
 
     counts: number of objects to read, by check group. One object can serve several groups.
-    huge: rows of objects that exceed the buffer.
+    huge: rows of objects that are not read, because they exceed the buffer. An object whose
+        expected size is known is left out here, because the check of sizes reports the object.
     undigested: number of objects not read, because the store has no digest of them and no other
         check needs them.
     """
@@ -201,8 +207,8 @@ def choose_objects(
     expected = inventory.table.expected_sizes
     sizes = readable_sizes(inventory, expected)
     chosen &= sizes != UNKNOWN_SIZE
-    # An object that claims a huge size must not end the run. If a size is expected, the check of
-    # sizes reports it.
+    # An object that claims a huge size must not end the run. If its expected size is known, the
+    # check of sizes reports the object.
     huge = chosen & (sizes > request.buffer_bytes) & (sizes != expected[ids])
     chosen &= ~huge
     of_replicas = replicated[ids] & (VALUES.name in reasons.values)
@@ -271,7 +277,7 @@ def _spread_in_time(
 
 
 def known_specs(table: AffixTable) -> dict[int, ObjectSpec]:
-    """Return the specs of which a profile describes the tensors, by affix id."""
+    """Return the specs whose tensors a profile describes, by affix id."""
     specs = enumerate(table.specs)
     return {affix: spec for affix, spec in specs if spec is not None and spec.tensors}
 
@@ -279,7 +285,10 @@ def known_specs(table: AffixTable) -> dict[int, ObjectSpec]:
 def value_checkers(
     known: dict[int, ObjectSpec], profile: Profile | None, groups: Collection[str] | None = None
 ) -> dict[int, ValueChecker]:
-    """Return a checker for each known spec to which a check of the groups applies."""
+    """Return the checkers by affix id, for the known specs to which a check applies.
+
+    groups: check groups to take checks from; None for all groups.
+    """
     if profile is None:
         return {}
     from hicachectl.checks.values import ValueChecker
@@ -289,9 +298,10 @@ def value_checkers(
 
 
 def readable_sizes(inventory: Inventory, expected: IntArray) -> IntArray:
-    """Return the bytes to read of each object: the listed size, else the expected size.
+    """Return how many bytes to read of each object: [objects].
 
-    UNKNOWN_SIZE if both are unknown, so that the object cannot be read.
+    This is the listed size, or the expected size if none is listed. It is UNKNOWN_SIZE if both are
+    unknown, and the object then cannot be read.
     """
     listed = inventory.sizes
     sizes: IntArray = np.where(
@@ -301,9 +311,10 @@ def readable_sizes(inventory: Inventory, expected: IntArray) -> IntArray:
 
 
 def unwritten(store: Store, inventory: Inventory, plan: ReadingPlan) -> npt.NDArray[np.bool_]:
-    """Return which planned objects lie in holes of their file, never written: [rows of the plan].
+    """Return which planned objects were never written: [rows of the plan].
 
-    Only 3FS stores have such objects. An object is named only if its key still maps to that place.
+    They lie in holes of their file, and only 3FS stores have such objects. An object counts only if
+    its key still maps to the listed place after the hole was found.
     """
     hollow = np.zeros(len(plan.rows), dtype=np.bool_)
     if not isinstance(store, PageTables):
@@ -320,7 +331,7 @@ def unwritten(store: Store, inventory: Inventory, plan: ReadingPlan) -> npt.NDAr
 def windows_of(count: int, *, readers: int = 1) -> list[Window]:
     """Cut the listing into windows.
 
-    For several readers, the last windows are smaller, so that all finish together.
+    For several readers, the last windows are smaller, so that all readers end at about one time.
     """
     least = _WINDOW_OBJECTS if readers == 1 else _LEAST_WINDOW_OBJECTS
     windows = []
@@ -333,7 +344,7 @@ def windows_of(count: int, *, readers: int = 1) -> list[Window]:
 
 
 def places_of(inventory: Inventory) -> IntArray | None:
-    """Return the offset of each object in its file: [objects]; None without listed offsets."""
+    """Return each object's offset in its file: [objects]. None if the store lists no offsets."""
     if "locator" not in inventory.objects.column_names:
         return None
     places: IntArray = inventory.objects.column("locator").fill_null(0).to_numpy()
@@ -341,11 +352,12 @@ def places_of(inventory: Inventory) -> IntArray | None:
 
 
 def tasks_of(plan: ReadingPlan, inventory: Inventory, windows: Iterable[Window]) -> Iterator[Task]:
-    """Cut each window into tasks. The objects of a task have one size, and one affix or file.
+    """Cut each window into tasks, and yield them.
 
-    If the store lists offsets, adjacent objects are read together, such as the K and V of a page on
-    3FS. In memory, the objects of each affix follow one another. Large objects that no value check
-    needs are read in pieces, if the plan allows it.
+    All objects of a task have the same size. They also have the same affix, or lie in the same file
+    if the store lists offsets and the CPU checks. Neighbours in a file, such as the K and V of a
+    page on 3FS, are then read together, but in the task they are ordered by affix. Large objects
+    that no value check needs are read in pieces, if the plan allows this.
     """
     affix_ids, places = inventory.affix_ids, places_of(inventory)
     most_objects, most_bytes = _TASK_OBJECTS, min(TASK_BYTES, plan.buffer_bytes // 2)
@@ -380,7 +392,10 @@ def tasks_of(plan: ReadingPlan, inventory: Inventory, windows: Iterable[Window])
 
 
 def _fits_pieces(plan: ReadingPlan, affixes: npt.NDArray[np.int32], sizes: IntArray) -> bool:
-    """Return whether objects of one size are large and need no check that sees them whole."""
+    """Return whether objects can be digested in pieces: they are large, and have no value check.
+
+    sizes: sizes of the objects, all equal.
+    """
     if plan.device is not None or not len(sizes) or sizes[0] < _PIECES_FROM:
         return False
     known = {plan.known_affix(affix, int(sizes[0])) for affix in np.unique(affixes).tolist()}
@@ -394,7 +409,10 @@ def _in_slab(device: DeviceChecker, nbytes: int) -> int:
 
 
 def _prefix_ids(inventory: Inventory) -> IntArray:
-    """Return the number of each affix's key prefix, by affix id. On 3FS, a prefix is a file."""
+    """Return the number of each affix's key prefix, by affix id.
+
+    On 3FS, the prefix names the file.
+    """
     prefixes = [prefix for prefix, _ in inventory.table.affixes]
     ids = {prefix: number for number, prefix in enumerate(dict.fromkeys(prefixes))}
     return np.array([*(ids[prefix] for prefix in prefixes), len(ids)], dtype=np.int64)

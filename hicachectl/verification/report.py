@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from hicachectl.verification.part_result import PartResult
     from hicachectl.verification.request import VerifyRequest
 
+# Sets of dtypes that have the same width.
 _ALIKE = (
     {"bfloat16", "float16"},
     {"float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"},
@@ -97,7 +98,7 @@ class VerifyDocument(msgspec.Struct, kw_only=True):
     repair_refused: list[Refusal] | UnsetType = UNSET
 
 
-# Counts with the same name in the document.
+# Counts that the document has under the same names.
 _COUNTS = {*VerifyFacts.__struct_fields__, *ReadCounts.__struct_fields__} - {"seconds"}
 _COUNTS &= set(VerifyDocument.__struct_fields__)
 # Members of skipped_checks that name no check.
@@ -110,8 +111,8 @@ def doubted(refused: Refusal, does: str = "repairs") -> str:
     does: verb that says what --despite-profile does.
     """
     return (
-        f"{refused.text}: either the profile is not the servers', or everything since then is "
-        f"wrong: compare with hicachectl profile --server; {DESPITE} {does}"
+        f"{refused.text}; either the profile or these pages are wrong; compare the profile with "
+        f"hicachectl profile --server; {DESPITE} {does} them all the same"
     )
 
 
@@ -161,7 +162,10 @@ class VerifyReport:
         return cls(document=document, placed=PLACED_SCHEMA.empty_table())
 
     def fails(self, fail_on: str) -> bool:
-        """Return whether a repair failed, or a finding is at least this severe (or "never")."""
+        """Return whether the run counts as failed: by a failed repair, or by a severe finding.
+
+        fail_on: least severity of a finding that counts; "never" if no finding does.
+        """
         if fail_on == NEVER or self.unrepaired:
             return self.unrepaired
         return bool((severity_ranks(self.placed) >= SEVERITIES.index(fail_on)).any())
@@ -175,7 +179,7 @@ class VerifyReport:
     ) -> Result:
         """Return the result of the command.
 
-        dry_run: whether the repair changed nothing; None without a repair.
+        dry_run: whether the repair was a dry run; None without a repair.
         mending: parts of the command line that the suggested commands reuse.
         """
         document = self.document
@@ -184,7 +188,7 @@ class VerifyReport:
             document = {**document, "dry_run": dry_run, "repair_refused": list(refused)}
 
         refusals = [
-            f"The repair would be refused: {worst.text}" for worst in self._worst if dry_run
+            f"The repair would be refused, because {worst.text}" for worst in self._worst if dry_run
         ]
         steps = mending.next_steps(self.misleading_ns) if self.misleading else ()
 
@@ -205,7 +209,7 @@ class VerifyReport:
 
     @property
     def _worst(self) -> list[Refusal]:
-        """The refusal that affects most pages, in a list; empty without refusals."""
+        """A list with the refusal that affects the most pages; empty if nothing was refused."""
         return sorted(self.refused, key=lambda refusal: -refusal.affected)[:1]
 
     @property
@@ -335,11 +339,11 @@ def _gaps(
     digests = DIGESTS.name in request.checks
     if digests:
         yield from _uncompared(facts.reading, store, request)
-    # An identity states the dtype.
+    # An identity states the dtype, so after its comparison the dtype is in no doubt.
     stated = digests and store.marked and store.identified and not facts.reading.undigested
     if facts.planned.get(VALUES.name) and not stated:
         for name, why in _indistinct_dtypes(known_specs(table).values(), request.real_profile):
-            told = "; values-changed tells two settings apart, not which one the servers have"
+            told = "; values-changed shows two settings, but not which of them the servers have"
             yield name, why + told * changed
     if facts.planned.get(VALUES.name) and request.sample is not None and not changed:
         yield from _uncompared_ages(evidence)
@@ -395,7 +399,7 @@ def _uncompared(
             yield (
                 "undigested-objects" if counts.compared else DIGESTS.name,
                 f"{counted(counts.undigested, 'object')} without a digest in the store, so the "
-                "bytes were not compared; to compare them with later ones, give --catalog FILE and "
+                "bytes were not compared; to compare them in later runs, give --catalog FILE and "
                 "--update-catalog",
             )
     if counts.unranked:
@@ -424,8 +428,8 @@ def _indistinct_dtypes(
 ) -> Iterator[tuple[str, str]]:
     """Yield one gap if checked values may have another dtype of equal width, else nothing.
 
-    Random bits are finite numbers in most dtypes. Only bfloat16 and float16 can be told apart, in
-    objects that are not tiny.
+    Random bits are finite numbers in most dtypes. Of dtypes of equal width, only bfloat16 and
+    float16 can be told apart, and only in objects that are not tiny.
     specs: specs of the objects whose values were checked.
     """
     assumed: dict[str, set[str]] = {}
@@ -465,7 +469,7 @@ def _unjudged(table: AffixTable, tally: Tally, request: VerifyRequest) -> Iterat
             if states.any()
         )
         why = f"objects of {first_of(others)} that the profile does not describe: "
-        yield "other-deployments", why + "they were only compared with each other"
+        yield "other-deployments", why + "they were compared with each other only"
     unlisted = {s.pool for d in table.deployments for s in d.specs if not s.listed}
     if unlisted:
         yield (

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _REPAIR = ("--repair", "quarantine")
 _SIZE, _PROFILE, _DESTINATION = "SIZE", "FILE", "DST"
 _GIVEN, _TARGET, _SERVER = "--profile", "--to-profile", "--server"
-# A label of `keys.labels` with a name that is not escaped.
+# A label of `keys.labels` whose model name is not escaped.
 _LABEL = re.compile(r"([^\s%?]{2,}|[^\s%?-])((?: [a-z]+[0-9]+)*)")
 
 
@@ -59,10 +59,10 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
     program: words before the name of the command.
     store: store, as the user gave it.
     destination: destination of copies.
-    options: words of the options that the next command needs, too.
+    options: words of the run's options that a suggested command repeats.
     profiled: whether the run had a profile.
     deletes: whether objects of the store can be deleted.
-    quarantine: quarantine directory of repairs; empty for the store's own.
+    quarantine: quarantine directory of repairs; empty for the default directory of the store.
     model: model name of the profile, as in keys; empty without a profile.
     sizes: sizes of the profile by axis, as in keys; empty without a profile.
     stamped: whether the run writes a stamp.
@@ -85,8 +85,7 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
         """Return a shell command, made from the template of a code.
 
         template: command with placeholders such as STORE and OPTIONS.
-        deployment: label of the only deployment with the findings; None if there is not exactly
-            one.
+        deployment: label of the deployment with the findings; None if several have them, or none.
         """
         words = self._named(template.split()[1:], deployment)
         if not self.deletes and (words[0] == "rm" or _REPAIR[0] in words):
@@ -152,9 +151,10 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
         return next_steps(command, server=server, timed=oldest_ns is not None, doubtful=doubtful)
 
     def _named(self, words: list[str], deployment: str | None) -> list[str]:
-        """Replace the placeholders of the model and its size by the values of a deployment.
+        """Return words with the placeholders of the model and its size replaced.
 
-        deployment: label of the deployment; None for the profile's.
+        deployment: label of the deployment that gives the model and sizes; None for the profile's
+            deployment.
         """
         label = _LABEL.fullmatch(deployment or self.model)
         if label is None or MODEL not in words:
@@ -199,9 +199,9 @@ class FindingGroup:
 
 
 def group_findings(found: pa.Table, now: float) -> list[FindingGroup]:
-    """Return groups of findings, worst severity first, then by count.
+    """Return groups of findings: the worst severity first, and within a severity the largest first.
 
-    Only the work on groups is Python; the work on findings is numpy and Arrow.
+    Python code runs for each group, not for each finding.
     found: findings in the columns of `checks.findings.PLACED_SCHEMA`.
     now: Unix seconds.
     """
@@ -243,7 +243,10 @@ def group_findings(found: pa.Table, now: float) -> list[FindingGroup]:
 
 
 def _numbered(column: pa.ChunkedArray) -> tuple[npt.NDArray[np.int64], int]:
-    """Return a number for each text of a column, and the count of different texts and null."""
+    """Return a number for each value of a column, and how many different values there are.
+
+    Equal values have equal numbers. Null is a value.
+    """
     encoded = pc.dictionary_encode(column.combine_chunks(), null_encoding="encode")
     return encoded.indices.to_numpy().astype(np.int64), len(encoded.dictionary)
 
@@ -341,8 +344,9 @@ def _group_lines(groups: list[FindingGroup], limit: int, screen: Screen) -> Iter
 
 
 def _example_lines(key: str, detail: str, width: int | None) -> Iterator[str]:
-    """Yield the lines of an example. On a terminal, a long key is shortened, the detail never.
+    """Yield the lines of an example. On a terminal, a long key is shortened.
 
+    An example of more than _MOST_LINES lines ends with an ellipsis.
     width: characters of a terminal line; None if the output is no terminal.
     """
     if width is None:
@@ -393,7 +397,7 @@ def _mending_lines(
                 commands = [_many_text(code), *commands]
         said = "\n  ".join(commands) or code.next_step
         if mending.stamped and name == "stamp-mismatch":
-            said = "nothing to do: this run compared with the old stamp and wrote a new one"
+            said = "nothing to do, because this run compared with the old stamp and wrote a new one"
         steps.setdefault(f"  {said}", {})[name] = None
     if steps:
         yield ""
@@ -416,7 +420,7 @@ def _choice(code: Code) -> str:
 
 
 def _condition(code: Code, written_ns: int | None) -> Iterator[str]:
-    """Yield when the command of a code is right, if it can remove pages that servers use.
+    """Yield when the command of a code is right, if the command can remove pages that servers use.
 
     written_ns: latest time of an object with such a finding, Unix nanoseconds; None if unknown.
     """
@@ -431,22 +435,22 @@ def _doubt_lines(refused: Refusal) -> Iterator[str]:
     """Yield why a repair would be refused, and the steps before it."""
     settings = code_named(refused.code).doubts
     yield (
-        f"A repair without {DESPITE} is refused, because {refused.text}: probably the profile, or "
-        "what the servers were launched with, is wrong, not the pages."
+        f"A repair without {DESPITE} is refused, because {refused.text}. Probably the pages are "
+        "right, and the profile or the launch options of the servers are wrong."
     )
     yield (
         "First compare the profile with hicachectl profile --server. To use the pages, launch the "
-        f"servers as when they were written: compare {settings}. If the pages are of no use, "
-        "repair them with:"
+        f"servers with the settings that wrote the pages; compare {settings}. If the pages are of "
+        "no use, repair them with:"
     )
 
 
 def _many_text(code: Code) -> str:
     """Return a warning before a repair that removes most pages."""
     return (
-        f"Most objects have {code.name}: probably servers with another setting wrote them. To use "
-        f"them, launch the servers as when they were written: compare {code.doubts}. If they are "
-        "of no use, repair them with:"
+        f"Most objects have {code.name}, probably because servers with another setting wrote them. "
+        f"To use the pages, launch the servers with that setting; compare {code.doubts}. If the "
+        "pages are of no use, repair them with:"
     )
 
 

@@ -50,7 +50,11 @@ class Sample:
 
     @classmethod
     def parse(cls, text: str, number: int | None = None) -> Sample:
-        """Return the slice for a text such as 5%. number: see `of`. Raises UsageError."""
+        """Return the slice for a text such as 5%.
+
+        number: see `of`.
+        Raises UsageError if the text is not a share in percent.
+        """
         if not re.fullmatch(r"\d+(\.\d+)?%", text):
             raise UsageError(f"--sample: {text!r} is not a share in percent; write 5%")
         return cls.of(float(text[:-1]), number)
@@ -82,14 +86,14 @@ class Sample:
 class VerifyRequest:
     """Options of a verification.
 
-    collision: why the given profile was left out, because its ranks overwrite each other's objects;
-        else "".
+    collision: why ranks of the given profile overwrite each other's objects, so that the profile
+        was left out; "" if they do not.
     checks: names of the check groups to run.
     time_limit_seconds: time after which no read begins.
     identity: version fields that show a rewrite if they have changed since the catalog was
         recorded; empty for all fields of the store.
-    most_looked_up: largest number of incomplete groups to look up again, in case they have changed
-        since the listing; None for all.
+    most_looked_up: largest number of incomplete groups to look up again, to see which of them have
+        changed since the listing; None for all.
     repairs: whether to list the version of each object, for a repair.
     allow_empty: whether to accept a store without pages.
     changes: whether the run may remove pages, so that the clock of the store's file system decides
@@ -122,7 +126,7 @@ class VerifyRequest:
     noted_objects: int = MOST_OBJECTS
 
     def __post_init__(self) -> None:
-        """Raise UsageError if there is no check, or a name that is no check group."""
+        """Raise UsageError if `checks` is empty, or has a name that is no check group."""
         known = group_names()
         if not self.checks:
             raise UsageError(
@@ -144,7 +148,7 @@ class VerifyRequest:
 
     @property
     def value_groups(self) -> tuple[str, ...]:
-        """The requested groups of value checks; none without a given profile."""
+        """The requested groups of value checks; empty if the user gave no profile."""
         if self.real_profile is None:
             return ()
         return tuple(group for group in self.checks if group in value_groups())
@@ -194,7 +198,7 @@ class VerifyRequest:
         return unmet
 
     def impossible(self, unmet: Mapping[Need, str]) -> dict[str, str]:
-        """Return each requested group of which no check can run, with the reason and next step."""
+        """Return the requested groups in which no check can run, each with reason and next step."""
         impossible = {}
         for group in self.checks:
             reasons = [

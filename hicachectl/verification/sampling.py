@@ -23,8 +23,9 @@ _DAY = 86400
 
 
 def day_sample(inventory: Inventory, pages: int) -> Sample:
-    """Return a slice of about `pages` pages and at most about _SAMPLE_BYTES; it changes daily.
+    """Return a slice of about `pages` pages, which have at most about _SAMPLE_BYTES.
 
+    The day decides which slice of this size is returned.
     inventory: inventory with at least one page.
     """
     paged = ~inventory.is_foreign
@@ -32,7 +33,7 @@ def day_sample(inventory: Inventory, pages: int) -> Sample:
     stored = len(hashes) - int((hashes[1:] == hashes[:-1]).sum())
     most = int(_SAMPLE_BYTES * stored / max(1, byte_sum(inventory.known_sizes)))
     slices = max(1, round(stored / max(1, min(pages, most))))
-    # The slice to which some page belongs, so that it is not empty.
+    # The day picks a page, and the slice is the slice of this page, so it is not empty.
     page = int(hashes[int(time.time() // _DAY) % len(hashes)]) >> 32
     return Sample(slices, page % slices)
 

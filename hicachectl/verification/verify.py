@@ -1,4 +1,4 @@
-"""Check whole page groups of a store: all groups, or the groups of one part of a run."""
+"""Check the page groups of a store, or of one part of a run."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class RunStart:
 class Judged:
     """Objects that the checks of a part judged. All arrays are [objects].
 
-    tried: whether the object was read.
+    tried: whether a read of the object was tried and found the object.
     valued: whether the values of the object were checked.
     identified: whether the store compared the identity or digest of the object.
     """
@@ -97,7 +97,7 @@ class PartCheck:
     """Result of checking a part, with all that a repair needs.
 
     result: counts and findings for the report.
-    catalog: digests of the part's objects; None unless requested.
+    catalog: digests of the part's objects; None if the request updates no catalog.
     listing: time of the listing.
     groups: selected groups.
     in_flight: [groups] whether the group was in flight, so that no check judged it.
@@ -118,10 +118,10 @@ class PartCheck:
 
 
 def start_run(store: Store, request: VerifyRequest, *, first: bool = True) -> RunStart:
-    """Note the state before the listing.
+    """Return the state before the listing.
 
     first: see `check_part`.
-    Raises UsageError if a requested device is missing, and StoreUnavailable.
+    Raises StoreUnavailable, and UsageError if a requested device is missing.
     """
     # Report a missing device before a long listing, and for an empty store, too.
     if ReadingReasons.of(store, request):
@@ -132,8 +132,9 @@ def start_run(store: Store, request: VerifyRequest, *, first: bool = True) -> Ru
 
 
 def lister_findings(store: Store, request: VerifyRequest, now_ns: int) -> pa.Table:
-    """Return the findings about the listing that this process has just made, as RUN_SCHEMA.
+    """Return the findings about the listing that this process has just made.
 
+    They have the columns of RUN_SCHEMA.
     now_ns: Unix time at the start of the listing.
     """
     given = CheckListing(
@@ -147,7 +148,7 @@ def lister_findings(store: Store, request: VerifyRequest, now_ns: int) -> pa.Tab
 
 
 def lister_remarks(store: Store, request: VerifyRequest, now_ns: int) -> tuple[str, ...]:
-    """Return the remarks about a listing, except remarks that `lister_findings` repeats."""
+    """Return the remarks about a listing, except remarks about losses that are findings."""
     losses = store.losses if isinstance(store, ReportsLosses) else ()
     grace_start_ns = now_ns - request.grace_ns
     said = {str(loss) for loss in losses if loss.changed_ns <= grace_start_ns}
@@ -168,7 +169,8 @@ def check_part(
 
     listed: all objects of the part.
     start: state before the listing.
-    first: whether to run the checks of the store itself as well. Only the first part does.
+    first: whether this part is the first of the run. The first part alone also runs the checks of
+        the store itself.
     on_read, on_wait: see `check_store`.
     Raises StoreUnavailable.
     """
@@ -193,6 +195,8 @@ def check_part(
     remarks: list[str] = []
     reading, devices = read_chosen(store, request, inventory, choice, on_read, remarks.append)
     if not has_times:
+        # Groups have no ages, so a second look after the grace shows which are in flight. The
+        # reading has used up a part of this wait.
         in_flight, gone = look_again(
             store, groups, start.listing, grace, most=request.most_looked_up, on_wait=on_wait
         )
@@ -254,7 +258,10 @@ def check_part(
 
 
 def _judged(inventory: Inventory, plan: ReadingPlan, reading: ReadingResult) -> Judged:
-    """Return which objects were judged. Only objects of the expected size have checked values."""
+    """Return which objects were judged.
+
+    The values of an object were checked only if the object has its expected size.
+    """
     affixes = np.zeros(len(inventory.table.affixes) + 1, dtype=np.bool_)
     affixes[list(plan.checkers)] = True
     ids = inventory.affix_ids[plan.rows]
@@ -264,7 +271,7 @@ def _judged(inventory: Inventory, plan: ReadingPlan, reading: ReadingResult) -> 
 
 
 def _evidence(inventory: Inventory, plan: ReadingPlan, reading: ReadingResult) -> pa.Table:
-    """Return facts about the noted objects that were read, as EVIDENCE_SCHEMA."""
+    """Return facts about the noted objects that were read, in the columns of EVIDENCE_SCHEMA."""
     rows = plan.rows[plan.noted & reading.whole[plan.rows]]
     ids = inventory.affix_ids[rows]
     widths = np.zeros(len(inventory.table.affixes) + 1, dtype=np.uint8)
@@ -330,8 +337,8 @@ def check_store(
     on_listed: takes the number of objects listed so far.
     on_read: takes the bytes of each task read, and the bytes of all tasks.
     on_wait: takes the seconds to wait, and the number of incomplete groups.
-    Raises StoreUnavailable, also for a store without pages, and ProfileError if the profile
-    contradicts the store.
+    Raises StoreUnavailable, also for a store without pages if the request does not allow this.
+    Raises ProfileError if the profile contradicts the store.
     """
     start = start_run(store, request)
     listed = take_inventory(

@@ -116,7 +116,7 @@ def test_every_key_of_a_shared_page_is_named() -> None:
     rows = found_in(table_of([3, 4, 3, 5, 3], [], 6, keys=keys), earlier=[])
     assert [row["key"] for row in rows] == [f"0:kv:{key}" for key in (f"{PAGE}-k", "b", "c")]
     assert {row["detail"] for row in rows} == {
-        "page 3 is held by 3 keys: at most one of them reads its own bytes"
+        "page 3 is held by 3 keys, so at most one of them reads its own bytes"
     }
     assert {(row["code"], row["severity"], row["pool"]) for row in rows} == {
         ("page-index-shared", "error", "kv")
@@ -138,7 +138,7 @@ def test_a_page_that_is_mapped_and_free_is_an_error_of_its_key() -> None:
     (row,) = found_in(table_of([2, 1], [0, 2], 3, rank=7, namespace="indexer"))
     assert (row["code"], row["severity"]) == ("page-index-free", "error")
     assert (row["key"], row["pool"]) == ("7:indexer:key-0", "indexer")
-    assert row["detail"] == "page 2 is also free: the next writer may overwrite the page"
+    assert row["detail"] == "page 2 is also free, so the next writer may overwrite the page"
 
 
 def test_leaked_pages_are_counted_and_the_first_ones_named() -> None:

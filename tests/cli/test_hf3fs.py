@@ -57,7 +57,7 @@ def test_a_report_has_values_but_no_times(invoke: Invoke, place: Place, tmp_path
     assert "mean magnitude" in text
     invoke("report", place.url(), "--grace", "0s", "-o", made)
     text = text_of(made)
-    assert "sizes: could not run: see the remarks" in text
+    assert "sizes: could not run; the remarks say why" in text
     assert "The store lists no sizes for some objects, so objects are counted." in text
     assert "24 in objects of unknown size" in text
     assert "keys without a model name: 6 pages" in text

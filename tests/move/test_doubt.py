@@ -215,7 +215,10 @@ def test_a_refused_repair_writes_all_else(invoke: Invoke, tmp_path: Path, dry_ru
     assert "nothing was repaired: 8 of the 8 newest pages, and 9 of all 12, have missing-pool" in (
         ran.stderr
     )
-    assert "compare with hicachectl profile --server; --despite-profile repairs" in ran.stderr
+    assert (
+        "compare the profile with hicachectl profile --server; --despite-profile repairs"
+        in ran.stderr
+    )
     document = ran.document
     (refusal,) = document.pop("repair_refused")
     assert refusal == {
@@ -261,10 +264,13 @@ def test_the_table_says_beforehand_what_a_repair_says(
     )
     plainly = [word for word in words if word != "--despite-profile"]
     tried = invoke(*plainly, "--dry-run", exit_code=2 if refused else 4)
-    assert ("The repair would be refused: 8 of the 8 newest" in tried.stderr) is refused
+    assert ("The repair would be refused, because 8 of the 8 newest" in tried.stderr) is refused
     if refused:
         assert under[1].startswith("  First compare the profile with hicachectl profile --server.")
-        assert "launch the servers as when they were written: compare the pools" in under[1]
+        assert (
+            "launch the servers with the settings that wrote the pages; compare the pools"
+            in under[1]
+        )
         said = tried.stderr
         assert said.index("would be refused") < said.index("nothing was changed")
         assert "--despite-profile" in tried.stdout
@@ -283,8 +289,10 @@ def test_most_objects_of_another_size_suggest_another_setting(
     options = ("--profile", profile, "--checks", "sizes", "--grace", "0s")
     lines = invoke("verify", tmp_path / "store", *options, exit_code=4).stdout.splitlines()
     under = lines[lines.index("truncated:") + 1 :]
-    assert under[0].startswith("  Most objects have truncated: probably servers with another")
-    assert "as when they were written: compare the page size, the KV cache dtype or the" in under[0]
+    assert under[0].startswith(
+        "  Most objects have truncated, probably because servers with another"
+    )
+    assert "with that setting; compare the page size, the KV cache dtype or the" in under[0]
     assert under[1].endswith("--repair quarantine")
 
 

@@ -79,8 +79,8 @@ def test_the_page_says_growth_with_its_denominators(
     invoke("report", store, "--title", "Prod <&>", "-o", made)
     text = text_of(made)
     assert text.startswith("Prod <&> Prod <&> HiCache store file://")
-    growth = "In the last 7 days, the store grew by at most 3.4 KiB a day; at this rate its free "
-    assert f"{growth}241.0 KiB last 70 days or longer." in text
+    growth = "In the last 7 days, the store grew by at most 3.4 KiB a day. At this rate, its "
+    assert f"{growth}241.0 KiB of free space last 70 days or longer." in text
     assert "last 24 hours 16.0 KiB 16.0 KiB 15 last 7 days 24.0 KiB 3.4 KiB 70" in text
     assert "20d since the first write 36.0 KiB 1.8 KiB 133" in text
     assert "share of 36.0 KiB in the last 7 days share of 24.0 KiB" in text
@@ -105,7 +105,10 @@ def test_what_times_do_not_tell_is_said(tmp_path: Path, invoke: Invoke) -> None:
     young = tmp_path / "young"
     put_pages(young, range(3), "_m_0_1", mtime=time.time() - 100)
     invoke("report", young, "-o", made)
-    assert "The first write was less than an hour ago, which tells no rate" in text_of(made)
+    assert (
+        "The first write was less than an hour ago, which is too short to tell a rate"
+        in text_of(made)
+    )
     put_pages(young, range(3, 4), "_m_0_1", mtime=time.time() - 2 * HOUR)
     (window,) = picture_of(young).filling.windows
     assert (window.is_all, window.nbytes, round(window.seconds / HOUR)) == (True, 256, 2)

@@ -61,7 +61,7 @@ def test_findings_come_with_meaning_risk_and_command(
     assert said.stdout.startswith(f"{made}: 18 objects, 10 pages")
     assert said.stdout.count("\n") == 1
     text = text_of(made)
-    assert "2 errors: servers could read wrong data" in text
+    assert "2 errors, so servers could read wrong data" in text
     assert "missing-pool 2 Meaning The page has its kv" in text
     assert "Risk SGLang 0.5.19 and later miss the page" in text
     assert f"hicachectl verify {dsa} --profile {dsa_profile} --repair quarantine" in text
@@ -119,7 +119,7 @@ def test_pages_in_flight_are_not_called_clean(invoke: Invoke, tmp_path: Path) ->
     put_pages(store, range(3), "_m_0_1", mtime=time.time())
     made = tmp_path / "page.html"
     invoke("report", store, "-o", made)
-    assert "No page was judged: all are in flight" in text_of(made)
+    assert "No page was judged, because all pages are in flight" in text_of(made)
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_values_are_checked_and_shown_if_asked_for(
     kv_only = tmp_path / "kv.toml"
     kv_only.write_text(DSA[: DSA.rindex("[[pools]]")])
     invoke("report", lone, "--profile", kv_only, "-o", made, exit_code=4)
-    assert "The page in full has 1 finding that the checks did not look for" in text_of(made)
+    assert "has 1 finding that the checks of this run did not look for" in text_of(made)
     refused = invoke(*arguments, "--page", "0" * 20, exit_code=2).stderr
     assert "no page begins with '00000000000000000000'" in refused
 
@@ -172,7 +172,7 @@ def test_a_mix_of_sizes_is_seen(tmp_path: Path, invoke: Invoke) -> None:
     assert "Several sizes under the same keys: m tp 1 . Another dtype" in text
     assert "160.0 KiB in objects of 4.0 KiB, 2.0 KiB" in text
     assert "mixed-sizes" in text
-    assert "No errors found; 1 warning: servers may read wrong data" in text
+    assert "No errors found; 1 warning, so servers may read wrong data" in text
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_a_change_of_the_dtype_lets_servers_read_wrong_data(tmp_path: Path, invo
     command = ["report", tmp_path / "store", "--profile", profile, "-o", made]
     invoke(*command, "--checks", "values", exit_code=4)
     text = text_of(made)
-    assert "1 error: servers could read wrong data" in text
+    assert "1 error, so servers could read wrong data" in text
     assert "--model m --before 2023-11-14T22:13:30Z" in text
 
 
@@ -518,7 +518,7 @@ def test_a_damaged_pack_is_refused_or_shown_with_its_damage(
     pack.write_bytes(content)
     made.unlink()
     invoke("report", f"pack://{pack}", "--checks", "digests", "-o", made, exit_code=4)
-    assert "1 error: servers could read wrong data" in text_of(made)
+    assert "1 error, so servers could read wrong data" in text_of(made)
     pack.write_bytes(content[: len(content) // 2])
     made.unlink()
     assert "store.hcpack" in invoke("report", f"pack://{pack}", "-o", made, exit_code=2).stderr

@@ -140,7 +140,7 @@ def test_the_removals_that_are_suggested_end_the_change(invoke: Invoke, tmp_path
         f"  If the servers still have the flags from after {time}, remove the older pages" in said
     )
     remarks = verified.stderr
-    assert "values-changed tells two settings apart, not which one the servers have" in remarks
+    assert "values-changed shows two settings, but not which of them the servers have" in remarks
     newer = invoke(*mend.replace("--before", "--since").split()[1:], "--dry-run").stdout
     assert "\n20 pages, 20 objects, " in newer
     removed = invoke(*mend.split()[1:], "--yes").stdout
