@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 
 class NumberKernel:
-    """Flags of bad numbers in the fields of objects on one lane, except padding layers."""
+    """Kernel that flags bad numbers in the fields of objects on one lane.
+
+    Padding layers are not checked.
+    """
 
     def __init__(self, spec: ObjectSpec, profile: Profile, run: DeviceRun) -> None:
         stored = stored_layers(spec, profile)
@@ -39,18 +42,20 @@ class NumberKernel:
         self._fields = list(fields_of(spec, profile, run.pools))
         self._run = run
         layers = torch.tensor(self._layers, dtype=torch.int64, device=run.lane.device)
-        # Block numbers, object by object; blocks are [layer][slot].
+        # Block numbers, object by object. Blocks are stored as [layer][slot].
         self._blocks = (layers * run.most + run.slots[:, None]).reshape(-1)
 
     @staticmethod
     def supports(spec: ObjectSpec, profile: Profile, pools: PoolForm) -> bool:
-        """Return whether the kernel supports the fields of every pool, at least one for each."""
+        """Return whether each pool has fields, and the kernel supports them."""
         return all(supports(fields) for _, fields in fields_of(spec, profile, pools))
 
     def launch(self, count: int) -> list[torch.Tensor]:
-        """Flag objects, [count, 2]: whether it is suspect, and whether the CPU must find an issue.
+        """Return flags [count, 2], as a list of one result.
 
-        Suspects may be healthy: codes under a scale of 0 mean nothing; a row may begin with zeros.
+        They say whether the object is suspect, and whether the CPU must find an issue in it. A
+        suspect may be healthy, because codes under a scale of 0 mean nothing, and a healthy row may
+        begin with zeros.
         """
         layers = len(self._layers)
         found = torch.zeros((count, 2), dtype=torch.bool, device=self._run.lane.device)
@@ -70,7 +75,7 @@ class NumberKernel:
 def fields_of(
     expected: ObjectSpec, profile: Profile, form: PoolForm
 ) -> Iterator[tuple[DevicePool, tuple[Field, ...]]]:
-    """Yield each pool with the fields of its blocks; a block is one layer of one page slot."""
+    """Yield each pool with the fields of its blocks. A block is one layer of one page slot."""
     sections = sections_of(expected, profile)
     for section, tensor, piece in zip(sections, expected.tensors, form.pieces, strict=True):
         yield piece, _fields(section, tensor, piece)
@@ -100,7 +105,7 @@ def _fields(section: Section, tensor: TensorLayout, piece: DevicePool) -> tuple[
 
 
 class OrderKernel:
-    """Row correlations of objects on one lane: in the profile's order, then in rival orders."""
+    """Kernel that correlates rows of objects on one lane, in the profile's and in rival orders."""
 
     def __init__(self, spec: ObjectSpec, profile: Profile, run: DeviceRun) -> None:
         check = layout_check(spec, profile)
@@ -114,19 +119,18 @@ class OrderKernel:
 
     @staticmethod
     def supports(spec: ObjectSpec, profile: Profile, pools: PoolForm) -> bool:
-        """Return True: every object that the check applies to is supported."""
+        """Return True, because the kernel supports every object that the check applies to."""
         return True
 
     def launch(self, count: int) -> list[torch.Tensor]:
-        """Correlate rows: return the gains of each look, then the usable sets of each look.
-
+        """Correlate rows. Return the gains of each look, followed by the usable sets of each look.
         Each result is [count, sets].
         """
         looks = self.correlate(count)
         return [own for own, _ in looks] + [usable for _, usable in looks]
 
     def correlate(self, count: int) -> list[Correlations]:
-        """Correlate the rows of each look, the profile's order first: [count, sets] each."""
+        """Return the correlations of each look, each [count, sets], the profile's order first."""
         piece, run = self._run.pools.pieces[0], self._run
         return [
             correlations(
@@ -145,7 +149,7 @@ class OrderKernel:
     def suspects(self, seen: Sequence[npt.NDArray[Any]]) -> BoolArray:
         """Flag objects that do not show the profile's order but hint at a rival order: [count, 2].
 
-        Column 1 is False: the CPU need not find an issue.
+        Column 1 is always False, because the CPU need not find an issue.
         """
         gains, usable = seen[: len(self._rows)], seen[len(self._rows) :]
         found = np.zeros((len(gains[0]), 2), dtype=np.bool_)

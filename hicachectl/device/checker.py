@@ -33,17 +33,19 @@ if TYPE_CHECKING:
 
     Digests = npt.NDArray[np.uint8]
 
-# Lanes of failed devices, and their runs, kept until exit: destroying their CUDA graphs would end
-# the process.
+# Lanes of failed devices, and their runs. They are kept until the process exits, because the
+# destruction of their CUDA graphs would end it.
 _ABANDONED: list[tuple[Lane, dict[tuple[Lane, ObjectForm], DeviceRun]]] = []
 
 
 class DeviceChecker(Closing):
     """Digest and value checks on one or several devices.
 
-    slab_bytes: most bytes of a task, with the gaps between its objects in the arena.
-    most_objects: most objects of a task.
-    failure: message of the first device failure; None without one.
+    names: names of the devices.
+    slab_bytes: largest number of bytes of a task, gaps between its objects in the arena included.
+    most_objects: largest number of objects of a task.
+    lanes: number of lanes of all devices.
+    failure: message of the first device failure; None if no device has failed.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class DeviceChecker(Closing):
 
         device_bytes: memory to use on each device.
         largest: bytes of the largest object.
-        falls_back: whether `examine` returns None after a device failure, instead of raising.
-        Raises UsageError if an object does not fit.
+        largest_name: name of the largest object, for messages.
+        falls_back: whether `examine` returns None after a device failure. If not, it raises
+            DeviceError.
+        Raises UsageError if the largest object does not fit.
         """
         slab = slab_size(devices, device_bytes, buffer_bytes, largest, largest_name)
         lanes = allocate_lanes(devices, device_bytes, slab, max(1, largest))
@@ -87,17 +91,18 @@ class DeviceChecker(Closing):
         expected: ObjectSpec | None,
         checker: ValueChecker | None,
     ) -> tuple[Digests, list[ValueIssue]] | None:
-        """Send a task's objects through a device: return digests [n, 32] and issues.
+        """Send the objects of a task through a device, and return digests [n, 32] and issues.
 
-        wanted: [n] bool, objects to digest.
-        expected: spec of all objects. The device unpacks the objects into pools, gathers them back,
-            and digests the result. If the spec is unknown (None), it digests them as they are.
+        wanted: [n] bool, whether to digest the object.
+        expected: spec of all objects; None if it is unknown. With a spec, the device unpacks the
+            objects into pools, gathers them back, and digests the gathered bytes. Without a spec,
+            the device digests the objects as they are.
         checker: value checks of the spec; None to check no values. Unreadable objects get no
             issues.
 
-        Returns None if the CPU must examine the objects in the arena: a kernel does not support
-        them, the device has nothing to do, or it failed and `falls_back` is set. Raises DeviceError
-        on a device failure without `falls_back`.
+        Returns None if the CPU must examine the objects in the arena. This is so if a kernel does
+        not support them, if the device has nothing to do, or if a device has failed and
+        `falls_back` is set. Without `falls_back`, a device failure raises DeviceError.
         """
         if self.failure is not None or not loaded.task.capacities[0]:
             return None
@@ -123,7 +128,10 @@ class DeviceChecker(Closing):
     def _flags(
         self, loaded: Loaded, wanted: BoolArray, form: ObjectForm | None, digests: Digests
     ) -> BoolArray:
-        """Run a task, in halves if memory is short; fill in digests, return flags [n, 2]."""
+        """Run a task, in halves if memory is short. Fill in `digests`, and return flags [n, 2].
+
+        wanted: [n] bool, whether to digest the object.
+        """
         flags = np.zeros((len(wanted), 2), dtype=np.bool_)
         slabs = [(0, len(wanted))]
         while slabs:
@@ -149,7 +157,10 @@ class DeviceChecker(Closing):
         form: ObjectForm | None,
         digests: Digests,
     ) -> BoolArray:
-        """Run a slab through a lane; fill in digests, return flags [stop - start, 2]."""
+        """Run a slab through a lane. Fill in `digests`, and return flags [stop - start, 2].
+
+        start, stop: half-open range of the slab's objects in the task.
+        """
         step, count = _step(loaded), stop - start
         chosen = np.flatnonzero(wanted[start:stop])
         if form is not None:
@@ -177,9 +188,10 @@ class DeviceChecker(Closing):
             return run.suspects(launched, count)
 
     def _prepare(self, form: ObjectForm, *, digests: bool) -> None:
-        """Prepare every lane for objects of a form: compile, upload, capture.
+        """Compile the launches for objects of a form, upload inputs and capture, on every lane.
 
         No other thread may use the devices during a capture, so this thread takes all lanes.
+        digests: whether to prepare the launches that digest, too.
         """
         if (form, digests) in self._prepared:
             return
@@ -214,14 +226,16 @@ class DeviceChecker(Closing):
             with _named_errors(lane):
                 yield lane
         except BaseException:
-            with suppress(RuntimeError):  # a failed device no longer reads the arena
-                lane.wait()  # the copy may still read the objects in the arena
+            # The copy may still read the objects in the arena, so wait for its end. The wait fails
+            # if the device has failed, but such a device no longer reads the arena.
+            with suppress(RuntimeError):
+                lane.wait()
             raise
         finally:
             self._free.put(lane)
 
     def close(self) -> None:
-        """Free the device memory, except the memory of a failed device."""
+        """Free the device memory, but keep the memory of a failed device, see _ABANDONED."""
         while not self._free.empty():
             lane = self._free.get_nowait()
             mine = {place: run for place, run in self._runs.items() if place[0] is lane}
@@ -240,13 +254,13 @@ class DeviceChecker(Closing):
             torch.cuda.empty_cache()
 
 
-# Words in errors of torch, CUDA and Triton about a device and its tools.
+# If an error of torch, CUDA or Triton has one of these words, it is about a device or its tools.
 _DEVICE_SIGNS = ("CUDA", "C compiler", "ptxas", "libcuda")
 
 
 @contextmanager
 def _named_errors(lane: Lane) -> Iterator[None]:
-    """Raise DeviceError for errors of a lane's device, except lack of memory."""
+    """Raise DeviceError for an error of a lane's device. A lack of memory is raised unchanged."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -279,7 +293,7 @@ def _issues(
 ) -> list[ValueIssue]:
     """Run the checks that the device leaves to the CPU, on the bytes in the arena.
 
-    on_device: checks that ran on the device. The CPU repeats these on suspects only.
+    on_device: checks that ran on the device. The CPU repeats these checks only for suspects.
     flags: [n, 2], whether an object is suspect, and whether the CPU must find an issue in it.
     Raises DeviceError if the CPU finds no issue in such an object.
     """

@@ -34,9 +34,12 @@ def open_checker(
     largest_name: str,
     remark: Callable[[str], None],
 ) -> AbstractContextManager[DeviceChecker | None]:
-    """Open a checker on the named devices; None for the CPU, or if `auto` finds no device.
+    """Open a checker on the named devices.
 
-    remark: receives why `auto` fell back.
+    The context gives None for `cpu`, or if `auto` finds no device that can be used.
+    largest: bytes of the largest object.
+    largest_name: name of the largest object, for messages.
+    remark: takes the reason why `auto` uses the CPU.
     Raises UsageError and DeviceError if a named device cannot be used or an object exceeds
     `device_bytes`.
     """
@@ -62,7 +65,7 @@ def open_checker(
 
 
 def refuse_missing(names: tuple[str, ...]) -> None:
-    """Raise UsageError if an explicitly named device is missing."""
+    """Raise UsageError if a named CUDA device is missing. `auto` and `cpu` name none."""
     if names not in ((AUTO,), (CPU,)):
         cuda_devices(names)
 
@@ -82,8 +85,7 @@ def parse_devices(text: str) -> tuple[str, ...]:
 
 
 def cuda_devices(names: tuple[str, ...]) -> list[torch.device]:
-    """Return the named CUDA devices; the first for `auto` and `cuda`. Nothing runs on them yet.
-
+    """Return the named CUDA devices. `auto` and `cuda` name the first. Nothing runs on them yet.
     Raises UsageError with the reason if a device is missing.
     """
     try:
@@ -98,7 +100,7 @@ def cuda_devices(names: tuple[str, ...]) -> list[torch.device]:
             f"CUDA: no usable device: triton {triton.__version__} does not compile the kernels; "
             "install triton>=3.4, which comes with torch>=2.8"
         )
-    # Silences Triton's warning that this default will change.
+    # Triton warns that the default will change, unless the variable is set.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     with warnings.catch_warnings(record=True) as said:  # a warning may name an old driver
         warnings.simplefilter("always")
@@ -120,9 +122,9 @@ def cuda_devices(names: tuple[str, ...]) -> list[torch.device]:
 
 
 def open_devices(names: tuple[str, ...]) -> list[torch.device]:
-    """Start to use the devices that `cuda_devices` returns.
+    """Start to use the devices that `cuda_devices` returns, and return them.
 
-    Raises UsageError if a device is missing, DeviceError if a device is busy or broken.
+    Raises UsageError if a device is missing, and DeviceError if a device is busy or broken.
     """
     devices = cuda_devices(names)
     import torch

@@ -1,4 +1,4 @@
-"""The memory of a run: device memory as lanes, and host memory that devices can use."""
+"""The memory of a run: device memory, which lanes divide, and host memory that devices can use."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-# cudaHostRegisterPortable: for all devices. cudaHostRegisterMapped: kernels may read the memory.
+# All devices may use memory of cudaHostRegisterPortable. Kernels may read memory of
+# cudaHostRegisterMapped.
 _FLAGS = 0x01 | 0x02
 _ALREADY_REGISTERED = 712
 
-# Larger slabs need less Python for each byte. The arena and `--device-bytes` mostly allow only
-# smaller slabs.
+# Largest slab. The larger a slab is, the less Python code runs for each byte. The arena and
+# `--device-bytes` mostly allow only smaller slabs.
 SLAB_BYTES = 256 << 20
-MOST_LANES = 8  # per device; reads, copies and kernels overlap even with fewer lanes
-_FEWEST_LANES = 4  # slabs shrink before a device gets fewer lanes
-MOST_OBJECTS = 4096  # per task; a task groups small objects
-# Tables and temporary results take up to a third of a slab, besides staging and pools: 32 bytes per
-# KiB for digests and 8 bytes per block for checks.
+MOST_LANES = 8  # most lanes of a device; reads, copies and kernels overlap even with fewer
+_FEWEST_LANES = 4  # slabs are made smaller, so that a device gets at least this many lanes
+MOST_OBJECTS = 4096  # most objects of a task, which groups small objects
+# A lane needs up to a third of a slab for tables and temporary results, in addition to staging and
+# pools. Digests take 32 bytes per KiB, and checks take 8 bytes per block.
 _EXTRA_SHARE = 3
 # Least memory that torch allocates for temporary results: one segment for small results, and one
 # segment for large results.
 _SEGMENTS_BYTES = 22 << 20
 
 
-# host memory
-
-
+# --- host memory ---
 class HostArenas:
-    """Host tensors over arenas, page-locked from first use until the arena closes. Thread-safe.
+    """Host tensors over arenas. Thread-safe.
 
-    If the system refuses to page-lock (RLIMIT_MEMLOCK), copies work, but slower.
+    An arena is page-locked from its first use until it closes. If the system refuses this
+    (RLIMIT_MEMLOCK), copies work, but are slower.
     """
 
     def __init__(self) -> None:
@@ -68,18 +68,17 @@ class HostArenas:
 
 
 class HostBuffer:
-    """A small page-locked buffer that grows as needed. For one thread at a time.
+    """A small page-locked buffer that grows as needed. One thread at a time may use it.
 
-    torch's pinned memory would not do: its destructor queries the device, which ends the process
-    after a device failure.
+    torch's pinned memory would not do. Its destructor queries the device, and after a device
+    failure, this query ends the process.
     """
 
     def __init__(self) -> None:
         self._arena: Arena | None = None
 
     def room(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for a tensor, in place of the previous one.
-
+        """Return memory for a tensor. The tensor takes the place of the previous tensor.
         Copies from and to the previous tensor must be complete.
         """
         nbytes = shape.numel() * dtype.itemsize
@@ -107,33 +106,39 @@ def register(arena: Arena) -> None:
         return
     if int(error) != _ALREADY_REGISTERED:
         _LOG.warning(
-            "Cannot page-lock the buffer of %d bytes (CUDA error %d): copies to the device are "
+            "Cannot page-lock the buffer of %d bytes (CUDA error %d), so copies to the device are "
             "slower; raise the limit of locked memory (ulimit -l)",
             arena.nbytes,
             int(error),
         )
     with suppress(RuntimeError):
-        torch.ones(1, device="cuda")  # else CUDA would report the error at the next launch
+        torch.ones(1, device="cuda")  # takes the error, which the next launch would report
 
 
 def _unregister(address: int, device: int) -> None:
-    """Undo `register` on the same device: on another device, CUDA would create a context."""
+    """Undo `register` on the same device, because CUDA would create a context on another."""
     with suppress(RuntimeError), torch.cuda.device(device):  # the device may have failed
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
-# lanes
+# --- lanes ---
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """One stream and the memory for one slab: staged objects as read, and layer-first pools."""
+    """One stream, and the memory for one slab.
+
+    staging: objects of the slab as they were read.
+    pools: memory of the layer-first pools.
+    stream: CUDA stream; None on other devices.
+    graphs: captured graphs of this lane.
+    """
 
     device: torch.device
     staging: torch.Tensor
     pools: torch.Tensor
     stream: torch.cuda.Stream | None
-    # Shared by all captured graphs, which are replayed one after another.
+    # All captured graphs share this memory, because they are replayed one after another.
     graph_memory: _POOL_HANDLE | None = None
     graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
     _results: dict[str, HostBuffer] = field(default_factory=dict)
@@ -150,17 +155,17 @@ class Lane:
             yield
 
     def wait(self) -> None:
-        """Wait for all launches without spinning: the readers need the CPU."""
+        """Wait for all launches. The wait does not spin, because the readers need the CPU."""
         if self.stream is not None:
             event = torch.cuda.Event(blocking=True)
             event.record(self.stream)
             event.synchronize()
 
     def to_host(self, name: str, result: torch.Tensor) -> torch.Tensor:
-        """Begin to copy a result to the host, after all launches so far; return the host tensor.
+        """Begin to copy a result to the host, after all launches so far. Return the host tensor.
 
-        The tensor is in page-locked memory. Its bytes are valid after `wait`, until the next result
-        of the same name.
+        The tensor is in page-locked memory. Its bytes are valid from the end of the next `wait`
+        until the next result of the same name.
         """
         if result.device.type == "cpu":
             return result
@@ -168,7 +173,7 @@ class Lane:
         return buffer.room(result.shape, result.dtype).copy_(result, non_blocking=True)
 
     def to_device(self, table: torch.Tensor) -> torch.Tensor:
-        """Begin to copy a host table to the device, as `to_host` does; return the copy."""
+        """Begin to copy a host table to the device. Return the copy."""
         if self.device.type == "cpu":
             return table
         if self._uploaded is not None:
@@ -180,7 +185,7 @@ class Lane:
         return uploaded
 
     def close(self) -> None:
-        """Free the memory, once all launches are done."""
+        """Free the memory. All launches must be done."""
         self.graphs.clear()
         for buffer in (*self._results.values(), self._tables):
             buffer.close()
@@ -194,9 +199,11 @@ def lane_bytes(slab_bytes: int) -> int:
 def slab_size(
     devices: Sequence[torch.device], device_bytes: int, buffer_bytes: int, largest: int, name: str
 ) -> int:
-    """Return the bytes of a slab: up to SLAB_BYTES, but at least the largest object.
+    """Return the bytes of a slab. It has at most SLAB_BYTES, but room for the largest object.
 
-    buffer_bytes: size of the host arena; the lanes of all devices use at most half of it.
+    buffer_bytes: size of the host arena. The lanes of all devices use at most half of it.
+    largest: bytes of the largest object.
+    name: name of the largest object, for messages.
     Raises UsageError if not even one object fits.
     """
     least = _aligned(max(largest, 1))
@@ -222,12 +229,13 @@ def _aligned(nbytes: int) -> int:
 def allocate_lanes(
     devices: Sequence[torch.device], device_bytes: int, slab_bytes: int, least: int
 ) -> list[Lane]:
-    """Allocate up to MOST_LANES lanes on each device, within `device_bytes` of each.
+    """Allocate up to MOST_LANES lanes on each device, in `device_bytes` of its memory.
 
-    Allocates at least one lane, even if torch's segments exceed a small budget. A device with less
-    free memory gets fewer lanes. If no lane fits, slabs shrink by halves down to `least` bytes, in
-    multiples of ALIGNMENT, as the arena needs. Raises UsageError if a lane for `least` bytes does
-    not fit either.
+    Each device gets at least one lane, even if torch's segments exceed a small budget. A device
+    with less free memory gets fewer lanes. If not even one lane fits, slabs are halved. Their size
+    stays a multiple of ALIGNMENT, as the arena needs.
+    least: bytes of the smallest slab.
+    Raises UsageError if no lane with a slab of `least` bytes fits.
     """
     least = _aligned(least)
     while True:
@@ -235,7 +243,8 @@ def allocate_lanes(
         count = min(MOST_LANES, max(1, device_bytes // taken))
         by_device = [_lanes(device, count, slab_bytes) for device in devices]
         if all(by_device):
-            # Devices alternate, to share the work from the first slab on.
+            # The lanes of the devices alternate, so that the devices share the work from the first
+            # slab on.
             turns = (lanes[turn : turn + 1] for turn in range(count) for lanes in by_device)
             return [lane for turn in turns for lane in turn]
         if slab_bytes <= least:

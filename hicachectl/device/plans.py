@@ -1,9 +1,14 @@
 """Copy plans between page objects and layer-first pools, computed once per kind of object.
 
-Pools have the server's layout. MHA: K and V, [layer][slot][head][channel]; MLA and scaled rows:
-[layer][slot][row]; indexer: [layer][page][block]; recurrent states: [layer][state slot][state]. The
-token slots of a page are consecutive and begin at page slot * tokens, as SGLang's paged allocator
-assigns them.
+Pools have the server's layout:
+
+- MHA, K and V: [layer][slot][head][channel]
+- MLA and scaled rows: [layer][slot][row]
+- indexer: [layer][page][block]
+- recurrent states: [layer][state slot][state]
+
+The token slots of a page are consecutive and begin at page slot * tokens, as SGLang's paged
+allocator assigns them.
 Source: SGLang srt/mem_cache/memory_pool.py (MHATokenToKVPool, MLATokenToKVPool, MambaPool),
 srt/mem_cache/index_key_cache.py.
 """
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
 class DevicePool:
     """One layer-first pool: [layers][slots][tokens][row_bytes] bytes.
 
-    offset: bytes that one page slot has in the preceding pools of the same memory.
+    offset: number of bytes that one page slot has in the pools before this pool in the same memory.
     """
 
     name: str
@@ -42,21 +47,21 @@ class DevicePool:
 
 @dataclass(frozen=True, slots=True)
 class PoolForm:
-    """The pools for objects of one kind, consecutive in one memory."""
+    """The pools for objects of one kind. They follow one another in one memory."""
 
     tensors: tuple[TensorLayout, ...]
     pieces: tuple[DevicePool, ...]
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page slot over all pools: the size of an object."""
+        """Bytes of one page slot in all pools, which is the size of an object."""
         return sum(piece.layers * piece.slot_bytes for piece in self.pieces)
 
     def plans(self, slots: int) -> tuple[CopyPlan, ...]:
         """Return the plans that scatter objects into pools of `slots` page slots.
 
-        Source places are object offsets in vectors of VECTOR_BYTES; destination places are page
-        slots. K and V of one shape share a plan.
+        Source places are offsets of objects, counted in vectors of VECTOR_BYTES. Destination places
+        are page slots. K and V of one shape share a plan.
         """
         made = (_plan(*both, slots) for both in zip(self.tensors, self.pieces, strict=True))
         return tuple(_joined(made))
@@ -76,7 +81,7 @@ def pool_form(tensors: Sequence[TensorLayout]) -> PoolForm:
 
 
 def _plan(tensor: TensorLayout, piece: DevicePool, slots: int) -> CopyPlan:
-    """Plan one tensor: in a pool, layers are outermost, then slots, tokens and heads."""
+    """Return the plan for one tensor. Its pool is ordered by layer, slot, token and head."""
     source = tensor.strides
     rows: list[str] = [axis for axis in ("token", "head") if axis in source]
     rows += [axis for axis in tensor.axes if axis not in ("layer", *rows)]
@@ -89,7 +94,7 @@ def _plan(tensor: TensorLayout, piece: DevicePool, slots: int) -> CopyPlan:
 
 
 def _joined(plans: Iterable[CopyPlan]) -> list[CopyPlan]:
-    """Join neighbouring plans that differ only in offsets, as K's and V's do."""
+    """Join neighbouring plans that differ only in offsets, as the plans of K and V do."""
     joined: list[CopyPlan] = []
     for plan in plans:
         last = joined[-1] if joined else None

@@ -1,4 +1,4 @@
-"""Take objects of one form through a lane: into its pools, through the checks, and back.
+"""Move objects of one form into the pools of a lane, check them there, and gather them back.
 
 Objects of one pool with equal tensors, padding layers and checks have one form.
 """
@@ -38,36 +38,36 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _CAPTURES = threading.Lock()
-POISON = 0xA5  # fills staging before the gather
-_SEED = 20_011  # for random page slots: a server's page slots are scattered too
+POISON = 0xA5  # byte that fills staging before the gather
+_SEED = 20_011  # seed of random page slots, because a server's page slots are scattered, too
 
 
 class DeviceKernel(Protocol):
-    """The device part of a value check, for one form on one lane. One thread at a time."""
+    """The device part of a value check, for one form on one lane and for one thread at a time."""
 
     def __init__(self, spec: ObjectSpec, profile: Profile, run: DeviceRun) -> None:
         """Compute and upload the inputs of the launches. Raises torch.OutOfMemoryError."""
 
     @staticmethod
     def supports(spec: ObjectSpec, profile: Profile, pools: PoolForm) -> bool:
-        """Return whether the kernel supports such objects; else the CPU checks them."""
+        """Return whether the kernel supports such objects. If not, the CPU checks them."""
 
     def launch(self, count: int) -> Sequence[torch.Tensor]:
-        """Check the first `count` objects in the pools; return results [count, width].
+        """Check the first `count` objects in the pools. Return results, each [count, width].
 
-        Does not synchronise. Launches are captured and replayed, so they depend only on `count`.
+        Does not synchronise. A launch is captured and replayed, so it may depend only on `count`.
         """
 
     def suspects(self, seen: Sequence[npt.NDArray[Any]]) -> BoolArray:
-        """Return flags [count, 2] from the results, on the host.
+        """Return flags [count, 2] from the results on the host.
 
-        Column 0: whether the CPU must check the object. Column 1: whether the CPU must find an
-        issue in the object.
+        Column 0 says whether the CPU must check the object. Column 1 says whether the CPU must find
+        an issue in the object.
         """
 
 
 def form_of(expected: ObjectSpec, checker: ValueChecker | None) -> Hashable:
-    """Return the key of an object's form; ranks with equal forms share prepared runs."""
+    """Return the key of an object's form. Ranks with equal forms share prepared runs."""
     if checker is None:
         return expected.tensors
     stored = stored_layers(expected, checker.profile)
@@ -76,8 +76,7 @@ def form_of(expected: ObjectSpec, checker: ValueChecker | None) -> Hashable:
 
 
 class ObjectForm:
-    """Objects of one form, `step` bytes apart. Thread-safe.
-
+    """Form of objects that lie `step` bytes apart. Thread-safe.
     kernels: kernel of each check that has one; empty without a checker.
     supported: whether all kernels support such objects.
     """
@@ -98,19 +97,20 @@ class ObjectForm:
 
 
 class DeviceRun:
-    """Inputs, kernels and captured launches of a lane for slabs of one form. One thread at a time.
+    """Inputs, kernels and captured launches of a lane, for slabs of one form.
 
+    One thread may use them at a time.
     most: number of objects that fit into the lane.
     slots: [most] int64 on the device, the page slot of each object.
     pools: parts of `lane.pools`.
 
-    On a CUDA device, launches are captured once, for `most` objects, and replayed for every slab;
-    results of unused slots are dropped. On other devices, each slab launches the kernels for its
-    own objects.
+    On a CUDA device, launches are captured once, for `most` objects, and replayed for every slab.
+    Results of unused slots are dropped. On other devices, the kernels are launched for the objects
+    of each slab alone.
     """
 
     def __init__(self, form: ObjectForm, lane: Lane) -> None:
-        """Compile the kernels, upload their inputs. Raises torch.OutOfMemoryError."""
+        """Compile the kernels, and upload their inputs. Raises torch.OutOfMemoryError."""
         self.most = min(
             MOST_OBJECTS,
             len(lane.staging) // form.step,
@@ -130,7 +130,10 @@ class DeviceRun:
         self._checking = self._captured(self._launch_checks)
 
     def close(self) -> None:
-        """Free the captured launches, and the kernels: they refer to this run in a circle."""
+        """Free the captured launches and the kernels.
+
+        The kernels refer to this run, and the run to the kernels, so neither is freed by itself.
+        """
         self._kernels.clear()
         self._checking = self._digesting = None
 
@@ -142,7 +145,7 @@ class DeviceRun:
     def start_checks(self, count: int) -> torch.Tensor:
         """Scatter the objects of the staging buffer into the pools and launch the checks.
 
-        Returns the results on the host, valid after `lane.wait()`, for `suspects`.
+        Returns the results for `suspects`, on the host. They are valid after `lane.wait()`.
         """
         if self._checking is None:
             return self.lane.to_host("seen", self._launch_checks(count))
@@ -151,7 +154,10 @@ class DeviceRun:
         return self.lane.to_host("seen", seen)
 
     def start_digests(self, count: int) -> torch.Tensor:
-        """Poison the staging buffer, gather the objects from the pools and digest them."""
+        """Fill the staging buffer with POISON, gather the objects from the pools and digest them.
+
+        Returns the digests on the host. They are valid after `lane.wait()`.
+        """
         if self._digesting is None:
             return self.lane.to_host("digests", self._launch_digests(count))
         graph, results = self._digesting
@@ -180,7 +186,7 @@ class DeviceRun:
             strided_copy(plan, staging, self._places[:count], pools, self.slots[:count])
 
     def _launch_checks(self, count: int) -> torch.Tensor:
-        """Scatter and check; return all results as bytes, for one copy to the host."""
+        """Scatter and check objects. Return all results as bytes, for one copy to the host."""
         self.scatter(count)
         results = [kernel.launch(count) for kernel in self._kernels]
         self._seen = [[(_numpy_type(t), t.numel() // count) for t in seen] for seen in results]
@@ -204,8 +210,9 @@ class DeviceRun:
     def _captured(self, launch: Callable[[int], T]) -> tuple[torch.cuda.CUDAGraph, T] | None:
         """Capture launches for all slots, after a first run that compiles them.
 
-        Returns None if capture is impossible or memory is short: launches for a slab's own objects
-        need less memory. No other thread may use the device during a capture.
+        Returns None if capture is impossible, or if memory is short. Each slab then launches the
+        kernels for its own objects, which needs less memory. No other thread may use the device
+        during a capture.
         """
         lane = self.lane
         if lane.stream is None:
@@ -216,7 +223,7 @@ class DeviceRun:
             lane.wait()
             torch.cuda.empty_cache()  # the graph allocates its own memory
             graph = torch.cuda.CUDAGraph()
-            lane.graphs.append(graph)  # kept if the device fails: see `checker._ABANDONED`
+            lane.graphs.append(graph)  # keeps the graph if the device fails, see `_ABANDONED`
             with _capturing(graph, lane):
                 results = launch(self.most)
         except RuntimeError as error:  # torch.OutOfMemoryError, or CUDA's while building the graph
@@ -246,8 +253,9 @@ def _capturing(graph: torch.cuda.CUDAGraph, lane: Lane) -> Iterator[None]:
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Stop Python's collector: if it destroys another graph in this thread, the capture ends."""
-    with _CAPTURES:  # else the first of two captures to end would start the collector too early
+    """Stop Python's collector, which would end a capture if it destroyed a graph in this thread."""
+    # Without the lock, the first of two captures to end would start the collector too early.
+    with _CAPTURES:
         collects = gc.isenabled()
         gc.disable()
         try:

@@ -1,8 +1,8 @@
 """Keep the token rows that sparse attention selects in a small device buffer, as HiSparse does.
 
 All rows stay in page objects in host memory. Each layer of each request has N device slots. A step
-loads the missing rows of its top-k into the least recently selected slots. Counterpart: sglang
-kernels/jit/csrc/kvcacheio/hisparse.cuh :: load_cache_to_device_buffer_kernel.
+loads the missing rows of its top-k into the least recently selected slots. The counterpart in
+SGLang is load_cache_to_device_buffer_kernel of kernels/jit/csrc/kvcacheio/hisparse.cuh.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from hicachectl.kernels.sparse_triton import HostRows, StepPlan, gather_rows, pl
 class SparseLoader:
     """Buffers for each layer of each of R requests: N slots, and one more for the newest token.
 
-    tokens: [layers, R, N] int32, the position in each slot; -1 if empty.
-    lru:    [layers, R, N] int32, slots, least recently used first; slots used in one step
-            keep their order.
+    tokens: [layers, R, N] int32, the position in each slot; -1 if the slot is empty.
+    lru:    [layers, R, N] int32, slots, least recently used first. Slots that one step uses keep
+            their order.
 
     The newest token's row comes from the model. The caller writes the row at `newest_locs` before
     attention reads it, and to host memory before the sequence grows further. Steps share scratch
-    memory: launch them on one stream.
+    memory, so launch all steps on one stream.
     """
 
     def __init__(self, rows: HostRows, *, top_k: int, slots: int | None = None) -> None:
-        """Allocate on the device of rows.pages; slots: N, default 2 * top_k.
+        """Allocate the buffers on the device of rows.pages.
 
+        top_k: largest number of positions that a step selects for a request.
+        slots: N, the number of slots; None for 2 * top_k.
         Raises ValueError if top_k is not 1 to N, locs exceed int32, or memory is not page-locked.
         """
         self.rows = rows
@@ -53,7 +55,7 @@ class SparseLoader:
 
     @property
     def fetched(self) -> torch.Tensor:
-        """Rows that the last step fetched for each request: [R] int32 on the device."""
+        """Number of rows that the last step fetched for each request: [R] int32 on the device."""
         return self._plan.counts
 
     def pool(self, layer: int) -> torch.Tensor:
@@ -61,15 +63,16 @@ class SparseLoader:
         return self._pools[layer].view(-1, self.rows.row_bytes)
 
     def step(self, layer: int, topk: torch.Tensor, seq_len: torch.Tensor) -> torch.Tensor:
-        """Load the selected tokens of a layer: return locs [R, k] int32, rows of `pool(layer)`.
+        """Load the selected tokens of a layer. Return their locs, [R, k] int32.
 
-        topk:    [R, k] int32 positions; -1 for none. Equal positions get the same loc.
-        seq_len: [R] int32, newest token included; 0 leaves a request unchanged.
-
-        A loc is -1 if the position is outside the sequence or its page is absent. Up to seq_len N,
+        A loc is a row of `pool(layer)`. It is -1 if the position is outside the sequence or its
+        page is absent. Equal positions get the same loc. While a sequence has at most N tokens,
         each row is read from host memory only once. A sequence may be cut back to a length whose
-        rows the host has. Raises ValueError if an argument has another shape, dtype or device. Does
-        not synchronise.
+        rows the host has.
+        topk:    [R, k] int32, positions; -1 for no position.
+        seq_len: [R] int32, length with the newest token; 0 leaves a request unchanged.
+
+        Raises ValueError if an argument has another shape, dtype or device. Does not synchronise.
         """
         self._check_step(layer, topk, seq_len)
         state = (self.tokens[layer], self.lru[layer], self._loaded[layer])

@@ -51,7 +51,11 @@ DAMAGED = "var(--error)"
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A time to mark in charts. at: Unix seconds. text: label of the mark."""
+    """A time to mark in charts.
+
+    at: Unix seconds.
+    text: label of the mark.
+    """
 
     at: float
     text: str
@@ -250,7 +254,7 @@ _SHARE_STEPS = (
     (0.99, "99 % or more"),
     (0.9, "90 % or more"),
     (0.5, "50 % or more"),
-    (0.0, "fewer"),
+    (0.0, "under 50 %"),
 )
 
 
@@ -337,7 +341,12 @@ def tree_chart(tree: PrefixTree) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Share of the prompt tokens that a cache serves. size: bytes or pages of the cache."""
+    """Share of the prompt tokens that a cache serves.
+
+    policy: name of the policy by which the cache evicts.
+    size: bytes or pages of the cache.
+    share: share of the tokens, from 0 to 1.
+    """
 
     policy: str
     size: int
@@ -399,7 +408,10 @@ def loss_chart(parts: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Values of a tensor in one layer. level: index in MAGNITUDES; None for damaged values."""
+    """Values of a tensor in one layer.
+
+    level: index of the mean magnitude among the levels of the chart; None for damaged values.
+    """
 
     tensor: str
     layer: int
@@ -407,7 +419,10 @@ class Cell:
 
 
 def strip_chart(cells: Sequence[Cell], levels: Sequence[str]) -> str:
-    """Return the chart of the values of a page, by tensor and layer. levels: names of levels."""
+    """Return the chart of the values of a page, by tensor and layer.
+
+    levels: names of the levels.
+    """
     layers = sorted({cell.layer for cell in cells})
     names = [*levels, "damaged"]
     colour_of = [*_spread(len(levels)), DAMAGED]
@@ -441,6 +456,9 @@ def _number(cell: Cell, names: Sequence[str]) -> int:
 
 
 def _spread(count: int) -> list[str]:
-    """Return a colour for each level, spread over the whole range. count: number of levels."""
+    """Return the colours of levels, spread over all of MAGNITUDES.
+
+    count: number of levels.
+    """
     last = len(MAGNITUDES) - 1
     return [MAGNITUDES[round(n * last / max(count - 1, 1))] for n in range(count)]

@@ -1,4 +1,4 @@
-"""Find how complete the pages of a deployment are, by pool and rank."""
+"""Count how many pages of a deployment have the objects of each pool and rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _POOLS = 40  # most pools shown
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Number of pages that have the objects of a pool and rank, and number that should."""
+    """Numbers of pages that have, and that should have, the objects of a pool and rank."""
 
     pool: str
     rank: str
@@ -94,7 +94,7 @@ def _of_worst(name: str, pages: int, shares: list[Share]) -> Completeness:
 
 
 def _worst(shares: list[tuple[str, float]], most: int) -> tuple[set[str], int]:
-    """Return the names with the smallest shares, and how many names are left."""
+    """Return the names with the smallest shares, and the number of other names."""
     worst: dict[str, float] = {}
     for name, share in shares:
         worst[name] = min(worst.get(name, 1.0), share)

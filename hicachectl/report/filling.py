@@ -1,4 +1,4 @@
-"""Measure how fast a store fills: bytes by last write, by deployment, and by last use."""
+"""Measure how fast a store fills. Count its bytes by last write, by deployment, and by last use."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Bytes of a deployment. recent: bytes written in the main window of `Filling`."""
+    """Bytes of a deployment.
+
+    recent: bytes last written in the main window of `Filling`.
+    """
 
     name: str
     nbytes: int
@@ -53,7 +56,11 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Pages whose last use is of one age class. nbytes: bytes of the pages; None if unknown."""
+    """Pages whose last use is of one age class.
+
+    age: name of the class.
+    nbytes: bytes of the pages; None if unknown.
+    """
 
     age: str
     pages: int
@@ -66,11 +73,11 @@ class Filling:
 
     nbytes: bytes of all objects of known size.
     unsized: number of objects of unknown size.
-    windows: windows of time, the shortest first; empty without write times, or if the first write
-        is too recent.
-    main: window from which the rate is taken; None without one.
+    windows: windows of time, the shortest first; empty if the store keeps no write times, or if the
+        first write is too recent.
+    main: window from which the rate is taken; None if there are no windows.
     owners: deployments, most bytes first.
-    uses: pages by the age of their last use; empty without times.
+    uses: pages by the age of their last use; empty if the store keeps no times.
     read_pages: number of pages read after their last write; None if the store keeps no times of
         reads.
     is_part: whether filters chose the objects.

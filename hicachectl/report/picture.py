@@ -52,8 +52,8 @@ class PictureRequest:
 
     verify: checks to run on the whole store.
     hits: requests to measure; None without requests.
-    page: hash prefix of the page to show in full; None to choose a page.
-    title: title of the report; "" to name the store.
+    page: hash prefix of the page to show in full; None if the report chooses a page.
+    title: title of the report; "" for the URL of the store.
     """
 
     verify: VerifyRequest
@@ -66,7 +66,7 @@ class Requested(NamedTuple):
     """Facts about a store that requests show.
 
     tree: prefix tree of the requests; None without requests.
-    no_tree: why requests have no tree, else "".
+    no_tree: why the requests have no tree; "" if they have one.
     unused: pages that no request reaches; None if the requests name no pages of a deployment.
     tenancies: pages by salt and by adapter, if requests name these.
     worth: hits of caches, or why they are unknown; None without requests.
@@ -117,7 +117,7 @@ class Picture:
 
     @property
     def page_only(self) -> dict[str, int]:
-        """Number of findings, by code, that only the page in full has."""
+        """Number of findings of the page in full, by code, without codes that the checks found."""
         if self.page is None:
             return {}
         known = {(group.severity, group.code) for group in self.findings}
@@ -126,20 +126,26 @@ class Picture:
 
     @property
     def line(self) -> str:
-        """Sums of the checks, and the findings that only the page in full has, in one line."""
+        """One line with the sums of the checks, and with the findings of `page_only`."""
         more = ", ".join(f"{count} {code}" for code, count in self.page_only.items())
         unasked = [name for name in group_names() if name not in self.asked]
         sums = sum_line(self.verified.document, unasked)
-        return sums + (f"; in the page in full: {more}" if more else "")
+        return sums + (f"; in the page shown in full: {more}" if more else "")
 
     def worst(self) -> str:
-        """Return the worst severity of all findings, also of the page in full; "" if none."""
+        """Return the worst severity of all findings; "" if there are none.
+
+        Findings of the page in full count, too.
+        """
         tables = [self.verified.placed, *([self.page.findings] if self.page else [])]
         ranks = np.concatenate([severity_ranks(table) for table in tables])
         return SEVERITIES[ranks.max()] if len(ranks) else ""
 
     def fails(self, fail_on: str) -> bool:
-        """Return whether a finding is at least this severe. fail_on: a severity, or "never"."""
+        """Return whether a finding is at least as severe as `fail_on`.
+
+        fail_on: a severity, or "never", with which no finding fails.
+        """
         found = self.worst()
         return (
             fail_on != NEVER
@@ -158,8 +164,9 @@ def take_picture(
 ) -> Picture:
     """List and check a store, and gather the facts that the report shows.
 
-    Callbacks and errors as in `check_store`. Also raises UsageError if no page or several pages
-    begin with the wanted prefix, and ProfileError if the deployment of the requests is unknown.
+    The callbacks and errors are those of `check_store`. Also raises UsageError if not exactly one
+    page begins with the wanted prefix, and ProfileError if the deployment of the requests is
+    unknown.
     """
     made = time.time()
     verify = request.verify
@@ -250,7 +257,7 @@ def _page(
     if request.page is not None:
         return read(request.page), "Chosen with --page."
     if isinstance(store, Leases):
-        return None, "Reads of this store grant leases, so no page was read. --page names one."
+        return None, "Reads of this store grant leases, so no page was read. --page chooses a page."
     chosen, why = _choice(verified, checked.groups)
     if not chosen:
         return None, why
@@ -261,9 +268,10 @@ def _page(
 
 
 def _choice(verified: VerifyReport, groups: PageGroups) -> tuple[str, str]:
-    """Return the page with the worst finding, else the newest page, and the reason.
+    """Return the page to show in full, and the reason.
 
-    Return "" for the page of a store without pages.
+    This is the page with the worst finding, or the newest page if no finding needs action. The page
+    is "" if the store has no pages.
     """
     if not len(groups):
         return "", "The store has no pages."

@@ -1,4 +1,4 @@
-"""Make the prefix tree of requests: runs of pages that a store can serve, and where they stop."""
+"""Make the prefix tree of requests. It shows the pages that a store can serve, and the stops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from hicachectl.requests.hits import Hits
     from hicachectl.requests.measuring import HitsReport
 
-USABLE, KV_ONLY, LOST = range(3)  # states of a page; the best state of all its requests counts
+# States of a page, the best first. If the requests of a page see several states, the best counts.
+USABLE, KV_ONLY, LOST = range(3)
 _NODES = 400  # most nodes drawn
 _STOPS = 9  # most stops shown
 
@@ -45,9 +46,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """An object that stops requests.
+    """A missing object that stops requests.
 
-    elsewhere: another deployment that has the page, such as "tp 4", or "".
+    elsewhere: another deployment that has the page, such as "tp 4"; "" if there is none.
     at: index of the page in the chains.
     row: row at which the stop is drawn; None if it is not drawn.
     """
@@ -174,7 +175,7 @@ def _runs(
     begins = (parents < 0) | (counts != counts[parents]) | (states != states[parents])
     heads = np.flatnonzero(begins)
     numbers = np.cumsum(begins) - 1
-    # A page's run begins at the nearest page, at or before it in its chain, that begins a run.
+    # The run of a page begins at the last page up to it in its chain that begins a run.
     last = np.maximum.accumulate(np.where(begins[page_of], np.arange(len(page_of)), 0))
     of_page = np.zeros(len(forest), dtype=np.int64)
     of_page[page_of] = numbers[page_of[last]]
@@ -191,8 +192,8 @@ def _runs(
 
 
 def _placed(runs: _Runs) -> tuple[list[Node], dict[int, float]]:
-    """Place the runs with the most requests. Return the nodes, and the middle row of each run."""
-    # A run comes after its parent, which has at least as many requests.
+    """Place the runs with the most requests. Return the nodes, and the middle row of each node."""
+    # In this order, a run comes after its parent, which has at least as many requests as the run.
     order = np.lexsort((runs.first, -runs.requests))[:_NODES].tolist()
     nodes: list[Node] = []
     rows: dict[int, float] = {}

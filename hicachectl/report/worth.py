@@ -1,4 +1,4 @@
-"""Find what a cache is worth to requests: hits by capacity, and the hits lost today."""
+"""Measure the worth of a cache to requests: its hits by capacity, and the hits lost today."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def worth_of(
 
     measured: requests, in the order of their times.
     policy: policy by which the store evicts.
-    held: all pages of the store, and the hits of the requests in its first deployment. None leaves
-        out the state of the store today.
+    held: all pages of the store, and the hits of the requests in its first deployment. If None, the
+        result says nothing about the present pages of the store.
     free_bytes: free bytes of the store; None if unknown.
     """
     request = SimulateRequest(

@@ -22,7 +22,7 @@ _WIDTHS = {5 * _MINUTE: "5 minutes", _HOUR: "hour", 6 * _HOUR: "6 hours", _DAY: 
            7 * _DAY: "7 days", 28 * _DAY: "28 days", 364 * _DAY: "364 days"}  # fmt: skip
 _BINS = 72
 _LEAST_BINS = 12
-_TAIL = 0.02  # share of the times at each end that is left out if it stretches the axis
+_TAIL = 0.02  # share of the times at each end that may be left out, so that the axis stays short
 _SERIES = 6
 
 
@@ -59,7 +59,7 @@ class Writes:
 
 
 def writes_of(inventory: Inventory) -> Writes | None:
-    """Count the objects that have a time. Return None if no object has one."""
+    """Count the objects with a write time, by deployment and time. None if no object has a time."""
     times = inventory.objects.column("mtime_ns")
     known = times.is_valid().to_numpy()
     if not known.any():
@@ -119,7 +119,7 @@ def _series(
 def _span(seconds: IntArray) -> tuple[int, int]:
     """Return the first and the last time to draw.
 
-    A few times are left out if they would squeeze all others into one bin.
+    A few times are left out if they would squeeze all other times into one bin.
     """
     tail = int(len(seconds) * _TAIL)
     ordered = np.partition(seconds, (tail, len(seconds) - 1 - tail))

@@ -162,8 +162,7 @@ class VerifyReport:
         return cls(document=document, placed=PLACED_SCHEMA.empty_table())
 
     def fails(self, fail_on: str) -> bool:
-        """Return whether the run counts as failed: by a failed repair, or by a severe finding.
-
+        """Return whether the run counts as failed, because of a failed repair or a severe finding.
         fail_on: least severity of a finding that counts; "never" if no finding does.
         """
         if fail_on == NEVER or self.unrepaired:

@@ -267,7 +267,7 @@ def test_stamps_notice_another_deployment(invoke: Invoke, store: Path) -> None:
     ]
     said = invoke("verify", store, *arguments, exit_code=4).stdout
     first, second = said.split("\nstamp-mismatch:\n")[1].splitlines()[:2]
-    assert "if the profile is wrong, or a flag was changed by mistake, correct it" in first
+    assert "if the profile is wrong, or a flag was changed by mistake, correct the mistake" in first
     assert second.startswith("  hicachectl rm ")
     put(store, "clear-leaves-sub-directories")
     assert (store / ".hicachectl" / "stamps" / "m.json").is_file()

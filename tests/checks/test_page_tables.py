@@ -220,7 +220,7 @@ def test_a_file_written_long_after_the_snapshot_makes_it_stale(behind_s: int, st
     )
     assert codes(rows) == ({"snapshot-stale": [None]} if stale else {})
     assert [row["detail"] for row in rows] == [
-        "/f was written 0:01:01 after the snapshot was saved: " + STALE
+        "/f was written 0:01:01 after the snapshot was saved, so " + STALE
     ] * stale
 
 
@@ -236,7 +236,7 @@ def test_how_stale_a_snapshot_is_reads_well(behind_ns: int, said: str) -> None:
         saved_at_ns=10_000 * S,
         grace_s=0,
     )
-    assert row["detail"] == f"/f was written {said} after the snapshot was saved: {STALE}"
+    assert row["detail"] == f"/f was written {said} after the snapshot was saved, so {STALE}"
 
 
 def test_each_kind_of_damage_that_sglang_s_server_lets_happen_is_found(

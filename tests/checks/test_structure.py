@@ -47,8 +47,8 @@ def test_each_other_deployment_of_the_model_is_one_finding(
     assert document["findings"] == [same, same]
     asked = "servers of the profile (m tp 2) do not ask for these keys"
     assert sorted(details) == [
-        f"5 pages at tp 4 pp 2 (1.2 KiB, written 2023-11-15 22:13 UTC): {asked}",
-        f"9 pages at tp 1 (1.1 KiB, written 2023-11-14 22:13 UTC): {asked}",
+        f"5 pages at tp 4 pp 2 (1.2 KiB, written 2023-11-15 22:13 UTC); {asked}",
+        f"9 pages at tp 1 (1.1 KiB, written 2023-11-14 22:13 UTC); {asked}",
     ]
     said = invoke("verify", store, "--profile", profile, "--checks", "groups").stderr
     assert "objects of m tp 1, m tp 4 pp 2, n tp 1 that the profile does not describe" in said

@@ -58,7 +58,9 @@ def test_a_report_has_values_but_no_times(invoke: Invoke, place: Place, tmp_path
     invoke("report", place.url(), "--grace", "0s", "-o", made)
     text = text_of(made)
     assert "sizes: could not run; the remarks say why" in text
-    assert "The store lists no sizes for some objects, so objects are counted." in text
+    assert (
+        "The store lists no sizes for some objects, so the bars count objects, not bytes." in text
+    )
     assert "24 in objects of unknown size" in text
     assert "keys without a model name: 6 pages" in text
     assert "Several sizes" not in text

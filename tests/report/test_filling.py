@@ -182,4 +182,4 @@ def test_the_page_has_the_shares_of_tenants(
     text = text_of(made)
     head = "Bytes by salt of the requests salt requests pages in the store only of this salt"
     assert f"{head} bytes of these share of 10.0 KiB acme 1 4 2 2.0 KiB 20 % <b> 2 4 2" in text
-    assert "several of them 2 2.0 KiB 20 % no request 3 3.0 KiB 30 %" in text
+    assert "several salts 2 2.0 KiB 20 % no request 3 3.0 KiB 30 %" in text

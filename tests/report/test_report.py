@@ -143,7 +143,7 @@ def test_values_are_checked_and_shown_if_asked_for(
     assert "layer" in text
     assert "damaged" in text
     said = invoke(*arguments, "--page", page(1)[:12], exit_code=4).stdout
-    assert "; in the page in full: 1 nan" in said
+    assert "; in the page shown in full: 1 nan" in said
     invoke(*arguments, "--page", page(2)[:12], exit_code=4)
     text = text_of(made)
     assert page(2) in text

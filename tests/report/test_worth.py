@@ -125,7 +125,7 @@ def test_the_page_has_the_curve_and_the_losses_with_their_denominators(
     assert "What is it worth? hicachefile: " in text
     sections = re.findall('<section id="([a-z]+)"', made.read_text("utf-8"))
     assert (sections[:3], sections[-1]) == (["verdict", "worth", "findings"], "page")
-    assert "They begin with the pages of the store" in text
+    assert "The caches begin with the pages of the store" in text
     assert "Shares are of 153 prompt tokens of 9 requests" in text
     assert "capacity pages hicachefile optimal 16.0 KiB 1 " in text
     assert "prompt tokens tokens share of 153 served from the store 80 52.3 % " in text
@@ -133,7 +133,7 @@ def test_the_page_has_the_curve_and_the_losses_with_their_denominators(
     invoke("report", store, *arguments, "--since", "2023-11-15")
     text = text_of(made)
     assert "They begin empty, and keep what the requests write." in text
-    assert "What is lost today is told with page hashes and a profile, without filters." in text
+    assert "where today's hits are lost if the requests have page hashes, and a profile" in text
 
 
 @pytest.mark.slow
@@ -151,6 +151,7 @@ def test_block_ids_make_a_curve_of_pages_only(store: Path, tmp_path: Path, invok
     listed = tmp_path / "pages.jsonl"
     listed.write_text(json.dumps(["0" * 64]))
     invoke("report", store, "--pages", listed, "--fail-on", "never", "-o", made)
-    assert f"No simulation of caches: {listed}: does not tell the tokens of a block" in text_of(
-        made
+    assert (
+        f"Caches could not be simulated. {listed}: does not tell the tokens of a block"
+        in text_of(made)
     )
