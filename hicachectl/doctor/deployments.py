@@ -1,4 +1,4 @@
-"""Checks of `doctor` about a server's deployment beside the deployments of the store."""
+"""Checks of `doctor` that compare a server's deployment with the deployments of the store."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.deployments import AffixTable, Deployment
     from hicachectl.pages.inventory import Inventory
 
-# Names and sizes that keys may state, the most likely mistake first, with the option of a profile
-# for each.
+# Names and sizes that keys may state, each with the profile option that gives it.
 _FLAGS = {
     "model": "--served-model-name",
     "tag": "--tag",
@@ -43,24 +42,25 @@ _FLAGS = {
     "cp": "--cp",
     "dcp": "--dcp",
 }
-_CONVERTED = ("model", "tag", "tp", "pp")  # migrate can change these: --to-model and so on
-_SHARE = 10  # fewer than one object in this many are exceptions
+_CONVERTED = ("model", "tag", "tp", "pp")  # migrate changes them by --to-model and so on
+# Objects of another size count as exceptions if they are fewer than one in this many objects.
+_SHARE = 10
 
 
 @dataclass(frozen=True, slots=True)
 class _OwnKeys:
-    """Names and sizes under which a server looks for pages.
+    """Names and sizes in the keys of the pages that a server looks for.
 
-    sizes: ranks along each axis.
+    sizes: number of ranks along each axis.
     """
 
     names: Names
     sizes: Mapping[str, int]
 
     def differences(self, other: Deployment) -> dict[str, tuple[str, str]]:
-        """Return the names and sizes that differ in the keys of a deployment.
+        """Return the names and sizes in which a deployment's keys differ from the server's keys.
 
-        Each has two texts: the deployment's value, then the server's.
+        Each entry has two texts: the deployment's value, then the server's value.
         """
         found: dict[str, tuple[str, str]] = {}
         if other.names.columns["model"] is not None and other.names.text != self.names.text:
@@ -69,7 +69,7 @@ class _OwnKeys:
         for axis, rank, size in other.shard.axes:
             stated = size
             if size is None and rank is None and axis != "tp":
-                stated = 1  # keys state an axis only if it has several ranks
+                stated = 1  # keys state an axis other than TP only if it has several ranks
             if stated is not None and stated != self.sizes[axis]:
                 found[axis] = str(stated), str(self.sizes[axis])
         return found
@@ -131,9 +131,10 @@ def deployment_checks(
 
     stated: profile that `ListedStore.mending` names.
     request_words: see `DoctorRequest`.
-    Without any page, or if the server does not state its deployment, there is nothing to compare.
-    Returns the checks, and the ratio of actual to expected size of the objects if a check names the
-    other setting that causes it, else None.
+    There is nothing to compare if the store has no page, or if the server does not state its
+    deployment.
+    Returns the checks, and the ratio of the objects' actual size to their expected size. If no
+    check names a setting that explains another size, the ratio is None.
     """
     if listed.inventory is None or server.deployment is None:
         return [], None
@@ -156,7 +157,7 @@ def deployment_checks(
 
 
 def _own_keys(server: LiveServer) -> _OwnKeys:
-    """Return the names and sizes in a server's keys. Raises ProfileError for wrong flags."""
+    """Return the names and sizes in a server's keys. Raises ProfileError for impossible flags."""
     if (profile := server.profile) is not None:
         sizes = {axis: getattr(profile, axis) for axis in ("tp", "pp", "cp", "dcp")}
         return _OwnKeys(profile.names, sizes)
@@ -183,7 +184,9 @@ def _is_profile_of(server: LiveServer, listed: ListedStore) -> bool:
 def _differences(
     table: AffixTable, number: int, own_keys: _OwnKeys, *, profiled: bool
 ) -> Mapping[str, tuple[str, str]]:
-    """Return `_OwnKeys.differences` of a deployment of a table; none for the server's own.
+    """Return `_OwnKeys.differences` of a deployment of a table.
+
+    The result is empty for the server's own deployment.
 
     profiled: whether the first deployment is the server's, and no other deployment is.
     """
@@ -234,7 +237,7 @@ def _missing(
     return server.check(
         next(iter(nearest.differences)),
         FAIL,
-        f"The store has {_theirs(nearest)}, this server asks for {_ours(nearest)}",
+        f"The store has {_theirs(nearest)}, but this server asks for {_ours(nearest)}",
         evidence=f"{counted(nearest.pages, 'page')} of {nearest.text}, none of the server's"
         + _more(others, nearest),
         next=_conversion(server, nearest, listed, stated),
@@ -248,7 +251,7 @@ def _present(
     listed: ListedStore,
     stated: Profile | None,
 ) -> Iterator[Check]:
-    """Yield the checks of a store that has pages of the server's deployment, too."""
+    """Yield the checks of a store that has pages of the server's deployment."""
     pages = sum(one.pages for one in own)
     yield server.check(
         "deployment",
@@ -261,8 +264,8 @@ def _present(
             yield server.check(
                 next(iter(one.differences)),
                 WARN,
-                f"The store also has {_theirs(one)}, which this server does not find: it asks for "
-                f"{_ours(one)}",
+                f"The store also has {_theirs(one)}, but this server asks for {_ours(one)}, so it "
+                "does not find those pages",
                 evidence=f"{counted(one.pages, 'page')} of {one.text}, "
                 f"{counted(pages, 'page')} of the server's",
                 next=_conversion(server, one, listed, stated),
@@ -270,11 +273,12 @@ def _present(
 
 
 def _is_former(one: _Stored, own: list[_Stored]) -> bool:
-    """Return whether a deployment seems to be the server's own before its settings changed.
+    """Return whether a deployment seems to be the server's, from before its settings changed.
 
-    Such a deployment got no page after the server's first page. In a store without times, it
-    differs in a single size, and has more pages. A name of another model counts only if its objects
-    have the same sizes.
+    Such a deployment got no page after the first page of the server's deployment. In a store
+    without times, it differs in a single name or size, and has more pages than the server's
+    deployment. Under another model name, some of its anchors also have the size of the server's
+    anchors; in a store without times, another model name never counts.
     """
     if "model" in one.differences and not any(one.sizes & each.sizes for each in own):
         return False
@@ -318,10 +322,11 @@ def _conversion(
     *,
     same_keys: bool = False,
 ) -> str:
-    """Return the command that makes pages of another deployment usable; if none does, other advice.
+    """Return the command that makes pages of another deployment usable.
 
-    The command states the profile of the pages: `stated` if it describes them, else the server's
-    with the names and sizes of the pages.
+    If no command does, return other advice. The command states the profile of the pages. This is
+    `stated`, if `stated` describes them. Otherwise it is the server's profile with the names and
+    sizes of the pages.
     same_keys: whether converted pages keep their keys, and so need another store.
     """
     names = list(one.differences)
@@ -329,8 +334,8 @@ def _conversion(
         return "check that STORE is the server's store, and that the profile is right"
     if not set(names) <= set(_CONVERTED):
         return (
-            "start the server with the sizes of the store, or let it write its own pages: migrate "
-            "does not change cp and dcp"
+            "start the server with the sizes of the store, or let it write its own pages, because "
+            "migrate does not change cp and dcp"
         )
     model_only = names == ["model"]
     if model_only and not _may_fit(server, one, listed):
@@ -348,7 +353,7 @@ def _conversion(
         ours = one.differences[name][1]
         changed += [f"--to-{name}", ours] if ours else ["--to-no-tag"]
     assert listed.store is not None
-    # Pages of an archive cannot be added to it: an archive is written once.
+    # Converted pages cannot be added to an archive, because an archive is written only once.
     target = STORE if listed.store.traits.live and not same_keys else "DST"
     described = shlex.join(words) if words else OPTIONS
     template = f"hicachectl migrate {STORE} {target} {described} {shlex.join(changed)}"
@@ -361,7 +366,7 @@ def _conversion(
 
 
 def _may_fit(server: LiveServer, one: _Stored, listed: ListedStore) -> bool:
-    """Return whether anchors of a deployment have a size that the server's anchors have."""
+    """Return whether an anchor of a deployment can have the size of one of the server's anchors."""
     assert listed.store is not None
     if server.profile is None:
         return True
@@ -381,10 +386,10 @@ def _sizes(
     stated: Profile | None,
     request_words: str,
 ) -> tuple[list[Check], Fraction | None]:
-    """Compare object sizes with the server's: keys show neither the page size nor the dtype.
+    """Compare object sizes with the server's, because keys show neither page size nor dtype.
 
-    In some stores, keys state the TP rank, but not the TP size. Sizes and ranks then show the TP
-    size. Returns as `deployment_checks` does.
+    In some stores, keys state the TP rank, but not the TP size. There, sizes and ranks show the TP
+    size. Returns the same two values as `deployment_checks`.
     """
     assert listed.inventory is not None
     profile, table = server.profile, listed.inventory.table
@@ -415,7 +420,7 @@ def _sizes(
         check = server.check(
             "tp",
             WARN if fitting else FAIL,
-            f"The store has {_theirs(differing)}, this server asks for {_ours(differing)}",
+            f"The store has {_theirs(differing)}, but this server asks for {_ours(differing)}",
             evidence=f"kv objects of {human_size(size)}, expected {human_size(wanted)}, of "
             f"{counted(ranks, 'rank')}",
             next=_conversion(server, differing, listed, stated, same_keys=True),
@@ -426,8 +431,8 @@ def _sizes(
     check = server.check(
         "dtype" if readings and not readings[0].page_size else "page-size",
         WARN if fitting else FAIL,
-        f"{counted(objects, 'object')} of the store have the size of {what}, this server asks for "
-        f"{told}",
+        f"{counted(objects, 'object')} of the store have the size of {what}, but this server asks "
+        f"for {told}",
         evidence=f"kv objects of {human_size(size)}, expected {human_size(wanted)}"
         + (f", which {counted(fitting, 'object')} have" if fitting else ""),
         next=_deciding(server, listed, readings, stated, request_words)
@@ -444,7 +449,10 @@ def _deciding(
     stated: Profile | None,
     request_words: str,
 ) -> str:
-    """Return advice that decides between several explanations of a size; "" without several."""
+    """Return advice that decides between the explanations of a size.
+
+    The text is empty if there are fewer than two explanations, or if none is a page size.
+    """
     tokens = next((one.page_size for one in readings if one.page_size), None)
     if tokens is None or len(readings) < 2:
         return ""
@@ -463,14 +471,15 @@ def _deciding(
 def _ranks_seen(inventory: Inventory, census: Census, own: _Stored) -> int | None:
     """Return the number of TP ranks that wrote anchors under the names of a deployment.
 
-    None if keys state the TP size, or no TP rank.
+    Return None if keys state the TP size, or if they state no TP rank.
     """
     table, ranks = inventory.table, set()
     for affix in set(census.affixes.tolist()):
         spec = table.specs[affix] if affix >= 0 else None
         if spec is None or not spec.anchor or spec.coordinate.names != own.deployment.names:
             continue
-        # Some keys can also be read as a pipeline stage of a model whose TP ranks share objects.
+        # The last number of some keys can be a TP rank, or the pipeline stage of a model whose TP
+        # ranks share objects. So look at each reading of a key.
         shards = [one.shard for one in table.grammar.readings(*table.affixes[affix])]
         if any(shard.tp_size is not None for shard in shards):
             return None
@@ -482,8 +491,8 @@ def _ranks_seen(inventory: Inventory, census: Census, own: _Stored) -> int | Non
 class _Reading:
     """A setting that explains a size of objects.
 
-    page_size: tokens of a page; 0 if the dtype differs.
-    width: bytes of a number; 0 if the page size differs.
+    page_size: number of tokens of a page; 0 if the setting is the dtype.
+    width: number of bytes of a value; 0 if the setting is the page size.
     """
 
     page_size: int = 0
@@ -497,7 +506,11 @@ class _Reading:
 
 
 def _readings(server: LiveServer, listed: ListedStore, size: int, wanted: int) -> list[_Reading]:
-    """Return the settings that explain a size: the recorded page size, else all that fit."""
+    """Return the settings that explain a size.
+
+    If the store records page sizes, the explanation is a recorded page size that fits, or else the
+    dtype. If it records none, the explanations are the page size and the dtype that fit.
+    """
     profile = server.profile
     assert profile is not None
     tokens, rest = divmod(profile.page_size * size, wanted)
@@ -519,7 +532,7 @@ def _recorded(listed: ListedStore, key_model: str) -> set[int]:
     try:
         markers, stamp = markers_of(listed.store), read_stamp(listed.store, key_model)
     except HicacheError:
-        return set()  # store_checks report it
+        return set()  # `store_checks` report the error
     sizes = {one.identity.page_size for one in markers if one.identity.model == key_model}
     if stamp is not None:
         sizes.add(stamp.profile.page_size)
@@ -527,7 +540,7 @@ def _recorded(listed: ListedStore, key_model: str) -> set[int]:
 
 
 def _layout(server: LiveServer, listed: ListedStore) -> Iterator[Check]:
-    """Compare the layout with the recorded layout: neither keys nor sizes show a layout."""
+    """Compare the layout with the recorded layout, because neither keys nor sizes show a layout."""
     assert listed.store is not None
     assert server.deployment is not None
     profile = server.profile
@@ -536,7 +549,7 @@ def _layout(server: LiveServer, listed: ListedStore) -> Iterator[Check]:
         key_model = profile.key_model if profile else _own_keys(server).names.model
         stamp = read_stamp(listed.store, key_model)
     except HicacheError:
-        return  # store_checks report it
+        return  # `store_checks` report the error
     if stamp is None or not layout:
         return
     if stamp.profile.layout == layout:
@@ -545,8 +558,8 @@ def _layout(server: LiveServer, listed: ListedStore) -> Iterator[Check]:
     yield server.check(
         "layout",
         FAIL,
-        f"The stamp of the store has layout {stamp.profile.layout}, this server uses {layout}: it "
-        "would read permuted values",
+        f"The stamp of the store has layout {stamp.profile.layout}, but this server uses {layout}, "
+        "so it would read permuted values",
         next=listed.mending.command(f"hicachectl migrate STORE DST --to-layout {layout}")
         + f"; or start the server with --hicache-mem-layout {stamp.profile.layout}",
     )

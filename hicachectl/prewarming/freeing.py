@@ -1,8 +1,8 @@
-"""Choose the page groups to remove from a store to make room: the least useful first.
+"""Choose the page groups to remove from a store to make room. The least useful groups go first.
 
 Incomplete pages are removed first. Next come pages that the trace or plan does not have, the
 longest unused first. The trace or plan then ranks the remaining pages by value, as for `prewarm`.
-No page ranks before its prefix, so tails are removed first.
+A page is never worth more than its prefix, so the end of a chain is removed before its beginning.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ class Worth:
     requests: Requests | None = None
 
 
-_LOOK_PAGES = 256  # pages removed between two looks at the free bytes of a store
+_LOOK_PAGES = 256  # most pages removed between two looks at the free bytes of a store
 _INT64_MAX = np.iinfo(np.int64).max
-_MOST_FAILED = 100  # failed pages after which a removal ends, because the others would fail, too
+# A removal ends after more failed pages than this: its other pages would probably fail, too.
+_MOST_FAILED = 100
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -69,11 +70,12 @@ class FreeRequest:
     """Target of a removal, and the groups that may be removed to reach it.
 
     groups: all groups of the store; their inventory has `atime_ns` if the store has it.
-    matching: numbers of the groups that may leave. All of them leave if the target needs more.
-    incomplete: [groups] whether no server can use the group; these leave first.
+    matching: numbers of the groups that may leave. All of them leave if the target needs more bytes
+        than they have.
+    incomplete: [groups] whether the group is of no use to any server. Such groups leave first.
     worth: value of pages. With a profile, only pages of its deployment have a value.
-    and_unnamed: whether complete groups of other deployments leave after the incomplete groups. If
-        not, they stay.
+    and_unnamed: whether complete groups of other deployments leave, too, directly after the
+        incomplete groups. If not, complete groups of other deployments stay.
     never_all: whether to refuse a target that would remove every group that may leave.
     doubtful: number of groups that are partial according to the profile, but do not leave first,
         because the profile may be wrong.
@@ -95,9 +97,9 @@ class Freeing:
     """Groups to remove, in order, until a target is reached.
 
     groups: numbers of the groups that would reach the target in the store's present state.
-    remarks: messages about groups that are no candidates.
+    remarks: messages about groups that do not leave, or do not leave first.
     lacking: bytes that must still be removed for the target.
-    facts: member `free` of the document; set once the removal or its rehearsal has ended.
+    facts: member `free` of the document; None until `conclude` is called.
     """
 
     def __init__(self, request: FreeRequest, candidates: _Candidates, gauge: Gauge) -> None:
@@ -110,7 +112,8 @@ class Freeing:
         self._taken = 0  # number of groups chosen so far
         self._last: IntArray = candidates.order[:0]
         self._removed = self._failed = 0
-        self._emptied = ""  # size of all candidates, if the target would take all of them
+        # Size of all candidates as text, if the target would remove all of them; else empty.
+        self._emptied = ""
         self.groups = candidates.order[: candidates.end(0, gauge.asked)]
         self.lacking = max(0, gauge.asked - candidates.space(self.groups))
         if request.never_all and 0 < len(candidates) == len(self.groups):
@@ -118,19 +121,27 @@ class Freeing:
         self.facts: FreeDocument | None = None
         if request.doubtful and len(self.groups):
             self.remarks.append(
-                f"{counted(request.doubtful, 'page')} not whole by --profile not removed first: "
-                "most of the newest pages lack the same pool, so the profile may be wrong; check it"
+                f"the removal does not begin with {counted(request.doubtful, 'page')} that "
+                "--profile calls partial, because most of the newest pages lack the same pool; "
+                "the profile may be wrong, so check it"
             )
         if spared := len(candidates.spared):
             cost = human_size(candidates.in_place(len(self.groups)))
             self.remarks.append(
-                f"{counted(spared, 'page')} ({human_size(candidates.spared_bytes)}) of deployments "
-                f"that no request names left alone: {cost} of others leave in their place; "
-                "--and-unnamed removes them first"
+                f"kept {counted(spared, 'page')} ({human_size(candidates.spared_bytes)}) of "
+                f"deployments that no request names; {cost} of other pages leave instead; "
+                "--and-unnamed removes the pages of these deployments first"
             )
 
     def next(self, statuses: npt.NDArray[np.uint8]) -> RepairPlan | None:
-        """Return the groups to remove next. Return None at the target or without more candidates.
+        """Return the groups to remove next; None if the removal ends.
+
+        The removal ends in any of these cases:
+
+        - the target is reached
+        - no candidates are left
+        - removed bytes did not become free
+        - too many groups failed
 
         statuses: GroupStatus of each group of the last plan; empty before the first plan.
         Raises StoreUnavailable.
@@ -160,8 +171,8 @@ class Freeing:
             size = "larger" if gauge.target.kind == "max-size" else "smaller"
             raise UsageError(
                 f"{gauge.target}: {self._request.store.url} has only {nbytes} in pages that may "
-                f"leave, so {human_size(gauge.limit)} would take all; give a {size} SIZE, or a "
-                "filter too"
+                f"leave, so {human_size(gauge.limit)} would take all of them; give a {size} SIZE, "
+                "or also a filter"
             )
         self._most = 0
         self.groups = self.groups[:0]
@@ -187,9 +198,12 @@ class Freeing:
                 "again"
             )
         if self._candidates.in_place(self._taken):
-            return f"{start}: no further page may leave; --and-unnamed removes more"
+            return f"{start}: no further page may leave; --and-unnamed removes more pages"
         if self._failed > _MOST_FAILED:
-            return f"{start}: {counted(self._failed, 'page')} failed; see above, then run again"
+            return (
+                f"{start}: {counted(self._failed, 'page')} could not be removed; see above, then "
+                "run again"
+            )
         later = ", once the pages in flight are old enough" if in_flight else ""
         return (
             f"{start}: no further page may leave; leave out filters, make room beside the pages, "
@@ -199,7 +213,7 @@ class Freeing:
     def conclude(self, *, rehearsed: bool) -> None:
         """Set `facts` from the groups that were removed and the groups that stay.
 
-        rehearsed: whether this is a dry run, in which `groups` count as removed.
+        rehearsed: whether this is a dry run. In a dry run, `groups` count as removed.
         """
         if rehearsed:
             self._taken = len(self.groups)
@@ -240,15 +254,17 @@ class _Candidates:
     """Groups that may leave, in the order of removal.
 
     order: [n] numbers of the groups.
-    places: [n] place of the page in the trace or plan; -1 if it is not there.
+    places: [n] place of the page in the trace or plan; -1 for a page that the trace or plan lacks.
     named: [n] whether the trace or plan names the group's deployment.
     incomplete: [n] whether the group is incomplete.
     sizes: [groups] bytes of the objects of each group of the store.
     spaces: [groups] bytes of disk or memory that each group of the store takes.
-    ends: [n] sum of the spaces of the first groups, up to each group.
+    ends: [n] sum of the spaces of all groups up to this group, this group included.
     unsized: number of matching groups with an object of unknown size.
     unnamed: deployments that no request names; None if unknown.
-    spared: numbers of the complete groups of these deployments, if they are no candidates.
+    spared: numbers of the complete groups of unnamed deployments, if these groups must stay; empty
+        if they are candidates.
+    remarks: messages about matching groups that are no candidates.
     """
 
     order: IntArray
@@ -280,9 +296,9 @@ class _Candidates:
         return int(self.sizes[numbers].sum())
 
     def end(self, start: int, nbytes: int) -> int:
-        """Return the end of the fewest groups from `start` on that take `nbytes` bytes or more.
+        """Return the smallest end for which the groups [start:end] take `nbytes` bytes or more.
 
-        If all groups from `start` on take fewer bytes, return the number of groups.
+        If all groups from `start` on take fewer bytes, return the number of all groups.
         """
         if nbytes <= 0:
             return start
@@ -290,9 +306,9 @@ class _Candidates:
         return min(len(self), int(np.searchsorted(self.ends, min(reached, _INT64_MAX))) + 1)
 
     def in_place(self, taken: int) -> int | None:
-        """Return the bytes that leave because groups were spared.
+        """Return the bytes of complete groups that leave in place of the spared groups.
 
-        None if the bytes are unknown, or if no group was spared.
+        Return None if the size of a spared group is unknown, or if no group was spared.
 
         taken: number of groups that leave.
         """
@@ -303,14 +319,14 @@ class _Candidates:
 
 
 def worth_of_trace(requests: Requests) -> Worth:
-    """Rank the pages of a trace as `prewarm` does. Raises UsageError for block ids."""
+    """Return the pages of a trace, ranked as by `prewarm`. Raises UsageError for block ids."""
     requests.refuse_block_ids("record token ids, or give --keep-plan")
     best_first = np.argsort(rank_by_value(requests))
     return Worth("trace", requests.page_names.take(pa.array(best_first)), requests)
 
 
 def worth_of_plan(path: Path) -> Worth:
-    """Rank pages as a plan of `prewarm` does. Raises UsageError and FormatError."""
+    """Return the pages of a plan of `prewarm`, best first. Raises UsageError and FormatError."""
     return Worth("plan", read_plan(path).pages)
 
 
@@ -318,9 +334,12 @@ def choose_groups(request: FreeRequest) -> Freeing:
     """Choose groups to remove until a target is reached.
 
     Groups with an object of unknown size are never chosen.
-    Raises UsageError if the store has no page of the trace or plan, or cannot reach the target;
-    UnsupportedByBackend if the order, all sizes or the free bytes are unknown; and
-    StoreUnavailable.
+    Raises these exceptions:
+
+    - UsageError if the store has no page of the trace or plan, if it cannot reach the target, or if
+      a plan is given without a profile and several deployments match
+    - UnsupportedByBackend if the last uses, all sizes or the free bytes are unknown
+    - StoreUnavailable
     """
     _refuse_unordered(request)
     gauge = Gauge.of(request.target, request.store, _stored_bytes(request.groups))
@@ -419,7 +438,7 @@ def freeing_lines(document: Mapping[str, Any], now: float) -> list[str]:
 
 
 def _refuse_unordered(request: FreeRequest) -> None:
-    """Raise UnsupportedByBackend or UsageError if the least useful groups cannot be known."""
+    """Raise UnsupportedByBackend or UsageError if nothing tells which groups are least useful."""
     store, groups = request.store, request.groups
     if request.worth is None:
         if "mtime_ns" not in store.traits.columns:
@@ -433,20 +452,21 @@ def _refuse_unordered(request: FreeRequest) -> None:
         if len(labels) > 1:
             raise UsageError(
                 f"--keep-plan: {store.url} has pages of {len(labels)} deployments "
-                f"({first_of(map(label_text, labels))}), but a plan is of one; give "
-                "--profile, or choose one by --model, --tp, --pp or --cp"
+                f"({first_of(map(label_text, labels))}), but a plan is of one deployment; give "
+                "--profile, or choose the deployment by --model, --tp, --pp or --cp"
             )
 
 
 def _refuse_of_other_pages(request: FreeRequest, worth: Worth) -> None:
-    """Raise UsageError if no page of the store, candidate or not, is in the trace or plan."""
+    """Raise UsageError if the trace or plan has no page of the store, candidate or not."""
     groups = request.groups
     stored = groups.pages_at(slice(None) if request.profile is None else groups.span(0))
     if not pc.any(pc.is_in(stored.cast(worth.pages.type), value_set=worth.pages)).as_py():
         option = "--trace" if worth.source == "trace" else "--keep-plan"
         raise UsageError(
-            f"{option}: {request.store.url} has none of its pages, so all would count as unused; "
-            f"give a file with this deployment's page size and tokenizer, or leave out {option}"
+            f"{option}: {request.store.url} has none of its pages, so all stored pages would count "
+            f"as unused; give a file with this deployment's page size and tokenizer, or leave out "
+            f"{option}"
         )
 
 
@@ -457,9 +477,10 @@ def _stored_bytes(groups: PageGroups) -> int | None:
 
 
 def _object_sizes(groups: PageGroups) -> IntArray:
-    """Return the bytes of each object as listed, else as its spec states: [objects].
+    """Return the bytes of each object: [objects].
 
-    UNKNOWN_SIZE if neither the listing nor the spec has the size.
+    The size comes from the listing. If the listing lacks it, the spec states it. If the spec lacks
+    it, too, the entry is UNKNOWN_SIZE.
     """
     inventory = groups.inventory
     stated = inventory.table.expected_sizes[inventory.affix_ids]
@@ -470,7 +491,7 @@ def _object_sizes(groups: PageGroups) -> IntArray:
 def _sizes(groups: PageGroups, unit: int = 1) -> IntArray:
     """Return the bytes of each group; UNKNOWN_BYTES if the size of an object is unknown.
 
-    unit: bytes; each object is rounded up to a multiple.
+    unit: number of bytes. The size of each object is rounded up to a multiple of it.
     """
     grouped = groups.of_object >= 0
     owners, nbytes = groups.of_object[grouped], _object_sizes(groups)[grouped]
@@ -504,8 +525,8 @@ def _by_label(groups: PageGroups, sizes: IntArray, numbers: IntArray) -> list[Un
 def _places(request: FreeRequest, numbers: IntArray) -> IntArray:
     """Return the place of each group's page in the trace or plan.
 
-    -1 for pages that are not there, ambiguous groups and, with a profile, groups of other
-    deployments.
+    The place is -1 for pages that the trace or plan lacks, and for ambiguous groups. With a
+    profile, it is also -1 for groups of other deployments.
     """
     if request.worth is None:
         return np.full(len(numbers), -1, dtype=np.int64)
@@ -521,12 +542,13 @@ def _least_useful_first(
     """Return the order of removal: [n].
 
     Incomplete pages come first, because no server reads them. Next come pages of deployments that
-    no request names, then pages without a value. These are ordered by last use, as by SGLang's
-    evictor and the plug-in. Last come pages with a value, the least valuable first.
+    no request names, then pages without a value. Last come pages with a value, the least valuable
+    first. Among pages without a value, the longest unused come first, as for SGLang's evictor and
+    the plug-in.
 
     The order by last use does not know the prefix of a page. But a server uses all pages of a
-    request within seconds. So a prefix can leave before its tail only if some pages of one request
-    leave and others stay.
+    request within seconds. So a prefix can leave before its tail only if a removal ends between the
+    pages of one request.
 
     used_ns: [n] last use, Unix nanoseconds.
     places, named: see `_Candidates`.

@@ -54,7 +54,8 @@ if TYPE_CHECKING:
     from hicachectl.requests.forms import Request
 
 
-WATCHED = 256  # objects to watch: the first written are the most valuable, and evicted first
+# Most objects to watch. The objects written first are the most valuable, and are evicted first.
+WATCHED = 256
 _WATCH_SECONDS = 2.0  # shortest time between two checks of the watched objects
 
 
@@ -65,11 +66,13 @@ def copy_pages(
     on_copied: Callable[[int, int], None],
     best: pa.StringArray | None = None,
 ) -> None:
-    """Copy wanted pages in order.
+    """Copy wanted pages in the order of the plan.
 
-    facts: sums to which the copy adds; also valid after an interrupt.
-    best: first pages of the whole plan, which another part may have copied.
-    Callback and exceptions as in `prewarm`.
+    facts: sums to which the copy adds. They are also right after an interrupt.
+    best: first pages of the whole plan, which another part may have copied; None for a run that is
+        not in parts.
+    on_copied: see `prewarm`.
+    Raises the exceptions of `prewarm`.
     """
     if warming.pins_only_writes:
         facts.not_pinned += pages.count(Action.COMPLETE)
@@ -93,12 +96,12 @@ def copy_pages(
 
 
 def pages_with_problems(parts: Iterable[PrewarmFacts]) -> pa.StringArray:
-    """Return the pages that problems name, of which the destination may have other objects."""
+    """Return the pages that problems name. The destination may still have objects of them."""
     return pa.array(sorted({p.page for part in parts for p in part.problems}), pa.string())
 
 
 class Watch:
-    """Watch over the first written objects, to see whether the destination evicts them."""
+    """Watch over the first written objects. It shows whether the destination evicts them."""
 
     def __init__(self, store: Store, survey: Survey) -> None:
         self._store = store
@@ -110,9 +113,10 @@ class Watch:
         self._lost = False
 
     def add(self, pages: pa.StringArray, *, written: bool = True) -> None:
-        """Watch the anchors of pages, up to WATCHED in all.
+        """Watch the anchors of pages. One watch has WATCHED anchors at most.
 
-        written: whether this run wrote the pages. Otherwise only anchors that exist are watched.
+        written: whether this run wrote the pages. Of other pages, only anchors that exist are
+            watched.
         """
         some = pages[: WATCHED - len(self._keys)]
         keys = self._route.keys(np.full(len(some), self._anchor), some)
@@ -129,14 +133,14 @@ class Watch:
         return self._lost
 
 
-# Seconds for touches after a deadline or signal, and as many again for the last listing.
+# Seconds that touches may take after a deadline or signal. The last listing may take as many more.
 ENDING_SECONDS = 10.0
 
 
 def after(moment: float | None) -> float | None:
     """Return the time at which a step after the copy must end; None for no limit.
 
-    moment: deadline of the copy, as `time.monotonic()`; None without one.
+    moment: deadline of the copy, as `time.monotonic()`; None for no deadline.
     """
     return None if moment is None else max(moment, time.monotonic()) + ENDING_SECONDS
 
@@ -144,13 +148,14 @@ def after(moment: float | None) -> float | None:
 def touch_pages(
     store: Store, survey: Survey, items: IntArray, *, until: float | None = None
 ) -> None:
-    """Mark pages as most recently used, if the store keeps such an order.
+    """Mark pages as most recently used, if the store keeps an order of use.
 
-    The least valuable pages are touched first, and the end of a chain before its root, so that the
-    most valuable pages are the most recently used. If time is short, less valuable pages are left
-    out.
+    The least valuable pages are touched first, and the end of a chain before its beginning. So the
+    most valuable pages become the most recently used. If time is short, less valuable pages are not
+    touched.
     items: survey rows, most valuable first.
-    until: `time.monotonic()` of the end; only the last call may end later.
+    until: `time.monotonic()` of the end; None for no limit. Only the last call of the store may end
+        later.
     """
     if not isinstance(store, Touch):
         return
@@ -164,6 +169,8 @@ def touch_pages(
         at, made = at + 1, made + 1
         if until is not None:
             now = time.monotonic()
+            # If time is short, skip calls, but make the last call in any case, because it touches
+            # the most valuable pages.
             affordable = int(made * (until - now) / max(now - begun, 1e-9))
             at = max(at, calls - max(affordable, 1))
 
@@ -174,7 +181,7 @@ def pin_pages(
     """Pin the requested pages that the destination now has, if --pin was given.
 
     others: requested pages that only the destination has.
-    Return how many of them could not be pinned, and the Unix seconds at which the pins end.
+    Return how many requested pages could not be pinned, and the Unix seconds at which the pins end.
     """
     store, options, survey = warming.destination, warming.options, pages.survey
     if not options.pin or warming.pins_only_writes:
@@ -210,8 +217,9 @@ def finish_facts(
 
     pages: planned copies; None if no copy was planned.
     names: see `PagePlan`.
-    without: pages of which the destination has other objects.
-    until: `time.monotonic()` of the end. If the listing takes longer, no page counts as usable.
+    without: pages that count as missing, because the destination may have other objects of them.
+    until: `time.monotonic()` of the end; None for no limit. If the listing takes longer, no page
+        counts as usable.
     pin: `pin_pages` for the planned pages; None to pin nothing.
     Return the facts, and the number of usable pages of each chain: [chains].
     """
@@ -281,7 +289,10 @@ class Warming(StorePair):
     """Checked request of a prewarm between two stores."""
 
     def __init__(self, source: Store, destination: Store, request: PrewarmRequest) -> None:
-        """Check the request. Raises UsageError, ProfileError, UnsupportedByBackend."""
+        """Check the request. With --pin, also set the destination to pin what it writes.
+
+        Raises UsageError, ProfileError, UnsupportedByBackend.
+        """
         self.pins_only_writes = False  # whether the destination cannot pin existing objects
         if request.options.pin:
             if not isinstance(destination, Pins):
@@ -293,7 +304,7 @@ class Warming(StorePair):
         self.request = request
         super().__init__(source, destination, request.profile, request.target, request.options)
         if self.trailers.keeps:
-            # Once a directory has trailers, its servers refuse objects without one.
+            # Once a directory has trailers, its servers refuse objects without a trailer.
             self.trailers = replace(self.trailers, bare=False)
 
 
@@ -335,7 +346,7 @@ def plan_prewarm(
 def _pages_to_fit(plan: PagePlan, request: PrewarmRequest) -> pa.StringArray:
     """Return the requested pages that may be missing because an object has a wrong size.
 
-    Pages that can be restored from the source do not need the wrong object.
+    Of requests, these are only the pages that the source cannot restore.
     """
     if request.requests is None:
         return plan.names
@@ -351,7 +362,7 @@ def prewarm(
     on_listed: Callable[[int], None] = lambda objects: None,
     on_copied: Callable[[int, int], None] = lambda nbytes, total: None,
 ) -> PrewarmOutcome:
-    """Copy the requested pages that servers could restore and the destination lacks.
+    """Copy the requested pages that servers could restore and that the destination lacks.
 
     on_listed: takes the number of objects of each listed batch.
     on_copied: takes the bytes of each finished batch, and the bytes of the plan.
@@ -383,7 +394,7 @@ def _executed(
 ) -> tuple[FinishFacts, IntArray, BaseException | None]:
     """Copy, touch and count pages. After an interrupt, touching and counting have time limits.
 
-    Return the results of `finish_facts`, and the exception of an interrupt or None.
+    Return the results of `finish_facts`, and the exception of an interrupt; None without one.
     """
     destination = warming.destination
     # Also finish a pack that a killed run left, even if no page is missing.
@@ -426,7 +437,7 @@ def usable_from(store: Store, request: PrewarmRequest) -> PrewarmOutcome:
     return outcome
 
 
-_JOBS = 8  # requests that a server gets at once by default
+_JOBS = 8  # most requests that a server gets at the same time, without --jobs
 
 Ranks = tuple[int | None, ...]
 
@@ -436,7 +447,7 @@ class LiveServer:
     """A live server.
 
     info: its /server_info reply.
-    ranks: its DP ranks with separate caches; (None,) for a single rank.
+    ranks: its DP ranks, each with its own cache; (None,) for a single rank.
     """
 
     info: Mapping[str, Any]
@@ -446,7 +457,8 @@ class LiveServer:
 def live_servers(urls: Sequence[str]) -> dict[str, LiveServer]:
     """Ask each server for its /server_info. Return the servers by URL.
 
-    Raises StoreUnavailable, UsageError for a bad URL, and ProfileError for an impossible size.
+    Raises StoreUnavailable, UsageError for a bad URL, and ProfileError for an impossible number of
+    ranks.
     """
     infos = {url: fetch_server(url, "--through-server").info for url in urls}
     return {url: LiveServer(info, dp_ranks(info)) for url, info in infos.items()}
@@ -466,7 +478,7 @@ def pull(
 
     usable_pages: [requests] number of usable pages of each request in the store.
     read_again: function that yields the requests at given byte offsets of the input.
-    deadline: `time.monotonic()` of the end.
+    deadline: `time.monotonic()` of the end; None for no limit.
     pulling: list to which each server is added before its first request.
     on_done: takes the number of requests that have just ended.
     """
@@ -475,8 +487,8 @@ def pull(
     assert requests.starts is not None
     assert requests.hashing is not None
     hashing = requests.hashing
-    # Only a request that ends at a trailing state restores it, so with trailing pools each prefix
-    # of a longer prefix is requested as well.
+    # A server restores a trailing state only for a request that ends at it. So with trailing pools,
+    # also request the prefixes that are part of longer prefixes.
     longest_only = not any(pool.trailing for pool in request.target.pools)
     chosen = prefixes_worth_asking(requests, usable_pages, request.rank, longest_only=longest_only)
     starts = requests.starts[chosen].tolist()

@@ -2,11 +2,17 @@
 
     python probe.py FLAG… > profile.toml
 
-Run it in the server's environment, on a machine with the server's GPU, with the flags and the
-environment variables of the server. It needs SGLang 0.5.23, but not hicachectl. SGLang's own code
-gives pools, sizes and layers: ServerArgs, ModelConfig, KVCacheConfigurator, the speculative
-workers' draft plan and the stack strategies, on the meta device. Comments in the profile say which
-facts are uncertain. The exit code is 2 if SGLang or a rule of profiles refuses; stderr says why.
+Run the script in the server's environment, with the flags and the environment variables of the
+server, on a machine with a GPU of the server's type. The script needs SGLang 0.5.23, but not
+hicachectl. SGLang's own code gives pools, sizes and layers, on the meta device:
+
+- ServerArgs and ModelConfig
+- KVCacheConfigurator
+- the draft plan of the speculative workers
+- the stack strategies
+
+Comments in the profile say which facts are uncertain. The exit code is 2 if SGLang refuses the
+flags, or if no profile can describe the server. stderr says why.
 """
 
 from __future__ import annotations
@@ -53,10 +59,11 @@ class StoredPool(NamedTuple):
     """A pool that HiCache stores.
 
     host: SGLang's host pool, with buffers that have no memory.
-    layers: numbers of the model's layers; a draft's layers count from 0.
-    packed: number of draft layers after the model's layers.
+    layers: numbers of the model's layers that the pool stores. The layers of a draft are numbered
+        from 0.
+    packed: number of draft layers that the pool stores after the model's layers.
     trailing: number of pages at the end of a tree node that have an object; 0 if all pages have
-        one.
+        an object.
     """
 
     name: str
@@ -83,7 +90,8 @@ def without_memory() -> Iterator[None]:
     def allocate(_self: Any, dims: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
         del device
         if not math.prod(dims):
-            common.alloc_mmap(dims, dtype)  # raises, as for a pool without layers
+            # SGLang refuses this size itself: a pool without layers raises the server's error.
+            common.alloc_mmap(dims, dtype)
         return torch.empty(dims, dtype=dtype, device="meta")
 
     module = torch.get_device_module
@@ -96,7 +104,8 @@ def without_memory() -> Iterator[None]:
         ),
         mock.patch.object(hybrid_pool_assembler, "HybridCacheController", mock.MagicMock()),
         mock.patch.object(memory_pool.MHATokenToKVPool, "_init_kv_copy_and_warmup", mock.Mock()),
-        # MiniMax-M3 compares the scales of two pools.
+        # MiniMax-M3 compares the scales of two pools. Tensors on the meta device have no values,
+        # so compare their shapes.
         mock.patch.object(torch, "equal", lambda one, two: one.shape == two.shape),
     )
     with contextlib.ExitStack() as stack:
@@ -109,7 +118,7 @@ def stored(server_args: Any, rank: Rank, enter: Callable[[str], None]) -> Stored
     """Return the pools that one rank stores. Raises the exceptions of SGLang.
 
     server_args: resolved ServerArgs.
-    enter: called with the name of each step of SGLang.
+    enter: function that is called with the name of each step of SGLang before the step.
     """
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.runtime_context import publish
@@ -141,11 +150,11 @@ def _allocated(
     depth: int | None = None,
     draft_backend: str | None = None,
 ) -> Any:
-    """Return a configurator and the pools that it allocates, with the names of ModelRunner.
+    """Return a stand-in for ModelRunner: a configurator and the pools that it allocates.
 
     target: runner of the target, if the model is a draft; else None.
-    depth: number of the step, for a draft with a runner for each step.
-    draft_backend: attention backend that a worker names for its draft.
+    depth: number of the draft's step, if each step has its own runner; else None.
+    draft_backend: attention backend that SGLang chooses for a DFlash draft; None for other models.
     """
     from sglang.srt.configs.model_config import AttentionArch
     from sglang.srt.mem_cache import kv_cache_dtype
@@ -238,7 +247,8 @@ def _host_pools(runner: Any, plan: Any) -> tuple[StoredPool, ...]:
     from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler as assembler
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-    # Follows managers/scheduler.py and mem_cache/registry.py :: create_unified_radix_cache.
+    # This code follows managers/scheduler.py, and create_unified_radix_cache of
+    # mem_cache/registry.py.
     configurator = runner.kv_cache_configurator
     components = {ComponentType.FULL: None}
     window = configurator.sliding_window_size
@@ -295,7 +305,10 @@ def _stored_pool(entry: Any, first: int, trailing: int) -> StoredPool:
 
 
 def page_bytes(host: Any) -> int:
-    """Return the bytes of a page's object; without a flat page, the bytes of K and V together."""
+    """Return the number of bytes of a page's object.
+
+    An asymmetric pool gives no flat page, so the bytes of its K and V are added.
+    """
     if type(host).__name__ == "LogicalHostPool":
         return 0
     if type(host).__name__.startswith("Asymmetric"):
@@ -307,7 +320,10 @@ def page_bytes(host: Any) -> int:
 
 
 def _draft_runners(server_args: Any, target: Any, enter: Callable[[str], None]) -> tuple[Any, ...]:
-    """Return the draft's runners as speculative workers build them; empty without a draft."""
+    """Return the runners of the server's draft, built in the way of SGLang's speculative workers.
+
+    The result is empty if the server has no draft.
+    """
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.runtime_context import get_spec
     from sglang.srt.speculative.draft_worker_common import resolve_draft_worker_attention_backend
@@ -340,7 +356,10 @@ def _draft_runners(server_args: Any, target: Any, enter: Callable[[str], None]) 
 
 
 def _draft_plan(target: Any, drafts: tuple[Any, ...]) -> Any:
-    """Return the draft plan. SGLang adds packed drafts to the target's runner."""
+    """Return SGLang's plan for the pools of the drafts.
+
+    SGLang also adds the pools of packed drafts to the target's runner.
+    """
     from sglang.srt.speculative.base_spec_worker import BaseSpecWorker, HiCacheDraftPlan
 
     if not drafts:
@@ -355,7 +374,7 @@ def _draft_plan(target: Any, drafts: tuple[Any, ...]) -> Any:
 
 
 def _draft_sidecars(plan: Any) -> tuple[Any, ...]:
-    """Return the draft's device pools that get host pools of their own (build_kv_cache)."""
+    """Return the draft's device pools that get their own host pools. Source: build_kv_cache."""
     from sglang.srt.speculative.base_spec_worker import HiCacheDraftMode
 
     return tuple(plan.device_pools) if plan.mode == HiCacheDraftMode.SIDECAR else ()
@@ -364,9 +383,10 @@ def _draft_sidecars(plan: Any) -> tuple[Any, ...]:
 def _draft_host_pools(
     target: Any, plan: Any, result: Any, transfers: int
 ) -> tuple[list[Any], list[Any]]:
-    """Return the sidecar specs and entries of the draft (maybe_register_hicache_draft).
+    """Return the sidecar specs and entries of the draft.
 
     transfers: number of the target's layers to transfer.
+    Source: maybe_register_hicache_draft.
     """
     from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
         build_hicache_draft_sidecars,
@@ -397,9 +417,9 @@ def _draft_stand_in(config: Any) -> Any:
 
 
 def _draft_layers(config: Any, model_class: type | None) -> dict[str, int]:
-    """Return the attributes by which a draft states its layers (layer_setup.py).
+    """Return the attributes in which a draft states its layers. Most drafts have no such attribute.
 
-    Most drafts have no such attribute.
+    Source: layer_setup.py.
     """
     from sglang.srt.models.dspark import DSparkDraftMixin
     from sglang.srt.speculative.dspark_components.dspark_config import parse_dspark_draft_config
@@ -437,7 +457,7 @@ def _as_rank(rank: Rank) -> Iterator[None]:
 def _stand_in(config: Any, rank: Rank) -> Any:
     """Return an object with the model's members that SGLang reads.
 
-    These are the layers of its stage, the window and the quantisation.
+    These members state the layers of the rank's stage, the window and the quantisation.
     """
     from sglang.srt.distributed.utils import get_pp_indices
 
@@ -447,13 +467,14 @@ def _stand_in(config: Any, rank: Rank) -> Any:
     if rank.pp > 1 and states:
         stages = get_pp_indices(config.num_hidden_layers, rank.stage, rank.pp)
         model.start_layer, model.end_layer = stages
-    # Models without an own pool for window layers have the method, too, so check both.
+    # A model without its own pool for window layers can have the method, too, so check both.
     if config.is_hybrid_swa and hasattr(model_class, "get_attention_sliding_window_size"):
         asked = model_class.__new__(model_class)
         torch.nn.Module.__init__(asked)
         asked.config = config.hf_config
         asked.text_config = config.hf_text_config
-        # A wrapper asks its language model, whose method is a function of its module.
+        # The method of a wrapper asks the language model inside, which was not built. So give the
+        # wrapper a language model that answers from the function of the wrapper's module.
         module = sys.modules[model_class.__module__]
         if function := getattr(module, "get_attention_sliding_window_size", None):
             size = mock.Mock(return_value=function(asked.config))
@@ -465,7 +486,7 @@ def _stand_in(config: Any, rank: Rank) -> Any:
 
 
 def _quant_config(config: Any, model_class: type | None) -> Any:
-    """Return the quantisation that a loaded model would have; None without any."""
+    """Return the quantisation that the loaded model would have; None if it would have none."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader.loader import _get_quantization_config
 
@@ -475,9 +496,10 @@ def _quant_config(config: Any, model_class: type | None) -> Any:
 
 
 def keeps_quant_config(model_class: type | None) -> bool:
-    """Return whether a model's class keeps its quantisation, which decides the dtype `auto`.
+    """Return whether the models of a class have a member `quant_config`.
 
-    Source: mem_cache/kv_cache_dtype.py :: configure_kv_cache_dtype reads `model.quant_config`.
+    SGLang reads this member to choose a dtype for `--kv-cache-dtype auto`.
+    Source: mem_cache/kv_cache_dtype.py :: configure_kv_cache_dtype.
     """
     for base in model_class.__mro__ if model_class else ():
         if "__init__" not in vars(base) or base is torch.nn.Module:
@@ -491,7 +513,7 @@ def keeps_quant_config(model_class: type | None) -> bool:
 
 
 def takes_stages(architecture: str) -> bool:
-    """Return whether a model has the argument that ModelRunner needs for several stages."""
+    """Return whether a model's `forward` has the argument that several stages need."""
     model_class, sources = _model_class(architecture)
     forward = getattr(model_class, "forward", None)
     if forward is None:  # a factory, or a module that this machine cannot import
@@ -512,7 +534,7 @@ def _states_its_layers(model_class: type) -> bool:
 
     If only a module inside the model knows the layers, resolve_layer_indices takes all layers for
     each stage, and the NEXTN layers for a draft. A NextN model derives from the class of its
-    target, but has another module inside.
+    target, but has another module inside. So the first class that names its inner module decides.
     """
     tells = hasattr(model_class, "start_layer")
     for base in _bases(model_class):
@@ -526,9 +548,9 @@ def _states_its_layers(model_class: type) -> bool:
 
 
 def _model_class(architecture: str) -> tuple[Any, str]:
-    """Return a model's class and its source. The class is None if it cannot be imported.
+    """Return a model's class, and its source with the sources of its bases in SGLang.
 
-    The source includes the sources of the class's bases in SGLang.
+    If the class cannot be imported, it is None, and the source is that of the files that define it.
     """
     import sglang.srt.models as package
     from sglang.srt.models.registry import ModelRegistry
@@ -600,7 +622,10 @@ def _profile_text(server_args: Any, enter: Callable[[str], None]) -> str:
     if __version__ != RELEASE:
         comments.append(f"This script was written for SGLang {RELEASE}, not {__version__}.")
     if flags["device"] == "cpu":
-        comments.append("Without a GPU, SGLang may choose another page size, dtype or row form.")
+        comments.append(
+            "This machine has no GPU. SGLang on a GPU may choose another page size, dtype or row "
+            "form."
+        )
     scalars = _scalars(whole.runner, flags, tp, replicated) | {"sglang": __version__}
     _check_ranks(scalars, flags, replicated, [pool.name for pool in whole.pools])
     partition = _partition(whole, pp)
@@ -617,7 +642,10 @@ def _attention_tp(flags: Mapping[str, Any]) -> int:
 
 
 def _is_replicated(runner: Any) -> bool:
-    """Return whether TP ranks share KV objects (CacheController._generate_storage_config)."""
+    """Return whether TP ranks share KV objects.
+
+    Source: CacheController._generate_storage_config.
+    """
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MLATokenToKVPool
 
@@ -628,7 +656,10 @@ def _is_replicated(runner: Any) -> bool:
 
 
 def _scalars(runner: Any, flags: Mapping[str, Any], tp: int, replicated: bool) -> dict[str, Any]:
-    """Return the fields of a profile that differ from their defaults."""
+    """Return the fields of a profile, without its pools.
+
+    Fields with default values are left out, except model, page size, layout and TP size.
+    """
     algorithm = runner.spec_algorithm
     extra, threshold = _extra_config(flags)
     dcp, cp = flags["dcp_size"] or 1, flags["attn_cp_size"] or 1
@@ -672,12 +703,15 @@ def _check_ranks(
     if scalars.get("cp", 1) > 1 and attn_dp == 1 and (not replicated or "mamba" in names):
         raise Refused(
             f"cp {scalars['cp']}: without DP attention, keys name the full TP size, but heads are "
-            f"divided by the attention TP size, which a profile cannot describe; {_WITHOUT}"
+            f"divided by the attention TP size; a profile has only one TP size; {_WITHOUT}"
         )
 
 
 def _partition(whole: Stored, pp: int) -> list[int]:
-    """Return the layers of each stage; empty if a profile derives the same layers."""
+    """Return the number of layers of each stage.
+
+    The result is empty if a profile without these numbers has the same layers in each stage.
+    """
     from sglang.srt.distributed.utils import get_pp_indices
 
     layers = whole.runner.model_config.num_hidden_layers
@@ -691,10 +725,10 @@ def _partition(whole: Stored, pp: int) -> list[int]:
 def _described(
     runner: Any, pool: StoredPool, stages: list[Stored], tp: int, replicated: bool
 ) -> tuple[dict[str, Any], str]:
-    """Return the fields of a pool in a profile, and a comment or "".
+    """Return the fields of a pool in a profile, and a comment; "" for no comment.
 
-    A pool gets a kind with known bytes only if that kind gives the bytes of each stage's host pool.
-    Otherwise it is opaque.
+    A pool gets a kind with known bytes only if this kind gives the size of the host pool of each
+    stage. Otherwise the pool is opaque.
     """
     form = _FORMS.get(type(pool.host).__name__)
     row = form(runner, pool) if form else {}
@@ -712,15 +746,15 @@ def _described(
     sizes = {page_bytes(mine.host) for _, mine in held}
     if len(sizes) != 1:
         raise Refused(
-            f"pools[{pool.name}]: {type(pool.host).__name__} has objects of {sorted(sizes)} bytes "
-            f"in pipeline stages, which a profile cannot describe; {_WITHOUT}"
+            f"pools[{pool.name}]: the objects of {type(pool.host).__name__} have {sorted(sizes)} "
+            f"bytes in different stages, but a profile can state only one size; {_WITHOUT}"
         )
     opaque: dict[str, Any] = {"name": pool.name, "kind": "opaque", "nbytes": sizes.pop()}
     if replicated and pool.name != "mamba":
         opaque["replicated"] = True
     return opaque | trailing, (
         f"pools[{pool.name}]: this script does not know how {type(pool.host).__name__} orders its "
-        f"bytes, so only their number is stated, for tp {tp} and pp {len(stages)}."
+        f"bytes. The profile states only the number of bytes, at tp {tp} and pp {len(stages)}."
     )
 
 
@@ -758,7 +792,7 @@ def _mamba_form(runner: Any, pool: StoredPool) -> dict[str, Any]:
 
 
 def _channels(config: Any, host: Any) -> list[dict[str, Any]]:
-    """Return how TP divides each convolution: the fields of its state without shape and dtype."""
+    """Return the fields of each convolution's state that say how TP divides the state."""
     shape = config.mamba2_cache_params.shape
     axis = getattr(shape, "conv_slice_axis", 0)
     divided: dict[str, Any] = {"shard_axis": axis} if axis else {}
@@ -766,11 +800,12 @@ def _channels(config: Any, host: Any) -> list[dict[str, Any]]:
     inner, channels = getattr(shape, "intermediate_size", 0), getattr(shape, "conv_dim", 0)
     if groups:
         divided["groups"] = groups
-    elif channels > inner:  # x, B and C of Mamba2
-        # The buffer's width, because conv_dim counts the copies of groups at TP > 1.
+    elif channels > inner:
+        # The channels are x, B and C of Mamba2. Take the width of the buffer, because conv_dim also
+        # counts the copies of groups at TP > 1.
         rest = host.conv_buffer[0].shape[3 + axis] - inner
         divided["groups"] = [inner, rest // 2, rest // 2]
-        if rest == 2 * shape.state_size:  # a single group, of which each rank has a copy
+        if rest == 2 * shape.state_size:  # there is one group, and each rank has a copy
             divided["whole"] = [1, 2]
     return [divided] * len(host.conv_buffer or ())
 
@@ -789,7 +824,8 @@ def _inkling_convolutions(config: Any, _host: Any) -> list[dict[str, Any]]:
     return [{"shard_axis": 1, **one} for one in divided]
 
 
-# Functions by class of SGLang's config, for convolutions that TP does not divide by channel groups.
+# For each class of SGLang's config: the function that says how TP divides its convolutions.
+# `_channels` says so for all other classes.
 _CONVOLUTIONS: dict[str, Callable[[Any, Any], list[dict[str, Any]]]] = {
     "ZayaConfig": _zaya_convolutions,
     "InklingModelConfig": _inkling_convolutions,
@@ -797,7 +833,10 @@ _CONVOLUTIONS: dict[str, Callable[[Any, Any], list[dict[str, Any]]]] = {
 
 
 def _state(buffer: torch.Tensor, divided: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a state. buffer: host buffer, [slots, layers, 1, …] in any layout."""
+    """Return the fields of a state.
+
+    buffer: host buffer [slots, layers, 1, …]; the axes after the third are the shape of the state.
+    """
     return {"shape": list(buffer.shape[3:]), "dtype": _name(buffer.dtype), **divided}
 
 
@@ -808,7 +847,10 @@ def _layers(pool: StoredPool) -> dict[str, Any]:
 
 
 def _dtype(runner: Any, pool: StoredPool) -> str:
-    """Return the dtype of K and V. Host pools hold fp8 as uint8, so the runner states it."""
+    """Return the dtype of K and V.
+
+    Host pools hold fp8 as uint8, so the runner gives the dtype of a uint8 pool.
+    """
     own = pool.host.dtype
     return _name(runner.kv_cache_dtype if own == torch.uint8 else own)
 
@@ -818,7 +860,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _form_bytes(row: Mapping[str, Any], pool: StoredPool, page_size: int, tp: int) -> int:
-    """Return the bytes of a rank's object by its fields in a profile; -1 if they do not divide."""
+    """Return the number of bytes that a rank's object has by the pool's fields in a profile.
+
+    Return -1 if TP does not divide a state.
+    """
     layers = len(pool.layers) + pool.packed
     if row["kind"] == "logical":
         return 0
@@ -841,7 +886,10 @@ def _form_bytes(row: Mapping[str, Any], pool: StoredPool, page_size: int, tp: in
 
 
 def _share_bytes(state: Mapping[str, Any], tp: int) -> int:
-    """Return the bytes of a rank's share of a state; -1 if TP does not divide its groups."""
+    """Return the number of bytes of a rank's share of a state.
+
+    Return -1 if TP does not divide the groups of the state.
+    """
     axis, least = state.get("shard_axis", 0), state.get("least", 0)
     groups = state.get("groups") or [state["shape"][axis]]
     ranks = min(tp, groups[0] // least) if least else tp
@@ -854,7 +902,8 @@ def _share_bytes(state: Mapping[str, Any], tp: int) -> int:
     return int(items * getattr(torch, state["dtype"]).itemsize)
 
 
-# Functions by class of SGLang's host pool. Pools of other classes are opaque.
+# For each class of SGLang's host pool: the function that returns the fields of the pool. Pools of
+# all other classes are opaque.
 _FORMS: dict[str, Callable[[Any, StoredPool], dict[str, Any]]] = {
     "MHATokenToKVPoolHost": _mha_form,
     "AsymmetricMHATokenToKVPoolHost": _mha_form,
@@ -874,7 +923,7 @@ def _value(value: Any) -> str:
         return "{ " + ", ".join(_toml(value)) + " }"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_value, value)) + "]"
-    return json.dumps(value)  # texts, numbers and booleans are equal in TOML
+    return json.dumps(value)  # JSON and TOML write texts, numbers and booleans alike
 
 
 if __name__ == "__main__":

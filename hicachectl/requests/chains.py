@@ -61,7 +61,7 @@ class Hashing:
 
     @classmethod
     def of(cls, profile: Profile) -> Hashing:
-        """Return the hashing of a profile, which must not be inferred."""
+        """Return the hashing of a profile. The profile must not be inferred."""
         return cls(
             profile.page_size, profile.hash_unit == "bigram", release_of(profile.sglang).seeds
         )
@@ -71,7 +71,7 @@ class Hashing:
         """Return the hashing of servers with these flags.
 
         page_size: number of tokens of a page.
-        algorithm: --speculative-algorithm; empty for none.
+        algorithm: value of --speculative-algorithm; empty if the servers have none.
         sglang: release of SGLang.
         Raises ProfileError for an unknown algorithm or release.
         """
@@ -79,7 +79,10 @@ class Hashing:
         return cls(page_size, unit == "bigram", release_of(sglang).seeds)
 
     def hashes(self, request: Request) -> npt.NDArray[np.uint8]:
-        """Return the hashes of full pages: [pages, 32]. Raises FormatError that names the line."""
+        """Return the hashes of a request's full pages: [pages, 32].
+
+        Raises FormatError that names the line of the request.
+        """
         try:
             seed = namespace_seed(request.extra_key, request.cache_salt) if self.seeds else None
             return page_hashes(request.token_ids, self.page_size, bigram=self.bigram, prior=seed)
@@ -87,7 +90,10 @@ class Hashing:
             raise FormatError(f"{request.where}: {error}") from error
 
     def reach(self, tokens: int) -> int:
-        """Return the most pages of a prompt that a server can take from a store."""
+        """Return the largest number of pages of a prompt that a server can take from a store.
+
+        tokens: number of tokens of the prompt.
+        """
         return restorable_pages(tokens, self.page_size, bigram=self.bigram)
 
 
@@ -95,7 +101,7 @@ class Hashing:
 class Forest:
     """Forest of the prefixes of blocks.
 
-    parents: [blocks] int32, previous block of the chain; -1 for the first block.
+    parents: [blocks] int32, block before the block in its chain; -1 for the first block.
     depths: [blocks] int32, number of blocks before the block in its chain.
     """
 
@@ -106,18 +112,20 @@ class Forest:
         return len(self.parents)
 
     def of(self, blocks: IntArray) -> Forest:
-        """Return the forest of some distinct blocks, numbered in this order.
+        """Return the forest of some of the blocks, numbered in the order of `blocks`.
 
-        blocks: blocks that include their own prefixes.
+        blocks: distinct blocks, with all blocks of their prefixes.
         """
-        numbers = np.full(len(self) + 1, -1, np.int32)  # entry -1: the parent of first blocks
+        # First blocks have parent -1, which indexes the last entry. This entry stays -1.
+        numbers = np.full(len(self) + 1, -1, np.int32)
         numbers[blocks] = np.arange(len(blocks))
         return Forest(numbers[self.parents[blocks]], self.depths[blocks])
 
     def closed(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return the value of each block, raised to the largest value of any block after it.
 
-        A block is of no use without the blocks before it, so these are worth at least as much.
+        A block is of no use without the blocks before it. So each of those blocks is worth at least
+        as much as the block.
         """
         closed = values.copy()
         by_depth = np.argsort(self.depths, kind="stable")
@@ -132,7 +140,7 @@ class Labels(NamedTuple):
     """One text for each request, such as its model.
 
     names: distinct texts; None for requests without a text.
-    ids: [requests] int32, index of the text in `names`.
+    ids: [requests] int32, index in `names` of the request's text.
     """
 
     names: tuple[str | None, ...]
@@ -145,7 +153,7 @@ class Requests:
 
     source: name of the input, for messages.
     names: [distinct, 32] uint8, page hashes; or [distinct] int64, block ids. Blocks are in the
-        order of their first use, so that each comes after its prefix.
+        order of their first use, so each block comes after the blocks of its prefix.
     blocks: [references] int32, indices into `names`, one chain after another.
     offsets: [requests + 1] int64. Request i has blocks[offsets[i]:offsets[i + 1]].
     tokens: [requests] int64, number of prompt tokens; -1 if unknown.
@@ -158,10 +166,11 @@ class Requests:
     block_tokens: number of tokens of a full block; 0 if unknown.
     times: [requests] float64, time in the unit of the input; None if unknown.
     seconds_per_unit: number of seconds in one unit of `times`; None if unknown.
-    starts: [requests] int64, place of the request for `Trace.again`; None without a file.
+    starts: [requests] int64, place of the request in the input, for `Trace.again`; None if the
+        requests have no places.
     cached: [requests, 3] int64, number of prompt tokens that device, host and storage served; -1 if
         unknown. If only the sum is known, it stands first. None if unknown for all requests.
-    labels: texts of requests by kind (`LABELS`); without the kinds that no request has.
+    labels: texts of requests by kind (`LABELS`). Kinds that no request has are left out.
     sample: first tokens of the first requests; empty if only hashes are known.
     hashing: rules by which tokens became these pages; None if unknown, and for block ids.
     """
@@ -204,10 +213,10 @@ class Requests:
 
     @cached_property
     def forest(self) -> Forest:
-        """Prefix of each block.
+        """Forest of the blocks.
 
-        Raises FormatError that names a block that follows two different blocks. Such a name stands
-        for two prefixes, so no plan is possible.
+        Raises FormatError if a block follows different blocks in two requests. The name of such a
+        block stands for two prefixes, so no plan is possible.
         """
         if self._origin is not None:
             origin, used = self._origin
@@ -225,9 +234,9 @@ class Requests:
         return Forest(parents, depths)
 
     def _references(self) -> Iterator[tuple[Blocks, Blocks, Blocks]]:
-        """Yield blocks with the block before each and its depth, for some requests at a time.
+        """Yield the blocks of some requests, the block before each block, and each block's depth.
 
-        Requests are taken together up to about a million references, to bound memory.
+        To bound memory, each step takes about a million references at most, or one longer request.
         """
         first, offsets = 0, self.offsets
         while first < len(self):
@@ -272,15 +281,15 @@ class Requests:
             )
 
     def tokens_requested(self, page_size: int) -> IntArray:
-        """Return the tokens of each request that count as 100% of a share: [requests].
+        """Return the number of tokens of each request that count as 100%: [requests].
 
-        These are the tokens of the pages within reach. A request without such a page counts with
-        all its tokens, none of which can be restored.
+        These are the tokens of the pages within reach. A request with no page within reach counts
+        with all its tokens, although none of them can be restored.
         """
         return np.where(self.reach == 0, np.maximum(self.tokens, 0), self.reach * page_size)
 
     def requested_tokens(self, page_size: int) -> int:
-        """Return the number of tokens that count as 100%: the sum of `tokens_requested`."""
+        """Return the sum of `tokens_requested`."""
         return int(self.tokens_requested(page_size).sum())
 
     def within_reach(self) -> Requests:
@@ -301,10 +310,11 @@ class Requests:
         return self._made_of(places, fewer=True, offsets=offsets, **shorter)
 
     def merged(self, count: int) -> Requests:
-        """Return the requests with every `count` blocks merged into one, without blocks left over.
+        """Return the requests with every `count` blocks merged into one block.
 
-        The last of the blocks names the new block, because its name stands for the whole prefix.
-        The name is not the hash of a page of that size, so the hashing is unknown.
+        Blocks at the end of a chain that are too few for a new block are left out. The last of the
+        merged blocks names the new block, because its name stands for the whole prefix. This name
+        is not the hash of a page of the new size, so the hashing of the result is unknown.
         """
         if count == 1:
             return self
@@ -321,7 +331,7 @@ class Requests:
         """Return the requests without their first blocks.
 
         lengths: [requests] number of blocks to leave out.
-        reach: [requests] number of blocks after these that a server asks a store for.
+        reach: [requests] number of the remaining blocks that a server asks a store for.
         """
         offsets, places = _ranges(self.offsets[:-1] + lengths, np.diff(self.offsets) - lengths)
         prompts = np.maximum(self.prompt_blocks - lengths, 0)
@@ -330,7 +340,7 @@ class Requests:
         )
 
     def take(self, order: IntArray) -> Requests:
-        """Return some of the requests, each once, in this order."""
+        """Return some of the requests. order: distinct numbers of requests, in the wanted order."""
         offsets, places = _ranges(self.offsets[:-1][order], np.diff(self.offsets)[order])
         names = ("tokens", "reach", "output_tokens", "prompt_blocks", "times", "starts", "cached")
         columns: dict[str, Any] = {name: getattr(self, name) for name in names}
@@ -341,13 +351,20 @@ class Requests:
         return self._made_of(places, fewer=len(order) < len(self), offsets=offsets, **columns)
 
     def in_time_order(self) -> Requests:
-        """Return the requests in the order of their times, if known. `names` stays as it is."""
+        """Return the requests in the order of their times; unchanged if the times are unknown.
+
+        The blocks keep their numbers.
+        """
         if self.times is None or not (np.diff(self.times) < 0).any():
             return self
         return self.take(np.argsort(self.times, kind="stable"))
 
     def _made_of(self, places: IntArray, *, fewer: bool, **columns: Any) -> Requests:
-        """Return requests of the blocks at some places. fewer: whether names can become unused."""
+        """Return requests with other columns, and with the blocks at some places of `blocks`.
+
+        fewer: whether names may become unused, and are to be dropped then.
+        columns: columns to replace, by name.
+        """
         blocks, names, used = self.blocks[places], self.names, None
         if fewer:
             coded = pa.array(blocks).dictionary_encode()
@@ -361,22 +378,25 @@ def requests_of(
 ) -> Requests:
     """Return requests in columns, without their tokens, in the same order.
 
-    hashing: hashing for token ids; None if there are none.
-    Raises FormatError that names the line, and UsageError for token ids without hashing, or if
-    there is no request.
+    hashing: hashing for token ids; None if no request has token ids.
+    Raises FormatError for a wrong request, with its line. Raises UsageError if there is no request,
+    or if a request has token ids and `hashing` is None.
     """
     columns = Columns(hashing)
     for request in requests:
         columns.add(request)
     if not len(columns):
-        raise UsageError(f"{source}: has no requests; give one at least")
+        raise UsageError(f"{source}: has no requests; give at least one")
     return columns.finished(source)
 
 
 def requests_of_pages(
     chains: Iterable[list[str]], hashing: Hashing | None, *, source: str = "pages"
 ) -> Requests:
-    """Return requests of which only the page hashes are known. hashing: None if unknown."""
+    """Return requests of which only the page hashes are known.
+
+    hashing: rules by which the pages were hashed; None if unknown.
+    """
     columns = Columns(hashing)
     for chain in chains:
         columns.add_pages(chain)
@@ -384,10 +404,14 @@ def requests_of_pages(
 
 
 class Columns:
-    """Columns of requests while they are read."""
+    """Columns that grow while requests are read."""
 
     def __init__(self, hashing: Hashing | None, *, outputs: bool = False) -> None:
-        """Begin without requests. outputs: whether chains go on with generated tokens."""
+        """Begin without requests.
+
+        hashing: hashing for token ids; None if no request has token ids.
+        outputs: whether chains also have the pages of generated tokens.
+        """
         self._hashing = hashing
         self._outputs = outputs
         self._hashes: list[npt.NDArray[np.uint8]] = []
@@ -397,7 +421,7 @@ class Columns:
         self._block_tokens = 0
         self._sample: list[Request] = []
         self._times = array("d")
-        self._rows = array("q")  # each row is a `_ROW`
+        self._rows = array("q")  # one row after another, each with the members of `_ROW`
         self._cached = array("q")
         self._labels = {name: _LabelColumn() for name in LABELS}
 
@@ -405,7 +429,11 @@ class Columns:
         return len(self._rows) // len(_ROW)
 
     def add(self, request: Request) -> None:
-        """Add a request. Raises FormatError that names the line."""
+        """Add a request.
+
+        Raises FormatError that names the line if the request is wrong, or if earlier requests have
+        another form. Raises UsageError for token ids without hashing.
+        """
         hashed, timed = request.block_ids is None, request.time is not None
         _refuse_other(request, self._hashed, hashed, '"token_ids"', '"hash_ids"')
         _refuse_other(request, self._timed, timed, "a timestamp", "no timestamp")
@@ -435,7 +463,12 @@ class Columns:
     def add_pages(
         self, pages: list[str], tokens: int = -1, output_tokens: int = -1, start: int = -1
     ) -> None:
-        """Add a request of which the pages are known. tokens: prompt tokens; -1 if unknown."""
+        """Add a request by its pages.
+
+        tokens: number of prompt tokens; -1 if unknown.
+        output_tokens: number of generated tokens; -1 if unknown.
+        start: place of the request in the input; -1 if it has none.
+        """
         self._hashed = True
         hashes = np.frombuffer(bytes.fromhex("".join(pages)), np.uint8).reshape(-1, HASH_BYTES)
         self._hashes.append(hashes)
@@ -465,7 +498,8 @@ class Columns:
         if hashing is None:
             raise UsageError(f"Hashing token ids needs a page size; {GIVE_PROFILE}, or --page-size")
         count = len(tokens)
-        # SGLang never stores the last generated token, because no later token has read it.
+        # SGLang never stores the last generated token: only the step for a next token would
+        # compute its KV.
         generated = list(request.output_ids[:-1]) if self._outputs else []
         whole = changed(request, token_ids=tokens + generated) if generated else request
         hashes = hashing.hashes(whole)
@@ -481,8 +515,8 @@ class Columns:
     ) -> Requests:
         """Return the requests. Raises FormatError for too many references.
 
-        unit: number of seconds in one unit of relative times; None if unknown.
-        block_tokens: number of tokens of a block, if no request states it.
+        unit: number of seconds in one unit of times that are not Unix times; None if unknown.
+        block_tokens: number of tokens of a block, used if no request states it; None if unknown.
         """
         rows = _numpy(self._rows).reshape(-1, len(_ROW))
         columns = dict(zip(_ROW, np.ascontiguousarray(rows.T), strict=True))
@@ -527,8 +561,8 @@ class Columns:
         """Return the distinct pages, and the index of each page among them."""
         hashes = np.concatenate([np.zeros((0, HASH_BYTES), np.uint8), *self._hashes])
         self._hashes.clear()
-        # The first 64 bits of each hash: a dictionary of numbers is several times faster than a
-        # dictionary of 32-byte values.
+        # Compare only the first 64 bits of each hash at first, because a dictionary of numbers is
+        # several times faster than a dictionary of 32-byte values.
         words = np.ascontiguousarray(hashes[:, :8]).view(np.int64).ravel()
         coded = pa.array(words).dictionary_encode()
         blocks = coded.indices.to_numpy()
@@ -549,8 +583,9 @@ class Columns:
 class _DistinctIds:
     """Distinct block ids in the order of their first use, and a number for each reference.
 
-    References are numbered some millions at a time, so that their ids need not stay in memory.
-    A table has the numbers of small ids. Once there is a large id, a sorted array has all numbers.
+    References are numbered some millions at a time, so that their ids need not stay in memory. As
+    long as all ids are small, a table has the number of each id. After the first large or negative
+    id, a sorted array of ids replaces the table.
     """
 
     def __init__(self) -> None:
@@ -591,7 +626,8 @@ class _DistinctIds:
         table = self._table
         new = ids[table[ids] < 0]
         places = np.arange(len(new), dtype=np.int32)
-        table[new[::-1]] = places[::-1]  # place of the first reference to each id
+        # The last assignment to an entry wins. In reverse order, this is the first reference.
+        table[new[::-1]] = places[::-1]
         first = new[table[new] == places]
         table[first] = np.arange(len(self._names), len(self._names) + len(first))
         self._names.frombytes(first.tobytes())
@@ -618,14 +654,14 @@ class _DistinctIds:
 
 
 class _LabelColumn:
-    """Texts of requests, stored once if equal."""
+    """Texts of requests. Equal texts are stored once."""
 
     def __init__(self) -> None:
         self._numbers: dict[str | None, int] = {}
         self._ids = array("i")
 
     def set(self, request: int, text: str) -> None:
-        """Set the text of a request. Call this with growing numbers of requests."""
+        """Set the text of a request. Calls must come in ascending order of `request`."""
         self._fill(request)
         self._ids.append(self._numbers.setdefault(text, len(self._numbers)))
 
@@ -644,7 +680,8 @@ class _LabelColumn:
 def _seconds_per_unit(times: npt.NDArray[np.float64], unit: float | None) -> float | None:
     """Return the number of seconds in one unit of times.
 
-    Large times are Unix seconds or milliseconds. For others, `unit` is returned.
+    The size of the smallest time shows whether the times are Unix seconds or Unix milliseconds. If
+    they are neither, return `unit`.
     """
     first = float(times.min(initial=np.inf))
     if 1e9 <= first < 1e11:
@@ -664,7 +701,13 @@ def _numpy(values: array[int]) -> IntArray:
 
 
 def _refuse_other(request: Request, before: bool | None, now: bool, yes: str, no: str) -> None:
-    """Raise FormatError if a request differs from earlier requests."""
+    """Raise FormatError if a request has a property that earlier requests lack, or lacks one.
+
+    before: whether earlier requests have the property; None if there are none.
+    now: whether this request has the property.
+    yes: words for a request with the property.
+    no: words for a request without the property.
+    """
     if before is not None and before != now:
         mine, theirs = (yes, no) if now else (no, yes)
         raise FormatError(
@@ -673,11 +716,11 @@ def _refuse_other(request: Request, before: bool | None, now: bool, yes: str, no
 
 
 def _block_tokens(tokens: IntArray, lengths: IntArray) -> int:
-    """Return the number of tokens of a block: n tokens of a prompt fill ceil(n / number) blocks.
+    """Return the number of tokens of a block that fits the lengths of all prompts.
 
-    If several numbers fit all prompts, return the least power of two among them, else the least
-    number.
-    Return 0 if none fits.
+    A prompt of n tokens has ceil(n / number) blocks. If several numbers fit, return the smallest
+    power of two among them; if there is no power of two among them, return the smallest number.
+    Return 0 if no number fits, or if a length is unknown.
     """
     known = (tokens > 0) & (lengths > 0)
     if not known.any() or not (tokens >= 0).all():

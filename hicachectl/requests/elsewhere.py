@@ -44,7 +44,7 @@ class ElsewhereRow(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """Requested pages that another deployment has, and that the measured deployment cannot restore.
+    """Requested pages that another deployment has, but that the measured deployment cannot restore.
 
     place: difference from the measured deployment, such as "tp 4".
     pages: indices into the page names of the hits, ascending.
@@ -67,8 +67,8 @@ class Elsewhere:
 def find_elsewhere(inventory: Inventory, hits: Hits) -> list[Elsewhere]:
     """Return the other deployments with pages that the measured deployment cannot restore.
 
-    Only keys in the inventory are found. It lists the whole store, unless the measured deployment's
-    keys were looked up and some were there. The deployment with most pages comes first.
+    Only pages in the inventory are found. An inventory from lookups has only the keys that were
+    looked up; any other inventory has the whole store. The deployment with most pages comes first.
     """
     own = hits.deployment
     if own is None:
@@ -128,9 +128,10 @@ def _elsewhere_remark(url: str, own: Deployment, found: list[Elsewhere]) -> str:
     why = f"on Mooncake, SGLang before 0.5.17 writes {NAMELESS}; state that release in the profile"
     old = f"; {why}" if nameless else ""
     return (
-        f"{url}: requested pages that servers of {deployment_text(deployment_document(own))} "
-        f"cannot restore exist at {', '.join(places[:_SHOWN])}{more}; give the profile of these "
-        f"servers or, if the weights are the same, convert the pages with hicachectl migrate{old}"
+        f"{url}: servers of {deployment_text(deployment_document(own))} cannot restore requested "
+        f"pages that other servers wrote: {', '.join(places[:_SHOWN])}{more}; give the profile of "
+        "the other servers or, if the weights are the same, convert the pages with hicachectl "
+        f"migrate{old}"
     )
 
 
@@ -138,12 +139,10 @@ _PAGE_SIZES = tuple(1 << power for power in range(11))
 
 
 def suspect_hashing(url: str, inventory: Inventory, chains: Requests) -> str:
-    """Return a remark if the store has pages, but none of any chain; else "".
+    """Return a remark if the store has pages, but no page of any chain; else "".
 
-    That suggests wrong hashing.
-
-    Try the usual page sizes, both hash units, and hashes with and without a namespace on the first
-    requests.
+    Wrong hashing is the likely cause. So hash the first requests with the usual page sizes, with
+    both hash units, and with and without a namespace, and look for the resulting pages.
     inventory: all objects of the store.
     """
     hashing = chains.hashing
@@ -164,7 +163,7 @@ def suspect_hashing(url: str, inventory: Inventory, chains: Requests) -> str:
     count = len(chains.sample)
     requests = "the first request" if count == 1 else f"{matching} of the first {count} requests"
     return (
-        f"{used}; with {_hashing_text(other)}, pages of {requests} are there: "
+        f"{used}; with {_hashing_text(other)}, the store has pages of {requests}; "
         f"{_remedy(hashing, other)}"
     )
 
@@ -193,7 +192,7 @@ def _remedy(used: Hashing, other: Hashing) -> str:
 
 
 def _likely(inventory: Inventory, chains: Requests, used: Hashing) -> tuple[Hashing, int] | None:
-    """Return the hashing that finds pages of the most sample requests, and the number of these.
+    """Return the hashing that finds pages of the most sample requests, and how many these are.
 
     Return None if no hashing finds any page.
     """
@@ -215,14 +214,14 @@ def _likely(inventory: Inventory, chains: Requests, used: Hashing) -> tuple[Hash
 
 
 def _pages(chains: Requests, hashing: Hashing) -> list[pa.StringArray]:
-    """Return the pages of each request of the sample; empty if tokens cannot be hashed."""
+    """Return the pages of each request of the sample; empty if their tokens cannot be hashed."""
     try:
         return [hex_pages(hashing.hashes(request)) for request in chains.sample]
-    except FormatError:  # hashes over token pairs need tokens of one word each
+    except FormatError:  # a token of several words has no hash over token pairs
         return []
 
 
 def _present(inventory: Inventory, names: pa.StringArray) -> pa.StringArray:
-    """Return the pages that the store has, each once."""
+    """Return the distinct pages of `names` that the store has."""
     pages = inventory.pages()
     return pc.unique(pages.filter(pc.is_in(pages, value_set=names.cast(pages.type))))

@@ -1,8 +1,9 @@
 """Read requests from files of any form in `FORMS`, and lists of pages.
 
-Members of a record that change the pages of its request are read, or refused by name. All others
-are ignored, so that a line can be a whole request body. Reading raises UsageError if an input
-cannot be read or has no requests, and FormatError that names the line.
+Members of a record that change the pages of its request are read, or refused by name. All other
+members are ignored, so that a line can be a whole request body. Reading raises UsageError if an
+input cannot be read or has no requests. For a wrong line, it raises FormatError that names the
+line.
 """
 
 from __future__ import annotations
@@ -80,9 +81,10 @@ _PAGE_LINE = msgspec.json.Decoder(list[str] | _PageLine)
 
 
 class Trace:
-    """Requests from files, directories, patterns and stdin, in any form. This is a context manager.
+    """Requests of files, directories, patterns and stdin, in any form. This is a context manager.
 
-    remarks: after reading, one remark for each kind of lack, with a count and the remedy.
+    remarks: after reading, one remark for each kind of request that counts only in part or not at
+        all, with the number of such requests and the remedy.
     """
 
     def __init__(
@@ -96,11 +98,12 @@ class Trace:
     ) -> None:
         """Find the files.
 
-        form: name of the form; "" to recognise it.
+        names: paths and patterns of the inputs; "-" for stdin.
+        form: name of the form; "" to recognise the form.
         tokenizer: function that returns the tokenizer; called at the first request that is text.
         block_size: number of tokens of a block of `hash_ids`, if the input does not state it.
         keeps: whether requests will be read again.
-        Raises UsageError for a name without a file, and for an unknown form.
+        Raises UsageError for a name that matches no file, and for an unknown form.
         """
         self._inputs = Inputs(names, keeps=keeps)
         self._form = None if not form else form_named(form)
@@ -119,10 +122,10 @@ class Trace:
     def requests(self, hashing: Hashing | None, *, outputs: bool = False) -> Requests:
         """Read all requests, in the order of the input, without their tokens.
 
-        hashing: hashing for tokens; None if there are none.
-        outputs: whether chains go on with the full pages of generated tokens.
-        Raises UsageError for an input that has no requests or cannot be used, and FormatError that
-        names the line.
+        hashing: hashing for token ids; None if no request has token ids.
+        outputs: whether chains also have the full pages of generated tokens.
+        Raises UsageError for an input that has no requests or cannot be used. Raises FormatError
+        that names the line for a wrong line.
         """
         context = Context(self._block_size)
         columns = Columns(hashing, outputs=outputs)
@@ -144,16 +147,16 @@ class Trace:
             return "; ".join(lacks)
         if context.unfinished:
             return (
-                f"it has {counted(context.unfinished, 'line')} about requests received, but none "
-                "about a request finished; give the log to its end"
+                f"it has {counted(context.unfinished, 'line')} about received requests, but none "
+                "about a finished request; give the log to its end"
             )
         return "check the path"
 
     def again(self, places: Iterable[int]) -> Iterator[Request]:
-        """Yield the requests at some places (`Requests.starts`), in that order.
+        """Yield the requests at some places (`Requests.starts`), in the order of the places.
 
-        Requests are read again, because there may be billions of tokens, too many to keep. Raises
-        UsageError if the input cannot be read again, and FormatError if it has changed.
+        The requests are read again, because their tokens may be too many to keep in memory. Raises
+        UsageError if the input cannot be read again, and FormatError if the input has changed.
         """
         form, context = self._form, Context(self._block_size)
         assert form is not None
@@ -185,8 +188,8 @@ class Trace:
     ) -> Iterator[Request]:
         """Yield every request with its tokens. Raises as `requests` does.
 
-        context: context that collects the notes.
-        only: starts of the wanted requests; None for all.
+        context: context that collects the notes; None to drop them.
+        only: starts of the wanted requests; None for all requests.
         """
         context = context or Context(self._block_size)
         lines = self._lines()
@@ -209,11 +212,10 @@ class Trace:
             raise FormatError(f"{line.where}: {error}") from error
 
     def _of_one_kind(self, lines: Iterable[Line]) -> Iterator[Line]:
-        """Yield the lines of logs.
+        """Yield the lines of logs. Raises FormatError for a file that begins with another form.
 
-        Readers of logs skip lines of unknown kinds, so a file of another form would be skipped
-        whole.
-        Raises FormatError for a file that begins with a record of another form.
+        Without this check, a file of another form would be skipped, because readers of logs skip
+        all lines that they do not know.
         """
         file = ""
         for line in lines:
@@ -226,8 +228,8 @@ class Trace:
         other = _form_of(line.data)
         if other is not None and self._form is not None and other.reader is not self._form.reader:
             raise FormatError(
-                f"{line.where}: is of {other.title}, but earlier lines are of {self._form.title}; "
-                "read one kind at a time"
+                f"{line.where}: looks like {other.title}, but earlier lines look like "
+                f"{self._form.title}; read one kind at a time"
             )
 
     def _lines(self) -> Iterator[Line]:
@@ -293,13 +295,16 @@ class Trace:
         try:
             return self._encoder.encode([one.prompt for one in batch])
         except FormatError as error:
-            if len(batch) > 1:  # encode one by one to find the bad prompt
+            if len(batch) > 1:  # encode the prompts one by one, to name the bad prompt
                 return [ids for one in batch for ids in self._tokens([one])]
             raise FormatError(f"{batch[0].request.where}: {error}") from error
 
 
 def _check_blocks(requests: Requests, context: Context) -> None:
-    """Raise FormatError for more blocks than the tokens fill, and note tokens without a block."""
+    """Raise FormatError if a request has more blocks than its tokens fill.
+
+    Note requests with tokens that have no block.
+    """
     size, tokens, blocks = requests.block_tokens, requests.tokens, np.diff(requests.offsets)
     if requests.hashed or not size:
         return
@@ -307,8 +312,8 @@ def _check_blocks(requests: Requests, context: Context) -> None:
         :1
     ]:
         raise FormatError(
-            f"{requests.source}: request {number + 1} has {tokens[number]} tokens, which are fewer "
-            f"than its {counted(int(blocks[number]), 'block')} of {size} tokens have; check "
+            f"{requests.source}: request {number + 1} has {counted(int(blocks[number]), 'block')} "
+            f"of {size} tokens, but its {tokens[number]} tokens fill fewer blocks; check "
             "--block-size"
         )
     if few := int((tokens // size > blocks).sum()):
@@ -342,7 +347,7 @@ def _own_reader(context: Context) -> Read:
         given = (found.token_ids, found.input_ids, found.hash_ids, found.pages)
         if given.count(None) != len(given) - 1:
             raise FormatError(
-                'needs exactly one of "token_ids" and "input_ids", or of "hash_ids", or of "pages"'
+                'needs exactly one of the members "token_ids", "input_ids", "hash_ids" and "pages"'
             )
         for page in found.pages or ():
             _check_page(page)
@@ -386,7 +391,7 @@ def _form_of(line: bytes) -> Form | None:
 
 
 def form_named(name: str) -> Form:
-    """Return the form of this name. Raises UsageError."""
+    """Return the form with this name. Raises UsageError for an unknown name."""
     for form in FORMS:
         if form.name == name:
             return form
@@ -397,8 +402,11 @@ def form_named(name: str) -> Form:
 def read_page_chains(path: Path) -> Iterator[list[str]]:
     """Yield the page chains of a file.
 
-    A line is a page hash, a JSON list of page hashes (a chain), or a JSON row with a "page" as `ls
-    --format jsonl` prints it.
+    Each line is one of these:
+
+    - a page hash
+    - a chain: a JSON list of page hashes
+    - a JSON row with a "page", as `ls --format jsonl` prints it
     """
     for chain, _ in _page_lines(path, required=True):
         yield chain
@@ -407,7 +415,8 @@ def read_page_chains(path: Path) -> Iterator[list[str]]:
 def read_page_list(path: Path, *, requests: bool = False) -> PageList:
     """Read a page list, with lines as in `read_page_chains`. Rows may have a "group".
 
-    requests: whether the lines are requests. A list that only chooses pages may be empty.
+    requests: whether the lines are requests. A list of requests must not be empty; a list that only
+        chooses pages may be empty.
     """
     pages: list[str] = []
     groups: list[str | None] = []
@@ -424,10 +433,10 @@ def request_lines(
 ) -> Iterator[tuple[int, int, bytes]]:
     """Yield each line that is not blank: its number, the offset of its first byte, its bytes.
 
-    limit: most bytes of a line; None for MAX_LINE_BYTES.
+    limit: largest number of bytes of a line; None for MAX_LINE_BYTES.
     what: plural noun for the lines, in the message.
-    required: whether to raise UsageError for a file without such a line, so that an empty file
-        never counts as fully served.
+    required: whether to raise UsageError for a file that has only blank lines. Otherwise an empty
+        file of requests would count as fully served.
     """
     end, is_empty = 0, True
     for number, line in read_lines(path, MAX_LINE_BYTES if limit is None else limit):
@@ -470,7 +479,7 @@ def _lines(path: Path, *, required: bool = True) -> Iterator[tuple[str, bytes]]:
 
 @contextmanager
 def _at(where: str) -> Iterator[None]:
-    """Name the line in a FormatError."""
+    """Add the place to the message of a FormatError. where: path and number of the line."""
     try:
         yield
     except FormatError as error:

@@ -118,7 +118,7 @@ def test_a_wrong_page_size_and_other_stages_are_named_on_mooncake(
     pairs = tmp_path / "pairs.json"
     pairs.write_text(json.dumps({**manifest["profile"], "hash_unit": "bigram"}))
     said = invoke("hits", cluster.url, *requests, "--profile", pairs).stderr
-    assert f"with --page-size {page_size}, pages of the first request are there" in said
+    assert f"with --page-size {page_size}, the store has pages of the first request" in said
     single = tmp_path / "single.json"
     fields = {name: value for name, value in manifest["profile"].items() if "pp" not in name}
     single.write_text(json.dumps(fields))

@@ -56,7 +56,7 @@ def test_another_deployment_is_named(
     more = ("--profile", profile) if with_profile else ()
     check = first_cause(doctor(invoke, store, *more, exit_code=4, **changes))
     assert (check["group"], check["name"], check["status"]) == ("server", name, "fail")
-    assert check["detail"] == f"The store has {theirs}, this server asks for {ours}"
+    assert check["detail"] == f"The store has {theirs}, but this server asks for {ours}"
     assert check["evidence"].startswith(f"{PAGES} pages of demo-hybrid-1b tp 2")
 
 

@@ -40,7 +40,7 @@ def test_the_ranks_in_keys_show_another_tp(
         document = invoke.document(*asked, exit_code=4)
     first = document["checks"][0]
     assert (first["group"], first["name"], first["status"]) == ("server", "tp", "fail")
-    assert first["detail"] == f"The store has tp {PROFILE.tp}, this server asks for tp {tp}"
+    assert first["detail"] == f"The store has tp {PROFILE.tp}, but this server asks for tp {tp}"
     assert f" DST --profile {profile} --to-tp {tp}" in first["next"]
 
 

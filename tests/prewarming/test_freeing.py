@@ -99,7 +99,7 @@ def test_a_store_is_never_emptied(invoke: Invoke, aged: Path) -> None:
     before = contents(aged)
     said = invoke("rm", aged, "--free", "1101B", "--yes", exit_code=2).stderr
     assert f"--free: file://{aged} has only 1.2 KiB in pages" in said
-    assert "give a smaller SIZE, or a filter too" in said
+    assert "give a smaller SIZE, or also a filter" in said
     assert contents(aged) == before
 
 
@@ -182,8 +182,8 @@ def test_tails_leave_before_prefixes_and_the_loss_is_foretold(
     output = invoke("rm", store, "--free", f"{asked}B", *options, "--yes")
     left = pages_of(store)
     assert (
-        "2 pages (128 B) of deployments that no request names left alone: 128 B of others leave in "
-        "their place; --and-unnamed removes them first"
+        "kept 2 pages (128 B) of deployments that no request names; 128 B of other pages leave "
+        "instead; --and-unnamed removes the pages of these deployments first"
     ) in output.stderr
     assert "No request names other tp 1: 2 pages, 128 B" in output.stdout
     assert {page(n) for n in range(5)} & left == {page(3), page(4)}  # unused by the trace
@@ -259,7 +259,7 @@ def test_a_plan_is_of_one_deployment(invoke: Invoke, aged: Path, tmp_path: Path)
     arguments = ("rm", aged, "--free", "1B", "--keep-plan", plan, "--yes")
     said = invoke(*arguments, exit_code=2).stderr
     assert "has pages of 2 deployments (m tp 2, m tp 4), but a plan is of one" in said
-    assert "give --profile, or choose one by --model, --tp, --pp or --cp" in said
+    assert "give --profile, or choose the deployment by --model, --tp, --pp or --cp" in said
     invoke(*arguments, "--tp", 2)
     assert {name for name in contents(aged) if "_2.bin" in name and page(0) in name}
 

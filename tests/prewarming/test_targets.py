@@ -433,7 +433,7 @@ def test_a_doubtful_profile_decides_nothing(invoke: Invoke, tmp_path: Path, prof
     for number in range(20, 40):
         (store / indexer(number)).unlink()
     output = invoke("rm", store, "--free", "1B", "--profile", profile, "--yes")
-    assert "20 pages not whole by --profile not removed first" in output.stderr
+    assert "not begin with 20 pages that --profile calls partial" in output.stderr
     assert pages_of(store) == {page(n) for n in range(1, 40)}
     despite = ("--free", f"{KV_BYTES + 1}B", "--profile", profile, "--despite-profile")
     removed(invoke, store, *despite)
@@ -470,7 +470,7 @@ def test_a_store_in_which_nothing_can_be_removed_is_given_up(
 
     monkeypatch.setattr(FileWriter, "remove", stuck)
     output = invoke("rm", store, "--free", f"{110 * PAGE_BYTES}B", "--yes", exit_code=4)
-    assert "short of 1.1 MiB: 110 pages failed; see above, then run again" in output.stderr
+    assert "short of 1.1 MiB: 110 pages could not be removed; see above, " in output.stderr
     assert len(tried) == 110
 
 
@@ -491,8 +491,8 @@ def test_the_cost_of_sparing_other_deployments_is_told(
     options = ("--free", "1B", "--trace", trace, "--profile", own_profile, "--dry-run")
     output = invoke("rm", source, *options)
     assert (
-        "3 pages (2.9 KiB) of deployments that no request names left alone: 2.9 KiB of others "
-        "leave in their place; --and-unnamed removes them first"
+        "kept 3 pages (2.9 KiB) of deployments that no request names; 2.9 KiB of other pages leave "
+        "instead; --and-unnamed removes the pages of these deployments first"
     ) in output.stderr
     facts = invoke("rm", source, *options, "--format", "json").document["free"]
     assert facts["in_place_bytes"] == 3000
@@ -514,7 +514,7 @@ def test_an_orphan_of_a_spared_deployment_leaves_first(
     options = ("--trace", trace, "--profile", own_profile)
     output = invoke("rm", source, "--free", "1B", *options, "--yes", "--format", "json")
     assert output.document["free"]["incomplete_pages"] == output.document["pages"] == 1
-    assert "1 page (10.0 KiB) of deployments that no request names left alone" in output.stderr
+    assert "kept 1 page (10.0 KiB) of deployments that no request names; " in output.stderr
     assert pages_of(source) == {*before, page(0)}
 
 
@@ -539,7 +539,7 @@ def test_a_size_is_kept_by_a_page(invoke: Invoke, tmp_path: Path) -> None:
 def test_a_size_that_only_an_empty_store_has_is_refused(invoke: Invoke, tmp_path: Path) -> None:
     store = dsa_store(tmp_path / "store", 10)
     said = invoke("rm", store, "--max-size", "1B", "--yes", exit_code=2).stderr
-    assert "1 B would take all; give a larger SIZE, or a filter too" in said
+    assert "1 B would take all of them; give a larger SIZE, or also a filter" in said
     assert len(pages_of(store)) == 10
 
 

@@ -106,9 +106,9 @@ def test_pages_of_another_topology_are_named_with_their_number(
     stops = [row["stopped_by"] and row["stopped_by"]["exists_at"] for row in rows]
     assert stops == ["tp 4", None]
     assert (
-        f"file://{store}: requested pages that servers of org/m tp 2 cannot restore exist at tp 4 "
-        "(5 pages); give the profile of these servers or, if the weights are the same, convert the "
-        "pages with hicachectl migrate"
+        f"file://{store}: servers of org/m tp 2 cannot restore requested pages that other servers "
+        "wrote: tp 4 (5 pages); give the profile of the other servers or, if the weights are the "
+        "same, convert the pages with hicachectl migrate"
     ) in said
     table = invoke("hits", *arguments).stdout.splitlines()
     assert "kv tp 0/2 (exists at tp 4) page " in table[1]
@@ -133,7 +133,7 @@ def test_a_store_with_pages_of_another_deployment_only_has_no_hits(
     assert [(one["place"], one["pages"]) for one in document["elsewhere"]] == [(place, 10)]
     assert document["chains"][0]["stopped_by"]["exists_at"] == place
     assert document["usable_tokens"] == 0
-    assert f"exist at {place} (10 pages)" in said
+    assert f"wrote: {place} (10 pages)" in said
 
 
 def test_a_chosen_deployment_is_named_and_the_others_are(
@@ -246,8 +246,8 @@ def test_pages_that_prewarm_misses_are_found_at_another_size(
     asked = requests(tmp_path, TOKENS, list(range(4 * MANY_PAGES)))
     stores = ("prewarm", tmp_path / "target", "--from", store, "--profile", profile)
     said = invoke(*stores, "--token-ids", asked).stderr
-    assert f"file://{store}: requested pages that servers of org/m tp 2 cannot" in said
-    assert "exist at tp 4 (8 pages); " in said
+    assert f"file://{store}: servers of org/m tp 2 cannot restore requested pages" in said
+    assert "wrote: tp 4 (8 pages); " in said
 
 
 def test_what_few_keys_do_not_show_is_not_guessed(
@@ -272,8 +272,8 @@ def test_a_wrong_page_size_is_suspected_and_the_right_one_named(
     arguments = ("hits", store, "--token-ids", asked, "--page-size")
     assert (
         f"file://{store}: has pages, but none of the 6 requested pages, hashed with --page-size 8; "
-        "with --page-size 4, pages of 2 of the first 3 requests are there: give --page-size 4, or "
-        "correct page_size in the profile"
+        "with --page-size 4, the store has pages of 2 of the first 3 requests; give --page-size 4, "
+        "or correct page_size in the profile"
     ) in invoke(*arguments, 8).stderr
     assert "has pages, but none" not in invoke(*arguments, 4).stderr
 
@@ -296,7 +296,7 @@ def test_a_wrong_hash_unit_is_suspected(
         ("prewarm", tmp_path / "target", "--from", store, *named),
     ):
         said = invoke(*command).stderr
-        assert f"with {pairs}, pages of the first request are there: " in said
+        assert f"with {pairs}, the store has pages of the first request; " in said
         assert f"give {option}, or correct hash_unit in the profile" in said
 
 
@@ -325,7 +325,7 @@ def test_a_wrong_page_size_of_a_trace_is_suspected(
     trace.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     stores = ("prewarm", tmp_path / "target", "--from", store, "--profile", profile)
     said = invoke(*stores, "--trace", trace).stderr
-    assert "with --page-size 8, pages of 1 of the first 2 requests are there" in said
+    assert "with --page-size 8, the store has pages of 1 of the first 2 requests" in said
 
 
 def test_requests_that_no_usual_hashing_finds_are_said(

@@ -53,7 +53,7 @@ def test_a_wrong_hash_unit_is_suspected_on_3fs(
     place = Place(tmp_path, metadata_server)
     requests = ("--token-ids", asked, "--format", "json")
     said = invoke("hits", place.url(), *requests, "--profile", pairs).stderr
-    assert "with --page-size 16, pages of the first request are there" in said
+    assert "with --page-size 16, the store has pages of the first request" in said
     right = invoke("hits", place.url(), *requests, "--profile", place.profile)
     assert right.document["usable_share"] == 1
     assert "has pages, but none" not in right.stderr
@@ -66,7 +66,7 @@ def test_a_wrong_hash_unit_and_another_model_are_said_on_mooncake(
         fill(store, PAGES)
     requests = ("--token-ids", asked, "--format", "json")
     said = invoke("hits", mooncake_cluster.url, *requests, "--profile", pairs).stderr
-    assert "with --page-size 16, pages of the first request are there" in said
+    assert "with --page-size 16, the store has pages of the first request" in said
     (renamed := tmp_path / "renamed.toml").write_text(
         dump_profile(replace(PROFILE, model="demo/new"))
     )
@@ -98,4 +98,4 @@ def test_ranks_beyond_the_profiles_are_another_deployment_on_mooncake(
         for part in "kv":
             mooncake_cluster.remove(f"m_{page(2)}_{rank}_{part}")
     hits = ("hits", mooncake_cluster.url, "--pages", asked, "--profile", profile)
-    assert "exist at tp ranks 2, 3 (1 page)" in invoke(*hits).stderr
+    assert "wrote: tp ranks 2, 3 (1 page)" in invoke(*hits).stderr

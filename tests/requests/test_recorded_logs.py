@@ -63,7 +63,9 @@ def test_a_record_with_an_impossible_count_is_damaged(tmp_path: Path, count: int
 def test_the_log_and_the_metrics_of_a_server_are_not_read_as_one(tmp_path: Path) -> None:
     log, measured = _lines()[-2], json.dumps(_measured()[0]).encode() + b"\n"
     for data in (log + measured, measured + log):
-        with pytest.raises(FormatError, match=r"line 2: is of SGLang's.*read one kind at a time"):
+        with pytest.raises(
+            FormatError, match=r"line 2: looks like SGLang's.*read one kind at a time"
+        ):
             _read(tmp_path, data)
 
 
