@@ -1,9 +1,9 @@
-"""Time prompts of a live server: computed, and restored from the store.
+"""Time prompts that a live server computes, and prompts that it restores from the store.
 
 A prompt of random tokens is sent with a new cache_salt. The server computes it, and stores its
-pages. With another salt, the same values have other page hashes (`formats.hashing.namespace_seed`).
-Once the objects are copied to these hashes, the server restores the prompt with the second salt,
-although its memory has the prompt with the first. So no memory is flushed.
+pages. With another salt, the same pages have other hashes (`formats.hashing.namespace_seed`).
+After the objects are copied to these hashes, the server restores the prompt with the second salt,
+although its memory has the prompt with the first salt. So its memory need not be flushed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LONGEST_TOKENS = 1 << 15
 _ROUNDS = 7
 _HALVINGS = 5  # most lengths that are timed between doubled lengths
 _DOUBLING_SHARE = 0.6  # share of the time for doubled lengths
-_DECIDED = 0.03  # a smaller gain decides nothing: repeated prompts differ by as much
+_DECIDED = 0.03  # a smaller gain decides nothing, because repeated prompts differ by as much
 _CLOSE = 1.15  # between two lengths with a smaller quotient, no length is timed
 _ARENA_BYTES = 64 << 20
 _STORED_S = 10.0  # longest wait for the server's writes of a prompt
@@ -55,7 +55,8 @@ _PAUSE_S = 0.01
 class PromptTimes:
     """Times of prompts of one length.
 
-    tokens: tokens of whole pages; each prompt has one or two more, which are always computed.
+    tokens: number of tokens in whole pages. Each prompt has one or two more tokens, which are
+        always computed.
     computed: seconds of each request that the server computed.
     restored: seconds of each request that the server restored from the store.
     """
@@ -68,7 +69,7 @@ class PromptTimes:
     def gain(self) -> float:
         """Share of the computing time that restoring saves; negative if restoring takes longer.
 
-        The fastest answer of each kind counts: it waited for no other request.
+        The fastest answer of each kind counts, because it waited for no other request.
         """
         return 1 - min(self.restored) / min(self.computed)
 
@@ -99,8 +100,8 @@ class BreakEven(NamedTuple):
 def break_even_of(times: Sequence[PromptTimes]) -> BreakEven:
     """Return which lengths are computed faster, and which are restored faster.
 
-    The break-even is the split for which the gains after it, less the gains before it, have the
-    largest sum. So a single length that other requests have disturbed does not decide.
+    The break-even is the split between two lengths for which the sum of the gains after it, minus
+    the sum of the gains before it, is largest. So one length with disturbed times does not decide.
     times: times of different lengths, shortest first.
     """
     gains = np.array([one.gain for one in times])
@@ -127,7 +128,7 @@ def check_probed(store: Store, profile: Profile) -> None:
 def timed_prompts(
     store: Store, profile: Profile, url: str, *, most_bytes: int, seconds: float
 ) -> Probed:
-    """Time prompts of doubled lengths, then of lengths between them that narrow the break-even.
+    """Time prompts of doubled lengths, then of lengths between these that narrow the break-even.
 
     url: a server that has the store attached.
     most_bytes: limit on the bytes of a prompt's pages and of their copies.
@@ -154,13 +155,16 @@ def timed_prompts(
     if prompts.late:
         prompts.remarks.append(
             f"{url}: the time of --time-limit is too short for prompts longer than "
-            f"{times[-1].tokens:,} tokens, or for more near the break-even"
+            f"{times[-1].tokens:,} tokens, or for more lengths near the break-even"
         )
     return Probed(times, prompts.remarks, prompts.undone)
 
 
 def _between(times: Sequence[PromptTimes], page_tokens: int) -> int | None:
-    """Return the pages of a prompt that would narrow the break-even; None if it is narrow."""
+    """Return the number of pages of a prompt that would narrow the break-even.
+
+    Return None if the break-even is narrow enough, or if no length is restored faster.
+    """
     shortest, longest = break_even_of(times)
     if longest is None:
         return None
@@ -214,7 +218,7 @@ class _Prompts:
         self._hashing = Hashing.of(profile)
         self._store, self._url, self._page_size = store, url, profile.page_size
         specs = profiled_deployment(profile, store.grammar).specs
-        # Anchors come first: removals remove these first.
+        # Anchors come first, so that removals remove anchors first.
         self._specs = sorted(
             (spec for spec in specs if spec.listed), key=lambda one: not one.anchor
         )
@@ -321,7 +325,10 @@ class _Prompts:
         return ""
 
     def _missing(self, objects: _Objects, until: float) -> int:
-        """Wait until all awaited objects are in the store; return how many are not."""
+        """Wait until all awaited objects are in the store, or until `until`.
+
+        Return how many awaited objects are missing.
+        """
         awaited = pa.table({"key": objects.keys.filter(pa.array(objects.awaited))})
         while missing := len(awaited) - len(self._store.look(awaited, ("nbytes",))):
             if time.monotonic() > until:

@@ -1,4 +1,4 @@
-"""Time reads of batches: through the store, and by a bare loop over the same files."""
+"""Time reads of batches through the store, and by a bare loop over the same files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COLD, MIXED, CACHED, UNKNOWN = "cold", "mixed", "cached", "unknown"
 # Largest share of a cold batch, and least share of a cached batch, that is in the page cache.
 # Read-ahead for other files brings a few pages into memory, and reclaim removes a few.
 _COLD_SHARE, _CACHED_SHARE = 0.05, 0.95
-# Memory of a thread, which all its reads reuse: more than most caches of a processor.
+# Memory that all reads of a thread reuse. It is larger than most caches of a processor.
 _REGION_BYTES = 32 << 20
 _MOST_MEMORY = 2 << 30
 # Share of the time for the first reads of the batches.
@@ -46,12 +46,12 @@ _FIRST_SHARE = 0.6
 _MOST_ROUNDS = 8
 _LEAST_SECONDS = 1.0
 # A turn of this many bytes, or this many seconds, is read through the store, then by the bare loop.
-# If both read each batch in turn, the second would find its bytes in the processor's cache.
+# If both read each batch in turn, the second reader would find the bytes in the processor's cache.
 _TURN_BYTES, _TURN_SECONDS = 128 << 20, 0.5
 
 
 class Timing(msgspec.Struct, kw_only=True):
-    """One batch, read once by one rank.
+    """Times of one read of a batch by one rank.
 
     rank: number of the rank.
     cache: place of the batch's bytes before the read: cold, mixed, cached or unknown.
@@ -84,11 +84,13 @@ def timed_reads(
 ) -> list[Timing]:
     """Read the batches of all ranks at once; return the times of the batches that began in time.
 
-    Ranks are processes, as on a server, if the store allows it; else they are threads.
+    Ranks are processes, as on a server, if the store can be used in forked processes. Otherwise
+    they are threads.
     objects: table of the inventory.
-    threads: threads of each rank.
-    deadline: `time.monotonic()` after which no batch begins, except each rank's first one.
-    drop_cache: first drop the objects' files from the page cache.
+    batches: batches of each rank.
+    threads: number of threads of each rank.
+    deadline: `time.monotonic()` after which no batch begins, except each rank's first batch.
+    drop_cache: whether to drop the objects' files from the page cache before their first read.
     Raises StoreUnavailable, and UsageError if the memory is refused.
     """
     count, found = len(batches), list[Timing]()
@@ -125,7 +127,10 @@ def timed_reads(
 
 
 def _region(batches: Sequence[Sequence[Batch]], readers: int) -> int:
-    """Return the bytes of memory of each reading thread. Raises UsageError if all need too much."""
+    """Return the bytes of memory of each reading thread.
+
+    Raises UsageError if all threads together need too much memory.
+    """
     largest = max(int(batch.sizes.max()) for some in batches for batch in some)
     least = -(-largest // ALIGNMENT) * ALIGNMENT
     if least * readers > _MOST_MEMORY:
@@ -140,7 +145,10 @@ def _region(batches: Sequence[Sequence[Batch]], readers: int) -> int:
 def _in_threads(
     count: int, read: Callable[[int, Callable[[Timing], None]], None], found: list[Timing]
 ) -> None:
-    """Call `read` for each rank in a thread; an error or an interrupt ends all after a batch."""
+    """Call `read` for each rank in a thread.
+
+    After an error or an interrupt, every rank ends when its present batch has been read.
+    """
     stopped = threading.Event()
 
     def keep(timing: Timing) -> None:
@@ -182,7 +190,7 @@ class _Piece(NamedTuple):
 
 
 class _Reader(Closing):
-    """Reads of one rank; each of its threads reuses a region of the arena."""
+    """Reader of one rank. Each of its threads reuses a region of the arena."""
 
     drops = False
 
@@ -213,7 +221,7 @@ class _Reader(Closing):
         deadline: float,
         keep: Callable[[Timing], None],
     ) -> None:
-        """Time the first reads of batches; then, if they are files, repeated reads from memory.
+        """Time the first read of each batch. If its objects are files, also time reads from memory.
 
         began, deadline: see `timed_reads`.
         keep: takes each timing.
@@ -257,7 +265,7 @@ class _Reader(Closing):
         return timings
 
     def pieces(self, batch: Batch) -> Divided:
-        """Divide a batch among the threads; return the calls of each."""
+        """Divide a batch among the threads; return the calls of each thread."""
         limits = self._store.limits
         named = take_rows(self._objects, batch.rows)
         room = -(-batch.sizes // ALIGNMENT) * ALIGNMENT
@@ -285,7 +293,7 @@ class _Reader(Closing):
             try:
                 found.append(self.files.place_of(key))
             except (OSError, UntrustedError):
-                found.append((-1, b"-"))  # the read through the store reports it
+                found.append((-1, b"-"))  # the read through the store reports the error
         return found
 
     def _read(self, rank: int, cache: str, batch: Batch, pieces: Divided) -> Timing:
@@ -338,7 +346,10 @@ class _Reader(Closing):
                     continue
 
     def _cache(self, pieces: Divided, *, drops: bool) -> str:
-        """Return the place of a batch's bytes; if `drops`, drop them from the page cache first."""
+        """Return where a batch's bytes are. drops: whether to drop them from the page cache first.
+
+        The result is COLD, MIXED, CACHED or UNKNOWN.
+        """
         if self.files is None:
             return UNKNOWN
         total = cached = 0
@@ -372,8 +383,8 @@ class _Reader(Closing):
 def cached_bytes(descriptor: int, nbytes: int) -> int | None:
     """Return how many of a file's first bytes are in the page cache; None if unknown.
 
-    Linux tells the owner and users who may write; to others, every page seems to be cached. Raises
-    OSError.
+    Linux tells only the owner of the file and users who may write to it. To other users, every page
+    seems to be cached. Raises OSError.
     """
     file = os.fstat(descriptor)
     nbytes = min(nbytes, file.st_size)

@@ -1,4 +1,4 @@
-"""Live checks: tokens that a server found, restored and lost, by its own counters."""
+"""Checks of the tokens that a server found, restored and lost, as its own counters show them."""
 
 from __future__ import annotations
 
@@ -52,17 +52,18 @@ if TYPE_CHECKING:
 # losses. From half on, the store loses more than it gives.
 _WARN_SHARE = 0.05
 _FAIL_SHARE = 0.5
-# A loss of fewer tokens than this many of the smallest look-ups is one unlucky moment, and shows
-# no rate.
+# If fewer tokens are lost than this many of the smallest look-ups have, the loss can be one unlucky
+# moment, and shows no rate.
 _FEW_LOOKUPS = 4
-# These cost nothing: the device had the tokens when they came, or the store was cleared.
+# Losses for these reasons cost nothing, because the device had the tokens when they came, or the
+# store was cleared.
 _NO_LOSS = frozenset({"device_covered", "stale"})
-# Of SGLang's reasons, only these mean that something is broken. Others are effects of settings,
-# limits and load, which an operator may want.
+# Of SGLang's reasons, only these mean that something is broken. SGLang's other reasons are effects
+# of settings, limits and load, which an operator may want.
 _FAULTS = frozenset({"storage_transfer"})
 _NO_FAULTS_OF_PLUGIN = frozenset({"full", "gone", "unwritable"})
 _UNWRITTEN = frozenset({"full", "half", "unwritable"})  # reasons why a page is not written
-# SGLang's warm-up sends one short request to each data-parallel rank. It is no traffic.
+# SGLang's warm-up sends one short request to each data-parallel rank. Such requests are no traffic.
 _FEW_REQUESTS = 5
 _REFUSED = metric_of("refused", "")
 _LONGEST_TEXT = 400
@@ -79,14 +80,17 @@ def live_checks(
     mending: Mending | None = None,
     has_requests: bool = False,
 ) -> list[Check]:
-    """Return the checks of a server's counters, and of its plug-in's; none without a backend.
+    """Return the checks of the counters of a server and of its plug-in.
 
-    first: look at `/metrics`.
-    second: a later look; the first one again if there was only one.
+    There are no checks for a server without a backend.
+
+    first: first look at `/metrics`.
+    second: later look at `/metrics`; the first look again if there was only one.
     statuses: status files of the plug-in in the store.
     mending: the store and the options of the profile in suggested commands.
-    has_requests: whether requests were given, which the checks of requests judge.
-    Growth between the looks is judged if anything moved, else the totals since the server's start.
+    has_requests: whether requests were given. Other checks judge these requests.
+    If a counter grew between the looks, its growth is judged. If none grew, the totals since the
+    server's start are judged.
     """
     if server.problem or not server.settings.get(_BACKEND):
         return []
@@ -112,7 +116,7 @@ class _Counters:
 
     flags: flags of the server; the defaults if the server does not state them.
     totals: counts since the server's start.
-    judged: growth between two looks if anything moved, else the totals.
+    judged: growth between two looks; the totals if no counter grew.
     period: time in which `judged` was counted, in words.
     mending: the store and the options of the profile in suggested commands.
     has_requests: whether requests were given.
@@ -143,9 +147,10 @@ class _Counters:
     def loss(
         self, name: str, measure: Measure, what: str, *, reason: str = "", done: str = "lost"
     ) -> Iterator[Check]:
-        """Yield the check that judges a loss by its share; nothing if nothing was lost.
+        """Yield the check that judges a loss by its share. Yield nothing if no token was lost.
 
-        measure: returns, for a look, the lost tokens and all tokens that could have been lost.
+        measure: function of a look that returns the number of lost tokens, and the number of all
+            tokens that could have been lost.
         what: name of all tokens.
         reason: reason that has the meaning and the remedy; "" for the reason called `name`.
         done: verb for the lost tokens.
@@ -188,7 +193,10 @@ def _metrics(counters: _Counters, *, restarted: bool) -> Iterator[Check]:
 
 
 def _plugin(counters: _Counters, statuses: Sequence[PluginStatus]) -> Iterator[Check]:
-    """Judge the pages that the plug-in refuses, by its metrics or else by its status files."""
+    """Judge the pages that the plug-in refuses.
+
+    The plug-in's metrics show them or, without metrics, its status files.
+    """
     excluded: dict[str, list[PluginStatus]] = {}
     for status in statuses:
         for reason in status.excluded:
@@ -291,7 +299,10 @@ def _unwritten(counters: _Counters) -> Iterator[Check]:
 
 
 def _found(counters: _Counters) -> Iterator[Check]:
-    """Count the tokens from the store. Without any, judge whether prompts are too short for it."""
+    """Count the tokens from the store.
+
+    If there are none, judge whether prompts are too short for the store.
+    """
     look, period = counters.judged, counters.period
     if not look.value(REQUESTS) and not look.value(FOUND):
         look, period = counters.totals, _SINCE_START

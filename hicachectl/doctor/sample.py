@@ -1,4 +1,4 @@
-"""Checks of `doctor` by the findings of `verify` in a listing and a sample of its pages."""
+"""Checks of `doctor` that judge what `verify` finds in a listing and in a sample of its pages."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 _READ_SECONDS = 20.0  # no read begins after this time
 # A server writes the objects of a page within seconds, so this short grace suffices.
 _GRACE_SECONDS = 10.0
-_MOST_LOOKED_UP = 20_000  # groups; looking them up takes two seconds
-_FEW = 100  # one page in this many with a warning is normal: servers evict object by object
+_MOST_LOOKED_UP = 20_000  # most groups to look up, which takes two seconds
+# Servers evict object by object, so up to one page in this many has a warning in a sound store.
+_FEW = 100
 _UNREADABLE = frozenset({"unreadable", "no-replica"})
 _STAMP = frozenset({"stamp-mismatch"})
 _IDENTITY = frozenset({"identity-mismatch"})
@@ -51,7 +52,7 @@ _VALUES = frozenset(
 )
 _APART = _UNREADABLE | _STAMP | _IDENTITY | _DTYPE | _LAYOUT | _TEMPORARIES | _VALUES
 _NO_DAMAGE = frozenset({"foreign-object", "ambiguous-key", "other-deployment", "disk-only"})
-# Differences from the stamp that the checks of the server's deployment name.
+# Beginnings of the differences from the stamp that the checks of the server's deployment name.
 _DEPLOYED = ("page_size:", "layout:", "tp:", "pp:", "cp:", "dcp:", "tag:", "model:")
 
 _check = partial(Check, group=STORE)
@@ -71,7 +72,7 @@ def sample_checks(listed: ListedStore, store: Store, inventory: Inventory) -> It
 def _examined(
     store: Store, listed: ListedStore, inventory: Inventory, listing: ListingTime
 ) -> PartCheck:
-    """Check the listing and a sample of the pages as `verify` does."""
+    """Return what `verify` finds in the listing and in a sample of the pages."""
     profile = listed.profile
     if profile is not None and not profile.inferred and len(listed.weights) == 1:
         profile = replace(profile, weights=next(iter(listed.weights)))
@@ -124,7 +125,8 @@ class _Findings:
         table = part.result.found.combine_chunks()
         rows = table.column("row").to_numpy()
         sized = pc.is_in(table.column("code"), pa.array(list(_SIZES))).to_numpy()
-        told = sized & np.append(explained, False)[rows]  # NO_NUMBER selects the last entry
+        # The row of a finding about no object is NO_NUMBER, which selects the appended entry.
+        told = sized & np.append(explained, False)[rows]
         self.explained = self.damaged(table.filter(pa.array(told)))
         self._table = table.filter(pa.array(~told))
         self.changes = changes_of(part)
@@ -143,7 +145,7 @@ class _Findings:
         return self._table.filter(pc.is_in(self._table.column("code"), pa.array(list(codes))))
 
     def structural(self) -> pa.Table:
-        """Return the findings that no check of its own judges."""
+        """Return the findings of the check `structure`: those that no other check judges."""
         others = pa.array([*_APART, *_NO_DAMAGE])
         return self._table.filter(pc.invert(pc.is_in(self._table.column("code"), others)))
 
@@ -159,7 +161,7 @@ def _severe(found: pa.Table) -> pa.Table:
 
 
 def _counts(found: pa.Table) -> str:
-    """Return the codes of findings with their numbers, the most first."""
+    """Return the codes of findings with their numbers, the most frequent code first."""
     counts = pc.value_counts(found.column("code")).to_pylist()
     ordered = sorted(counts, key=lambda row: -row["counts"])
     return ", ".join(f"{row['counts']} {row['values']}" for row in ordered)
@@ -207,7 +209,7 @@ def _user() -> str:
 
 
 def _why(found: pa.Table) -> str:
-    """Return why the first object could not be read, without its path, and its page."""
+    """Return why the first object could not be read, and its page. The text has no path."""
     page = found.column("page")[0].as_py()
     why = str(found.column("detail")[0]).rpartition(": ")[2]
     return f"{why}; the first is of page {page[:8]}…" if page else why
@@ -270,8 +272,9 @@ def _worst(
     errors: str,
     warnings: str,
 ) -> Check | None:
-    """Return the check of pages with findings: any error fails, and many warnings warn.
+    """Return the check of pages with findings; None if they are too few to matter.
 
+    The check fails if any page has an error. It warns if many pages have warnings.
     pages: number of pages that were judged.
     errors: predicate of the pages with errors.
     warnings: predicate of the pages with findings.

@@ -1,8 +1,10 @@
-"""Checks of `doctor` about a server's settings, by its own replies.
+"""Checks of `doctor` about a server's settings, which the server's own replies show.
 
-Sources: SGLang srt/managers/scheduler_components/internal_state.py (what each data-parallel rank
-tells), srt/mem_cache/unified_cache/storage_attachment.py (what attaching changes),
-srt/mem_cache/pool_host/base.py :: HostKVCache (the host pool beside the device pool).
+Sources, in SGLang's srt:
+
+- managers/scheduler_components/internal_state.py: what each data-parallel rank tells
+- mem_cache/unified_cache/storage_attachment.py: what attaching changes
+- mem_cache/pool_host/base.py :: HostKVCache: the size of the host pool beside the device pool
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 
 _BACKEND = "hicache_storage_backend"
 _EXTRA = "hicache_storage_backend_extra_config"
-# Settings that attaching changes, or that decide about keys and bytes; none of them is a secret.
+# Settings that attaching changes, and settings that decide about keys and bytes. None of these
+# settings is a secret, so their values may be shown.
 _COMPARED = (
     _BACKEND, "hicache_write_policy", "hicache_storage_prefetch_policy", "page_size",
     "kv_cache_dtype", "hicache_mem_layout", "served_model_name", "model_path", "weight_version",
@@ -53,7 +56,7 @@ _POLICIES = {
             "write_back": (
                 WARN,
                 "The write policy is write_back: a page is written when host memory runs out, so a "
-                "restart, or another server, finds only evicted pages",
+                "restart, or another server, finds only pages that were evicted from host memory",
                 "write_through",
             ),
         },
@@ -75,9 +78,9 @@ _POLICIES = {
 
 
 def setting_checks(server: LiveServer) -> list[Check]:
-    """Judge a server's settings, in the order of causes.
+    """Judge a server's settings. The most basic causes of misses come first.
 
-    Settings that matter only with a storage backend are not judged without one.
+    Settings that matter only with a storage backend are judged only if a backend is attached.
     """
     judged: list[Callable[[LiveServer], Iterable[Check]]] = [_reachable]
     if not server.problem:
@@ -134,16 +137,16 @@ def _hicache(server: LiveServer) -> Iterable[Check]:
 
 
 def _is_treeless(server: LiveServer) -> bool:
-    """Return whether the radix cache is off, without which HiCache does nothing.
+    """Return whether the radix cache is off. Without a radix cache, HiCache does nothing.
 
-    SGLang turns it off for decode servers (arg_groups/pd_disaggregation_hook.py).
+    SGLang turns the radix cache off for decode servers (arg_groups/pd_disaggregation_hook.py).
     """
     return server.settings.get("disable_radix_cache") is True
 
 
 def _backends(server: LiveServer) -> set[str | None]:
     """Return the storage backend of each rank; None for a rank without one."""
-    at_start = server.info.get(_BACKEND)  # in releases whose ranks do not state it
+    at_start = server.info.get(_BACKEND)  # the ranks of older releases do not state their backend
     of_ranks = [state.get(_BACKEND, at_start) for state in server.states or (server.info,)]
     return {shown(backend) if backend else None for backend in of_ranks}
 
@@ -155,7 +158,7 @@ def _attached(server: LiveServer) -> Iterable[Check]:
     if backends == {None}:
         detail = "No storage backend is attached, so the server neither reads nor writes a store"
         if server.info.get(_BACKEND):
-            detail += "; the one that it started with was detached"
+            detail += "; the backend that it started with was detached"
         yield server.check("attached", FAIL, detail, evidence=evidence, next=remedy)
     elif None in backends:
         at_start = server.info.get(_BACKEND)
@@ -175,9 +178,10 @@ def _attached(server: LiveServer) -> Iterable[Check]:
 
 
 def _changing(server: LiveServer, **settings: str) -> str:
-    """Return the command that attaches a backend or, with settings, changes the attached one.
+    """Return the command that attaches a backend or, with settings, changes the attached backend.
 
-    OPTIONS stands for a backend's options, which can hold secrets; a change of settings keeps them.
+    In the command, OPTIONS stands for the backend's options, because these can hold secrets. A
+    command that changes settings leaves the options out, because the server keeps them.
     """
     named = (one.get(_BACKEND) for one in (server.settings, *server.states, server.info))
     backend = next((one for one in named if isinstance(one, str) and one), "NAME")
@@ -252,7 +256,7 @@ def _threshold(server: LiveServer) -> Iterable[Check]:
 
 
 def _host_pool(server: LiveServer) -> Iterable[Check]:
-    """Compare the host pool with the device pool, as SGLang does when it allocates it."""
+    """Compare the host pool with the device pool, as SGLang does when it allocates host memory."""
     settings = server.settings
     size, ratio = _number(settings.get("hicache_size")), _number(settings.get("hicache_ratio"))
     usage = settings.get("memory_usage")
@@ -268,7 +272,8 @@ def _host_pool(server: LiveServer) -> Iterable[Check]:
         yield server.check(
             "host-pool",
             WARN,
-            "The host pool is no larger than the device pool: pages from the store soon lack room",
+            "The host pool is no larger than the device pool, so pages from the store soon lack "
+            "room",
             evidence=evidence,
             next="start the server with a larger --hicache-ratio or --hicache-size",
         )
@@ -367,7 +372,7 @@ def _number(value: object) -> float | None:
 
 
 def _values(states: Iterable[Mapping[str, Any]], name: str) -> str:
-    """Return the values of a setting with their number of ranks."""
+    """Return the values of a setting, each with the number of ranks that have it."""
     counts: dict[str, int] = {}
     for state in states:
         value = shown(state.get(name))
@@ -378,7 +383,10 @@ def _values(states: Iterable[Mapping[str, Any]], name: str) -> str:
 
 
 def _evidence(server: LiveServer, *names: str) -> str:
-    """Return the values of settings and where they stand. Values of ranks win: they are live."""
+    """Return the values of settings, and where the server states them.
+
+    Take the values of ranks if they state a setting, because their values are live.
+    """
     found = []
     for name in names:
         if any(name in state for state in server.states):

@@ -1,4 +1,4 @@
-"""Outcome of a prewarm: one document from its plan, the copied slices and the final count."""
+"""Outcome of a prewarm, made of its plan, the copied slices and the final count."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _PLAN = "plan"
 EVICTS = "destination evicts"
-# Next step by the reason for an early end, if --min-usable failed.
+# Next step for each reason for an early end, if --min-usable failed.
 _NEXT_STEPS = {
     BUDGET: "give a larger --budget or --budget-pages",
     DEADLINE: "give a later --deadline",
@@ -45,7 +45,8 @@ _NEXT_STEPS = {
     EVICTS: "enlarge the destination",
 }
 _OTHER_STEP = "look for the missing pages in another source"
-_REASONS = (FULL, EVICTS, DEADLINE)  # reasons for an early end; the first of several counts
+# Reasons for an early end. If a run has several, the first in this order counts.
+_REASONS = (FULL, EVICTS, DEADLINE)
 
 
 class PlannedPage(TypedDict):
@@ -93,8 +94,8 @@ class PrewarmFacts(CopyFacts, kw_only=True):
     skipped: number of requested pages that the source could give and the destination has.
     missing: number of requested pages that cannot be restored from the source.
     requested_tokens: tokens of all chains, or of the pages if there are no chains.
-    not_pinned: number of pages that --pin cannot pin: the destination had them, at least in part,
-        and its master pins only new objects.
+    not_pinned: number of pages that --pin cannot pin, because the destination had them, at least in
+        part, and its master pins only new objects.
     cut: whether the budget excludes pages.
     """
 
@@ -135,7 +136,7 @@ class PrewarmOutcome:
     document: members of `PrewarmDocument`.
     problems: failed or conflicting pages.
     usable_pages: [chains] number of pages that servers can restore; empty without chains.
-    plan: pages to copy, best first: page, parent, depth, bytes.
+    plan: pages to copy, best first, with columns as in `PlannedPage`; None without a plan.
     interruption: exception that ended the copying, such as KeyboardInterrupt. It is raised after
         the report.
     """
@@ -172,7 +173,7 @@ class PrewarmOutcome:
     ) -> Result:
         """Return the result of the command.
 
-        min_usable: least share of usable tokens.
+        min_usable: least share of usable tokens; None for no limit.
         unfinished: whether usable tokens are not counted yet, as the remarks explain.
         """
         document = self.document

@@ -56,7 +56,8 @@ class PageChoice:
         self._sets_of_target = _sets_of_targets(survey.route, hits)
         self.name_of_item = places_among(survey.pages, names)
         self._hit_of_item = places_among(survey.pages, hits.page_names)
-        worst = np.append(rank, len(names))  # entry -1: the last rank, for pages not in `names`
+        # Pages that are not in `names` have index -1, which selects the appended last rank.
+        worst = np.append(rank, len(names))
         self._rank_of_item = worst[self.name_of_item]
         self._rank_of_position = worst[places_among(hits.page_names, names)][hits.page_of]
         self._take(hits.usable_pages)
@@ -181,7 +182,8 @@ class PrewarmRequest:
     rank: function that returns the rank of each distinct page of requests by value. 0 is best. A
         page ranks behind all pages before it in its chains.
     destination_profile: profile of the destination's servers; None if it is the same as `profile`.
-    served: profiles of live servers of the destination, by URL. Usable pages are counted for each.
+    served: profiles of live servers of the destination, by URL. Usable pages are counted for the
+        server that fetches the fewest pages.
     allow_empty: whether to accept a source without pages.
     """
 
@@ -259,7 +261,7 @@ def plan_chains(
     cut = False
     if request.has_budget:
         cut = choice.fit(request.budget_bytes, request.budget_pages)
-    # The last entry is for pages that cannot be restored.
+    # Pages that cannot be restored have index -1, which selects the appended last entry.
     parents, depths = np.append(forest.parents, -1), np.append(forest.depths, 0)
     parents = parents[choice.name_of_item]
     plan = PagePlan(
@@ -290,10 +292,10 @@ def plan_pages(
     request: PrewarmRequest,
     refused: Iterable[tuple[BoolArray, str]] = (),
 ) -> PagePlan:
-    """Choose whole pages without known prefixes.
+    """Choose whole pages whose prefixes are unknown.
 
-    Pages of `request.pages` keep their order. Otherwise the newest minute comes first. Within a
-    minute the oldest page comes first, because no page is older than its prefix.
+    Pages of `request.pages` keep their order. Without these, pages of the newest minute come first.
+    Within a minute, the oldest page comes first, because no page is older than its prefix.
     refused: masks of groups to leave out, [groups], each with the reason.
     """
     whole = groups.states[survey.groups] == WHOLE

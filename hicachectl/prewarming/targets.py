@@ -1,4 +1,4 @@
-"""Targets of removals: how many bytes are still to be freed."""
+"""Targets of removals, and the bytes that a removal still has to free."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _PERCENTAGE = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?%")
 _LEAST_GAIN = 0.1
 _LATE_SECONDS = 10.0
 _PAUSE_SECONDS = 0.5
-_MOST_FRUITLESS = 3  # waits without more free space after which removed bytes count as held
+# Removed bytes count as held after this many waits in which too little space became free.
+_MOST_FRUITLESS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Gauge:
 
     limit: bytes of the target. A share has been converted to bytes.
     asked: bytes to remove, measured at the start.
-    unit: bytes; the space of an object is a multiple of it.
+    unit: number of bytes. The space that an object takes is a multiple of it.
     free_bytes: free bytes of the store at the last look; None if the target is not keep-free.
     stored_bytes: bytes of the listed objects; None if the target is not max-size.
     is_held: whether removed bytes did not become free.
@@ -101,7 +102,8 @@ class Gauge:
         self._store = store
         # The free bytes when all removed bytes last showed as free, and the bytes removed by then.
         self._known_free = free_bytes or 0
-        self._first_free = self._known_free  # at the start, minus bytes that servers wrote since
+        # The free bytes at the start, minus the bytes that servers have written since.
+        self._first_free = self._known_free
         self._known_removed = 0
 
     @classmethod
@@ -163,8 +165,8 @@ class Gauge:
     def step(self, lacking: int) -> int:
         """Return how many of the lacking bytes to remove before the next look.
 
-        Half of them if the target is measured, because objects may take more space than their
-        bytes.
+        If the target is measured, return half of them, because objects may take more space than
+        their bytes. So a step does not remove more than the target needs.
         """
         return lacking if self._store is None else -(-lacking // 2)
 

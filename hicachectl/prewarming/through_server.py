@@ -1,9 +1,11 @@
 """Make a live SGLang server load prefixes from its store into its memory.
 
 Each prefix is a /generate request for one new token. The server fetches from L3 what L1 and L2
-lack, and reports the tokens from each source. Source: SGLang srt/entrypoints/http_server.py ::
-generate_request; managers/io_struct.py :: GenerateReqInput;
-managers/scheduler_components/output_streamer.py :: get_cached_tokens_details.
+lack, and reports how many tokens each of the three has served. Sources, in SGLang's srt:
+
+- entrypoints/http_server.py :: generate_request
+- managers/io_struct.py :: GenerateReqInput
+- managers/scheduler_components/output_streamer.py :: get_cached_tokens_details
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ if TYPE_CHECKING:
     from hicachectl.requests.forms import Request
 
 REQUEST_TIMEOUT_S = 120.0
-BUSY_PATIENCE_S = 300.0  # longest time with only "busy" answers
-_TRIES = 3  # times that a failing request is sent
+BUSY_PATIENCE_S = 300.0  # longest time in which a server gives only "busy" answers
+_TRIES = 3  # most times that a failing request is sent
 _GIVE_UP_AFTER = 3  # failed requests in a row after which a server is given up
 _PAUSE_S = 1.0
 _MAX_PAUSE_S = 60.0
@@ -90,10 +92,11 @@ class Prefix:
     ) -> PulledRequest:
         """Return the row of the document.
 
-        dp_rank: None for a single rank.
+        dp_rank: number of the DP rank; None for a single rank.
         cached_tokens: number of tokens that the server did not compute.
-        sources: cached tokens by device, host and storage; None if not reported.
-        error: why the request failed.
+        sources: number of cached tokens from device, host and storage; None if the server does not
+            report them.
+        error: why the request failed; None if it succeeded.
         """
         return {
             "request": self.number,
@@ -110,7 +113,7 @@ def prefix_of(number: int, request: Request, pages: int, hashing: Hashing) -> Pr
 
     A server computes at least one token after the pages. If the request ends with the pages, its
     last token is repeated, because any token will do.
-    Raises FormatError if the request is too short, because the file has changed.
+    Raises FormatError if the request is too short, as after a change of the file.
     """
     wanted = tokens_to_restore(pages, hashing.page_size, bigram=hashing.bigram)
     token_ids = request.token_ids[:wanted]
@@ -124,7 +127,7 @@ def prefix_of(number: int, request: Request, pages: int, hashing: Hashing) -> Pr
 
 
 def dp_ranks(server_info: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Return the DP ranks with separate caches; (None,) for a single rank.
+    """Return the DP ranks of a server, each with its own cache; (None,) for a single rank.
 
     server_info: parsed reply of /server_info.
     Source: srt/runtime_context.py :: num_dp_ranks_of.
@@ -163,9 +166,9 @@ def _ended(
     on_done: Callable[[int], None],
     check: Callable[[], None],
 ) -> bool:
-    """Wait until a request ends, and remove it from `running`. Return False at the deadline.
+    """Wait until a request ends, and remove it from `running`.
 
-    Raises the exception of the request.
+    Return False if no request ends before the deadline. Raises the exception of the request.
     """
     left = None if deadline is None else max(deadline - time.monotonic(), 0)
     ended, _ = wait(running, left, FIRST_COMPLETED)
@@ -180,11 +183,11 @@ def _ended(
 class ThroughServer:
     """Requests to one live server. Call `pull` once.
 
-    pulled: results so far, in the order of completion. An interruption of `pull` loses none.
+    pulled: results so far, in the order of completion. An interruption of `pull` loses no result.
     complete: whether every prefix was requested.
-    error: why the server was given up, or None.
-    api_key: key of the server; by default the value of HICACHECTL_API_KEY.
-    jobs: number of requests at once.
+    error: why the server was given up; None if it was not.
+    api_key: key of the server; None for the value of HICACHECTL_API_KEY.
+    jobs: most requests at the same time.
     Raises UsageError for a malformed URL or key.
     """
 
@@ -231,9 +234,9 @@ class ThroughServer:
     ) -> None:
         """Request prefixes in order, from every rank.
 
-        prefixes: prefixes, taken one at a time.
-        deadline: `time.monotonic()` at which unfinished requests are abandoned.
-        on_done: called for each result, in this thread.
+        prefixes: prefixes to request. They are taken from the iterable one at a time.
+        deadline: `time.monotonic()` at which unfinished requests are abandoned; None for no limit.
+        on_done: function that is called with 1 after each result, in this thread.
         Raises StoreUnavailable if the server refuses the key, lacks the endpoint, keeps failing or
         stays busy.
         """
@@ -286,7 +289,10 @@ class ThroughServer:
         return self._read(prefix, rank, reply)
 
     def _asked(self, body: bytes) -> Reply:
-        """Send a request until the server accepts it, or refuses it with a status below 500."""
+        """Send a request until the server accepts it, or refuses it with a status below 500.
+
+        Raises StoreUnavailable if the server keeps failing, stays busy, or refuses every request.
+        """
         tries = _TRIES
         while True:
             self._pauses.wait()
@@ -373,7 +379,10 @@ class _Backoff:
             self._next_s = self._pause_s
 
     def busy(self, retry_after: str) -> bool:
-        """Pause all requests as long as the server asks. Return False if it is busy too long."""
+        """Pause all requests as long as the server asks.
+
+        Return False if the server has given only "busy" answers for too long.
+        """
         now = time.monotonic()
         with self._lock:
             asked = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0.0

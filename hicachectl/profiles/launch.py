@@ -61,7 +61,7 @@ class Launch:
     environment: SGLang's environment variables that the command sets.
     folder: working directory of the server.
     root: root directory of the server, as this process sees it.
-    unknown: parts of the words and the environment of which the value is unknown, with the reason.
+    unknown: parts of the words and the environment whose value is unknown, each with the reason.
     logged: fields of ServerArgs in a server's log, after SGLang's changes; None without a log.
     """
 
@@ -88,9 +88,9 @@ def profile_from_launch(
     """Return the profile of the server that a launch command starts.
 
     text: see `read_launches`.
-    Other arguments as in `profile_of_replies`.
-    Raises UsageError unless all launch commands give the same profile, FormatError, and
-    ProfileError that names the faulty flag.
+    `profile_of_replies` explains the other arguments.
+    Raises UsageError if there is no launch command, or if launch commands give different profiles.
+    Raises FormatError, and ProfileError that names the faulty flag.
     """
     launches = read_launches(text)
     if len(launches) <= _MOST_LAUNCHES:
@@ -190,7 +190,8 @@ def _launches(text: str) -> Iterator[Launch]:
         for match in logged:
             yield _of_log(match[1])
         return
-    # A list ends the text with its bracket. After a shell's test, `[ … ]`, a command follows.
+    # A text that is a list ends with the bracket of the list. A text that begins with a shell's
+    # test, `[ … ]`, ends with a command.
     if text.lstrip().startswith("[") and text.rstrip().endswith("]"):
         words = parse_json(text, "the list of words")
         for word in words:
@@ -215,7 +216,7 @@ def _of_words(
     before = words if found is None else words[: len(words) - len(found)]
     environment, unknown = dict(command.environment), dict(command.unknown)
     if any(word.rsplit("/", 1)[-1] in _OWN_ENVIRONMENT for word in before):
-        unknown |= {f"${name}": "the program before it decides" for name in environment}
+        unknown |= {f"${name}": "the program before the command decides" for name in environment}
         environment = {name: f"${name}" for name in environment}
     environment |= {match[1]: match[2] for word in before if (match := _VARIABLE.fullmatch(word))}
     if found:
@@ -258,9 +259,9 @@ def _of_log(text: str) -> Launch:
 
 
 def _server_arguments(words: Sequence[str]) -> tuple[str, ...] | None:
-    """Return the words after the program that launches a server; None if there is none.
+    """Return the words after the program that launches a server; None if no word launches one.
 
-    A list that begins with a flag has the arguments that a container gives to its entry point.
+    Words that begin with --model are the arguments that a container gives to its entry point.
     """
     if words and words[0].startswith("--model"):
         return tuple(words)
@@ -293,7 +294,8 @@ def _launches_of_yaml(text: str) -> Iterator[Launch]:
     for document in _parse_yaml(text):
         for container in _containers(document):
             environment = _container_environment(container)
-            # Compose replaces the variables of its own shell in words, not the container's.
+            # In words, Compose replaces variables of the shell that runs Compose, not variables of
+            # the container.
             is_compose = "environment" in container
             variables = {
                 name: value
@@ -404,7 +406,10 @@ def read_arguments(
 
 
 def _stated(launch: Launch) -> dict[str, Any]:
-    """Return the fields of ServerArgs that a command states. Options of its store are a mapping."""
+    """Return the fields of ServerArgs that a command states.
+
+    If a file has the options of the store, the field of these options is a mapping.
+    """
     switches = {name for flag in recorded().flags if flag.values == 0 for name in flag.names}
     for before, word in zip(("", *launch.arguments), launch.arguments, strict=False):
         is_value = before.startswith("-") and "=" not in before and before not in switches
@@ -478,7 +483,7 @@ def _check_bounds(events: Iterator[Any]) -> None:
 
 
 def _parse_yaml(text: str) -> list[Any]:
-    """Parse YAML documents of bounded depth and size, also with aliases replaced."""
+    """Parse YAML documents. Their depth and size are bounded, also with aliases replaced."""
     try:
         import yaml
     except ImportError:
@@ -486,11 +491,12 @@ def _parse_yaml(text: str) -> list[Any]:
             f"YAML needs the package pyyaml; {install_step('pyyaml')}, or give the flags in the "
             "command"
         ) from None
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # some builds lack the fast one
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # some builds lack the fast loader
     try:
         _check_bounds(yaml.parse(text, loader))
         return list(yaml.load_all(text, loader))
-    except yaml.MarkedYAMLError as error:  # its text quotes the line, perhaps with a password
+    except yaml.MarkedYAMLError as error:
+        # The text of the error quotes the line, which can have a password. So do not show the text.
         line = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
         raise FormatError(f"not YAML: {line}{error.problem}"[:200]) from error
     except (yaml.YAMLError, ValueError) as error:

@@ -130,7 +130,8 @@ def profile_of_replies(
 
     model_config: config.json of the model, or its directory; None for the server's `model_path`, if
         that is a local directory.
-    draft_model_config: the same for a separate draft model.
+    draft_model_config: config.json of a separate draft model, or its directory; None for the path
+        of the server's draft model, if that is a local directory.
     overrides: fields of DeploymentFlags that replace the fields of the server.
     Raises ProfileError if sizes are unknown.
     """
@@ -161,9 +162,10 @@ def read_model_config(path: Path) -> dict[str, Any]:
 
 
 def told_pools(layout: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the hit policy of each pool in a server's key layout. Only Mooncake has such a layout.
+    """Return the hit policy of each pool in a server's key layout.
 
-    Source: MooncakeStore.describe_l3_object_layout. It has an entry for each pipeline stage.
+    Only servers with Mooncake have such a layout. It has an entry for each pipeline stage.
+    Source: MooncakeStore.describe_l3_object_layout.
     """
     described = layout.get("hicache_object_layout") if layout else None
     pools = described.get("pools") if isinstance(described, Mapping) else None
@@ -206,7 +208,7 @@ def _contradictions(profile: Profile, layout: Mapping[str, Any]) -> list[str]:
 
 
 def _key_prefix(profile: Profile) -> str:
-    """Return Mooncake's key prefix (MooncakeStore.config_prefix)."""
+    """Return Mooncake's key prefix. Source: MooncakeStore.config_prefix."""
     dcp = f"tp{profile.tp}_dcp{profile.dcp}_page{profile.page_size}_pp{profile.pp}_cp{profile.cp}"
     return "_".join(filter(None, [profile.names.text, dcp if profile.dcp > 1 else ""]))
 
@@ -233,7 +235,8 @@ def local_models(
 ) -> tuple[Path, Path | None]:
     """Return the config or directory of a server's model, and of its separate draft model.
 
-    configs: config or directory of the model and of the draft in the options; None if not given.
+    configs: config or directory of the model and of the draft, as options give them; None for an
+        option that is not given.
     places: function that returns the places on this machine where a model of the server can be.
     Raises ProfileError for a model that is not on this machine.
     """
@@ -279,9 +282,9 @@ def is_file(path: Path) -> bool:
 
 
 def _absolute(model_path: str) -> Iterable[Path]:
-    """Return an absolute path of a server in a list.
+    """Return a list with a server's model path; an empty list if the path is relative.
 
-    A relative path is in the server's working directory or on the Hub, so the list is then empty.
+    A relative path is in the server's working directory, or is a name on the Hub.
     """
     path = Path(model_path)
     return [path] if path.is_absolute() else []
@@ -318,7 +321,7 @@ def checked_url(url: str, option: str = "--server") -> str:
 def checked_key(key: str) -> str:
     """Return the stripped key. Raises UsageError if it is not printable ASCII.
 
-    Such a key must not reach http.client, whose error message would show it.
+    A key with other characters must not reach http.client, whose error message would show the key.
     """
     key = key.strip()
     if not (key.isascii() and key.isprintable()):

@@ -53,7 +53,7 @@ _ENDS = {
 }
 _SKIPPED = ("then", "do", "else", "elif", "!", "time")
 _DECLARERS = ("declare", "export", "local", "readonly", "typeset")
-# `_READS` finds expansions that only read their variable, `_FLAG` flags, which name no variable.
+# `_READS` finds expansions that only read their variable. `_FLAG` finds flags, which name none.
 _READS = re.compile(r"\$(?:\w+|\{#?[A-Za-z_]\w*(?:\[[@*]\])?(?=\}|:?[-+?]|[%#/^,@]))", re.ASCII)
 _FLAG = re.compile(r"(?<![^\s=])--[A-Za-z][\w-]*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -109,8 +109,8 @@ class _Statement(NamedTuple):
     words: words of the command, in order.
     others: other texts, such as here-documents, that can name a variable.
     line: number of the line on which the statement ends.
-    top: whether bash surely executes it once, in its own process.
-    foreign: whether it can change variables that it does not name.
+    top: whether bash surely executes the statement once, in the process of the script.
+    foreign: whether the statement can change variables that it does not name.
     """
 
     words: list[_Word]
@@ -124,8 +124,9 @@ class Command(NamedTuple):
     """A command of a text.
 
     words: words of the command, with plain variables replaced by their values.
-    environment: SGLang's variables that the command receives, from the text or from before it.
-    unknown: expansions that stay in the words and the environment, with the reason.
+    environment: SGLang's variables that the command receives. The text sets them, or they are set
+        before the text begins.
+    unknown: expansions that stay in the words and the environment, each with the reason.
     """
 
     words: tuple[str, ...]
@@ -142,13 +143,15 @@ class ScriptReader:
         """Prepare.
 
         variables: environment before the text begins. None stands for an unknown value.
-        trusts: whether the text is complete. Missing parts could change variables.
+        trusts: whether the text is complete. If not, missing parts could change variables, so the
+            values of all variables are unknown.
         """
         self._trusts = trusts
         self._settings = {name for name in variables or {} if name.startswith("SGLANG_")}
         self._known = {n: [value] for n, value in (variables or {}).items() if value is not None}
         self._lines: dict[str, list[int]] = {}  # lines on which the text names each variable
-        self._foreign = 0  # line of a foreign statement besides the present one; 0 without one
+        # Line of a foreign statement other than the statement being read; 0 if there is none.
+        self._foreign = 0
         self._left = _MOST_EXPANDED
 
     def commands(self, text: str) -> Iterator[Command]:
@@ -228,7 +231,7 @@ class ScriptReader:
             yield Command((*" ".join(values).split(), part), {}, unknown)
 
     def _expanded(self, word: _Word, unknown: dict[str, str], *, splits: bool = True) -> list[str]:
-        """Return the words that a word becomes. Add expansions that are unknown to `unknown`."""
+        """Return the words that a word becomes. Add its unknown expansions to `unknown`."""
         bare = "".join(" " if one.quoted or one.expands else one.text for one in word.pieces)
         if pattern := _PATTERN.search(bare):
             unknown[word.text] = _ONLY_RUN if pattern[0].endswith("~") else SEVERAL_WORDS
@@ -250,7 +253,11 @@ class ScriptReader:
         return [text] if text or any(piece.quoted for piece in word.pieces) else []
 
     def _text(self, expansion: str, values: list[str] | None, unknown: dict[str, str]) -> str:
-        """Return the text of an expansion. values: None adds the expansion to `unknown`."""
+        """Return the text of an expansion.
+
+        values: values of the expansion. If they are None, add the expansion to `unknown`, and
+            return it as it is written.
+        """
         if values is not None:
             return " ".join(values)
         found = _VARIABLE.fullmatch(expansion)
@@ -286,7 +293,8 @@ def _statements(text: str) -> Iterator[_Statement]:
     words: list[_Word] = []
     others: list[str] = []
     open_: list[str] = []  # open reserved words and parentheses
-    # Last lines of the here-documents that begin on the next line, and their tabs.
+    # For each here-document that begins on the next line: its last line, and a pattern of the tabs
+    # that may stand before this line.
     documents: list[tuple[str, str]] = []
     before, at, line, counted = "\n", _after_blanks(text, 0), 1, 0
     while at < len(text):
@@ -333,7 +341,10 @@ def _statements(text: str) -> Iterator[_Statement]:
 
 
 def _take_reserved(words: list[_Word], open_: list[str]) -> bool:
-    """Take reserved words off the front. Return whether the closing words match the open words."""
+    """Remove the reserved words at the front of `words`.
+
+    Return whether the words that close a block match the words that opened it.
+    """
     while words:
         word = words[0].raw
         if word in _ENDS:
@@ -365,7 +376,10 @@ def _is_foreign(words: list[_Word]) -> bool:
 
 
 def _names(statement: _Statement) -> Iterator[str]:
-    """Yield the names in a statement, once for each word, except names that it only reads."""
+    """Yield the names in a statement, once for each word.
+
+    Names of variables that the statement only reads are left out.
+    """
     words = [one for word in statement.words for one in (word, *(word.items or ()))]
     is_print = _prints(statement.words)
     keeps_flags = [word.text for word in words[:1]] in (["let"], ["[["])

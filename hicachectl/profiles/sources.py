@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # Options that state flags of servers, with their fields in DeploymentFlags.
 _FLAG_OPTIONS = {flag.parameter: flag.field for flag in OPTIONS if flag.kind != "layers"}
 _SOURCES = ("profile_file", "model_config", "server", "launch")
-# Options of weights, and --to options, that have the names of fields of a profile.
+# Options of weights, and --to options. Both have the names of fields of a profile.
 _WEIGHTS = ("weights", "draft_weights")
 _TO_FIELDS = ("model", "tag", "tp", "pp", "tp_lcm_size", "layout", "sglang")
 _WEIGHTS_NAME = re.compile(f"[0-9a-f]{{{FINGERPRINT_DIGITS}}}")
@@ -48,10 +48,13 @@ def profile_from_options(
     *,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Profile | None:
-    """Return the profile of the options, else the store's recorded profile, else None.
+    """Return the profile that the options describe.
 
-    store: store that receives the profile. It gives the model's name and weights if no option does.
-    warn: called with warnings about a server's answer.
+    If they describe none, return the profile that the store records; None if it records none.
+
+    store: store that receives the profile. The store gives the model's name and weights if no
+        option gives them.
+    warn: function that is called with warnings, such as warnings about a server's answer.
     Raises UsageError if options contradict each other, and ProfileError and StoreUnavailable from
     the source or store.
     """
@@ -62,7 +65,7 @@ def profile_from_options(
 
 
 def with_threshold(profile: Profile, options: Mapping[str, Any]) -> Profile:
-    """Return a profile with the threshold of --prefetch-threshold, if that is given."""
+    """Return a profile with the threshold of --prefetch-threshold, if this option is given."""
     stated = options.get("prefetch_threshold")
     return profile if stated is None else replace(profile, prefetch_threshold=stated)
 
@@ -74,10 +77,12 @@ def profile_to_look(
     looks_only: bool = True,
     warn: Callable[[str], None],
 ) -> tuple[Profile | None, str]:
-    """Return the result of `profile_from_options`, and "".
+    """Return the result of `profile_from_options`, and the reason why no profile can be used.
 
-    If the ranks of that profile overwrite each other's objects in this store, no profile describes
-    the objects. A command that only looks then gets None and the reason.
+    The reason is "" if the profile can be used. If the ranks of the profile overwrite each other's
+    objects in this store, no profile describes the objects. A command that only looks then gets
+    None and the reason.
+    looks_only: whether the command only looks.
     """
     return agree_to_look(store, _asked_for(options, store, warn), looks_only=looks_only)
 
@@ -85,9 +90,9 @@ def profile_to_look(
 def agree_to_look(
     store: Store, profile: Profile | None, *, looks_only: bool = True
 ) -> tuple[Profile | None, str]:
-    """Return the result of `agree_on_profile`, and "".
+    """Return the result of `agree_on_profile`, and the reason why no profile can be used.
 
-    If no profile describes the objects, return None and the reason, as `profile_to_look` does.
+    The result and the reason are those of `profile_to_look`.
     """
     collision = "" if profile is None else collision_of(profile, store.grammar)
     if collision and looks_only:
@@ -100,7 +105,7 @@ def agree_on_profile(
 ) -> Profile | None:
     """Pass a profile to a store. Return the profile with facts that the store records.
 
-    Every process that opens the store for a command does this.
+    Every process that opens the store for a command calls this function.
     looks_only: see `Profiled.use_profile`.
     Raises as `profile_from_options` does.
     """
@@ -255,7 +260,7 @@ def destination_profile(profile: Profile | None, options: Mapping[str, Any]) -> 
     """Return the profile for which pages are written; None without a --to option.
 
     Raises UsageError if options contradict each other, or if the profile to change is missing or
-    inferred; and ProfileError for a release that has other objects than the profile describes.
+    inferred. Raises ProfileError for a release that has other objects than the profile describes.
     """
     from hicachectl.formats.transfer import retargeted
 
@@ -314,7 +319,7 @@ def _with_weights_of(source: Profile | None, target: Profile) -> Profile:
     if target.weights and target != named:
         raise UsageError(
             "--to-profile: names other weights than the source's profile, but the copies have the "
-            "values of the source's; leave out the weights"
+            "values of the source; leave out the weights"
         )
     return named
 
@@ -325,11 +330,12 @@ def with_weights(
     server: ServerDeployment | None = None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Profile:
-    """Return a profile with the weights of the options, else with the weights that a server loads.
+    """Return a profile with the weights of the options.
 
-    A directory in an option is read as the server loads it, or as SGLang does by default.
-    Directories of the server are read if they are on this machine.
-    warn: called with the reason if a directory of the server gives no name.
+    If no option gives weights, take the weights that the server loads, if its directories are on
+    this machine. A directory in an option is read as the server loads it. Without a server, the
+    directory is read as SGLang loads it by default.
+    warn: function that is called with the reason if a directory of the server gives no name.
     Raises UsageError or FormatError if an option gives no name.
     """
     from hicachectl.backends.disk.weights import read_checkpoint
@@ -350,7 +356,7 @@ def with_weights(
         except (FormatError, UsageError) as error:
             warn(f"the weights are unknown: {error}")
     if names.get("draft_weights") == names.get("weights", profile.weights):
-        names["draft_weights"] = ""  # the same as weights
+        names["draft_weights"] = ""  # the draft has the weights of the model
     named = replace(profile, **names)
     if named.draft_weights and not named.weights:
         raise UsageError("--draft-weights needs --weights")

@@ -1,4 +1,4 @@
-"""Stamps: files beside a store with the profile and weights version of its pages."""
+"""Stamps. A stamp is a file beside a store, with the profile and weights version of its pages."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def require_stamp_place(store: Store) -> SideFiles:
 
 
 def check_stamp_place(store: Store, key_model: str) -> None:
-    """Raise UntrustedError or StoreUnavailable if `write_stamp` would. Change nothing."""
+    """Raise UntrustedError or StoreUnavailable if `write_stamp` would raise it. Change nothing."""
     with _opened(store, writes=True) as directory:
         _check_place(directory, _file_name(key_model))
 
@@ -186,7 +186,7 @@ def _pool_change(old: dict[str, Any] | None, new: dict[str, Any] | None) -> str:
     if old is None:
         return "the stamp has no such pool"
     if new is None:
-        return "the stamp has this pool, the profile has not"
+        return "the stamp has this pool, but the profile does not"
     changed = [field for field in {**old, **new} if old.get(field) != new.get(field)]
     return "; ".join(f"{field} {_change(old, new, field)}" for field in changed)
 

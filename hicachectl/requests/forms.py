@@ -39,8 +39,8 @@ class Request(msgspec.Struct, frozen=True):
         None if the text is empty (managers/io_struct.py).
     cache_salt: SGLang's member of this name; None if it is empty.
     block_ids: ids of blocks of tokens. Equal ids have equal prefixes. None with token_ids.
-    time: time of the request, in any unit.
-    input_tokens: number of prompt tokens, with block_ids; -1 if unknown.
+    time: time of the request, in the unit of the input; None if unknown.
+    input_tokens: number of prompt tokens; -1 if unknown.
     output_tokens: number of generated tokens; -1 if unknown.
     start: place at which `Trace.again` finds the request; -1 without a file.
     page_hashes: hexadecimal hashes of the prompt's full pages, if the input names pages.
@@ -131,7 +131,7 @@ class Context:
         self.notes[what, remedy] += count
 
     def note_adapter(self, lora_id: str | None) -> None:
-        """Count a request if its adapter was loaded at run time, which its uuid4 shows.
+        """Count a request if its adapter was loaded at run time. Such an adapter has a uuid4.
 
         An adapter of --lora-paths has a uuid5 of its name and path, which stays the same. Source:
         SGLang srt/lora/lora_registry.py :: LoRARef.
@@ -139,8 +139,8 @@ class Context:
         if lora_id is not None and len(lora_id) == 32 and lora_id[12] == "4":
             self.note(
                 "Of adapters loaded at run time",
-                "each load names other pages, so they cannot be found again; give such adapters "
-                "to --lora-paths",
+                "each load of an adapter gives its pages new names, so they cannot be found again; "
+                "give such adapters to --lora-paths",
             )
 
     @property

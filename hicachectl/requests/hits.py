@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 # another identity or rank.
 MISFIT, HELD, UNTRAILED, FOREIGN = range(4)
 _REFUSED = {BARE: UNTRAILED, OTHER: FOREIGN}
-CLEARED = 4  # fault of an ABSENT slot: a server's `clear` made its object a miss
+CLEARED = 4  # fault of an ABSENT slot whose object is from before a server's `clear`
 _FEW_KEYS = 10_000  # keys that lookups find in under a second on a file system
 
 
@@ -59,7 +59,7 @@ _FEW_KEYS = 10_000  # keys that lookups find in under a second on a file system
 class Hits:
     """Restorable part of each chain. Arrays are [chains] unless stated otherwise.
 
-    deployment:   deployment of the servers that restore pages; None if the store shows none.
+    deployment:   deployment of the servers that restore pages; None if nothing can be restored.
     needs:        object sets that servers need. The slots have ABSENT, or a value from MISFIT on,
         for each page of `page_names`.
     chains:       requests, cut to their reach.
@@ -68,7 +68,7 @@ class Hits:
     kv_pages:     number of leading pages that have kv on all ranks.
     usable_pages: number of pages in the longest prefix that all ranks can restore.
     allowed:      [pages of `chains`] whether all ranks can restore the prefix up to the page.
-    stop_pages:   index in its chain of the page that stops the chain; -1 if no page does.
+    stop_pages:   index, in the chain, of the page that stops the chain; -1 if no page stops it.
     stop_specs:   index, in the deployment's specs, of the first faulty object of that page; -1
         without a stop or a deployment.
     stop_faults:  value of that object's slot (ABSENT, MISFIT, UNTRAILED or FOREIGN), or CLEARED.
@@ -142,7 +142,7 @@ class Hits:
 
     @property
     def whole(self) -> BoolArray:
-        """Whether servers can use all objects of a page, trailing pools aside: [page_names]."""
+        """Whether servers can use all objects of a page, except trailing pools: [page_names]."""
         whole = np.full(len(self.page_names), self.deployment is not None)
         for block in self.needs:
             if not block.spec.trailing:
@@ -180,7 +180,8 @@ def inventory_of_chains(
     """Return an inventory with at least the pages of chains.
 
     Look up keys if they are few, or if listings lack recent writes. If no key exists, list the
-    store, because its other keys may show why. Arguments and errors as in `take_inventory`.
+    store, because its other keys may show why the pages are missing. `take_inventory` explains the
+    other arguments and the errors.
     """
     names = chains.within_reach().page_names
     grammar = grammar_of(store.grammar)
@@ -207,8 +208,8 @@ def hits_of_store(
 ) -> tuple[Inventory, Hits]:
     """Return the part of each chain that servers of a profile can restore from a store.
 
-    If the profile names no weights, the weights on which the store's markers agree are taken. A
-    store that has only pages of other deployments has no hits.
+    If the profile names no weights, and all markers of the store name the same weights, the hits
+    are for these weights. A store that has only pages of other deployments has no hits.
     without: pages that count as missing, because their objects are known to be from other writers.
     Return the inventory with the pages of the chains, and the hits. Raises as `take_inventory`
     does.
@@ -235,8 +236,8 @@ def find_hits(
 ) -> Hits:
     """Return the part of each chain that servers of a deployment can restore from a store.
 
-    Memory: one byte for each slot of each distinct page, and about 30 bytes for each page of a
-    chain.
+    This takes one byte of memory for each slot of each distinct page, and about 30 bytes for each
+    page of a chain.
     deployment_id: index of the deployment in the inventory; None if nothing can be restored.
     own: whether to ignore objects that another model wrote under the same keys.
     acceptance: rule by which servers accept objects by their trailers; None to accept all objects.

@@ -43,7 +43,7 @@ class Line(NamedTuple):
     """A line that is not blank, or a whole file.
 
     where: file and line, for messages.
-    place: number that finds the line again.
+    place: number by which `Inputs.lines_from` finds the line again.
     data: bytes of the line, with its end.
     file: path of the file.
     """
@@ -62,7 +62,7 @@ class Inputs:
     """
 
     def __init__(self, names: Sequence[str], *, keeps: bool = False) -> None:
-        """Find the files. Raises UsageError for a name without a file."""
+        """Find the files. Raises UsageError for a directory or pattern that has no file."""
         self.source = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         found = [one for name in names for one in _files_of(name)]
         self._paths = [path for path, _ in found]
@@ -86,7 +86,7 @@ class Inputs:
             file.close()
 
     def head(self) -> bytes:
-        """Return the first bytes of the first file that is not empty. `lines` still yields them.
+        """Return the first bytes of the first file that is not empty. `lines` yields them again.
 
         Raises UsageError if a file cannot be read.
         """
@@ -196,7 +196,7 @@ class Inputs:
     def _reading(self, number: int) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        except (OSError, ValueError) as error:  # a zero byte in the path raises ValueError
             is_damaged = (
                 getattr(error, "errno", 0) is None
             )  # the decompressor's errors have no errno
@@ -229,9 +229,8 @@ def _line_begin(file: BinaryIO, place: int) -> int:
 def _files_of(name: str) -> list[tuple[Path, Identity | None]]:
     """Return the files of an input. The file that changed last comes last.
 
-    Files of a directory or pattern come with their identity, and links to the same file are left
-    out.
-    Raises UsageError.
+    Files of a directory or pattern come with their identity. If a file has several names there, it
+    comes once. Raises UsageError.
     """
     if not name:
         raise UsageError("the name of a request file is empty; give a file")
@@ -268,4 +267,4 @@ def _now_at(path: Path, identity: Identity) -> Path:
         with suppress(FileNotFoundError):
             if _identity_of(one.stat()) == identity:
                 return one
-    raise UsageError(f"{path}: was rotated while the others were read; run again")
+    raise UsageError(f"{path}: was rotated while other files were read; run again")

@@ -1,4 +1,4 @@
-"""Measure how far a store serves requests: rows, document and --min-usable of `hits`."""
+"""Measure how far a store serves requests, for the rows and --min-usable of `hits`."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ class HitsRequest:
     """Requests to measure.
 
     profile: profile of the servers; None for the only deployment of the store that `choice` fits.
-    threshold: prefetch threshold of the servers in tokens; None for the profile's, else for
-        SGLang's default.
+    threshold: prefetch threshold of the servers in tokens; None for the profile's threshold or,
+        without a profile, for SGLang's default.
     by: words of `GROUPINGS`; each adds rows by group.
     """
 
@@ -130,10 +130,10 @@ class HitsRequest:
 def measure_hits(
     store: Store, request: HitsRequest, *, on_listed: Callable[[int], None] = lambda objects: None
 ) -> HitsReport:
-    """Return how far servers can restore each request, and which other pages of it the store has.
+    """Return how far servers can restore each request, and which of its other pages exist.
 
-    Raises UsageError if the requests do not have the groups; ProfileError if the profile
-    contradicts the store, or `choice` fits several deployments; and StoreUnavailable.
+    Raises UsageError if the requests do not have the groups of `by`. Raises ProfileError if the
+    profile contradicts the store, or if `choice` fits several deployments. Raises StoreUnavailable.
     """
     profile, requests = request.profile, request.requests
     for by in request.by:
@@ -198,12 +198,12 @@ def _threshold_remarks(rows: pa.Table, threshold: int) -> Iterator[str]:
         yield (
             f"{counted(below, 'request')}: fewer tokens are usable than the prefetch threshold of "
             f"the servers ({threshold}), so they fetch none; --prefetch-threshold states another "
-            "one"
+            "threshold"
         )
     if below := counts.get(BELOW_LOAD_BACK):
         yield (
-            f"{counted(below, 'request')}: fewer than {LOAD_BACK_TOKENS} tokens are usable, which "
-            "servers fetch, but compute again; larger pages avoid it"
+            f"{counted(below, 'request')}: fewer than {LOAD_BACK_TOKENS} tokens are usable; "
+            "servers fetch such tokens, but compute them again; larger pages avoid this"
         )
 
 
@@ -249,7 +249,7 @@ def _document(
 
 
 def hit_remarks(hits: Hits, inventory: Inventory, expected: Expected) -> Iterator[str]:
-    """Yield facts that no row shows: comparisons not made, and faults that stop chains.
+    """Yield messages about comparisons that were not made, and about faults that stop chains.
 
     expected: identities that the objects of the servers have.
     """
@@ -283,7 +283,7 @@ def hit_remarks(hits: Hits, inventory: Inventory, expected: Expected) -> Iterato
 
 
 def served_share(document: Mapping[str, Any]) -> float | None:
-    """Return the share of the requested tokens that servers fetch; None if none is requested.
+    """Return the share of the requested tokens that servers fetch; None if nothing is requested.
 
     If the served tokens are unknown, because prefixes or the page size are unknown, the usable
     tokens are counted instead.
@@ -352,9 +352,9 @@ def _percent(document: Mapping[str, Any]) -> int:
 
 
 def passes(document: Mapping[str, Any], min_usable: float | None) -> bool:
-    """Return whether the share is at least --min-usable; True if that is not given.
+    """Return whether the share is at least --min-usable; True if --min-usable is not given.
 
-    If nothing was requested, the share is below any stated one.
+    If nothing was requested, every given --min-usable fails.
     """
     share = served_share(document)
     return min_usable is None or (share is not None and share >= min_usable)
@@ -371,6 +371,6 @@ def failed_text(document: Mapping[str, Any], min_usable: float, next_step: str) 
     if requested is not None:
         counted_tokens = _counted(document)
         below = document["usable_tokens"] - counted_tokens
-        more = f", and {below} usable ones are below the servers' thresholds" if below else ""
+        more = f", and {below} usable tokens are below the servers' thresholds" if below else ""
         what = f"of the requested tokens ({counted_tokens} of {requested}{more})"
     return f"--min-usable {min_usable:g}: {by} can restore {share:.1%} {what}; {next_step}"

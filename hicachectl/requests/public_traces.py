@@ -1,9 +1,13 @@
 """Read public traces of block ids: kvcache-simulator's, Bailian's, and LMCache's lookup logs.
 
 Mooncake's and AIPerf's records with chained hash_ids are read as hicachectl's own form. Sources:
-kvcache-simulator 0.1.3 trace.py; alibaba-edu/qwen-bailian-usagetraces-anon README.md; LMCache 0.5.6
-v1/mp_observability/subscribers/logging/lookup_hash.py and v1/lookup_client/record_strategies/
-file_hash.py; README.md of HPMLL/BurstGPT and AzureLLMInferenceDataset2023.md of Azure.
+
+- kvcache-simulator 0.1.3: trace.py
+- alibaba-edu/qwen-bailian-usagetraces-anon: README.md
+- LMCache 0.5.6: v1/mp_observability/subscribers/logging/lookup_hash.py
+- LMCache 0.5.6: v1/lookup_client/record_strategies/file_hash.py
+- HPMLL/BurstGPT: README.md
+- Azure: AzureLLMInferenceDataset2023.md
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Trace:
         tokenizer: function that returns the tokenizer; called at the first request that is text.
         block_size: number of tokens of a block of `hash_ids`, if the input does not state it.
         keeps: whether requests will be read again.
-        Raises UsageError for a name that matches no file, and for an unknown form.
+        Raises UsageError for a directory or pattern that has no file, and for an unknown form.
         """
         self._inputs = Inputs(names, keeps=keeps)
         self._form = None if not form else form_named(form)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hicachectl.requests.hits import Hits
 
 # Settings that decide which objects a server requests and how it reads them. Each has the option
-# that converts pages, or "" if pages cannot be converted.
+# that converts pages to the server's value, or "" if no option converts pages.
 _OPTIONS = {
     "model": "--to-model {}",
     "tag": "--to-tag {}",
@@ -51,7 +51,7 @@ class Usable:
     served: [chains] int64, number of these pages that servers fetch.
     deployment: profile of the servers for which pages are counted.
     target: hits of the deployment for which pages are written.
-    remarks: messages about servers of another deployment.
+    remarks: messages about servers of another deployment, and about missing pages.
     """
 
     pages: IntArray
@@ -62,7 +62,7 @@ class Usable:
 
     @classmethod
     def of(cls, pages: IntArray, server: Profile, deployment: Profile, target: Hits) -> Usable:
-        """Count the pages that a server with this profile fetches."""
+        """Count the pages that a server fetches. server: profile of this server."""
         served = fetched(
             pages, server.page_size, server.prefetch_threshold, trailing=server.trailing
         )
@@ -82,10 +82,11 @@ def count_usable(
 ) -> Usable:
     """Count the leading pages of each chain that servers can restore from a store.
 
-    target: profile for which pages are written. Pages are counted for it if no server is known.
+    target: profile for which pages are written. If no server is known, pages are counted for this
+        profile.
     served: profile of each live server, by URL. Pages are counted for the server that fetches the
-        fewest.
-    explains: whether to add remarks about pages that the target misses.
+        fewest pages.
+    explains: whether to add remarks on why pages are missing.
     needs_pages: see `take_inventory`.
     without: pages that count as missing.
     Raises StoreUnavailable, and ProfileError if the target contradicts the store.

@@ -129,7 +129,8 @@ def hit_rows(
 
     page_size: number of tokens of a page; None if unknown.
     threshold: prefetch threshold of the servers, in tokens.
-    elsewhere: other deployments with requested pages. If several have a page, the first is named.
+    elsewhere: other deployments with requested pages. If several of them have a page, the row names
+        the first.
     """
     tokens = hits.chains.tokens
     size = page_size or 0
@@ -242,7 +243,7 @@ def _sums(values: IntArray, ids: IntArray, count: int) -> IntArray:
 
 
 def _reasons(usable: IntArray, served: IntArray, threshold: int) -> pa.StringArray:
-    """Return why servers do not take the usable tokens of each chain: [chains]; null if they do.
+    """Return why servers leave usable tokens of each chain: [chains]; null if they take them all.
 
     usable, served: [chains] tokens.
     """

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from hicachectl.requests.forms import Context
     from hicachectl.requests.inputs import Line
 
-# `2026-11-28T13:00:00.123456789Z stdout F …`. P instead of F: the next line continues this line.
+# `2026-11-28T13:00:00.123456789Z stdout F …`. After a line with P instead of F, the next line
+# continues it.
 _CRI = re.compile(rb"[0-9T:.+Z-]{20,40} (stdout|stderr) ([PF])(?: |$)")
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _RECORD = re.compile(rb'\{"timestamp": "[^"]*", "event": "request\.(\w+)')
@@ -73,7 +74,8 @@ _DOCKER = msgspec.json.Decoder(_Docker)
 def unwrapped(lines: Iterable[Line]) -> Iterator[Line]:
     """Yield the lines that a program wrote, without the wrapping of container logs.
 
-    The pieces of a line that a container has cut are joined, and have the place of the first piece.
+    The pieces of a line that a container has cut are joined. The joined line has the place of its
+    first piece.
     """
     begun: dict[tuple[str, str], tuple[Line, bytearray]] = {}
     for line in lines:
@@ -230,7 +232,7 @@ def _metrics_reader(context: Context) -> Callable[[Line], Iterable[Request | Pro
         try:
             record = _METRICS_RECORD.decode(line.data)
             obj = _PARAMETERS.decode(record.request_parameters)
-            # The samples of a streamed request (n > 1) can lack times; an earlier record has it.
+            # The samples of a streamed request (n > 1) can lack the time. An earlier record has it.
             if (time := _arrival(record, None, context, streamed=obj.stream)) is None:
                 record.request_received_ts = latest
             else:
@@ -259,7 +261,8 @@ def _requests(
         return ()
     context.note_adapter(obj.lora_id)
     outputs = out.output_ids or ()
-    if len(outputs) != meta.completion_tokens or _CUT in outputs:  # only a part of the answer
+    # If the record has only a part of the answer, leave the answer out.
+    if len(outputs) != meta.completion_tokens or _CUT in outputs:
         outputs = ()
     request = Request(
         line.where,
@@ -282,7 +285,7 @@ def _requests(
 def _lack_of(
     obj: _Object, meta: _Meta, ids: list[int | str] | None, text: str | None
 ) -> tuple[str, str] | None:
-    """Return why a record does not show the pages of its request; None if it does."""
+    """Return why a record does not show the pages of its request; None if it shows them."""
     samples = 1 if obj.sampling_params is None else obj.sampling_params.n or 1
     if obj.has_other_bytes:
         return _OTHER_BYTES

@@ -1,9 +1,10 @@
 """Read requests that are texts: prompts, chats, bodies of OpenAI requests, ShareGPT conversations.
 
-A tokenizer encodes the texts as a server does. Sources: SGLang srt/entrypoints/openai/protocol.py
-::
-ChatCompletionRequest, CompletionRequest; AIPerf 0.13.0 dataset/loader/models.py :: MooncakeTrace;
-SGLang benchmark/datasets/sharegpt.py.
+A tokenizer encodes the texts as a server does. Sources:
+
+- SGLang srt/entrypoints/openai/protocol.py :: ChatCompletionRequest, CompletionRequest
+- SGLang benchmark/datasets/sharegpt.py
+- AIPerf 0.13.0 dataset/loader/models.py :: MooncakeTrace
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def _are_tokens(values: list[Any]) -> bool:
 
 
 def _check_content(content: object, where: str) -> None:
-    """Raise FormatError for parts that are not text: SGLang hashes them by their bytes.
+    """Raise FormatError for parts that are not text, because SGLang hashes their bytes.
 
     Source: SGLang schedule_batch.py, pad values.
     """

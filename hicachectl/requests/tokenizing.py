@@ -1,9 +1,12 @@
 """Encode prompts as an SGLang server does, with a tokenizer on this machine.
 
 Text is encoded with the tokenizer's special tokens, as by /generate and /v1/completions. Chats go
-through the model's chat template with a generation prompt, as by /v1/chat/completions. Source:
-SGLang srt/managers/tokenizer_manager.py :: _tokenize_texts; srt/utils/hf_transformers/
-tokenizer.py :: get_tokenizer; srt/entrypoints/openai/serving_chat.py :: _apply_jinja_template.
+through the model's chat template with a generation prompt, as by /v1/chat/completions. Sources, in
+SGLang's srt:
+
+- managers/tokenizer_manager.py :: _tokenize_texts
+- utils/hf_transformers/tokenizer.py :: get_tokenizer
+- entrypoints/openai/serving_chat.py :: _apply_jinja_template
 """
 
 from __future__ import annotations
@@ -232,7 +235,8 @@ def _template_messages(
         if given["role"] == "assistant" and given.get("tool_calls"):
             given["tool_calls"] = [_parsed_call(call) for call in given["tool_calls"]]
         found.append(given)
-    # SGLang sends a last message of the assistant as the user's (_handle_last_assistant_message).
+    # If the last message is the assistant's, SGLang sends it as a message of the user
+    # (_handle_last_assistant_message).
     if found and found[-1]["role"] == "assistant" and isinstance(found[-1]["content"], str):
         found[-1] = {"role": "user", "content": found[-1]["content"]}
     return found

@@ -174,7 +174,7 @@ def test_what_a_live_server_would_not_fetch_is_not_served(
         for command in (stores, (stores[0], *stores[3:])):
             document = warmed(invoke, *command, *asked, *through, exit_code=0 if served else 4)
             assert (document["usable_tokens"], document["served_tokens"]) == (8 * SIZE, served)
-            more = "(0 of 128, and 128 usable ones are below the servers' thresholds)"
+            more = "(0 of 128, and 128 usable tokens are below the servers' thresholds)"
             assert (more in document["stderr"]) == (served == 0)
 
 

@@ -513,7 +513,7 @@ def test_servers_fetch_nothing_below_their_threshold(
     assert sum("below threshold" in line for line in table) == below
     least = sum(served) / 36 + 0.01
     said = invoke(*command, "--min-usable", least, exit_code=4).stderr
-    more = f", and {32 - sum(served)} usable ones are below the servers' thresholds"
+    more = f", and {32 - sum(served)} usable tokens are below the servers' thresholds"
     assert f"({sum(served)} of 36{more if below else ''})" in said
     invoke(*command, "--min-usable", max(least - 0.02, 0))
 

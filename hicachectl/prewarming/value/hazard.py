@@ -1,5 +1,6 @@
-"""Model of how soon blocks are used again: a rate by age, times a ratio for each factor.
+"""Model of how soon blocks are used again.
 
+The model is a rate for each age, times a ratio for each factor.
 The age of a block is the time since its last use. The rate is the chance per unit of time that a
 block of this age is used again: the number of uses (events) divided by the time that blocks waited
 at this age (exposure). Blocks that still wait at the end of the trace count as exposure. Ratios are
@@ -59,7 +60,8 @@ class Hazards:
     edges:  [ages] float64, start of each age span. The last span has no end.
     base:   [ages] rates common to all blocks.
     ratios: for each factor, [levels, ages] ratio by which a level multiplies the rate.
-    fading: age at which the rate of the last span, which falls as 1 / age, equals its mean.
+    fading: age at which the rate of the last span equals the span's mean rate. Within this span,
+        the rate falls as 1 / age.
     """
 
     edges: Floats

@@ -1,8 +1,8 @@
 """Value of warming a block: the chance of a use before a cache evicts the block.
 
-Only the first use counts: a block that was not warmed is computed at its first use, and cached like
-any other block afterwards. The number of uses is therefore a bad order. How long a cache keeps a
-block depends on the cache's size, which is unknown, so the chance is averaged over horizons from
+Only the first use counts, because a block that was not warmed is computed at its first use, and
+then cached like any other block. So the number of uses ranks blocks badly. How long a cache keeps a
+block depends on the cache's size, which is unknown. So the chance is averaged over horizons from
 1/32 to all of the trace's span. Chances are measured on the trace (`hazard`), from blocks of the
 same age, number of uses, output length and so on.
 """

@@ -74,7 +74,7 @@ def walk_uses(requests: Requests) -> Uses:
 
 
 def link_requests(requests: Requests, uses: Uses) -> Conversations:
-    """Link each request to the last earlier request that used the same deepest known block.
+    """Link each request to the last earlier request that used its deepest known block.
 
     A block with more uses than the conversation has requests is a prompt that several conversations
     share. Such a block links no requests.
