@@ -1,4 +1,4 @@
-"""Run a bench: choose, read, write, and time the steps of devices."""
+"""Run a bench: choose pages, time reads and writes of them, and time the steps of devices."""
 
 from __future__ import annotations
 
@@ -56,13 +56,14 @@ DEFAULT_THRESHOLD = 256  # SGLang's prefetch_threshold, in tokens
 class BenchRequest:
     """Options of a bench.
 
-    profile: profile of the deployment. If None, the profile that a pack records is used; other
-        stores have no profile then.
-    most_bytes: limit on the bytes of the pages chosen in each store; writes take at most a quarter.
-    seconds: time for the reads of each store, and for its writes.
-    ranks: ranks that read at once; None for as many as the keys name.
-    threads: threads of each rank.
-    prefill: tokens that a server computes in a second; None if not given.
+    profile: profile of the deployment; None for the profile that a pack records. Without a profile
+        here, other stores have none.
+    most_bytes: limit on the bytes of the pages chosen in each store. Writes have at most a quarter
+        of these bytes.
+    seconds: time for the reads of each store. The writes of each store get as much time again.
+    ranks: number of ranks that read at the same time; None for as many as the keys name.
+    threads: number of threads of each rank.
+    prefill: number of tokens that a server computes in a second; None if not given.
     server: URL of a server whose metrics show the prefill rate; "" for none.
     device: "cpu", "cuda", or "" to time no steps.
     writes: whether to write pages.
@@ -108,9 +109,11 @@ def bench(
     *,
     on_listed: Callable[[int], None] = lambda objects: None,
 ) -> Result:
-    """Measure stores one after another; the server of the request has the first store attached.
+    """Measure stores one after another.
 
-    on_listed: takes the number of objects of each batch of the listing.
+    The server of the request must have the first store attached.
+
+    on_listed: function that is called with the number of objects of each batch of a listing.
     Raises EmptyStore, UsageError, ProfileError, DeviceError and StoreUnavailable.
     """
     began = time.monotonic()
@@ -284,7 +287,10 @@ def _note(store: Store, sample: Sample, timings: Sequence[Timing], found: _Found
 
 
 def _by_cache(timings: Sequence[Timing]) -> Iterator[tuple[str, list[Timing]]]:
-    """Yield each source with its first reads; the page cache with its repeated reads, if any."""
+    """Yield each source of bytes, with its first reads.
+
+    If there are repeated reads, the source CACHED comes with these in place of its first reads.
+    """
     again = any(timing.bare_seconds is not None for timing in timings)
     for cache in (COLD, MIXED, CACHED, UNKNOWN):
         repeated = again and cache == CACHED

@@ -139,7 +139,11 @@ def on_device(objects: Objects, profile: Profile, device: torch.device) -> Itera
 
 
 def _sparse_rows(objects: Objects, memory: torch.Tensor, device: torch.device) -> HostRows | None:
-    """Return the tokens' rows in the objects, as one sequence; None if a token is not one row."""
+    """Return the rows of the tokens in the objects, as one sequence.
+
+    Return None if the objects do not have one row for each token and layer, or if the sparse loader
+    cannot read their rows.
+    """
     import torch
 
     from hicachectl.kernels.sparse_triton import HostRows
@@ -165,7 +169,7 @@ def _sparse_rows(objects: Objects, memory: torch.Tensor, device: torch.device) -
 
 
 def _sparse(rows: HostRows, pool: str) -> Stage:
-    """Time a step of the sparse loader in every layer, with every row missing."""
+    """Time a step of the sparse loader in every layer, with no row in its slots."""
     import torch
 
     from hicachectl.device.sparse import SparseLoader

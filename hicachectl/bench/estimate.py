@@ -32,15 +32,16 @@ class Cost:
     page: float
 
     def seconds(self, pages: int) -> float:
-        """Return the time of some pages, read batch after batch by each rank."""
+        """Return the seconds in which a rank reads some pages, batch after batch."""
         return -(-pages // BATCH_PAGES) * self.start + pages * self.page
 
     def faster_from(self, page_tokens: int, threshold: int, prefill: float) -> int | None:
-        """Return the length from which on prompts are read faster than computed, or None.
+        """Return the length in tokens from which on prompts are read faster than computed.
 
-        The length is in tokens.
-        threshold: tokens below which servers restore nothing.
-        prefill: tokens computed in a second.
+        Return None if no prompt that is compared is read faster.
+
+        threshold: fewest tokens that servers restore.
+        prefill: number of tokens that a server computes in a second.
         """
         least = max(1, -(-threshold // page_tokens))
         pages = np.arange(least, max(least, _LONGEST_TOKENS // page_tokens) + 1)
@@ -67,10 +68,12 @@ def cost_of(timings: Sequence[Timing]) -> Cost:
 def prefill_of(url: str) -> tuple[float | None, str]:
     """Return the rate at which a live server computes a prompt, in tokens a second, and "".
 
-    If its metrics do not show the rate, return None and the reason. Each request that a server
-    computes together with others takes the time of all, so this is the rate of one prompt, not of
-    the server. Source: sglang srt/observability/metrics_collector.py and req_time_stats.py ::
-    PREFILL_FORWARD. Raises UsageError.
+    If the server's metrics do not show the rate, return None and the reason. Requests that a server
+    computes together each count the time of all of them. So this is the rate of one prompt, not of
+    the server.
+    Raises UsageError.
+    Sources: sglang srt/observability/metrics_collector.py, and req_time_stats.py ::
+    PREFILL_FORWARD.
     """
     service, base = server_service(url, "--server", timeout_s=_TIMEOUT_S)
     try:
@@ -82,5 +85,5 @@ def prefill_of(url: str) -> tuple[float | None, str]:
     tokens = look.value(f"{UNCACHED}_sum")
     seconds = look.value(STAGE_SECONDS, stage="prefill_forward")
     if not tokens or not seconds:
-        return None, "The server has computed no prompt yet; send it some, or give --prefill"
+        return None, "The server has computed no prompt yet; send it prompts, or give --prefill"
     return tokens / seconds, ""

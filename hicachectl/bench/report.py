@@ -98,9 +98,9 @@ class BenchDocument(msgspec.Struct, kw_only=True):
 class Rates(NamedTuple):
     """Figures that turn times of pages into times of prompts.
 
-    page_tokens: tokens of a page; None if unknown.
-    threshold: tokens below which servers restore nothing.
-    prefill: tokens that a server computes in a second; None if unknown.
+    page_tokens: number of tokens of a page; None if unknown.
+    threshold: fewest tokens that servers restore.
+    prefill: number of tokens that a server computes in a second; None if unknown.
     """
 
     page_tokens: int | None
@@ -122,7 +122,8 @@ def row_of(
     latencies = [timing.seconds for timing in timings if timing.pages == full]
     row = _row(store, step, sum(timing.nbytes for timing in timings) / slowest, latencies)
     row |= {"cache": cache, "pages_per_second": pages / slowest}
-    # Both loops pay for each call as well as for each page, so short batches have another share.
+    # Both loops pay for each call as well as for each page. So short batches have another share
+    # than full batches, and do not count.
     shares = [
         one.bare_seconds / one.seconds for one in timings if one.bare_seconds and one.pages == full
     ]
@@ -184,7 +185,7 @@ def verdict(row: BenchRow, rates: Rates) -> str:
     else:
         which = f"reading is faster for prompts from {first:,} tokens on"
     if first is not None:
-        which += "; the server adds time to it (--probe-server)"
+        which += "; the server adds time to reading (--probe-server)"
     return f"{said}, prefill {rates.prefill:,.0f} tokens/s: {which}"
 
 
@@ -211,12 +212,12 @@ def prompts_verdict(store: str, times: Sequence[PromptTimes], break_even: BreakE
         if computed_to is not None:
             which += f", and slower up to {computed_to:,} tokens"
         elif restored_from > times[0].tokens:
-            which += "; shorter ones take as long either way"
+            which += "; shorter prompts take as long either way"
         said = f"restoring is faster than computing for {which}"
     elif computed_to is not None:
         said = f"computing is faster than restoring for prompts up to {computed_to:,} tokens"
         if computed_to < longest:
-            said += f"; longer ones, up to {longest:,} tokens, take as long either way"
+            said += f"; longer prompts, up to {longest:,} tokens, take as long either way"
     else:
         said = f"prompts up to {longest:,} tokens take as long to restore as to compute"
     return f"{store}: {said}, by the server's own times"

@@ -26,7 +26,7 @@ BATCH_PAGES = 128  # pages that SGLang's prefetch reads together
 OWN_MODEL = "hicachectl-bench"  # model name of the pages that a bench writes
 _FEW_PAGES = 8  # pages of a short batch if the tokens of a page are unknown
 _MOST_RANKS = 16  # most reading ranks if no number is given
-_MOST_SHORT = 32  # short batches of a rank
+_MOST_SHORT = 32  # most short batches of a rank
 
 Ranks = tuple[int | None, ...]
 
@@ -77,13 +77,15 @@ class Sample:
 def choose(
     inventory: Inventory, *, most_bytes: int, ranks: int | None, short_pages: int | None
 ) -> Sample:
-    """Choose random whole pages of the deployment with the most pages, the oldest first.
+    """Choose random whole pages of one deployment, and put the oldest first.
+
+    The deployment is the profile's, if it has whole pages; else the one with the most whole pages.
 
     most_bytes: limit on the bytes of all ranks together.
     ranks: number of reading ranks; None for as many as the keys name.
     short_pages: pages of a short batch; None if unknown.
-    Raises EmptyStore without a whole page, UsageError if one page exceeds `most_bytes` or a size is
-    unknown.
+    Raises EmptyStore if there is no whole page. Raises UsageError if one page has more bytes than
+    `most_bytes`, or if a size is unknown.
     """
     groups = PageGroups(inventory)
     number = _largest(groups)
@@ -101,11 +103,12 @@ def choose(
     of_page = sum(sized[at].nbytes for some in own for at in some)
     count = min(len(whole), most_bytes // max(1, of_page))
     drawn = np.random.default_rng().choice(whole, count, replace=False)
-    # Pages that were written together lie together, and are in the page cache together.
+    # Pages that were written together lie together, and are in the page cache together. So a batch
+    # has pages that were written at about the same time, as a server's batch has.
     drawn = drawn[np.argsort(groups.newest_ns[span.start + drawn], kind="stable")]
     slots = table.slots(drawn, used)
     sizes = _sizes(inventory, slots)
-    # Pages can differ in size.
+    # Pages can differ in size, so the size of the first page does not bound the sum.
     totals = np.cumsum(np.sum([sizes[:, mask].sum(axis=1) for mask in masks], axis=0))
     count = int(np.searchsorted(totals, most_bytes, side="right"))
     if not count:
@@ -128,7 +131,7 @@ def own_rows(inventory: Inventory) -> IntArray:
     """Return the rows of objects that benches have left, as after a kill: [n].
 
     The keys of a page that was written for only some of its ranks can have two readings. An object
-    counts if one of them names the model of a bench.
+    counts if one reading names the model of a bench.
     """
     own = [
         any(reading.names.model == OWN_MODEL for reading in resolved.readings)
@@ -140,7 +143,7 @@ def own_rows(inventory: Inventory) -> IntArray:
 def batch_lengths(pages: int, short: int) -> list[int]:
     """Return the pages of each batch: full batches, and short batches spread among them.
 
-    Short batches show the cost of a batch besides its pages. The pages that remain are left out,
+    Short batches show the cost that a batch has besides its pages. Remaining pages are left out,
     because a batch of them would be neither full nor short.
     """
     if pages < BATCH_PAGES:
@@ -175,7 +178,10 @@ def _is_own(deployment: Deployment) -> bool:
 
 
 def _shards(specs: Sequence[ObjectSpec]) -> list[Ranks]:
-    """Return the ranks that keys name; a key that names fewer axes belongs to several ranks."""
+    """Return the ranks that keys name.
+
+    A key that names fewer axes than other keys belongs to several ranks, and adds no rank.
+    """
     named = list(dict.fromkeys(spec.coordinate.shard.ranks for spec in specs))
     return [one for one in named if not any(one != two and _within(one, two) for two in named)]
 

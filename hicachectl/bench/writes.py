@@ -39,14 +39,14 @@ def check_writable(store: Store) -> None:
     if not traits.writes or not traits.deletes or traits.append_only:
         why = "pages cannot be written and removed again"
     elif not grammar_of(store.grammar).names_model:
-        why = "its keys name no model, so servers could take the pages for theirs"
+        why = "its keys name no model, so servers could take the bench's pages for their own"
     else:
         return
     raise UsageError(f"--write: {store.url}: {why}; leave out --write")
 
 
 def most_written(store: Store, most_bytes: int) -> int:
-    """Return a limit on bytes that leaves most of the free space."""
+    """Return a limit on the bytes of a bench. The limit leaves most of the free space."""
     free = store.free_bytes()
     return most_bytes if free is None else min(most_bytes, free // _FREE_SHARE)
 
@@ -55,7 +55,7 @@ def writable_bytes(store: Store, page: Sequence[Sized], most_bytes: int) -> int:
     """Return how many bytes a bench may write. Raises UsageError if a page needs more.
 
     page: objects of a page, of all ranks.
-    most_bytes: limit on the bytes read.
+    most_bytes: limit on the bytes that the bench reads.
     """
     needed = sum(one.nbytes for one in page)
     most = most_written(store, most_bytes // _WRITTEN_SHARE)
@@ -82,7 +82,9 @@ def timed_writes(
     pages = min(BATCH_PAGES, most_bytes // page_bytes)
     sizes = np.tile(np.array([one.nbytes for one in page], dtype=np.int64), pages)
     if isinstance(store, RacyWrites):
-        store.confirms_writes = False  # its reads would be timed; no server writes these keys
+        # To confirm a write, the store would read it, in the time that is measured. No server
+        # writes these keys, so nothing need be confirmed.
+        store.confirms_writes = False
     largest = -(-int(sizes.max()) // ALIGNMENT) * ALIGNMENT
     timings: list[Timing] = []
     written: list[pa.Table] = []
@@ -90,7 +92,7 @@ def timed_writes(
     with Arena(max(_ARENA_BYTES, largest)) as arena, attached(arena, store):
         rng = np.random.default_rng()
         arena.array[:] = np.frombuffer(rng.bytes(arena.nbytes), dtype=np.uint8)
-        with deferred() as is_interrupted:  # so that no file is left half-written
+        with deferred() as is_interrupted:  # an interrupt must leave no file half-written
             try:
                 for _ in range(most_bytes // (pages * page_bytes)):
                     if timings and (is_interrupted() or time.monotonic() > deadline):
@@ -107,7 +109,7 @@ def timed_writes(
 
 
 def _rows(store: Store, page: Sequence[Sized], pages: int) -> pa.Table:
-    """Return rows of new pages: keys like the deployment's, with another model and new hashes."""
+    """Return rows of new pages. Their keys are the deployment's, but for the model and hashes."""
     grammar = grammar_of(store.grammar)
     affixes = []
     for spec, _ in page:
@@ -134,9 +136,9 @@ def _timed(store: Store, rows: pa.Table, sizes: IntArray, room: int, pages: int)
 
 
 def removed(store: Store, rows: pa.Table, step: str = "run bench --write again") -> list[str]:
-    """Remove objects of a bench; return messages about objects that stay.
+    """Remove objects of a bench. Return messages about objects that could not be removed.
 
-    step: next step in these messages.
+    step: next step in the messages.
     """
     ones = np.ones(len(rows), dtype=np.int64)
     found = in_batches(ones, store.limits, lambda span: store.delete(rows[span]))

@@ -1,1 +1,1 @@
-"""Examine an incident: why servers get no hits from a store, or wrong ones."""
+"""Find out why servers get no hits from a store, or hits with wrong data."""

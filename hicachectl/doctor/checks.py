@@ -1,4 +1,4 @@
-"""Checks of `doctor`: their statuses, their order, and the verdict."""
+"""A check of `doctor`, the statuses and order of checks, and their verdict."""
 
 from __future__ import annotations
 
@@ -71,5 +71,5 @@ def ordered(checks: Iterable[Check]) -> list[Check]:
 
 
 def verdict_of(checks: Iterable[Check]) -> str:
-    """Return the worst status of some checks; `unknown` without any."""
+    """Return the worst status of some checks; `unknown` if there are none."""
     return max((check.status for check in checks), key=STATUSES.index, default=UNKNOWN)

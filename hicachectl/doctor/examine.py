@@ -1,4 +1,4 @@
-"""Examine servers and their store: every check of `doctor`, in the order of causes."""
+"""Examine servers and their store with every check of `doctor`. Basic causes come first."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def examine(
     problem: str = "",
     on_wait: Callable[[float], None] = lambda seconds: None,
 ) -> Result:
-    """Check servers and their store. Only `write_probe` changes anything.
+    """Check servers and their store. Nothing is changed without `write_probe`.
 
     store: the open store; None if it cannot be opened.
-    problem: why the store cannot be opened, and the next step.
-    on_wait: takes the seconds of the wait between two looks, before it begins.
-    An unreachable server or store is a failing check. Raises UsageError for a malformed URL and for
-    requests that cannot be read.
+    problem: why the store cannot be opened, and the next step; "" if it is open.
+    on_wait: function that is called before the wait between two looks, with its seconds.
+    For an unreachable server or store, the result has a check that fails. Raises UsageError for a
+    malformed URL, and for requests that cannot be read.
     """
     with ThreadPoolExecutor(_SERVERS_AT_ONCE) as pool:  # a server that hangs takes ten seconds
         servers = list(pool.map(lambda url: ask_server(url, request), request.servers))
@@ -111,7 +111,7 @@ def examine(
             same = [*(same if probed.status == UNKNOWN else known), probed]
         checks += settings + same
         shared.add(verdict_of(same))
-        if verdict_of(same) != FAIL:  # else the store has no pages of this server
+        if verdict_of(same) != FAIL:  # another store has no pages of this server to compare
             compared, scale = deployment_checks(
                 server, listed, request.profile, request.request_words
             )
@@ -171,13 +171,13 @@ def result_of(checks: Sequence[Check]) -> Result:
 
 
 def _bounded(check: Check) -> Check:
-    """Return a check with texts short enough to show: a server may state megabytes."""
+    """Return a check with its texts cut, because a server can send megabytes."""
     texts = {name: getattr(check, name)[:_LONGEST_TEXT] for name in ("detail", "evidence", "next")}
     return replace(check, **texts)
 
 
 def _profile(servers: Sequence[LiveServer], request: DoctorRequest) -> Profile | None:
-    """Return the profile of the first server that has one, else the given one."""
+    """Return the profile of the first server that has one; else the profile of the request."""
     return next((server.profile for server in servers if server.profile), request.profile)
 
 
@@ -258,7 +258,10 @@ def _given(
 
 
 def _hashing(profile: Profile | None, servers: Sequence[LiveServer]) -> Hashing | None:
-    """Return how tokens are hashed, by the profile, else by the flags of the first server."""
+    """Return the hashing of the profile or, without a profile, of a server's flags.
+
+    Return None if neither tells.
+    """
     if profile is not None:
         return Hashing.of(profile)
     for server in servers:

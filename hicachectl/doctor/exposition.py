@@ -1,4 +1,4 @@
-"""Counters that an SGLang server shows at `/metrics`: one bounded look, and growth between two."""
+"""Look at the counters that an SGLang server shows at `/metrics`, and compare two looks."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ _KEPT = tuple(
         PLUGIN,
     )
 )
-# All ranks find and restore the same pages, so each counts the same tokens. Ranks of
-# data parallelism have requests of their own.
+# All ranks of these kinds find and restore the same pages, so each rank counts the same tokens. But
+# each data-parallel rank has its own requests, so its label is not among these.
 _RANKS = frozenset({"tp_rank", "pp_rank", "attn_cp_rank", "moe_ep_rank", "dcp_rank", "rank"})
 # A real server has 4 KB of such lines for each rank, each of 200 bytes. The parser takes a second
 # for a megabyte, and quadratic time for a long line.
 _MAX_KEPT_BYTES = 4 << 20
 _MAX_LINE_BYTES = 1 << 13
-_MOST_REASONS = 256  # each has a check of its own; a real server has fewer than 40
+_MOST_REASONS = 256  # each reason gets its own check; a real server has fewer than 40 reasons
 _MOST = 2.0**53  # counters beyond it are no longer exact
 
 _log = logging.getLogger(__name__)
@@ -78,9 +78,9 @@ class Look:
     problem: str = ""
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the total of a name over the samples that have these labels; 0 without any.
+        """Return the total of a name over the samples that have these labels; 0 without samples.
 
-        Samples that differ only in the rank count once, with the largest value.
+        Of samples that differ only in the rank, only the largest counts.
         """
         return sum(self._split(name, "", labels).values())
 
@@ -123,7 +123,7 @@ def look_at(service: HttpService, base: str) -> Look:
 def read_look(text: bytes, at: float) -> Look:
     """Return the counters of a metrics page in Prometheus' text format.
 
-    If the page has no metrics of SGLang, or a line that is not valid, the look has a `problem`.
+    If the page has no metrics of SGLang, or has a line that is not valid, the look has a `problem`.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -151,8 +151,8 @@ def read_look(text: bytes, at: float) -> Look:
 def growth(first: Look, second: Look) -> Look | None:
     """Return by how much each counter grew between two looks; None if the server has restarted.
 
-    A counter that falls or vanishes shows a restart. If a look has no metrics, neither has the
-    result.
+    A counter that falls or vanishes shows a restart. If one of the looks has no metrics, the result
+    has no metrics.
     """
     if first.samples is None or second.samples is None:
         return Look(second.at, None, second.problem or first.problem)
@@ -165,18 +165,18 @@ def growth(first: Look, second: Look) -> Look | None:
 
 
 def at_least(look: Look, tokens: int) -> tuple[int, int]:
-    """Return bounds on the number of requests that computed at least so many prompt tokens.
+    """Return bounds on the number of requests that computed `tokens` or more prompt tokens.
 
-    tokens: number of prompt tokens.
-    Source: the histogram of uncached prompt tokens. Its buckets are wide; the sum over all requests
-    narrows the bounds.
+    The bounds come from the histogram of uncached prompt tokens. Its buckets are wide, but the sum
+    over all requests narrows the bounds.
     """
     buckets: dict[float, float] = {}
     for text, up_to in look.by_label(f"{UNCACHED}_bucket", "le").items():
         bound = _bound(text)
         buckets[bound] = max(up_to, buckets.get(bound, 0.0))
     lower, before, fewest, undecided = 0.0, 0.0, 0.0, (0.0, 0.0)
-    spare = look.value(f"{UNCACHED}_sum")  # tokens beyond the least that the buckets allow
+    # Tokens of the sum that remain if each request has the fewest tokens that its bucket allows.
+    spare = look.value(f"{UNCACHED}_sum")
     for upper, up_to in sorted(buckets.items()):
         count = max(up_to - before, 0.0)
         spare -= lower * count
@@ -190,7 +190,7 @@ def at_least(look: Look, tokens: int) -> tuple[int, int]:
 
 
 def _bound(text: str) -> float:
-    """Return the upper bound of a bucket, at least 0; infinity if it is not a number."""
+    """Return the upper bound of a bucket. A negative bound becomes 0, and other text infinity."""
     try:
         bound = float(text)
     except ValueError:

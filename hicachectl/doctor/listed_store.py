@@ -21,19 +21,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedStore:
-    """A store that was opened and listed once, and the servers to judge it by.
+    """A store that was opened and listed once, and facts about its servers.
 
     mending: the store and the options of the profile in suggested commands.
     store: the open store; None if it could not be opened.
     inventory: all objects; None if they could not be listed.
-    problem: why the store could not be opened or listed, and the next step, else "".
-    contradiction: how the profile contradicts all objects of its deployment, else "".
+    problem: why the store could not be opened or listed, and the next step; "" if it was listed.
+    contradiction: how the profile contradicts all objects of its deployment; "" if it does not.
     listing: time of the listing; None without one.
     has_servers: whether servers were asked, and their deployments are compared with the store's.
     profile: profile of the servers, or of the options; None if unknown.
     started: start of the first server, Unix seconds; None if unknown.
     weights: texts that name the weights of the ranks that serve with the plug-in.
-    explained: ratios of actual to expected object size that another check explains by a setting.
+    explained: ratios of actual object size to expected object size that the checks of servers'
+        deployments explain by a setting.
     is_shared: whether all servers that were asked are known to use the store.
     is_explained: whether a check of a server failed, which can be why the store has no pages.
     sample_pages: number of pages to read; 0 reads none.

@@ -1,4 +1,4 @@
-"""A live server, described by its own replies, which are fetched once."""
+"""A live server, described by its own replies. The replies are fetched once."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class LiveServer:
         the same name in the first state.
     deployment: flags and model paths; None if the reply does not state them.
     profile: profile made from the replies, with the weights if they can be read. If the replies do
-        not suffice, the profile of the request with the server's names and sizes. None if the
-        request has no profile either.
-    why_no_profile: why the replies do not suffice for a profile, with the next step, else "".
-    problem: why the server cannot be reached, with the next step, else "".
-    started: start of the server's process in Unix seconds; None if unknown. Its source is not the
-        replies, which have only durations (`startup_time`).
+        not suffice, this is the profile of the request, with the server's names and sizes. None if
+        the request also has no profile.
+    why_no_profile: why the replies do not suffice for a profile, with the next step; "" if they do.
+    problem: why the server cannot be reached, with the next step; "" if it can be reached.
+    started: start of the server's process in Unix seconds; None if unknown. It does not come from
+        the replies, because they have only durations (`startup_time`).
     """
 
     url: str
@@ -71,7 +71,7 @@ class LiveServer:
         )
 
     def check_of(self, name: str, status: str, message: str, *, group: str = SERVER) -> Check:
-        """Return a check about the server, see `Check.of_message`."""
+        """Return a check about the server, with the detail and next step of a message."""
         return Check.of_message(name, status, message, group=group, server=self.url)
 
 

@@ -1,4 +1,4 @@
-"""The prompt that `doctor` sends with --write-probe, and whether its pages reach the store."""
+"""Send the prompt of `doctor --write-probe`, and find out whether its pages reach the store."""
 
 from __future__ import annotations
 
@@ -41,11 +41,15 @@ def write_probe(server: LiveServer, listed: ListedStore, hashing: Hashing) -> Ch
     is sent twice.
     """
     if server.deployment is None or listed.store is None:
-        return _check(server, UNKNOWN, "No prompt was sent: the server or the store is unknown")
+        return _check(
+            server, UNKNOWN, "No prompt was sent, because the server or the store is unknown"
+        )
     policy = server.settings.get("hicache_write_policy")
     if policy == "write_back":
         return _check(
-            server, UNKNOWN, "No prompt was sent: under write_back its pages are not written soon"
+            server,
+            UNKNOWN,
+            "No prompt was sent, because under write_back its pages are not written soon",
         )
     count = server.deployment.flags.least_looked_up + _PAGES * hashing.page_size
     tokens = random.choices(_TOKENS, k=min(count, _MOST_TOKENS))
@@ -53,7 +57,7 @@ def write_probe(server: LiveServer, listed: ListedStore, hashing: Hashing) -> Ch
     try:
         keys = _keys(server, listed, prompt, hashing)
         if not len(keys):
-            why = "No prompt was sent: without a profile, the keys of its pages are unknown"
+            why = "No prompt was sent, because without a profile the keys of its pages are unknown"
             return _check(server, UNKNOWN, why, next="give --model-config or --profile")
         for _ in range(2 if policy == "write_through_selective" else 1):
             _send(server, prompt)
@@ -81,7 +85,7 @@ def _keys(server: LiveServer, listed: ListedStore, prompt: Request, hashing: Has
 
 
 def _send(server: LiveServer, prompt: Request) -> None:
-    """Send the prompt. Raises StoreUnavailable unless it is answered."""
+    """Send the prompt. Raises StoreUnavailable if the server does not answer it."""
     service, base = server_service(server.url, "--server", timeout_s=_ANSWER_S)
     try:
         body = json.dumps(generate_body(prompt, None)).encode()
@@ -93,7 +97,10 @@ def _send(server: LiveServer, prompt: Request) -> None:
 
 
 def _answer(server: LiveServer, listed: ListedStore, keys: pa.Array, tokens: int) -> Check:
-    """Look for keys until one exists. Raises StoreUnavailable."""
+    """Look for keys until one exists, or for `_PATIENCE_S`. Return the check.
+
+    Raises StoreUnavailable.
+    """
     assert listed.store is not None
     sent = time.monotonic()
     while True:
@@ -110,8 +117,8 @@ def _answer(server: LiveServer, listed: ListedStore, keys: pa.Array, tokens: int
             return _check(
                 server,
                 FAIL,
-                "The server answered a prompt, and none of its pages appeared in the store: it "
-                "writes elsewhere, or not at all",
+                "The server answered a prompt, but none of its pages appeared in the store, so the "
+                "server writes elsewhere, or not at all",
                 evidence=f"a random prompt of {tokens} tokens, looked for in {seconds:.0f} s",
                 next=_ELSEWHERE,
             )

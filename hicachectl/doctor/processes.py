@@ -1,7 +1,7 @@
 """Processes of a server on this machine, and the directories that they see.
 
-Only /proc is read. A server in another container is found if its port belongs to this network
-namespace.
+Only files of /proc are read. A server in another container is found if its port belongs to this
+network namespace.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _SCHEDULER = b"sglang::scheduler"
 _LISTEN = "0A"  # state of a socket in proc(5), /proc/net/tcp
 _MAX_LINKS = 40  # path_resolution(7)
 _MAX_ENVIRONMENT_BYTES = 4 << 20
-# Directories on two devices of these types are never one directory. Network and FUSE file systems
-# can be mounted twice, with a device for each mount.
+# Two directories on different devices of these types are never the same directory. But a network or
+# FUSE file system can be mounted twice, with a device for each mount.
 _LOCAL = frozenset(("bcachefs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs"))
 
 
@@ -44,7 +44,7 @@ class Processes:
     """Processes of a server.
 
     schedulers: PIDs of the processes that open the store; empty if they were not found.
-    problem: why they were not found, in one sentence; else empty.
+    problem: why the processes were not found, in one sentence; empty if they were found.
     """
 
     schedulers: tuple[int, ...]
@@ -90,8 +90,8 @@ def processes_of(url: str) -> Processes:
 def own_statuses(server: LiveServer, statuses: Sequence[RankStatus]) -> list[PluginStatus]:
     """Return the statuses of a server's plug-in that are kept up to date.
 
-    For a server on this machine, these are the statuses of its processes. For another server, they
-    are all statuses of its model.
+    For a server on this machine, these are the statuses of its processes. For a server on another
+    machine, these are all statuses of its model.
     """
     model = server.deployment.flags.model if server.deployment else None
     serving = [
@@ -139,7 +139,10 @@ def is_local(pid: int, device: int) -> bool:
 
 
 def _within(process: Path, path: str) -> Path:
-    """Follow the links of a path in a process's own mounts: links would leave /proc/PID/root."""
+    """Follow the links of a path in the mounts of a process.
+
+    The system would follow an absolute link from this process's own root, outside /proc/PID/root.
+    """
     if not path.startswith("/"):
         return process / "cwd" / path
     root = current = process / "root"
@@ -200,7 +203,7 @@ def _listening(addresses: set[Address], port: int) -> Iterator[str]:
 
 
 def _unpacked(text: str) -> Address:
-    """Return an address of /proc/net/tcp: words of 32 bits in the byte order of this machine."""
+    """Return an address of /proc/net/tcp. It has words of 32 bits in this machine's byte order."""
     data = bytes.fromhex(text)
     if sys.byteorder == "little":
         data = b"".join(data[at : at + 4][::-1] for at in range(0, len(data), 4))
@@ -219,7 +222,7 @@ def _owners(inodes: set[str]) -> tuple[list[int], bool]:
                     owners.append(pid)
         except PermissionError:
             refused = True
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
     return owners, refused
 

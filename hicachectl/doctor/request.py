@@ -23,19 +23,20 @@ class DoctorRequest:
     """Servers to ask, and how to examine them and their store.
 
     servers: URLs of the servers that use the store. If empty, only the store is checked.
-    profile: profile of the servers. A server's own replies are used in its place if they suffice.
-    model_config: config.json of the servers' model, or its directory; None for their `model_path`,
-        if it is on this machine.
+    profile: profile of the servers. If a server's own replies suffice for a profile, they are used
+        instead.
+    model_config: config.json of the servers' model, or its directory; None for the servers'
+        `model_path`, if it is on this machine.
     draft_model_config: config.json of a separate draft model, or its directory.
-    overrides: fields of DeploymentFlags that replace the servers' own.
+    overrides: fields of DeploymentFlags that replace the fields of the servers.
     weights: values of --weights and --draft-weights, by parameter.
-    read: function that reads the requests. Its argument states how tokens are hashed; if the
-        argument is None (unknown), the function may raise UsageError. If `read` is None, no
-        requests are examined.
+    read: function that reads the requests; None if no requests are examined. The function's
+        argument states how tokens are hashed. If the argument is None (unknown), the function may
+        raise UsageError.
     threshold: the servers' prefetch threshold in tokens; None for the threshold that they state.
     watch_seconds: time between two looks at the servers' counters.
     sample_pages: number of pages to read; 0 reads none.
-    write_probe: send each server a random prompt, and look for its pages in the store.
+    write_probe: whether to send each server a random prompt, and look for its pages in the store.
     mending: the store and the options of the profile in suggested commands.
     request_words: options that name the requests in suggested commands, such as `--trace FILE`.
     """

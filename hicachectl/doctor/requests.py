@@ -1,4 +1,4 @@
-"""Checks of `doctor` about requests: what the store can serve, and what servers restored."""
+"""Checks of `doctor` about what the store can serve of requests, and what servers restored."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _SET_THRESHOLD = (
     'set "prefetch_threshold" in --hicache-storage-backend-extra-config, and restart the server'
 )
 
-# It is normal if a missing page stops fewer than one request in _FEW, because stores evict. If it
-# stops more than one in _SEVERAL, the check fails.
+# Stores evict, so missing pages may stop up to one request in _FEW. If they stop more than one
+# request in _SEVERAL, the check fails.
 _FEW, _SEVERAL = 100, 10
 
 # Faults of an object that stops requests, as `StopRow` names them.
@@ -52,9 +52,9 @@ class GivenRequests:
 
     request: the requests, the profile that they are measured by, and the prefetch threshold.
     words: options that name the requests in suggested commands.
-    server: URL of the server, else "".
-    restored: tokens that the server took from storage since it started, by its metrics; None if
-        unknown. Counts in the requests' own log are used in its place.
+    server: URL of the server; "" if no server answered.
+    restored: number of tokens that the server took from storage since it started, by its metrics;
+        None if unknown. If the log of the requests has counts, these are used instead.
     """
 
     request: HitsRequest
@@ -65,7 +65,7 @@ class GivenRequests:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Requests, measured in the listing of a store."""
+    """Requests, and what a listed store can serve of them."""
 
     given: GivenRequests
     hits: Hits
@@ -87,7 +87,7 @@ def request_checks(
 ) -> list[Check]:
     """Compare the tokens that a store can serve with the tokens that servers restored.
 
-    Causes come first.
+    Checks of possible causes come first.
 
     explained: whether an earlier check may be the cause if the store serves nothing.
     """
@@ -116,7 +116,7 @@ def _below_threshold(measured: _Measured) -> Iterator[Check]:
             "threshold",
             FAIL if short == len(requests) else WARN,
             f"{short} of {prompts} {'is' if short == 1 else 'are'} shorter than the threshold "
-            f"{threshold}; servers never ask L3 for them",
+            f"{threshold}, so servers never ask L3 for them",
             evidence=f"the longest has {counted(int(requests.tokens.max()), 'token')}",
             next=_SET_THRESHOLD,
             server=server,
@@ -130,7 +130,7 @@ def _below_threshold(measured: _Measured) -> Iterator[Check]:
             "threshold",
             WARN,
             f"For {lost} of {prompts}, the store has fewer tokens than the threshold {threshold}; "
-            "servers find them, but fetch none",
+            "servers find these tokens, but fetch none",
             evidence=f"at most {usable} tokens are usable",
             next=_SET_THRESHOLD,
             server=server,
@@ -138,7 +138,7 @@ def _below_threshold(measured: _Measured) -> Iterator[Check]:
 
 
 def _missing(listed: ListedStore, measured: _Measured, *, explained: bool) -> Iterator[Check]:
-    """Name the missing page that keeps most requests from later pages, which the store has.
+    """Name the missing page that keeps most requests from later pages that the store has.
 
     explained: see `request_checks`.
     """
@@ -172,7 +172,7 @@ def _missing(listed: ListedStore, measured: _Measured, *, explained: bool) -> It
 
 
 def _stopping(report: HitsReport, request: int) -> str:
-    """Return which object of the page that stops a request is missing or unusable."""
+    """Return which object is missing or unusable in the page that stops a request."""
     stop = report.rows.column("stopped_by")[request].as_py() or {}
     if not stop.get("pool"):
         return ""
@@ -207,7 +207,7 @@ def _restored(measured: _Measured) -> Iterator[Check]:
             "restored",
             WARN if lost else OK,
             said if not lost else f"{said}, although earlier requests of the trace had these pages",
-            evidence="counts of the requests' own log"
+            evidence="counts in the log of the requests"
             + ("; the live checks name reasons, each with a page of explain" if lost else ""),
             next="hicachectl explain below_threshold" if lost else "",
         )

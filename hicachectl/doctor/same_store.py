@@ -1,7 +1,7 @@
-"""Whether a server writes into the store that the command was given.
+"""Find out whether a server writes into the store that the command was given.
 
-An equal path proves nothing: a container has mounts of its own, and an environment variable that
-the server shows nowhere wins over its settings.
+An equal path proves nothing, because a container has its own mounts, and because an environment
+variable that the server shows nowhere overrides its settings.
 """
 
 from __future__ import annotations
@@ -63,17 +63,20 @@ class _Answer(NamedTuple):
 
 
 class _Unseen(Exception):
-    """The place of the server's writes is not known; the message says why."""
+    """The place of the server's writes is not known. The message says why."""
 
 
 def same_store_checks(
     server: LiveServer, store: Store | None, first: Look, second: Look, new_pages: int | None
 ) -> list[Check]:
-    """Return whether a server and a command use one store; nothing without a server or a store.
+    """Return the check of whether a server and a command use one store.
 
-    store: the open store of the command.
-    first: look at `/metrics`.
-    second: a later look.
+    There is no check without a store, for a server that does not answer, or for a server without a
+    storage backend.
+
+    store: the open store of the command; None if it could not be opened.
+    first: first look at `/metrics`.
+    second: later look at `/metrics`.
     new_pages: pages of the server's deployment that appeared between the looks; None if they were
         not counted.
     """
@@ -113,7 +116,7 @@ def started_of(server: LiveServer, statuses: Sequence[RankStatus] = ()) -> float
 
 
 def _by_place(server: LiveServer, store: Store) -> _Answer:
-    """Compare the place of the server's writes with the store, or say why that is not possible."""
+    """Compare the place of the server's writes with the store. If this fails, say why."""
     try:
         return _compared(server, parse_url(store.url), set(store.places))
     except PermissionError:
@@ -193,7 +196,10 @@ def _by_directory(
 
 
 def _examined(theirs: StoreUrl, path: str, place: Place, url: str) -> str:
-    """Return the command that examines the server's directory, if this process sees it, too."""
+    """Return the command that examines the server's directory.
+
+    If this process does not see the directory, return other advice.
+    """
     words = shlex.quote(theirs.path if theirs.kind.directory else str(theirs))
     with suppress(OSError):
         seen = Path(path).stat()
@@ -203,7 +209,14 @@ def _examined(theirs: StoreUrl, path: str, place: Place, url: str) -> str:
 
 
 def _are_apart(pid: int, device: int, places: set[Any]) -> bool:
-    """Return whether a device and an inode that no place has prove another directory."""
+    """Return whether a directory with another device or inode than `places` is another directory.
+
+    A file system that is mounted twice can show one directory with two devices.
+
+    pid: process that sees the directory.
+    device: device of the directory.
+    places: devices and inodes of the store's directories.
+    """
     devices = {place[0] for place in places if isinstance(place, tuple)}
     if not devices:
         return False
@@ -213,9 +226,9 @@ def _are_apart(pid: int, device: int, places: set[Any]) -> bool:
 
 
 def _by_pages(server: LiveServer, first: Look, second: Look, new_pages: int | None) -> _Answer:
-    """Judge by the tokens that the server wrote and the pages that appeared in the store.
+    """Compare the tokens that the server wrote with the pages that appeared in the store.
 
-    A server counts tokens of pages that its store already had as written, too.
+    A server also counts pages as written that its store already had.
     """
     grown = growth(first, second)
     if grown is None:
@@ -239,10 +252,12 @@ def _by_pages(server: LiveServer, first: Look, second: Look, new_pages: int | No
 def _must_be_new(server: LiveServer, grown: Look, totals: Look) -> bool:
     """Return whether some of the written pages were not in the server's store before.
 
-    A long request looks up its first page. If nothing was found, that page was missing; if all
-    computed tokens were written, so was that page. This proves nothing for two kinds of servers: a
-    server that loses found pages computes and writes pages again that its store has, and a plug-in
-    replaces pages that it refuses.
+    A long request looks up its first page. If nothing was found, this page was missing. If all
+    computed tokens were written, this page was written. This proves nothing for two kinds of
+    servers:
+
+    - A server that loses found pages computes and writes pages again that its store has.
+    - A plug-in replaces pages that it refuses.
     """
     if server.deployment is None or server.settings.get(_BACKEND) == "dynamic":
         return False

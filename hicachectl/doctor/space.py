@@ -1,4 +1,4 @@
-"""Checks of `doctor` about a store's room and times."""
+"""Checks of `doctor` about the free space of a store, and the times of its pages."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def space_checks(
         yield _check("space", OK, f"{human_size(free)} are free", evidence=rate)
         return
     limit = "max_size of hicachectl's storage backend limits a store"
-    lacking = max(_ROOM, _LEAST_FREE * whole, written) - free  # `written` covers at most a day
+    # `written` covers a day at most.
+    lacking = max(_ROOM, _LEAST_FREE * whole, written) - free
     unit, name = (1 << 30, "GiB") if lacking > 1 << 30 else (1 << 20, "MiB")
     freed = math.ceil(lacking / unit)
     remedy = "give the store a larger file system, or remove other files from it"
@@ -88,9 +89,10 @@ def space_checks(
 def _written_lately(
     inventory: Inventory, sizes: IntArray, listing: ListingTime
 ) -> tuple[int, float]:
-    """Return the bytes written in the last day, and the seconds of this period; 0 if unknown.
+    """Return the bytes written in the last day, and the seconds of this period.
 
-    A store that is younger than an hour shows no rate.
+    The period is shorter for a younger store. A store younger than an hour shows no rate, so the
+    result for it is 0 bytes and 0 seconds.
     """
     times = inventory.objects.column("mtime_ns")
     ages = (listing.start_ns - times.drop_null().to_numpy()) / 1e9
@@ -118,8 +120,8 @@ def _other_pages(listed: ListedStore, inventory: Inventory) -> dict[str, str]:
             f"hicachectl migrate STORE {target} --profile OLD --to-profile FILE"
         )
         next_step = (
-            "give the profile of these pages or, if the weights are the same, convert them with it "
-            f"as OLD: {converting}"
+            "give the profile of these pages or, if the weights are the same, convert the pages "
+            f"with their profile as OLD: {converting}"
         )
     return {"evidence": evidence, "next": next_step}
 
@@ -151,7 +153,8 @@ def last_write_checks(
     yield _check(
         "last-write",
         UNKNOWN,
-        f"{detail}, before the server started {human_age(running)} ago: it has stored nothing new",
+        f"{detail}, before the server started {human_age(running)} ago, so the server has stored "
+        "nothing new",
         evidence="a server that has answered new prompts stores them elsewhere, or not at all",
         next=listed.command("doctor", "--write-probe"),
     )

@@ -1,4 +1,4 @@
-"""Checks of `doctor` about one store, in the order of causes."""
+"""Checks of `doctor` about one store. Basic causes come first."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ _check = partial(Check, group=STORE)
 
 
 def store_checks(listed: ListedStore) -> list[Check]:
-    """Judge a store by its listing, a sample, its space and its services, in the order of causes.
+    """Judge a store by its services, its listing, a sample of its pages, and its space.
 
-    At most a sample of the pages is read, and nothing is changed. Without a server, this shows the
-    health of the store: whether it can be reached and read and has room, and how old its newest
-    page is.
+    Basic causes come first. At most a sample of the pages is read, and nothing is changed. Without
+    a server, these checks show the health of the store.
     """
     store, inventory, listing = listed.store, listed.inventory, listed.listing
     if store is None or inventory is None or listing is None:
@@ -40,7 +39,7 @@ def store_checks(listed: ListedStore) -> list[Check]:
         if isinstance(store, Serviced):
             checks += _services(store)
             if verdict_of(checks) == FAIL:
-                return checks  # its objects cannot be read
+                return checks  # the objects of the store cannot be read
         if inventory.is_foreign.all():
             return [
                 *checks,
@@ -74,7 +73,7 @@ def _reachable(store: Store, inventory: Inventory, listing: ListingTime) -> Chec
 def _empty(listed: ListedStore, store: Store, inventory: Inventory, *, is_explained: bool) -> Check:
     """Return the check of a store without pages.
 
-    is_explained: whether a service of the store may have lost them.
+    is_explained: whether a service of the store may have lost the pages.
     """
     what, _, next_step = describe_empty(store, inventory).rpartition("; ")
     if not (listed.is_shared and what.endswith(" is empty")):
@@ -86,7 +85,7 @@ def _empty(listed: ListedStore, store: Store, inventory: Inventory, *, is_explai
         f"The servers have written no page yet: {what}",
         evidence="the write policy decides when pages are written; pages that were in a server's "
         "memory before the store was attached are not written",
-        next="send new prompts of several pages to the servers, or the same ones after "
+        next="send new prompts of several pages to the servers, or the same prompts after "
         "/flush_cache, and run doctor again",
     )
 

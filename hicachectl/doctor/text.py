@@ -20,7 +20,7 @@ _LEAST_WIDTH = 60
 
 
 def check_lines(checks: Sequence[Check], screen: Screen) -> Iterator[str]:
-    """Yield the lines of the `table` format: the worst check first, and last the verdict."""
+    """Yield the lines of the `table` format. The worst check comes first, the verdict last."""
     several = len({check.server for check in checks if check.server}) > 1
     status, group, name = (
         max((len(getattr(check, column)) for check in checks), default=0)

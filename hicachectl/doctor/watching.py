@@ -55,8 +55,8 @@ def watch(
 ) -> list[Watched]:
     """Look at servers, wait, look again, and list the keys of the store again.
 
-    seconds: least time between the two looks; there is no wait if no server shows counters.
-    on_wait: takes the seconds of the wait before it begins.
+    seconds: least time between the two looks. If no server shows counters, there is only one look.
+    on_wait: function that is called before the wait, with its seconds.
     """
     first = [_look(server) for server in servers]
     shown = [look.at for look in first if look.samples is not None]
@@ -100,7 +100,9 @@ def _new_pages(servers: Sequence[LiveServer], listed: ListedStore) -> list[int |
 
 
 def _listed(store: Store) -> tuple[list[Affix], Ids, Words]:
-    """List the keys of a store: affixes, each key's affix id, and 64 bits of its page hash.
+    """List the keys of a store. Return the affixes, and each key's affix id and page hash.
+
+    Only the first 64 bits of a page hash are returned.
 
     Raises StoreUnavailable.
     """

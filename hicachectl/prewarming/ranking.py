@@ -108,9 +108,10 @@ def rank_by_plan(pages: pa.StringArray) -> Rank:
 
 
 def pages_within(budget: int, profile: Profile | None, *, hashed: bool) -> int:
-    """Return how many pages fit into a file store, with all ranks but without trailing pools.
+    """Return how many pages fit into a file store.
 
-    budget: bytes.
+    A page counts with the objects of all ranks, but without trailing pools.
+    budget: number of bytes.
     hashed: whether the requests have page hashes, not block ids.
     Raises UsageError if the size of a page is unknown.
     """
@@ -127,7 +128,8 @@ def pages_within(budget: int, profile: Profile | None, *, hashed: bool) -> int:
 def prefixes_worth_asking(
     requests: Requests, usable_pages: IntArray, rank: Rank, *, longest_only: bool
 ) -> IntArray:
-    """Return indices of requests, best first, that together contain each usable prefix once.
+    """Return the index of one request for each distinct usable prefix, best first.
+
 
     longest_only: whether to leave out prefixes that another usable prefix continues.
     """
@@ -173,7 +175,10 @@ class PlannedPages:
     parents: list[int]
 
     def requests(self, hashing: Hashing) -> Requests:
-        """Return a request for each page that is no parent, with the pages that lead to it."""
+        """Return a request for each chain of the plan.
+
+        Each page that is not the parent of another page ends a chain.
+        """
         pages, inner = self.pages.to_pylist(), set(self.parents)
         ends = (number for number in range(len(pages)) if number not in inner)
         chains = ([pages[number] for number in self._path(end)] for end in ends)
@@ -226,8 +231,14 @@ def read_plan(path: Path) -> PlannedPages:
     """Read the pages of an executable plan.
 
     A parent without a row was in the destination when the plan was made.
-    Raises FormatError with the number of a line that is no row of a plan, has a block id, repeats a
-    page, or lists a page after its child; UsageError if the file cannot be read or has no pages.
+    Raises FormatError with the number of the line for any of these faults:
+
+    - The line is no row of a plan.
+    - It has a block id.
+    - It repeats the page of an earlier line.
+    - An earlier line names its page as a parent.
+
+    Raises UsageError if the file cannot be read or has no pages.
     """
     position: dict[str, int] = {}
     outside: set[str] = set()

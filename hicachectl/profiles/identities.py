@@ -80,7 +80,7 @@ def expected_identities(store: Store, profile: Profile | None) -> Expected:
 
 
 def expect_identities(store: Store, profile: Profile | None) -> None:
-    """Make a store report objects as foreign if their identity is not the profile's."""
+    """Make a store report which objects have another identity than the profile's."""
     if isinstance(store, Trailed):
         store.expect_identities(_known(profile, store.grammar))
 
@@ -92,7 +92,10 @@ def _known(profile: Profile | None, grammar: str) -> Mapping[Affix, Identity]:
 
 
 def _agreeing(profile: Profile, grammar: str, markers: Iterable[Marker]) -> list[tuple[str, str]]:
-    """Return the weights and draft weights of markers that agree in everything else, sorted."""
+    """Return the weights and draft weights of markers that agree with a profile in all other facts.
+
+    The result is sorted.
+    """
     found: dict[str, set[str]] = defaultdict(set)
     for spec, marker in _paired(profile, grammar, markers):
         facts = marker.identity

@@ -31,10 +31,11 @@ _OTHER_SOURCES = "give --profile, --server, or --model-config with the server's 
 
 
 def infer_profile(inventory: Inventory, grammar: str, choice: Selection) -> Profile:
-    """Return the profile of the only matching deployment: shards, pools and object sizes.
+    """Return the profile of the only matching deployment. It has shards, pools and object sizes.
 
     grammar: key grammar of the store.
-    Raises ProfileError as `choose_deployment` does, and if no profile can describe the objects.
+    Raises ProfileError if not exactly one deployment matches, or if no profile can describe the
+    objects.
     """
     chosen = choose_deployment(inventory, choice)
     deployment = _seen(inventory, inventory.table.deployments[chosen])
@@ -48,9 +49,9 @@ def with_marked_facts(
 ) -> tuple[Profile, list[str]]:
     """Add to an inferred profile the facts on which all markers of its objects agree.
 
+    These facts can be weights, draft_weights, layout, page_size, and the dtypes of pools.
     grammar: key grammar of the store.
-    Return the profile, and the names of these facts: weights, draft_weights, layout, page_size,
-    dtype of a pool.
+    Return the profile, and the names of the added facts.
     """
     suffixes = {spec.affix[1] for spec in object_specs(profile, grammar)}
     found = [one.identity for one in markers if one.suffix in suffixes]
@@ -60,7 +61,7 @@ def with_marked_facts(
         if len(values) == 1:
             stated[name] = values.pop()
     if stated.get("draft_weights") == stated.get("weights") or "weights" not in stated:
-        stated.pop("draft_weights", None)  # "" means the same as weights
+        stated.pop("draft_weights", None)  # "" means that the draft has the weights of the model
     pools = []
     for pool in profile.pools:
         dtypes = {one.dtype for one in found if one.pool == pool.name}
@@ -192,7 +193,7 @@ def _pool(name: str, specs: list[ObjectSpec]) -> dict[str, object]:
     ranked = _ranked(specs)
     if nbytes:
         return {"name": name, "kind": "opaque", "nbytes": nbytes, "replicated": not ranked}
-    if name == ANCHOR and not ranked:  # for DeepSeek-V4, an empty file marks each page
+    if name == ANCHOR and not ranked:  # for DeepSeek-V4, SGLang marks each page by an empty object
         return {"name": name, "kind": "logical"}
     raise ProfileError(f"The store's {name} objects are empty; run hicachectl verify")
 
@@ -235,7 +236,7 @@ def _check_says_all(profile: Profile, deployment: Deployment, grammar: str) -> N
     anchored = {_stage(spec) for spec in _anchors(deployment)}
     for pool in profile.pools:
         own = {_stage(spec) for spec in deployment.specs if spec.pool == pool.name}
-        if not pool.is_draft and own != anchored:  # drafts exist only on the last stage
+        if not pool.is_draft and own != anchored:  # objects of drafts exist only on the last stage
             raise ProfileError(
                 f"{pool.name} objects exist on some pipeline or context-parallel ranks only, "
                 f"which an inferred profile cannot state; {_OTHER_SOURCES}"

@@ -233,7 +233,7 @@ def _conversation_reader(_: Context) -> Read:
 
 
 def _chats(conversation: _Conversation) -> list[Chat]:
-    """Return a chat for each turn of the user, with all earlier turns."""
+    """Return a chat for each turn of the user. The chat ends with this turn."""
     messages: list[dict[str, Any]] = []
     chats = []
     for turn in conversation.conversations:

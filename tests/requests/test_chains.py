@@ -133,7 +133,7 @@ def test_a_trace_of_token_ids_needs_a_profile(tmp_path: Path) -> None:
     [
         ("{", "Input data was truncated"),
         ("[1, 2]", 'has "token_ids", but earlier lines have "hash_ids"'),
-        ({"timestamp": 1}, 'exactly one of "token_ids" and "input_ids", or of "hash_ids"'),
+        ({"timestamp": 1}, 'exactly one of the members "token_ids", "input_ids"'),
         ({"timestamp": 1, "hash_ids": [1], "token_ids": [1]}, "exactly one"),
         ({"timestamp": 1, "hash_ids": [1], "lora_path": "x"}, "lora_path 'x': the pages of an"),
         ({"timestamp": 1, "hash_ids": [1], "lora_id": ["x"]}, "lora_id: ['x'] is no text"),

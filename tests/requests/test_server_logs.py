@@ -159,7 +159,7 @@ def test_what_a_record_lacks_is_said_once(
     ("text", "said"),
     [
         (STAMP + "Finish: obj=GenerateReqInput(rid='1')", "json"),
-        (logged({**record([1]), "event": "request.received"}), "none about a request finished"),
+        (logged({**record([1]), "event": "request.received"}), "none about a finished request"),
         (logged(record([1]))[:200], "On damaged lines: 1 request; log to a directory"),
         ("\n".join(OTHER_LINES), "is no request in a known form; give one of SGLang's request log"),
         (logged(record([1], {"prompt_tokens": None})), "has no requests"),
