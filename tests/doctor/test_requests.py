@@ -135,8 +135,8 @@ def test_prompts_below_the_threshold_are_never_looked_up(
     first = next(iter(checks.values()))
     assert (first["name"], first["status"]) == ("threshold", status)
     assert first["detail"] == (
-        f"3 of {len(prompts)} prompts are shorter than the threshold 8, so servers never ask L3 for "
-        "them"
+        f"3 of {len(prompts)} prompts are shorter than the threshold 8, so servers never ask L3 "
+        "for them"
     )
     assert "prefetch_threshold" in first["next"]
 

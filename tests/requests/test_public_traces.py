@@ -188,7 +188,7 @@ def test_bad_records_for_kvcache_simulator(
 def test_blocks_that_do_not_fit_the_tokens_are_refused_or_said(tmp_path: Path) -> None:
     path = written(tmp_path, MOONCAKE, {**MOONCAKE, "hash_ids": [46]})
     with pytest.raises(
-        FormatError, match="request 1 has 3 blocks .*, but its 1300 tokens fill fewer"
+        FormatError, match=r"request 1 has 3 blocks .*, but its 1300 tokens fill fewer"
     ):
         columns(path, block_size=1024)
     with Trace([path], block_size=512) as trace:

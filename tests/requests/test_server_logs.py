@@ -242,7 +242,7 @@ def test_kinds_are_not_mixed(tmp_path: Path, *, turned: bool) -> None:
     (tmp_path / "a").write_text(first[1])
     for title, text in others:
         (tmp_path / "b").write_text(text)
-        with pytest.raises(FormatError, match=f"b: line 1: is of {title}.*, but earlier"):
+        with pytest.raises(FormatError, match=f"b: line 1: looks like {title}.*, but earlier"):
             read(tmp_path)
 
 
