@@ -1,7 +1,8 @@
-"""Caches that are replayed one capacity at a time. Each evicts as its store does.
+"""Caches of a fixed capacity, on which requests are replayed. Each class evicts by one `Policy`.
 
-A cache holds pages by number. A server asks how many leading pages the cache holds, reads these,
-and writes the others. The pages of one call are consecutive pages of one chain.
+Pages are numbers. For each request, a server asks how many leading pages the cache can serve. It
+reads these pages, and writes the other pages of the request. The pages of one call are consecutive
+pages of one chain.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from hicachectl.simulation.sizes import PageFile, PageSizes
 
 _BATCH = 128  # STORAGE_BATCH_SIZE of SGLang mem_cache/hicache_storage.py, in pages
-# Defaults of Mooncake's master. Older releases have a watermark of 0.95.
+# Defaults of Mooncake's master: watermark, seconds of a lease, and the share of all objects that it
+# evicts at once. Older releases have a watermark of 0.95.
 WATERMARK, LEASE_S, _EVICTED = 0.9, 10.0, 0.05
 
 
@@ -35,23 +37,23 @@ class Cache(Protocol):
     """A cache of pages that servers share. Times are in seconds, and never decrease."""
 
     def held(self, pages: Sequence[int]) -> int:
-        """Return how many leading pages the cache can serve. This counts as no use."""
+        """Return how many leading pages the cache can serve. They do not count as used."""
 
     def read(self, pages: Sequence[int], time: float) -> None:
         """Read leading pages that the cache can serve."""
 
     def write(self, pages: Sequence[int], time: float) -> None:
-        """Write the pages of one node. Pages that the cache holds count as used."""
+        """Write the pages of one node of a server's tree. Pages already held count as used."""
 
 
 class Start(NamedTuple):
-    """Pages that a cache holds at the start, each with all objects of pools that are not trailing.
+    """Pages that a cache holds at the start. Pages may lack the objects of trailing pools.
 
     pages: [pages] int64, numbers of the pages, the least recently used page first. Numbers above
         the numbers in the requests stand for pages that no request uses.
-    trailing: [pages] bool, whether the page also has its objects of trailing pools; None for no
-        page.
-    seconds: [pages] time of the last use; None if unknown.
+    trailing: [pages] bool, whether the page has its objects of trailing pools; None if no page
+        has them.
+    seconds: [pages] time of each page's last use, in seconds; None if unknown.
     """
 
     pages: IntArray
@@ -59,7 +61,10 @@ class Start(NamedTuple):
     seconds: npt.NDArray[np.float64] | None = None
 
     def rows(self) -> Iterator[tuple[int, bool, float]]:
-        """Yield each page, whether it has objects of trailing pools, and its time; 0 if unknown."""
+        """Yield for each page: its number, `trailing`, and the time of its last use.
+
+        The time is 0 if it is unknown.
+        """
         count = len(self.pages)
         trailing = [False] * count if self.trailing is None else self.trailing.tolist()
         seconds = [0.0] * count if self.seconds is None else self.seconds.tolist()
@@ -67,17 +72,17 @@ class Start(NamedTuple):
 
 
 class TreeLru:
-    """A cache that evicts the least recently used page that no held page continues.
+    """A cache that evicts the least recently used page among those that no held page continues.
 
-    The use of a page also counts as a use of its prefix, as in SGLang's trees. The objects of a
-    page are evicted together.
+    A use of a page also counts as a use of its prefix, as in SGLang's trees. All objects of a page
+    are evicted together.
     """
 
     def __init__(self, capacity: int, sizes: PageSizes, parents: Blocks) -> None:
         """Make an empty cache.
 
-        capacity: bytes.
-        parents: previous page of each page in its chain; -1 for the first page.
+        capacity: size of the whole cache in bytes; in blocks if the bytes are unknown.
+        parents: number of the page before each page in its chain; -1 for the first page of a chain.
         """
         self._capacity = capacity
         self._parents = parents
@@ -101,7 +106,7 @@ class TreeLru:
         return 0
 
     def begin(self, start: Start) -> None:
-        """Take some pages before the first request."""
+        """Fill the cache before the first request. Evict pages if they exceed the capacity."""
         for page, trailing, _ in start.rows():
             self._nbytes[page] = self._page_bytes + (self._state_bytes if trailing else 0)
             self._total += self._nbytes[page]
@@ -128,12 +133,13 @@ class TreeLru:
         self._evict()
 
     def _evict(self) -> None:
+        # Every use moves a page's prefix behind the page, so no held page continues the first one.
         while self._total > self._capacity:
             self._total -= self._nbytes.popitem(last=False)[1]
 
 
 class RoomPages(ABC):
-    """Objects in one room of a store. Subclasses decide which objects are evicted.
+    """The objects in one room of a store (see `Room`). Subclasses decide which objects it evicts.
 
     files: objects of a page in this room, in the order in which a server writes them.
     """
@@ -148,11 +154,11 @@ class RoomPages(ABC):
 
     @abstractmethod
     def begin(self, start: Start) -> None:
-        """Take some pages before the first request."""
+        """Fill the room before the first request. Evict objects if they exceed the limit."""
 
     @abstractmethod
     def has(self, page: int, number: int) -> bool:
-        """Return whether the room holds one file of a page. number: index in `files`."""
+        """Return whether the room holds one object of a page. number: its index in `files`."""
 
     @abstractmethod
     def read(self, pages: Sequence[int], time: float) -> None:
@@ -163,17 +169,23 @@ class RoomPages(ABC):
         """See `Cache`."""
 
     def _begun(self, trailing: bool) -> list[int]:
-        """Return which files a page has at the start. trailing: see `Start`."""
+        """Return the indexes in `files` of the objects that a page has at the start.
+
+        trailing: whether the page has its objects of trailing pools.
+        """
         return [n for n, file in enumerate(self.files) if trailing or not file.window]
 
     def _tail(self, pages: Sequence[int], number: int) -> Sequence[int]:
-        """Return the pages of a node that have the file with this number."""
+        """Return those of some consecutive pages that have the object at this index in `files`.
+
+        Only the last pages have objects of trailing pools.
+        """
         window = self.files[number].window
         return pages[-window:] if window else pages
 
 
 class Rooms:
-    """A store of rooms that evict independently. It serves a page if all rooms have its objects."""
+    """A store whose rooms evict independently. It serves a page if all rooms hold its objects."""
 
     def __init__(self, rooms: Sequence[RoomPages]) -> None:
         self._rooms = rooms
@@ -211,13 +223,17 @@ class Rooms:
 
 
 class EvictedFiles(RoomPages):
-    """The files of one rank of HiCacheFile.
+    """The files that one rank writes with HiCacheFile.
 
     Source: SGLang mem_cache/storage/file/lru_file_evictor.py :: LRUFileEvictor.
     """
 
     def __init__(self, files: Sequence[PageFile], limit: int, ratio: float) -> None:
-        """Make an empty room. limit: max_size in bytes. ratio: eviction_ratio."""
+        """Make an empty room.
+
+        limit: max_size of HiCacheFile, in bytes.
+        ratio: eviction_ratio of HiCacheFile.
+        """
         super().__init__(files)
         self._limit, self._kept = limit, int(limit * ratio)
         self._held: OrderedDict[int, int] = OrderedDict()
@@ -247,7 +263,7 @@ class EvictedFiles(RoomPages):
                 self._held.move_to_end(page * len(self.files) + number)
 
     def write(self, pages: Sequence[int], time: float) -> None:
-        """Write the files of a node, one pool after another."""
+        """Write the files of pages, one pool after another."""
         for number in range(len(self.files)):
             for page in self._tail(pages, number):
                 self._set(page * len(self.files) + number, self.files[number].nbytes)
@@ -272,15 +288,15 @@ class EvictedFiles(RoomPages):
 class TablePages(RoomPages):
     """The keys of one table of SGLang's 3FS metadata server.
 
-    For a batch, the server first marks known keys as used, one after another. Then it evicts the
-    oldest key for each new key. If too few keys are left, the batch fails, and the pages that it
-    took are lost.
+    For a batch of keys to write, the server first marks the known keys as used, one after another.
+    Then it takes a free place for each new key, or evicts the least recently used key if no place
+    is free. If no key is left to evict, the batch fails, and the places that it took stay unusable.
 
     Source: SGLang mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: RankMetadata.
     """
 
     def __init__(self, files: Sequence[PageFile], limit: int) -> None:
-        """Make an empty table. limit: file_size, the bytes of the table's file."""
+        """Make an empty table. limit: bytes of the table's file (file_size of the store)."""
         super().__init__(files)
         self._free = limit // max(files[0].nbytes, 1)
         self._held: OrderedDict[int, None] = OrderedDict()
@@ -305,7 +321,10 @@ class TablePages(RoomPages):
             self._touch(self._keys(self._tail(pages, number), [number]))
 
     def write(self, pages: Sequence[int], time: float) -> None:
-        """See `Cache`. A server sends the keys of all objects except anchors in one batch."""
+        """See `Cache`. The batches of anchors have at most `_BATCH` pages.
+
+        A server sends the keys of any other object in one batch for all pages.
+        """
         for number in (*self._beside, *self._trailing):
             self._put(self._keys(self._tail(pages, number), [number]))
         for start in range(0, len(pages), _BATCH):
@@ -335,12 +354,12 @@ class TablePages(RoomPages):
 
 
 class PluginPages(RoomPages):
-    """The files of one rank of the plug-in, which evicts the objects of a page together.
+    """The files that one rank writes with the plug-in, which evicts all objects of a page together.
 
-    Above 98 % of the limit, pages are evicted until 96 % is taken. A write marks pages
-    that exist already as used. A read marks pages that were not used for an hour. Besides, the
-    mount notes the first read after each write or mark (relatime). Removals are taken to be as fast
-    as writes.
+    Above 98 % of the limit, the plug-in evicts pages until 96 % is taken. A write marks the pages
+    that already exist as used. A read marks the pages that were not used for an hour as used. In
+    addition, the mount notes the first read after each write or mark (relatime). The simulation
+    assumes that removals are as fast as writes.
 
     Source: hicachectl.backends.sglang, capacity.py, ledger.py, file_pages.py :: PageFiles.
     """
@@ -348,15 +367,15 @@ class PluginPages(RoomPages):
     _HIGH, _LOW, _SHARES, _MOST_SHARES, _TOUCHED_EVERY_S = 0.98, 0.96, 1024, 4, 3600.0
 
     def __init__(self, files: Sequence[PageFile], limit: int, trailer: int) -> None:
-        """Make an empty room. limit: max_size in bytes. trailer: bytes after each object."""
+        """Make an empty room. limit: max_size in bytes. trailer: bytes of a trailer."""
         super().__init__(files)
         self._limit = limit
         self._share = limit // self._SHARES
         self._nbytes = [file.nbytes + trailer for file in files]
-        # For each page: its files, the time of its last use, and whether the mount notes the next
-        # read.
+        # Each value has a page's files (bit n stands for `files[n]`), the time of the page's last
+        # use, and whether the mount notes the next read.
         self._held: OrderedDict[int, tuple[int, float, bool]] = OrderedDict()
-        # Bytes taken from the ledger, and the part of them that is not yet written.
+        # Bytes that the rank has taken from the ledger, and how many of them it has not yet used.
         self._taken = self._unused = 0
 
     def begin(self, start: Start) -> None:
@@ -385,6 +404,7 @@ class PluginPages(RoomPages):
             for page in self._tail(pages, number):
                 files = self._held[page][0] if page in self._held else 0
                 if files >> number & 1 or self._take(self._nbytes[number]):
+                    # `_take` may have evicted this page, so its files are read again.
                     files = self._held[page][0] if page in self._held else 0
                     self._held[page] = (files | 1 << number, time, True)
                     self._held.move_to_end(page)
@@ -403,11 +423,11 @@ class PluginPages(RoomPages):
         return is_room
 
     def _evict(self) -> None:
-        most = self._taken - self._LOW * self._limit
+        wanted = self._taken - self._LOW * self._limit
         if self._taken <= self._HIGH * self._limit:
             return
         freed = 0
-        while self._held and freed < int(most):
+        while self._held and freed < int(wanted):
             files = self._held.popitem(last=False)[1][0]
             freed += sum(size for n, size in enumerate(self._nbytes) if files >> n & 1)
         self._unused += freed
@@ -419,13 +439,15 @@ class PluginPages(RoomPages):
 class LeasedObjects(RoomPages):
     """The objects in the memory of a Mooncake cluster, evicted as its master evicts them.
 
-    A read or write of an object in the cluster leases the object, and an object with a lease stays.
-    Above the watermark, the master evicts a share of all objects. Objects whose leases ended
-    earliest leave first.
-    The master looks every 10 ms; this class looks after each page. Gaps between objects count as
-    free memory.
-    A lookup leases no page here, while SGLang's lookup also leases pages behind the first missing
-    page.
+    A read of an object leases the object, and so does a write of an object that the cluster already
+    has. The master never evicts an object during its lease. Above the watermark, the master evicts
+    a share of all objects, first the objects whose leases ended earliest.
+
+    The simulation differs from a cluster in three ways:
+    - The master compares its memory with the watermark every 10 ms, this class at each new object.
+    - Gaps between objects count as free memory.
+    - `held` leases no page. A lookup of SGLang leases pages, even those after the first missing
+      page.
 
     Source: Mooncake mooncake-store/src/master_service.cpp :: MasterService::BatchEvict.
     """
@@ -433,7 +455,13 @@ class LeasedObjects(RoomPages):
     def __init__(
         self, files: Sequence[PageFile], limit: int, watermark: float, ratio: float, lease: float
     ) -> None:
-        """Make an empty cluster. limit: bytes of all segments. lease: seconds of a lease."""
+        """Make an empty cluster.
+
+        limit: bytes of all segments together.
+        watermark: share of the limit above which the master evicts.
+        ratio: least share of all objects that the master evicts at once.
+        lease: seconds of a lease.
+        """
         super().__init__(files)
         self._limit, self._watermark, self._ratio, self._lease = limit, watermark, ratio, lease
         self._ends: dict[int, tuple[float, int]] = {}
@@ -498,7 +526,7 @@ def cache_of(
     """Return a cache that evicts by a policy.
 
     capacity: bytes of the whole store; blocks if the sizes are unknown.
-    parents: previous page of each page; only `lru` needs it.
+    parents: number of the page before each page in its chain; only the policy `lru` needs it.
     ratio: eviction_ratio of HiCacheFile.
     watermark: eviction_high_watermark_ratio of Mooncake's master.
     lease: seconds for which Mooncake's master leases an object; 0 if requests have no times.

@@ -1,4 +1,4 @@
-"""Deployments with other settings, and so with other bytes per page, for the same requests."""
+"""What-ifs: other settings of a deployment, which change the bytes of its pages."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ def changes_text(changes: Mapping[str, str]) -> str:
 
 
 def changed(profile: Profile, changes: Mapping[str, str]) -> Profile:
-    """Return the profile with other settings. Raises UsageError for impossible settings.
+    """Return the profile with other settings.
 
     changes: new values by the names in `SETTINGS`.
+    Raises UsageError and ProfileError for settings that no deployment can have.
     """
     said = changes_text(changes)
     tp = changes.get("tp")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     R = TypeVar("R")
     First = TypeVar("First", bound=Sized)
 
-LEAST = 1 << 14  # references that take Python some seconds, as long as compiling a loop
+LEAST = 1 << 14  # Python takes some seconds for so many references, and so does compiling a loop
 
 
 @cache

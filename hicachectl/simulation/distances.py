@@ -1,9 +1,9 @@
 """Stack distances of prefix chains: how much a cache must hold to serve each page of a request.
 
-The rank of a page is the number of pages used since its last use, with the page itself. A cache of
-capacity C that evicts the least recently used page holds the C pages of the lowest ranks. Ranks are
-taken before a request touches any page, so one pass over the requests answers every capacity. A
-page that was never used has the rank NEVER.
+The rank of a page is the number of different pages used since its last use, including the page
+itself. A page that was never used has the rank NEVER. A cache that evicts the least recently used
+page holds the pages whose ranks are at most its capacity. One pass over the requests therefore
+gives the hits at every capacity.
 
 Requests are chains, one after another: `blocks` [references] int32, `offsets` [requests + 1] int64.
 No chain has a page twice.
@@ -31,8 +31,8 @@ class Ranks(NamedTuple):
     """Ranks of references. Both arrays are [references] int32.
 
     before: rank of the page before the request touches any page.
-    touched: rank of the page just before it is touched, after the earlier pages of its chain; None
-        if the last page of a chain is touched first.
+    touched: rank of the page just before it is touched, when the request has touched the earlier
+        pages of the chain; None if a request touches the last page of its chain first.
     """
 
     before: Blocks
@@ -67,7 +67,7 @@ def _ranks(
     """Fill `before` and `touched`.
 
     Every block has one mark, at the position of its last touch. A Fenwick tree counts the marks.
-    When all positions are used up, they are numbered anew.
+    When all positions are used up, the marks move to the first positions, in their order.
     """
     longest = 0
     for request in range(len(offsets) - 1):
@@ -131,7 +131,7 @@ def _ranks(
 
 
 def _ranks_by_sorting(blocks: Blocks, offsets: IntArray, *, leaves_first: bool) -> Ranks:
-    """Return the ranks without compiled loops, in O(n log n) numpy: some seconds for a million.
+    """Return the ranks without compiled loops. A million references take numpy some seconds.
 
     Let p be the last touch of a block before position s. The rank of the block at s is the number
     of distinct blocks in the touches from p to s. Of these s - p touches, count only the last touch
@@ -156,7 +156,7 @@ def _ranks_by_sorting(blocks: Blocks, offsets: IntArray, *, leaves_first: bool) 
 
 
 def previous_uses(blocks: Blocks) -> IntArray:
-    """Return the position of the previous occurrence of each block; -1 for the first one."""
+    """Return the position of the previous occurrence of each block; -1 if there is none."""
     order = np.argsort(blocks, kind="stable")
     again = np.flatnonzero(blocks[order[1:]] == blocks[order[:-1]])
     previous = np.full(len(blocks), -1, np.int64)
@@ -170,7 +170,8 @@ def _count_later(previous: IntArray, ends: IntArray, least: IntArray) -> IntArra
     total = len(previous)
     width = 1
     while width <= total:
-        # Each piece of this width is sorted. A step added to each piece sorts all of them together.
+        # Sort each piece of this width. Multiples of `step` keep the values of each piece above the
+        # values of the piece before, so one search serves all pieces.
         pieces = previous[: total // width * width].reshape(-1, width)
         step = total + 2
         keys = np.sort(pieces, axis=1) + (np.arange(len(pieces)) * step)[:, None]

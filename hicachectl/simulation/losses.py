@@ -1,4 +1,4 @@
-"""Find which prompt tokens of requests a store serves today, and why it does not serve others."""
+"""Find the prompt tokens that a store serves today, and why it does not serve the other tokens."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def look_at(
     allow_empty: bool = False,
     on_listed: Callable[[int], None] = lambda objects: None,
 ) -> Today:
-    """List a store. Return the pages that it has, and the tokens that it serves.
+    """List a store. Return the pages that it has, and the tokens of requests that it serves.
 
     requests, threshold, counted: see `find_losses`.
     allow_empty: whether to accept a store without pages.
@@ -128,7 +128,7 @@ def look_at_listed(
     threshold: int,
     counted: BoolArray | None = None,
 ) -> Today:
-    """Return the pages that a listed store has, and the tokens that it serves.
+    """Return the pages that a listed store has, and the tokens of requests that it serves.
 
     groups: groups of all objects, listed with `atime_ns` if the store has it.
     hits, requests, threshold, counted: see `find_losses`.
@@ -150,11 +150,11 @@ def find_losses(
 ) -> Losses:
     """Return the tokens of requests that the measured servers do not fetch, by cause.
 
-    A page that servers lack has a cause of its own. A page that they have, but that follows a
-    missing page, has the cause of that missing page.
+    A page that servers lack has a cause of its own. A page that servers have, but that follows a
+    missing page, has the cause of the missing page.
 
     inventory: all objects of the store.
-    hits: `find_hits` of these requests.
+    hits: the result of `find_hits` for these requests.
     requests: requests of known pages and tokens, in the order of their times.
     threshold: prefetch threshold of the servers, in tokens.
     counted: [requests] whether the tokens of the request count; None to count all.
@@ -166,7 +166,7 @@ def find_losses(
     places = positions_of(chains.offsets)
     owners = np.repeat(np.arange(len(chains)), np.diff(chains.offsets))
     lost = (places >= usable[owners]) & counts[owners]
-    # Pages beyond reach were written, too, so look for earlier uses in whole chains.
+    # Servers also write the pages beyond the reach of a request, so search the whole chains.
     earlier = previous_uses(requests.blocks)[requests.offsets[owners] + places]
     causes = _page_causes(inventory, hits)[hits.page_of]
     absent = causes == CAUSES.index(NOT_THERE)
@@ -186,9 +186,9 @@ def find_losses(
 
 
 def _page_causes(inventory: Inventory, hits: Hits) -> npt.NDArray[np.int64]:
-    """Return the index of the cause for which servers lack each page: [page_names].
+    """Return why servers lack each page: [page_names] indexes in `CAUSES`.
 
-    -1 for pages that servers have.
+    The value is -1 for pages that servers have.
     """
     causes = np.full(len(hits.page_names), CAUSES.index(NOT_THERE))
     for one in reversed(find_elsewhere(inventory, hits)):
@@ -199,9 +199,9 @@ def _page_causes(inventory: Inventory, hits: Hits) -> npt.NDArray[np.int64]:
 
 
 def _absence(inventory: Inventory, requests: Requests, earlier: IntArray) -> IntArray:
-    """Return the index of the cause for which the store lacks the page of each reference: [n].
+    """Return why the store lacks the page of each reference: [n] indexes in `CAUSES`.
 
-    earlier: [n] previous reference to the page; -1 if there is none.
+    earlier: [n] index of the previous reference to the page; -1 if there is none.
     """
     causes = np.full(len(earlier), CAUSES.index(NOT_THERE))
     oldest = _oldest_write_s(inventory)
@@ -223,12 +223,12 @@ def _oldest_write_s(inventory: Inventory) -> float | None:
 
 
 def _carried(causes: IntArray, owners: IntArray) -> IntArray:
-    """Return the causes of lost pages. The pages of a chain stand one after another.
+    """Return the cause of each lost page. The pages of a chain stand one after another.
 
-    A page without a cause takes the cause of the page before it. If no page up to it has a cause,
-    servers have all these pages. They are then lost because a trailing pool lacks objects at the
-    end of the prefix.
-    causes: [lost] index of the page's own cause; -1 without one.
+    A page without a cause of its own takes the cause of the page before it in the chain. If no page
+    before it has a cause, servers have all these pages. The pages are then lost because a trailing
+    pool lacks objects at the end of the prefix.
+    causes: [lost] index of the page's own cause; -1 if the page has none.
     owners: [lost] chain of each page.
     """
     numbers = np.arange(len(causes))

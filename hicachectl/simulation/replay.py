@@ -1,8 +1,8 @@
 """Replay requests on caches of given capacities, to find how many leading pages each request hits.
 
-A request hits its leading pages that the cache holds, at most its reach. Then it writes the others,
-and all its pages count as used. Arrays are as in `distances`. Results are [capacities, requests]
-int32.
+A request hits its leading pages that the cache holds, at most as many as its reach. Then it writes
+its other pages, and all its pages count as used. `distances` describes the arrays. Results are
+[capacities, requests] int32.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def replay(
     start: pages that the cache holds at the start.
     seconds: [requests] times of the requests, ascending; None if unknown.
 
-    One pass answers all capacities of `lru` and `hicachefile` if each rank writes a page as one
-    object.
-    Other caches are replayed one after another, which takes some microseconds for each page. The
-    bound `optimal` ignores the objects of trailing pools.
+    One pass over the requests gives the hits of `lru` at all capacities if there are no trailing
+    pools, and the hits of `hicachefile` if each rank writes a page as one object. Each capacity of
+    other caches needs its own pass, which takes some microseconds for each page. The bound
+    `optimal` ignores the objects of trailing pools.
     """
     if policy is Policy.OPTIMAL:
         runs = replay_optimal(requests, [*map(sizes.pages, capacities)], start)
@@ -116,8 +116,8 @@ def replay_lru(
 
     capacities: numbers of pages.
     leaves_first: see `rank_pages`.
-    start: pages that the cache holds at the start. With `leaves_first`, the result is exact if each
-        page stands after the pages that continue it.
+    start: pages that the cache holds at the start. With `leaves_first`, the result is exact only if
+        each page stands after the pages that continue it.
     """
     blocks, offsets, reach, distinct = _begun(requests, start, leaves_first=leaves_first)
     before = rank_pages(blocks, offsets, distinct, leaves_first=leaves_first).before
@@ -136,7 +136,10 @@ def _lru_runs(
     rows: IntArray,
     runs: Runs,
 ) -> None:
-    """Fill the hits of ascending capacities. A cache holds pages of ranks up to its capacity."""
+    """Fill the hits of ascending capacities. A cache holds the pages of ranks up to its capacity.
+
+    rows: row of `runs` for each capacity.
+    """
     for request in range(len(reach)):
         start, row = offsets[request], 0
         for place in range(reach[request]):
@@ -158,10 +161,10 @@ def replay_files(
 ) -> Runs:
     """Return the hits of HiCacheFile, which evicts down to a ratio of its limit.
 
-    limits: max_size values, in bytes of one rank.
+    limits: values of max_size, in bytes of one rank.
     ratio: eviction_ratio.
-    nbytes: sizes of a page on the ranks. All ranks use pages in the same order, and serve the pages
-        that all of them hold.
+    nbytes: different sizes that a page has on the ranks. All ranks use pages in the same order. A
+        page is a hit if all ranks hold it.
     start: pages that the cache holds at the start.
     Source: SGLang mem_cache/storage/file/lru_file_evictor.py :: LRUFileEvictor.
     """
@@ -191,10 +194,10 @@ def _file_runs(
     held: IntArray,
     runs: Runs,
 ) -> None:
-    """Lower the hits of each capacity to the hits of one rank.
+    """Lower `runs` to the hits of one rank, at each capacity.
 
-    A cache always holds the `held` most recently used pages. A write above the capacity evicts
-    until `kept` pages are left, with the written page.
+    The rank always holds the `held` most recently used pages. If a write would exceed the capacity,
+    the rank evicts pages until `kept` pages are left, including the page to write.
     """
     for request in range(len(reach)):
         start, end = offsets[request], offsets[request + 1]
@@ -217,8 +220,9 @@ def replay_optimal(
 ) -> Runs:
     """Return the hits of a cache that knows all later requests, and evicts only leaves.
 
-    The cache evicts the page with the furthest next use. No page is used later than the pages that
-    continue it, so of pages with the same next use, the last page of the chain is evicted first.
+    The cache evicts the page with the furthest next use. A page has no later next use than the
+    pages that continue it. If several pages have the same next use, the last page of their chain is
+    evicted first.
     capacities: numbers of pages.
     start: pages that the cache holds at the start.
     """
@@ -256,7 +260,7 @@ def _begun(
 def _next_requests(blocks: Blocks, offsets: IntArray, distinct: int) -> Blocks:
     """Return the next request that uses the page of each reference: [references].
 
-    For a page without a next use, return the number of requests.
+    For a page without a next use, this is the number of all requests.
     """
     following = np.empty(len(blocks), np.int32)
     last = np.full(distinct, len(offsets) - 1, np.int32)
@@ -284,9 +288,10 @@ def _optimal_runs(
 ) -> None:
     """Fill the hits of one capacity.
 
-    Held pages stand in queues by their next request. All pages of a queue belong to that request's
-    chain. A page joins after the pages that continue it, so the front of a queue is the last page
-    of the chain. `ready` is a heap of the queues that are not empty, the furthest next use first.
+    Each held page stands in the queue of the next request that uses it. All pages of a queue belong
+    to the chain of this request. A page joins its queue after the pages that continue it, so the
+    front of a queue is the last page of the chain. `ready` is a heap of the queues that are not
+    empty, the queue with the furthest next use first.
     """
     count = len(runs)
     is_held = np.zeros(distinct, np.bool_)

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 _TIB = 1 << 40
 _BAR = 24
-_ROOM = 0.1  # a store with more than this share of its size free is not at its limit
-_ENOUGH = 0.9  # a curve counts as flat once it has this share of the best possible hits
+_ROOM = 0.1  # if more free space than this share of a store's size is left, it is not at its limit
+_ENOUGH = 0.9  # a curve counts as flat from the row that has this share of the best possible hits
 
 
 class CapacityRow(TypedDict):
-    """Row for a capacity, policy and group of requests."""
+    """Row for one capacity, one policy and one group of requests."""
 
     what_if: str | None
     by: str | None
@@ -49,7 +49,7 @@ _SCHEMA = schema_of(CapacityRow)
 
 
 class LossRow(TypedDict):
-    """Row for a cause of lost hits."""
+    """Row for one cause of lost hits."""
 
     cause: str
     tokens: int
@@ -74,8 +74,9 @@ class Served(NamedTuple):
 
     capacities: capacities of the store, ascending.
     tokens: [capacities, requests] tokens that the store serves.
-    device: [capacities or 1, requests] tokens that devices serve; None if L1 is not simulated.
-    host: [capacities or 1, requests] tokens that hosts serve; None if L2 is not simulated.
+    device: tokens that devices serve, with the shape of `tokens`, or [1, requests] if all
+        capacities have the same values; None if L1 is not simulated.
+    host: tokens that hosts serve, with the shape of `device`; None if L2 is not simulated.
     """
 
     policy: str
@@ -86,14 +87,14 @@ class Served(NamedTuple):
 
 
 def prompt_tokens(requests: Requests) -> IntArray:
-    """Return the tokens of each prompt. If unknown, count the tokens of its blocks."""
+    """Return the number of tokens of each prompt. If it is unknown, return that of its blocks."""
     blocks = requests.prompt_blocks * requests.block_tokens
     return np.where(requests.tokens < 0, blocks, requests.tokens)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Counting:
-    """Requests that count, and the tokens of their prompts.
+    """Which requests count in the shares, and how many tokens their prompts have.
 
     counted: [requests] whether the request counts; False if it only warms the caches.
     tokens: [requests] number of prompt tokens.
@@ -106,7 +107,7 @@ class Counting:
 
     @classmethod
     def of(cls, requests: Requests, warm_up: float) -> Counting:
-        """Return a counting that leaves out the first requests. warm_up: share left out."""
+        """Return a counting without the first requests. warm_up: share of requests to leave out."""
         counted = np.arange(len(requests)) >= int(len(requests) * warm_up)
         times, unit = requests.times, requests.seconds_per_unit
         hours = None
@@ -179,7 +180,7 @@ class Counting:
         served: tuple[int, int | None, int | None],
         before: CapacityRow | None,
     ) -> CapacityRow:
-        """Return a row. before: the row of the next smaller capacity."""
+        """Return a row. before: the row of the next smaller capacity; None for the smallest."""
         hits, device, host = served
         share = hits / head["tokens"] if head["tokens"] else None
         gain = None
@@ -202,7 +203,7 @@ class Counting:
         return {name: row[name] for name in _SCHEMA.names}  # type: ignore[return-value]
 
     def _sums(self, values: IntArray, ids: IntArray, count: int) -> IntArray:
-        """Return the sums over the counted requests of each group: [rows, groups]."""
+        """Sum each row of values over the counted requests of each group: [rows, groups]."""
         return np.stack(
             [
                 np.bincount(ids, weights=row[self.counted], minlength=count).astype(np.int64)
@@ -212,15 +213,16 @@ class Counting:
 
 
 def rows_table(rows: Sequence[CapacityRow]) -> pa.Table:
-    """Return the rows of a document."""
+    """Return the rows as the table of a document."""
     return pa.Table.from_pylist(list(rows), schema=_SCHEMA)
 
 
 def curve_for_people(rows: Sequence[CapacityRow]) -> pa.Table:
-    """Return the text columns of the rows of all requests, with a bar for each share.
+    """Return text columns of the rows of all requests, with a bar for each share.
 
-    The gain is for each TiB, or for the unit of the largest capacity if that is smaller. Capacities
-    below a sixteenth of the unit have no gain: few bytes tell too little of the gain of a unit.
+    The gain is the gain for one more TiB, or for one more unit of the largest capacity if this unit
+    is smaller. A capacity below a sixteenth of the unit shows no gain, because the gain of so few
+    bytes says little about a whole unit.
     """
     largest = max((row["capacity_bytes"] or 0 for row in rows), default=0)
     unit, scale = unit_of(min(largest, _TIB))
@@ -246,7 +248,7 @@ def curve_for_people(rows: Sequence[CapacityRow]) -> pa.Table:
 
 
 def groups_for_people(rows: Sequence[CapacityRow], by: str, chosen: CapacityRow) -> pa.Table:
-    """Return the text columns of the groups of one word of --by, the largest group first.
+    """Return text columns of the groups of one word of --by, the group with most tokens first.
 
     chosen: row with the capacity and policy to show.
     """
@@ -289,38 +291,39 @@ def losses_for_people(rows: Sequence[LossRow]) -> pa.Table:
 
 
 def denominators(rows: Sequence[CapacityRow], document: Mapping[str, Any], least: int) -> str:
-    """Return a message that says what 100% of the shares is.
+    """Return a message that says which tokens are 100 %.
 
     document: the document of `simulate`.
-    least: least number of tokens that servers take from a store.
+    least: least number of tokens that servers take from a store for a request.
     """
     whole, warm = rows[0], document["warm_up_requests"]
     below = f"; hits of fewer than {least} tokens do not count" if least > 1 else ""
     left = f"; the first {counted(warm, 'request')} only warm the caches" if warm else ""
     return (
         f"Shares are of {counted(whole['tokens'], 'prompt token')} of "
-        f"{counted(whole['requests'], 'request')}, also those of the last page{below}{left}"
+        f"{counted(whole['requests'], 'request')}, including the last page of each prompt"
+        f"{below}{left}"
     )
 
 
 def room_texts(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message if a store has so much free space that its size is no known limit.
+    """Yield a message if a store has so much free space that its size may not be its limit.
 
     document: the document of `simulate`.
     """
     today, free = document["today_bytes"], document["free_bytes"]
     if today and free is not None and free > today * _ROOM:
         yield (
-            f"The size of today, {human_size(today)}, is no known limit: {human_size(free)} are "
-            "free. Unless max_size of the servers limits it, the store grows by itself, and pages "
-            "lost as evicted were removed by something else"
+            f"Today's size, {human_size(today)}, may not be the limit of the store, because "
+            f"{human_size(free)} are free. If max_size of the servers does not limit the store, it "
+            "still grows, and something else removed the pages that count as evicted"
         )
 
 
 def served_text(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message on the share that a store serves today; nothing if there is no store.
 
-    It also says why a simulated cache of the same size can serve another share.
+    The message also says why a simulated cache of the store's size can serve another share.
     document: the document of `simulate`.
     """
     if document["losses"] is not None:
@@ -329,12 +332,12 @@ def served_text(document: Mapping[str, Any]) -> Iterator[str]:
         share = f"{served / tokens:.1%}" if tokens else "none"
         yield (
             f"The store as it is serves {share} of {counted(tokens, 'prompt token')}; "
-            "simulated caches write and evict while the requests come"
+            "simulated caches can serve another share, because requests also write and evict there"
         )
 
 
 def chosen_row(rows: Sequence[CapacityRow], document: Mapping[str, Any]) -> CapacityRow:
-    """Return the row of the first policy that tells best what the cache is worth.
+    """Return the row of the first policy that the summary describes.
 
     This is the row of today's capacity. Without a store, it is the first row from which the curve
     is flat.
@@ -351,7 +354,7 @@ def chosen_row(rows: Sequence[CapacityRow], document: Mapping[str, Any]) -> Capa
 def _are_alike(row: Mapping[str, Any], other: Mapping[str, Any], *names: str) -> bool:
     """Return whether two rows have equal members.
 
-    names: members to compare; none for the members that identify a curve.
+    names: members to compare. Without names, compare the members that identify a curve.
     """
     return all(row[name] == other[name] for name in names or ("policy", "by", "what_if"))
 
@@ -360,7 +363,7 @@ def answer(rows: Sequence[CapacityRow], document: Mapping[str, Any]) -> str:
     """Return the result of the first policy in one line.
 
     document: the document of `simulate`. If it has today's capacity, there must be rows of this
-        capacity, of half and of twice as much.
+        capacity, of half of it and of twice as much.
     """
     chosen, today = chosen_row(rows, document), document["today_bytes"]
     now = chosen["hit_share"] or 0.0

@@ -90,25 +90,29 @@ class SimulateDocument(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateRequest:
-    """Requests to simulate, and the caches.
+    """Requests to simulate, and settings of the servers and caches.
 
     profile: profile of the servers; None if capacities count pages.
-    capacities: bytes of the whole store, or pages without a profile. If empty, powers of two, and
-        with a store also the bytes that it holds, half and twice as many.
-    policies: names of `Policy`. If empty, optimal, and the policy of the store or else lru.
+    capacities: sizes of the whole store: bytes, or pages if there is no profile. If empty, powers
+        of two are used. With a store, the bytes that it holds, half of them and twice as many are
+        always added.
+    policies: names of `Policy`. If empty, the policy of the store, or `lru` without a store, and
+        `optimal` if the hits of the memory of servers do not depend on the store.
     eviction_ratio: eviction_ratio of HiCacheFile.
-    warm_up: share of the requests, from the first on, that are not counted.
-    by: words of `GROUPINGS`; each adds rows by group.
+    warm_up: share of the requests that only warm the caches: the first ones are not counted.
+    by: words of `GROUPINGS`; each adds rows for its groups.
     threshold: prefetch threshold of the servers in tokens. None stands for the profile's threshold,
         or for SGLang's default if the profile has none.
-    plan: pages that the caches hold at the start; None for the pages of the store, if given.
-    what_ifs: settings of other deployments, by name: page_size, tp, kv_cache_dtype and layout. Each
-        deployment is simulated, too, with caches that are empty at the start.
+    plan: pages that the caches hold at the start. If None, the caches start with the pages of the
+        store, if there is one.
+    what_ifs: for each further deployment to simulate, its settings by name: page_size, tp,
+        kv_cache_dtype and layout. The caches of these deployments are empty at the start.
     reread: function that reads the requests with another hashing. A what-if needs it if its page
-        size is no multiple of the present one.
-    l1: device memory for pages of one server, for all its ranks, in the unit of capacities; None if
-        every hit is a hit in the store.
-    l2: host memory for pages of one server, in the unit of capacities; None like `l1`.
+        size is no multiple of the tokens of a block.
+    l1: device memory for pages of one server, for all its ranks, in the unit of `capacities`; None
+        to simulate no memory of servers, so that every hit is a hit in the store.
+    l2: host memory for pages of one server, for all its ranks, in the unit of `capacities`; None if
+        `l1` is None.
     write_policy: --hicache-write-policy of the servers.
     servers: number of servers that share the store.
     cold: whether to begin with empty caches.
@@ -143,7 +147,9 @@ class SimulateRequest:
         if len(self.capacities) > _MOST_CAPACITIES:
             raise UsageError(f"capacities: give at most {_MOST_CAPACITIES}")
         if not 0 < self.eviction_ratio <= 1:
-            raise UsageError(f"eviction_ratio: {self.eviction_ratio:g} is not in 0..1; give 0.9")
+            raise UsageError(
+                f"eviction_ratio: {self.eviction_ratio:g} is not above 0 and at most 1; give 0.9"
+            )
         if (self.l1 is None) != (self.l2 is None):
             raise UsageError("l1, l2: only one of them is given; give both")
         if self.write_policy not in WRITE_POLICIES:
@@ -181,17 +187,17 @@ def simulate(
     A request hits its leading pages that the cache holds, unless these have fewer tokens than the
     prefetch threshold.
 
-    store: store of the profile's deployment. The caches begin with its pages, and the result also
-        says why its hits are lost.
+    store: store of the profile's deployment. The caches begin with the store's pages, and the
+        result also says why tokens of the requests are misses in the store.
     today: state of the store; None to list the store.
     on_listed: takes the number of objects of each batch of the listing.
-    Raises UsageError if the requests do not state the tokens of a page or the groups, or if their
-    pages do not fit the profile; ProfileError, EmptyStore and StoreUnavailable.
+    Raises ProfileError, EmptyStore and StoreUnavailable. Raises UsageError if the requests do not
+    state the tokens of a block or the groups, or if their blocks do not fit the profile.
     """
     case = _Case.of(request)
     requests, counting = case.requests, Counting.of(case.requests, request.warm_up)
     for by in request.by:
-        grouping_of(requests, by)  # raises before the work if the input lacks the groups
+        grouping_of(requests, by)  # raise now, before the long work, if the input lacks the groups
     if store is not None and today is None:
         requests.refuse_block_ids("give token ids, or leave out STORE")
         if request.profile is None or request.profile.inferred:
@@ -262,13 +268,13 @@ def _start(request: SimulateRequest, requests: Requests, today: Today | None) ->
 
 @dataclass(frozen=True, eq=False)
 class _Case:
-    """Requests in the pages of one deployment.
+    """One deployment to simulate, with the requests in its pages.
 
     pages_of_block: number of pages of the deployment in a block of the requests.
     start: pages that the caches hold at the start.
     changes: settings that differ from the request's profile; None for the profile itself.
-    refused: for each replay behind the memory of servers, the number of requests that no server
-        took.
+    refused: numbers of requests that no server took, collected from the replays with memory of
+        servers.
     """
 
     request: SimulateRequest
@@ -288,19 +294,22 @@ class _Case:
     def what_if(self, changes: Mapping[str, str]) -> _Case:
         """Return the case of a deployment with other settings. Its caches are empty at the start.
 
-        Raises UsageError, and ProfileError for a deployment that does not exist.
+        Raises UsageError, and ProfileError for settings that no deployment can have.
         """
         if self.profile is None:
             raise UsageError("what_if: other settings need a profile; give one")
         profile, request = changed(self.profile, changes), self.request
         size, requests = profile.page_size, request.requests
-        # If requests have no sample, only hashes are known, so reading them again gives no tokens.
+        # Requests without a sample have only hashes, so reading them again would give no tokens.
         if requests.sample and size % requests.block_tokens and request.reread is not None:
             requests = request.reread(Hashing.of(profile))
         return _Case(request, profile, *in_pages(requests.in_time_order(), profile), None, changes)
 
     def sizes(self, policy: Policy) -> PageSizes:
-        """Return the bytes of a block in a store with a policy. Raises as `object_specs` does."""
+        """Return the sizes of a block in a store with an eviction policy.
+
+        Raises as `object_specs` does.
+        """
         return PageSizes.of(self.profile, policy).in_blocks(self.pages_of_block)
 
     @property
@@ -400,14 +409,17 @@ class _Case:
         return -(-self.request.least_tokens // self.requests.block_tokens)
 
     def hit_tokens(self, runs: IntArray | Runs) -> IntArray:
-        """Return the prompt tokens in leading pages: [..., requests]. runs: numbers of pages."""
+        """Return the number of prompt tokens in leading pages: [..., requests].
+
+        runs: [..., requests] number of leading pages.
+        """
         size = self.requests.block_tokens
         return np.minimum(runs.astype(np.int64) * size, prompt_tokens(self.requests))
 
     def most_pages(self) -> IntArray:
-        """Return how many leading pages of each request any cache can serve at most: [requests].
+        """Return how many leading pages of each request the best cache could serve: [requests].
 
-        These pages were used before, or held at the start.
+        These are pages that earlier requests used, and pages that the caches hold at the start.
         """
         requests = self.requests
         numbers = np.arange(len(requests.blocks), dtype=np.int32)
@@ -423,8 +435,9 @@ class _Case:
 def in_pages(requests: Requests, profile: Profile | None) -> tuple[Requests, int]:
     """Return the requests in pages of a profile, and the number of pages in a block.
 
-    Blocks are merged to pages. They stay if a block is several pages, or if there is no profile.
-    Raises UsageError if the tokens of a block are unknown or do not fit.
+    Several blocks are merged into one page. Blocks stay as they are if a block has several pages,
+    or if there is no profile.
+    Raises UsageError if the tokens of a block are unknown, or if blocks and pages do not fit.
     """
     block, size = requests.block_tokens, 0 if profile is None else profile.page_size
     if not block:
@@ -440,13 +453,13 @@ def in_pages(requests: Requests, profile: Profile | None) -> tuple[Requests, int
         return requests, block // size
     what = "pages" if requests.hashed else "blocks"
     raise UsageError(
-        f"{requests.source}: has {what} of {block} tokens, of which no number makes a page of "
-        f"{size}; give token ids"
+        f"{requests.source}: has {what} of {block} tokens, which do not fit the profile's page "
+        f"size {size}; give token ids"
     )
 
 
 def _full_blocks(requests: Requests) -> Requests:
-    """Return the requests without a last block that is not full, because such a block is no page.
+    """Remove the last block of each prompt if it is not full, because such a block is no page.
 
     The page of a prompt's last token is out of reach, because servers always compute that token.
     """

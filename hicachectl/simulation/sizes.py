@@ -1,9 +1,11 @@
 """Bytes that a page takes in a store, and the limits of the store.
 
 A store limits the bytes of each rank (HiCacheFile, the plug-in), of each table (3FS), or of all
-objects together (Mooncake). A room is the rank, the table or the store that such a limit is for. A
-capacity is always for the whole store. All ranks or tables have the same setting, so the limit of
-each is an equal part of the capacity.
+objects together (Mooncake). In this package, a room is the place that one limit applies to: the
+files of a rank, a table or the whole store. A capacity is always for the whole store. All ranks or
+tables have the same setting, so the limit of each room is an equal part of the capacity.
+
+A trailing pool is a pool that servers need only for the last pages of a prefix.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class PageFile(NamedTuple):
 
     pool: name of the object's pool.
     nbytes: bytes of the object.
-    window: number of last pages of a written node that have the object; 0 if all pages have it.
+    window: number of pages at the end of a written node that have the object; 0 if all pages of the
+        node have it.
     anchor: whether servers find the page by this object.
     """
 
@@ -36,10 +39,10 @@ class PageFile(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Equal rooms of a store. Each has a limit of its own.
+    """Equal rooms of a store. Each room has a limit of its own.
 
     files: objects of a page in one room, in the order in which a server writes them.
-    copies: number of such rooms. They always hold the same pages.
+    copies: number of the equal rooms. They always hold the same pages.
     """
 
     files: tuple[PageFile, ...]
@@ -51,7 +54,7 @@ class PageSizes:
     """Sizes of the objects of a page, in the rooms of a store.
 
     rooms: rooms of the store. One `Room` stands for all rooms that are equal.
-    known: whether bytes are known. If not, blocks are counted: a page is one object of size 1.
+    known: whether bytes are known. If not, each block counts as one object of size 1.
     """
 
     rooms: tuple[Room, ...] = (Room((PageFile("kv", 1),)),)
@@ -104,7 +107,7 @@ class PageSizes:
         return all(len(room.files) == 1 and not room.files[0].window for room in self.rooms)
 
     def pages(self, capacity: int) -> int:
-        """Return the number of pages that a store holds. capacity: bytes of the store."""
+        """Return how many pages a store can hold. capacity: bytes of the whole store."""
         return capacity // max(self.page_bytes, 1)
 
     def _total(self, *, trailing: bool) -> int:

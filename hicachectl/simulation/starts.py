@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def start_from_store(groups: PageGroups, requests: Requests) -> Start:
-    """Return the whole pages of the first deployment, the longest unused page first.
+    """Return the whole pages of the first deployment, the least recently used page first.
 
     groups: groups of an inventory that has `atime_ns` if the store has it.
     """
@@ -39,7 +39,7 @@ def start_from_store(groups: PageGroups, requests: Requests) -> Start:
 
 
 def start_from_plan(planned: PlannedPages, requests: Requests) -> Start:
-    """Return the pages of a plan, the least valuable first."""
+    """Return the pages of a plan, the least valuable page first."""
     places = places_among(planned.pages, requests.page_names)
     blocks, order = _ordered(requests, places, -np.arange(len(places), dtype=np.float64))
     return Start(blocks[order])
@@ -48,7 +48,7 @@ def start_from_plan(planned: PlannedPages, requests: Requests) -> Start:
 def _ordered(requests: Requests, places: IntArray, worth: Worth) -> tuple[IntArray, IntArray]:
     """Return the number of each page, and the order of the pages, the least valuable page first.
 
-    Every page stands before its prefix.
+    Every page stands before the pages of its prefix, so that caches evict it first.
 
     places: [held] index of each page among the names of the requests; -1 if no request uses it.
     """

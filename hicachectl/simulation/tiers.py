@@ -1,8 +1,9 @@
 """Simulate SGLang's device and host pools in front of a store.
 
-Each server has one tree for both pools. A node of the tree is a run of pages that no request
-divides. Nodes are copied and evicted as a whole. A pool evicts only leaves, the least recently used
-first. Requests are served one after another, and every copy ends before the next request.
+Each server has one tree for both pools. A node of the tree is a sequence of pages that no request
+has divided. Each node is copied and evicted as a whole. A pool evicts only leaves, the least
+recently used leaf first. Requests are served one after another, and every copy ends before the next
+request starts.
 
 Source: SGLang 0.5.23, mem_cache/unified_cache/unified_tree_core.py and components/full.py,
 mem_cache/unified_radix_cache.py, managers/schedule_policy.py.
@@ -36,9 +37,10 @@ class Tiers:
     l1_tokens: size of the device pool of one server, in tokens.
     l2_tokens: size of the host pool of one server, in tokens.
     write_policy: --hicache-write-policy.
-    servers: number of servers that share the store. Requests go to servers by their label "server",
-        else in turn.
-    threshold: least number of tokens that a server asks the store for, or takes from the store.
+    servers: number of servers that share the store. The label "server" of a request chooses its
+        server. If the requests have no such label, they go to the servers in turn.
+    threshold: least number of tokens that a server asks the store for, and that it takes from the
+        store.
     trailing: whether the servers need a pool only at the end of a prefix.
     chunk: --chunked-prefill-size.
     """
@@ -89,7 +91,7 @@ class Served(NamedTuple):
 
 
 def filtered(requests: Requests, tiers: Tiers) -> Filtered:
-    """Return the tokens that the pools serve, and the requests that reach a store behind them."""
+    """Return the tokens that the pools serve, and the requests that they leave to a store."""
     assert tiers.filters
     (matched, asked, *pages), refused = _serve(requests, tiers, None, None)
     device, host, _ = _tokens(requests, pages)
@@ -99,7 +101,7 @@ def filtered(requests: Requests, tiers: Tiers) -> Filtered:
 def replay_behind(
     requests: Requests, tiers: Tiers, cache: Cache, *, seconds: Seconds | None = None
 ) -> Served:
-    """Return the tokens that the pools, and a cache behind them, serve.
+    """Return the tokens that the pools serve, and the tokens that a cache behind the pools serves.
 
     seconds: [requests] times of the requests, ascending; None if unknown.
     """
@@ -109,8 +111,9 @@ def replay_behind(
 
 
 def _tokens(requests: Requests, tiers: Sequence[IntArray]) -> Iterator[IntArray]:
-    """Yield the prompt tokens in the pages of each tier. The last block may not be full.
+    """Yield the number of prompt tokens that each tier serves: [requests].
 
+    The last block of a prompt may have fewer tokens than other blocks.
     tiers: for each tier, [requests] number of pages that it served.
     """
     rest = np.where(requests.tokens < 0, np.iinfo(np.int64).max, requests.tokens)
@@ -123,17 +126,22 @@ def _tokens(requests: Requests, tiers: Sequence[IntArray]) -> Iterator[IntArray]
 def _serve(
     requests: Requests, tiers: Tiers, cache: Cache | None, seconds: Seconds | None
 ) -> tuple[IntArray, int]:
-    """Return numbers of pages of each request, [5, requests], and the number of refused requests.
+    """Return five numbers of pages for each request, [5, requests], and how many were refused.
 
-    The five numbers are the pages that the pools held, the pages after these for which the store
-    was asked, and the pages that device, host and storage served. The pools count as holding all
-    pages of a refused request.
+    The five numbers count these pages:
+    - pages that the pools held
+    - pages after the held pages, for which the server asked the store
+    - pages that the device served
+    - pages that the host served
+    - pages that the store served
+
+    The pools count as holding all pages of a refused request.
     """
     unit = requests.block_tokens
     if not unit:
         raise UsageError(
-            f"{requests.source}: does not tell the tokens of a block, which the sizes of L1 and L2 "
-            "count; give --block-size"
+            f"{requests.source}: does not tell the tokens of a block, so no number of blocks "
+            "follows from the sizes of L1 and L2; give --block-size"
         )
     labels = requests.labels.get("server")
     turns = np.arange(len(requests)) if labels is None else labels.ids
@@ -156,14 +164,15 @@ def _serve(
 class Node:
     """Node of a tree: consecutive pages that no request has divided.
 
-    at: place of the first page among the blocks of all requests.
+    at: index of the first page among the blocks of all requests.
     length: number of pages.
     parent: node that this node continues; the root has none.
     children: number of nodes that continue this node.
     device_children: number of these nodes that are on the device.
     hits: number of insertions that passed the node.
     used: time of the last access.
-    holder: number of the last request that used the node, and holds it while it is being served.
+    holder: number of the last request that used the node; -1 if there is none. No pool evicts the
+        node while this request is being served.
     """
 
     at: int
@@ -191,7 +200,8 @@ class Node:
 class _Leaves:
     """Leaves of one pool, in the order of their last access.
 
-    An entry can be outdated, because its node was used since or is no longer a leaf.
+    An entry is outdated if its node was used after it was added, or if its node is no longer a
+    leaf. `take_oldest` removes such entries.
     """
 
     def __init__(self, is_leaf: Callable[[Node], bool]) -> None:
@@ -206,17 +216,16 @@ class _Leaves:
             heappush(self._entries, (node.used, node.at, node))
 
     def take_oldest(self, holder: int) -> Node | None:
-        """Remove and return the least recently used leaf that a request does not hold.
+        """Remove and return the least recently used leaf, or None if no leaf can be evicted.
 
-        holder: number of the request.
-        Return None if there is no such leaf.
+        holder: number of the request that is being served. The leaves that it uses stay.
         """
         while self._entries:
             used, _, node = heappop(self._entries)
             self._entered.discard(node)
             if node.used != used:
                 self.add(node)
-            elif node.holder == holder:  # the request holds all younger leaves, too
+            elif node.holder == holder:  # the request also uses all leaves that were used later
                 self.add(node)
                 return None
             elif self._is_leaf(node):
@@ -244,13 +253,17 @@ class Tree:
         self.nodes: dict[int, Node] = {}  # keys are the first blocks of the nodes
         self._leaves = _Leaves(lambda node: node.is_device_leaf)
         self._host_leaves = _Leaves(lambda node: node.is_host_leaf)
-        self._on_both: dict[Node, None] = {}  # for write_back, which frees such host copies first
+        # With write_back, the host pool first frees the copies of nodes that are on both.
+        self._on_both: dict[Node, None] = {}
         self._now = 0
         self._number = -1
         self._time = 0.0
 
     def serve(self, number: int, time: float) -> tuple[int, int, int, int, int] | None:
-        """Serve a request. Return its five numbers of pages as in `_serve`; None if refused."""
+        """Serve a request. Return its five numbers of pages, in the order of `_serve`.
+
+        Return None if the request exceeds the device pool, so that no server takes it.
+        """
         requests = self._requests
         start, end = requests.offsets[number : number + 2].tolist()
         reach = int(requests.reach[number])
@@ -280,7 +293,10 @@ class Tree:
         return -(-tokens // self._unit)
 
     def _match(self, start: int, stop: int) -> list[Node]:
-        """Return the nodes of the longest prefix in the pools. Divide the node where it ends."""
+        """Return the nodes of the longest prefix in the pools.
+
+        If the prefix ends inside a node, divide the node there.
+        """
         path: list[Node] = []
         while start < stop and (node := self.nodes.get(int(self._blocks[start]))) is not None:
             length = self._common(node, start, stop)
@@ -292,9 +308,9 @@ class Tree:
         return path
 
     def _common(self, node: Node, start: int, stop: int) -> int:
-        """Return how many pages of a node a chain has, at least one.
+        """Return how many leading pages of a node a chain shares: at least one.
 
-        The name of a block stands for its whole prefix, so equal blocks have equal prefixes.
+        The number of a block stands for its whole prefix, so equal blocks have equal prefixes.
         """
         blocks, at = self._blocks, node.at
         most = min(node.length, stop - start)
@@ -310,7 +326,10 @@ class Tree:
             node.holder = self._number
 
     def _divide(self, node: Node, length: int) -> Node:
-        """Divide a node. Return its front part, a new node. The rest counts as used, too."""
+        """Divide a node after `length` pages. Return the front, which is a new node.
+
+        Both parts count as used now.
+        """
         front = Node(node.at, length, node.parent)
         front.children = 1
         front.device_children = int(node.on_device)
@@ -327,7 +346,7 @@ class Tree:
         return front
 
     def _prefetch(self, start: int, asked: int, path: list[Node]) -> int:
-        """Copy the leading pages that the store has into the host pool. Return their number."""
+        """Copy the leading pages that the store has to the host pool. Return how many it copied."""
         if self._cache is None:
             return 0
         pages = self._blocks[start : start + asked].tolist()
@@ -356,7 +375,11 @@ class Tree:
         return node
 
     def _load_back(self, path: list[Node], pages: int) -> bool:
-        """Copy the nodes that only the host has to the device. Return whether it had room."""
+        """Copy to the device the nodes that only the host has. Return whether that was possible.
+
+        It is not possible if `pages` are fewer tokens than servers load, or if the device lacks
+        room.
+        """
         if pages * self._unit < self._least_loaded or not self._make_room(pages):
             return False
         for node in path:
@@ -366,7 +389,7 @@ class Tree:
         return True
 
     def _compute(self, start: int, done: int, prompt: int, tokens: int) -> None:
-        """Compute a prompt after its first `done` pages. Insert it after each chunk."""
+        """Compute a prompt after its first `done` pages. Insert its pages after each chunk."""
         counted, last = 0, max(self._pages_of(tokens), done + 1)
         for first in range(done, last, self._chunk):
             stop = min(first + self._chunk, last)
@@ -376,7 +399,7 @@ class Tree:
             counted = stop
 
     def _generate(self, start: int, prompt: int, end: int, tokens: int, outputs: int) -> None:
-        """Generate tokens after a prompt, and insert them."""
+        """Generate the tokens after a prompt, and insert their pages."""
         if outputs > 1:
             self._make_room(self._pages_of(tokens + outputs - 2) - prompt + 1)
         if start + prompt < end:
@@ -384,7 +407,7 @@ class Tree:
             self._insert(start, start + prompt, prompt)
 
     def _insert(self, start: int, stop: int, counted: int) -> None:
-        """Insert a chain that is on the device.
+        """Insert a chain whose pages are on the device.
 
         counted: number of leading pages that this request has already inserted.
         """
@@ -415,9 +438,10 @@ class Tree:
         self._leaves.add(node)
 
     def _count_hit(self, node: Node) -> None:
-        """Count an insertion. Copy the node to the host and the store if the policy wants it.
+        """Count an insertion that passed a node, and write the node if the write policy says so.
 
-        Earlier nodes of the chain that are not on the host are copied first.
+        A written node is copied to the host and then to the store. Earlier nodes of the chain that
+        are not on the host are written first.
         """
         if self._writes_back:
             return
@@ -444,7 +468,7 @@ class Tree:
         return True
 
     def _make_room(self, pages: int) -> bool:
-        """Evict nodes from the device until `pages` pages are free. Return whether they are."""
+        """Evict nodes from the device until `pages` pages are free. Return whether this worked."""
         while self.free < pages:
             node = self._leaves.take_oldest(self._number)
             if node is None:
@@ -466,7 +490,10 @@ class Tree:
         self._leaves.add(node.parent)
 
     def _evict_host(self, pages: int) -> int:
-        """Free pages of the host pool, as many as possible. Return how many were freed."""
+        """Evict nodes from the host until `pages` pages are freed, or no node can be evicted.
+
+        Return how many pages were freed.
+        """
         before = self.free_host
         if self._writes_back:
             self._free_both(pages)
@@ -482,7 +509,10 @@ class Tree:
             self._on_both.setdefault(node)
 
     def _free_both(self, pages: int) -> None:
-        """Free host copies of nodes that are on the device, copies of device leaves last."""
+        """Drop host copies of nodes that are also on the device, until `pages` pages are freed.
+
+        Copies of leaves that the device could evict are dropped last.
+        """
         for node in sorted(
             self._on_both, key=lambda node: node.is_device_leaf and node.holder != self._number
         ):
@@ -494,7 +524,7 @@ class Tree:
             pages -= node.length
 
     def _drop(self, node: Node) -> None:
-        """Remove a node from the device, and later nodes of its chain from the host."""
+        """Remove a node and all nodes that continue it, from the device and the host."""
         while node.children:
             for other in list(self.nodes.values()):
                 ancestor = other.parent
@@ -505,7 +535,10 @@ class Tree:
         self._remove(node)
 
     def _remove(self, node: Node) -> None:
-        """Remove a node without children, and earlier nodes of its chain that no pool has."""
+        """Remove a node without children. Then remove its ancestors that no pool needs any more.
+
+        Such an ancestor is in no pool, and has no other children.
+        """
         while True:
             parent = node.parent
             if node.on_device:

@@ -64,14 +64,14 @@ def test_a_table_compares_today_with_half_and_double(
 def test_a_store_with_room_has_no_known_limit(
     invoke: Invoke, source: Path, profile: Path, trace: Path, tmp_path: Path
 ) -> None:
-    said = "is no known limit: "
+    said = "may not be the limit of the store"
     words = ("simulate", "--trace", trace, "--profile", profile, "--policy", "lru")
     with small_file_system(tmp_path / "mounted", "64m") as mounted:
         store = mounted / "store"
         shutil.copytree(source, store)
         size = sum(path.stat().st_size for path in store.iterdir())
         found = invoke(*words, store)
-        assert f"The size of today, {human_size(size)}, {said}" in found.stderr
+        assert f"Today's size, {human_size(size)}, {said}" in found.stderr
         free = invoke.document(*words, store)["free_bytes"]
         assert free > size
         (mounted / "other").write_bytes(bytes(free - size // 20))
