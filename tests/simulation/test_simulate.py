@@ -166,7 +166,7 @@ def test_blocks_are_merged_to_pages_or_stay_as_several() -> None:
     result = simulate(SimulateRequest(requests=requests, profile=PROFILE))
     assert result.document["page_bytes"] == 2 * PAGE_BYTES
     assert max(hits(result, "lru").values()) == 16  # the last token is computed
-    with pytest.raises(UsageError, match=r"has blocks of 3 tokens.*a page of 4; give token ids"):
+    with pytest.raises(UsageError, match=r"has blocks of 3 tokens.*page size 4; give token ids"):
         simulate(
             SimulateRequest(
                 requests=trace_of([{**row, "block_size": 3} for row in rows]), profile=PROFILE
@@ -276,7 +276,7 @@ def test_other_settings_give_other_bytes_a_page() -> None:
     pages = requests_of_pages([page_hashes_hex(chain(1, 4), SIZE)] * 2, Hashing.of(PROFILE))
     without: tuple[dict[str, Any], ...] = ({"reread": None}, {"requests": pages})
     for changes in without:
-        with pytest.raises(UsageError, match=r"has pages of 4 tokens.*a page of 3; give token ids"):
+        with pytest.raises(UsageError, match=r"has pages of 4 tokens.*page size 3; give token ids"):
             simulate(replace(request, **changes))
 
 
