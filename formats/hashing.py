@@ -120,7 +120,7 @@ def _page_payloads(token_ids: Tokens, page_size: int, bigram: bool) -> Iterable[
     units = _units(token_ids)
     if bigram:
         if units.shape[1] != 1:
-            raise FormatError("bigrams need tokens of one word, not tuples")
+            raise FormatError("bigrams need tokens that are single numbers, not tuples")
         units = np.hstack((units[:-1], units[1:]))
     pages = len(units) // page_size
     if not pages:

@@ -428,7 +428,7 @@ def reply(url: str) -> str:
         (("--python", "nothing", "."), "nothing: not found"),
         (("--prefix", "", "."), "--prefix: is empty; give a directory"),
         (("--prefix", "/dev/null/x", "."), "/dev/null/x: cannot be created; give another"),
-        (("--prefix", "taken", "."), "taken/bin/hicachectl: not a link of this script"),
+        (("--prefix", "taken", "."), "taken/bin/hicachectl: not a link by this script"),
     ],
 )
 def test_install_sh_refuses(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:

@@ -1,4 +1,4 @@
-"""What the options of a command ask for, and the options of commands that it suggests."""
+"""The requests that a command's options describe, and the options of commands that it suggests."""
 
 from __future__ import annotations
 
@@ -74,19 +74,19 @@ def selection_of(
 
 
 def say_unjudged(ctx: click.Context, selection: Selection, groups: PageGroups) -> None:
-    """Say how many groups may be partial but are left out, because no profile describes them."""
+    """Say how many groups are left out although they may be partial: no profile describes them."""
 
     if unjudged := selection.unjudged(groups):
         remark(
             ctx,
-            f"{counted(unjudged, 'page')} left out that may be partial, because the profile "
+            f"Left out {counted(unjudged, 'page')} that may be partial, because the profile "
             "describes another deployment; give the profile of their servers",
             failure=True,
         )
 
 
 def asked_hashing(profile: Profile | None, options: Mapping[str, Any]) -> Hashing | None:
-    """Return the hashing that a given profile or --page-size states; None without either."""
+    """Return the hashing that a given profile or --page-size states; None if neither is given."""
     from hicachectl.formats.releases import NEWEST_SGLANG
     from hicachectl.requests.chains import Hashing
 
@@ -110,7 +110,7 @@ def asked_requests(
     outputs: bool = False,
     trace: Trace | None = None,
 ) -> Requests:
-    """Read the requests of the options. Print a remark on each thing that the input cannot tell.
+    """Read the requests that the options name. Print the remarks of the trace.
 
     remedy: next step in the refusal of a trace with block ids only; None accepts such a trace.
     outputs: whether chains continue with generated tokens.
@@ -198,8 +198,8 @@ def _listed_pages(
         return replace(request, pages=pages, in_others=others)
     if in_others:
         raise UsageError(
-            f"{source}: {counted(len(in_others), 'row')} of other deployments than the profile's "
-            f"({label_text(label)}); remove such rows from a file with chains"
+            f"{source}: has {counted(len(in_others), 'row')} of other deployments than the "
+            f"profile's ({label_text(label)}); remove such rows from a file with chains"
         )
     chains = requests_of_pages(listed.chains(), Hashing.of(profile), source=source)
     return replace(request, requests=chains)
@@ -224,7 +224,7 @@ def asked_hits(
     choice: Selection,
     **reading: Any,
 ) -> HitsRequest:
-    """Return the measurement that the options ask for: how much of requests a store can serve.
+    """Return the request of the options to measure how much of their requests a store can serve.
 
     reading: arguments of `asked_requests`.
     """
@@ -274,10 +274,10 @@ def asked_checks(
 
 
 def request_flags(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the flags that only hash requests or choose a deployment.
+    """Return the names of flags that only say how to hash requests, or choose a deployment.
 
-    The flags mean this only without a source of a profile, such as --model-config. If the options
-    have a source, return none.
+    If the options have a source of a profile, such as --model-config, return no names, because the
+    flags then describe the profile.
     """
     from hicachectl.profiles.sources import states_source
 
@@ -290,7 +290,7 @@ def without_request_flags(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_choice(choice: Selection, options: Mapping[str, Any]) -> None:
-    """Raise UsageError for a filter with a profile, which already names the deployment."""
+    """Raise UsageError if a filter chooses a deployment although a profile names it already."""
     from hicachectl.profiles.sources import states_source
 
     if choice.names_deployment and states_source(options):
@@ -316,13 +316,13 @@ def mending_without_options(ctx: click.Context, text: str) -> Mending:
     """
     from hicachectl.verification.report_text import Mending
 
-    # A URL can have a password; NAME: of the config file has none.
+    # A URL can have a password. A name of the config file, such as prod:, has none.
     named = "://" not in text
     return Mending(program=_program(ctx), store=text if named else store_name(ctx, text))
 
 
 def closers_of(ctx: click.Context, texts: tuple[str, str]) -> Closers:
-    """Return how suggested commands make the two stores of this command equal.
+    """Return the suggested commands that make the two stores of this command equal.
 
     texts: the arguments that name the stores.
     """
@@ -339,7 +339,8 @@ def closers_of(ctx: click.Context, texts: tuple[str, str]) -> Closers:
         words = (*words, "--profile", str(ctx.params["profile_file"]))
     back: tuple[str, ...] | None = words
     if changing:
-        # The way back exchanges the profiles. No other option describes the pages of B.
+        # The command from B to A exchanges the profiles. There is none without --to-profile,
+        # because no other option describes the pages of B.
         swapped = {"--profile": "--to-profile", "--to-profile": "--profile"}
         back = tuple(swapped.get(word, word) for word in words)
         if changing[:1] != ("--to-profile",) or "--profile" not in words:
@@ -359,7 +360,7 @@ def mending_of(
     quarantine: str = "",
     without: Collection[str] = (),
 ) -> Mending:
-    """Return how suggested commands that mend findings name the store and repeat options.
+    """Return how the suggested commands that mend findings name the store and repeat options.
 
     text: the STORE argument.
     profile: the given profile; None for an inferred one.

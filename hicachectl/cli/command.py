@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 GLOBAL = Section("Global options", repeats=False, divided=OWN_VALUE)
 _SCREEN = 40  # lines of --help
-_NAMED = 3  # most options that --help names for each section that does not fit
+_NAMED = 3  # --help names at most so many options of a section that does not fit
 _COLUMN = 24  # characters; the text of an option with longer names is on the next line
 _HELP = ("--help", "--help-all")
 _WORDS = "hicachectl.words"  # key in the context's meta
@@ -149,7 +149,10 @@ class Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return a command with its arguments. Raises UsageError, which names close commands."""
+        """Return a command with its arguments.
+
+        Raises UsageError for an unknown command. The message suggests commands.
+        """
         name = args[0]
         if name.startswith("-") or ctx.resilient_parsing or self.get_command(ctx, name):
             return super().resolve_command(ctx, args)
@@ -210,7 +213,7 @@ def _set_above(ctx: click.Context, option: click.Parameter, value: Any) -> None:
 
 
 def _begin(options: dict[str, Any]) -> Settings:
-    """Set up the log, and return the settings by the program's options."""
+    """Set up the log, and return the settings of the program's options."""
     verbose, quiet = options["verbose"], options["quiet"]
     level = logging.ERROR if quiet else logging.WARNING - 10 * min(verbose, 2)
     logging.basicConfig(level=level, format="%(message)s", force=True, handlers=[MessageHandler()])
@@ -225,7 +228,7 @@ def _with_examples(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pinged(ctx: click.Context) -> AbstractContextManager[None]:
-    """Return a context that pings --healthcheck-url; dry runs and parts of a run ping nothing."""
+    """Return a context that pings --healthcheck-url. It pings nothing for dry runs and parts."""
     options = ctx.params
     url = options.get("healthcheck_url")
     if url is None or options.get("dry_run") or options.get("shard") is not None:

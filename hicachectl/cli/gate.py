@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from hicachectl.results import Result
 
 _FIRST_PAUSE_SECONDS = 2.0
-_LONGEST_PAUSE_SECONDS = 60.0  # an attempt lists stores
-_HANGING_SECONDS = 60.0  # time for an attempt to end after the time of the gate
+_LONGEST_PAUSE_SECONDS = 60.0  # pauses grow up to this, because each attempt lists stores
+_HANGING_SECONDS = 60.0  # an attempt may take so much longer than the time of the gate
 
 
 class Gate:
@@ -51,7 +51,7 @@ class Gate:
         self._decided = threading.Lock()
 
     def passed(self, attempt: Callable[[float], Result], *, waited: float) -> Result:
-        """Return the result of the last attempt. If it failed, the result is excused.
+        """Return the result of the last attempt. If the attempt failed, mark it as excused.
 
         A run that fails or raises HicacheError is repeated. A signal and any other exception end
         the gate.
@@ -81,8 +81,8 @@ class Gate:
         """Report the failure, and wait for the next attempt or for the end of the gate's time."""
         if left <= 0:
             return
-        again = f"tries again in {human_age(pause)}, and " if pause < left else ""
-        latest = f"opens in {human_age(left)}{' at the latest' if again else ''}"
+        again = f"prewarm tries again in {human_age(pause)}, and " if pause < left else ""
+        latest = f"the gate opens in {human_age(left)}{' at the latest' if again else ''}"
         self._say(
             f"--open-after: attempt {self._attempts} failed: {self._failure}; {again}{latest}"
         )
@@ -98,7 +98,7 @@ class Gate:
         return replace(told, failed=True, ending=None, excused=True)
 
     def _told(self, *, opened_anyway: bool) -> Result:
-        """Return the last result with the members of its document about the gate."""
+        """Return the last result. Its document also has the members about the gate."""
         document = {**self._result.document, "attempts": self._attempts}
         document["opened_anyway"] = opened_anyway
         document["complete"] &= not opened_anyway
@@ -125,7 +125,8 @@ class Gate:
             yield
         finally:
             timer.cancel()
-            self._decided.acquire()  # never returns if the timer ends the process
+            # If the timer is ending the process, it holds the lock, and this never returns.
+            self._decided.acquire()
 
 
 def _is_signal(ending: BaseException | None) -> bool:
@@ -137,7 +138,7 @@ def waited_since(path: Path | None) -> Iterator[float]:
     """Yield the age of a file in seconds. Create a missing file, and remove it after the block.
 
     If an exception or a kill ends the block, the file stays, so that the next process continues
-    the count from its time. Without a path, yield 0.
+    the count from the file's time. Without a path, yield 0.
 
     Raises UsageError if the file cannot be created or has content, UntrustedError for a link or a
     file of an untrusted user.
@@ -146,11 +147,11 @@ def waited_since(path: Path | None) -> Iterator[float]:
         yield 0.0
         return
     with held_file(f"--open-since {path}", path, "make the file", os.fstat) as (directory, facts):
-        if facts.st_size:  # this function removes the file, so it must be no other one
+        if facts.st_size:  # the file has another purpose, and this function would remove it
             raise UsageError(
                 f"--open-since {path}: has {counted(facts.st_size, 'byte')}, so it is no file of a "
                 "gate; give another name"
             )
         yield max(0.0, time.time() - facts.st_mtime)
-        with suppress(OSError):  # a later gate then opens early
+        with suppress(OSError):  # if the file stays, a later gate opens early
             directory.remove(path.name)

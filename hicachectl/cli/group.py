@@ -38,7 +38,7 @@ COMMANDS = {
     "version": "Show the version.",
 }
 
-# Names that other programs give to what a command does.
+# Names that other programs use for what a command does, and the answer for each.
 _OTHER_NAMES = {
     "du df size space stat stats info": "ls --summary shows bytes and the free space",
     "list dir find keys pages": "ls lists the pages of a store",
@@ -68,12 +68,12 @@ class ClosedPipeError(Exception):
 
 
 class LazyGroup(Group):
-    """The program: a group that imports a command only when called."""
+    """The program: a group that imports a command only when it needs the command."""
 
     is_program = True
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command; raise ClosedPipeError for a closed pipe (click would exit with 1)."""
+        """Run the command. Raise ClosedPipeError for a closed pipe, for which click would exit."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:

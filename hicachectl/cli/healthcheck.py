@@ -45,7 +45,7 @@ def pinged(ctx: click.Context, url: SplitResult) -> Iterator[None]:
         max_reply_bytes=_MAX_REPLY_BYTES,
     )
     failed = True
-    lost = dict[str, list[str]]()  # reports that did not arrive, each list by its reason
+    lost = dict[str, list[str]]()  # for each reason, the reports that did not arrive
     try:
         _ping(service, url, "/start", lost)
         yield
@@ -66,7 +66,7 @@ def pinged(ctx: click.Context, url: SplitResult) -> Iterator[None]:
 
 
 def _ping(service: HttpService, url: SplitResult, end: str, lost: dict[str, list[str]]) -> None:
-    """Ping the service. If the ping fails, add its meaning to `lost` under the reason."""
+    """Ping the service. If the ping fails, add what it reports to `lost` under the reason."""
     query = f"?{quote(url.query, safe=_ALLOWED + '?')}" if url.query else ""
     path = f"{quote(url.path.rstrip('/') + end, safe=_ALLOWED)}{query}"
     try:

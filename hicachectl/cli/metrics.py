@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LABELS = {"skipped": "check", "findings": "code"}
 """The label of each metric that has a label in addition to `store`."""
 
-# A replaced file may have this size; our files have about 10 KB.
+# Most bytes that are read of the file to replace. Files of this module have about 10 KB.
 _MAX_BYTES = 1 << 20
 
 
@@ -40,7 +40,7 @@ def write_metrics(
 ) -> None:
     """Write the metrics of a command's document atomically.
 
-    The time of a run in parts is the time of its listing, whenever it is merged.
+    The time of a run in parts is the time of its listing, even if it is merged much later.
 
     succeeded: whether the run ended without failing findings. If not, the time of the last success
         is kept from the replaced file.

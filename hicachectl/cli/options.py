@@ -73,7 +73,7 @@ _OFFERED = re.compile(r"(?![-=])[\w@%+=:,./-]+")
 def store_names(
     ctx: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem[str]]:
-    """Offer the stores of the config file and directories, for shell completion."""
+    """Offer directories and the stores of the config file, for shell completion."""
     from click.shell_completion import CompletionItem
 
     from hicachectl.backends.urls import load_config
@@ -88,7 +88,7 @@ def store_names(
         names = sorted(
             f"{name}:" for name in load_config(None if config is None else str(config)).stores
         )
-    # The directories come first: bash drops the candidates before them.
+    # The directories come first, because bash drops all candidates that stand before directories.
     return [
         CompletionItem(incomplete, type="dir"),
         *(CompletionItem(name) for name in names if is_offered(name)),
@@ -130,7 +130,7 @@ findings_options = stack(
 def refuse_without_table(ctx: click.Context, output_format: str, row: str = "finding") -> None:
     """Raise click.UsageError if an option for tables is given with another format.
 
-    row: the word for a row in the message.
+    row: word of the message for a row.
     """
     for parameter, name in (("limit", "--limit"), ("all_findings", "--all-findings")):
         if output_format != "table" and on_command_line(ctx, parameter):
@@ -215,7 +215,7 @@ profile_option = PROFILE.option(
 def _profile_options(*server: Callable[[F], F]) -> Callable[[F], F]:
     """Return the options that describe servers.
 
-    server: the option --server; empty for a command that declares its own.
+    server: the option --server; none for a command that declares a --server of its own.
     """
     return stack(
         profile_option,
@@ -367,7 +367,7 @@ parts_options = stack(
 )
 
 
-# For a command that compares a store with the copy that it should be.
+# Options of a command that compares a store with its copy.
 comparing_options = stack(_transform_options, jobs_option, _buffer_option, _bwlimit_option)
 copy_options = stack(
     _transform_options,
@@ -400,7 +400,7 @@ def trace_options(
 
     text: first sentence of the help of --trace.
     needs: option that --trace needs, with its value.
-    also: another option with requests that need a tokenizer.
+    also: name of another option for requests that need a tokenizer.
     """
     return stack(
         equal_option(
@@ -631,8 +631,8 @@ def filter_options(
 ) -> Callable[[F], F]:
     """Return the options of the filters.
 
-    beside_flags: leave out the filters in FLAG_FILTERS. The server flags of the command take their
-        place.
+    beside_flags: whether to leave out the filters in FLAG_FILTERS, because server flags of the
+        command take their place.
     without: further filters to leave out.
     """
     left_out = {*without, *(FLAG_FILTERS if beside_flags else ())}

@@ -75,7 +75,7 @@ def write_report(
 ) -> None:
     """Write a report in the format and to the file that a command's options name.
 
-    Arguments as in `write_document`.
+    `write_document` describes the arguments.
     """
     chosen = {option: ctx.params[option] for option in ("output_format", "output")}
     write_document(document, rows=rows, name=name, text=text, **chosen)
@@ -106,11 +106,12 @@ def write_run(
 def write_result(ctx: click.Context, result: Result, *, metrics: bool = True) -> None:
     """Write the metrics, the messages and the document of a result, and end with its exit status.
 
-    With --quiet, remarks are left out, and so is the table of a run that ends with 0 and was no dry
-    run. The table says what was not done. Without the table, a line on stderr says so.
+    With --quiet, remarks are left out. The table is also left out if the exit status is 0 and the
+    run was no dry run. Without the table, a line on stderr says what was not done.
 
     metrics: whether there was a run, so that --metrics-file is written and --healthcheck-url knows
-        how it ended. Raises UsageError for a command without metrics.
+        how the run ended.
+    Raises UsageError for a command without metrics.
     """
     options = ctx.params
     if metrics:
@@ -146,9 +147,9 @@ def document_text(document: Mapping[str, Any]) -> str:
 
 
 def _document_pieces(document: Mapping[str, Any]) -> Iterator[str]:
-    """Return the text of a `json` document in pieces. Only its rows are made while they are read.
+    """Return the text of a `json` document in pieces. The text of rows is made as it is read.
 
-    The rest is made at once, so that an error in it leaves no half document behind.
+    All other text is made at once, so that an error in it leaves no half document behind.
     """
     pieces: list[Iterable[str]] = [[_document_head()]]
     for key, value in document.items():

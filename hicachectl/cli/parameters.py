@@ -1,7 +1,7 @@
 """Arguments and options: their sections in the help, and what the program does with their values.
 
-The declaration of an option, or its section, states its properties. No list elsewhere names
-options.
+The declaration of an option, or its section, states all its properties. No other module has a list
+of options.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Entry(NamedTuple):
     """Where the config file states the value of an option.
 
     member: member of a store's table.
-    stores: parameters that name the store; the first one given counts.
+    stores: parameters that can name the store; the first parameter with a value counts.
     """
 
     member: str
@@ -63,7 +63,7 @@ SHARED = Divided(shared_by=("--shard", "--ray"))
 """Each part takes an equal share of the value."""
 
 AT_MERGE = Divided(instead="give {} to hicachectl merge")
-"""The value is about the result of the whole run."""
+"""The value is for the result of the whole run, so only hicachectl merge takes the option."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,10 @@ SERVERS = Section("Server flags", describes=True, repeats=True, divided=SAME)
 
 
 class Parsed(click.ParamType[Any]):
-    """A value that a function makes from a text; other values pass through.
+    """A value that a function makes from a text. Values that are not texts stay as they are.
 
     parse: the function. It raises ValueError or UsageError with the reason as its text.
-    words: function that returns the texts which a shell offers.
+    words: function that returns the texts that a shell offers.
     """
 
     def __init__(
@@ -169,7 +169,8 @@ class _Given(click.Parameter):
             opts = {**opts, str(self.name): self._single(ctx, given)}
         value, source = super().consume_value(ctx, opts)
         if source in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT):
-            ctx.set_parameter_source(str(self.name), source)  # so that an error names the variable
+            # Set the source before a refusal, so that the message can name the variable.
+            ctx.set_parameter_source(str(self.name), source)
             for text in value if isinstance(value, (list, tuple)) else [value]:
                 self._refuse_empty(ctx, text)
         return value, source
@@ -194,25 +195,28 @@ class _Given(click.Parameter):
 
 
 def takes_one_value(given: Collection[object], *, secret: bool = False) -> str:
-    """Return the message on several values of a parameter that takes one. secret: hide them."""
+    """Return the message on several values of a parameter that takes one value.
+
+    secret: whether to hide the values.
+    """
     named = len(given) if secret else " and ".join(repr(str(value)) for value in given)
-    return f"takes one value, but has {named}; leave out all but one"
+    return f"takes one value, but has {named}; give only one"
 
 
 class Argument(_Given, click.Argument):
-    """An argument."""
+    """An argument that refuses what `_Given` refuses."""
 
 
 class Option(_Given, click.Option):
     """An option of a section of the help; click's own options belong to the section `OWN`.
 
-    needs: options of which at least one must be given with this one, with their values, such as
-        "--free SIZE" or "--prompts or --trace"; empty for none.
+    needs: other options with their values, such as "--free SIZE" or "--prompts or --trace". One of
+        them must be given with this option. Empty if the option needs no other.
     entry: where the config file states the value; None for an option that it cannot state.
     writes: whether the option makes the command write to its store. A command with such options
         writes only if one of them is given.
 
-    By default, the section states these three:
+    By default, these three properties are those of the section:
 
     describes: whether the option describes servers in place of --profile.
     repeats: whether commands that messages suggest repeat the option.
@@ -249,7 +253,7 @@ class Option(_Given, click.Option):
             self.envvar = variable_of(self)
 
     def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
-        """Make the parser keep every value; click keeps only the last."""
+        """Make the parser keep every value, so that `_single` sees them. click keeps the last."""
         if self.is_flag or self.count or self.multiple:
             super().add_to_parser(parser, ctx)
         else:
@@ -272,7 +276,10 @@ own_setting = partial(own_option, variable=True)
 
 
 def removed_option(name: str, instead: str) -> Callable[[F], F]:
-    """Return the decorator of an option that is refused. instead: next step in the message."""
+    """Return the decorator of an option that only earlier releases have, and that is refused.
+
+    instead: next step in the message.
+    """
 
     def refuse(ctx: click.Context, parameter: click.Parameter, value: str | None) -> None:
         if value is not None and not ctx.resilient_parsing:
@@ -284,7 +291,7 @@ def removed_option(name: str, instead: str) -> Callable[[F], F]:
 
 
 def stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
-    """Return one decorator for several options; help lists them in their order."""
+    """Return one decorator for several options. The help lists the options in the same order."""
 
     def apply(function: F) -> F:
         for decorator in reversed(decorators):
@@ -314,7 +321,10 @@ def options_of(command: click.Command) -> list[Option]:
 
 
 def sections(parameters: Iterable[click.Parameter]) -> dict[str, list[click.Option]]:
-    """Return the options that help shows by section: `OWN` first, then as declared."""
+    """Return the options that the help shows, by section.
+
+    `OWN` comes first, then the other sections in the order in which the command declares them.
+    """
     found: dict[str, list[click.Option]] = {OWN.title: []}
     for parameter in parameters:
         if isinstance(parameter, click.Option) and not parameter.hidden:
@@ -324,15 +334,15 @@ def sections(parameters: Iterable[click.Parameter]) -> dict[str, list[click.Opti
 
 
 def long_name(option: click.Parameter) -> str:
-    """Return an option's long name, as --buffer-bytes."""
+    """Return an option's long name, such as --buffer-bytes."""
     return max(option.opts, key=len)
 
 
 def variable_of(option: click.Parameter) -> str:
-    """Return the variable of an option's name, as HICACHECTL_BUFFER_BYTES."""
+    """Return the environment variable of an option, such as HICACHECTL_BUFFER_BYTES."""
     return PREFIX + long_name(option).removeprefix("--").replace("-", "_").upper()
 
 
 def on_command_line(ctx: click.Context, name: str) -> bool:
-    """Return whether the command line has a parameter."""
+    """Return whether the command line gives a parameter its value."""
     return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE

@@ -1,9 +1,14 @@
-"""Sections of man pages that are written by hand.
+"""Hand-written sections of man pages.
 
-The file of a page is `manpages/texts/PAGE.txt`. `# TITLE` begins a section. Blank lines divide its
-blocks: paragraphs, items (`- TERM` with its text in the lines below) and literal lines, indented by
-four. `@NAME` stands for items that the program makes. `@shared TITLE` stands for a section of
-`shared.txt`; without a title, for the section of the same title.
+The file of a page is `manpages/texts/PAGE.txt`. `# TITLE` begins a section. Blank lines divide the
+section into blocks. A block is one of these:
+
+- a paragraph
+- an item: `- TERM`, with its text in the lines below
+- literal lines, indented by four spaces
+- `@NAME`, which stands for items that the program makes
+- `@shared TITLE`, which stands for a section of `shared.txt`; `@shared` alone stands for the
+  section of `shared.txt` with the title of the present section
 """
 
 from __future__ import annotations

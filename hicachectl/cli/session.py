@@ -79,9 +79,9 @@ def opened_store(
 ) -> Iterator[Store]:
     """Open a store without a command's context, for example on another node.
 
-    Arguments as in `open_store`.
+    `open_store` describes the other arguments.
 
-    verbose: show the messages of native libraries.
+    verbose: whether to show the messages of native libraries.
     """
     from hicachectl.io.opening import open_store
 
@@ -93,17 +93,17 @@ def opened_store(
         lease_wait=lease_wait,
         jobs=jobs,
     ) as store:
-        if store.traits.logs_natively and not (verbose and _is_open(store.url)):
+        if store.traits.logs_natively and not (verbose and _has_no_secret(store.url)):
             mute_native_logs()
         yield store
 
 
-def _is_open(url: str) -> bool:
-    """Return whether a store's URL has no secret, which the store's library would log."""
+def _has_no_secret(url: str) -> bool:
+    """Return whether a store's URL has no secret. The store's library would log a secret."""
     from hicachectl.backends.urls import MASK
 
     if MASK in url:
-        _log.info("%s: the log of the store's library is left out: it shows the password", url)
+        _log.info("%s: the log of the store's library is left out, as it shows the password", url)
     return MASK not in url
 
 
@@ -119,7 +119,7 @@ def moment_of(store: Store, moment: float | None, *, changes: bool) -> float | N
 
 
 def config_of(ctx: click.Context) -> Config:
-    """Read the config file, once: it may be a pipe."""
+    """Return the config. Its file is read only once, because it may be a pipe."""
     from hicachectl.backends.urls import load_config
 
     if _CONFIG not in ctx.meta:
@@ -137,7 +137,7 @@ def store_name(ctx: click.Context, text: str) -> str:
 
 
 def quarantine_directory(ctx: click.Context, text: str) -> Path:
-    """Return the directory of a QUARANTINE argument; for a store, the store's own quarantine."""
+    """Return the directory of a QUARANTINE argument. For a store, return its own quarantine."""
     from hicachectl.backends.disk.names import OWN_PREFIX
     from hicachectl.backends.urls import SIDE_PARAMETER, parse_url
 
@@ -280,6 +280,6 @@ def remark_wait(ctx: click.Context, seconds: float, pages: int) -> None:
 
     remark(
         ctx,
-        f"Not whole: {counted(pages, 'page')}. The store keeps no timestamps, so {ctx.info_name} "
-        f"looks again in {seconds:.0f} s (--grace).",
+        f"Servers may still be writing {counted(pages, 'page')}. The store keeps no timestamps, so "
+        f"{ctx.info_name} looks again in {seconds:.0f} s (--grace).",
     )

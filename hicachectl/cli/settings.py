@@ -64,7 +64,7 @@ def unused_variables(ctx: click.Context) -> Iterator[str]:
     from hicachectl.profiles.server import API_KEY_VARIABLE
 
     if asked == {API_KEY_VARIABLE}:
-        return  # without importing every command
+        return  # the code below imports every command
     options = [option for command in every_command(ctx.find_root()) for option in command.params]
     known = {str(option.envvar) for option in options if option.envvar} | {API_KEY_VARIABLE}
     named = {variable_of(option): long_name(option) for option in options}
@@ -94,11 +94,12 @@ def refuse_server_variables(command: click.Command) -> None:
 def named_sources(ctx: click.Context) -> Iterator[None]:
     """Make errors of the block name the variable or config entry that gave the wrong value.
 
-    This name replaces the option's name. In an error about a path, it stands before the message.
+    This name replaces the option's name. In an error about a path, the name stands before the
+    message.
     """
     try:
         yield
-    except click.BadParameter:  # `one_line` names it
+    except click.BadParameter:  # `one_line` names the variable
         raise
     except click.UsageError as error:
         raise click.UsageError(_naming_sources(ctx, error.message), error.ctx) from None
@@ -143,8 +144,9 @@ def _chain(ctx: click.Context | None) -> Iterator[click.Context]:
 
 
 def contradiction_remark(ctx: click.Context) -> Callable[[str], None] | None:
-    """Return a function that reports a profile which the store contradicts; None to refuse it.
+    """Return a function that reports a profile which the store contradicts.
 
+    Return None if such a profile must be refused, because the command line gives it.
     A profile from the environment or the config file describes today's servers. A store that has
     only pages of earlier servers contradicts it, and must still be listed and cleaned.
     """
@@ -154,13 +156,14 @@ def contradiction_remark(ctx: click.Context) -> Callable[[str], None] | None:
 
 
 def settle(ctx: click.Context) -> None:
-    """Fill parameters from the config file; drop those that a stronger source overrides.
+    """Fill parameters from the config file. Drop parameters that a stronger source overrides.
 
     Raises UsageError and FormatError for the config file.
     """
     options = options_of(ctx.command)
     for option in options:
         _fill(ctx, option)
+    # --profile and the options that describe servers exclude each other. The stronger source wins.
     others = {str(option.name) for option in options if option.describes} - {_PROFILE}
     strongest = max((_strength(ctx, name) for name in others), default=0)
     _drop(ctx, {_PROFILE} if strongest > _strength(ctx, _PROFILE) else others)
@@ -199,13 +202,13 @@ def _fill(ctx: click.Context, option: Option) -> None:
 
 
 def _store_text(ctx: click.Context, entry: Entry) -> str | None:
-    """Return the STORE argument that an entry is about; None without one."""
+    """Return the STORE argument that an entry is about; None if it is not given."""
     text = next((ctx.params[store] for store in entry.stores if ctx.params.get(store)), None)
     return text if isinstance(text, str) else None
 
 
 def _drop(ctx: click.Context, names: Collection[str]) -> None:
-    """Reset parameters to their defaults, except those on the command line."""
+    """Reset parameters to their defaults, except parameters on the command line."""
     for option in ctx.command.params:
         name = str(option.name)
         if name in names and _strength(ctx, name) and not on_command_line(ctx, name):

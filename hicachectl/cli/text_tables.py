@@ -1,4 +1,4 @@
-"""Text columns of the `table` format, made from the rows of `listing`."""
+"""Text columns of the `table` format, made from the rows of results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def pages_for_people(rows: pa.Table) -> pa.Table:
-    """Return the text columns of `ls`; ">" marks right-aligned columns."""
+    """Return the text columns of `ls`. A name with ">" marks a right-aligned column."""
     return pa.table(
         {
             "page": _short(rows.column("page")),
@@ -104,7 +104,7 @@ def readings_for_people(rows: list[dict[str, Any]]) -> pa.Table:
 
 
 def _object_ends(keys: list[str]) -> pa.Array:
-    """Return the keys with "…" for the page hash that objects of a page share."""
+    """Return the keys with "…" in place of the page hash, which all objects of a page share."""
     return pa.array([re.sub("[0-9a-f]{64}", "…", key) for key in keys], pa.string())
 
 
@@ -175,8 +175,8 @@ def hits_lines(
 
     summary: show the causes in place of the requests.
     by: words of --by.
-    limit: maximum lines of a table, the worst first. None means DEFAULT_LIMIT on a terminal, and no
-        limit elsewhere.
+    limit: most lines of a table, the worst lines first. None means DEFAULT_LIMIT on a terminal, and
+        no limit elsewhere.
     """
     from hicachectl.requests.measuring import served_text, short_text, unreachable_text
 
@@ -348,7 +348,8 @@ def _times(moments: pa.ChunkedArray) -> pa.StringArray:
 
 def _ages(mtimes: pa.Array) -> pa.StringArray:
     """Return ages of Unix times, in seconds, as texts."""
-    elapsed = pc.floor(pc.subtract(time.time(), mtimes))  # fewer distinct values than mtimes
+    # `human_column` makes one text for each distinct value, and whole seconds have fewer of them.
+    elapsed = pc.floor(pc.subtract(time.time(), mtimes))
     return human_column(elapsed, human_age)
 
 
@@ -378,7 +379,7 @@ def _ranks_text(rows: pa.Table) -> pa.StringArray:
 
 
 def _by_axis(texts: list[pa.StringArray]) -> pa.StringArray:
-    """Join the texts of all axes; null for a row that has none."""
+    """Join the texts of all axes. A row without any text becomes null."""
     joined = join_present(texts, " ")
     return pc.if_else(pc.equal(joined, ""), None, joined)
 

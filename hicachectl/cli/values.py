@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 FILE = click.Path(dir_okay=False, path_type=Path)
-INPUT = click.Path(allow_dash=True)  # a text: Path would change patterns
+INPUT = click.Path(allow_dash=True)  # the value stays a text, because Path would change patterns
 FORMATS = ("table", "json", "jsonl", "csv", "parquet", "arrow")
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -62,7 +62,7 @@ def _positive_duration(text: str) -> float:
     """Return the seconds of a duration of a millisecond or more."""
     seconds = _duration(text)
     if seconds < 0.001:
-        raise ValueError(f"{_shown(text)} is no time; write 90s, 10m, 2h or 7d")
+        raise ValueError(f"{_shown(text)} is shorter than 1 ms; write 90s, 10m, 2h or 7d")
     return seconds
 
 
@@ -101,7 +101,7 @@ def _positive_number(text: str) -> float:
         number = float(text)
     except ValueError:
         raise ValueError(f"{_shown(text)} is not a number") from None
-    if not 0 < number < math.inf:  # nan compares with nothing
+    if not 0 < number < math.inf:  # every comparison with nan is false, so nan is refused, too
         raise ValueError(f"{_shown(text)} is not above 0, or not finite")
     return number
 
@@ -120,7 +120,7 @@ def _one_of(name: str, choices: tuple[str, ...]) -> str:
 
 
 def _healthcheck_url(text: str) -> SplitResult:
-    """Return the parts of a URL; errors do not show it, since its path is a secret."""
+    """Return the parts of a URL. Errors do not show the URL, because its path is a secret."""
     from hicachectl.backends.http import service_url
 
     parts = service_url(text)
@@ -144,7 +144,7 @@ REPAIR_CODE = Parsed("code", _repair_code, page_codes)
 
 
 class Count(click.IntRange):
-    """A whole number. Help shows both bounds, but no lower bound alone, which is 0 or 1."""
+    """A whole number. The help shows its bounds only if it has an upper bound."""
 
     name = "number"
 
@@ -175,7 +175,7 @@ class NameList(CommaList):
         return self._choices() if callable(self._choices) else self._choices
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return the choices, or NAME,... without choices."""
+        """Return the choices. If any name is allowed, return NAME,..."""
         return ",".join(self.choices) or "NAME,..."
 
     def shell_complete(
@@ -195,7 +195,7 @@ class NameList(CommaList):
 
 
 class _CheckedPath(click.Path):
-    """A path. `check` can refuse its text."""
+    """A path whose text `check` can refuse."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(path_type=Path, **attributes)
@@ -208,7 +208,7 @@ class _CheckedPath(click.Path):
         except ValueError as error:
             self.fail(str(error), param, ctx)
         super().convert(value, param, ctx)
-        # `whole_file` knows stdout by this name.
+        # `whole_file` writes to stdout if the path has this name.
         return Path("/dev/stdout" if self.allow_dash and text == "-" else text)
 
     def check(self, text: str) -> None:
@@ -254,7 +254,7 @@ class OutputFile(_CheckedPath):
 
 
 class MetricsFile(_CheckedPath):
-    """A file for metrics; one with other content is refused."""
+    """A file for metrics. An existing file with other content is refused."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False)
@@ -300,7 +300,7 @@ def _kind_of_content(path: Path, head: bytes) -> str:
     if head.startswith(MAGIC):
         return "a pack"
     if head.startswith(b"PAR1"):
-        with path.open("rb") as file:
+        with path.open("rb") as file:  # Parquet files have their metadata at the end
             file.seek(max(0, file.seek(0, os.SEEK_END) - _HEAD_BYTES))
             return "a catalog" if b"hicachectl.catalog" in file.read() else ""
     document = _document(head)
@@ -314,7 +314,7 @@ def _document(head: bytes) -> Mapping[str, Any]:
     from hicachectl.formats.documents import parse_json_object, parse_toml
     from hicachectl.formats.errors import FormatError
 
-    if len(head) == _HEAD_BYTES:
+    if len(head) == _HEAD_BYTES:  # the file may be longer, and half a document cannot be parsed
         return {}
     with suppress(FormatError, UnicodeDecodeError):
         text = head.decode("utf-8-sig")

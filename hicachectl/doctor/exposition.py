@@ -131,7 +131,9 @@ def read_look(text: bytes, at: float) -> Look:
     if not any(line.startswith(_SGLANG) for line in lines):
         return Look(at, None, f"/metrics has no metrics of SGLang; {ENABLE_METRICS}")
     kept = [line for line in lines if line.startswith(_KEPT)]
-    too_large = Look(at, None, f"/metrics is larger than that of any server; {CHECK_URL}")
+    too_large = Look(
+        at, None, f"/metrics is larger than the page of any SGLang server; {CHECK_URL}"
+    )
     if sum(map(len, kept)) > _MAX_KEPT_BYTES or max(map(len, kept), default=0) > _MAX_LINE_BYTES:
         return too_large
     samples, reasons = {}, set()

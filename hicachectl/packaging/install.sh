@@ -6,16 +6,16 @@ usage() {
   cat <<'END'
 usage: install.sh [--prefix DIR] [--python PROGRAM] [--extras NAMES] [SOURCE]
 
-Install hicachectl into an environment of its own below DIR/lib, to which
-DIR/lib/hicachectl is a link, and link the command, the man pages, the completions and
-the deployment files into DIR. Run it again to install another release in the same
-place: until that works, the earlier one stays. To uninstall, remove DIR/lib/hicachectl*
-and the links to it.
+Install hicachectl into an environment of its own below DIR/lib, and make
+DIR/lib/hicachectl a link to the environment. Link the command, the man pages, the
+completions and the deployment files into DIR. Run the script again to install another
+release in the same place. The earlier release stays until the new release works. To
+uninstall, remove DIR/lib/hicachectl* and the links to it.
 
   SOURCE            a wheel, a source archive or a checkout; default: the checkout of this script
-  --prefix DIR      default: /usr/local for root, else ~/.local
+  --prefix DIR      where to install; default: /usr/local for root, else ~/.local
   --python PROGRAM  CPython 3.11 or later with the module venv; default: python3. The
-                    users who are to run hicachectl must be able to run it
+                    users who are to run hicachectl must be able to run this PROGRAM
   --extras NAMES    extras of hicachectl, such as mooncake,tokenizers; mooncake-cpu is
                     Mooncake's build for machines without CUDA
 
@@ -81,19 +81,19 @@ fi
 mkdir -p -- "$prefix/lib" || fail "$prefix: cannot be created; give another --prefix"
 prefix=$(CDPATH='' cd -- "$prefix" && pwd -P)
 
-# A file that is not a link of this script is never replaced.
+# Only links that this script made are replaced.
 installed=$prefix/lib/hicachectl
 refuse_others() {
   for file in "$@"; do
     if [ -e "$prefix/$file" ] || [ -L "$prefix/$file" ]; then
       [ "$(readlink "$prefix/$file" || true)" = "$installed/$file" ] ||
-        fail "$prefix/$file: not a link of this script; remove it, or give another --prefix"
+        fail "$prefix/$file: not a link by this script; remove it, or give another --prefix"
     fi
   done
 }
 refuse_others bin/hicachectl
 if [ -e "$installed" ] && [ ! -e "$installed/pyvenv.cfg" ]; then
-  fail "$installed: not of this script; remove it, or give another --prefix"
+  fail "$installed: not made by this script; remove it, or give another --prefix"
 fi
 
 work=
@@ -107,15 +107,15 @@ trap 'exit 143' HUP TERM
 work=$(mktemp -d)
 environment=$(mktemp -d "$installed-XXXXXX") ||
   fail "$prefix/lib: cannot be written; give another --prefix, or run this as its owner"
-chmod "=rwx" "$environment" # less the umask: mktemp's is for its owner only
+chmod "=rwx" "$environment" # mktemp lets in only the owner; this mode follows the umask
 "$python" -I -m venv "$environment" ||
   fail "$python: cannot make an environment; see above. Debian has venv in python3-venv"
-unset PIP_PREFIX PIP_ROOT PIP_TARGET PIP_USER # a place other than the environment
+unset PIP_PREFIX PIP_ROOT PIP_TARGET PIP_USER # pip would install outside the environment
 pip() {
   "$environment/bin/python" -I -m pip --quiet --disable-pip-version-check "$@" ||
     fail "pip: see its messages above; without a network, see --help. Nothing was replaced"
 }
-if [ -d "$source" ]; then # a build in the checkout would leave its files there
+if [ -d "$source" ]; then # build in a copy: a build in the checkout would leave its files there
   mkdir "$work/source"
   for name in pyproject.toml MANIFEST.in README.md LICENSE hicachectl backends formats man; do
     cp -RP "$source/$name" "$work/source/" ||
@@ -148,7 +148,7 @@ if os.path.isdir(link) and not os.path.islink(link):  # an earlier script made a
 os.replace(f"{new}.link", link)
 END
 rm -rf -- "$environment.earlier"
-environment= # keep it
+environment= # so that `clean` keeps it
 case $earlier in "$installed"-*) rm -rf -- "$earlier" ;; esac
 for file in "$@"; do
   mkdir -p -- "$prefix/$(dirname "$file")"

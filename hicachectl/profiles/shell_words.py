@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 SEVERAL_WORDS = "bash can replace it by several words; put it in quotes"
-_ONLY_RUN = "only an execution tells it"
+_ONLY_RUN = "only running the command shows its value"
 _MOST_EXPANDED = 1 << 20  # most characters of all expansions of a text
 _BLANK = re.compile(r"(?:[ \t]|\\\n)*(?:#[^\n]*)?")
 _SPACE = re.compile(r"[ \t\n]+")

@@ -202,4 +202,4 @@ def test_a_repair_by_an_old_profile_must_be_told_so(
     refused = invoke("verify", store, *repair, exit_code=2 if newest else 4).stderr
     assert ("8 of the 8 newest pages, and 8 of all 20, have truncated" in refused) is newest
     said = invoke("verify", store, *repair, "--despite-profile", exit_code=4).stderr
-    assert ("The repair takes the 8 newest pages and leaves older ones" in said) is newest
+    assert ("The repair takes the 8 newest pages and leaves older pages" in said) is newest

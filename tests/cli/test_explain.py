@@ -119,7 +119,7 @@ def test_an_unknown_name_is_refused_with_the_closest_one(invoke: Invoke) -> None
     assert "did you mean host_pressure?" in invoke("explain", "host-presure", exit_code=2).stderr
     nothing = invoke("explain", "xyzzy", exit_code=2).stderr
     assert "did you mean" not in nothing
-    assert nothing.endswith("; all names: hicachectl explain\n")
+    assert nothing.endswith("; for all names, run hicachectl explain\n")
 
 
 def test_a_code_from_outside_has_an_explanation_too(invoke: Invoke) -> None:

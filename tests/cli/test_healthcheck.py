@@ -176,7 +176,7 @@ def test_a_wrong_url_is_refused_without_showing_it(
 def test_two_urls_are_refused_without_showing_them(invoke: Invoke, store: Path) -> None:
     given = [word for end in "ab" for word in (OPTION, f"https://h/{SECRET}/{end}")]
     said = invoke("verify", store, *given, exit_code=2).stderr
-    assert said == (f"hicachectl: {OPTION}: takes one value, but has 2; leave out all but one\n")
+    assert said == (f"hicachectl: {OPTION}: takes one value, but has 2; give only one\n")
 
 
 FAULTS: dict[str, tuple[Callable[[Call], None], str]] = {

@@ -162,7 +162,7 @@ def test_parts_take_both_keys_of_a_shared_page(
     alone = place.url("")
     other = ("--shard", "0/2", "--run", tmp_path / "other")
     refused = invoke("verify", alone, *options[:-2], *other, exit_code=2).stderr
-    assert "without server=, a repair writes one new snapshot; use one process" in refused
+    assert "without server=, a repair writes one new snapshot, so parts of a run" in refused
     assert not (tmp_path / "other").exists()
 
 

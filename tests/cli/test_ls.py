@@ -249,7 +249,7 @@ def test_lines_are_sorted_and_limited(invoke: Invoke, store: Path) -> None:
     models = [row["model"] for row in rows(invoke, store, "--summary", "--sort-by", "-model")]
     assert models == sorted(models, reverse=True)
     said = invoke("ls", store, "--limit", "2").stderr
-    assert "The first 2 of 6 lines; --limit shows more" in said
+    assert "Only the first 2 of 6 lines; a larger --limit shows more" in said
     assert "--limit" not in invoke("ls", store, "--limit", "6").stderr
 
 

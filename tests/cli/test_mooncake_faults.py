@@ -191,4 +191,4 @@ def test_no_password_is_in_the_log_of_the_library(
     assert done.returncode == 3
     assert "LOST" not in said
     assert ("transfer_metadata" in said) == shown
-    assert ("left out: it shows the password" in said) != shown
+    assert ("left out, as it shows the password" in said) != shown

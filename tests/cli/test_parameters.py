@@ -78,9 +78,7 @@ def test_no_option_of_one_value_takes_two(invoke: Invoke, name: str) -> None:
         said = invoke(*words, *given, exit_code=2).stderr
         hidden = isinstance(parameter, Option) and parameter.hide_input
         values = "2" if hidden else "'1' and '2'"
-        assert said == (
-            f"hicachectl: {named}: takes one value, but has {values}; leave out all but one\n"
-        )
+        assert said == (f"hicachectl: {named}: takes one value, but has {values}; give only one\n")
 
 
 def test_options_that_show_a_list_with_commas_are_of_its_type() -> None:

@@ -146,7 +146,7 @@ def test_pages_that_are_not_whole_are_left_out_unless_they_are_named(
     choice = ("pin", cluster.url, "--profile", profile)
     outcome = invoke(*choice, "--model", PROFILE.model, "--format", "json")
     assert (outcome.document["pages"], outcome.document["not_whole"]) == (PAGES - 1, 1)
-    assert "1 page left out: not whole" in outcome.stderr
+    assert "1 page left out as not whole" in outcome.stderr
     only = invoke.document(*choice, "--state", "partial")
     assert (only["pages"], only["not_whole"]) == (1, 0)
     assert pinned(cluster) == len(cluster.list_keys())

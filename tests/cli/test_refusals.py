@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # A command line, and what its message says, in this order.
 REFUSED = """
-migrate STORE NEW --page a --match ab            | --page | 'a' and 'ab' | leave out all but one
+migrate STORE NEW --page a --match ab            | --page | 'a' and 'ab' | give only one
 migrate STORE STORE                               | STORE | give another destination
 migrate STORE NEW --move                          | --yes
 migrate STORE NEW --profile PROFILE --to-layout layer_first | layer_first

@@ -125,7 +125,7 @@ def test_hostile_labels_are_a_problem(labels: bytes) -> None:
 )
 def test_a_page_beyond_all_servers_is_refused(page: bytes) -> None:
     """The parser, or a check of each reason, would take minutes."""
-    assert "larger than that of any server" in read_look(page, 1).problem
+    assert "larger than the page of any SGLang server" in read_look(page, 1).problem
 
 
 @pytest.mark.parametrize(

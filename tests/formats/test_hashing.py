@@ -206,7 +206,7 @@ def test_a_bad_token_in_the_partial_last_page_is_refused() -> None:
 
 
 def test_bigrams_of_tuples_are_refused() -> None:
-    with pytest.raises(FormatError, match="bigrams need tokens of one word"):
+    with pytest.raises(FormatError, match="bigrams need tokens that are single numbers"):
         page_hashes([(1, 2), (3, 4)], 1, bigram=True)
 
 

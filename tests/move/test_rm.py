@@ -469,7 +469,7 @@ def test_an_interrupted_removal_says_what_is_gone_and_the_next_run_removes_the_r
     assert left < MANY
     said = re.search(
         r"hicachectl: Removed at least (\d+) objects of \1 pages \([\d.]+ KiB\) of 1100 pages "
-        r"before the end; run the same command again to remove the others\n", ended.stderr
+        r"before the end; run the same command again to remove the rest\n", ended.stderr
     )  # fmt: skip
     assert said, ended.stderr
     assert 1024 <= int(said[1]) <= MANY - left

@@ -221,7 +221,7 @@ def test_limits_are_divided(sites: Sites, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("hicachectl.parts.migrate.carry_out", noted)
     said = sites.run.part(0, 4, "--bwlimit", "40MB")
-    assert "Of --bwlimit, each of the 4 parts takes an equal share" in said
+    assert "Each of the 4 parts takes an equal share of --bwlimit" in said
     monkeypatch.setattr("hicachectl.parts.job.Leases", FileStore)
     sites.run.part(1, 4, "--bwlimit", "40MB")
     monkeypatch.setattr("hicachectl.parts.running.PartInput", on_machine)

@@ -423,4 +423,4 @@ def test_the_rate_is_shared(invoke: Invoke, intact: Path, tmp_path: Path) -> Non
     """Each part says that its rate is a share of --bwlimit."""
     asked = prompts(tmp_path / "asked.jsonl", 12)
     runs = Runs(invoke, tmp_path, intact, "--token-ids", asked, "--bwlimit", "1GiB")
-    assert "Of --bwlimit, each of the 2 parts takes an equal share" in runs.part(0, 2)
+    assert "Each of the 2 parts takes an equal share of --bwlimit" in runs.part(0, 2)

@@ -71,8 +71,8 @@ def test_parts_and_merge_on_the_command_line(invoke: Invoke, toy_run: ToyRun) ->
     done = invoke(*run, "--shard", "0/2")
     assert done.stdout == ""
     assert done.stderr == (
-        f"hicachectl: Part 0 of 2 is done; when all are, join them with: hicachectl merge "
-        f"{toy_run.path}\n"
+        "hicachectl: Part 0 of 2 is done; when all parts are done, join them with: "
+        f"hicachectl merge {toy_run.path}\n"
     )
     partly = invoke("merge", toy_run.path, "--format", "json", exit_code=4)
     assert partly.document["missing_parts"] == [1]

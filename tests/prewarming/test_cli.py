@@ -387,18 +387,20 @@ def test_rows_of_ls_name_the_group_to_copy(
     )  # fmt: skip
     assert document["requested_pages"] == PAGES
     assert (document["copied_pages"], document["missing_pages"]) == (PAGES - 3, 3)
-    assert f"{listed}: 3 rows not copied, because the group is of another" in document["stderr"]
+    assert (
+        f"{listed}: 3 rows not copied, because the group belongs to another" in document["stderr"]
+    )
     assert {n[:64] for n in contents(target)} == {row["page"] for row in rows[3:]}
     listed.write_text(f"{json.dumps(HASHES[:2])}\n{json.dumps(rows[0])}\n")
     refused = invoke("prewarm", target, "--from", source, "--profile", profile, "--pages", listed,
                      exit_code=2).stderr  # fmt: skip
-    assert f"{listed}: 1 row of other deployments than the profile's" in refused
+    assert f"{listed}: has 1 row of other deployments than the profile's" in refused
     assert refused.endswith("; remove such rows from a file with chains\n")
     others = [row for row in rows[:3] if row["page"] not in HASHES[-1:]][:2]
     listed.write_text("".join(f"{json.dumps(row)}\n" for row in ([HASHES[-1]] * 2, *others)))
     refused = invoke("prewarm", target, "--from", source, "--profile", profile, "--pages", listed,
                      exit_code=2).stderr  # fmt: skip
-    assert f"{listed}: 2 rows of other deployments than the profile's" in refused
+    assert f"{listed}: has 2 rows of other deployments than the profile's" in refused
 
 
 @pytest.mark.slow

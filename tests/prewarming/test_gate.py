@@ -175,7 +175,7 @@ def test_a_gate_tries_again_until_the_store_is_warm(
     assert document["opened_anyway"] is False
     assert document["attempts"] >= 2
     assert document["usable_tokens"] == ALL_TOKENS
-    assert "opens in 59m at the latest" in waiting.said
+    assert "the gate opens in 59m at the latest" in waiting.said
 
 
 def test_a_gate_starts_no_copy_after_its_time(
@@ -236,7 +236,7 @@ def test_a_gate_announces_no_attempt_that_its_time_has_no_room_for() -> None:
         raise StoreUnavailable(f"file:///x: lost {left > 1}")
 
     result = gate.passed(attempt, waited=0.0)
-    assert said == ["--open-after: attempt 1 failed: file:///x: lost True; opens in 1s"]
+    assert said == ["--open-after: attempt 1 failed: file:///x: lost True; the gate opens in 1s"]
     assert (result.excused, result.document["attempts"]) == (True, 1)
 
 

@@ -1,7 +1,7 @@
 """`hicachectl completion`: print a completion script, and answer the shells that run it.
 
-click completes in bash, zsh and fish, with corrections for each shell here. Errors are not printed,
-because they would appear in the line that the user types.
+click completes in bash, zsh and fish. This module corrects its completion in each of these shells.
+Errors are not printed, because they would appear in the line that the user types.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _WholeValues(ShellComplete):
 class Bash(_WholeValues, BashComplete):
     """Completion of bash, which divides words at `_BREAKS` and replaces only the last piece."""
 
-    # The line has the words as they were written; COMP_WORDS has their pieces.
+    # COMP_LINE has the words as the user wrote them; COMP_WORDS has them divided at `_BREAKS`.
     source_template = BashComplete.source_template.replace(
         'COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD',
         'COMP_WORDS="${COMP_LINE:0:COMP_POINT}"',
@@ -109,10 +109,14 @@ class Bash(_WholeValues, BashComplete):
 class Zsh(_WholeValues, ZshComplete):
     """Completion of zsh."""
 
+    # (F) puts each word on a line of its own, so words with spaces stay whole.
     source_template = ZshComplete.source_template.replace("${words[*]}", "${(F)words}")
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """Return the words before the incomplete word, and this word, from one line for each."""
+        """Return the words before the incomplete word, and the incomplete word.
+
+        The script gives each word on a line of its own.
+        """
         words = [" ".join(split_arg_string(word)) for word in os.environ["COMP_WORDS"].split("\n")]
         number = int(os.environ["COMP_CWORD"])
         return words[1:number], words[number] if number < len(words) else ""

@@ -136,7 +136,8 @@ def _request(ctx: click.Context, store: str, options: dict[str, Any]) -> DoctorR
     if asks := any(options[name] for name in _SOURCES):
         refuse_other_sources(options, _SOURCES)
     of_file = options
-    if options["servers"]:  # other options are about the servers' own replies
+    # With --server, the other options override the replies of the servers (`overrides`).
+    if options["servers"]:
         of_file = {name: options[name] for name in ("profile_file", "prefetch_threshold")}
     source = without_request_flags(of_file) if states_source(of_file) else {}
     return DoctorRequest(

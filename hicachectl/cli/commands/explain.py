@@ -36,13 +36,13 @@ SOURCES = {
 }
 
 
-# No line ends within quotes: in a copied command, the break would become a part of the word.
+# No line ends within quotes, because in a copied command, the break would be part of the word.
 _QUOTED = re.compile(r'"[^"]*"')
 _SPACE = "\0"
 
 
 class CodeRow(TypedDict):
-    """Row of a finding code; None for what does not apply."""
+    """Row of a finding code. Texts that do not apply to the code are None."""
 
     code: str
     severity: str
@@ -56,7 +56,7 @@ class CodeRow(TypedDict):
 
 
 class ReasonRow(TypedDict):
-    """Row of a reason; None for what does not apply."""
+    """Row of a reason. A command that does not apply to the reason is None."""
 
     reason: str
     source: str
@@ -102,7 +102,7 @@ _SECTIONS = {
     "CHECKS OF REQUESTS": "requests",
     "LIVE COUNTERS": "live",
 }
-_RUNBOOK = "NO HITS in hicachectl-runbooks(7) has what to do; hicachectl-doctor(1) has all checks."
+_RUNBOOK = "NO HITS in hicachectl-runbooks(7) says what to do; hicachectl-doctor(1) has all checks."
 
 
 def doctor_checks() -> Iterator[DoctorCheck]:
@@ -124,7 +124,7 @@ def _explained() -> tuple[Code | Reason | DoctorCheck, ...]:
 
 
 def _named(text: str) -> tuple[Code | Reason | DoctorCheck, ...]:
-    """Return the code, the reason and the checks of a name. `-` and `_` are the same.
+    """Return the code, the reason and the checks of a name. `-` and `_` count as equal.
 
     Raises ValueError for an unknown name; the message suggests a similar one.
     """
@@ -134,9 +134,10 @@ def _named(text: str) -> tuple[Code | Reason | DoctorCheck, ...]:
     name = _folded(text.strip())
     if name not in known:
         close = [known[one][0].name for one in get_close_matches(name, known, n=1)]
-        meant = f"did you mean {close[0]}? All" if close else "all"
+        meant = f"did you mean {close[0]}? For" if close else "for"
         raise ValueError(
-            f"{text!r} is no finding code, reason or check; {meant} names: hicachectl explain"
+            f"{text!r} is no finding code, reason or check; {meant} all names, run hicachectl "
+            "explain"
         )
     return tuple(known[name])
 
@@ -195,7 +196,7 @@ def command(
 
 
 def _code_row(code: Code) -> dict[str, Any]:
-    """Return the row of a code; None for what does not apply."""
+    """Return the row of a code."""
     return {
         "code": code.name,
         "severity": code.severity,
@@ -205,7 +206,7 @@ def _code_row(code: Code) -> dict[str, Any]:
 
 
 def _reason_row(reason: Reason) -> dict[str, Any]:
-    """Return the row of a reason; None for what does not apply."""
+    """Return the row of a reason."""
     return {
         "reason": reason.name,
         "source": reason.source,
@@ -254,7 +255,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _each(named: tuple[Code | Reason | DoctorCheck, ...], _screen: Screen) -> Iterator[str]:
-    """Yield explanations."""
+    """Yield the lines of explanations."""
     for number, one in enumerate(named):
         if number:
             yield ""
@@ -271,7 +272,7 @@ def _each(named: tuple[Code | Reason | DoctorCheck, ...], _screen: Screen) -> It
 
 
 def _one(head: str, texts: dict[str, str], counters: Iterable[str] = ()) -> Iterator[str]:
-    """Yield an explanation."""
+    """Yield the lines of one explanation."""
     # No line ends within a word, such as an option of a command.
     wrapped = TextWrapper(
         80, subsequent_indent=" " * 10, break_on_hyphens=False, break_long_words=False

@@ -33,7 +33,7 @@ def _named(ctx: click.Context, words: Iterable[str]) -> click.Context:
 def _names(
     ctx: click.Context, _parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem[str]]:
-    """Offer the commands of the group that the words before name."""
+    """Offer the commands of the group that the words before the incomplete word name."""
     from click.shell_completion import CompletionItem
 
     group = _named(ctx, ctx.params.get("words") or ()).command

@@ -104,7 +104,7 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     with opened(ctx, store) as source, progress(ctx, "listing", " objects") as advance:
         choice = selection_of(ctx, source, options)
         refuse_choice(choice, options)
-        # Without a profile in the options, a pack's own is used.
+        # If the options state no profile, the profile that a pack records is used.
         profile = profile_from_options(
             without_request_flags(options), source, warn=partial(remark, ctx)
         )
@@ -126,8 +126,8 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
         next_step = "copy pages with hicachectl prewarm, or give a lower share"
         if report.document["elsewhere"]:
             next_step = (
-                "convert the pages that exist elsewhere with hicachectl migrate, copy others with "
-                "hicachectl prewarm, or give a lower share"
+                "convert the pages that exist elsewhere with hicachectl migrate, copy other pages "
+                "with hicachectl prewarm, or give a lower share"
             )
         remark(ctx, failed_text(report.document, least, next_step), failure=True)
         ctx.exit(FINDINGS)

@@ -122,7 +122,7 @@ def command(
     if column:
         rows = in_order(rows, column, asked=sort_by or column)
     if limit is not None and limit < len(rows):
-        remark(ctx, f"The first {limit} of {len(rows)} lines; --limit shows more")
+        remark(ctx, f"Only the first {limit} of {len(rows)} lines; a larger --limit shows more")
         rows = rows.slice(0, limit)
     _say_what_is_odd(ctx, inventory, judged=name != "pages" or profile is not None)
 

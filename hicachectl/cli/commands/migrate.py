@@ -93,8 +93,8 @@ if TYPE_CHECKING:
 def command(ctx: click.Context, /, source: str, destination: str, **options: Any) -> None:
     """Copy or move pages to another store, layout or topology.
 
-    SRC and DST can be stores of any kind; a missing directory or pack is created. SRC changes only
-    with --move.
+    SRC and DST can be stores of any kind. If DST is a missing directory or pack, it is created. SRC
+    changes only with --move.
 
     Without a profile, objects keep their keys and bytes. With a profile, keys get the form that
     SGLang uses on DST's kind of store, and the --to options change model name, layout and topology.
@@ -139,7 +139,10 @@ def command(ctx: click.Context, /, source: str, destination: str, **options: Any
         require_consent(options)
 
     def run() -> Result | None:
-        """Open both stores and migrate; None if the operator declined --move, or for a part."""
+        """Open both stores and migrate.
+
+        Return None if the operator declines --move, and for a part of a run.
+        """
         with (
             opened(ctx, source) as origin,
             opened(ctx, destination, create=True) as target,

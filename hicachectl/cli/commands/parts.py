@@ -1,4 +1,4 @@
-"""The options --shard, --run, --wait, --ray and --workers of commands that can be divided."""
+"""What the options --shard, --run, --wait, --ray and --workers do: runs in parts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def check_division(ctx: click.Context, options: Mapping[str, Any]) -> None:
 def _given(ctx: click.Context) -> Iterator[tuple[str, Divided]]:
     """Yield the options on the command line, each with what a run in parts does with it.
 
-    Settings from elsewhere have no effect, and are not refused.
+    Settings from other sources have no effect in such a run, so they are not refused.
     """
     for option in options_of(ctx.command):
         if option.divided is not None and on_command_line(ctx, str(option.name)):
@@ -106,7 +106,7 @@ def say_divided(ctx: click.Context, count: int, divider: str) -> None:
         and ctx.params[str(option.name)] is not None
     )
     if given and count > 1:
-        remark(ctx, f"Of {' and '.join(given)}, each of the {count} parts takes an equal share")
+        remark(ctx, f"Each of the {count} parts takes an equal share of {' and '.join(given)}")
 
 
 def run_divided(
@@ -120,7 +120,7 @@ def run_divided(
 
     job: the job of this process.
     make: function that returns an equal job on a node, from its stores.
-    reopened: functions that open these stores on a node; they and `make` are picklable.
+    reopened: functions that open these stores on a node. These functions and `make` are picklable.
     """
     from hicachectl.parts.manifest import parse_shard
 
@@ -133,7 +133,7 @@ def run_divided(
 
 
 def _do_part(ctx: click.Context, options: Mapping[str, Any], shard: Shard, job: Job) -> None:
-    """Do a part of a run, and say on stderr how it ended. `merge` reports its findings."""
+    """Do a part of a run, and say on stderr how it ended. `merge` reports the part's findings."""
     from hicachectl.parts.directory import RunDirectory
     from hicachectl.parts.running import begin, join, run_part
 
@@ -156,7 +156,8 @@ def _do_part(ctx: click.Context, options: Mapping[str, Any], shard: Shard, job: 
         else:
             remark(ctx, f"{name}, and is not complete; {_AGAIN}", failure=True)
     elif record.settled:
-        say(f"{name} is done; when all are, join them with: hicachectl merge {quote(str(path))}")
+        merge = f"hicachectl merge {quote(str(path))}"
+        say(f"{name} is done; when all parts are done, join them with: {merge}")
     else:
         remark(ctx, f"{name} is not complete; {_AGAIN}", failure=True)
     remark(ctx, *job.kind.undone(manifest, record), failure=True)
@@ -190,7 +191,7 @@ def _on_cluster(
             lost = isinstance(error, StoreUnavailable) and not isinstance(error, EmptyStore)
             if lost or not isinstance(error, Exception):
                 say("Continue with the same command" if path else
-                    "The next run starts over; give --run DIR to continue one")  # fmt: skip
+                    "The next run starts over; to continue such a run, give --run DIR")  # fmt: skip
             raise
         result = driver.merged()
         if catalog is not None and not write_catalog(
@@ -249,10 +250,10 @@ def opened_job(make: Callable[..., Job], reopened: Sequence[Opening]) -> Iterato
 def write_catalog(
     ctx: click.Context, result: Result, path: Path, readable_by: Permissions, *, allow_shrink: bool
 ) -> bool:
-    """Write the catalog of a divided run, unless a part is missing; return whether it was written.
+    """Write the catalog of a divided run, unless a part is missing. Return whether it was written.
 
-    allow_shrink: see `save_catalog`, which may refuse. Raises UsageError if the run recorded no
-    digests.
+    allow_shrink: see `save_catalog`, which can refuse to write.
+    Raises UsageError if the run recorded no digests.
     """
     if result.write_catalog is None:
         raise UsageError(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.selection import Selection
     from hicachectl.text.tables import Screen
 
-# unpin asks the master whether it could set a pin of this duration.
+# Before it removes pins, unpin asks the master whether it could set a pin of this duration.
 _ANY_SECONDS = 1.0
 
 
@@ -77,7 +77,7 @@ def pin_pages(
 def _unfit(groups: PageGroups, selection: Selection) -> BoolArray:
     """Return which groups pins cannot help, because they are not whole: [groups].
 
-    Filters that name states choose such groups on purpose, and then none is returned.
+    A filter by state chooses such groups on purpose, so then no group is unfit.
     """
     import numpy as np
 
@@ -116,8 +116,8 @@ def _result(
         )
     if not_whole:
         undone.append(
-            f"{store.url}: {counted(not_whole, 'page')} left out: not whole, so servers may not "
-            "use them; --state partial,orphan chooses them"
+            f"{store.url}: {counted(not_whole, 'page')} left out as not whole, because servers may "
+            "not use such pages; --state partial,orphan chooses them"
         )
     return Result(
         document=to_builtins(document),

@@ -153,7 +153,8 @@ def command(
     The most valuable pages are copied first, and no page before its prefix. So a run that is cut
     short is still useful, except with --all. --dry-run prints the plan, and --plan executes it.
 
-    The --to options transform pages as in migrate: an archive of TP 4 can warm a cluster of TP 8.
+    The --to options transform pages as in migrate. For example, an archive of TP 4 can warm a
+    cluster of TP 8.
     If the size of an object differs from the profile, its page is not copied and counts as failed
     (exit status 4); a remark names the page.
 
@@ -194,8 +195,8 @@ def command(
         return
     if destination is None or not (source or options["servers"]):
         raise click.UsageError(
-            "Give DST and --from SRC, DST and --through-server URL, or --trace FILE --dry-run for "
-            "a plan without stores"
+            "Give DST with --from SRC or --through-server URL; for a plan without stores, give "
+            "--trace FILE --dry-run"
         )
     if options["servers"] and not any(options[name] for name in _TOKEN_SOURCES):
         raise click.UsageError(
@@ -209,7 +210,7 @@ def command(
         )
 
     def run() -> Result | None:
-        """Open the stores and prewarm; None for a part."""
+        """Open the stores and prewarm. Return None for a part of a run."""
         if not is_divided(options):
             return _at_once(ctx, source, destination, options)
         with _target(ctx, destination) as target, opened(ctx, str(source)) as origin:
@@ -240,7 +241,7 @@ def _refuse_once(options: dict[str, Any]) -> None:
 
 @contextmanager
 def _target(ctx: click.Context, destination: str) -> Iterator[Store]:
-    """Open the destination; write the metrics of a run that finds a store empty."""
+    """Open the destination. If the block finds a store empty, write the metrics of the run."""
     from hicachectl.prewarming.outcome import nothing_copied
 
     with (
@@ -276,7 +277,7 @@ def _gated(
     def write(result: Result) -> None:
         try:
             write_result(ctx, result)
-        except UsageError as error:  # such as a full disk: no server has to wait for that
+        except UsageError as error:  # for example a full disk, for which no server shall wait
             said = f"{error}. The gate opens all the same"
             remark(ctx, *result.undone, said, failure=True)
 
@@ -348,7 +349,7 @@ def _at_once(
 
 
 def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> PrewarmRequest:
-    """Return the prewarm request of the options, still without requests and pages."""
+    """Return the prewarm request of the options. It does not yet have requests or pages."""
     from hicachectl.move.pinning import PIN_SECONDS
     from hicachectl.move.store_pair import CopyOptions
     from hicachectl.prewarming.page_plan import PrewarmRequest
@@ -383,14 +384,14 @@ def _wanted(
     options: dict[str, Any],
     trace: Trace | None = None,
 ) -> PrewarmRequest:
-    """Return the request with the requests or pages of the options; say which rows are left out."""
+    """Add the requests or pages of the options to a request. Say how many rows are left out."""
 
     wanted = asked_in(ctx, request, store.grammar, options, trace)
     if wanted.in_others is not None and len(wanted.in_others):
         remark(
             ctx,
             f"{options['pages']}: {counted(len(wanted.in_others), 'row')} not copied, because the "
-            "group is of another deployment than the profile's",
+            "group belongs to another deployment than the profile's",
         )
     return wanted
 
@@ -401,7 +402,7 @@ def _in_parts(
     stores: tuple[Store, Store],
     options: dict[str, Any],
 ) -> Result | None:
-    """Copy one slice of a divided run; on a cluster, all slices.
+    """Do one part of a divided run; with --ray, do all parts.
 
     names: the SRC and DST arguments.
     """
@@ -423,7 +424,7 @@ def _in_parts(
 
 
 def _identity(value: Any) -> str | None:
-    """Return the value of an option as a text, to compare between parts; None if not given."""
+    """Return the value of an option as a text, to compare it between parts; None if not given."""
     if isinstance(value, tuple):
         return " ".join(value) or None
     return str(value or "") or None
@@ -432,7 +433,7 @@ def _identity(value: Any) -> str | None:
 def _served(
     ctx: click.Context, request: PrewarmRequest, servers: dict[str, LiveServer]
 ) -> PrewarmRequest:
-    """Return the request with the profiles of the servers, to count usable tokens for each."""
+    """Return the request with the profiles of the servers, to count usable tokens by server."""
     from hicachectl.formats.models.server_info import served_profile
 
     served = {}

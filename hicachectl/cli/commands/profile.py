@@ -121,7 +121,7 @@ def command(
     if profile is None:
         raise click.UsageError("No source for a profile; give --profile, --model-config, --server, "
                                "--launch or a STORE")  # fmt: skip
-    profile = with_threshold(profile, options)  # an inferred one too
+    profile = with_threshold(profile, options)  # also for an inferred profile
     text = (
         dump_profile(profile)
         if output_format == "toml"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Human = Callable[[pa.Table], pa.Table]
 
-# Members of documents that are sums of a column.
+# Members of documents that are sums, each with the column that it sums.
 _SUMS = {"pages": "groups", "objects": "objects", "bytes": "nbytes"}
 
 
@@ -38,7 +38,7 @@ def write_list(
 ) -> None:
     """Write a list of runs.
 
-    make: returns the document of its sums.
+    make: returns the document with the sums that it is given.
     human: returns the text columns of a table.
     done: see `last_line`.
     """
@@ -74,7 +74,7 @@ def purge_runs(
     dry_run = options["dry_run"]
 
     def run() -> Result | None:
-        """Delete runs; None if the operator declined."""
+        """Delete runs. Return None if the operator declines."""
         if not (options["yes"] or dry_run):
             found = _sums(purge(dry_run=True).rows, WOULD_PURGE)
             pages = f" with {counted(found['pages'], 'page')}" if "pages" in found else ""
@@ -103,7 +103,10 @@ def purge_runs(
 
 
 def _sums(rows: pa.Table, state: str = "") -> dict[str, Any]:
-    """Return the number of runs and the sums of their columns. state: only runs in this state."""
+    """Return the number of runs and the sums of their columns.
+
+    state: count only runs in this state; "" to count all runs.
+    """
     import pyarrow.compute as pc
 
     if state:

@@ -38,10 +38,15 @@ def command() -> None:
 def list_(ctx: click.Context, /, quarantine: str, **options: Any) -> None:
     """List the runs in a quarantine, oldest first.
 
-    A run is kept (it can be restored), half-purged (the next purge completes it), busy (another
-    process works on it), earlier-form (of an earlier release, left alone) or unreadable (a file is
-    damaged or not trusted).
-    """
+    The column STATE has one of these words:
+
+    \b
+    kept          the run can be restored
+    half-purged   a purge was interrupted; the next purge completes it
+    busy          another process works on the run
+    earlier-form  an earlier release made the run, so it is left alone
+    unreadable    a file is damaged or not trusted
+    """  # noqa: D301 - \b is click's mark, not ours
     from hicachectl.cli.text_tables import runs_for_people
     from hicachectl.move.quarantine import RunsDocument, list_runs
 

@@ -198,7 +198,7 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Pictu
     profile = profile_to_look(stated, store, warn=partial(remark, ctx))
     verify = asked_checks(ctx, store, options, profile, selection=selection)
     hits = None
-    if measures:  # a simulation needs the generated tokens, and block ids are enough for it
+    if measures:  # the simulation of caches needs generated tokens, and block ids are enough for it
         reading: dict[str, Any] = {"outputs": True, "remedy": None}
         hits = asked_hits(ctx, options, verify.real_profile, selection, **reading)
     return PictureRequest(verify=verify, hits=hits, page=options["page"], title=options["title"])

@@ -87,7 +87,7 @@ def command(ctx: click.Context, /, quarantine: str, store: str, **options: Any) 
     dry_run: bool = options["dry_run"]
 
     def run() -> Result | None:
-        """Put pages back; None if the operator declined."""
+        """Put pages back. Return None if the operator declines."""
         with opened(ctx, store) as source:
             started, name = time.monotonic(), source.url
             profile = profile_from_options({"profile_file": options["profile_file"]}, source)
@@ -154,7 +154,7 @@ def _result(
 
 
 def _refuse_prefix(pages: Path | None) -> None:
-    """Raise UsageError for a page prefix as --pages, which earlier releases accepted."""
+    """Raise UsageError for a page prefix in --pages, which earlier releases accepted there."""
     if pages is not None and re.fullmatch(r"[0-9a-fA-F]{1,64}", str(pages)) and not pages.exists():
         raise click.UsageError(f"--pages {pages}: there is no such file; give --page {pages}")
 

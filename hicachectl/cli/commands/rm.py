@@ -71,11 +71,11 @@ if TYPE_CHECKING:
 class _Removal(NamedTuple):
     """A planned removal.
 
-    question: question to ask first; None if there is nothing to remove.
-    remove: function that removes.
+    question: question to ask before the removal; None if there is nothing to remove.
+    remove: function that carries out the removal.
     freeing: the choice of pages for a target; None without a target.
     in_flight: number of matching groups that stay, because servers may still be writing them.
-    steps: what to do about servers if the removed pages are wrong.
+    steps: messages on what to do about servers, in case they have read wrong pages.
     """
 
     question: str | None
@@ -187,8 +187,8 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     be lost.
 
     One page can have objects of several deployments. A row of ls in --pages removes the group of
-    one deployment. A page hash alone is refused if several deployments have the page, unless
-    --all-deployments is given.
+    one deployment. If several deployments have a page, its page hash alone is refused;
+    --all-deployments accepts it.
 
     --temporaries removes no pages. It removes the files that verify reports as stale-temporary:
     temporary files that are older than a minute, and objects that a server cleared more than a
@@ -212,7 +212,7 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     dry_run: bool = options["dry_run"]
 
     def run() -> Result | None:
-        """Remove what the options choose; None if the operator declined."""
+        """Remove what the options choose. Return None if the operator declines."""
         with opened(ctx, store) as source, metrics_if_empty(ctx, lambda: nothing().document):
             plan = _plan_temporaries if options["temporaries"] else _plan_pages
             removal = plan(ctx, source, options)
@@ -294,8 +294,8 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
         (options["trace"] or options["keep_plan"]) and options["profile_file"]
     ):
         raise click.UsageError(
-            "--and-unnamed needs --trace or --keep-plan, and --profile: they say which deployment "
-            "the requests name"
+            "--and-unnamed needs --trace or --keep-plan, and also --profile, because they say "
+            "which deployment the requests name"
         )
     if options["trace"] and options["keep_plan"]:
         raise click.UsageError("--trace cannot be combined with --keep-plan; leave out one of them")
@@ -405,9 +405,9 @@ def _listed(
     profile = profile_from_options({"profile_file": options["profile_file"]}, store)
     worth, target = _worth(ctx, options, profile), _target(options)
     wanted = {"version"} if target is None else {"version", "atime_ns"}
-    # With --trace and --state, the profile decides what is removed: its page size gives the hashes
-    # of requests, and its specs the states of pages. So a profile that the store contradicts ends
-    # the command.
+    # With --trace or --state, the profile decides what is removed, because its page size gives the
+    # hashes of requests, and its specs give the states of pages. A profile that the store
+    # contradicts then ends the command.
     decides = options["trace"] or options["state"]
     listing = ListingTime.now(store, changes=changes)
     with progress(ctx, "listing", " objects") as advance:
@@ -430,8 +430,8 @@ def _choose(
 ) -> tuple[RepairPlan, Freeing | None]:
     """Choose the groups to remove.
 
-    matching: numbers of the groups that may leave.
-    in_flight: [groups] whether the group stays.
+    matching: numbers of the groups that match the filters and may be removed.
+    in_flight: [groups] whether the group stays, because servers may still be writing it.
     """
     from hicachectl.move.removal_plan import plan_removal
     from hicachectl.prewarming.freeing import FreeRequest, choose_groups
@@ -458,15 +458,16 @@ def _choose(
 
 
 def _remove_pages(pages: _Pages, plan: RepairPlan, freeing: Freeing | None) -> GroupReport:
-    """Remove the groups of a plan. With a target, remove as many as the target still needs."""
+    """Remove the groups of a plan. With a target, remove as many groups as it still needs."""
     from hicachectl.move.removal_plan import plan_removal
     from hicachectl.move.withdrawal import remove_groups
 
     ctx, options, wanted = pages.ctx, pages.ctx.params, len(plan.groups)
-    # Without groups the operator was not asked, so pages that servers write later must stay.
+    # If the plan has no groups, nobody was asked, so pages that servers write later must stay.
     goes_on = freeing if wanted and not options["dry_run"] else None
     if goes_on is not None:
-        plan = plan_removal(plan.groups[:0])  # `then` plans by the bytes that are still lacking
+        # Begin with an empty plan: `then` plans the groups by the bytes that are still lacking.
+        plan = plan_removal(plan.groups[:0])
     with progress(ctx, "removing", " pages") as advance:
         report = remove_groups(
             pages.store,
@@ -484,23 +485,24 @@ def _remove_pages(pages: _Pages, plan: RepairPlan, freeing: Freeing | None) -> G
 
 
 def _steps(pages: _Pages, plan: RepairPlan) -> tuple[str, ...]:
-    """Return what to do about servers if the removed pages are wrong; () with a target."""
+    """Return what to do about servers, in case they have read wrong pages; () with a target."""
     ctx, options = pages.ctx, pages.ctx.params
     if pages.target is not None or not len(plan.groups):
         return ()
     model = options["model"] or ("" if pages.profile is None else pages.profile.key_model)
     mending = structs.replace(mending_without_options(ctx, options["store"]), model=model)
     steps = mending.next_steps(pages.groups.oldest_ns(plan.groups), doubtful=True)
-    return steps[:1] if options["since"] is not None else steps  # --since is the second step
+    return steps[:1] if options["since"] is not None else steps  # the second step is a --since
 
 
 def _say_how_to_go_on(ctx: click.Context, taken: Taken, text: str, free: int | None = None) -> None:
     """Say how much a removal that ended early has removed, and how to continue.
 
-    free: the value of --free. Each run counts from 0, so the next run gets what is left.
+    free: the value of --free. Each run counts from 0, so the suggested command has only the bytes
+        that are left.
     """
     if free is None:
-        remark(ctx, f"{text}; run the same command again to remove the others")
+        remark(ctx, f"{text}; run the same command again to remove the rest")
         return
     left = max(1, free - (taken.nbytes or 0))
     remark(ctx, f"{text}; to free the rest, run the command again with --free {left}B")
@@ -516,10 +518,10 @@ def _doubt(pages: _Pages, in_flight: BoolArray) -> Refusal | None:
 
 
 def _incomplete(pages: _Pages, in_flight: BoolArray) -> tuple[BoolArray, int]:
-    """Return which groups certainly no server can use: [groups].
+    """Return which groups certainly no server can use, [groups], and the number of doubtful groups.
 
-    Only a profile shows which pages are partial. If the profile may be wrong, leave the partial
-    pages out, and also return their number; else return 0.
+    Only a profile shows which groups are partial. If the profile may be wrong, partial groups are
+    doubtful: they are counted, and not returned as useless.
 
     in_flight: [groups] whether the group stays in any case.
     """
@@ -589,7 +591,7 @@ def _remark_choice(pages: _Pages, plan: RepairPlan, freeing: Freeing | None) -> 
 
 
 def _target(options: Mapping[str, Any]) -> Target | None:
-    """Return the target that the options give; None without one."""
+    """Return the target that the options give; None without a target."""
     from hicachectl.prewarming.targets import KINDS, Target
 
     for kind in KINDS:
@@ -599,12 +601,12 @@ def _target(options: Mapping[str, Any]) -> Target | None:
 
 
 def _worth(ctx: click.Context, options: dict[str, Any], profile: Profile | None) -> Worth | None:
-    """Read the value of pages that --trace or --keep-plan gives."""
+    """Return the values that --trace or --keep-plan gives to pages; None without these options."""
     from hicachectl.prewarming.freeing import worth_of_plan, worth_of_trace
     from hicachectl.requests.chains import Hashing
 
     if options["trace"]:
-        assert profile is not None  # checked with the options
+        assert profile is not None  # `_refuse_contradictions` refuses --trace without --profile
         with asked_trace(options) as trace:
             requests = trace.requests(Hashing.of(profile))
             remark(ctx, *trace.remarks)
@@ -623,18 +625,18 @@ def _left_alone(report: GroupReport, in_flight: int, freeing: Freeing | None) ->
         if freeing.gauge.target.kind == "free" and report.kept:
             kept = f"{counted(report.kept, 'page')} ({human_size(report.kept_bytes)})"
             yield (
-                f"--free: servers rewrote {kept}, left alone; run again with --free "
+                f"--free: servers rewrote {kept}, so rm left them alone; run again with --free "
                 f"{freeing.lacking}B"
             )
         else:
             yield freeing.why_short(in_flight)
     if in_flight:
         yield (
-            f"{counted(in_flight, 'page')} in flight left alone: not whole, and servers "
-            "may still be writing them (--grace); run again later"
+            f"{counted(in_flight, 'page')} in flight left alone, because servers may still be "
+            "writing to incomplete pages (--grace); run again later"
         )
     if report.kept:
-        yield f"{counted(report.kept, noun)} left alone: written to after the listing"
+        yield f"{counted(report.kept, noun)} left alone, because of writes after the listing"
 
 
 def _are_files(rows: pa.Table) -> bool:

@@ -49,12 +49,19 @@ def command() -> None:
 def list_(ctx: click.Context, /, runs: Path, **options: Any) -> None:
     """List the run directories in a directory.
 
-    A run is listing (part 0 has not published the listing), unfinished (parts have no result, or
-    the run is not finished), finished (all parts have results, but nobody has merged them), merged,
-    half-purged (the next purge completes it) or unreadable (a file is damaged or not trusted).
-    CHANGED is the time of the last write to a file of the run. The list does not show if a process
-    still works on a run.
-    """
+    The column STATE has one of these words:
+
+    \b
+    listing      part 0 has not published the listing
+    unfinished   parts have no result, or no part has finished the run
+    finished     all parts have results, but nobody has merged them
+    merged       the parts are merged
+    half-purged  a purge was interrupted; the next purge completes it
+    unreadable   a file is damaged or not trusted
+
+    CHANGED is the time of the last write to a file of the run. The list does not show whether a
+    process still works on a run.
+    """  # noqa: D301 - \b is click's mark, not ours
     from hicachectl.cli.text_tables import run_directories_for_people
     from hicachectl.parts.runs import RunDirectoriesDocument, list_runs
 

@@ -68,7 +68,7 @@ def command(ctx: click.Context, /, store: str, page: str, **options: Any) -> Non
         )
         remark(ctx, *source.remarks)
     if profile is None:
-        values = "values, and how they read in each dtype, are shown with a profile only"
+        values = "show prints statistics and quartiles of values only with a profile"
         remark(ctx, f"{collision or 'No --profile'}: {values}; {PAGES_COMPARED}")
     write_report(ctx, report.document, report.objects, "objects", partial(_lines, report))
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hicachectl.requests.chains import Hashing, Requests
     from hicachectl.text.tables import Screen
 
-_MANY = 5_000_000  # references that take a minute or more without compiled loops
+_MANY = 5_000_000  # so many references take a minute or more without compiled loops
 
 
 def _changes(text: str) -> dict[str, str]:
@@ -134,15 +134,15 @@ def command(ctx: click.Context, /, store: str | None, **options: Any) -> None:
     fewer tokens than the servers' prefetch threshold do not count.
 
     With a profile, capacities are bytes of the whole store, all ranks together; without one, they
-    are pages, or blocks of the trace. The policies are lru (as SGLang's trees, which evict the last
-    pages of a prefix first), hicachefile (the limit of SGLang's file backend), 3fs, plugin
+    are pages, or blocks of the trace. The policies are lru (like SGLang's trees, which evict the
+    last pages of a prefix first), hicachefile (the limit of SGLang's file backend), 3fs, plugin
     (hicachectl's storage backend), mooncake, and optimal. The policy optimal knows all later
-    requests, so no policy serves more.
+    requests, so no other policy serves more.
 
-    With STORE, the caches begin with the pages that it holds today. A second table says why the
-    store does not serve the other tokens: first use, eviction, damage, or another deployment. STORE
-    is only read. The last line compares today's capacity with half and twice as much; the line
-    before it says what STORE serves as it is.
+    With STORE, the caches begin with the pages that STORE holds today. A second table says why
+    STORE does not serve the rest of the tokens: first use, eviction, damage, or another deployment.
+    STORE is only read. The last line compares today's capacity with half of it and twice as much.
+    The line before it says what STORE serves as it is.
 
     With --l1 and --l2, the memory of the servers serves tokens before the store does. --what-if
     compares other settings.

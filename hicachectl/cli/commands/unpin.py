@@ -22,8 +22,8 @@ from hicachectl.cli.parameters import own_option
 def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     """Let a Mooncake cluster evict pinned pages again.
 
-    Give at least one filter. All objects of the pages lose their soft pins, also pins that servers
-    set. Nothing is removed. The master must be of Mooncake 0.3.14 or later.
+    Give at least one filter. All objects of the pages lose their soft pins, even pins that servers
+    set. No object is removed. The master must be of Mooncake 0.3.14 or later.
 
     Examples:
       hicachectl unpin mooncake: --pages pages.jsonl

@@ -212,7 +212,7 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     \b
     CHECKS
 
-    If --checks names a check that cannot run, verify ends with 2. Without --checks, stderr and
+    If --checks names a check that cannot run, the exit status is 2. Without --checks, stderr and
     skipped_checks list the checks that did not run. Without a profile, objects are compared with
     each other, so verify does not notice a pool that no page has.
 
@@ -251,7 +251,7 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     _refuse_early(ctx, options)
 
     def run() -> Result | None:
-        """Open the store, check it, and repair it if asked; None for a part."""
+        """Open the store, check it, and repair it if asked. Return None for a part of a run."""
         with (
             opened(ctx, store) as source,
             metrics_if_empty(ctx, lambda: VerifyReport.empty(source.url).document),
@@ -296,7 +296,7 @@ def _at_once(
         checked = check_store(
             store, request, on_listed=on_listed, on_read=on_read, on_wait=partial(remark_wait, ctx)
         )
-    if len(checked.findings):  # else nothing of `move` is imported
+    if len(checked.findings):  # a run without findings imports nothing of `move`
         from hicachectl.move.repair import doubted_repairs
 
         checked.result.facts.doubted = doubted_repairs(checked)
@@ -312,10 +312,10 @@ def _at_once(
 def _divided(
     request: VerifyRequest, options: dict[str, Any], mending: Mending
 ) -> Callable[[Store], Job]:
-    """Return the job of a divided run, for its open store."""
+    """Return a function that makes the job of a divided run from its open store."""
     from hicachectl.parts.verify import VerifyJob
 
-    if options["quarantine"]:  # processes have other current directories
+    if options["quarantine"]:  # the processes of the run have different current directories
         options = {**options, "quarantine": str(Path(options["quarantine"]).absolute())}
     return partial(
         VerifyJob,
@@ -427,7 +427,7 @@ def _keep_records(
     if options["stamp"]:
         from hicachectl.profiles.stamps import Stamp, write_stamp
 
-        assert request.profile is not None  # _refuse_what_is_lacking has refused that
+        assert request.profile is not None  # `_refuse_what_is_lacking` has required a profile
         path = write_stamp(store, Stamp(request.profile, request.weights_version))
         remark(ctx, f"Stamped the store: {path}")
     return not why
@@ -450,8 +450,8 @@ def _refuse_early(ctx: click.Context, options: dict[str, Any]) -> None:
 def _refuse_repair(store: Store, request: VerifyRequest, *, divided: bool) -> None:
     """Raise UsageError for a repair that is impossible, or that parts of a run cannot do.
 
-    An inferred profile is not enough. Raises UntrustedError for a store with an untrusted side
-    directory: without its side files, sound objects can look damaged.
+    An inferred profile is not enough for a repair. Raises UntrustedError for a store with an
+    untrusted side directory, because sound objects can look damaged without its side files.
     """
     from hicachectl.backends.capabilities import SideFiles
     from hicachectl.move.table_repair import has_snapshot_only
@@ -471,7 +471,8 @@ def _refuse_repair(store: Store, request: VerifyRequest, *, divided: bool) -> No
             side.close()
     if divided and has_snapshot_only(store):
         raise UsageError(
-            f"{store.url}: without server=, a repair writes one new snapshot; use one process"
+            f"{store.url}: without server=, a repair writes one new snapshot, so parts of a run "
+            "cannot do it; use one process"
         )
 
 
@@ -500,9 +501,9 @@ def _repair(
     if newest >= SEVERAL:
         remark(
             ctx,
-            f"The repair takes the {newest} newest pages and leaves older ones; if servers wrote "
-            "them lately, the profile is of earlier servers: compare it with hicachectl profile "
-            "--server or --launch",
+            f"The repair takes the {newest} newest pages and leaves older pages; if servers wrote "
+            "the newest pages lately, the profile describes earlier servers, so compare it with "
+            "hicachectl profile --server or --launch",
         )
     pages = counted(len(plan.groups), "page")
     size = human_size(checked.groups.total_bytes(plan.groups))
@@ -523,7 +524,7 @@ def _repair(
 
 
 def _options_of_repair(options: dict[str, Any]) -> RepairOptions:
-    """Return the options of the repair that --repair asks for."""
+    """Return the options of the repair."""
     from hicachectl.move.repair import RepairOptions
 
     return RepairOptions(

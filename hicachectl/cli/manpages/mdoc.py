@@ -1,7 +1,7 @@
 """Text as mdoc(7) macros.
 
-In sentences, references to pages become links, and names become bold: options, variables, members
-and what stands in backticks.
+In sentences, references to pages become links. Options, variables, members and texts in backticks
+become bold.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _NAME = re.compile(
     r"`([^`]+)`|((?<![\w-])--[a-z][a-z0-9-]*|(?<![\w./:-])[A-Za-z]\w*_\w+(?![\w/(=-]|\.\w))"
 )
 
-# Text in backticks stays on one line; meanwhile its spaces are another character.
+# Spaces in backticks become this character while text is wrapped, so that they end no line.
 _QUOTED = re.compile("`[^`]+`")
 _SPACE = "\0"
 
-# Widths at which a sentence is wrapped, in turn: escapes and marks make its lines longer.
+# Widths for wrapping a sentence, tried in turn, because escapes and marks make its lines longer.
 _WIDTHS = (70, 60, 50, 40)
 _LINE_BYTES = 80  # mandoc warns of longer lines
 
 
-# A listing of a file of hicachectl/packaging in a hand-written page, after its comment.
+# In a hand-written page: a comment that names a file of hicachectl/packaging, then its content.
 _LISTING = re.compile(r'^\.\\" file (\S+)\n\.Bd -literal\n.*?^\.Ed$', re.MULTILINE | re.DOTALL)
 
 
@@ -68,7 +68,7 @@ def name_list(names: Set[str]) -> Iterator[str]:
 def table_lines(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield a table that fits a terminal: each member of a cell has a line of its own.
 
-    It is literal text, because groff breaks the rows of a `-column` list at their spaces.
+    The table is literal text, because groff breaks the rows of a `-column` list at their spaces.
     """
     members = [[cell.replace(", ", ",\n").split("\n") for cell in row] for row in (titles, *rows)]
     lines = [line for row in members for line in zip_longest(*row, fillvalue="")]
@@ -86,7 +86,7 @@ def page_head(name: str, summary: str, section: int = 1) -> list[str]:
         f".Dd {RELEASE_DATE}",
         f".Dt {name.upper()} {section}",
         f".Os hicachectl {__version__}",
-        ".nh",  # a name of a variable that is divided at a line's end cannot be copied
+        ".nh",  # no hyphenation: a name that is divided at the end of a line cannot be copied
         ".Sh NAME",
         f".Nm {name}",
         f".Nd {text_line(summary)}",
@@ -101,7 +101,7 @@ def help_text(text: str) -> Iterator[str]:
 
 
 def _indented(text: str) -> str:
-    """Return a block that click must not rewrap as a literal block."""
+    """Return the literal block for a block that click must not rewrap."""
     return textwrap.indent(textwrap.dedent(text.removeprefix("\b\n")), LITERAL)
 
 
@@ -169,7 +169,7 @@ def literal_line(line: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return a text with the characters escaped that mdoc would interpret."""
+    """Return a text in which all characters that mdoc would interpret are escaped."""
     replacements = (("\\", "\\e"), ("-", "\\-"), ("…", "..."), ('"', "\\(dq"))
     for plain, escape in replacements:
         text = text.replace(plain, escape)
@@ -179,7 +179,7 @@ def escaped(text: str) -> str:
 def section_lines(
     blocks: Iterable[Block], known: Mapping[str, Iterable[Item]] | None = None
 ) -> Iterator[str]:
-    """Yield the lines of a section as mdoc. known: items by the NAME of `@NAME`."""
+    """Yield the lines of a section as mdoc. known: for each NAME, the items of a block `@NAME`."""
     in_list = False
     for number, block in enumerate(blocks):
         items: Iterable[Item] = ()

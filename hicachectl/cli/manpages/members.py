@@ -1,7 +1,7 @@
 """Members of the JSON documents that commands print, as hicachectl-output(7) lists them.
 
-The types follow from the structs of the documents and of their rows. `texts/members.txt` has what
-each member means, by the name of its struct, and when it is null or absent.
+The types follow from the structs of the documents and of their rows. `texts/members.txt` has a
+section for each struct, which says what each member means, and when it is null or absent.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def texts_of(section: str) -> Mapping[str, str]:
 
 
 def members_of(form: type, path: str = "") -> Iterator[Member]:
-    """Yield the members of a struct and their own members. path: text before the names."""
+    """Yield the members of a struct and their own members. path: first part of their paths."""
     for name, hint in get_type_hints(form, include_extras=True).items():
         yield from _member(f"{path}{name}", hint, form, name)
 

@@ -60,9 +60,9 @@ if TYPE_CHECKING:
 
 
 def build(directory: Path) -> None:
-    """Write hicachectl.1, one page per command, and pages of section 7.
+    """Write hicachectl.1, one page for each command, and the generated pages of section 7.
 
-    Also update the listings of files in the hand-written pages of the directory.
+    Also update the files that the hand-written pages of the directory quote.
     """
     pages = {
         "hicachectl.1": main_page(),
@@ -80,7 +80,7 @@ def build(directory: Path) -> None:
 
 
 def without_own_name(text: str, page: str) -> str:
-    """Return a page without references to itself, which option texts and shared sections have."""
+    """Return a page without its references to itself, which come from option and shared texts."""
     name, section = page.split(".")
     own = rf"(?:; see| in)\n\.Xr {re.escape(name)} {section}((?: [.,:;)])*)$"
     return re.sub(own, lambda found: found[1].replace(" ", ""), text, flags=re.MULTILINE)
@@ -219,7 +219,7 @@ def findings_page() -> list[str]:
 
 
 def _explained(name: str, head: str, texts: Mapping[str, str]) -> Iterator[str]:
-    """Yield a subsection with the texts of `explain`. head: its first line."""
+    """Yield a subsection with the texts of `explain`. head: first line of the subsection."""
     yield from (f".Ss {text_line(name)}", *sentence_lines(head))
     for title in ("meaning", "effect", "remedy", "cost"):
         if texts.get(title):
@@ -293,7 +293,7 @@ def _cells(row: Mapping[str, Iterable[str]], columns: Iterable[str]) -> Iterator
 
 
 def _by_verb(options: Mapping[str, str]) -> list[Item]:
-    """Return the options that name a place or service, by what commands do with it."""
+    """Return the options that name a place or service, grouped by what commands do with it."""
     return [
         Item(verb.capitalize(), ", ".join(x for x, done in options.items() if done == verb))
         for verb in dict.fromkeys(options.values())
@@ -310,7 +310,7 @@ def _members(members: Iterable[Member]) -> Iterator[str]:
 
 
 def _variables(ctx: click.Context) -> list[Item]:
-    """Return the variables of the sections of options."""
+    """Return the environment variables of options, grouped by the section of the option."""
     found: dict[str, dict[str, None]] = {}
     for command in every_command(ctx):
         for title, options in sections(command.params).items():
@@ -325,12 +325,12 @@ def _variables(ctx: click.Context) -> list[Item]:
 
 
 def _group_context() -> click.Context:
-    # Without the group's settings, click would make the help option without -h, and keep it.
+    # Without the group's settings, click would make, and keep, a help option without -h.
     return click.Context(cli, info_name="hicachectl", **cli.context_settings)
 
 
 def _without_pointer(text: str, name: str) -> str:
-    """Return a help text without the paragraph about the man page itself."""
+    """Return a help text without the paragraph that points to the man page of the command."""
     paragraphs = cleandoc(text).split("\n\n")
     own = f"hicachectl-{name}(1) "
     return "\n\n".join(paragraph for paragraph in paragraphs if not paragraph.startswith(own))
@@ -345,13 +345,13 @@ def _subcommands(command: click.Command, ctx: click.Context) -> Iterator[str]:
         arguments = [p.make_metavar(inner) for p in part.params if isinstance(p, click.Argument)]
         yield f".Ss {' '.join([name, *arguments])}"
         yield from help_text(part.help or "")
-        yield from _options(part, inner, without=GLOBAL)  # the group's own list has them
+        yield from _options(part, inner, without=GLOBAL)  # the group's list has the global options
 
 
 def _options(
     command: click.Command, ctx: click.Context, *, without: Section | None = None
 ) -> Iterator[str]:
-    """Yield the options by section. Arguments have no list: the description explains them."""
+    """Yield the options by section. Arguments have no list, as the description explains them."""
     for title, options in sections(command.get_params(ctx)).items():
         if without is not None and title == without.title:
             continue
@@ -375,7 +375,10 @@ def _background(name: str) -> Iterator[str]:
 
 
 def _see_also(page: str) -> Iterator[str]:
-    """Yield the related pages. hicachectl(1) names all commands; the pages of commands name it."""
+    """Yield references to related pages.
+
+    hicachectl(1) names the pages of all commands. Every other page names hicachectl(1).
+    """
     commands = [f"hicachectl-{name}(1)" for name in sorted(COMMANDS)]
     pages = commands if page == "hicachectl" else ["hicachectl(1)"]
     for block in prose(page).get(SEE_ALSO, ()):

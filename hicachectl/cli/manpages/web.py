@@ -1,6 +1,6 @@
 """Man pages as Markdown, for readers of the repository on the web.
 
-The pages of commands have none: they say what `hicachectl COMMAND --help-all` says.
+The man pages of commands have no Markdown, because `hicachectl COMMAND --help-all` says the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 PAGES = ("hicachectl.1", "*.5", "*.7")
 FOLDER = "web"
 
-# mandoc makes a quote of a literal display in a list, and `<?>` of its characters beyond ASCII.
+# mandoc turns a literal display in a list into a quote, and characters beyond ASCII into `<?>`.
+# So literal displays bypass mandoc.
 _DISPLAY = re.compile(r"^\.Bd -literal.*\n((?:.*\n)*?)\.Ed$", re.MULTILINE)
 _PLACE = re.compile(r"(.*)LiteralDisplay(\d+)")  # the line of Markdown that a display replaces
 _FENCE = "```"
@@ -26,7 +27,7 @@ _FENCE = "```"
 _ESCAPE = re.compile(r"\\(?:\[u([0-9A-F]+)\]|\((..)|(.))")
 _ESCAPED = {"e": "\\", "-": "-", "&": "", "dq": '"', "aq": "'"}
 
-# mandoc writes text after this macro as if it were code, and code as if it were text.
+# mandoc confuses code and text after this macro, so `.Li` replaces it.
 _QUOTED_CODE = re.compile(r"^\.Ql ", re.MULTILINE)
 
 _MARKER = re.compile(r"\d+\.|[*+-]")  # the beginning of a list item
