@@ -22,9 +22,10 @@ from hicachectl.formats.wording import failed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Bytes. O_DIRECT and memory registration need slabs and objects at multiples of this.
+# Slabs and objects begin at multiples of this many bytes, because O_DIRECT and the registration of
+# memory need it.
 ALIGNMENT = 4096
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14
 _SHARED_MEMORY = Path("/dev/shm")  # shm_open's directory on Linux
 
 
@@ -111,7 +112,7 @@ class Arena:
         self.memory.release()
         self.memory = memoryview(b"")
         self.array = np.empty(0, dtype=np.uint8)
-        with suppress(BufferError):  # views are in use
+        with suppress(BufferError):  # a view is still in use
             self._map.close()
 
     def __enter__(self) -> Self:
@@ -150,7 +151,7 @@ class SlabAllocator:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes // ALIGNMENT * ALIGNMENT
         self._changed = threading.Condition()
-        self._free = [(0, self.nbytes)]  # (offset, length), ascending, never adjacent
+        self._free = [(0, self.nbytes)]  # free (offset, length), ascending and never adjacent
         self._held: set[Slab] = set()
         self._waiting: deque[object] = deque()
         self._cancelled = False
@@ -217,7 +218,10 @@ class SlabAllocator:
 
 
 def place(sizes: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], int]:
-    """Return 4 KiB-aligned offsets of objects in a slab, [n] int64, and the slab's bytes."""
+    """Return 4 KiB-aligned offsets of objects in a slab, [n] int64, and the bytes that they need.
+
+    sizes: [n] int64, bytes of each object.
+    """
     ends = np.cumsum(-(-sizes // ALIGNMENT) * ALIGNMENT, dtype=np.int64)
     offsets = np.concatenate([np.zeros(1, dtype=np.int64), ends])
     return offsets[:-1], int(offsets[-1])

@@ -1,8 +1,8 @@
 """The interface of every store: listings as Arrow batches, vectorised reads and writes.
 
-Per-object failures are returned as statuses; only an unreachable store raises (StoreUnavailable).
-Listing, `exists` and `free_bytes` leave the recency, leases and sizes of objects unchanged; only
-`Leases.allow_leases` permits a scan to grant leases.
+A failure of one object is returned as its status. A store that cannot be used raises
+StoreUnavailable. Listing, `exists` and `free_bytes` leave the recency, leases and sizes of objects
+unchanged. Only `Leases.allow_leases` permits a scan to grant leases.
 """
 
 from __future__ import annotations
@@ -78,21 +78,21 @@ class Status(IntEnum):
     """Outcome for one object."""
 
     OK = 0
-    GONE = 1  # no such key
-    SHORT = 2  # smaller than the capacity
-    OVERSIZED = 3  # larger than the capacity
-    EXISTS = 4  # not written: the key exists (if_absent)
+    GONE = 1  # the store has no object of this key
+    SHORT = 2  # the object is smaller than the capacity
+    OVERSIZED = 3  # the object is larger than the capacity
+    EXISTS = 4  # the object was not written, because the key exists and `if_absent` is True
     ERROR = 5  # any other failure
-    CHANGED = 6  # not touched: replaced or changed after the listing
-    UNREACHABLE = 7  # listed, but the host with its bytes does not answer
-    FULL = 8  # not written: no space
-    DAMAGED = 9  # read, but the bytes do not match the store's digest
-    FOREIGN = 10  # read, but the bytes have another identity or rank than expected
+    CHANGED = 6  # the call left the object alone, because a writer changed it after the listing
+    UNREACHABLE = 7  # the object is listed, but the host with its bytes does not answer
+    FULL = 8  # the object was not written, because the store has no space
+    DAMAGED = 9  # the bytes that were read do not match the store's digest
+    FOREIGN = 10  # the bytes that were read have another identity or rank than expected
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Statuses of one call's rows.
+    """Statuses of the rows of one call.
 
     statuses: [n] uint8, values of Status.
     errors:   message by row index, for each ERROR, UNREACHABLE, FULL, DAMAGED or FOREIGN row.
@@ -114,7 +114,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadResult(Result):
-    """Statuses, sizes and versions of one read's rows.
+    """Statuses, sizes and versions of the rows of one read.
 
     nbytes:   [n] int64, bytes of the stored object; -1 if unknown.
     versions: [n, len(version_fields)] uint64, the numbers in the scan's `version`, for the bytes
@@ -134,10 +134,11 @@ class ReadResult(Result):
 class Limits:
     """Call sizes and thread counts at which a store is fastest."""
 
-    batch_objects: int  # maximum rows per call
-    batch_bytes: int  # maximum bytes per call
-    parallel_reads: int  # threads that read at once
-    parallel_writes: int = 2  # threads that write at once; one can copy while one waits for disks
+    batch_objects: int  # maximum rows of a call
+    batch_bytes: int  # maximum bytes of a call
+    parallel_reads: int  # number of threads that read at once
+    # Number of threads that write at once. One thread can copy while another waits for the disk.
+    parallel_writes: int = 2
     forkable: bool = False  # forked processes may read, each with its own arena
     named_arena: bool = False  # reads are fastest into a named arena
 
@@ -161,7 +162,8 @@ class Traits:
     lists_temporaries: bool = False  # a scan includes temporary files of unfinished writes
     lists_late: bool = False  # a scan may lack the newest objects
     evicts: bool = False  # objects are evicted to make room for new ones
-    evicts_pools_apart: bool = False  # pools are evicted separately, so sidecars outlive anchors
+    # Pools are evicted separately, so that sidecars can outlive anchors.
+    evicts_pools_apart: bool = False
     versions_recur: bool = False  # a new object can have the version of an earlier object
     # One call of `exists` confirms the versions of many objects that were read. That costs less
     # than a read of each object with `identify`.
@@ -187,7 +189,7 @@ class Store(Closing, ABC):
     A read-only store implements `from_url`, `grammar`, `scan`, `look` and `read_into`.
     `urls.register_scheme` gives the class a URL scheme. `testing.StoreSuite` tests the class.
 
-    Calls are synchronous. Several threads may call at once; `limits` gives the best number.
+    Calls are synchronous. Several threads may call at once; `limits` states how many are best.
 
     `rows` arguments are record batches or tables with columns of this store's scan: at least
     `key`, and `locator` if the store has one. `write_from` also takes rows of another store, and
@@ -238,7 +240,10 @@ class Store(Closing, ABC):
 
     @abstractmethod
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
-        """Look up keys. Return a table like a scan's: a row for each existing key, in any order."""
+        """Look up keys. Return a row for each existing key, in any order, as a table like a scan's.
+
+        columns: see `scan`.
+        """
 
     def attach(self, arena: Arena) -> None:
         """Use `arena` for reads and writes until `detach`."""
@@ -254,9 +259,9 @@ class Store(Closing, ABC):
     ) -> ReadResult:
         """Read whole objects into the arena.
 
-        offsets:    [n] int64, in bytes from the start of the arena
-        capacities: [n] int64, expected bytes of each object; the arena beyond them stays unchanged
-        identify:   also return versions, for which some stores make another request
+        offsets:    [n] int64, in bytes from the start of the arena.
+        capacities: [n] int64, expected bytes of each object. The arena beyond them stays unchanged.
+        identify:   also return versions, for which some stores make another request.
         Statuses: OK (exactly `capacity` bytes), GONE, SHORT, OVERSIZED, UNREACHABLE, ERROR,
         DAMAGED, FOREIGN. The arena bytes of rows that are not OK are undefined.
         """
@@ -269,10 +274,10 @@ class Store(Closing, ABC):
     def write_from(
         self, rows: Rows, offsets: IntArray, sizes: IntArray, *, if_absent: bool
     ) -> Result:
-        """Write objects from the arena, each atomically; they are durable on return.
+        """Write objects from the arena, each atomically. On return, the objects are durable.
 
-        offsets, sizes: [n] int64, in bytes
-        if_absent: keep an existing object and return EXISTS; otherwise replace it
+        offsets, sizes: [n] int64, in bytes.
+        if_absent: keep an existing object and return EXISTS. Otherwise replace the object.
         Statuses: OK, EXISTS, FULL, ERROR. Raises UnsupportedByBackend if `traits.writes` is False.
         """
         raise UnsupportedByBackend(
@@ -295,7 +300,7 @@ class Store(Closing, ABC):
 
     def exists(self, rows: Rows) -> BoolArray:
         """Return which keys exist: [n] bool."""
-        import pyarrow.compute as pc  # imported late: costs 20 ms at start-up
+        import pyarrow.compute as pc  # late, because the import takes 20 ms at start-up
 
         there = self.look(rows, ("key",)).column("key").combine_chunks()
         found: BoolArray = pc.is_in(as_table(rows).column("key"), value_set=there).to_numpy()
@@ -326,7 +331,8 @@ class Store(Closing, ABC):
     def capacity(self) -> Capacity | None:
         """Return how much the store can hold, in the same measure as `free_bytes`.
 
-        None if the store does not report it, or if a removal does not add to `free_bytes`.
+        Returns None if the store does not report its capacity, or if a removal does not add to
+        `free_bytes`.
         """
         return None
 
@@ -335,7 +341,7 @@ class Store(Closing, ABC):
         return Policy.LRU
 
     def close(self) -> None:
-        """Release all resources; the store cannot be used again."""
+        """Release all resources. The store cannot be used again."""
 
     def memory(self, offsets: IntArray, sizes: IntArray, rows: int) -> memoryview:
         """Check the ranges of a call, and return the arena's memory.

@@ -177,7 +177,7 @@ class Confirm(Store):
     def read_confirmed(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
     ) -> ReadResult:
-        """Read as `read_into` does; objects that a writer may have changed are GONE."""
+        """Read as `read_into` does, but an object that a writer may have changed is GONE."""
 
     @abstractmethod
     def confirm(self, rows: Rows) -> StatusArray:
@@ -199,9 +199,10 @@ class Profiled(Store):
 
 
 class SingleDeployment(Store):
-    """Store of one deployment, because its keys name no deployment and its pages state no size.
+    """Store that can hold only one deployment.
 
-    Callers state the sizes of its objects, by a profile or by `use_sizes`.
+    Its keys name no deployment, and its pages state no size. Callers state the sizes of the
+    objects, by a profile or by `use_sizes`.
     """
 
     @abstractmethod
@@ -377,7 +378,9 @@ def as_stored(*stores: Store) -> Iterator[None]:
 def trailer_schema() -> Any:
     """Return the columns of `Trailed.read_trailers`.
 
-    identity: 16 bytes. digest_kind: one of `trailer.DIGEST_KINDS`. digest: 32 bytes, zero-padded.
+    identity: 16 bytes of the identity's hash.
+    digest_kind: one of `trailer.DIGEST_KINDS`.
+    digest: 32 bytes, zero-padded.
     own_rank: whether the trailer names the key's rank, or no rank.
     ranked: whether the trailer names a rank.
     """
@@ -397,7 +400,7 @@ def trailer_schema() -> Any:
 def keeps_digests(store: Store) -> bool:
     """Return whether reads compare objects with digests that the store keeps.
 
-    Raises like `Trailed.markers`.
+    Raises the errors of `Trailed.markers`.
     """
     if isinstance(store, Trailed):
         return any(marker.digest != "off" for marker in store.markers())

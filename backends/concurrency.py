@@ -2,8 +2,8 @@
 
 A call on a local file takes processor time. More threads than processors only compete for the
 processors and for Python's lock. A call on a network file system waits, and many calls can wait at
-once. So the number of calls at once starts at one. It doubles while calls wait and each doubling
-makes the calls faster. It halves where a halving makes them no slower.
+once. So the number of calls at once starts at one. It doubles while calls wait and a doubling does
+more items per second. It halves if a halving does hardly fewer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _JUDGED_SECONDS = 0.02
 # A doubling stays if the items per second grow by the factor _GAIN. A halving stays if at least the
 # share _LOSS of the items per second is left.
 _GAIN, _LOSS = 1.15, 0.95
-# Calls wait if they use less than this share of the processors' time.
+# Calls are taken to wait if they use less than this share of the processors' time.
 _BUSY = 0.7
 # If an item takes longer than this, its call waits for something other than a processor.
 _WAIT_SECONDS = 0.0001
@@ -135,7 +135,7 @@ class _Calls:
         # its processor time.
         seconds = max((wall if wall > _WAIT_SECONDS * items else cpu) / items, 1e-9)
         known = self.item_seconds or seconds
-        # First calls take longer than later ones, so the mean falls faster than it rises.
+        # First calls take longer than later calls, so the mean falls faster than it rises.
         self.item_seconds = known + (0.25 if seconds > known else 0.75) * (seconds - known)
         sums = self._sums
         sums.items += items
@@ -264,13 +264,13 @@ class Concurrency:
         return self._most if self._fixed else None
 
     def limit(self, jobs: int) -> None:
-        """Fix the number of calls at once, of all kinds together. Use it before the first call."""
+        """Fix the number of calls at once, of all kinds together. Do so before the first call."""
         self._fixed, self._most, self._last = True, jobs, jobs
 
     def share(self, processes: int) -> None:
-        """Reduce this forked process's calls at once and processors to its share.
+        """Reduce the calls at once and the processors to the share of this forked process.
 
-        processes: number of processes that share them.
+        processes: number of processes that share the calls and the processors.
         """
         with self._lock:
             self._processors /= processes
@@ -333,7 +333,7 @@ class Concurrency:
         least: minimum items of a slice; the last slice may have fewer.
         unlocked: whether calls of this kind run mostly without Python's lock, so that several calls
             can use several processors.
-        Raises the first error of a slice, after all slices that had begun have ended.
+        Raises the first error of a slice, once all slices that have begun are done.
         """
         calls, run = self._calls(kind, unlocked=unlocked), _Run(work, count, least)
         try:
@@ -422,7 +422,7 @@ class Concurrency:
         self._thread.turn = True  # `_started` gets each task together with a turn
 
     def _started(self, work: Callable[P, object], *given: P.args, **named: P.kwargs) -> bool:
-        """Give work, and a turn for it, to another thread; return False if no thread can start."""
+        """Give work, and a turn for it, to another thread. Return False if no thread can start."""
         taken = False
 
         def is_first() -> bool:
@@ -503,7 +503,7 @@ class Concurrency:
             part.result = work(part.items)
         except BaseException as error:
             part.error = error
-            if not isinstance(error, Exception):  # raised by a signal handler
+            if not isinstance(error, Exception):  # a signal handler has raised it
                 raise
         else:
             self._note(calls, len(part.items), began, cpu)
@@ -532,7 +532,7 @@ class Concurrency:
             return start, run.next
 
     def _recruit(self, calls: _Calls, run: _Run) -> None:
-        """Let other threads work on a run, as many as the limits allow and slices are left."""
+        """Let other threads work on a run, as many as the limits allow and the slices need."""
         with self._lock:
             left = -(-(run.count - run.next) // run.slice_items(calls))
             wanted = min(calls.level - calls.active, left, self._most - self._turns)
@@ -544,7 +544,7 @@ class Concurrency:
         try:
             while begun < wanted and self._started(self._help, calls, run):
                 begun += 1
-        finally:  # also after an exception from a signal handler
+        finally:  # needed if a signal handler raises an exception, too
             if begun < wanted:
                 self._give_back(calls, wanted - begun)
 
@@ -590,7 +590,7 @@ class Concurrency:
             with self._lock:
                 run.error = run.error or error
                 run.next = run.count
-            if not isinstance(error, Exception):  # raised by a signal handler
+            if not isinstance(error, Exception):  # a signal handler has raised it
                 raise
         else:
             self._note(calls, stop - start, began, cpu)

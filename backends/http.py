@@ -70,10 +70,10 @@ class _Request:
 
 
 class HttpService:
-    """One HTTP service; safe to call from several threads. Failures raise StoreUnavailable.
+    """One HTTP service, which several threads may call. Failures raise StoreUnavailable.
 
     who:       the service's name in messages, such as "Mooncake master".
-    hint:      next step if no service answers, or a wrong service.
+    hint:      next step for the user if no service answers, or if a wrong service answers.
     timeout_s: seconds for a whole reply, or for each block of a streamed reply.
     headers:   headers of every request.
     tls:       use TLS, and check the certificate.
@@ -105,7 +105,7 @@ class HttpService:
         self._closed = False
 
     def close(self) -> None:
-        """Close every connection; pending requests of other threads fail at once."""
+        """Close every connection. Pending requests of other threads fail at once."""
         with self._lock:
             self._closed = True
             for connection in self._busy:
@@ -124,9 +124,9 @@ class HttpService:
 
         path:       percent-encoded path.
         repeatable: whether to repeat the request after a reset connection, although the service may
-            have executed the request. If False, send once, and on a new connection, because the
-            service may have closed a kept one. After an error, the service may have executed the
-            request.
+            have executed the request. If False, send the request once, and on a new connection,
+            because the service may have closed a kept connection. After an error, the service may
+            have executed the request.
         """
         return self._reply(_Request("POST", path, body, repeatable))
 
@@ -210,7 +210,7 @@ class HttpService:
         return bytes(body)
 
     def _put_back(self, connection: _Connection, response: http.client.HTTPResponse | None) -> None:
-        """Keep a connection if its response was read to the end; else close it."""
+        """Keep a connection whose response was read to its end. Close any other connection."""
         reusable = response is not None and response.isclosed() and not response.will_close
         with self._lock:
             self._busy.discard(connection)

@@ -26,7 +26,7 @@ MAX_KEY_BYTES = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """One table: the keys and pages of a rank and namespace.
+    """One table, with the keys and pages of a rank and namespace.
 
     free:    int64 [n], free pages in the server's order. The server hands out the last page first.
     keys:    chunked binary array [m] of distinct keys, RANK:NAMESPACE:KEY, least recently used
@@ -54,7 +54,7 @@ class PageTable:
         return f"{self.rank}:{self.namespace}"
 
     def names_at(self, rows: IntArray) -> Any:
-        """Return the server's names, KEY alone, of the keys in `rows`: a chunked binary array."""
+        """Return the server's names (KEY alone) of the keys in `rows`: chunked binary array."""
         keys = take_rows(pa.table({"key": self.keys}), rows).column("key")
         return pc.binary_slice(keys, len(self.name) + 1, MAX_KEY_BYTES)
 
@@ -88,7 +88,7 @@ class TableState(Snapshot):
     path: the file of the snapshot.
     files: known data files by table name, RANK:NAMESPACE.
     page_bytes: bytes of a page by table name, if known.
-    live: a server may have changed the tables since the snapshot.
+    live: whether a server may have changed the tables since the snapshot.
     """
 
     path: str
@@ -116,7 +116,7 @@ class TableServer(Protocol):
         """Map keys to their written pages, and free the released pages, in one step."""
 
     def delete(self, rank: int, namespace: str, keys: Sequence[str]) -> None:
-        """Delete keys in one step, and free their pages; missing keys are skipped."""
+        """Delete keys in one step, and free their pages. Missing keys are skipped."""
 
 
 class PageTables(Confirm):

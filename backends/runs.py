@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 FORM = 1
 _MAX_RUN_BYTES = 64 << 10
-_LAST_MOMENT = 1e11  # Unix seconds
+_LAST_MOMENT = 1e11  # latest possible time, Unix seconds
 
 
 class RunForm(Struct, frozen=True, kw_only=True):
@@ -221,7 +221,7 @@ class QuarantineRun(Store):
 
     @classmethod
     def create(cls, url: StoreUrl) -> NoReturn:
-        """Refuse: only a repair fills a run."""
+        """Raise UsageError, because only a repair fills a run."""
         raise UsageError(
             f"{url.path}: is a quarantine run, which only verify --repair fills; give another "
             "directory"

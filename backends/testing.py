@@ -4,7 +4,7 @@ A backend's test module subclasses `StoreSuite` and defines a `store` fixture an
 accessors. The accessors bypass the backend. A test through the backend alone would not show a
 fault that its writes and reads share. Tests of traits and capabilities that the store lacks are
 skipped.
-Only tests import this module: it needs pytest and hypothesis.
+Only tests import this module, because it needs pytest and hypothesis.
 """
 # ruff: noqa: D102 - the names of tests are their descriptions
 
@@ -657,7 +657,7 @@ class StoreSuite(ABC):
     def _step(
         self, store: Store, model: dict[bytes, bytes], verb: str, key: bytes, value: bytes
     ) -> None:
-        """Make one call on the store and the dict; compare the results."""
+        """Make one call on the store and on the dict, and compare the results."""
         old = model.get(key)
         row = rows_of([key]) if old is None else scanned_rows(store, [key])
         if verb == "read":

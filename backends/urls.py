@@ -1,9 +1,11 @@
 """Store URLs and the config file. `backends.base` opens the store that a URL names.
 
     /some/directory                       plain directory: SGLang's file backend
-    /some/archive.hcpack                  pack; with a slash at its end, a plain directory
-    file:///some/directory                plain directory; "file:" alone: SGLang's default directory
-    file:///some/directory?folders=hex2   plain directory; a new one gets folders
+    /some/archive.hcpack                  pack
+    /some/archive.hcpack/                 plain directory
+    file:///some/directory                plain directory
+    file:                                 SGLang's default directory
+    file:///some/directory?folders=hex2   plain directory, which gets folders if it is new
     prod:                                 [stores.prod] of the config file
     scheme://host/path?name=value         percent-encoded; see SCHEMES
 
@@ -143,8 +145,8 @@ class Scheme:
 
 
 PACK_SUFFIX = ".hcpack"
-# Name of the parameter that names a directory of side files. URLs of stores that keep no side files
-# inside have it.
+# Name of the parameter that names a directory of side files. The schemes of stores that keep no
+# side files inside have this parameter.
 SIDE_PARAMETER = "side_directory"
 
 SCHEMES = {
@@ -231,9 +233,9 @@ def _masked(match: re.Match[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoreUrl:
-    """A parsed URL with decoded parts; `str` returns a URL that parses to an equal value.
+    """A parsed URL with decoded parts. `str` returns a URL that parses to an equal value.
 
-    path: absolute, or "" if the URL has none. Bytes that are not UTF-8 become surrogates.
+    path: absolute path; "" if the URL has no path. Bytes that are not UTF-8 become surrogates.
     """
 
     scheme: str
@@ -263,9 +265,9 @@ class StoreUrl:
 
 @dataclass(frozen=True, slots=True)
 class NamedStore:
-    """A store of the config file: its URL, and the files that commands use with it.
+    """A store of the config file, with its URL and the files that commands use with it.
 
-    The paths are absolute. Options of a command replace them.
+    The paths of the files are absolute. Options of a command replace these paths.
     """
 
     url: str
@@ -307,7 +309,7 @@ def _value(url: StoreUrl, name: str, kind: Any) -> Any:
         return text
     digits = _NUMBERS.get(getattr(kind, "__origin__", kind))
     try:
-        if digits is not None and not digits.fullmatch(text):  # msgspec also reads 1e9
+        if digits is not None and not digits.fullmatch(text):  # msgspec would also read 1e9
             raise ValueError
         return msgspec.convert(text, kind, strict=False)
     except (ValueError, msgspec.ValidationError):
@@ -369,7 +371,7 @@ def register_scheme(name: str, scheme: Scheme) -> None:
 
 
 def is_pack_path(path: str) -> bool:
-    """Return whether a path without a scheme names a pack: it ends in .hcpack."""
+    """Return whether a path without a scheme names a pack, which is so if it ends in .hcpack."""
     return path.endswith(PACK_SUFFIX)
 
 
@@ -460,7 +462,7 @@ def _user_config(environ: Mapping[str, str]) -> Path | None:
     """Return the user's config file; None if the file is missing or not accessible."""
     base = Path(environ.get("XDG_CONFIG_HOME") or "")
     try:
-        if not base.is_absolute():  # the XDG specification: relative values are ignored
+        if not base.is_absolute():  # the XDG specification ignores relative values
             base = Path(environ.get("HOME") or Path.home()) / ".config"
         file = base / "hicachectl" / "config.toml"
         return file if file.is_file() else None
@@ -517,7 +519,7 @@ def _named_store(text: str, name: str, rest: str, config: Config) -> str:
 
 
 def _path_url(text: str, *, named: bool) -> StoreUrl:
-    """Return the URL of a plain directory or pack, taking percent signs literally."""
+    """Return the URL of a plain directory or pack. Percent signs in its path are literal."""
     if not text:
         raise UsageError("STORE: the text is empty; give a directory or a URL")
     scheme = "pack" if is_pack_path(text) else "file"
@@ -534,7 +536,7 @@ def _scheme_url(text: str, name: str, rest: str) -> StoreUrl:
     scheme = SCHEMES[name]
     place, _, query = rest.partition("?")
     host, path = _split_place(text, name, place)
-    if name == "file" and host == "localhost":  # RFC 8089: the same as no host
+    if name == "file" and host == "localhost":  # by RFC 8089, this is the same as no host
         host = ""
     if host and not scheme.host:
         named = host.rpartition("@")[2]

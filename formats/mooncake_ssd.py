@@ -191,7 +191,7 @@ def record_problem(
     if int(record["sequence"]) != sequence:
         return "has another sequence number than listed", False
     if int(record["flags"]) & _HAS_CRC:
-        import google_crc32c  # imported late: most stores have no offset files
+        import google_crc32c  # late, because most stores have no offset files
 
         crc = google_crc32c.value(head[:_CRC_AT] + key)
         crc = google_crc32c.extend(crc, np.frombuffer(value, dtype=np.uint8))

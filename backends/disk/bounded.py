@@ -53,7 +53,7 @@ def read_bounded(
 
 
 def read_lines(path: Path, limit: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """Yield each line's number, from 1, and bytes, including the line end.
+    """Yield the number of each line, counted from 1, and its bytes, with the line end.
 
     Raises UsageError if the file cannot be read, FormatError if a line has more than `limit` bytes.
     """

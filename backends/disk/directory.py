@@ -82,7 +82,11 @@ class Trust:
         self._group_shows = not st.st_mode & stat.S_IWOTH
 
     def includes(self, st: os.stat_result, directory: int) -> bool:
-        """Return whether a file's owner is trusted. directory: its parent's descriptor."""
+        """Return whether a file's owner is trusted.
+
+        st: stat of the file.
+        directory: descriptor of the directory with the file.
+        """
         if st.st_uid in self._owners or self._is_of_group(st):
             return True
         if self._may_probe:
@@ -105,7 +109,10 @@ class Trust:
 
 
 class JointTrust(Trust):
-    """Users whom all given directories trust. Without a directory, this process's user and root."""
+    """Users whom all given directories trust.
+
+    Without a directory, they are this process's user and root.
+    """
 
     def __init__(self, trusts: Sequence[Trust], *, writes: bool = True) -> None:
         """Join the trusts of several directories. writes: see `Trust`."""
@@ -167,7 +174,7 @@ class Directory(Closing):
     def named(cls, path: str, *, writes: bool, trust: Trust | None = None) -> Self:
         """Open a directory that an option names, following links.
 
-        trust: trust of the store. By default it is derived from the directory.
+        trust: trust of the store. By default, the trust is derived from the directory.
         """
         descriptor = os.open(path, OPEN_DIRECTORY)
         return cls(descriptor, path, trust or Trust(os.fstat(descriptor), writes=writes))
@@ -184,8 +191,9 @@ class Directory(Closing):
         """Open a directory that an option names; None if it is missing.
 
         makes: create a missing directory and its missing parents.
-        trust: trust of the store. By default it is derived from the deepest existing directory of
-            the path. Links are followed down to that directory.
+        trust: trust of the store. By default, the trust is derived from the deepest existing
+            directory of the path.
+        Links are followed down to the deepest existing directory.
         """
         found, missing = existing_part(path)
         if missing and not makes:
@@ -268,7 +276,7 @@ class Directory(Closing):
             return read_up_to(descriptor, most)
 
     def open_file(self, name: str) -> int:
-        """Open a regular file for reading; return the descriptor."""
+        """Open a regular file for reading. Return its descriptor."""
         return self._checked_file(name, self._open(name, _OPEN_FILE))
 
     def _open(self, name: str, flags: int, mode: int = 0) -> int:
@@ -288,7 +296,7 @@ class Directory(Closing):
         return os.path.join(self.path, name)  # noqa: PTH118 - names that are not UTF-8
 
     def open_lock(self, name: str) -> int:
-        """Open or create a file for locking; return the descriptor."""
+        """Open or create a file for locking. Return its descriptor."""
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         try:
             # In a sticky directory the system may refuse O_CREAT for another user's file.
@@ -310,9 +318,10 @@ class Directory(Closing):
     def make_directory(self, name: str, *, exist_ok: bool = False) -> Directory:
         """Create a directory durably and open it.
 
-        Its permissions exceed neither this directory's nor `trust.permissions`. The group gets the
-        rights that it has in this directory, whatever the umask, because members of the group
-        remove files that other members made.
+        Its permissions exceed neither this directory's permissions nor `trust.permissions`. The
+        group gets the rights that it has in this directory, whatever the umask, because members of
+        the group remove files that other members made.
+        exist_ok: open an existing directory instead.
         """
         try:
             os.mkdir(name, self._readable & 0o777 | 0o700, dir_fd=self.descriptor)
@@ -334,7 +343,7 @@ class Directory(Closing):
     ) -> None:
         """Write a file atomically, with permissions limited as in `make_directory`.
 
-        shared: several processes may write the name at once.
+        shared: several processes may write this file at once.
         durable: sync the file and its name.
         """
         temporary = "" if shared else f".{name}.tmp"
@@ -349,7 +358,7 @@ class Directory(Closing):
             write_bytes(memoryview(content), descriptor)
 
     def create(self, name: str) -> int:
-        """Create a file with permissions as in `make_directory`; return its descriptor."""
+        """Create a file with permissions as in `make_directory`. Return its descriptor."""
         descriptor = self._open(name, _CREATE_FILE, self._readable & 0o666 | 0o600)
         with undo_on_error(partial(os.close, descriptor)):
             self._give_away(descriptor)
@@ -426,8 +435,8 @@ class Directory(Closing):
         return is_named(self.descriptor, name, parent.descriptor)
 
     def lock(self) -> bool:
-        """Lock the directory until `close`; return False if another process has the lock.
+        """Lock the directory until `close`. Return False if another process has the lock.
 
-        Returns True on a file system without locks.
+        On a file system without locks, the method returns True without a lock.
         """
         return lock_file(self.descriptor, optional=True)

@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 STDOUT = Path("/dev/stdout")
-# NFS locks only files that are open for writing. A directory never is, so flock fails with EBADF.
+# NFS locks only files that are open for writing. A directory cannot be open for writing, so flock
+# of a directory fails with EBADF.
 _NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF, errno.EISDIR}
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
-_AT_FDCWD = -100  # fcntl.h: names start at the current directory, as in open(2)
+_AT_FDCWD = -100  # from fcntl.h, for names that start at the current directory, as in open(2)
 
 
 # names
@@ -58,7 +59,7 @@ def sync_name(path: str | os.PathLike[str], directory: int | None = None) -> Non
 
 
 def sync_file_system(directory: int) -> bool:
-    """Make all files of a directory's file system durable; return False if syncfs is missing."""
+    """Make all files of a directory's file system durable. Return False if syncfs is missing."""
     if not hasattr(LIBC, "syncfs"):
         return False
     if not LIBC.syncfs(directory):
@@ -70,7 +71,7 @@ def sync_file_system(directory: int) -> bool:
 
 
 def make_directories(path: str | os.PathLike[str]) -> list[str]:
-    """Create a directory and its missing parents durably; return the new paths, innermost first.
+    """Create a directory and its missing parents durably. Return the new paths, innermost first.
 
     Directories that another process creates meanwhile are not returned. Raises OSError.
     """
@@ -102,14 +103,14 @@ def rename_noreplace(source: int | None, old: bytes, target: int | None, new: by
 def exchange(directory: int, one: bytes, other: bytes) -> bool:
     """Swap the names of two files of a directory. Return False if the system cannot do so.
 
-    The swap is atomic: each name always names a file. Raises OSError, and FileNotFoundError if a
+    The swap is atomic, so each name always names a file. Raises OSError, and FileNotFoundError if a
     name is missing.
     """
     return _rename(directory, one, directory, other, _RENAME_EXCHANGE)
 
 
 def _rename(source: int, old: bytes, target: int, new: bytes, flags: int) -> bool:
-    """Call renameat2; return False if the system or the file system lacks it. Raises OSError."""
+    """Call renameat2. Return False if the system or file system lacks the call. Raises OSError."""
     if not hasattr(LIBC, "renameat2"):
         return False
     if not LIBC.renameat2(source, old, target, new, flags):

@@ -1,4 +1,4 @@
-"""Read, write and copy all bytes of open files; look at the file systems that they lie on."""
+"""Read, write and copy whole open files, and ask for properties of their file systems."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-# Opening a FIFO does not wait for a writer.
+# With O_NONBLOCK, opening a FIFO does not wait for a writer.
 OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# Errors of a call that the file system lacks, or refuses for these files.
+# Errors of a call that a file system does not have, or refuses for some files.
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
-# Errors of a process or host that has too many open files. They say nothing about the file. If they
-# became a finding, a repair would remove a healthy page.
+# Errors of a process or host that has too many open files. Such an error says nothing about the
+# file. If it became a finding, a repair would remove a healthy page.
 TOO_MANY_OPEN = frozenset({errno.EMFILE, errno.ENFILE})
-# After these errors, no answer about any file is valid: the file system is unreachable, or the
-# process can open no further file.
+# After these errors, no answer about any file is valid, because the file system is unreachable or
+# the process can open no further file.
 LOST = TOO_MANY_OPEN | {
     errno.ESTALE,
     errno.ENOTCONN,
@@ -64,8 +64,8 @@ _LOCAL_LOCK_OPTIONS = {
 }
 # Errors of copy_file_range where the system lacks it, or cannot copy between two file systems.
 _NOT_BY_THE_SYSTEM = UNSUPPORTED | {errno.EXDEV}
-# Writeback of files of at least this size starts at once, to shorten the batch's sync. For smaller
-# files the calls cost more than they save.
+# Writeback of files of at least this many bytes starts at once, to shorten the sync of the batch.
+# For smaller files, the calls that start it cost more time than they save.
 _EARLY_BYTES = 256 << 10
 _READ_BYTES = 1 << 20
 
@@ -95,7 +95,7 @@ def closing_descriptor(descriptor: int) -> Iterator[int]:
 
 @contextmanager
 def undo_on_error(undo: Callable[[], object]) -> Iterator[None]:
-    """Call `undo` if the block raises, also for an interrupt."""
+    """Call `undo` if the block raises an exception or is interrupted."""
     try:
         yield
     except BaseException:
@@ -151,7 +151,7 @@ def locks_reach_all_hosts(descriptor: int) -> bool:
     """Return whether flock excludes every process that can reach a directory.
 
     Returns True for a local disk, which no other host reaches. Returns True for an unknown mount,
-    too: if such a mount has no locks, flock itself fails.
+    too, because flock itself fails on a mount without locks.
     descriptor: the open directory.
     """
     mount = _mount_of(descriptor)
@@ -189,12 +189,13 @@ def _mount_of(descriptor: int) -> tuple[str, str] | None:
 def file_system_ns(directory: int) -> int:
     """Return the present time of an open directory's file system, Unix nanoseconds.
 
-    Compare times of files with it: this host's clock may differ from the file server's.
+    Callers compare the times of files with this time, because this host's clock may differ from the
+    file server's clock.
     The call touches the directory and reads its ctime. It makes no file, because a kill would leave
     the file, and a full file system has no room for it. Raises OSError, also if this user may not
     write to the directory.
     """
-    os.utime(directory)  # sets "now"; an NFS client lets the server choose that time
+    os.utime(directory)  # sets the times to "now"; an NFS client lets the server choose that time
     return os.fstat(directory).st_ctime_ns
 
 
@@ -214,7 +215,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
 
 
 def fill(descriptor: int, buffers: Sequence[memoryview], offset: int = 0) -> int:
-    """Read into buffers until they are full or the file ends; return the bytes read.
+    """Read into buffers until they are full or the file ends. Return the number of bytes read.
 
     Raises OSError.
     """
@@ -235,7 +236,7 @@ def fill(descriptor: int, buffers: Sequence[memoryview], offset: int = 0) -> int
 
 
 def read_up_to(descriptor: int, most: int, offset: int = 0) -> bytes:
-    """Return `most` bytes of a file, or all that it has. Raises OSError."""
+    """Return `most` bytes of a file, or fewer if the file ends. Raises OSError."""
     parts = []
     while most > 0 and (part := os.pread(descriptor, min(most, _READ_BYTES), offset)):
         parts.append(part)
@@ -269,9 +270,10 @@ def is_in_memory(descriptor: int, position: int) -> bool:
 
 
 def read_ahead(descriptor: int, nbytes: int) -> None:
-    """Start reading a file unless its last byte, and so usually the whole file, is in memory.
+    """Start to read a file if its last byte is not in memory.
 
-    The test takes 1 us. The advice to the system takes 60 us for 4.5 MB already in memory.
+    If its last byte is in memory, usually the whole file is. The test of one byte takes 1 us. The
+    advice to the system takes 60 us for 4.5 MB already in memory.
     Raises OSError.
     """
     if not is_in_memory(descriptor, max(0, nbytes - 1)):

@@ -74,7 +74,7 @@ def with_foreign_group(mode: int) -> int:
 
 
 def give_file(descriptor: int, owner: int, group: int, *, mode: int | None = None) -> None:
-    """Set an open file's owner (as root) and group, as far as the system allows.
+    """Set an open file's group and, as root, its owner, as far as the system allows.
 
     mode: new permissions; by default unchanged. If the group cannot be set, the file's group gets
         only the rights of others.
@@ -92,12 +92,12 @@ def give_file(descriptor: int, owner: int, group: int, *, mode: int | None = Non
 
 
 def new_file_mode(permissions: Permissions, group: int) -> int:
-    """Return the mode of a new file of a group: 0o666 within permissions and umask."""
+    """Return the mode of a new file of a group, which is 0o666 within permissions and umask."""
     return 0o666 & permissions.for_group(group) & ~_umask()
 
 
 def _umask() -> int:
-    # os.umask returns the umask only when it changes it, for all threads. So /proc comes first.
+    # os.umask tells the umask only by changing it for all threads, so /proc is read first.
     with suppress(OSError):
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
         for line in status.splitlines():

@@ -38,7 +38,9 @@ CLOSED, ENDED, SILENT, SERVING = STANDINGS = ("closed", "ended", "silent", "serv
 # Seconds for which statuses are kept. Fleets restart so often that a week of statuses would exceed
 # MAX_STATUSES.
 _KEPT_S = 86400.0
-_CLOCKS_DIFFER_S = 2.0  # readings of one start differ by less: the boot time is in whole seconds
+# Two readings of the start of one process differ by less than this. The boot time, on which they
+# depend, is in whole seconds.
+_CLOCKS_DIFFER_S = 2.0
 _START_FIELD = 19  # index of the field starttime after the name in parentheses, see proc(5)
 _ENDED = ("Z", "X")  # states of a zombie and of a dead process, see proc(5)
 
@@ -62,7 +64,7 @@ class StoreStatuses(NamedTuple):
 
 
 def write_status(directory: Directory, status: PluginStatus) -> None:
-    """Write a rank's status, not durably.
+    """Write a rank's status. The write is not durable.
 
     directory: directory of the store.
     Raises OSError, UntrustedError.

@@ -5,9 +5,9 @@ the store meanwhile. That is safe for these reasons:
 
 - Readers. The name of an object always names a whole file, the old one or the new one
   (`Temporaries.replace_unchanged`). HiCacheFile opens a file and reads the bytes that it expects
-  from the beginning (hicache_storage.py :: HiCacheFile.get), so it reads both alike. The plug-in
-  accepts the new file, and treats the old one as its setting `unstamped` says. An open file stays
-  readable after its name is gone.
+  from the beginning (hicache_storage.py :: HiCacheFile.get), so it reads old and new file alike.
+  The plug-in accepts the new file, and treats the old file as its setting `unstamped` says. An open
+  file stays readable after its name is gone.
 - Listings. The markers are durable before the first file is replaced. They say that a file with
   128 more bytes is whole; a file without a trailer keeps its size. Unfinished copies have names
   that SGLang ignores and that `rm --temporaries` removes. ext4 lists each name once. tmpfs may miss
@@ -30,13 +30,13 @@ the store meanwhile. That is safe for these reasons:
   would grow. Such files stay as they are.
 - Room. Only one batch of copies is on the disk beside the old files. Each old file is removed right
   after the exchange.
-- Kills and power failures. The copies are durable before the exchange. Before and after it, the
-  object's name names a whole file. The other file has a temporary name. The next run of the same
-  request removes the temporary file, and skips objects that have their trailers.
+- Kills and power failures. The copies are durable before the exchange. Before and after the
+  exchange, the object's name names a whole file. The other file has a temporary name. The next run
+  of the same request removes the temporary file, and skips objects that have their trailers.
 - A second adoption at the same time counts as a writer, so the first copy stays.
-- On file systems without an exchange of names, such as NFS, a comparison and then a rename replace
-  the file. A file that is removed between both calls comes back. A file that is replaced between
-  them is replaced again, by bytes of the same page.
+- File systems without an exchange of names, such as NFS. There, the file is compared and then
+  replaced by a rename. If a file is removed between the comparison and the rename, it comes back.
+  If a file is replaced between them, it is replaced again, by bytes of the same page.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class FileAdopter(FileCopier):
         return file if item.is_still(before) else discarded(file)
 
     def _replace(self, key: bytes, file: Temporary, seen: os.stat_result) -> Status:
-        """Put a copy in place of the object's file. Raises FileNotFoundError after a `clear`.
+        """Put a copy in place of the object's file. Raises FileNotFoundError if the copy is gone.
 
         seen: stat of the object's file when it was copied.
         """

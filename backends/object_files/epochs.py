@@ -41,7 +41,7 @@ _OPEN_SIDE = OPEN_FILE | os.O_DIRECTORY
 _PREFIX = b"epoch-"
 _TEXT = re.compile(rb"epoch ([1-9][0-9]{0,18}) [^\n]*\n")  # Unix nanoseconds, the suffix
 _MOST_BYTES = 4096
-_CTIME = 2  # field of a version
+_CTIME = 2  # index of the ctime in a version
 _LONGEST = 1 << 30  # binary_slice needs an end
 
 
@@ -79,9 +79,9 @@ def _begin_by_ctime(side: Directory, name: str) -> None:
 
 
 def _epoch_in(name: bytes, side: int) -> int:
-    """Return a file's epoch. It is the ctime of an unreadable file, and 0 for a file of no epoch.
+    """Return a file's epoch.
 
-    Only a regular file has an epoch.
+    For an unreadable file, it is the file's ctime. For a file that is not regular, it is 0.
     """
     try:
         return _Epoch.read(name, side).time_ns
@@ -159,7 +159,7 @@ def _name(suffix: bytes) -> bytes:
 
 def suffixes_of(rows: Rows) -> Any:
     """Return the part of each key after its page hash: a binary array."""
-    import pyarrow.compute as pc  # imported late: costs 20 ms at start-up
+    import pyarrow.compute as pc  # late, because the import takes 20 ms at start-up
 
     return pc.binary_slice(rows.column("key"), PAGE_DIGITS, _LONGEST)
 

@@ -41,10 +41,12 @@ if TYPE_CHECKING:
 
 SCAN_ROWS = 16384
 _AHEAD_NS = 60 * 10**9  # the clocks of two hosts usually differ by less
-_OBJECT = re.compile(r"[0-9a-f]{64}_|.*\.bin$", re.DOTALL)  # names of HiCacheNixl, HiCacheFile
+# Names that HiCacheNixl and HiCacheFile give to objects.
+_OBJECT = re.compile(r"[0-9a-f]{64}_|.*\.bin$", re.DOTALL)
 _STAT, _LIST, _LOOK = "stat", "list", "look"  # kinds of calls for `Concurrency`
 _OF_ARROW = {"nbytes", "mtime_ns"}  # columns that Arrow's stat gives
-_OF_PYTHON = {"atime_ns", "version"}  # columns that need os.stat: Arrow gives no inode and no atime
+# Columns that need os.stat, because Arrow gives no inode and no atime.
+_OF_PYTHON = {"atime_ns", "version"}
 
 
 @dataclass(slots=True)
@@ -351,7 +353,7 @@ class FileListings(ReportsLosses):
         self._left_out = left_out
 
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
-        """List every regular file; its columns are null if its stat fails."""
+        """List every regular file. The columns of a file are null if its stat fails."""
         left_out = self._left_out = LeftOut()
         objects, schema = self._files.objects, scan_schema(columns)
         with usable(objects.path):
@@ -366,8 +368,9 @@ class FileListings(ReportsLosses):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
     def _finished(self, epochs: Epochs, left_out: LeftOut, batch: Any) -> Any:
-        """Subtract trailers from a batch's sizes. Drop stale objects unless it has `cleared_ns`.
+        """Subtract trailers from a batch's sizes, and drop its stale objects.
 
+        A batch with the column `cleared_ns` keeps its stale objects.
         left_out: gets the number of stale objects, and of objects dated in the future.
         """
         if "mtime_ns" in batch.schema.names:

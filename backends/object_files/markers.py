@@ -44,7 +44,7 @@ __all__ = ["MarkedSizes", "Marker", "read_markers", "write_marker"]
 
 
 def write_marker(directory: Directory, marker: Marker) -> None:
-    """Write a marker durably, unless it exists; several processes may write it at once.
+    """Write a marker durably if it does not exist. Several processes may write it at once.
 
     directory: directory of the store.
     Raises OSError, UntrustedError.
@@ -126,7 +126,7 @@ class MarkedSizes:
         self._markers: list[Marker] = []
         self._known: set[Marker] = set()
         self._identities: dict[bytes, Identity] = {}  # identity of each hash
-        self._table = _table([])  # replaced as a whole: other threads may be using it
+        self._table = _table([])  # replaced as a whole, because other threads may be using it
         self.problem = ""
 
     def current(self) -> list[Marker]:
@@ -160,7 +160,7 @@ class MarkedSizes:
     def strip(self, batch: Any) -> Any:
         """Return a scan's batch with `nbytes` less the trailers of marked objects.
 
-        Like `payloads`, it uses the markers that were read last.
+        The markers are those that were read last, as in `payloads`.
         """
         if not len(self._table.pairs) or "nbytes" not in batch.schema.names:
             return batch
@@ -179,7 +179,7 @@ class MarkedSizes:
         rows: rows with the column `key`.
         files: [n] int64, bytes of each file.
         """
-        import pyarrow as pa  # imported late: the plug-in writes markers without it
+        import pyarrow as pa  # late, because the plug-in writes markers without it
         import pyarrow.compute as pc
 
         suffixes, sizes, pairs = self._table

@@ -54,7 +54,7 @@ def unavailable(path: str, error: OSError) -> StoreUnavailable:
 
 @contextmanager
 def usable(path: str) -> Iterator[None]:
-    """Raise `unavailable` for an OSError of the block."""
+    """Raise the exception of `unavailable` for an OSError in the block."""
     try:
         yield
     except OSError as error:
@@ -144,7 +144,10 @@ class StoreFiles:
         statuses: StatusArray,
         errors: dict[int, str],
     ) -> bool:
-        """Call `sync`. Return True if it succeeds; otherwise give its error to all OK rows."""
+        """Call `sync`, and return True. If it fails, give its error to all OK rows.
+
+        Return False after a failure.
+        """
         try:
             sync()
         except OSError as error:

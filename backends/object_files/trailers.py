@@ -229,7 +229,7 @@ def _only(ranks: frozenset[int]) -> int:
 
 
 def trailer_in(data: Buffer) -> Trailer | Verdict:
-    """Parse the trailer in the last bytes of a file. Return a verdict if there is none.
+    """Parse the trailer in the last bytes of a file. Return a verdict if they are no trailer.
 
     The verdict is DAMAGED, or OVERSIZED if the bytes have no sign of a trailer.
     """
@@ -242,7 +242,7 @@ def trailer_in(data: Buffer) -> Trailer | Verdict:
 def _of_another_rank(trailer: Trailer, expected: Expected) -> Verdict:
     ours = " or ".join(map(rank_text, sorted(expected.ranks))) or "no rank"
     theirs = rank_text(trailer.rank)
-    return Verdict(Status.FOREIGN, f"its trailer is of {theirs}, but its key of {ours}")
+    return Verdict(Status.FOREIGN, f"its trailer is of {theirs}, but its key is of {ours}")
 
 
 def _damaged(why: str) -> Verdict:

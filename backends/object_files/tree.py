@@ -142,7 +142,7 @@ class FolderedDirectory(Closing):
     """
 
     def __init__(self, path: str, descriptor: int) -> None:
-        """Take over a directory's descriptor; `close` closes it."""
+        """Take over a directory's descriptor, which `close` closes."""
         self.path = path
         self.descriptor = descriptor
         self._numbers: dict[bytes, int] = {}  # descriptor of each folder
@@ -224,7 +224,7 @@ class FolderedDirectory(Closing):
         return number if is_linked(number) else None  # another process may have removed the folder
 
     def _keep(self, name: bytes, opened: int) -> int:
-        """Give an opened folder the number that its descriptor keeps; return the number."""
+        """Give an opened folder its lasting descriptor. Return the descriptor's number."""
         number = self._numbers.setdefault(name, opened)
         if number != opened:  # a thread may be using the number, so it must lead to the new folder
             os.dup2(opened, number, inheritable=False)
@@ -309,14 +309,14 @@ class Temporaries:
         even_if_read: bool,
         place: tuple[int, bytes] | None = None,
     ) -> bool:
-        """Remove an object's file unless it has changed since a stat. Return whether it is removed.
+        """Remove an object's file if it is as in an earlier stat. Return whether it was removed.
 
         The file is renamed before it is compared, because a writer can replace or touch it at any
         moment. A changed file gets its name back.
-        seen: the stat.
+        seen: the stat of the object's file.
         even_if_read: also remove a file that was read since. Callers set it for a stale file, which
-            must not get its name back. The rename would give the file a new ctime, so it would
-            count as new.
+            must not get its name back. The rename would give the file a new ctime, so the file
+            would count as new.
         place: `ObjectTree.place` of the key, if known.
         Raises OSError.
         """
@@ -330,7 +330,7 @@ class Temporaries:
         used = taken.st_atime_ns != seen.st_atime_ns and not even_if_read
         same = _state(taken) == _state(seen) and not used
         if not same:
-            with suppress(FileExistsError):  # replaced once more
+            with suppress(FileExistsError):  # a writer has made another file of this name
                 move_noreplace(here, temporary, here, name)
                 return False
         os.unlink(temporary, dir_fd=here)
@@ -343,7 +343,7 @@ class Temporaries:
         the old file is compared. So the object's name always names a whole file, and a file that
         another process removes stays removed. On a file system that cannot exchange names, a plain
         rename follows right after a comparison.
-        seen: the stat.
+        seen: the stat of the object's file.
         Raises OSError, and FileNotFoundError if one of the files is gone.
         """
         here, name = self._objects.place(key)

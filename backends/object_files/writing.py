@@ -1,4 +1,4 @@
-"""Write a file store's objects: temporary files, synced together, then renamed to their keys."""
+"""Write a file store's objects as temporary files, sync them together, and rename them."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ class FileWriter:
         return Status.OK if removed else Status.CHANGED
 
     def sync_data(self, files: Sequence[Temporary]) -> None:
-        """Sync files, by one syncfs if possible: it costs far less than an fsync of each file."""
+        """Sync files, by one syncfs if possible, which costs far less than an fsync of each."""
         if self._objects.sync_file_systems():
             return
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _CHUNK = 1 << 20
 _GIVE_PACK = "give a pack file"
-_HEAD_BYTES = RECORD_BYTES + 256  # one read of so many bytes gets a record's head and usual key
+_HEAD_BYTES = RECORD_BYTES + 256  # enough for a record's head with a key of usual length
 
 
 class OtherContentError(FormatError):
@@ -166,7 +166,7 @@ def places_in(entries: pa.Table) -> Iterator[RecordPlace]:
 
 
 def open_pack(path: str, flags: int) -> int:
-    """Open a pack file; only the owner may read a new pack. Raises StoreUnavailable."""
+    """Open a pack file. Only the owner may read a new pack. Raises StoreUnavailable."""
     try:
         # O_NONBLOCK keeps the opening of a FIFO from waiting.
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
@@ -183,7 +183,7 @@ def open_pack(path: str, flags: int) -> int:
 
 
 def _instead_of_a_directory(path: str) -> str:
-    """Return the next step of a user who named a directory as a pack."""
+    """Return the next step for a user who named a directory as a pack."""
     if not is_pack_path(path):
         return _GIVE_PACK
     return "a path that ends in .hcpack names a pack; end it with a slash to name the directory"
@@ -206,7 +206,10 @@ def lock_pack(descriptor: int, path: str) -> None:
 
 
 def read_exactly(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Fill buffers from an offset of the file. Raises OSError, FormatError if the file ends."""
+    """Fill buffers from an offset of the file.
+
+    Raises OSError, and FormatError if the file ends before the buffers are full.
+    """
     if fill(descriptor, buffers, offset) < sum(map(len, buffers)):
         raise FormatError("the file ends within a record")
 
@@ -225,7 +228,7 @@ def load_pack(descriptor: int, path: str) -> PackContents:
     remedy = f"run hicachectl pack repair {path}"
     if trailer is None:
         raise UnfinishedPackError(
-            f"{path}: the pack is not finished: it is being written, or was cut off; "
+            f"{path}: the pack is not finished, because it is being written or was cut off; "
             f"if no process writes to it, {remedy}"
         )
     offset, length = trailer
@@ -241,7 +244,7 @@ def load_pack(descriptor: int, path: str) -> PackContents:
         entries, metadata = read_index(content, end=offset, source=path)
     except FormatError:
         with _named(damaged, remedy):
-            content.check()  # a wrong digest is the better message
+            content.check()  # a wrong digest explains more than the first error
         raise
     with _named(damaged, remedy):
         content.check()

@@ -71,7 +71,7 @@ class PackStore(ReadsAhead, Archive, FilePermissions, Resumable):
 
     limits: Limits = Limits(
         batch_objects=256,
-        batch_bytes=64 << 20,  # one fdatasync per batch
+        batch_bytes=64 << 20,  # each batch ends with one fdatasync
         parallel_reads=4,
         forkable=True,  # reading needs only the file's descriptor
     )
@@ -142,7 +142,7 @@ class PackStore(ReadsAhead, Archive, FilePermissions, Resumable):
 
     @property
     def grammar(self) -> str:
-        """Return the grammar of the keys. It is "file" for a new pack until `use_grammar`."""
+        """Return the grammar of the keys; "file" while a new pack has none."""
         return self._metadata.grammar or "file"
 
     @property
@@ -170,7 +170,7 @@ class PackStore(ReadsAhead, Archive, FilePermissions, Resumable):
         return parse_profile(text, source=f"{self.path}: profile") if text else None
 
     def use_profile(self, profile: Profile, *, looks_only: bool = False) -> None:
-        """Record the profile of the next writes, but not an inferred profile: it is incomplete."""
+        """Record the profile of the next writes. Ignore an inferred profile: it is incomplete."""
         if self._writer is None or profile.inferred:
             return
         profile = stored_profile(profile)
@@ -244,7 +244,7 @@ class PackStore(ReadsAhead, Archive, FilePermissions, Resumable):
         return Result(*self._writer.write(keys, times, objects, if_absent=if_absent))
 
     def own_temporaries(self, owner: str, *, sweep: bool) -> None:
-        """Take over the pack of a killed run; `close` finishes it."""
+        """Take over the pack of a killed run, so that `close` finishes the pack."""
         if self._writer is not None:
             self._writer.may_finish = True
 

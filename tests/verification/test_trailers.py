@@ -127,7 +127,7 @@ def test_objects_of_another_rank_are_foreign(invoke: Invoke, served: Path) -> No
     document = verify(invoke, served, HYBRID, exit_code=4).document
     assert brief(document) == swapped
     (detail,) = [f["detail"] for f in document["findings"] if f["key"] == KV]
-    assert detail == "its trailer is of rank 1 (tp 2), but its key of rank 0 (tp 2)"
+    assert detail == "its trailer is of rank 1 (tp 2), but its key is of rank 0 (tp 2)"
     assert served_by(served, HYBRID, [page(0), page(1)]) == [True, False]
     plain = invoke("verify", served, "--format", "json", exit_code=4).document
     assert [row for row in brief(plain) if row[0] == "identity-mismatch"] == swapped
