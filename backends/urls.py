@@ -536,7 +536,7 @@ def _scheme_url(text: str, name: str, rest: str) -> StoreUrl:
     scheme = SCHEMES[name]
     place, _, query = rest.partition("?")
     host, path = _split_place(text, name, place)
-    if name == "file" and host == "localhost":  # by RFC 8089, this is the same as no host
+    if name == "file" and host == "localhost":  # RFC 8089 takes this host for no host
         host = ""
     if host and not scheme.host:
         named = host.rpartition("@")[2]

@@ -1,7 +1,8 @@
 """Plan rectangular copies between two axis orders, for relayout, reshard, scatter and gather.
 
 A plan copies the overlap of two boxes of indices. Each box has its own axis order and strides.
-numpy executes plans on the host (`kernels.relayout`), Triton on a device (`kernels.copy_triton`).
+numpy executes plans on the host (`kernels.relayout`). Triton executes plans on a device
+(`kernels.copy_triton`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Strided copies of one shape, one per pair of source index s and destination index d.
+    """Strided copies of one shape, one for each pair of source index s and destination index d.
 
     axes: axes of a copy, outermost first. At each index, `run` bytes are contiguous on both sides.
     offsets, steps: numbers of bytes. A copy begins at source_offset + s * source_step and at

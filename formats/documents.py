@@ -56,8 +56,8 @@ def parse_json(
         raise refusal(f"{source}: has {values} values; at most {max_values} are allowed")
     try:
         document = json.loads(text, object_pairs_hook=_unique if unique else None)
-    except (ValueError, RecursionError) as error:  # ValueError: also a number of 5,000 digits
-        # No `from error`: the error contains the text, which can contain credentials.
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a ValueError, too
+        # Without `from error`, because the error contains the text, which can contain credentials.
         raise refusal(f"{source}: not JSON: {_reason(error)}") from None
     if brackets > MAX_DEPTH:
         _check_depth(document, source, refusal)

@@ -30,7 +30,7 @@ _converting = threading.Lock()
 def convert(
     document: Any, form: type[_T], source: str, *, refusal: type[HicacheError] = FormatError
 ) -> _T:
-    """Convert a parsed document to a struct, without coercion. Neither true nor 1.0 is an int.
+    """Convert a parsed document to a struct. No value is coerced: neither true nor 1.0 is an int.
 
     source: names the document in messages.
     Raises `refusal`, which names each wrong field with the expected type and the value found.
@@ -66,7 +66,7 @@ def _problems(value: Any, form: Any, path: str) -> Iterator[str]:
             for index, item in enumerate(value):
                 yield from _problems(item, get_args(arm)[0], f"{path}[{index}]")
             return
-    try:  # msgspec encodes texts before comparing; lone surrogates cannot be encoded
+    try:  # msgspec encodes texts before it compares them, and cannot encode lone surrogates
         with _converting:
             msgspec.convert(storable(value) if isinstance(value, str) else value, form)
     except _REFUSALS as error:

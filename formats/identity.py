@@ -82,7 +82,7 @@ def _hashed(identity: Identity) -> dict[str, object]:
 def object_identity(profile: Profile, spec: ObjectSpec) -> Identity | None:
     """Return the identity of a spec's objects.
 
-    None if the profile does not name the weights, or the form of the bytes is unknown.
+    Returns None if the profile does not name the weights, or if the form of the bytes is unknown.
     """
     layers = len(spec.layers) + spec.padding_layers
     if not profile.weights or (spec.nbytes and not (spec.tensors and layers)):
@@ -93,7 +93,7 @@ def object_identity(profile: Profile, spec: ObjectSpec) -> Identity | None:
     return Identity(
         model=profile.key_model,
         weights=profile.weights,
-        # A draft without weights of its own comes from the target's checkpoint (NextN).
+        # A draft without a name for its weights comes from the target's checkpoint (NextN).
         draft_weights=(profile.draft_weights or profile.weights) if _drafts(profile, spec) else "",
         pool=spec.pool,
         part=spec.coordinate.part,
@@ -132,7 +132,7 @@ def unlike(theirs: Mapping[str, object], ours: Mapping[str, object]) -> list[str
 def profile_identities(profile: Profile, grammar: str) -> Mapping[Affix, Identity]:
     """Return the identity of the objects of each affix, as far as the profile tells.
 
-    Raises like `spec.object_specs`.
+    Raises the errors of `spec.object_specs`.
     """
     found = {spec.affix: object_identity(profile, spec) for spec in object_specs(profile, grammar)}
     return {affix: identity for affix, identity in found.items() if identity is not None}
@@ -168,8 +168,8 @@ def deployment_tag(
 def profile_tag(profile: Profile) -> str | None:
     """Return the `deployment_tag` of a profile.
 
-    None if the profile does not name the weights, or the form of some bytes is unknown. Raises like
-    `spec.object_specs`.
+    Returns None if the profile does not name the weights, or if the form of some bytes is unknown.
+    Raises the errors of `spec.object_specs`.
     """
     specs = object_specs(profile, WHOLE_PAGES)
     own = [spec for spec in specs if not pool_name(spec.pool).draft]

@@ -41,7 +41,7 @@ _OUTERMOST = {
 LAYOUTS = tuple(_OUTERMOST)
 HEADLESS_LAYOUTS = LAYOUTS[:3]
 PAGE_FIRST_LAYOUTS = ("page_first", "page_first_direct")
-QUANT_BLOCK = 128  # codes per fp32 scale: DSATokenToKVPool.quant_block_size
+QUANT_BLOCK = 128  # codes of one fp32 scale (DSATokenToKVPool.quant_block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class TensorLayout:
 
     @property
     def strides(self) -> dict[str, int]:
-        """Bytes from one index to the next along each axis."""
+        """Bytes from one index to the next, for each axis."""
         steps = accumulate(reversed(self.shape), mul, initial=self.itemsize)
         return dict(zip(reversed(self.axes), steps, strict=False))
 

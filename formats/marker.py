@@ -27,7 +27,7 @@ _Digest = Literal["off", "xxh3", "blake3"]
 class Marker(NamedTuple):
     """Objects with trailers that share a suffix, an identity and a size.
 
-    suffix: text of their keys after the page hash.
+    suffix: text of the objects' keys after the page hash.
     nbytes: size of each object, without the trailer.
     digest: one of `trailer.DIGEST_KINDS`.
     """
@@ -84,4 +84,6 @@ def parse_marker(data: bytes, source: str) -> Marker:
             return Marker(form.suffix, form.nbytes, form.facts, form.digest)
     except FormatError as error:
         raise FormatError(f"{error}; {_REMOVE}") from None
-    raise FormatError(f"{source}: has form {number}, a later one; use a newer hicachectl")
+    raise FormatError(
+        f"{source}: has form {number}, but this version reads form {_FORM}; use a newer hicachectl"
+    )

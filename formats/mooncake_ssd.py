@@ -123,8 +123,8 @@ def parse_bucket_meta(data: bytes, source: str) -> BucketMeta:
 def parse_offset_meta(data: bytes, source: str) -> OffsetMeta:
     """Parse a `kv_cache.meta` file.
 
-    Raises FormatError for damage, UnsupportedByBackend for another version; both start with
-    `source`.
+    Raises FormatError for damage, UnsupportedByBackend for another version. Both messages start
+    with `source`.
     """
     version, sequence, state, evicted = 0, 0, memoryview(b""), set()
     for name, number, content in _fields(data, _OFFSET_FIELDS, source):
@@ -280,7 +280,7 @@ def _used_extents(state: memoryview, source: str) -> tuple[IntArray, IntArray]:
         used[name].astype(np.uint64) << np.uint64(shift) for name in ("offset", "size")
     )
     room = capacity - min(base, capacity)
-    if (starts + sizes > room).any():  # each is below 2**63, so the sums do not wrap
+    if (starts + sizes > room).any():  # each start and size is below 2**63, so the sums do not wrap
         raise FormatError(f"{source}: an extent ends beyond the capacity of {capacity} bytes")
     order = np.argsort(starts)
     if ((starts + sizes)[order][:-1] > starts[order][1:]).any():

@@ -206,7 +206,10 @@ def parse_status(data: bytes, source: str) -> PluginStatus:
     table = parse_json_object(data, source, max_values=_MAX_VALUES)
     form = table.pop("form", None)
     if type(form) is int and form > _FORM:
-        raise FormatError(f"{source}: has form {form}, a later one; use a newer hicachectl")
+        raise FormatError(
+            f"{source}: has form {form}, but this version reads form {_FORM}; use a newer "
+            "hicachectl"
+        )
     if form != _FORM:
         raise FormatError(f"{source}: states no form, so it is not a status; remove the file")
     return convert(table, PluginStatus, source)

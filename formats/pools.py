@@ -1,10 +1,10 @@
 """Compute the layers, heads, states and row widths of one rank's piece of one pool.
 
-SGLang's code divides a pool:
-- pipeline stages: srt/distributed/utils.py :: get_pp_indices
-- KV heads: srt/configs/model_config.py :: get_num_kv_heads
-- layers among context-parallel ranks: srt/layers/cp/utils.py :: get_layer_shard_range
-- states of linear attention: srt/configs/mamba_utils.py
+The divisions are those of SGLang:
+- layers among pipeline stages (srt/distributed/utils.py :: get_pp_indices)
+- KV heads among TP ranks (srt/configs/model_config.py :: get_num_kv_heads)
+- layers among context-parallel ranks (srt/layers/cp/utils.py :: get_layer_shard_range)
+- states of linear attention (srt/configs/mamba_utils.py)
 
 All TP and DCP ranks have pieces of equal sizes.
 """
@@ -68,7 +68,10 @@ class PoolPiece:
         return tuple(tensor.in_layout(layout) for tensor in self.tensors)
 
     def head_slice(self, slices: int) -> PoolPiece:
-        """Return one of equal slices along the heads. Raises ProfileError."""
+        """Return one slice of a piece that is divided along the heads. Raises ProfileError.
+
+        slices: number of equal slices.
+        """
         tensors = []
         for tensor in self.tensors:
             at = tensor.axes.index("head")
@@ -89,8 +92,8 @@ def pp_ranges(
     """Return the half-open layer range of each pipeline stage.
 
     Without `partition`, the last `num_layers % pp` stages have one more layer (get_pp_indices).
-    Raises ProfileError if a stage is empty, or the partition does not have `pp` stages of
-    `num_layers` layers together.
+    Raises ProfileError if a stage is empty, or if the partition does not divide `num_layers` layers
+    among `pp` stages.
     """
     if pp == 1:  # SGLang then ignores the partition
         return ((0, num_layers),)
@@ -112,7 +115,7 @@ def _even(num_layers: int, pp: int) -> list[int]:
 
 
 def partition_text(partition: Sequence[int], pp: int) -> str:
-    """Return the layers of each pipeline stage, as `16,15`; "" for SGLang's own division."""
+    """Return the layers of each pipeline stage, such as `16,15`; "" for SGLang's own division."""
     if pp == 1 or not partition or list(partition) == _even(sum(partition), pp):
         return ""
     return ",".join(map(str, partition))

@@ -1,6 +1,7 @@
-"""The profile: model, sharding and pools of the deployment that wrote a store.
+"""The profile, which has the model, sharding and pools of the deployment that wrote a store.
 
-It describes the whole model before sharding. `formats.spec` derives a page's objects from it.
+A profile describes the whole model before sharding. `formats.spec` derives a page's objects from a
+profile.
 Profile files are TOML, or JSON with the same keys.
 """
 
@@ -123,7 +124,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def parse_profile(text: str, *, source: str = "profile") -> Profile:
-    """Parse a profile from TOML or JSON text. Raises ProfileError naming the field at fault."""
+    """Parse a profile from TOML or JSON text. Raises ProfileError, which names the wrong field."""
     text = text.removeprefix("\ufeff")
     try:
         if text.lstrip().startswith("{"):

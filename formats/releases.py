@@ -92,7 +92,7 @@ def release_of(text: str) -> Release:
 
 
 def since(fact: str) -> str:
-    """Return the release from which on a fact of `Release` holds."""
+    """Return the first release for which a fact of `Release` holds."""
     return next(".".join(map(str, x.since)) for x in RELEASES if getattr(x, fact))
 
 

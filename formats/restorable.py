@@ -2,8 +2,9 @@
 
 A prefix of p pages is restorable if every pool has the pages that its policy needs. With ALL_PAGES,
 a pool needs pages 0..p-1. With TRAILING_PAGES, it needs the last `window` of these pages. Ranks
-agree on the longest prefix that all ranks can restore. Its length is the maximum of the
-intersection of their sets of lengths, not the minimum of their maxima.
+agree on the longest prefix that all ranks can restore. Each rank has a set of lengths that it can
+restore. The longest prefix is the maximum of the intersection of these sets, not the minimum of
+their maxima.
 
 Source: SGLang srt/mem_cache/hicache_storage.py ::
 HiCacheFile.batch_exists_v2; storage/mooncake_store/mooncake_store.py ::

@@ -72,6 +72,7 @@ class ObjectSpec:
         - the pool, or the pool that it follows
         - the linear TP size, if the pool is a trailing pool
         - `listed`
+
         A whole page has all objects of each set. It may have no object of a trailing set.
         """
         linear_tp = self.coordinate.shard.tp_size if self.trailing else None
@@ -94,7 +95,7 @@ class ObjectSpec:
     def shares_rank(self, other: ObjectSpec) -> bool:
         """Return whether one rank may write both objects.
 
-        It may if each rank that both keys state is equal.
+        It may if the two keys state equal ranks, on each axis whose rank both keys state.
         """
         mine, theirs = self.coordinate.shard.ranks, other.coordinate.shard.ranks
         return all(a is None or b is None or a == b for a, b in zip(mine, theirs, strict=True))
@@ -156,7 +157,7 @@ def object_specs(profile: Profile, grammar: str) -> tuple[ObjectSpec, ...]:
 def page_bytes(profile: Profile) -> int:
     """Return the bytes that all ranks together store for a page in files, without trailing pools.
 
-    Raises like `object_specs`.
+    Raises the errors of `object_specs`.
     """
     return sum(spec.nbytes for spec in object_specs(profile, WHOLE_PAGES) if not spec.trailing)
 

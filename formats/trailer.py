@@ -79,7 +79,7 @@ class Expected(NamedTuple):
 
     names: possible names, from `trailer_name`; if empty, every name and rank is possible.
     ranks: possible ranks, from `trailer_rank`. Trailers that name no rank are accepted, too.
-    identity: 16 bytes; None for any identity.
+    identity: the 16 bytes of the identity's hash; None allows any identity.
     """
 
     names: frozenset[bytes]
@@ -87,7 +87,7 @@ class Expected(NamedTuple):
     identity: bytes | None = None
 
     def difference(self, trailer: Trailer, nbytes: int, page: bytes) -> str:
-        """Return the first field of a trailer that differs; "" if all are as expected.
+        """Return the first field of a trailer with an unexpected value; "" if there is none.
 
         "nbytes", "page" and "name" show damage; "identity" and "rank" show another writer.
 
@@ -139,6 +139,7 @@ def trailer_rank(shard: Shard) -> int:
             if size is None:
                 return NO_RANK
             number, ranks = number * size + rank, ranks * size
+    # The number plus 1 must fit into _RANK_BITS bits. 1 is added, because 0 is NO_RANK.
     if ranks >= (1 << _RANK_BITS) - 1:
         return NO_RANK
     tp_size = (1 if shard.tp_rank is None else shard.tp_size) or 1

@@ -299,7 +299,7 @@ def _unit(
 
 
 def _layer_order(pool: Pool) -> _LayerOrder:
-    """Return the index of each layer in a whole page of the pool, packed draft layers last."""
+    """Return the index of each layer in a whole page of the pool. Packed draft layers are last."""
     names = [*pool.layer_numbers, *(("packed", n) for n in range(pool.packed_draft_layers))]
     return {name: number for number, name in enumerate(names)}
 
@@ -329,7 +329,7 @@ def _tensor_regions(
     tensor: TensorLayout,
     layers: list[Span],
 ) -> Iterator[Region]:
-    """Yield a box per combination of spans along the tensor's axes."""
+    """Yield a box for each combination of spans along the tensor's axes."""
     strides = tensor.strides
     spans: dict[str, list[Span]] = {
         axis: [(0, 0, length)] for axis, length in zip(tensor.axes, tensor.shape, strict=True)

@@ -36,7 +36,7 @@ STDOUT = Path("/dev/stdout")
 _NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF, errno.EISDIR}
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
-_AT_FDCWD = -100  # from fcntl.h, for names that start at the current directory, as in open(2)
+_AT_FDCWD = -100  # fcntl.h; names start at the current directory, as in open(2)
 
 
 # names

@@ -213,6 +213,8 @@ class FileWriter:
             return status
 
         every = range(len(keys))
+        # Markers come before the files that they describe. Otherwise a listing could count a
+        # trailer as part of an object.
         ensure = partial(self.files.sizes.ensure, markers)
         if not self.files.synced(ensure, every, statuses, errors):
             return Result(statuses, errors)

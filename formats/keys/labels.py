@@ -1,9 +1,9 @@
 """Labels of deployments, which are the same with and without a profile.
 
-A label is the tag and model as in the keys, then the sizes that the keys state:
-`Qwen-Qwen3-32B tp4 pp2`. It omits two facts that only a profile states: the TP size of Mooncake
-pages, and the boundary between tag and model. Documents have labels. Texts for people have
-`label_text`.
+A label is the tag and model as in the keys, then the sizes that the keys state, such as
+`Qwen-Qwen3-32B tp4 pp2`. It omits two facts that only a profile states. One is the TP size of
+Mooncake pages. The other is the boundary between tag and model. Documents have labels. Texts for
+people have `label_text`.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class MooncakeGrammar(Grammar):
         if page.ranks.cp_rank and not names_cp:
             return ()
         slices = _head_slices(page) if ranked else 1
-        # KV keys name one slice of the LCM grid; sidecar keys name all slices of their rank.
+        # KV keys name one slice of the LCM grid. Sidecar keys name all slices of their rank.
         cut = slices if page.pool == ANCHOR else 1
         parts: tuple[str | None, ...] = tuple(part_in_keys(page, part) for part in page.parts)
         if page.opaque and ranked:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.keys.base import RankPool, Readings
     from hicachectl.formats.kinds.pool import PoolName
 
-DIRECT, BUFFERED = "nixl", "nixl-buffered"  # grammars: servers with and without O_DIRECT
+DIRECT, BUFFERED = "nixl", "nixl-buffered"  # grammars of servers with and without O_DIRECT
 
 _UintArray = npt.NDArray[np.uint64]
 
@@ -151,7 +151,7 @@ class NixlBufferedGrammar(NixlGrammar):
 def _lies_in_place(page: RankPool) -> bool:
     """Return whether the page's parts can be transferred from their place in memory.
 
-    Parts of kv can. Parts of other pools can if the pool has `get_hybrid_pool_buffer`.
+    Apart from kv, only pools with `get_hybrid_pool_buffer` allow this.
     """
     layouts = PAGE_FIRST_LAYOUTS if page.pool == ANCHOR else page.nixl_layouts
     return bool(page.parts) and not page.opaque and page.layout in layouts

@@ -54,6 +54,7 @@ def resolve_affixes(
     resolved = {
         affix: Resolved(known[affix], (known[affix],)) for affix in readings if affix in known
     }
+    # Anchors come first, because the other affixes are matched with the anchors' deployments.
     anchors = {affix for affix, found in readings.items() if found[:1] and found[0].pool == ANCHOR}
     for affix in anchors - resolved.keys():
         resolved[affix] = _choose(readings[affix], ranks)
@@ -100,7 +101,7 @@ def rank_count(reading: Coordinate) -> int:
 
 
 def _ranks_seen(readings: Iterable[Coordinate]) -> dict[object, set[object]]:
-    """Collect the rank tuples of each (model, tag, sizes), of sidecars and anchors together."""
+    """Collect the rank tuples of sidecars and anchors for each (model, tag, sizes)."""
     seen: dict[object, set[object]] = defaultdict(set)
     for reading in readings:
         seen[rank_set(reading)].add(reading.shard.ranks)

@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 FOREIGN = -1  # affix id of a key without a page hash
 _WORD_DIGITS = 16
 
-# The hash is a run of exactly 64 hex digits: the run at the key's start, or else the last run.
+# The hash is a run of exactly 64 hex digits. A run at the key's start is the hash; otherwise, the
+# last run is.
 _AROUND_HASH = r"(?s:(?P<prefix>|.*[^0-9a-f])(?P<page>[0-9a-f]{64})(?P<suffix>|[^0-9a-f].*))"
 _ONE_KEY = re.compile(_AROUND_HASH.encode())
-_LIKENESSES = 32  # affixes of a column that are compared bytewise; other keys use `_each`
+_LIKENESSES = 32  # number of affixes that are compared bytewise; `_each` handles all other keys
 _UNKNOWN = -2
 
 

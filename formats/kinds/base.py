@@ -120,7 +120,7 @@ class PoolKind:
         return ()
 
     def compared_channels(self, pool: Pool, tensor: TensorLayout) -> int:
-        """Return how many leading channels of a row differ in magnitude by layer, perhaps 0."""
+        """Return how many leading channels of a row differ in magnitude by layer. 0 means none."""
         return 0
 
     def columns(

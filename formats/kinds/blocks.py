@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Blocks(PoolKind):
-    """Blocks of `nbytes` bytes, layers outermost in every layout, equal on all TP ranks."""
+    """Blocks of `nbytes` bytes, equal on all TP ranks. Layers are outermost in every layout."""
 
     name = "blocks"
     summary = "layers, nbytes of one layer; hicachectl does not interpret the bytes."

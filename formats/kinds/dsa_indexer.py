@@ -32,7 +32,7 @@ INDEXER_POOLS = (
 # fused_store_index_cache.cuh).
 SCALE_FLOOR = 1e-4 / 448
 _SCALE_BYTES = 4
-_FP4_BLOCK = 32  # codes of a ue8m0 scale: get_dsv4_indexer_bytes_per_token
+_FP4_BLOCK = 32  # codes of a ue8m0 scale (get_dsv4_indexer_bytes_per_token)
 
 
 class DsaIndexer(PoolKind):

@@ -26,7 +26,7 @@ class Numbers:
     """Numbers of a row.
 
     offset: bytes from the start of the row's data or scales.
-    count: number of the numbers.
+    count: number of items.
     dtype: a name of TENSOR_DTYPE_BYTES; _FP8 stands for the server's fp8.
     """
 
@@ -41,7 +41,7 @@ class RowForm:
     """A form of rows (KVLayout).
 
     data, scales: bytes of a row's data and of its scales.
-    align: number of bytes. A page is padded to a multiple of it.
+    align: number of bytes, of which a padded page has a multiple.
     in_data, in_scales: numbers of the data and of the scales that can be NaN.
     interleaved: whether each row's scales follow its data. Otherwise a page has the data of all
         rows, then all scales.

@@ -1,7 +1,7 @@
 """Kind index_keys, index keys of sparse attention as plain numbers, without scales.
 
-MiniMax-M3 has a key for each token, in the order of the host layout. Qwen4 has a key for each
-`compress_ratio` tokens, layers outermost in every layout.
+MiniMax-M3 has a key for each token, in the order of the host layout. Qwen4 has a key for every
+`compress_ratio` tokens. Its layers are outermost in every layout.
 
 Sources: SGLang srt/mem_cache/pool_host/mha.py :: MHATokenToKOnlyPoolHost, pool_host/qsa.py ::
 QSAIndexerPoolHost.

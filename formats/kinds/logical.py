@@ -1,6 +1,7 @@
 """Kind logical, an anchor without bytes (DeepSeek-V4).
 
-File stores have an empty file for the anchor, NIXL a small one, and other stores nothing.
+File stores have an empty file for the anchor. NIXL stores have a small file. Other stores have
+nothing.
 Source: sglang hicache_nixl.py :: HiCacheNixl.register_mem_pool_host.
 """
 

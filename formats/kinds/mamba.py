@@ -37,8 +37,8 @@ MAMBA_POOLS = (
 def local_state_shape(place: str, state: StateTensor, tp: int) -> tuple[int, ...]:
     """Return the shape of one rank's shard of a state.
 
-    Every rank holds a whole group whole. Each other group of the sharded axis is divided by tp, or
-    by its number of heads if that is smaller.
+    Every rank holds all of each group that `state.whole` names. Each other group of the sharded
+    axis is divided by tp, or by its number of heads if that is smaller.
     place: names the state in messages.
     Raises ProfileError if a group cannot be divided in this way.
     """

@@ -38,9 +38,9 @@ _ROWS = {"bf16": ("bfloat16", 2), "fp8": ("float8_e4m3fn", 1)}  # default dtype,
 def mla_row(pool: Pool) -> tuple[int, str]:
     """Return channels and dtype of one token's row in one layer.
 
-    A scaled row, of dtype uint8, holds fp8 codes, one fp32 scale per 128 codes and the bf16
-    rope part: 656 bytes for 512 + 64 channels. Raises ProfileError if row and dtype contradict each
-    other.
+    A scaled row has dtype uint8. It holds fp8 codes, one fp32 scale for 128 codes, and the bf16
+    rope part. That is 656 bytes for 512 + 64 channels. Raises ProfileError if row and dtype
+    contradict each other.
     """
     if pool.row == "fp8_scaled":
         if pool.kv_lora_rank % QUANT_BLOCK:
@@ -95,7 +95,7 @@ class Mla(PoolKind):
     def with_cache_dtype(self, pool: Pool, dtype: str) -> Pool:
         """Return the pool with bf16 or fp8 rows, as dtype says.
 
-        For fp8, rows that are fp8 or fp8_scaled stay as they are.
+        If dtype is fp8, rows that are fp8 or fp8_scaled stay unchanged.
         """
         is_fp8 = dtype.startswith("float8")
         same = is_fp8 == (pool.row != "bf16")

@@ -135,6 +135,7 @@ class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     replicated: bool = False
 
     def __post_init__(self) -> None:
+        # A pool that states the default policy must equal a pool that states no policy.
         if not self.hit_policy:
             force_setattr(self, "hit_policy", default_hit_policy(self.name))
 

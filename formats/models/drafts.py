@@ -1,4 +1,4 @@
-"""Derive what speculative drafts store, which is layers after the target's or pools of their own.
+"""Derive what speculative drafts store. A draft has layers in the target's pools, or its own pools.
 
 Source: SGLang srt/speculative/base_spec_worker.py :: BaseSpecWorker._build_hicache_draft_plan. Its
 FUSED drafts exist only without a storage backend (validate_fused_hicache_draft).

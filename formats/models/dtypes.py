@@ -45,8 +45,8 @@ _MODEL_DTYPES = {
 _COMPRESS_STATE_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2}
 # Model types for which SGLang's config class (srt/configs) takes bfloat16 if no dtype is stated.
 _BFLOAT16_MODEL_TYPES = ("beam", "gigachat3_5", "longcat_flash")
-# IQuestQ1Config takes bfloat16 if "dtype" is missing, whatever torch_dtype says. It does not if
-# "dtype" is null.
+# IQuestQ1Config takes bfloat16 if "dtype" is missing, whatever torch_dtype says. It does not take
+# bfloat16 if "dtype" is null.
 _IQUEST_MODEL_TYPES = ("iquest_q1", "iquest_q1_mtp")
 # arg_groups/model_override_base.py :: MODEL_OVERRIDES
 _BFLOAT16_ARCHITECTURES = ("MistralLarge3ForCausalLM", "PixtralForConditionalGeneration")
@@ -192,7 +192,8 @@ def _stated_dtype(config: HfConfig) -> str:
         return "bfloat16"
     for source in _dtype_sections(config):
         if kind == "interns2_mobius" and not {"dtype", "torch_dtype"} & set(source):
-            return "bfloat16"  # InternS2MobiusConfig and its text config; a null is not missing
+            # InternS2MobiusConfig and its text config do so for missing fields, not for null.
+            return "bfloat16"
         name = source.get("dtype") or source.get("torch_dtype")
         if name and not isinstance(name, str):
             raise config.error("dtype", f"expected a name, found {shown(name)}")
@@ -202,7 +203,7 @@ def _stated_dtype(config: HfConfig) -> str:
 
 
 def _dtype_sections(config: HfConfig) -> tuple[Mapping[str, Any], ...]:
-    """Return the sections that may state the dtype. The first section that states one decides.
+    """Return the sections that may state the dtype. The first section that states a dtype decides.
 
     A thinker's own dtype replaces its language model's dtype (get_hf_text_config).
     """
@@ -274,7 +275,7 @@ def _modelopt_kv(method: str, own: Mapping[str, Any] | None, beside: Mapping[str
         if "quant_algo" not in beside:
             return unwrapped(beside).get("kv_cache_quant_algo")
         own = beside
-    # SGLang puts quant_algo into quantization_config, which is then no longer the nested form.
+    # SGLang puts quant_algo into quantization_config. This section then no longer counts as nested.
     scheme = own.get("kv_cache_scheme")
     if isinstance(scheme, Mapping):
         return "FP8" if _is_fp8(scheme) else None

@@ -61,9 +61,9 @@ class DeploymentFlags:
     """Flags of a server, with SGLang's names and values, before sharding.
 
     model: served model name; None means the config's `_name_or_path`.
-    page_size: --page-size in tokens, the physical page under DCP; None if SGLang chooses.
-    layout: --hicache-mem-layout; None for the version's default.
-    storage_backend, io_backend: with `layout`, determine the layout in use.
+    page_size: --page-size in tokens, which is the physical page under DCP; None if SGLang chooses.
+    layout: --hicache-mem-layout; None for the release's default.
+    storage_backend, io_backend: values that determine, with `layout`, the layout in use.
     tp: --tp-size, ranks of a pipeline stage; not the attention TP size.
     cp: --attention-context-parallel-size.
     pp_partition: SGLANG_PP_LAYER_PARTITION.

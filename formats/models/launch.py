@@ -79,7 +79,7 @@ def server_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of ServerArgs that arguments state. Values are texts; switches, booleans.
+    """Return the fields of ServerArgs that arguments state. Switches are booleans, others texts.
 
     Raises UsageError for flags that SGLang lacks. The message names the nearest flag.
     """
@@ -183,7 +183,10 @@ def logged_deployment(
 
 
 class _Values(dict[str, Any]):
-    """Fields of ServerArgs, or an environment. Reading an unknown value raises ProfileError."""
+    """Fields of ServerArgs, or an environment. `get` raises ProfileError for an unknown value.
+
+    Only `get` checks this, so code that needs a value must not read it by its key.
+    """
 
     def __init__(self, values: Mapping[str, Any], unknown: Mapping[str, str]) -> None:
         super().__init__(values)

@@ -25,10 +25,11 @@ from hicachectl.formats.wording import NAME_WEIGHTS
 if TYPE_CHECKING:
     from hicachectl.formats.weights import Checkpoint
 
-# Load formats that take other tensors from the same directory. The rest of LOAD_FORMAT_CHOICES
-# (arg_groups/choices.py) load random or remote weights, other files, or a cache of their own.
+# Load formats that take other tensors from the same directory. The other LOAD_FORMAT_CHOICES
+# (arg_groups/choices.py) load random or remote weights, other files, or their own cache.
 _OTHER_LOAD_FORMATS = ("bitsandbytes", "mistral", "sharded_state")
-# Settings that bring weights, scales or a config from elsewhere, and their harmless values.
+# Settings that can bring weights, scales or a config from outside the model directory, and the
+# values with which they do not.
 _ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "checkpoint_engine_wait_weights_before_ready": (None, False),
     "decrypted_config_file": (None,),

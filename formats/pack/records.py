@@ -1,4 +1,4 @@
-"""Encode and decode the records of a pack file, documented in hcpack(5). No file I/O.
+"""Encode and decode the records of a pack file, without file I/O. hcpack(5) documents the form.
 
     header | record | record | ... | index record | trailer
 
