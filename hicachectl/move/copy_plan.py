@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import PageGroups
 
 
-# Groups left incomplete by an earlier run come first.
+# The order of actions. The groups that an earlier run left incomplete come first.
 _ORDER = (
     Action.COMPLETE,
     Action.COPY,
@@ -150,9 +150,9 @@ _MOST_ALIGNED = 2**48
 class Transform:
     """Conversion of the objects of `count` groups by one unit.
 
-    sources, destinations: (offset, step, nbytes) for each object that a group has. The offset is
-        the place of the first group's object in the memory of the batch. The step is the distance
-        from one group's object to the next group's.
+    sources, destinations: (offset, step, nbytes) for each source or destination of the unit. The
+        offset is the place of the first group's object in the memory of the batch. The step is the
+        distance from one group's object to the next group's object.
     """
 
     unit: TransferUnit
@@ -229,7 +229,7 @@ class PageWork:
     def batches(
         self, *, verify: bool, copies: bool, most_bytes: int, most_objects: int
     ) -> Iterator[PageBatch]:
-        """Yield batches of the groups in order. Each is within the limits, or is a single group.
+        """Yield batches of the groups in order. A batch is within the limits, or is a single group.
 
         verify: whether written objects are read back.
         copies: whether the destination can copy source objects by itself.
@@ -259,7 +259,7 @@ class PageWork:
             times[targets] = made + back
             counts[targets[0]] = max(len(unit.sources), len(targets))
             if unit.identity:
-                times[targets] += 1  # one more for the source, which has as many bytes
+                times[targets] += 1  # the source is in memory, too, and has as many bytes
             else:
                 beside[targets[0]] = aligned(route.sizes[list(unit.sources)]).sum()
         nbytes, objects = np.zeros((2, len(self.items)), dtype=np.int64)
@@ -350,7 +350,7 @@ class _Write(NamedTuple):
 
 
 class _Layout:
-    """Memory layout of a batch: all source objects, then the transformed objects."""
+    """Memory layout of a batch. All source objects come first, then the transformed objects."""
 
     def __init__(self, work: PageWork) -> None:
         self._work = work

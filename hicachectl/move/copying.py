@@ -1,7 +1,7 @@
 """Copy page groups from one store to another.
 
-A pipeline reads the source objects. Its threads transform them, publish the results and, if asked,
-read these back. Groups that fail are rolled back.
+The threads of a pipeline read source objects, transform them, publish the results and, if asked,
+read the results back. Groups that fail are rolled back.
 """
 
 from __future__ import annotations
@@ -72,10 +72,11 @@ class Executor:
         objects: pa.Table,
         on_copied: Callable[[PageBatch, MoveResult], None],
     ) -> None:
-        """Prepare, without reading anything.
+        """Prepare the copies. Read nothing yet.
 
-        objects: the source's listing; batches refer to its rows.
-        on_copied: called in the thread that copied the batch, even if `run` ends early.
+        objects: the source's listing. Batches refer to the rows of this listing.
+        on_copied: function that is called in the thread that copied the batch, even if `run` ends
+            early.
         """
         source, destination = stores.source, stores.destination
         self.destination = destination
@@ -125,7 +126,7 @@ class Executor:
     ) -> bool:
         """Copy batches in order. Return whether all batches were begun.
 
-        on_done: called in the thread that called `run`.
+        on_done: function that is called in the thread that called `run`.
         If an exception ends the run, batches already begun are finished first. Raises
         StoreUnavailable, and UsageError if a batch is larger than the buffer.
         """

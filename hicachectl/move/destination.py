@@ -33,8 +33,9 @@ _ASKED_AT_ONCE = 8192
 
 
 def refuse_other_owner(store: Store, profile: Profile | None, *, claims: bool = False) -> None:
-    """Raise ProfileError if the store's keys name no deployment, and its pages are of another one.
+    """Raise ProfileError if a store records another deployment than that of the pages to write.
 
+    Only a store whose keys name no deployment records one.
     profile: profile of the pages to write.
     claims: whether to record the profile's deployment in a store that records none.
     Raises StoreUnavailable.
@@ -171,8 +172,8 @@ class _TargetFinder:
         """Return each page's row in the survey, or ABSENT: [mine].
 
         mine: rows of the batch.
-        If several forged hashes have equal first words, only one of them is found. The objects of
-        the others stay unknown until a write finds their keys taken.
+        If several forged hashes have equal first words, only one of these hashes is found. For the
+        others, the write finds that the object exists.
         """
         wanted = pages.take(pa.array(mine))
         words = _first_words(pages, mine)

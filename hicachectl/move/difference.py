@@ -62,7 +62,7 @@ class DiffRequest:
 
     profile: profile of the first store; None if only its keys are known.
     other_profile: profile of the second store; None if it is the same as `profile`.
-    selection: filters; a page is compared if they choose it in at least one store.
+    selection: filters. A page is compared if the filters choose it in at least one store.
     allow_empty: whether to accept stores without pages, and filters that match no page.
     options: options of the reads. With `verify`, bytes are compared, too.
     """
@@ -96,7 +96,7 @@ def compare_stores(
     """
     started = time.monotonic()
     if isinstance(a, type(b)) and a.places == b.places and request.other_profile is None:
-        raise UsageError(f"{a.url}: both arguments name this store; give another one")
+        raise UsageError(f"{a.url}: both arguments name this store; give another store")
     target = request.other_profile or request.profile
     pair = StorePair(a, b, request.profile, target, request.options)
     remarks: list[str] = []
@@ -268,7 +268,7 @@ class _Comparison:
         self._left_out = first.chosen & ~routed, second.chosen & alone & (own == 0)
 
     def _comparable(self, surveys: Sequence[Survey]) -> BoolArray:
-        """Return which objects of B are counted: [objects]."""
+        """Return which objects of B can be compared with objects of A: [objects]."""
         inventory = self._second.groups.inventory
         table = inventory.table
         if self._pair.unchanged:

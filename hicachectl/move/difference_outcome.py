@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Kind(IntEnum):
-    """How a page compares."""
+    """Result of the comparison of a page."""
 
     EQUAL = 0
     ONLY_IN_A = 1
@@ -131,7 +131,7 @@ class DiffFacts:
     nbytes: number of bytes compared.
     unsized: number of equal pages with objects of unknown size.
     left_out: number of pages not compared, by reason.
-    unknown_keys: number of objects of the two stores together with keys that SGLang does not write.
+    unknown_keys: number of objects with keys that SGLang does not write, in both stores together.
     remarks: messages about the stores.
     allow_empty: whether to accept that no page was compared.
     """
@@ -230,7 +230,7 @@ class DiffFacts:
     def _copies(
         self, giver: str, taker: str, mending: Mending | None, only: Kind
     ) -> Iterator[Closing]:
-        """Yield the commands that copy the pages which a store lacks or has in part.
+        """Yield the commands that copy the pages of which one store lacks objects.
 
         giver, taker: letters of the source and the destination in the columns of `rows`.
         """

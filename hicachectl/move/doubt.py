@@ -37,7 +37,7 @@ _SIZES = ("truncated", "oversized")
 
 
 def doubt_missing(given: CheckInput) -> Refusal | None:
-    """Return why `rm` must not trust the profile about missing objects. Return None if it may.
+    """Return why `rm` must not trust the profile about missing objects; None if `rm` may trust it.
 
     A listing shows missing objects, so no object is read.
     """
@@ -48,7 +48,7 @@ def doubt_missing(given: CheckInput) -> Refusal | None:
 
 
 def doubt(checked: Checked, reasons: pa.Table, judged: Judged | None = None) -> Refusal | None:
-    """Return why a repair must not trust the profile. Return None if it may.
+    """Return why a repair must not trust the profile; None if the repair may trust it.
 
     reasons: findings of a `RepairPlan`, on which the repair would act.
     judged: objects that the checks judged; None if the checks judged the listing alone.
@@ -59,10 +59,10 @@ def doubt(checked: Checked, reasons: pa.Table, judged: Judged | None = None) -> 
     least 8 pages
     - at least a tenth of all judged pages
 
-    Two wrong sizes are one finding only if they have the same expected and actual size. Only few
-    pages may have a pool, such as Mamba states. So if at least 8 pages have a pool, its findings
-    are also compared with these pages alone. If the profile is doubted for several findings, the
-    finding of most pages is returned.
+    Two wrong sizes are one finding only if they have the same expected and actual size. A pool
+    such as Mamba states may be in few pages only. So the findings of each pool that at least 8
+    pages have are also compared with these pages alone. If the profile is doubted for several
+    findings, the finding of most pages is returned.
     """
     known = {code.name: code for code in codes() if code.doubts and (judged or code.structural)}
     doubts = pa.array(list(known))
@@ -185,9 +185,10 @@ def _newest(times: IntArray) -> BoolArray:
 
 
 def _since(times: IntArray, affected: BoolArray) -> int:
-    """Return the time of the oldest affected page from which on at least half are affected.
+    """Return when the affected pages began to be at least half of all pages.
 
-    The pages from then on are this page and all newer pages.
+    The time is that of the oldest affected page in the longest period, up to the newest page, in
+    which at least half of the pages are affected.
     """
     order: npt.NDArray[np.int64] = np.argsort(-times, kind="stable")
     struck = affected[order]

@@ -141,7 +141,8 @@ class Migration(StorePair):
         )
         if self.adopts and request.damaged:
             raise UsageError(
-                "--include-damaged: a trailer would prove damaged bytes right; leave it out"
+                "--include-damaged: a trailer would prove damaged bytes right; leave out "
+                "--include-damaged"
             )
         if request.options.move:
             self.refuse_removals(MOVE)
@@ -198,8 +199,8 @@ def plan_groups(
     listing: time of the listing. Servers may still be writing groups that were young then.
     asks: see `StorePair.survey`.
     on_wait: see `look_again`.
-    Raises ProfileError, StoreUnavailable, UsageError for a wrong selection, and the exceptions of
-    `doubtful_values`.
+    Raises UsageError for a wrong selection. Raises ProfileError, StoreUnavailable, and the errors
+    of `doubtful_values`.
     """
     request = migration.request
     groups = PageGroups(select(listed, request.selection))
@@ -253,7 +254,8 @@ def _room(migration: Migration, plans: Sequence[CopyPlan]) -> int:
     objects, nbytes = sum(demand[0] for demand in demands), sum(demand[1] for demand in demands)
     if not migration.adopts:
         return nbytes
-    # While a batch is written, its copies lie beside the old files. A trailer can take a block.
+    # While a batch is written, its copies lie beside the old files. A trailer can take one more
+    # block of a file system.
     return min(nbytes, migration.options.buffer_bytes) + objects * _BLOCK_BYTES
 
 
@@ -354,7 +356,7 @@ class _Choice:
     def _in_flight(self, listing: ListingTime, on_wait: OnWait) -> BoolArray:
         """Return which groups are not whole and may still be being written: [groups].
 
-        Copying such a group does no harm. But removing it may remove a sidecar just before a server
+        Copying such a group does no harm. But its removal may take a sidecar just before a server
         writes the anchor. A move therefore looks again in stores that have no times.
         """
         request, groups, source = self._request, self._groups, self._migration.source
@@ -398,7 +400,7 @@ def migrate(
 ) -> Result:
     """Copy page groups from one store to another.
 
-    on_begun: called before the first write.
+    on_begun: function that is called before the first write.
     on_moved: takes the bytes written of each batch, and the bytes of the whole migration.
     on_wait: see `pages.in_flight.look_again`.
 

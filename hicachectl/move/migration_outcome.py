@@ -74,9 +74,9 @@ class MigrationFacts(CopyFacts, kw_only=True):
     matched: number of rows of a page list whose group the source has.
     unknown_keys: number of objects with unknown keys.
     left_out: number of groups not copied, by reason.
-    refused: number of groups in conflict because servers refuse the objects in the destination.
+    refused: number of groups in conflict because servers would refuse the destination's objects.
     adopts: see `StorePair`.
-    room: free bytes that the migration needs in the destination; only set by a dry run.
+    room: free bytes that the migration needs in the destination. Only a dry run sets this number.
     free_bytes: free bytes of the destination; None if unknown, or if this is no dry run.
     """
 
@@ -161,7 +161,8 @@ def _lines(
 def lack_of_room(destination: str, nbytes: int, free: int, *, adopts: bool) -> str:
     """Return a message if the destination has too little room, else "".
 
-    nbytes, free: bytes to write, and free bytes.
+    nbytes: number of bytes to write.
+    free: number of free bytes.
     adopts: see `StorePair`.
     """
     if nbytes <= free:

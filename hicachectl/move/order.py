@@ -187,7 +187,7 @@ def withdraw(
     attempt therefore looks at the store again, and removes groups that are neither whole nor gone.
 
     pending: indices in `result` of the groups to remove.
-    look_up: function that takes indices of groups, and returns the present objects of those groups
+    look_up: function that takes indices of groups. It returns the present objects of the groups
         that must still leave.
     remove: function that removes objects of the last lookup by index.
     """

@@ -149,7 +149,7 @@ def failure_lines(failures: dict[str, int]) -> list[str]:
 
 
 def _states(*, pins: bool, dry_run: bool) -> tuple[str, str]:
-    """Return the state of a group for which all calls succeed, and of any other group."""
+    """Return the state of a group for which all calls succeed, and the state of any other group."""
     if dry_run:
         return (WOULD_PIN if pins else WOULD_UNPIN), ""
     return (PINNED, NOT_PINNED) if pins else (UNPINNED, NOT_UNPINNED)

@@ -74,12 +74,12 @@ class Quarantine:
 
     path: directory of the quarantine.
     only: name of a run if the given path is the folder of that run, else "".
-    own: whether the quarantine is the default one in the store's directory, which moves with the
-        store.
+    own: whether this is the store's default quarantine. It lies in the store's directory, and so
+        moves with the store.
     """
 
     def __init__(self, path: Path | None = None, store: Store | None = None) -> None:
-        """Use the quarantine at a path, or without a path the store's own quarantine.
+        """Use the quarantine at a path. Without a path, use the store's own quarantine.
 
         Links in the path are followed as far as a store's directory, but not below this directory.
         Raises UsageError if no path is given and the store has no quarantine of its own.
@@ -273,8 +273,8 @@ def opened_run(quarantine: Directory, name: str, *, writes: bool) -> Iterator[Ru
 def earlier_remark(path: str) -> str:
     """Return the remark on a run of an earlier form."""
     return (
-        f"{path}: left alone: a quarantine run of an earlier form; restore it with the hicachectl "
-        "that made it, or delete the folder"
+        f"{path}: left alone, because this quarantine run has an earlier form; restore the run "
+        "with the hicachectl that made it, or delete the folder"
     )
 
 
@@ -552,7 +552,7 @@ RUNS = schema_of(RunRow)
 
 @dataclass(frozen=True, slots=True)
 class PurgeReport:
-    """Runs that were listed or purged.
+    """Report on runs that were listed or purged.
 
     rows: a row for each run, in the columns of `RUNS` or of another table.
     failures: (path of the run, message) for each run that could not be purged.
@@ -574,7 +574,7 @@ def list_runs(quarantine: Path, *, jobs: int | None = None) -> PurgeReport:
     A run is unreadable if its run.json or findings.jsonl is damaged or a link, or if the owner of
     the run or of one of these files is not trusted.
     jobs: see `open_run`.
-    Raises UsageError if the quarantine is missing, UntrustedError, StoreUnavailable.
+    Raises UsageError if the quarantine is missing. Raises UntrustedError and StoreUnavailable.
     """
     place, rows, left = Quarantine(quarantine), list[dict[str, Any]](), list[str]()
     with place.opened(writes=False) as directory:

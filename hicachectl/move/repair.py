@@ -51,7 +51,7 @@ class RepairOptions:
 
 
 def plan_of(checked: PartCheck, found: pa.Table, options: RepairOptions) -> RepairPlan:
-    """Plan the repair of a checked store, or of a part of it, by its findings.
+    """Plan the repair of a checked store, or of a part of one, by its findings.
 
     Groups that the profile does not describe stay. Unless `despite_profile` is set, pages of a mix
     (`SizeMix`) stay, too. If the findings make the profile doubtful, all pages stay, and the plan
@@ -111,8 +111,8 @@ def left_remarks(plan: RepairPlan, *, stamps: bool) -> Iterator[str]:
     if plan.mixed:
         yield (
             f"Not repaired: {counted(plan.mixed, 'page')} of a common size that the profile does "
-            "not state, not all older than its own pages; compare the profile with hicachectl "
-            f"profile --server; {DESPITE} repairs them"
+            "not state, because not all of them are older than the pages that fit the profile; "
+            f"compare the profile with hicachectl profile --server; {DESPITE} repairs them"
         )
 
 
@@ -128,7 +128,7 @@ def repair(
     say_left: Say | None = None,
     on_progress: Callable[[int], None] = lambda groups: None,
 ) -> None:
-    """Remove the groups of a plan, and correct the tables of 3FS. Count both in `checked`.
+    """Remove the groups of a plan, and correct the tables of 3FS. Record the result in `checked`.
 
     checked: result of a check that requested repairs.
     first: whether to release leaked pages as well. They belong to no group, so only the first part

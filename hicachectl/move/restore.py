@@ -87,8 +87,9 @@ def restore_groups(
     A group is a conflict and stays in its run if the store has another object under one of its
     keys. An object that the store has with equal bytes counts as restored.
 
-    The newest run is restored first. After a killed removal, the next run has the rest of a page.
-    This rest is sidecars, which must return to the store before the anchors in the older run.
+    The newest run is restored first. If a removal was killed, its run has the anchor of a page, and
+    the next run has sidecars of the page. These sidecars must return to the store before the
+    anchor.
 
     Each row also has `codes`, the codes of the findings that caused the removal. If the group has a
     problem, `detail` says which.
@@ -238,8 +239,8 @@ class _OneRun:
     def tidy(self, quarantine: Directory) -> None:
         """Remove the run if all its groups were restored.
 
-        A pack keeps objects that were restored. So its run is removed if as many groups were
-        restored as the run has. Any other run is removed if it has no objects left.
+        A pack keeps the objects that were restored. A run in a pack is therefore removed if this
+        restore has restored all its groups. Any other run is removed if it has no objects left.
         """
         if self.restored == len(self.groups) and self._held.traits.append_only:
             remove_run(quarantine, self._run.name, self._run.folder)
@@ -254,7 +255,7 @@ class _OneRun:
         result = MoveResult.of(self.groups.pages_at(batch))
         objects = GroupObjects(rows.column("key").combine_chunks(), owners, self._anchors[places])
         double = self._assess(rows, objects, result)
-        refused = ~result.open  # the report names these first
+        refused = ~result.open  # the report names refused groups first
         if not self._dry_run and result.open.any():
             self._publish(rows, objects, result, double)
         self.restored += int(result.open.sum())

@@ -135,7 +135,7 @@ def problem_lines(problems: Sequence[Problem], pages: int) -> Iterator[str]:
     if (more := max(pages, len(problems)) - _SHOWN) > 0:
         yield (
             f"Problems of {counted(more, 'other page')} are not shown; --format json lists the "
-            f"first {MOST_PROBLEMS} of a run or part"
+            f"first {MOST_PROBLEMS} problems of a run or part"
         )
 
 
@@ -262,7 +262,7 @@ class UnnamedDeployment(TypedDict):
 class FreeDocument(TypedDict):
     """Member `free` of a removal document.
 
-    It has the bytes to free, the pages lost for that, and the groups that stay.
+    It has the bytes to free, the pages to remove for that, and the pages that stay.
     """
 
     target: str
@@ -431,7 +431,7 @@ class Taken:
         """Return the counts as a sentence.
 
         wanted: number of groups or files that the removal should remove.
-        noun: what the removal counts: "page", or "file" for files of no page.
+        noun: "page", or "file" if the removal removes files of no page.
         """
         objects = f"{counted(self.objects, 'object')} of " if noun == "page" else ""
         return (

@@ -75,7 +75,7 @@ def held_mark(request: bytes) -> Iterator[RunMark]:
 
     If the state directory cannot be used, the mark is new, and its remark says so.
     request: text that is equal only for equal requests.
-    Raises RequestHeldError if another process holds the mark, UntrustedError.
+    Raises RequestHeldError if another process holds the mark. Raises UntrustedError.
     """
     name = hashlib.sha256(request).hexdigest()[:_NAME_DIGITS]
     place = _state_directory()
@@ -129,7 +129,7 @@ def _locked(directory: Directory, name: str) -> int:
 
 
 def _mark_in(descriptor: int) -> RunMark:
-    """Return the mark in a locked file; write a new one into a new file. Raises OSError."""
+    """Return the mark in a locked file. Write a new mark into a new file. Raises OSError."""
     content = os.pread(descriptor, 2 * _OWNER_BYTES + 1, 0)
     if _OWNER.fullmatch(content):
         owner = content.decode()

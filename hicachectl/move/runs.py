@@ -138,7 +138,7 @@ class CopyRun:
         *,
         alone: bool = False,
     ) -> None:
-        """Copy the groups of some works. alone: whether to copy small batches, one at a time."""
+        """Copy the groups of some works. alone: whether to copy small batches one after another."""
         options = self._options
         jobs = 1 if alone else self._jobs
         most_bytes = min(_LAST_BYTES if alone else _BATCH_BYTES, options.buffer_bytes // jobs)
@@ -204,8 +204,8 @@ class CopyRun:
                 self._fail(survey, done[left_over], why)
                 done = done[~left_over]
             if len(done) and batch.action in READS_BACK:
-                # The copy will soon be the only one, and the writer of equal objects may not have
-                # synced them.
+                # After the removal from the source, only the copy is left, and another writer of
+                # equal objects may not have synced them.
                 self._destination.flush()
         with self._lock:
             self.facts.add(result)
@@ -239,7 +239,7 @@ class CopyRun:
             yield survey, items
 
     def _remove(self, leaving: Iterable[tuple[Survey, IntArray]]) -> None:
-        """Remove groups from the source, one by one until the trial has passed."""
+        """Remove groups from the source. Until the trial has passed, remove one group at a time."""
         for survey, items in leaving:
             tried = 0
             while tried < len(items) and not self._trial.passed:

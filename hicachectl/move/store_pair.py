@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from hicachectl.profiles.identities import Expected
 
 
-_JOBS = 3  # batches at a time: one is read while the others are written or synced
+_JOBS = 3  # batches at a time, so that one is read while the other two are written or synced
 
 TrailerMode = Literal["auto", "write", "drop"]
 
@@ -93,7 +93,7 @@ class StorePair:
     """A source, a destination, and the transfer between them.
 
     profile: profile of the source; None if only its keys are known.
-    target: profile of the destination; None if it is the same as the source's.
+    target: profile of the destination; None if only the keys to write are known.
     grammar: grammar of the keys to write. It is the destination's, or the source's for a new pack.
     trailers: plan for the trailers of the copies.
     adopts: whether both stores are one store whose files get trailers in place.

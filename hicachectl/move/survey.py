@@ -35,7 +35,7 @@ class Action(IntEnum):
     NOTHING = 0  # nothing to copy, or not chosen
     SKIP = 1  # the destination has the whole group
     COPY = 2
-    COMPLETE = 3  # the destination has a part of the group; if that is equal, add the rest
+    COMPLETE = 3  # the destination has a part of the group; if this part is equal, add the rest
     COMPARE = 4  # the destination has the whole group; compare its bytes
     REPLACE = 5  # remove the group from the destination, then copy it
     CONFLICT = 6  # the destination has a different object under one of the keys
@@ -57,7 +57,7 @@ class Route:
     targets:  specs of the objects that are written for a page. A target of UNKNOWN_SIZE is as large
         as its source.
     units:    transfers of some sources to some targets, as indices into `sources` and `targets`.
-    verbatim: whether all objects keep their bytes.
+    verbatim: whether all objects that are copied keep their bytes.
     """
 
     deployment_id: int
@@ -108,7 +108,7 @@ class Route:
 
     @cached_property
     def expected_bytes(self) -> IntArray:
-        """Expected bytes of each target: [targets]. UNKNOWN_SIZE if the source's are unknown."""
+        """Expected bytes of each target: [targets]. UNKNOWN_SIZE if the source has this size."""
         expected, sizes = self.target_bytes.copy(), self.sizes
         for unit in self.units:
             for target, source in zip(unit.destinations, unit.sources, strict=False):
@@ -215,7 +215,7 @@ class Survey:
         return self.route.keys(targets, self.pages.take(pa.array(items)))
 
     def having(self, found: Iterable[Objects]) -> Survey:
-        """Return the survey for a destination that has these targets."""
+        """Return the survey for a destination that has the found targets."""
         return replace(self, existing=_table(self.route, self.existing.count, found))
 
     def as_if_written(self, items: IntArray) -> Survey:
@@ -276,7 +276,7 @@ def made_of(route: Route, rows: GroupTable, sizes: IntArray, *, partly: bool = F
         sources = np.array(unit.sources, dtype=np.int64)
         actual = sizes[rows.slots(groups, sources)]
         expected = route.target_bytes[list(unit.destinations)]
-        if expected[0] == UNKNOWN_SIZE:  # a single source, which keeps its size
+        if expected[0] == UNKNOWN_SIZE:  # the target has a single source, which keeps its size
             nbytes = np.where(actual == UNKNOWN_SIZE, UNSIZED, actual)
         else:
             unfit = (actual != route.sizes[sources]).any(axis=1, keepdims=True)

@@ -3,7 +3,8 @@
 When the metadata server deletes a key, it frees the key's page for the next writer, even if another
 key still maps to that page. All keys of a page are therefore deleted in one call, and only while
 they still map to the page that the snapshot states. If the free list of the snapshot has the page,
-too, another key may have received the page since. The bad keys are then first mapped to new pages.
+too, another key may have received the page since the snapshot. The bad keys are then first mapped
+to new pages.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: RankMetadata.
 """
 
@@ -239,7 +240,7 @@ def has_snapshot_only(store: Store) -> bool:
 
 
 def repair_tables(store: Store, keys: Sequence[bytes], *, dry_run: bool, say: Say) -> None:
-    """Delete keys with wrong table entries through the server. Delete a page's keys in one call.
+    """Delete keys with wrong table entries through the server. All keys of a page go in one call.
 
     keys: keys with wrong entries.
     say: takes remarks.

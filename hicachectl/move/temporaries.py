@@ -79,7 +79,7 @@ def remove_temporaries(
     """Delete files of `find_temporaries`, except files written since the listing.
 
     The kv objects of cleared pages are deleted first. The rows of the report have the columns of
-    results.ROWS, with null pages, models and tags, and the column `key`.
+    results.ROWS and the column `key`. Their pages, models and tags are null.
     on_end: takes the removals so far if a signal or a lost store ends the removal.
     Raises StoreUnavailable.
     """

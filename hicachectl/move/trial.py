@@ -105,7 +105,7 @@ class _Page:
     def __init__(
         self, source: Store, destination: Store, groups: PageGroups, survey: Survey, item: int
     ) -> None:
-        """Lay out the memory: objects of the source, then their copies in the destination."""
+        """Lay out the memory. Objects of the source come first, then their copies."""
         inventory = groups.inventory
         rows, _ = groups.objects_of(survey.groups[[item]])
         listed = inventory.objects.column_names
@@ -183,7 +183,7 @@ def read_now(store: Store, rows: pa.Table, offsets: IntArray, sizes: IntArray) -
 
 
 def _trailers_of(store: Store, objects: pa.Table) -> tuple[Mapping[Affix, Identity], str]:
-    """Return the identities in the objects' trailers, by affix, and the digest algorithm."""
+    """Return the identities in the trailers of objects, by affix, and the digest algorithm."""
     markers = markers_of(store)
     if not markers or not isinstance(store, Trailed):
         return {}, DEFAULT_DIGEST

@@ -320,7 +320,7 @@ class _Removal:
         try:
             self.mover.flush(into_store=False)
         except OSError as error:
-            why = f"removed, but a power failure may undo this: {reason_of(error)}; run again"
+            why = f"removed, but a power failure may bring it back: {reason_of(error)}; run again"
             errors |= dict.fromkeys(np.flatnonzero(statuses == Status.OK).tolist(), why)
             statuses[statuses == Status.OK] = Status.ERROR
         return Result(statuses, errors)
@@ -528,8 +528,8 @@ class _Worker:
         used = False
         for removal in copied:
             self._leave(removal)
-            # Keep the copies of a failed group, too: an object that the store failed to remove may
-            # still be gone after a power failure.
+            # Keep the copies of a failed group, too, because an object that the store failed to
+            # remove may still be gone after a power failure.
             left = removal.touched | (removal.result.statuses == GroupStatus.FAILED)
             used |= bool(left.any())
             stay = np.flatnonzero(~left[removal.groups.owners])

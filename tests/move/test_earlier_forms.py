@@ -26,7 +26,7 @@ def test_a_quarantine_of_an_earlier_form_is_named_and_left_alone(
     (run,) = earlier.quarantine.iterdir()
     shutil.rmtree(earlier.store / ".hicachectl" / "stamps", ignore_errors=True)
     before = {path: path.lstat().st_ino for path in earlier.quarantine.rglob("*")}
-    said = f"{run}: left alone: a quarantine run of an earlier form"
+    said = f"{run}: left alone, because this quarantine run has an earlier form"
     listed = invoke("quarantine", "list", earlier.quarantine, "--format", "json")
     assert [row["state"] for row in listed.document["runs"]] == ["earlier-form"]
     assert said in listed.stderr

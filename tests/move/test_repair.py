@@ -682,7 +682,7 @@ def test_a_removal_that_cannot_be_synced_is_said(
 
     monkeypatch.setattr(FileMover, "flush", failing)
     outcome = repaired(store)
-    why = "removed, but a power failure may undo this: Input/output error; run again"
+    why = "removed, but a power failure may bring it back: Input/output error; run again"
     assert outcome.failures == ((kv(1), f"cannot be removed: {why}"),)
     assert outcome.remaining == 1
     assert (store / indexer(1)).exists()
