@@ -132,7 +132,7 @@ def test_the_page_has_the_curve_and_the_losses_with_their_denominators(
     assert "incomplete or damaged 16 10.5 %" in text
     invoke("report", store, *arguments, "--since", "2023-11-15")
     text = text_of(made)
-    assert "They begin empty, and keep what the requests write." in text
+    assert "The caches begin empty, and keep the pages that the requests write." in text
     assert "where today's hits are lost if the requests have page hashes, and a profile" in text
 
 
