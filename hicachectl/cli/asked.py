@@ -74,7 +74,7 @@ def selection_of(
 
 
 def say_unjudged(ctx: click.Context, selection: Selection, groups: PageGroups) -> None:
-    """Say how many groups are left out although they may be partial: no profile describes them."""
+    """Say how many groups that may be partial are left out, as no profile describes them."""
 
     if unjudged := selection.unjudged(groups):
         remark(
@@ -224,7 +224,7 @@ def asked_hits(
     choice: Selection,
     **reading: Any,
 ) -> HitsRequest:
-    """Return the request of the options to measure how much of their requests a store can serve.
+    """Return what to measure: how much of the requests that the options name a store can serve.
 
     reading: arguments of `asked_requests`.
     """
@@ -339,8 +339,8 @@ def closers_of(ctx: click.Context, texts: tuple[str, str]) -> Closers:
         words = (*words, "--profile", str(ctx.params["profile_file"]))
     back: tuple[str, ...] | None = words
     if changing:
-        # The command from B to A exchanges the profiles. There is none without --to-profile,
-        # because no other option describes the pages of B.
+        # The command from B to A exchanges the profiles. There is no such command without
+        # --to-profile, because no other option describes the pages of B.
         swapped = {"--profile": "--to-profile", "--to-profile": "--profile"}
         back = tuple(swapped.get(word, word) for word in words)
         if changing[:1] != ("--to-profile",) or "--profile" not in words:

@@ -198,7 +198,10 @@ def global_options(*, of_program: bool = False) -> list[click.Parameter]:
 
 
 def _set_above(ctx: click.Context, option: click.Parameter, value: Any) -> None:
-    """Set the program's option of the same name. Raises BadParameter if it has another value."""
+    """Set the program's option of the same name.
+
+    Raises BadParameter if the program's option was given another value.
+    """
     name, root = str(option.name), ctx.find_root()
     if not on_command_line(ctx, name):
         return

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE_SECONDS = 2.0
 _LONGEST_PAUSE_SECONDS = 60.0  # pauses grow up to this, because each attempt lists stores
-_HANGING_SECONDS = 60.0  # an attempt may take so much longer than the time of the gate
+_HANGING_SECONDS = 60.0  # when the time of the gate is over, an attempt still has this long to end
 
 
 class Gate:

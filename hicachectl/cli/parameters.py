@@ -222,8 +222,8 @@ class Option(_Given, click.Option):
     repeats: whether commands that messages suggest repeat the option.
     divided: what a run in parts does with the option.
 
-    variable: whether the option is a setting, which has an environment variable. None takes the
-        section's value.
+    variable: whether the option is a setting, which has an environment variable. None stands for
+        the value of the section.
     """
 
     def __init__(

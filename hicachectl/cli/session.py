@@ -108,7 +108,7 @@ def _has_no_secret(url: str) -> bool:
 
 
 def moment_of(store: Store, moment: float | None, *, changes: bool) -> float | None:
-    """Return the time of an option in Unix seconds. An age counts by the store's clock.
+    """Return the time of an option in Unix seconds. An age counts back from `present_ns`.
 
     moment: a result of `values.moment`.
     changes: see `present_ns`.

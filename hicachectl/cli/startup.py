@@ -1,7 +1,7 @@
 """End the process with one line if SIGINT or SIGTERM arrives during the imports.
 
 No work has begun then, so no cleanup is needed. An exception would print a traceback, and the
-import of an extension module can lose it. Importing this module sets signal handlers: import it
+import of an extension module can lose it. Importing this module sets signal handlers, so import it
 first, and only for the command line.
 """
 

@@ -348,7 +348,7 @@ def _times(moments: pa.ChunkedArray) -> pa.StringArray:
 
 def _ages(mtimes: pa.Array) -> pa.StringArray:
     """Return ages of Unix times, in seconds, as texts."""
-    # `human_column` makes one text for each distinct value, and whole seconds have fewer of them.
+    # `human_column` makes one text for each distinct value, so round the ages to whole seconds.
     elapsed = pc.floor(pc.subtract(time.time(), mtimes))
     return human_column(elapsed, human_age)
 

@@ -37,7 +37,7 @@ class Cache(Protocol):
     """A cache of pages that servers share. Times are in seconds, and never decrease."""
 
     def held(self, pages: Sequence[int]) -> int:
-        """Return how many leading pages the cache can serve. They do not count as used."""
+        """Return how many leading pages the cache can serve. No page counts as used."""
 
     def read(self, pages: Sequence[int], time: float) -> None:
         """Read leading pages that the cache can serve."""
@@ -49,8 +49,8 @@ class Cache(Protocol):
 class Start(NamedTuple):
     """Pages that a cache holds at the start. Pages may lack the objects of trailing pools.
 
-    pages: [pages] int64, numbers of the pages, the least recently used page first. Numbers above
-        the numbers in the requests stand for pages that no request uses.
+    pages: [pages] int64, numbers of the pages, the least recently used page first. A page that no
+        request uses has a number above all numbers in the requests.
     trailing: [pages] bool, whether the page has its objects of trailing pools; None if no page
         has them.
     seconds: [pages] time of each page's last use, in seconds; None if unknown.
@@ -72,7 +72,7 @@ class Start(NamedTuple):
 
 
 class TreeLru:
-    """A cache that evicts the least recently used page among those that no held page continues.
+    """A cache that evicts the least recently used leaf: a held page that no held page continues.
 
     A use of a page also counts as a use of its prefix, as in SGLang's trees. All objects of a page
     are evicted together.
@@ -133,7 +133,7 @@ class TreeLru:
         self._evict()
 
     def _evict(self) -> None:
-        # Every use moves a page's prefix behind the page, so no held page continues the first one.
+        # Every use moves the prefix of a page behind the page, so the first page is a leaf.
         while self._total > self._capacity:
             self._total -= self._nbytes.popitem(last=False)[1]
 
@@ -176,9 +176,9 @@ class RoomPages(ABC):
         return [n for n, file in enumerate(self.files) if trailing or not file.window]
 
     def _tail(self, pages: Sequence[int], number: int) -> Sequence[int]:
-        """Return those of some consecutive pages that have the object at this index in `files`.
+        """Return the pages of a call that have the object with this index in `files`.
 
-        Only the last pages have objects of trailing pools.
+        Only the last pages of a call have objects of trailing pools.
         """
         window = self.files[number].window
         return pages[-window:] if window else pages
@@ -290,7 +290,8 @@ class TablePages(RoomPages):
 
     For a batch of keys to write, the server first marks the known keys as used, one after another.
     Then it takes a free place for each new key, or evicts the least recently used key if no place
-    is free. If no key is left to evict, the batch fails, and the places that it took stay unusable.
+    is free. If no key is left to evict, the batch fails, and the places that were taken for it stay
+    unusable.
 
     Source: SGLang mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: RankMetadata.
     """
@@ -356,10 +357,10 @@ class TablePages(RoomPages):
 class PluginPages(RoomPages):
     """The files that one rank writes with the plug-in, which evicts all objects of a page together.
 
-    Above 98 % of the limit, the plug-in evicts pages until 96 % is taken. A write marks the pages
-    that already exist as used. A read marks the pages that were not used for an hour as used. In
-    addition, the mount notes the first read after each write or mark (relatime). The simulation
-    assumes that removals are as fast as writes.
+    Above 98 % of the limit, the plug-in evicts pages until 96 % of the limit is taken. If a written
+    page already exists, the write marks it as used. A read marks a page as used if the page was not
+    used for an hour. In addition, the mount notes the first read after each write or mark
+    (relatime). The simulation assumes that removals are as fast as writes.
 
     Source: hicachectl.backends.sglang, capacity.py, ledger.py, file_pages.py :: PageFiles.
     """
@@ -444,7 +445,8 @@ class LeasedObjects(RoomPages):
     a share of all objects, first the objects whose leases ended earliest.
 
     The simulation differs from a cluster in three ways:
-    - The master compares its memory with the watermark every 10 ms, this class at each new object.
+    - The master compares its memory with the watermark every 10 ms. This class compares them at
+      each new object.
     - Gaps between objects count as free memory.
     - `held` leases no page. A lookup of SGLang leases pages, even those after the first missing
       page.

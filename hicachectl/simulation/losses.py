@@ -59,7 +59,8 @@ class Losses:
 
     tokens: number of all tokens of the prompts.
     served_tokens: number of tokens that servers fetch from the store.
-    rows: lost tokens by cause, most first. Their sum is `tokens` less `served_tokens`.
+    rows: lost tokens by cause, the largest number first. Their sum is `tokens` less
+        `served_tokens`.
     """
 
     tokens: int

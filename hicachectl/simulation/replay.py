@@ -220,9 +220,9 @@ def replay_optimal(
 ) -> Runs:
     """Return the hits of a cache that knows all later requests, and evicts only leaves.
 
-    The cache evicts the page with the furthest next use. A page has no later next use than the
-    pages that continue it. If several pages have the same next use, the last page of their chain is
-    evicted first.
+    The cache evicts the page with the furthest next use. A page is next used before the pages that
+    continue it, or together with them. If several pages have the same next use, the last page of
+    their chain is evicted first.
     capacities: numbers of pages.
     start: pages that the cache holds at the start.
     """

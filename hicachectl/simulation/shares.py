@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _TIB = 1 << 40
 _BAR = 24
-_ROOM = 0.1  # if more free space than this share of a store's size is left, it is not at its limit
+_ROOM = 0.1  # with more free space than this share of its size, a store is not at its limit
 _ENOUGH = 0.9  # a curve counts as flat from the row that has this share of the best possible hits
 
 
@@ -87,7 +87,7 @@ class Served(NamedTuple):
 
 
 def prompt_tokens(requests: Requests) -> IntArray:
-    """Return the number of tokens of each prompt. If it is unknown, return that of its blocks."""
+    """Return the number of tokens of each prompt. If it is unknown, count the prompt's blocks."""
     blocks = requests.prompt_blocks * requests.block_tokens
     return np.where(requests.tokens < 0, blocks, requests.tokens)
 
@@ -332,7 +332,7 @@ def served_text(document: Mapping[str, Any]) -> Iterator[str]:
         share = f"{served / tokens:.1%}" if tokens else "none"
         yield (
             f"The store as it is serves {share} of {counted(tokens, 'prompt token')}; "
-            "simulated caches can serve another share, because requests also write and evict there"
+            "simulated caches can serve another share, because requests also change them"
         )
 
 

@@ -93,13 +93,14 @@ class SimulateRequest:
     """Requests to simulate, and settings of the servers and caches.
 
     profile: profile of the servers; None if capacities count pages.
-    capacities: sizes of the whole store: bytes, or pages if there is no profile. If empty, powers
-        of two are used. With a store, the bytes that it holds, half of them and twice as many are
-        always added.
-    policies: names of `Policy`. If empty, the policy of the store, or `lru` without a store, and
-        `optimal` if the hits of the memory of servers do not depend on the store.
+    capacities: sizes of the whole store, in bytes; in pages if there is no profile. If empty,
+        powers of two are used. With a store, the bytes that it holds, half of them and twice as
+        many are always added.
+    policies: names of `Policy`. If empty, the policy of the store is used (`lru` without a store).
+        The policy `optimal` is then added if all caches get the same requests (`Tiers.filters`).
     eviction_ratio: eviction_ratio of HiCacheFile.
-    warm_up: share of the requests that only warm the caches: the first ones are not counted.
+    warm_up: share of the requests that only warm the caches. The first requests are this share, and
+        are not counted.
     by: words of `GROUPINGS`; each adds rows for its groups.
     threshold: prefetch threshold of the servers in tokens. None stands for the profile's threshold,
         or for SGLang's default if the profile has none.
@@ -107,8 +108,8 @@ class SimulateRequest:
         store, if there is one.
     what_ifs: for each further deployment to simulate, its settings by name: page_size, tp,
         kv_cache_dtype and layout. The caches of these deployments are empty at the start.
-    reread: function that reads the requests with another hashing. A what-if needs it if its page
-        size is no multiple of the tokens of a block.
+    reread: function that reads the requests with another hashing. A what-if needs this function if
+        its page size is no multiple of the tokens of a block.
     l1: device memory for pages of one server, for all its ranks, in the unit of `capacities`; None
         to simulate no memory of servers, so that every hit is a hit in the store.
     l2: host memory for pages of one server, for all its ranks, in the unit of `capacities`; None if
@@ -148,7 +149,8 @@ class SimulateRequest:
             raise UsageError(f"capacities: give at most {_MOST_CAPACITIES}")
         if not 0 < self.eviction_ratio <= 1:
             raise UsageError(
-                f"eviction_ratio: {self.eviction_ratio:g} is not above 0 and at most 1; give 0.9"
+                f"eviction_ratio: {self.eviction_ratio:g} is out of range; give more than 0 and at "
+                "most 1, such as 0.9"
             )
         if (self.l1 is None) != (self.l2 is None):
             raise UsageError("l1, l2: only one of them is given; give both")
@@ -273,8 +275,7 @@ class _Case:
     pages_of_block: number of pages of the deployment in a block of the requests.
     start: pages that the caches hold at the start.
     changes: settings that differ from the request's profile; None for the profile itself.
-    refused: numbers of requests that no server took, collected from the replays with memory of
-        servers.
+    refused: the number of requests that no server took, from each replay with memory of servers.
     """
 
     request: SimulateRequest
@@ -437,7 +438,8 @@ def in_pages(requests: Requests, profile: Profile | None) -> tuple[Requests, int
 
     Several blocks are merged into one page. Blocks stay as they are if a block has several pages,
     or if there is no profile.
-    Raises UsageError if the tokens of a block are unknown, or if blocks and pages do not fit.
+    Raises UsageError if the tokens of a block are unknown, or if neither the block size nor the
+    page size divides the other.
     """
     block, size = requests.block_tokens, 0 if profile is None else profile.page_size
     if not block:

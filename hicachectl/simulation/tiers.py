@@ -140,8 +140,8 @@ def _serve(
     unit = requests.block_tokens
     if not unit:
         raise UsageError(
-            f"{requests.source}: does not tell the tokens of a block, so no number of blocks "
-            "follows from the sizes of L1 and L2; give --block-size"
+            f"{requests.source}: does not tell the tokens of a block, which a simulation of L1 and "
+            "L2 needs; give --block-size"
         )
     labels = requests.labels.get("server")
     turns = np.arange(len(requests)) if labels is None else labels.ids
@@ -200,8 +200,8 @@ class Node:
 class _Leaves:
     """Leaves of one pool, in the order of their last access.
 
-    An entry is outdated if its node was used after it was added, or if its node is no longer a
-    leaf. `take_oldest` removes such entries.
+    An entry is outdated if its node was used after the entry was added, or if its node is no longer
+    a leaf. `take_oldest` removes such entries.
     """
 
     def __init__(self, is_leaf: Callable[[Node], bool]) -> None:
@@ -253,7 +253,7 @@ class Tree:
         self.nodes: dict[int, Node] = {}  # keys are the first blocks of the nodes
         self._leaves = _Leaves(lambda node: node.is_device_leaf)
         self._host_leaves = _Leaves(lambda node: node.is_host_leaf)
-        # With write_back, the host pool first frees the copies of nodes that are on both.
+        # Nodes on both device and host. With write_back, their host copies are freed first.
         self._on_both: dict[Node, None] = {}
         self._now = 0
         self._number = -1
@@ -375,10 +375,10 @@ class Tree:
         return node
 
     def _load_back(self, path: list[Node], pages: int) -> bool:
-        """Copy to the device the nodes that only the host has. Return whether that was possible.
+        """Copy to the device the nodes of a path that only the host has. Return whether it worked.
 
-        It is not possible if `pages` are fewer tokens than servers load, or if the device lacks
-        room.
+        Nothing is copied if these nodes, `pages` in all, have fewer tokens than servers load, or if
+        the device lacks room.
         """
         if pages * self._unit < self._least_loaded or not self._make_room(pages):
             return False
@@ -468,7 +468,7 @@ class Tree:
         return True
 
     def _make_room(self, pages: int) -> bool:
-        """Evict nodes from the device until `pages` pages are free. Return whether this worked."""
+        """Evict nodes from the device until `pages` pages are free. Return whether they are."""
         while self.free < pages:
             node = self._leaves.take_oldest(self._number)
             if node is None:
@@ -535,9 +535,9 @@ class Tree:
         self._remove(node)
 
     def _remove(self, node: Node) -> None:
-        """Remove a node without children. Then remove its ancestors that no pool needs any more.
+        """Remove a node without children, then its ancestors.
 
-        Such an ancestor is in no pool, and has no other children.
+        The first ancestor that is in a pool, or has other children, stays with all nodes above it.
         """
         while True:
             parent = node.parent

@@ -57,7 +57,7 @@ def command(ctx: click.Context, /, source: str, destination: str, **options: Any
     the keys that SGLang uses on B's kind of store. If B's pages are for another deployment,
     describe that deployment with the --to options, as for migrate.
 
-    The exit status is 0 if all pages are equal, and 4 if some differ, or if none was compared. If a
+    The exit status is 0 if all pages are equal, and 4 if pages differ or no page was compared. If a
     page differs and is younger than --grace, it is in flight, and diff does not judge it.
 
     Examples:

@@ -85,7 +85,7 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
 
     Each check is a line with its status (ok, unknown, warn or fail), what was seen, and the next
     command. The worst check comes first, and the last line names the first cause. The exit status
-    is 4 if a check fails, also if a server or a store cannot be reached.
+    is 4 if a check fails. It is also 4 if a server or STORE cannot be reached.
 
     Without --server, doctor checks only the store.
 

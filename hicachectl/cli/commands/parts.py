@@ -1,4 +1,4 @@
-"""What the options --shard, --run, --wait, --ray and --workers do: runs in parts."""
+"""Runs in parts, by the options --shard, --run, --wait, --ray and --workers."""
 
 from __future__ import annotations
 

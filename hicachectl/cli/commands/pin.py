@@ -35,7 +35,7 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     pinned, and the exit status is 4. Pages that are not whole are left out, unless --state names
     their state.
 
-    If a page is pinned again, the new end of its pin replaces the old end, also if the new end is
+    If a page is pinned again, the new end of its pin replaces the old end, even if the new end is
     earlier. hicachectl unpin removes pins. The master must be of Mooncake 0.3.14 or later.
     hicachectl prewarm --pin pins the pages that it copies or finds.
 

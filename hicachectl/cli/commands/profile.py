@@ -74,14 +74,14 @@ def command(
 
     --launch takes python -m sglang.launch_server … or sglang serve …, also in a script, the YAML of
     a container, a running process, or a server's log. --launch executes nothing, and refuses flags
-    with values that only the execution would show. Flags mean what they mean to the newest release
+    whose values only running the command would show. Flags have the meaning of the newest release
     that --sglang knows. Flags given beside --launch replace the same flags of the command.
 
     An inferred profile states only the shards, pools and sizes seen in STORE. If the SGLang plug-in
-    of hicachectl wrote STORE, it also states weights, layout, page size and dtypes. If STORE has
-    several deployments, --model, --tp, --pp, --cp and --dcp choose one. An inferred profile is
-    enough for ls and the checks names, groups and sizes; commands that must interpret bytes refuse
-    it.
+    of hicachectl wrote STORE, the profile also states weights, layout, page size and dtypes. If
+    STORE has several deployments, --model, --tp, --pp, --cp and --dcp choose one of them. An
+    inferred profile is enough for ls and the checks names, groups and sizes; commands that must
+    interpret bytes refuse it.
 
     For a model that hicachectl does not know, --print-probe prints a script. Run the script in the
     server's environment, with the server's flags and environment variables, on a machine with the

@@ -109,12 +109,22 @@ def _listed_checks() -> tuple[str, ...]:
 def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> None:
     """Show a store in pictures, in one HTML file.
 
-    The file needs no network and runs no script, so you can send it or print it. It shows the
-    findings with the commands that mend them, bytes by deployment, pool and object size, writes
-    over time, growth and days until the store is full, the last use of pages, the completeness of
-    pools and ranks, and one page in full. With requests (--prompts, --token-ids, --pages, --trace),
-    it also shows how much of them STORE can serve, which objects stop them, what a smaller or
-    larger store would serve, and the bytes that each salt and each adapter reaches.
+    The file needs no network and runs no script, so you can send it or print it. It shows:
+
+    \b
+    - the findings, with the commands that mend them
+    - bytes by deployment, pool and object size
+    - writes over time, growth, and days until the store is full
+    - the last use of pages
+    - the completeness of pools and ranks
+    - one page in full
+
+    With requests (--prompts, --token-ids, --pages, --trace), the file also shows:
+
+    \b
+    - how much of the requests STORE can serve, and which objects stop them
+    - what a smaller or larger store would serve
+    - the bytes that the requests of each salt and each adapter reach
 
     report reads the listing of STORE and one page, and changes nothing. Only the checks names,
     groups and sizes run, unless --checks says otherwise; the file names the checks that did not
@@ -133,7 +143,7 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
       hicachectl report prod: --profile prod.toml --checks values --sample 5% -o store.html
       hicachectl report prod: --token-ids requests.jsonl --profile prod.toml -o store.html
       hicachectl report /tmp/hicache --page 4ebfa8a1 -o page.html
-    """
+    """  # noqa: D301 - \b is click's mark, not ours
     from hicachectl.backends.capabilities import permissions_of
     from hicachectl.backends.disk.durable import STDOUT, whole_file
     from hicachectl.report.charts import Mark, refuse_missing

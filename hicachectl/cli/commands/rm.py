@@ -492,7 +492,8 @@ def _steps(pages: _Pages, plan: RepairPlan) -> tuple[str, ...]:
     model = options["model"] or ("" if pages.profile is None else pages.profile.key_model)
     mending = structs.replace(mending_without_options(ctx, options["store"]), model=model)
     steps = mending.next_steps(pages.groups.oldest_ns(plan.groups), doubtful=True)
-    return steps[:1] if options["since"] is not None else steps  # the second step is a --since
+    # The second step suggests a removal with --since, which this command already has.
+    return steps[:1] if options["since"] is not None else steps
 
 
 def _say_how_to_go_on(ctx: click.Context, taken: Taken, text: str, free: int | None = None) -> None:
@@ -520,8 +521,8 @@ def _doubt(pages: _Pages, in_flight: BoolArray) -> Refusal | None:
 def _incomplete(pages: _Pages, in_flight: BoolArray) -> tuple[BoolArray, int]:
     """Return which groups certainly no server can use, [groups], and the number of doubtful groups.
 
-    Only a profile shows which groups are partial. If the profile may be wrong, partial groups are
-    doubtful: they are counted, and not returned as useless.
+    Only a profile shows which groups are partial. If the profile may be wrong, all partial groups
+    are doubtful, and do not count among the groups that no server can use.
 
     in_flight: [groups] whether the group stays in any case.
     """

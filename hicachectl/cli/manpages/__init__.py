@@ -1,1 +1,1 @@
-"""The man pages, which `python -m hicachectl.cli.manpages DIRECTORY` builds."""
+"""The man pages, which `python -m hicachectl.cli.manpages.pages DIRECTORY` builds."""
