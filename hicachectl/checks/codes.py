@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 SEVERITIES = ("info", "warning", "error")
 
-# Rules that give a finding another severity. The check says which rule applies.
+# Rules that give a finding another severity than its code. The check says which rule applies.
 # A missing draft or trailing pool costs only hits: no server reads wrong data.
 COSTS_HITS_ONLY = "costs-hits-only"
-# The store evicts each pool separately: orphans are normal.
+# The store evicts each pool separately, so orphans are normal.
 POOLS_APART = "pools-apart"
-# The store refuses to read an object of another size: a miss.
+# The store refuses to read an object of another size, so its page is a miss.
 REFUSED_WHOLE = "refused-whole"
-# Versions repeat, so a rewrite may go unnoticed.
+# The versions that the store gives objects repeat, so a rewrite may go unnoticed.
 VERSIONS_RECUR = "versions-recur"
 RULES = {
     COSTS_HITS_ONLY: "for drafts and trailing pools (Mamba states, sliding windows)",
@@ -33,10 +33,11 @@ RULES = {
     VERSIONS_RECUR: "if the store cannot tell whether a server rewrote the object",
 }
 
-# Words in commands. A run replaces STORE and OPTIONS by its own; the user replaces the others.
+# Words in commands. A run replaces STORE and OPTIONS by its own store and options. The user
+# replaces the other words.
 STORE, OPTIONS = "STORE", "OPTIONS"
 PROFILE_OPTION = "--profile FILE"
-# The option with which a command believes a doubtful profile.
+# The option with which a command trusts a doubtful profile.
 DESPITE = "--despite-profile"
 BELOW = "the command below"
 _REPAIR = f"hicachectl verify {STORE} {OPTIONS} --repair quarantine"
@@ -62,7 +63,7 @@ _COMPUTED = (
 
 
 def following_command(*, timed: bool) -> str:
-    """Return the command that shows pages that may have been computed from wrong ones.
+    """Return the command that shows the pages that may have been computed from wrong pages.
 
     timed: whether the store keeps write times.
     """
@@ -102,17 +103,17 @@ class Code:
     misleads: a server may have computed with the object, so that answers and later pages are wrong.
     structural: the page group lacks objects; no object is damaged.
     doubts: settings that cause the finding on healthy pages if the profile states them wrongly;
-        empty if a wrong profile never causes it.
+        empty if a wrong profile never causes the finding.
     remedy: next step for a finding that `--repair-code` refuses. {command} stands
         for the command.
     meaning: what is wrong.
     effect: what a server does with the object or page.
     advice: what to look at before a repair.
     cost: what the remedy costs.
-    command: command of the remedy; empty for a repair of pages, and without a command.
-    alternative: a better command where it applies: it keeps the pages, or frees their space, which
-        a quarantine does not.
-    detail: text of each finding, if all findings of the code have the same.
+    command: command of the remedy; empty if the remedy is a repair of pages, or has no command.
+    alternative: another command, better than a repair in some cases, because it keeps the pages, or
+        because it frees their space, unlike a quarantine.
+    detail: text of each finding, if all findings of the code have the same text.
     """
 
     name: str
@@ -131,7 +132,7 @@ class Code:
     detail: str = ""
 
     def mending_command(self, severity: str) -> str:
-        """Return the command that mends findings, with STORE and OPTIONS in it; "" without one.
+        """Return the command that mends findings, with STORE and OPTIONS in it; "" if none does.
 
         severity: severity of the findings, which `rules` can change. A repair removes only errors
             unless an option names the code.
@@ -147,7 +148,7 @@ class Code:
 
     @property
     def exceptions(self) -> str:
-        """The other severities and their conditions, as a text; empty without any."""
+        """The other severities and their conditions, as a text; empty if there are none."""
         others = {rule: changed for rule, changed in self.rules.items() if changed != self.severity}
         return "; ".join(f"{changed} {RULES.get(rule, rule)}" for rule, changed in others.items())
 
