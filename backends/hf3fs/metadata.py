@@ -142,7 +142,7 @@ class MetadataClient:
     def _asked(
         self, rank: int, verb: str, namespace: str, keys: Sequence[str], kind: type[Any]
     ) -> list[Any]:
-        """Query keys in several requests. Each may be sent again after an error."""
+        """Query keys in several requests. Each request may be sent again after an error."""
         values: list[Any] = []
         for start in range(0, len(keys), KEYS_PER_CALL):
             some = keys[start : start + KEYS_PER_CALL]

@@ -48,7 +48,7 @@ def find_usrbio(prefix: str) -> Usrbio | None:
     """Return USRBIO for a store; None if the package or the 3FS mount is missing."""
     try:
         io = import_module("hf3fs_fuse.io")
-    except ImportError:  # also if its native part cannot be loaded
+    except ImportError:  # raised also if the package's native part cannot be loaded
         return None
     mount = io.extract_mount_point(str(Path(prefix).parent))
     return Usrbio(io, mount) if mount else None

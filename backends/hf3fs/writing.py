@@ -48,7 +48,7 @@ class PageWrites:
     num_pages: number of pages that fit into the file. A reservation of more pages at once makes the
         server fail and leak pages.
     table_pages: number of pages of the table by the file or by the snapshot, whichever is larger.
-        A page beyond these, if the server returns one, is never released.
+        If the server returns a page beyond this number, the page is never released.
     if_absent: whether to keep existing objects.
     """
 

@@ -68,8 +68,8 @@ LOST = (Code.RPC_FAILED, Code.RPC_TIMEOUT, Code.NOT_AVAILABLE)
 
 MESSAGES: dict[int, str] = {
     Code.NO_SPACE: "the cluster has no room; remove pages, or add a storage process",
-    Code.INVALID_PARAMS: "the mooncake package refused the call as invalid; check that its version "
-    "is the cluster's",
+    Code.INVALID_PARAMS: "the mooncake package refused the call as invalid; check that the "
+    "package has the cluster's version",
     Code.REPLICA_IS_NOT_READY: "another writer is still writing the object; run again",
     Code.HAS_LEASE: "a reader holds a lease on the object; wait longer with --lease-wait",
     Code.LEASE_EXPIRED: "the lease ended before the object was transferred; raise the master's "
@@ -314,7 +314,7 @@ class MooncakeClient:
 def _reach(master: str) -> None:
     """Raise StoreUnavailable if nothing listens at the master's address.
 
-    Without this check, `setup` would retry, and would ignore Ctrl-C meanwhile.
+    Without this check, `setup` would retry, and would ignore Ctrl-C during the retries.
     """
     url = f"mooncake://{master}"
     next_step = "check that the master is running and that this is its --rpc_port (default 50051)"

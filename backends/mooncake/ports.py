@@ -38,8 +38,8 @@ def close_ports(before: Set[str]) -> list[int]:
 
     before: result of `names_of_sockets` before the client was set up.
     Only listeners within Mooncake's range of ports count, because other threads of a server may
-    have begun to listen since. Returns the ports that stay open: these listeners' ports if the
-    kernel has no socket filters, else none.
+    have begun to listen since. Returns the ports that stay open. There are such ports only if the
+    kernel has no socket filters.
     """
     ours, ports, left = _range_of_ports(), set(), []
     fresh = [number for number, name in _sockets() if name not in before]

@@ -375,7 +375,9 @@ class _Reader:
         return None
 
     def index(self) -> Index:
-        """Return the objects. Of several objects with the same key, return the newest whole object.
+        """Return the objects.
+
+        Of several objects with the same key, the newest whole object counts, or else the newest.
 
         Raises UnsupportedByBackend if the store is a single offset file without metadata.
         """

@@ -173,7 +173,8 @@ class MooncakeSsdStore(ReportsLosses):
                 close_places(places)
                 return self._index
             self._replaced.append(self._places)
-            # Without an index, the next call reads the metadata again if this call fails.
+            # There is no index until the new one is read, so that after a failure the next call
+            # reads the metadata again.
             self._places, self._index = places, None
             with errors_as(StoreUnavailable, self.url, "read the metadata", CHECK_MOUNT):
                 self._index = read_index(places, self._tenant)

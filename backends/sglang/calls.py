@@ -1,8 +1,9 @@
 """Run SGLang's calls in worker threads, each with a deadline.
 
-SGLang frees and reuses host pages after a call returns, and joins its storage threads for 10 s
-only (cache_controller.py :: _stop_storage_threads). So a call ends at its deadline, whatever the
-store does. A worker that the store delays beyond the deadline must not touch the host pool.
+SGLang frees and reuses host pages after a call returns. It waits at most 10 s for its storage
+threads to end (cache_controller.py :: _stop_storage_threads). So a call ends at its deadline,
+whatever the store does. A worker that the store delays beyond the deadline must not touch the host
+pool.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ class Workers:
                 return
 
     def _is_extra(self) -> bool:
-        """Stop counting this thread as hanging. Return whether it must end, as it was replaced."""
+        """Stop counting this thread as hanging. Return True if it was replaced, and must end."""
         with self._lock:
             self._hung -= 1
             extra = self._closed or self._running >= self._most

@@ -55,7 +55,7 @@ _LOST_PAUSE_S = 5.0
 
 
 class Capacity:
-    """Space for the objects that one rank writes. Several threads may call it at once.
+    """Space for the objects that one rank writes. Several threads may call the methods at once.
 
     suffixes: ends of the names of the objects that count, the anchor's first. See `kinds_of`.
 
@@ -212,7 +212,7 @@ class Capacity:
     # the thread
 
     def evict_now(self) -> bool:
-        """List and evict, if either is due. Return whether this process is the one that evicts.
+        """List and evict, if either is due. Return whether this process may evict.
 
         Raises OSError, HicacheError.
         """

@@ -184,9 +184,9 @@ class _Weights:
 def _adapter(spec: Any, lora: Any) -> str:
     """Return the setting by which adapters change KV values, with the next step, or "".
 
-    The page hashes of an adapter depend on its name and path (lora_registry.py ::
-    deterministic_id), so they stay the same when the adapter is trained again. A server with this
-    setting can also load adapters later.
+    The page hashes of an adapter depend on the adapter's name and path (lora_registry.py ::
+    deterministic_id). So the hashes stay the same when the adapter is trained again. A server with
+    this setting can also load adapters later.
     """
     if spec.speculative_algorithm == "UNO":
         return f"speculative_algorithm: 'UNO': the draft's weights are an adapter; {NAME_WEIGHTS}"
@@ -239,7 +239,10 @@ def _fp8(dtype: str) -> str:
 
 
 def _pp_partition() -> tuple[int, ...]:
-    """Return the layers of each stage as get_pp_indices reads them (distributed/utils.py)."""
+    """Return the number of layers of each pipeline stage, if the environment states it; else ().
+
+    Source: distributed/utils.py :: get_pp_indices.
+    """
     stated = os.environ.get("SGLANG_PP_LAYER_PARTITION")
     try:
         return tuple(map(int, stated.split(","))) if stated else ()

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the plug-in, which SGLang exports with its own.
+"""Prometheus metrics of the plug-in, which SGLang exports with its own metrics.
 
 This module is imported only if SGLang exports metrics. SGLang has then set
 PROMETHEUS_MULTIPROC_DIR, and its /metrics sums the files of all processes (utils/common.py ::
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LABELS = ("tp_rank", "dp_rank", "pp_rank", "attn_cp_rank")
 _STAGE_TEXTS = {
     "asked": "Tokens of pages that SGLang asked for. SGLang asks again for requests that wait.",
-    "found": "Tokens of leading pages that could be restored, when SGLang asked.",
+    "found": "Tokens of leading pages that could be restored when SGLang asked.",
     "restored": "Tokens of leading pages that were read whole into host memory.",
     "written": "Tokens of pages whose kv was written. Pages stored before are not counted.",
     "evicted": "Tokens of pages whose kv was evicted by this process.",

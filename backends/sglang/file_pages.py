@@ -318,7 +318,7 @@ class PageFiles:
         # A touch sets the ctime, which would revive an object that a `clear` has made stale.
         if is_unused and not self._is_stale(st):
             LIBC.futimens(descriptor, _ATIME_ONLY)
-            if self._is_stale(st):  # a `clear` came meanwhile
+            if self._is_stale(st):  # a `clear` came after the first look
                 self.remove(page, Found("stale", st))
         self._in_use.add(page[1])
 

@@ -226,7 +226,7 @@ class PageStore(ABC):
             self.counters.failed("unopened", reason_of(error))
         finally:
             self._opening.release()
-            if self._closed:  # `close` came meanwhile
+            if self._closed:  # `close` was called while this thread opened the store
                 self._leave()
 
     def _count_written(self, pool: ServedPool, pages: int) -> None:

@@ -408,7 +408,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
             self._failed.popitem(last=False)
 
     def _count(self, moved: Moved, pages: int, pool: ServedPool, begun: float) -> None:
-        """Count pages for SGLang's metrics, which it takes only if they are enabled."""
+        """Count pages for SGLang's metrics. SGLang takes them only if metrics are enabled."""
         if pages and self._config.enable_storage_metrics:
             moved.add(pages, pool.nbytes, time.perf_counter() - begun)
 

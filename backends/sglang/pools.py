@@ -177,7 +177,7 @@ class _Form:
 def served_pool(name: object, host_pool: Any, config: Any, context: Context) -> ServedPool:
     """Return a pool of this rank that stores can serve.
 
-    name: SGLang's PoolName, or its text.
+    name: SGLang's PoolName, or the name as text.
     host_pool: SGLang's host pool.
     config: HiCacheStorageConfig.
     Raises ValueError for a pool or deployment that is not supported, and ThisRankError if other
@@ -189,8 +189,8 @@ def served_pool(name: object, host_pool: Any, config: Any, context: Context) -> 
     form = _FORMS[type(host_pool).__name__](pool, host_pool, context)
     if form.sharded and config.is_mla_model and config.tp_size > 1:
         raise ValueError(
-            f"pool {pool}: its TP ranks hold different heads, but SGLang stores the pool of one "
-            f"rank only, as the target's kv is shared by tp_size {config.tp_size}; start without "
+            f"pool {pool}: its TP ranks hold different heads, but SGLang stores the pool of only "
+            f"one rank, because the {config.tp_size} TP ranks share the target's kv; start without "
             "this draft"
         )
     host, sizes = host_pages(pool, host_pool, len(form.parts) if form.alternating else 1)

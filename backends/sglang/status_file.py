@@ -44,7 +44,7 @@ class StatusFile:
         """Start the thread. A directory that is missing or read-only gets no status.
 
         path: path of the directory.
-        status: the fields that do not change, see `first_status`.
+        status: a status with the fields that do not change (`first_status`).
         """
         self._path = path
         self._status = status

@@ -129,7 +129,10 @@ class StoreList:
     def write(
         self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
     ) -> list[bool]:
-        """Write pages to the first store, if it is written. Return which pages it has now."""
+        """Write pages to the first store, if it is written.
+
+        Return which pages this store has now.
+        """
         if not self.writes:
             self.counters.count("unwritable", len(pages))
             return [False] * len(pages)

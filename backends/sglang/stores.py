@@ -301,7 +301,7 @@ class StorePages(PageStore):
         store = self._store
         if store is None:
             store = _prepared(open_store(str(self._url), create=self._writes))
-            if self._closed:  # `close` came meanwhile, and did not see this store
+            if self._closed:  # `close` was called since, and did not see this store
                 store.close()
                 return
             self._store = store
@@ -313,7 +313,7 @@ class StorePages(PageStore):
             self._forms = self._named(store)
         if self._buffers is None:
             buffers = self._attached(store)
-            if self._closed:  # `close` came meanwhile; `_leave` closes the store
+            if self._closed:  # `close` was called since; `_leave` closes the store
                 buffers.arena.close()
                 return
             self._buffers = buffers
@@ -480,7 +480,7 @@ class StorePages(PageStore):
 
         count: number of pages. A run that reads or writes fits into a buffer.
         act: takes the open store and the numbers of the run's pages, and returns a flag for each
-            page. If it raises or is too late, all flags of its run are False.
+            page. If `act` raises or is too late, all flags of its run are False.
         """
         most = count if workers is self._askers else _pages_per_run(pool)
         runs = [range(start, min(start + most, count)) for start in range(0, count, most or 1)]

@@ -42,7 +42,7 @@ _ROWS = np.dtype([("page", "<u8", 4), ("kind", "u1"), ("size", "<i8"), ("time", 
 
 
 class _Trusted:
-    """Tells whether a file is regular and its owner trusted. Each owner is checked once."""
+    """Tells whether a file is regular and has a trusted owner. Each owner is checked once."""
 
     def __init__(self, directory: int) -> None:
         self._trust = Trust(os.fstat(directory), writes=True)
@@ -50,7 +50,7 @@ class _Trusted:
         self._known: dict[tuple[int, int], bool] = {}
 
     def __call__(self, st: os.stat_result) -> bool:
-        """Return whether the file with this stat is regular and its owner trusted."""
+        """Return whether the file with this stat is regular and has a trusted owner."""
         owner = st.st_uid, st.st_gid
         known = self._known.get(owner)
         if known is None:
