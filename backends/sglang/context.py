@@ -192,8 +192,8 @@ def _adapter(spec: Any, lora: Any) -> str:
         return f"speculative_algorithm: 'UNO': the draft's weights are an adapter; {NAME_WEIGHTS}"
     if lora.enable_lora or (lora.enable_lora is None and lora.lora_paths):
         return (
-            "enable_lora: True: keys name adapters, but not the adapters' weights; "
-            f"{NAME_WEIGHTS}; change the name with every adapter"
+            "enable_lora: True: keys name adapters, but not the adapters' weights, so the name of "
+            f"the weights must change with every adapter; {NAME_WEIGHTS}"
         )
     return ""
 

@@ -190,8 +190,8 @@ def served_pool(name: object, host_pool: Any, config: Any, context: Context) -> 
     if form.sharded and config.is_mla_model and config.tp_size > 1:
         raise ValueError(
             f"pool {pool}: its TP ranks hold different heads, but SGLang stores the pool of only "
-            f"one rank, because the {config.tp_size} TP ranks share the target's kv; start without "
-            "this draft"
+            f"one rank, because the TP ranks share the target's kv (tp_size {config.tp_size}); "
+            "start without this draft"
         )
     host, sizes = host_pages(pool, host_pool, len(form.parts) if form.alternating else 1)
     nbytes = sum(sizes)

@@ -181,7 +181,7 @@ def test_identities_depend_on_what_the_bytes_depend_on(rows: list[Row]) -> None:
 REFUSED = {
     "asymmetric": r"pool kv: K and V differ in width, .*; use --hicache-storage-backend mooncake",
     "dcp": r"dcp_size: 2 is not supported: .*; start with --dcp-size 1",
-    "headed_draft_beside_latents": r"pool draft: its TP ranks .* tp_size 2; start without this",
+    "headed_draft_beside_latents": r"pool draft: its TP ranks .* .tp_size 2.; start without",
     "headed_draft_on_one_rank": None,
     "indexer_in_layer_first": (
         r"pool indexer: DSAIndexerPoolHost in layout layer_first: .* \(Unsupported layout: "

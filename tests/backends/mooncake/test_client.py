@@ -144,8 +144,8 @@ def test_a_master_that_does_not_answer_is_told_from_one_that_refuses(
         (
             {"batch_remove": lambda *_: [LOST_RPC]},
             lambda one: one.remove(["k"]),
-            "{url}: the master does not answer (error -900); check that it is running, and is the "
-            "same version as the mooncake package here",
+            "{url}: the master does not answer (error -900); check that it is running, and has the "
+            "version of the mooncake package here",
         ),
     ],
 )
