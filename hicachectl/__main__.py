@@ -60,8 +60,8 @@ def main(arguments: list[str] | None = None) -> None:
     status = _flush(run(sys.argv[1:] if arguments is None else arguments))
     with suppress(OSError, ValueError):
         sys.stderr.flush()
-    # A normal exit could abort: Arrow's and Mooncake's threads may release Python objects while
-    # the interpreter shuts down. All files and stores are closed here.
+    # A normal exit could abort, because Arrow's and Mooncake's threads may release Python objects
+    # while the interpreter shuts down. All files and stores are closed by now.
     os._exit(status)
 
 

@@ -1,8 +1,8 @@
 """The Python interface. Its functions are the operations of the commands.
 
-A function takes open stores and one request, and raises the errors of `hicachectl.formats.errors`.
-Its result has the document that the command writes as JSON, and the messages of the run as
-`remarks`. Requests are frozen dataclasses, which the commands use, too.
+The function of a command takes open stores and one request, and raises the errors of
+`hicachectl.formats.errors`. Its result has what the command writes as JSON, and the messages of the
+run as `remarks`. Requests are frozen dataclasses, which the commands use, too.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def recorded_profile(store: Store) -> Profile:
 
     profile = agree_on_profile(store, None)
     if profile is None:
-        raise UsageError(f"{store.url}: records no profile; give one")
+        raise UsageError(f"{store.url}: records no profile; read a profile from a file")
     return profile
 
 

@@ -74,7 +74,7 @@ class Result:
         return not self.failed and self.ending is None
 
     def with_undone(self, *texts: str) -> Result:
-        """Return the result with messages about work that was not done. They come before others."""
+        """Return the result with further messages about work not done, put before the others."""
         return replace(self, remarks=[*texts, *self.remarks], undone=[*texts, *self.undone])
 
     def stopped_by_lock(self, why: str) -> Result:

@@ -176,7 +176,7 @@ def test_errors_name_the_request_and_the_store(source: Path, tmp_path: Path) -> 
     """Bad requests, missing profiles and missing stores are errors of one line."""
     with (
         hicachectl.open_store(str(source)) as store,
-        pytest.raises(hicachectl.UsageError, match="records no profile; give one"),
+        pytest.raises(hicachectl.UsageError, match="records no profile; read a profile"),
     ):
         hicachectl.recorded_profile(store)
     with pytest.raises(hicachectl.FormatError, match=r"request 1: .*-1"):

@@ -1,1 +1,1 @@
-"""Read a store in bounded memory: threads, processes, rate limits, signals; shared tables."""
+"""Read a store in bounded memory, at once or at a limited rate. Handle signals. Share tables."""

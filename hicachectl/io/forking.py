@@ -1,9 +1,9 @@
 """Run work that is bound by the Python lock (GIL) in forked processes, which share memory.
 
 A lock that another thread holds at the fork stays locked in the child. The parent's other threads
-(Arrow's, the progress bar's) hold no lock then, because they are idle: the parent is in no Arrow
-call. Arrow makes new thread pools in a child. The children make only Arrow calls that run in the
-calling thread, such as slicing a table, taking a few rows and joining keys.
+(Arrow's, the progress bar's) hold no lock then, because they are idle while the parent is in no
+Arrow call. Arrow makes new thread pools in a child. The children make only Arrow calls that run in
+the calling thread, such as slicing a table, taking a few rows and joining keys.
 """
 
 from __future__ import annotations

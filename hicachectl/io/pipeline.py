@@ -94,8 +94,8 @@ class Task:
     capacities: [n] int64, bytes of each object.
     room: bytes that the work needs after the objects.
     name: name of the task in messages.
-    digested: [n] bool, objects that a `Digesting` store digests while it reads them. No object of
-        such a task is in memory as a whole.
+    digested: [n] bool, objects that a `Digesting` store digests while it reads them; None for a
+        task whose objects must be in memory. With `digested`, no object is in memory as a whole.
     """
 
     rows: IntArray

@@ -1,6 +1,6 @@
 """Do a stage of a part in a process of its own, so that a crash does not end the parent.
 
-`in_child` starts the process: `python -m hicachectl.parts.child PARENT`. The order, with its
+`in_child` starts the process, as `python -m hicachectl.parts.child PARENT`. The order, with its
 options and secrets, comes over stdin. A stage opens the job. If the order has the input of a part,
 the stage then does the work of this part.
 
@@ -88,7 +88,7 @@ class Failed(Struct, tag=True):
     """A stage failed.
 
     name: class in `formats.errors`; "" for a bug.
-    text: message of the error; the traceback of a bug.
+    text: message of the error; for a bug, the traceback.
     """
 
     name: str
@@ -151,7 +151,7 @@ def in_child(order: bytes) -> Iterator[bytes]:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of a child, with which it imports the same modules as this process."""
+    """Return an environment in which a child imports the same modules as this process."""
     own = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
     if own.get("OMP_NUM_THREADS") == "1":  # Ray sets this for a task with one CPU
         del own["OMP_NUM_THREADS"]

@@ -41,7 +41,7 @@ _CONNECT_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
 _CANCEL_SECONDS = STOP_SECONDS + 15
 _ADDRESS = re.compile(r"auto|local|[^\s:/]+:[0-9]{1,5}|\[[0-9A-Fa-f:.]+\]:[0-9]{1,5}")
-# In HTTP/2 (RFC 9113, sections 3.4 and 6.5), both sides first send a SETTINGS frame. The one sent
+# In HTTP/2 (RFC 9113, sections 3.4 and 6.5), both sides first send a SETTINGS frame. The frame sent
 # here is empty.
 # A frame begins with a head of nine bytes. The fourth byte is the type of the frame.
 _HTTP2_HEAD_BYTES = 9
@@ -124,7 +124,7 @@ class Cluster(Closing):
         parse_address(meant)
         options: dict[str, Any] = {}
         if address == "local":
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray then sends no reports
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # so that Ray sends no reports
             options = {"include_dashboard": False, "object_store_memory": _LOCAL_STORE_BYTES}
         elif meant not in ("auto", "local"):
             _refuse_unreachable(meant)

@@ -1,6 +1,6 @@
 """The run directory, which all processes of a divided run share.
 
-    run.json                        the manifest, which publishes the listing when it is complete
+    run.json                        the manifest, published when the listing is complete
     listing-LISTER/                 the published tables
     parts/00007.json                the result of a part
     parts/00007-ATTEMPT-….parquet   tables of a result

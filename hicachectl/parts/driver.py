@@ -79,7 +79,7 @@ class Driver(Closing):
 
         job: job that is open in this process.
         open_job: function that opens an equal job on a node.
-        workers: parts at once, on all nodes together; None for one on each node.
+        workers: number of parts at once, on all nodes together; None for one part on each node.
         path: run directory; None for a temporary directory.
         say: takes remarks.
         Raises UsageError, and StoreUnavailable if there is no cluster or no node can work.

@@ -42,7 +42,7 @@ Seconds = Annotated[float, Meta(ge=0, le=1e10)]
 
 
 class Published(Struct, kw_only=True):
-    """Result of listing and planning: tables for all parts, and facts.
+    """Result of listing and planning, with tables and facts for all parts.
 
     listing_ns: start of the listing, Unix nanoseconds.
     duration_ns: duration of the listing.
@@ -118,8 +118,8 @@ def parse_manifest(content: bytes, source: str, *, any_release: bool = False) ->
             if document.get(name) != mine:
                 theirs = shown(document.get(name))
                 raise UsageError(
-                    f"{source}: was begun by hicachectl of {name} {theirs}, but this one has "
-                    f"{mine!r}; finish the run with the same release, or give another --run"
+                    f"{source}: was begun by hicachectl of {name} {theirs}, but this hicachectl "
+                    f"has {mine!r}; finish the run with the same release, or give another --run"
                 )
 
     path = f"{source}/{MANIFEST}"

@@ -200,7 +200,7 @@ def _list(run: RunDirectory, job: Job, parts: PartCount, on_listed: Callable[[in
 
 
 def _refuse_other(run: RunDirectory, job: Job, parts: PartCount, manifest: Manifest) -> None:
-    """Raise UsageError if a run is not the job's, or is finished."""
+    """Raise UsageError if a run was not begun with the job's options, or is finished."""
     mine = _identity(job, manifest.parts if callable(parts) else parts)
     mine = {"command": job.kind.command, **mine}
     theirs = {"command": manifest.command, **manifest.identity}

@@ -58,7 +58,7 @@ _NAMES = pa.schema(
         pa.field("restorable", pa.bool_(), nullable=False),
     ]
 )
-# Pages of the chains, one chain after another, as rows of the names.
+# Pages of the chains, one chain after another. `name` is the row of the page in the file of names.
 _CHAINS = pa.schema(
     [
         pa.field("chain", pa.int32(), nullable=False),
@@ -76,7 +76,8 @@ def planned_pages(
 
     pages: rows of the file of wanted pages.
     objects: objects from which the pages are copied, with affix ids.
-    asks: whether to ask the destination for each object. Otherwise it counts as empty.
+    asks: whether to ask the destination for each object. Otherwise, the destination counts as
+        empty.
     Raises FormatError if a page has no objects.
     """
     groups = PageGroups(inventory_of(objects, listing.table))
@@ -176,7 +177,8 @@ def read_chains(folder: Directory, files: Sequence[TableFile]) -> tuple[Requests
     chain, blocks = (table.column(name).to_numpy() for name in ("chain", "name"))
     ordered = (np.diff(chain, prepend=0) >= 0).all()
     if len(blocks) and not (ordered and blocks.min() >= 0 and blocks.max() < len(raw)):
-        raise FormatError(f"{folder.path}/{_CHAINS_FILE}: names no pages; {LIST_AGAIN}")
+        place = f"{folder.path}/{_CHAINS_FILE}"
+        raise FormatError(f"{place}: has chains of unknown pages; {LIST_AGAIN}")
     starts = np.flatnonzero(np.diff(chain, prepend=-1))
     offsets = np.append(starts, len(chain)).astype(np.int64)
     lengths = np.diff(offsets)

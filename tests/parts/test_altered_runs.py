@@ -184,7 +184,7 @@ CONTINUED: list[tuple[str, Callable[[Path], None], str]] = [
     ),
     (
         "prewarm", rewritten("chains.parquet", column("name", 99)),
-        f"chains.parquet: names no pages; {AGAIN}",
+        f"chains.parquet: has chains of unknown pages; {AGAIN}",
     ),
 ]  # fmt: skip
 

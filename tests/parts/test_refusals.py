@@ -210,9 +210,9 @@ def folder_of(run: ToyRun, name: str) -> Path:
 @pytest.mark.parametrize(
     ("member", "value", "said"),
     [
-        ("version", "0.0.1", "version '0.0.1', but this one has "),
-        ("form", 9, "form 9, but this one has 1"),
-        ("form", None, "form None, but this one has 1"),
+        ("version", "0.0.1", "version '0.0.1', but this hicachectl has "),
+        ("form", 9, "form 9, but this hicachectl has 1"),
+        ("form", None, "form None, but this hicachectl has 1"),
         ("command", "other", "was begun with command other, but this command has toy"),
         ("folder", "../outside", "run.json: folder: expected `?str"),
         ("run", "x", "run.json: run: expected"),
