@@ -1,4 +1,4 @@
-"""Refuse a repair if most of the newest pages have one finding, as if the profile were wrong.
+"""Refuse a repair if its profile may be wrong. A sign is one finding on most of the newest pages.
 
 A wrong profile gives healthy pages findings that look like damage. Real damage strikes pages of any
 age, while the newest pages show how servers run now.

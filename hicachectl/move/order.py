@@ -158,7 +158,8 @@ def remove_once(
 
     chosen: indices of the objects to remove.
     remove: function that removes objects by index.
-    on_error: takes the index of each object that was not removed, and the reason.
+    on_error: takes the index of each object that could not be removed, and the reason. An object
+        that stays because a writer has changed it is no error.
     """
     # Servers find a group whose anchor stays, and read its sidecars.
     anchored = np.zeros(int(objects.owners.max(initial=-1)) + 1, dtype=np.bool_)

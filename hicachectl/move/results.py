@@ -343,7 +343,7 @@ class PinDocument(msgspec.Struct, kw_only=True):
     groups: list[PinnedGroup] | None = None
 
 
-# Columns of a `RemovedGroup` without a key, and of a `PinnedGroup`.
+# Columns of a `RemovedGroup` without its last member, `key`. A `PinnedGroup` has the same columns.
 ROWS = schema_of(RemovedGroup).remove(6)
 
 
@@ -454,7 +454,7 @@ def telling(taken: Callable[[], Taken], tell: Callable[[Taken], None]) -> Iterat
         raise
     except Exception:
         raise
-    except BaseException:
+    except BaseException:  # a signal raises KeyboardInterrupt or Terminated, which are no Exception
         tell(taken())
         raise
 

@@ -1,7 +1,7 @@
 """Marks on unfinished writes.
 
-All runs of a request have the same mark. By this mark, a run finds the unfinished writes of a
-killed run.
+A killed run leaves its mark behind. The next run of the same request takes over this mark, and so
+finds the unfinished writes of the killed run.
 
 A file in the user's state directory, named by a hash of the request, has the mark. The process that
 uses the mark holds the file's lock. A run that is not killed leaves no unfinished writes, and
@@ -44,7 +44,7 @@ class RunMark:
     """Mark on the unfinished writes of one process.
 
     owner: 16 hexadecimal digits that at most one living process uses.
-    ended: marks of processes that have ended, or whose work this process has taken over.
+    ended: marks of processes that have ended, or that have lost their work to this process.
     remark: message for the user, or "".
     """
 

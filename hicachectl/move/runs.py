@@ -179,7 +179,7 @@ class CopyRun:
             self._executor.full.set()
 
     def _try_again(self, on_done: Callable[[PageBatch, MoveResult], None]) -> None:
-        """Retry raced groups. Compare objects that exist now, and write objects that do not.
+        """Retry raced groups. Compare the objects that exist now, and write the missing objects.
 
         A store drops the unfinished objects of a killed writer after some time.
         """

@@ -93,7 +93,7 @@ class StorePair:
     """A source, a destination, and the transfer between them.
 
     profile: profile of the source; None if only its keys are known.
-    target: profile of the destination; None if only the keys to write are known.
+    target: profile of the destination; None without a profile.
     grammar: grammar of the keys to write. It is the destination's, or the source's for a new pack.
     trailers: plan for the trailers of the copies.
     adopts: whether both stores are one store whose files get trailers in place.

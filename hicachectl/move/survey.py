@@ -108,7 +108,10 @@ class Route:
 
     @cached_property
     def expected_bytes(self) -> IntArray:
-        """Expected bytes of each target: [targets]. UNKNOWN_SIZE if the source has this size."""
+        """Expected bytes of each target: [targets].
+
+        The size of a target is UNKNOWN_SIZE if the size of its source is unknown, too.
+        """
         expected, sizes = self.target_bytes.copy(), self.sizes
         for unit in self.units:
             for target, source in zip(unit.destinations, unit.sources, strict=False):

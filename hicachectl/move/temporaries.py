@@ -84,6 +84,7 @@ def remove_temporaries(
     Raises StoreUnavailable.
     """
     stale = stale.take(pa.array(np.argsort(_are_sidecars(stale), kind="stable")))
+    # Without a dry run, a file is GONE unless the lookups below still find it.
     states = np.full(len(stale), WOULD_REMOVE if dry_run else GONE, dtype=object)
     failed: list[tuple[str, str]] = []
     texts = key_text(stale.column("key").combine_chunks())

@@ -129,6 +129,7 @@ class Cluster(Closing):
         elif meant not in ("auto", "local"):
             _refuse_unreachable(meant)
         self._stack.callback(self._ray.shutdown)
+        # `ray.init` sets a handler of SIGTERM, so put back the handlers of this process afterwards.
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         terminated = False
         try:
