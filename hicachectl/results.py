@@ -74,7 +74,7 @@ class Result:
         return not self.failed and self.ending is None
 
     def with_undone(self, *texts: str) -> Result:
-        """Return the result with further messages about work not done, put before the others."""
+        """Return the result with further messages about work not done, before all its messages."""
         return replace(self, remarks=[*texts, *self.remarks], undone=[*texts, *self.undone])
 
     def stopped_by_lock(self, why: str) -> Result:

@@ -37,8 +37,12 @@ def forked_calls(
     """Fork processes that call the methods of an object on stores.
 
     The calls that the stores make at once are divided equally among these processes and the parent.
-    Fork no process, and return None, if threads are as fast, if the number of calls was given
-    (--jobs), or if the system allows no more processes.
+    Fork no process, and return None, in these cases:
+
+    - Threads are as fast.
+    - The number of calls was given (--jobs).
+    - The system allows no more processes.
+
     make: function that returns the object. It is called in each process.
     objects: the number of objects in all calls together.
     """

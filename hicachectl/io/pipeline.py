@@ -1,9 +1,9 @@
 """Read and work on the objects of a store in bounded memory.
 
-Reader threads take tasks in order. Each thread reserves a slab of the arena for a whole task, reads
-the task with one call of the store, works on the objects in place, and releases the slab. The arena
-bounds the memory for any size of store. Readers wait while no memory is free, and while too many
-results wait to be taken.
+Reader threads take tasks in order. Each thread reserves a slab of the arena for a whole task, and
+reads the task with one call of the store. Then the thread works on the objects in place, and
+releases the slab. The arena bounds the memory for any size of store. Readers wait while no memory
+is free, and while too many results wait to be taken.
 """
 
 from __future__ import annotations

@@ -130,7 +130,8 @@ def oldest_first(survey: Survey, newest_ns: IntArray) -> IntArray:
     """Return the rows of a survey, oldest groups first, because servers write parents first.
 
     Neighbours of equal age come from distant rows of the listing, and so from different folders of
-    a store, because a file system makes only one change at a time in a folder.
+    a store. Otherwise they would wait for each other, because a file system makes only one change
+    at a time in a folder.
     newest_ns: [n] mtime of each group's newest object.
     """
     first_rows = np.full(len(survey.groups), np.iinfo(np.int64).max)
@@ -276,9 +277,14 @@ class PageWork:
 class PageBatch(Task):
     """Page groups of one survey copied together, with one action.
 
-    The memory of a batch has three parts: the source objects in the order of `rows`, each aligned
-    to 4 KiB, then the transformed objects, then the objects read back. An object that is a run of
-    source bytes gets no memory of its own. Offsets count from the start of the batch's memory.
+    The memory of a batch has three parts:
+
+    1. the source objects in the order of `rows`, each aligned to 4 KiB
+    2. the transformed objects
+    3. the objects read back
+
+    An object that is a run of source bytes gets no memory of its own. Offsets count from the start
+    of the batch's memory.
 
     pages:      [k] page hash of each group.
     owners:     [rows] group of each source object.

@@ -172,8 +172,8 @@ class _TargetFinder:
         """Return each page's row in the survey, or ABSENT: [mine].
 
         mine: rows of the batch.
-        If several forged hashes have equal first words, only one of these hashes is found. For the
-        others, the write finds that the object exists.
+        If several forged hashes have equal first words, only one of these hashes is found. For an
+        object of another one, the write finds that the object exists.
         """
         wanted = pages.take(pa.array(mine))
         words = _first_words(pages, mine)

@@ -489,8 +489,8 @@ class _Comparison:
         return counts
 
 
-# Kind of a page by the status of a read. OK gives BYTES, because it is looked up only if the bytes
-# differ. A status that is no key makes the page UNREADABLE.
+# Kind of a page by the status of a read. OK gives BYTES, because the status OK is looked up only if
+# the bytes differ. A status that is no key makes the page UNREADABLE.
 _KINDS = {
     Status.OK: Kind.BYTES,
     Status.GONE: Kind.GONE,

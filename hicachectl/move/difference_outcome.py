@@ -155,7 +155,7 @@ class DiffFacts:
         return int(self.counts[list(kinds)].sum())
 
     def result(self, closers: Closers) -> Result:
-        """Return the result. It is a failure if a page differs, or if no page was compared.
+        """Return the result. A result is a failure if a page differs, or if no page was compared.
 
         With `allow_empty`, a comparison of no page is a success.
         """

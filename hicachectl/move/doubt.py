@@ -187,8 +187,9 @@ def _newest(times: IntArray) -> BoolArray:
 def _since(times: IntArray, affected: BoolArray) -> int:
     """Return when the affected pages began to be at least half of all pages.
 
-    The time is that of the oldest affected page in the longest period, up to the newest page, in
-    which at least half of the pages are affected.
+    Take the longest period, up to the newest page, in which at least half of the pages are
+    affected.
+    Return the time of the oldest affected page in this period.
     """
     order: npt.NDArray[np.int64] = np.argsort(-times, kind="stable")
     struck = affected[order]

@@ -85,7 +85,7 @@ class MigrationRequest:
 
     @property
     def needs_pages(self) -> bool:
-        """Whether to refuse a source without pages. An earlier move may have emptied it."""
+        """Whether to refuse a source without pages. An earlier move may have emptied the source."""
         return not (self.allow_empty or self.options.move)
 
     @property

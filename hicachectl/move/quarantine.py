@@ -571,8 +571,8 @@ class PurgeReport:
 def list_runs(quarantine: Path, *, jobs: int | None = None) -> PurgeReport:
     """List the runs of a quarantine, oldest first.
 
-    A run is unreadable if its run.json or findings.jsonl is damaged or a link, or if the owner of
-    the run or of one of these files is not trusted.
+    A run is unreadable if its run.json or findings.jsonl is damaged or a link. It is unreadable,
+    too, if the owner of the run or of one of these files is not trusted.
     jobs: see `open_run`.
     Raises UsageError if the quarantine is missing. Raises UntrustedError and StoreUnavailable.
     """

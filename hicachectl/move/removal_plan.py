@@ -457,8 +457,9 @@ class ListedGroups:
     def batches(self, times: int = 1) -> Iterator[RemovalBatch]:
         """Yield the groups in batches. All groups of a batch have the same deployment.
 
-        The groups of a batch are spread over the listing, and so over all folders of a store,
-        because a file system makes only one change at a time in a folder.
+        The groups of a batch are spread over the listing, and so over all folders of a store. In
+        one folder they would wait for each other, because a file system makes only one change at a
+        time in a folder.
         times: size of a batch as a multiple of BATCH_OBJECTS.
         """
         ids = self._groups.deployment_ids[self._plan.groups]

@@ -296,7 +296,7 @@ class _OneRun:
     def _publish(
         self, rows: pa.Table, objects: GroupObjects, result: MoveResult, double: BoolArray
     ) -> None:
-        """Put objects of open groups into the store. Delete from the run objects that it still has.
+        """Put objects of open groups into the store. Remove them from the run, unless it is a pack.
 
         double: [n] whether the store already has the object with equal bytes.
         """

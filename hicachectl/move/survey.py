@@ -168,8 +168,8 @@ class Survey:
     strays: [n] whether the group has objects that are not sources of the route.
     times:  mtime_ns of each row of the inventory; null if the store keeps no times.
     foreign: [n] whether a target in the destination has another identity than its copy would have.
-    unproven: [n] whether only a comparison of bytes can show that the destination has the group,
-        because its objects have the right size but perhaps the source's layout.
+    unproven: [n] whether only a comparison of bytes can show that the destination has the group.
+        The objects there have the right size, but perhaps the source's layout.
     """
 
     route: Route

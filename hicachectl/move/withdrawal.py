@@ -326,7 +326,7 @@ class _Removal:
         return Result(statuses, errors)
 
     def _take_all(self, places: IntArray, some: IntArray) -> Iterator[tuple[IntArray, Result]]:
-        """Rename the batch's own objects into the run, and delete those that servers wrote later.
+        """Rename the batch's own objects into the run. Delete objects that servers wrote later.
 
         Yield the result of the deletion, if any, and the result of the renames. Each comes with the
         indices of its objects in `places`.

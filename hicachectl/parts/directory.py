@@ -151,8 +151,8 @@ class RunDirectory(Closing):
     def make_listing(self, lister: str) -> Directory:
         """Create a directory for published tables.
 
-        Raises UnsupportedByBackend on a file system without links, before any time is spent on the
-        listing, because the manifest could not be published there.
+        Raises UnsupportedByBackend on a file system without links, where the manifest could not be
+        published. So no time is spent on a listing there.
         """
         probe = f".hicachectl-{lister}.tmp"
         self.directory.publish(probe, b"")

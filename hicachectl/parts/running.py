@@ -107,8 +107,8 @@ def join(
         if waited >= next_said:
             say(f"Waiting for part 0 to list for all parts, because {run.path} has no {MANIFEST}")
             next_said += _SAY_SECONDS
-        # Pauses grow with the wait, so that a short wait ends soon after the manifest is published,
-        # and a long wait seldom asks the file system.
+        # Pauses grow with the wait. So a short wait ends soon after the manifest is published, and
+        # a long wait seldom asks the file system.
         pause = min(_LOOK_SECONDS, _FIRST_LOOK_SECONDS + waited / 10)
         time.sleep(min(pause, wait_seconds - waited))
     _refuse_other(run, job, parts, manifest)
