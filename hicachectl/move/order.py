@@ -182,7 +182,7 @@ def withdraw(
     look_up: Callable[[IntArray], GroupObjects],
     remove: Callable[[IntArray], Result],
 ) -> None:
-    """Remove groups until each group is gone, or a server has written it again, whole and faultless.
+    """Remove groups until each is gone, or a server has written it again, whole and without fault.
 
     A server that finds a half-removed group can write a new anchor beside an old sidecar. Each
     attempt therefore looks at the store again, and removes groups that are neither whole nor gone.

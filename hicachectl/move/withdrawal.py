@@ -65,9 +65,9 @@ if TYPE_CHECKING:
 
 Mode = Literal["quarantine", "delete"]
 
-# A server takes less time from the sidecars of a page to the page's anchor.
+# Longer than a server takes from the write of a page's sidecars to the write of the page's anchor.
 SETTLE_SECONDS = 1.0
-# A store counts as live if a server has written to it within this time.
+# A store counts as live if its newest page was written within this time.
 LIVE_SECONDS = 300.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
