@@ -162,6 +162,7 @@ class Executor:
             result.statuses[:] = GroupStatus.NO_ROOM
         else:
             self._publish(batch, loaded, result)
+            # The rest of a moved group leaves the source only if the destination has equal objects.
             if batch.action is Action.CLEAR:
                 result.statuses[result.statuses != GroupStatus.SAME] = GroupStatus.KEPT
         self._on_copied(batch, result)
@@ -171,6 +172,7 @@ class Executor:
         self._fail_unread(batch, loaded, result)
         if not result.open.any():
             return
+        # Offsets of a batch count from the start of its memory, which lies at `base` in the arena.
         base = int(loaded.offsets[0]) if len(loaded.offsets) else loaded.room
         memory = loaded.arena.array[base : loaded.room + batch.room]
         for transform in batch.transforms:

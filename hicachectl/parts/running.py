@@ -140,6 +140,7 @@ def run_part(
             has_result = results.has(f"{name}.json")
             before = manifest.spent_seconds + run.since_published_ns() / 10**9
         if not has_result:
+            # All attempts at a part have one mark, so that an attempt can remove what others left.
             mark = hashlib.sha256(f"{manifest.run} {part}".encode()).hexdigest()[:_OWNER_DIGITS]
             given = PartInput(
                 manifest=manifest,
