@@ -5,7 +5,7 @@
     /some/archive.hcpack/                 plain directory
     file:///some/directory                plain directory
     file:                                 SGLang's default directory
-    file:///some/directory?folders=hex2   plain directory, which gets folders if it is new
+    file:///some/directory?folders=hex2   plain directory, which gets folders if it is new or empty
     prod:                                 [stores.prod] of the config file
     scheme://host/path?name=value         percent-encoded; see SCHEMES
 

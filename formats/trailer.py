@@ -231,7 +231,7 @@ class PoolTrailers:
         return b"".join((self._head, checksum, rest))
 
     def digest(self, data: bytes, page: bytes) -> bytes | None:
-        """Return the digest in `data`; None if it is not a trailer of this pool and page."""
+        """Return the digest in `data`; None if `data` is not a trailer of this pool and page."""
         digest = data[_DIGEST_AT:_PAGE_AT]
         return digest if data == self.dump(page, digest) else None
 

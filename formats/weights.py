@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FINGERPRINT_DIGITS = 32  # hexadecimal digits
 _AGAIN = "download the file again"
 LENGTH_BYTES = 8  # a shard begins with its header's length, little endian
-MAX_HEADER_BYTES = 100_000_000  # safetensors refuses longer ones
+MAX_HEADER_BYTES = 100_000_000  # safetensors refuses longer headers
 MAX_RANGE_BYTES = 1 << 20
 MODEL_CONFIGS = ("config.json", "params.json")  # params.json is Mistral's own format
 # The names under which SGLang and its quantisation methods look for a checkpoint's quantisation
@@ -41,7 +41,7 @@ CONFIGS = (
     "quantize_config.json", "quant_model_description.json",
 )  # fmt: skip
 
-# Loaders of the same tensors from the same files as auto
+# Load formats with which SGLang reads the same tensors from the same files as with auto
 # (model_loader/loader.py :: DefaultModelLoader._prepare_weights, RunaiModelStreamerLoader).
 SAME_LOAD_FORMATS = (
     "auto", "safetensors", "fastsafetensors", "instanttensor", "layered", "runai_streamer",
@@ -50,7 +50,7 @@ SAME_LOAD_FORMATS = (
 _HASH_BYTES = 32
 _SAMPLE_BYTES = 4096
 _SAMPLE_EVERY = 64 << 20
-_JOINED_GAP = 16 << 10  # reading this much more costs less than another read
+_JOINED_GAP = 16 << 10  # reading this many bytes more costs less than another read
 _GROUP_RANGES = 64
 # Fields of configs, at any depth, without an effect on results.
 _IDLE_FIELDS = frozenset({
@@ -96,7 +96,7 @@ class Shard:
 def header_bytes(start: bytes, nbytes: int, source: str) -> int:
     """Return the length of a shard's header.
 
-    start: the shard's first LENGTH_BYTES.
+    start: the first LENGTH_BYTES bytes of the shard.
     nbytes: the shard's size.
     source: names the shard in messages.
     Raises FormatError.
@@ -106,8 +106,8 @@ def header_bytes(start: bytes, nbytes: int, source: str) -> int:
     length = int.from_bytes(start[:LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
         raise FormatError(
-            f"{source}: not a safetensors file: its header would have {length} bytes, but at most "
-            f"{MAX_HEADER_BYTES} are allowed; {_AGAIN}"
+            f"{source}: not a safetensors file, because its header would have {length} bytes, but "
+            f"at most {MAX_HEADER_BYTES} are allowed; {_AGAIN}"
         )
     if LENGTH_BYTES + length > nbytes:
         raise FormatError(_cut_off(source, nbytes, LENGTH_BYTES + length))
@@ -149,7 +149,7 @@ def samples_digest(samples: Iterable[bytes]) -> bytes:
 def shard_digest(shard: Shard, groups: Iterable[bytes]) -> bytes:
     """Return the hash of a shard.
 
-    groups: the hashes of its groups of samples, in order.
+    groups: the hashes of the shard's groups of samples, in order.
     """
     return samples_digest((shard.header_hash, *groups))
 
@@ -161,10 +161,10 @@ def fingerprint(
 ) -> str:
     """Return the fingerprint of a checkpoint: 32 hexadecimal digits.
 
-    configs: the parsed files of `CONFIGS` that it has, by name.
+    configs: the parsed files of `CONFIGS` that the checkpoint has, by name.
     shards: the hash of each shard, by file name.
-    indexed: the shards that its index names, which a server loads; None without an index. Other
-        shards count as well, since some loaders read them.
+    indexed: the shards that the checkpoint's index names, which a server loads; None without an
+        index. Other shards count as well, since some loaders read them.
     """
     loaded = shards if indexed is None else indexed
     return _text_hash({

@@ -144,10 +144,7 @@ class StoreFiles:
         statuses: StatusArray,
         errors: dict[int, str],
     ) -> bool:
-        """Call `sync`, and return True. If it fails, give its error to all OK rows.
-
-        Return False after a failure.
-        """
+        """Call `sync`. Return whether it succeeded. If it failed, all OK rows get its error."""
         try:
             sync()
         except OSError as error:

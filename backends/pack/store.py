@@ -170,7 +170,7 @@ class PackStore(ReadsAhead, Archive, FilePermissions, Resumable):
         return parse_profile(text, source=f"{self.path}: profile") if text else None
 
     def use_profile(self, profile: Profile, *, looks_only: bool = False) -> None:
-        """Record the profile of the next writes. Ignore an inferred profile: it is incomplete."""
+        """Record the profile of the next writes. Ignore an inferred, and so incomplete, profile."""
         if self._writer is None or profile.inferred:
             return
         profile = stored_profile(profile)

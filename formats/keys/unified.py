@@ -66,7 +66,7 @@ class UnifiedGrammar(Grammar):
         return "", suffix
 
     def objects(self, page: RankPool) -> NoReturn:
-        """Raise UnsupportedByBackend: no server writes such keys, so no profile has their grid."""
+        """Raise UnsupportedByBackend. No server writes such keys, so no profile has their grid."""
         raise UnsupportedByBackend(
             "A profile cannot describe objects of the unified key scheme; use another store"
         )

@@ -113,7 +113,7 @@ REFUSALS = {
     "dots3": _refused("AttributeError: 'MLABufferInfo' object has no attribute 'head_dim'"),
     # model_loader/utils.py :: get_model_architecture
     "chosen": Refusal(
-        "runs models of other architectures in SGLang, and no config.json names it",
+        "is a class by which SGLang runs other architectures, and no config.json names it",
         f"give the model's own config, or {WRITE_PROFILE}",
     ),
     # arg_groups/dllm_hook.py :: handle_dllm_inference

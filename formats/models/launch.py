@@ -185,7 +185,7 @@ def logged_deployment(
 class _Values(dict[str, Any]):
     """Fields of ServerArgs, or an environment. `get` raises ProfileError for an unknown value.
 
-    Only `get` checks this, so code that needs a value must not read it by its key.
+    Only `get` checks this. Code that needs a value must not use `values[name]`.
     """
 
     def __init__(self, values: Mapping[str, Any], unknown: Mapping[str, str]) -> None:

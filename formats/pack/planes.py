@@ -60,7 +60,7 @@ _PARAMETERS = {
 
 
 class Encoder:
-    """Compressor of objects. Threads cannot share one, because they cannot share zstd contexts."""
+    """Compressor of objects. Threads cannot share an instance, because it has zstd contexts."""
 
     def __init__(self) -> None:
         self._compressors = {
@@ -111,7 +111,7 @@ class Encoder:
 
 
 class Decoder:
-    """Decompressor of objects. Threads cannot share one."""
+    """Decompressor of objects. Threads cannot share an instance."""
 
     def __init__(self) -> None:
         self._decompressor = zstandard.ZstdDecompressor()
@@ -120,7 +120,7 @@ class Decoder:
         """Fill `out`, which is as large as the object, from the object's stored planes.
 
         One plane at a time is allocated. Raises FormatError if a compressed plane is not a zstd
-        frame of exactly the expected size. A frame that states another size raises it before any
+        frame of exactly the expected size. A frame that states another size is refused before any
         allocation.
         """
         size = len(out) // len(planes)
@@ -153,7 +153,7 @@ class Decoder:
 class PlanMemory:
     """Plans by key pattern (the key without page hash) and object size.
 
-    Threads may share one. At worst, two threads choose the same plan.
+    Threads may share an instance. At worst, two threads choose the same plan.
     """
 
     _plans: dict[tuple[bytes, int], tuple[Plan, int]] = field(default_factory=dict)

@@ -128,7 +128,11 @@ def test_a_header_that_is_no_json_object_is_refused(header: bytes) -> None:
 @pytest.mark.parametrize(
     ("length", "nbytes", "problem"),
     [
-        (MAX_HEADER_BYTES + 1, 1 << 40, "not a safetensors file: its header would have 100000001"),
+        (
+            MAX_HEADER_BYTES + 1,
+            1 << 40,
+            "not a safetensors file, because its header would have 100000001",
+        ),
         (1 << 63, 1 << 40, "not a safetensors file.*; download the file again$"),
         (MAX_HEADER_BYTES, MAX_HEADER_BYTES + 7, "truncated"),
         (0, 7, "truncated: has 7 bytes, but its header describes 8"),

@@ -191,7 +191,11 @@ def _text(name: str, text: str) -> Callable[[Path], object]:
         (_text(FIRST, ""), FormatError, "{d}/" + FIRST + ": truncated: has 0 bytes"),
         (lambda d: _shorter(d, 1), FormatError, "{d}/" + FIRST + ": truncated: has "),
         (lambda d: _shorter(d, 90_000), FormatError, "{d}/" + FIRST + ": truncated: has "),
-        (_text(FIRST, "x" * 100), FormatError, "not a safetensors file: its header would have"),
+        (
+            _text(FIRST, "x" * 100),
+            FormatError,
+            "not a safetensors file, because its header would have",
+        ),
         (_without_shards, FormatError, "{d}: no safetensors files; give the directory of a model"),
         (lambda d: _without_shards(d, "a.gguf"), FormatError, "but it has only GGUF files; give"),
         (
