@@ -150,7 +150,7 @@ def save_catalog(
     the wrong one, or mounted in part.
     tables: new entries.
     readable_by: permissions to list the store. A new catalog gets no wider permissions.
-    allow_shrink: whether to replace the file even then.
+    allow_shrink: whether to replace the file however many entries it has.
     Raises UsageError if the file cannot be written, and raises as `load_catalog` if the old file
     cannot be read.
     """
@@ -191,7 +191,8 @@ def compare(catalog: Catalog, digested: Digested, fields: tuple[str, ...]) -> Di
     """Return digested objects, compared with a catalog.
 
     fields: identity fields to compare. If all of them are equal, the object was not rewritten, so
-        other bytes are a MISMATCH. If the catalog has none of the fields, all other bytes are.
+        other bytes are a MISMATCH. If the catalog has none of the fields, other bytes are always a
+        MISMATCH.
     """
     if not len(catalog.entries):  # `take` needs an entry
         return digested

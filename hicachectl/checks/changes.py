@@ -60,11 +60,12 @@ _LEAST_NUMBERS = 256
 _LEAST_SHARE = 0.01  # least share of each kind in the compared objects
 # The next three distances are in octaves. Between pages of one model, quartiles usually vary by
 # 0.1, and never by more than 0.5.
-# Most between the quartiles before and after a change, if each are read in their own dtype.
+# Largest distance between the quartiles before a change, read in the first dtype, and the quartiles
+# after it, read in the second dtype.
 _NEAR = 0.4
-# Least between the quartiles before and after a change, if all are read in the second dtype.
+# Smallest distance between the quartiles before and after a change, all read in the second dtype.
 _FAR = 0.8
-# Most between the quartiles of an object and the medians of all objects of its dtype.
+# Largest distance between the quartiles of an object and the medians of all objects of its dtype.
 _SCATTER = 0.75
 _SCATTERED = 0.05  # largest share of objects that are further than _SCATTER from the medians
 _FACTOR_ERROR = 0.35  # most error of the factor between the distances of quartiles, in bits
@@ -95,7 +96,7 @@ class Quartiles:
         words = objects.view("<u4")[rows[:, np.newaxis], self.words]
         codes = words.view(f"<u{self.width}").astype(np.uint16)
         codes &= (1 << 8 * self.width - 1) - 1
-        codes.sort(axis=1)  # faster than a partition at three places
+        codes.sort(axis=1)  # a sort is faster than a partition at three places
         quartiles: Codes = codes[:, [int(share * (codes.shape[1] - 1)) for share in QUARTILES]]
         return quartiles
 
@@ -359,7 +360,8 @@ def _described(kinds: _Kinds, *, every: bool) -> tuple[int | None, str]:
     return end_ns, (
         f"{old} before {start}, {new} since {then} ({counts[0]} and {counts[1]} objects compared"
         f"{between}){evidence}; if the servers write {new} now, remove the older pages with "
-        f"hicachectl rm --before {end}; if {old}, the newer ones with --since {start}"
+        f"hicachectl rm --before {end}; if they write {old}, remove the newer pages with --since "
+        f"{start}"
     )
 
 

@@ -1,9 +1,9 @@
 """Check whether an object's numbers are float16 under a bfloat16 profile, or the reverse.
 
-Keys and sizes are the same for both formats. Only the exponents differ: float16 has five bits for
-them, bfloat16 eight. Neighbours in a row of keys, values or states have about the same magnitude,
-so their exponents differ little. The share of pairs whose exponents differ by k or more is halved
-with each step of k, because values near zero are dense.
+Keys and sizes are the same for both formats. Only the exponents show the format: float16 has five
+exponent bits, and bfloat16 has eight. Neighbours in a row of keys, values or states have about the
+same magnitude, so their exponents differ little. The share of pairs whose exponents differ by k or
+more is halved with each step of k, because values near zero are dense.
 If float16 is read as bfloat16, these differences are multiplied by eight, because three bits of the
 mantissa become bits of the exponent. If bfloat16 is read as float16, they are divided by eight.
 

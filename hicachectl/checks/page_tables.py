@@ -267,13 +267,13 @@ def _table_findings(code: str, namespace: str, details: Sequence[str]) -> pa.Tab
 
 _LEAKED = "page-leaked"
 _ONE_SNAPSHOT = (
-    "leaked pages were not judged: the metadata server saved only one snapshot during the run, and "
-    "pages being written look leaked in it; let the run last longer than the "
+    "leaked pages were not judged, because the metadata server saved only one snapshot during the "
+    "run, in which pages that are being written look leaked; let the run last longer than the "
     "server's --save-interval, or give --grace 0s if no server writes"
 )
 _NO_THIRD = (
-    "leaked pages were not judged: some pages look leaked in two snapshots, but no third snapshot "
-    "was saved in time; run again, or give --grace 0s if no server writes"
+    "leaked pages were not judged, because some pages look leaked in two snapshots, but no third "
+    "snapshot was saved in time; run again, or give --grace 0s if no server writes"
 )
 _LOOK_EVERY_S = 0.2
 # A save may take this much longer than the save before it.
@@ -335,8 +335,8 @@ def check_tables(
 def _next_state(store: PageTables, now: TableState, interval_ns: int) -> TableState | None:
     """Wait for the next snapshot and return it.
 
-    interval_ns: time between the last two snapshots. Return None if no snapshot is saved in a
-        little more than this time.
+    Return None if no snapshot is saved in a little more than `interval_ns`.
+    interval_ns: time between the last two snapshots.
     """
     wait_s = min(interval_ns / 1e9 + _SAVING_S, _MOST_WAIT_S)
     deadline = time.monotonic() + wait_s
@@ -360,8 +360,7 @@ def _suspicious(found: pa.Table) -> pa.ChunkedArray:
 
 
 def _confirmed(store: PageTables, found: pa.Table) -> pa.Table:
-    """Return the findings without those whose key has changed since the snapshot.
-
+    """Return the findings, but leave out findings about keys that changed after the snapshot.
     Keys may change while a snapshot is saved, so the store is asked again for suspicious keys.
     """
     doubtful = _suspicious(found).to_numpy()

@@ -377,7 +377,8 @@ DIGESTS = CheckGroup(
 # Name of the check whose findings are noted while objects are read.
 READING = "reading"
 
-# Messages list codes in the order of these checks. Findings of one code and key have it, too.
+# Messages list codes in the order of these checks. Findings with the same code and key are listed
+# in this order, too.
 for _check in (
     Check(
         name="stamp",

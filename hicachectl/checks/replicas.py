@@ -1,4 +1,4 @@
-"""Compare copies: with recorded digests, among ranks with the same KV heads, among replicas."""
+"""Compare objects with recorded digests, and copies among ranks or among replicas."""
 
 from __future__ import annotations
 

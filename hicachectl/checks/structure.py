@@ -52,9 +52,9 @@ def check_collision(given: CheckListing) -> Iterator[pa.Table]:
 
 
 def check_losses(given: CheckListing) -> Iterator[pa.Table]:
-    """Yield a finding for each loss of objects that the listing found before the grace period.
+    """Yield a finding for each loss that the listing found.
 
-    A later change of the store is no finding, because a server may still be at work.
+    A loss that is younger than the grace period is left out, because a server may still be at work.
     """
     for loss in given.store.losses if isinstance(given.store, ReportsLosses) else ():
         if loss.changed_ns <= given.grace_start_ns:

@@ -107,7 +107,8 @@ def stored_layers(expected: ObjectSpec, profile: Profile) -> tuple[int | None, .
 def code_dtype_of(profile: Profile, pool: Pool) -> str:
     """Return the fp8 dtype of quantised codes.
 
-    An SGLang process has one such dtype (is_fp8_fnuz), so any fnuz pool of the profile shows it.
+    An SGLang process has one such dtype (is_fp8_fnuz). The dtype of the pool, or of the first pool
+    of the profile, shows which.
     """
     fnuz = "float8_e4m3fnuz"
     return fnuz if fnuz in (pool.dtype, profile.pools[0].dtype) else "float8_e4m3fn"

@@ -36,5 +36,5 @@ examine every object on the CPU, so `--device` skips no check. If a kernel repor
 and the CPU finds no fault, the device or the transfer damages data. The run then ends, or continues
 on the CPU if `--device auto` is given.
 
-torch and triton are optional: nothing imports them before a device is requested.
+torch and triton are optional, so nothing imports them before a device is requested.
 """

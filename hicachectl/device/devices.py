@@ -71,7 +71,7 @@ def refuse_missing(names: tuple[str, ...]) -> None:
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
-    """Return the device names in a value of --device. Raises UsageError if invalid."""
+    """Return the device names in a value of --device. Raises UsageError if the value is invalid."""
     names = tuple(text.split(","))
     if names in ((AUTO,), (CPU,)):
         return names

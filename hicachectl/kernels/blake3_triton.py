@@ -1,5 +1,4 @@
-"""BLAKE3 of many byte ranges of one device tensor; reference: the `blake3` package.
-
+"""BLAKE3 of many byte ranges of one device tensor. The `blake3` package is the reference.
 Each lane compresses one chunk of 1024 bytes of any range, so one launch handles ranges of different
 lengths. Then neighbouring nodes are merged, level by level, and an odd last node moves up. The
 result is the tree of the specification, in which the number of chunks in each left subtree is the

@@ -203,7 +203,7 @@ def is_unseen(own: Floats, usable: BoolArray, margin: float = 0.0) -> BoolArray:
 def _filtered(
     pages: IntArray, keep: Callable[[ReadRows, IntArray], BoolArray], read: ReadRows
 ) -> IntArray:
-    """Return the pages that `keep` selects, testing a bounded number at once."""
+    """Return the pages that `keep` selects. It is called with a bounded number of pages at once."""
     step = max(1, _ITEMS_AT_ONCE // (3 * SECOND_SETS * SECOND_CHANNELS))
     kept = [pages[i : i + step] for i in range(0, len(pages), step)]
     return np.concatenate([pages[:0], *(some[keep(read, some)] for some in kept)])

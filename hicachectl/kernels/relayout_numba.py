@@ -33,7 +33,7 @@ if config.DISABLE_JIT:  # type: ignore[attr-defined]
 _AXES = 3
 _ONE = Axis("", 1, 0, 0)
 _FIRST = 5  # column of the first axis
-_LINE = 64  # bytes
+_LINE = 64  # bytes of a cache line
 _TURN_BYTES = 512  # if a turn has more bytes, processors read the gaps between its runs twice
 
 
@@ -99,12 +99,16 @@ def _turn(copies: list[CopyPlan], rows: IntArray, begun: int, end: int) -> tuple
 def _loop(copies: IntArray, turns: IntArray, pages: int) -> None:
     """Carry out copies, page by page.
 
-    copies: [n, 14] int64. Columns: address of the first page's destination, distance to the next
-        page's destination; the same two for the source; bytes of a run; and for each axis,
-        outermost first, its length and its steps in the destination and in the source. Addresses
-        are not checked.
-    turns: [k, 4] int64. Columns: first copy and end of a group; the length of its longest first
-        axis; the number of indices of that axis that a copy does before the next copy has its turn.
+    copies: [n, 14] int64. Addresses are not checked. The columns are:
+        0, 1: address of the first page's destination, and distance to the next page's destination
+        2, 3: the same numbers for the source
+        4: bytes of a run
+        5 to 13: for each axis, outermost first, its length, and its steps in the destination and
+            in the source
+    turns: [k, 4] int64. The columns are:
+        0, 1: half-open range of the copies of a group
+        2: length of the longest first axis of these copies
+        3: number of indices of the first axis that a copy does before the next copy has its turn
     """
     for page in range(pages):
         for turn in range(len(turns)):

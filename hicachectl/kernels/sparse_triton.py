@@ -202,8 +202,8 @@ def _plan_step(
     BLOCK_K: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    # Without the hints, threads would hold adjacent elements, and each store at scattered addresses
-    # would first exchange its operands between threads.
+    # With these hints, threads do not hold adjacent elements. If they did, each store at scattered
+    # addresses would first exchange its operands between threads.
     entry = tl.max_contiguous(tl.arange(0, BLOCK_K), 1)
     in_k = entry < K
     slot = tl.max_contiguous(tl.arange(0, BLOCK_N), 1)
@@ -254,7 +254,8 @@ def _plan_step(
     tl.store(used + found, 1, mask=hit)
     tl.debug_barrier()  # `used` is complete, and all warps have read their marks
 
-    # The first entry of a missing position leaves the lowest mark, which is below marks of slots.
+    # The first entry of a missing position leaves the lowest mark there. Marks of entries are below
+    # all marks of slots.
     tl.atomic_min(marks + position, entry - BLOCK_K, mask=miss, sem="relaxed")
     flag = tl.load(used + slot, mask=in_n, other=0)
     flag = tl.where(in_n, tl.gather(flag, order, 0), 0).to(tl.int32)  # flag of the slot order[i]

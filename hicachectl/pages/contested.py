@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     Ids = npt.NDArray[np.int32]
     Readings = Sequence[Sequence[Coordinate]]
 
-# Without a profile, some objects of a rank may be of another model if the rank has more objects
-# than each fellow. It must have this many more, and they must be this share of its objects.
+# Without a profile, a rank that has more objects than each of its fellows may also have objects of
+# another model. The surplus over the largest fellow must be at least _MANY_MORE objects, and at
+# least _SHARE_MORE of the rank's own objects.
 _MANY_MORE = 20
 _SHARE_MORE = 0.05
 

@@ -104,8 +104,7 @@ class SizeMix:
 
 @dataclass(frozen=True)
 class AffixTable:
-    """Deployment and spec of each affix of a store; lists are indexed by affix id.
-
+    """Deployment and spec of each affix of a store. Lists are indexed by affix id.
     An affix with ambiguous pages (`contested`) has a second id for the objects of these pages.
 
     deployment_ids: index of the affix's deployment in `deployments`, or UNRESOLVED.

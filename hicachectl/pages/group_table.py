@@ -25,8 +25,8 @@ UNSIZED = -2  # value of a filled slot whose object has no known size
 WHOLE, PARTIAL, ORPHAN, UNKNOWN = range(4)
 
 _MANY_SETS = np.iinfo(np.int16).max
-_SPARSE = 8  # slots per object; above this, sorting objects is cheaper than marking slots
-_LOOKED_AT_ONCE = 1 << 24  # slots
+_SPARSE = 8  # with more slots per object, a sort of the objects is cheaper than marks for all slots
+_LOOKED_AT_ONCE = 1 << 24  # most slots that are searched together
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 UNKNOWN_BYTES = -1
 
-_MOST_UNUSED = 4  # possible codes per object; above this, codes are sorted
+_MOST_UNUSED = 4  # with more possible codes per object, a sort of codes is cheaper than marks
 
 
 @dataclass(frozen=True, slots=True)

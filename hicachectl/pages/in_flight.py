@@ -54,7 +54,7 @@ class ListingTime:
 def groups_in_flight(
     store: Store, groups: PageGroups, listed: ListingTime, grace_seconds: float
 ) -> BoolArray:
-    """Return which groups are younger than the grace: [groups].
+    """Return which groups are younger than the grace period: [groups].
 
     No group is in flight if no server writes to the store, or if the store keeps no times. Groups
     written during the listing are in flight. A group with a much later time is not in flight,
@@ -132,8 +132,8 @@ def look_if_needed(
 ) -> BoolArray:
     """Return which groups have changed since the listing: [groups].
 
-    The store is looked at again only if servers write to it, it keeps no times that would show
-    their writes, and one of the groups in `numbers` lacks an object.
+    If servers write to the store, and it keeps no times that would show their writes, incomplete
+    groups are looked up again. This is done only if one of the groups in `numbers` is incomplete.
     """
     traits = store.traits
     if not traits.live or "mtime_ns" in traits.columns or not are_incomplete(groups)[numbers].any():

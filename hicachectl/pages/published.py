@@ -157,7 +157,7 @@ def publish_listing(
 
     parts: number of parts, or a function of the number of objects.
     columns, needs_pages, on_batch: see `take_inventory`.
-    memory_rows: largest number of objects in memory. If the store has more, they go to files.
+    memory_rows: largest number of objects in memory. Further objects go to files.
     The call needs about 500 bytes of memory for each of memory_rows objects, or for each of 1/256
     of all objects if these are more. If two models may share keys (`contested`), it needs another
     45 bytes for each object of the store. Raises StoreUnavailable, OSError, and ProfileError if the

@@ -92,7 +92,10 @@ class NamedGroups:
 
     @cached_property
     def _rows(self) -> tuple[IntArray, IntArray]:
-        """Index of each row's distinct page, and of its label: -1 for no label, -2 if unknown."""
+        """Index of each row's distinct page, and of its label.
+
+        The index of the label is -1 for no label, and -2 for a label that the store lacks.
+        """
         numbers: dict[str | None, int] = {t: n for n, t in enumerate(self.groups.labels)}
         numbers[None] = -1
         labels = [numbers.get(group, -2) for group in self.listed.groups]

@@ -38,7 +38,7 @@ WIDE, NARROW = 1000, 348  # width of a chart in pixels
 _MODULES = {"vl_convert": "vl-convert-python", "jinja2": "Jinja2"}
 _FONT_SIZE = 13.5  # more than the 12 of the style sheet, so that wider fonts cut no label
 _LABEL = {WIDE: 44, NARROW: 17}  # most characters of a label
-# Most characters of a label with a fixed room, and the pixels of the room.
+# Most characters of a label that has a fixed space, and the pixels of this space.
 _SHORT, _EXTENT = 15, {WIDE: 130, NARROW: 100}
 SERIES = tuple(f"var(--series-{n})" for n in range(6))
 REST = "var(--rest)"

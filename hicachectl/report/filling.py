@@ -34,7 +34,7 @@ class Window:
 
     @property
     def per_day(self) -> float:
-        """Bytes written in a day."""
+        """Bytes written in a day, as the average of the window."""
         return self.nbytes * _DAY / self.seconds
 
     def days_until_full(self, free_bytes: int) -> float | None:

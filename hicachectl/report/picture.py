@@ -63,8 +63,7 @@ class PictureRequest:
 
 
 class Requested(NamedTuple):
-    """Facts about a store that requests show.
-
+    """Facts that requests show about a store.
     tree: prefix tree of the requests; None without requests.
     no_tree: why the requests have no tree; "" if they have one.
     unused: pages that no request reaches; None if the requests name no pages of a deployment.

@@ -1,4 +1,4 @@
-"""Make the prefix tree of requests. It shows the pages that a store can serve, and the stops."""
+"""Make the prefix tree of requests. It shows what a store can serve, and where requests stop."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def _runs(
     begins = (parents < 0) | (counts != counts[parents]) | (states != states[parents])
     heads = np.flatnonzero(begins)
     numbers = np.cumsum(begins) - 1
-    # The run of a page begins at the last page up to it in its chain that begins a run.
+    # From a page back to the start of its chain, the first page that begins a run begins its run.
     last = np.maximum.accumulate(np.where(begins[page_of], np.arange(len(page_of)), 0))
     of_page = np.zeros(len(forest), dtype=np.int64)
     of_page[page_of] = numbers[page_of[last]]

@@ -174,8 +174,7 @@ def _verdict(picture: Picture) -> dict[str, str]:
 
 
 def _served(tree: PrefixTree | None) -> str:
-    """Return a sentence about the share of requested tokens that can be restored, or pages.
-
+    """Return a sentence about the share of the requested tokens or pages that can be restored.
     The sentence is "" if there are no requests.
     """
     if tree is None or tree.served_share is None:

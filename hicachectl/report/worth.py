@@ -25,7 +25,8 @@ class Worth:
         space.
     rows: rows of `simulate` for all requests.
     document: document of `simulate`.
-    remarks: messages about what 100% of the shares is, and about facts that no share shows.
+    remarks: messages about the tokens that are 100% of the shares, and about facts that no share
+        shows.
     """
 
     verdicts: tuple[str, ...]

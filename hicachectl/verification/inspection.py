@@ -249,7 +249,7 @@ def _with_trailers(objects: pa.Table, store: Trailed, inventory: Inventory) -> p
 def _readings(
     inventory: Inventory, checkers: Mapping[int, ValueChecker], reading: ReadingResult
 ) -> Iterator[Reading]:
-    """Yield the quartiles that `checks.changes` compares, in each dtype of their width."""
+    """Yield the quartiles that `checks.changes` compares, read in each dtype of their width."""
     keys = object_rows(inventory).column("key")
     noted = np.flatnonzero(reading.quartiles.any(axis=1))
     for row in noted.tolist():

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Finding that most of the newest pages have, so that a repair did not trust the profile.
+    """Reason why a repair was refused.
 
+    Most of the newest pages have one finding, so the repair did not trust the profile.
     code: code of the finding.
-    detail: for an object of a wrong size, this size and the right one; else "".
+    detail: the wrong and the right size, if the finding is about sizes; else "".
     newest: number of newest pages judged.
     newest_affected: number of the newest pages that have the finding.
     pages: number of all pages judged.
@@ -97,7 +98,7 @@ class VerifyFacts(msgspec.Struct, kw_only=True):
     misleading: number of removed page groups with findings that mislead servers; 0 if no repair
         removed a group.
     misleading_ns: mtime of the earliest object of the misleading groups, Unix nanoseconds; None if
-        there is none or it is unknown.
+        there are no such groups or the time is unknown.
     refused: reasons why a repair was refused.
     doubted: why a repair would be refused without --despite-profile, by the code that the repair
         takes in addition to errors. The key "" stands for a repair of errors alone.

@@ -70,7 +70,7 @@ _MOST_PROCESSES = 8
 _WAITING_PROCESSES = 4
 # Most processes that read for a device. Such a process only copies, so it keeps a processor busy.
 _MOST_DEVICE_READERS = 16
-# A forked process sends its counts to its parent after this time, but findings after each task.
+# A forked process reports to its parent after this time, but after each task if it has findings.
 _TELL_SECONDS = 0.05
 # Finding code for each status of a failed read, and the detail if the store gives no reason. If
 # this detail is "", the finding has the detail of the code.
@@ -108,7 +108,7 @@ class ReadingResult:
     identified: npt.NDArray[np.bool_]
     quartiles: npt.NDArray[np.uint16]
     counts: ReadCounts = field(default_factory=ReadCounts)
-    # Findings: the code, the row of the object, the detail, and the severity rule of each.
+    # A tuple for each finding: the code, the row of the object, the detail, and the severity rule.
     _issues: list[tuple[str, int, str, str | None]] = field(default_factory=list)
 
     def report(self, code: str, row: int, detail: str, rule: str | None = None) -> None:

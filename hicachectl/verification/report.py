@@ -141,7 +141,7 @@ class VerifyReport:
     undone: remarks about checks that could have run but did not.
     unrepaired: whether a repair failed.
     misleading, misleading_ns: see `VerifyFacts`.
-    refused: why a repair, or parts of it, were refused.
+    refused: reasons why a repair was refused, one for each part of the run that refused.
     doubted: see `VerifyFacts`.
     """
 
@@ -373,7 +373,7 @@ def _unread(
         if in_flight:
             why = "every page group is in flight"
         elif sampled:
-            why = "the --sample slice has no page with such objects; give another --sample-slice"
+            why = "the slice of --sample has no page to read for it; give another --sample-slice"
         elif check in value_groups():
             why = "the profile describes none of the selected objects"
         else:
@@ -418,7 +418,7 @@ def _uncompared_ages(evidence: pa.Table) -> Iterator[tuple[str, str]]:
         yield (
             "changes",
             f"the sample has only {counted(fewest, 'object')} of one kind, too few to show whether "
-            "servers changed their dtype; give a larger --sample, or leave it out",
+            "servers changed their dtype; give a larger --sample, or leave out --sample",
         )
 
 

@@ -120,8 +120,9 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
         deployment: str | None = None,
         written_ns: int | None = None,
     ) -> list[str]:
-        """Return the commands that mend findings of a code. The alternative comes first.
+        """Return the commands that mend findings of a code.
 
+        If the code has an alternative command, that command comes first.
         severity: least severity of the findings.
         deployment: see `command`.
         written_ns: latest time of an object with such a finding, Unix nanoseconds; None if unknown.
@@ -440,8 +441,8 @@ def _doubt_lines(refused: Refusal) -> Iterator[str]:
     )
     yield (
         "First compare the profile with hicachectl profile --server. To use the pages, launch the "
-        f"servers with the settings that wrote the pages; compare {settings}. If the pages are of "
-        "no use, repair them with:"
+        f"servers with the settings of the servers that wrote the pages; compare {settings}. If "
+        "the pages are of no use, repair them with:"
     )
 
 

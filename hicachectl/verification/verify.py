@@ -195,8 +195,8 @@ def check_part(
     remarks: list[str] = []
     reading, devices = read_chosen(store, request, inventory, choice, on_read, remarks.append)
     if not has_times:
-        # Groups have no ages, so a second look after the grace shows which are in flight. The
-        # reading has used up a part of this wait.
+        # Without times, groups have no ages. A second look after the grace period shows which
+        # groups are in flight. The reading before it has used up a part of the wait.
         in_flight, gone = look_again(
             store, groups, start.listing, grace, most=request.most_looked_up, on_wait=on_wait
         )

@@ -109,7 +109,7 @@ def test_the_time_divides_the_pages(start: float, seconds: float, time: str) -> 
     (change,) = found(evidence(codes(E4M3, E5M2), start=start, seconds=seconds))
     assert f"float8_e4m3fn before {time}, float8_e5m2 since then (" in change["detail"]
     assert change["detail"].endswith(
-        f"--before {time}; if float8_e4m3fn, the newer ones with --since {time}"
+        f"--before {time}; if they write float8_e4m3fn, remove the newer pages with --since {time}"
     )
 
 
@@ -119,7 +119,7 @@ def test_pages_that_were_not_compared_leave_with_either_kind() -> None:
     first, last = "2023-11-14T23:02:21Z", "2023-11-14T23:03:20Z"
     assert f"float8_e4m3fn before {first}, float8_e5m2 since {last} (50 and 50 " in change["detail"]
     assert (
-        f"--before {last}; if float8_e4m3fn, the newer ones with --since {first}"
+        f"--before {last}; if they write float8_e4m3fn, remove the newer pages with --since {first}"
         in change["detail"]
     )
 

@@ -268,8 +268,7 @@ def test_the_table_says_beforehand_what_a_repair_says(
     if refused:
         assert under[1].startswith("  First compare the profile with hicachectl profile --server.")
         assert (
-            "launch the servers with the settings that wrote the pages; compare the pools"
-            in under[1]
+            "with the settings of the servers that wrote the pages; compare the pools" in under[1]
         )
         said = tried.stderr
         assert said.index("would be refused") < said.index("nothing was changed")
