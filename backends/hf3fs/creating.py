@@ -115,7 +115,8 @@ def claim_path(prefix: str) -> str:
 def claimed_by(prefix: str, tag: str, *, writes: bool) -> str | None:
     """Return the tag of the deployment that has claimed the data files, or None.
 
-    tag: tag of the caller's deployment. With `writes`, unclaimed data files are claimed for it.
+    tag: tag of the caller's deployment.
+    writes: whether to claim unclaimed data files for this deployment.
     Raises StoreUnavailable.
     """
     path = claim_path(prefix)

@@ -110,7 +110,7 @@ class DataFiles:
             done = self._waiters().map(lambda run: source.read([run], positions, views), runs)
             counts[order] = list(chain.from_iterable(done))
             if source.direct and (counts == -errno.EINVAL).any():
-                self._not_direct.add(path)  # O_DIRECT can open this file, but not read it
+                self._not_direct.add(path)  # the file opens with O_DIRECT, but cannot be read so
                 return self.read(path, pages, memory)
         else:
             with suppress(OSError):  # the read reports the error

@@ -328,7 +328,7 @@ class _Parser:
 
 
 def listed_keys(prefix: str, names: Sequence[Any]) -> Any:
-    """Return a binary array of keys, as listings have them, for the server's names."""
+    """Return the keys that listings have for the server's names, as a binary array."""
     joined = pc.binary_join_element_wise(prefix, pa.concat_arrays(names), "")
     return joined.cast(pa.binary())
 

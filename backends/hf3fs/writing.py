@@ -91,7 +91,10 @@ def _distinct_batches(names: Sequence[str], most: int) -> list[list[int]]:
 
 
 def _run_to_its_end(reservation: _Reservation) -> Result:
-    """Run a reservation in a thread; an interrupt stops its writes and waits for its release."""
+    """Run a reservation in a thread.
+
+    An interrupt stops the writes, and is raised after the reserved pages have been released.
+    """
     with (
         ThreadPoolExecutor(1, thread_name_prefix="hicachectl-write") as pool,
         undo_on_error(reservation.stop.set),

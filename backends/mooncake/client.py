@@ -296,7 +296,7 @@ class MooncakeClient:
         return answers[0]
 
     def _probe(self) -> None:
-        """Raise StoreUnavailable if the master is incompatible; `setup` accepts any version."""
+        """Raise StoreUnavailable if the master is incompatible, which `setup` does not check."""
         try:
             code = int(self._call("is_exist", _PROBE_KEY)[0])
         except StoreUnavailable as error:

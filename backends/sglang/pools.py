@@ -113,7 +113,7 @@ def host_pages(
 
 
 def _stated(whole: str, host_pool: Any, page: int) -> Pieces:
-    """Return the pieces of a page that SGLang states; () for a pool without memory."""
+    """Return the pieces of a page, as SGLang states them; () for a pool without memory."""
     import torch
 
     start = page * host_pool.page_size

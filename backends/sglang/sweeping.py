@@ -135,7 +135,7 @@ class Listing:
         self.stale.sort(key=lambda one: (one[1] != 0, one[0]))
 
     def take_page(self) -> tuple[str, dict[int, int], int] | None:
-        """Return hash, sizes by kind, and time of the next page; None after the last one."""
+        """Return hash, sizes by kind, and time of the next page; None after the last page."""
         start = end = self._next
         if start == len(self.rows):
             return None
