@@ -11,7 +11,7 @@ from hicachectl.cli.command import Group
 
 # The module of each command, and its line in `--help`, which imports no command.
 COMMANDS = {
-    "doctor": "Show why servers get no hits, or wrong data, from a store.",
+    "doctor": "Show why a store gives servers no hits, or wrong data.",
     "ls": "List the pages of a store, or its objects.",
     "show": "Show the objects of one page, and the findings about them.",
     "verify": "Check a store for missing or damaged objects; repair it.",

@@ -1,4 +1,4 @@
-"""`hicachectl doctor`: why servers get no hits, or wrong data, from a store."""
+"""`hicachectl doctor`: show why a store gives servers no hits, or wrong data."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _READING = ("trace_format", "block_size", "tokenizer")
 @profile_options_beside_servers
 @click.pass_context
 def command(ctx: click.Context, /, store: str, **options: Any) -> None:
-    """Show why servers get no hits, or wrong data, from a store.
+    """Show why a store gives servers no hits, or wrong data.
 
     Give the servers with --server. With --trace, --prompts or --token-ids, give requests that
     should have hits. Each server is asked for its settings, and twice for its counters (--watch).

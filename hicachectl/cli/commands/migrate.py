@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     type=click.Choice(["skip", "verify", "overwrite"]),
     default="skip",
     show_default=True,
-    help="Pages that DST already has whole: skip them, verify that they are equal, or overwrite "
+    help="Skip the pages that DST already has whole, or verify that they are equal, or overwrite "
     "them.",
 )
 @equal_option(

@@ -71,7 +71,9 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
 )
 @request_options
 @equal_option(
-    "--plan", type=FILE, help="Copy the pages of a plan that --dry-run wrote, in its order."
+    "--plan",
+    type=FILE,
+    help="Copy the pages of a plan that --dry-run wrote, in the order of the plan.",
 )
 @equal_option(
     "--all",

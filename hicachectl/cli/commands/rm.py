@@ -99,8 +99,7 @@ _OF_PAGES = (
     "--all-deployments",
     needs="--pages",
     is_flag=True,
-    help="Where a line of the --pages file has only a page hash, remove that page from all "
-    "deployments.",
+    help="Remove a page from all deployments if its line in the --pages file has only a page hash.",
 )
 @own_option(
     "--free",
