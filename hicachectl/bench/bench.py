@@ -1,4 +1,4 @@
-"""Run a bench: choose pages, time reads and writes of them, and time the steps of devices."""
+"""Run a bench: choose pages, time their reads, time writes, and time the steps of devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimate the times of prompts from the times of batches, and compare them with computing."""
+"""Estimate from the times of batches how fast prompts are read, and compare with computing."""
 
 from __future__ import annotations
 

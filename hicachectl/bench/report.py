@@ -29,7 +29,7 @@ SOURCES = {
     COLD: "not from the page cache of this host",
     MIXED: "from the disk and from memory",
     CACHED: "from memory, not the disk",
-    UNKNOWN: "from the store, perhaps out of memory",
+    UNKNOWN: "from the store, perhaps from memory",
 }
 
 

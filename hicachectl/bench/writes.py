@@ -109,7 +109,7 @@ def timed_writes(
 
 
 def _rows(store: Store, page: Sequence[Sized], pages: int) -> pa.Table:
-    """Return rows of new pages. Their keys are the deployment's, but for the model and hashes."""
+    """Return rows of new pages. Their keys have another model and other hashes than stored keys."""
     grammar = grammar_of(store.grammar)
     affixes = []
     for spec, _ in page:

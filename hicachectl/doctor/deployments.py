@@ -238,8 +238,8 @@ def _missing(
         next(iter(nearest.differences)),
         FAIL,
         f"The store has {_theirs(nearest)}, but this server asks for {_ours(nearest)}",
-        evidence=f"{counted(nearest.pages, 'page')} of {nearest.text}, none of the server's"
-        + _more(others, nearest),
+        evidence=f"{counted(nearest.pages, 'page')} of {nearest.text}, no page under the server's "
+        "keys" + _more(others, nearest),
         next=_conversion(server, nearest, listed, stated),
     )
 
@@ -277,8 +277,8 @@ def _is_former(one: _Stored, own: list[_Stored]) -> bool:
 
     Such a deployment got no page after the first page of the server's deployment. In a store
     without times, it differs in a single name or size, and has more pages than the server's
-    deployment. Under another model name, some of its anchors also have the size of the server's
-    anchors; in a store without times, another model name never counts.
+    deployment. If it has another model name, some of its anchors also have the size of the server's
+    anchors. In a store without times, a deployment of another model name never counts.
     """
     if "model" in one.differences and not any(one.sizes & each.sizes for each in own):
         return False

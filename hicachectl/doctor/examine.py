@@ -232,7 +232,7 @@ def _requests(
         return Check(
             "hashing",
             UNKNOWN,
-            "Requests are not judged: no server and no profile states the page size",
+            "Requests are not judged, because neither a server nor a profile states the page size",
             group=REQUESTS,
             next="give --page-size, or --profile",
         )

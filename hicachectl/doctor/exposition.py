@@ -54,12 +54,12 @@ _KEPT = tuple(
 # All ranks of these kinds find and restore the same pages, so each rank counts the same tokens. But
 # each data-parallel rank has its own requests, so its label is not among these.
 _RANKS = frozenset({"tp_rank", "pp_rank", "attn_cp_rank", "moe_ep_rank", "dcp_rank", "rank"})
-# A real server has 4 KB of such lines for each rank, each of 200 bytes. The parser takes a second
-# for a megabyte, and quadratic time for a long line.
+# A real server has 4 KB of such lines for each rank. A line has 200 bytes. The parser takes a
+# second for a megabyte, and quadratic time for a long line.
 _MAX_KEPT_BYTES = 4 << 20
 _MAX_LINE_BYTES = 1 << 13
 _MOST_REASONS = 256  # each reason gets its own check; a real server has fewer than 40 reasons
-_MOST = 2.0**53  # counters beyond it are no longer exact
+_MOST = 2.0**53  # larger counters are not exact
 
 _log = logging.getLogger(__name__)
 

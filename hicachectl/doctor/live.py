@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 # Lost tokens are computed again, which costs time and nothing else. A loss of less than a twentieth
 # changes the load of a server less than the time of day does, and every busy server has such
-# losses. From half on, the store loses more than it gives.
+# losses. If half or more is lost, the store loses more than it gives.
 _WARN_SHARE = 0.05
 _FAIL_SHARE = 0.5
 # If fewer tokens are lost than this many of the smallest look-ups have, the loss can be one unlucky
@@ -209,8 +209,8 @@ def _plugin(counters: _Counters, statuses: Sequence[PluginStatus]) -> Iterator[C
     exported = any(name.startswith(PLUGIN) for name, _ in counters.totals.samples or ())
     silent = not exported and not statuses and counters.totals.samples is not None
     if silent and has_plugin(counters.server):
-        what = "What the plug-in refuses is not known: its counters are neither in /metrics nor in "
-        what += "a status file of the store that can be read"
+        what = "The refusals of the plug-in are not known, because its counters are neither in "
+        what += "/metrics nor in a status file of the store that can be read"
         remedy = "look for lines with `hicachectl:` in the server's log"
         yield counters.check("plug-in", UNKNOWN, what, "", remedy)
     if not exported:
@@ -288,7 +288,7 @@ def _unwritten(counters: _Counters) -> Iterator[Check]:
     attached_late = not counters.server.info.get(_BACKEND)
     if written:
         what = f"The store took {_tokens(written)} from the server"
-        evidence = f"{counters.period}; tokens of pages that the store already had count, too"
+        evidence = f"{counters.period}; this includes tokens of pages that the store already had"
         yield counters.check("written", OK, what, evidence)
     elif copied >= _FEW_LOOKUPS * counters.flags.least_looked_up:
         if look is counters.totals and attached_late:
@@ -311,7 +311,7 @@ def _found(counters: _Counters) -> Iterator[Check]:
         restored, used = look.value(RESTORED), look.value(CACHED, cache_source="storage")
         what = f"{_tokens(found)} were found in the store, and {_tokens(restored)} were restored"
         prompts = _tokens(look.value(PROMPT_TOKENS))
-        evidence = f"{_tokens(used)} of {prompts} of prompts came from it, {period}"
+        evidence = f"{_tokens(used)} of {prompts} of prompts came from the store, {period}"
         yield counters.check("found", OK, what, evidence)
         return
     requests = int(look.value(REQUESTS))
@@ -326,7 +326,7 @@ def _found(counters: _Counters) -> Iterator[Check]:
         "fewest that a server looks up"
     )
     if _are_short(counters, look):
-        what = f"Prompts are too short for the store: {enough}"
+        what = f"Prompts are too short for the store, because {enough}"
         threshold = f"prefetch_threshold is {counters.flags.prefetch_threshold}"
         evidence = f"{threshold}; {period}"
         yield counters.check("found", WARN, what, evidence, counters.remedy("below_threshold"))

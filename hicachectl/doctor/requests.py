@@ -166,7 +166,7 @@ def _missing(listed: ListedStore, measured: _Measured, *, explained: bool) -> It
             "missing-page",
             (UNKNOWN if elsewhere else WARN) if explained else FAIL,
             f"The store serves nothing of {counted(number, 'request')}",
-            evidence="pages of them are stored for another deployment" if elsewhere else "",
+            evidence="another deployment has pages of these requests" if elsewhere else "",
             next=named,
         )
 
@@ -181,7 +181,10 @@ def _stopping(report: HitsReport, request: int) -> str:
     what = " ".join(filter(None, (stop["pool"], stop.get("part"), rank)))
     told = _FAULTS[stop["fault"]]
     if stop["fault"] == "missing" and stop["pool"] == ANCHOR:
-        told += "; sending the prompt once more writes it again, unless the server has it in memory"
+        told += (
+            "; the server writes it again if you send the prompt again, unless the server still "
+        )
+        told += "has it in memory"
     return f"its object {what} {told}"
 
 
@@ -196,7 +199,7 @@ def _restored(measured: _Measured) -> Iterator[Check]:
         taken = np.where(requests.cached < 0, 0, requests.cached)
         storage, memory = int(taken[:, 2].sum()), int(taken[:, :2].sum())
         if not (can or storage):
-            return  # the check of missing pages says so
+            return  # the check of missing pages says that the store serves nothing
         said = f"{could}; servers took {storage} from it and {memory} from their memory"
         earlier = _earlier_pages(requests) * requests.page_size
         wanted = np.minimum(measured.served_tokens, earlier)

@@ -134,7 +134,7 @@ def _compared(server: LiveServer, ours: StoreUrl, places: set[Any]) -> _Answer:
     """Compare kinds, addresses or directories. Raises _Unseen, HicacheError and OSError."""
     theirs = _written_store(server, {})
     if theirs.scheme != ours.scheme and (ours.kind.served or ours.kind.directories):
-        what = f"The server writes a {theirs.scheme} store, and STORE is {_safe(ours)}"
+        what = f"The server writes a {theirs.scheme} store, but STORE is {_safe(ours)}"
         return _Answer(FAIL, what, "give the server's own store")
     if theirs.host:
         return _by_address(theirs, ours)
@@ -171,7 +171,7 @@ def _by_address(theirs: StoreUrl, ours: StoreUrl) -> _Answer:
     """Compare the addresses of two services. Two names of one service are not recognised."""
     if ours.host == theirs.host and not ours.host.startswith(_LOOPBACK):
         return _Answer(OK, f"The server and STORE use one master, {_safe(theirs)}")
-    return _Answer(UNKNOWN, f"The server uses {_safe(theirs)}, and STORE is {_safe(ours)}")
+    return _Answer(UNKNOWN, f"The server uses {_safe(theirs)}, but STORE is {_safe(ours)}")
 
 
 def _by_directory(
@@ -187,7 +187,7 @@ def _by_directory(
             continue
         both = (
             f"The server writes into {_safe(path)} (device {place.device}, inode {place.inode}, "
-            f"seen by process {pid}), and STORE is {_safe(ours)}"
+            f"seen by process {pid}), but STORE is {_safe(ours)}"
         )
         if not _are_apart(pid, place.device, places):
             raise _Unseen(f"{both}; their file systems can show one directory as two")
@@ -235,7 +235,7 @@ def _by_pages(server: LiveServer, first: Look, second: Look, new_pages: int | No
         return _Answer(UNKNOWN, "The server was restarted between two looks", _WATCH)
     if grown.samples is None:
         what, next_step = divided(grown.problem)
-        return _Answer(UNKNOWN, f"Whether the server writes is not known: {what}", next_step)
+        return _Answer(UNKNOWN, f"The writes of the server are not known: {what}", next_step)
     written = int(grown.value(BACKUPED))
     what = f"The server wrote {counted(written, 'token')} between two looks"
     if new_pages is None or not written:
@@ -245,8 +245,9 @@ def _by_pages(server: LiveServer, first: Look, second: Look, new_pages: int | No
         return _Answer(OK, what)
     if _must_be_new(server, grown, second):
         remedy = "compare the server's storage settings and mounts with STORE"
-        return _Answer(FAIL, f"{what}, although the server's store lacked some of them", remedy)
-    return _Answer(UNKNOWN, f"{what}; perhaps STORE had them already", _WATCH)
+        said = f"{what}, although the server's store lacked some of the written pages"
+        return _Answer(FAIL, said, remedy)
+    return _Answer(UNKNOWN, f"{what}; perhaps STORE already had the written pages", _WATCH)
 
 
 def _must_be_new(server: LiveServer, grown: Look, totals: Look) -> bool:

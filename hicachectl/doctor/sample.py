@@ -175,7 +175,7 @@ def _readable(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
             FAIL,
             f"{len(found)} of {counted(findings.tried, 'object')} could not be read as user "
             f"{_user()}",
-            evidence=f"{_why(found)}; one of them costs servers a whole batch of pages",
+            evidence=f"{_why(found)}; one such object costs servers a whole batch of pages",
             next=findings.verify(listed),
         )
     elif findings.tried:
@@ -183,7 +183,9 @@ def _readable(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
         if findings.sampled < findings.pages:
             stored.append(f"{counted(findings.pages, 'page')} in the store")
         if findings.young:
-            stored.append(f"{findings.young} younger than {_GRACE_SECONDS:.0f} s not read")
+            stored.append(
+                f"{counted(findings.young, 'page')} younger than {_GRACE_SECONDS:.0f} s not read"
+            )
         yield _check(
             "readable",
             OK,
@@ -195,10 +197,11 @@ def _readable(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
         if not listed.sample_pages:
             why = "the sample has 0 pages; give --sample"
         elif findings.young == findings.pages:
-            why = f"all are younger than {_GRACE_SECONDS:.0f} s; run again later"
+            why = f"all pages are younger than {_GRACE_SECONDS:.0f} s; run again later"
         else:
-            why = f"their sizes are unknown; {GIVE_PROFILE}"
-        yield Check.of_message("readable", UNKNOWN, f"No object was read: {why}", group=STORE)
+            why = f"the sizes of the objects are unknown; {GIVE_PROFILE}"
+        message = f"No object was read, because {why}"
+        yield Check.of_message("readable", UNKNOWN, message, group=STORE)
 
 
 def _user() -> str:
@@ -243,7 +246,8 @@ def _structure(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
         left_out.append(f"{counted(findings.young, 'page')} younger than {_GRACE_SECONDS:.0f} s")
     if not findings.judged:
         message = (
-            f"No page was judged: all are younger than {_GRACE_SECONDS:.0f} s; run again later"
+            f"No page was judged, because all pages are younger than {_GRACE_SECONDS:.0f} s; run "
+            "again later"
         )
         if findings.explained:
             message = f"No page was judged: {' and '.join(left_out)}"

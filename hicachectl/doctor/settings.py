@@ -49,14 +49,14 @@ _POLICIES = {
             "write_through": (OK, "Pages are written after their first use", ""),
             "write_through_selective": (
                 WARN,
-                "The write policy is write_through_selective: a page is written when it is used a "
-                "second time, so the first hit from the store can come at the third use",
+                "With the write policy write_through_selective, a page is written when it is used "
+                "a second time, so the first hit from the store can come at the third use",
                 "write_through",
             ),
             "write_back": (
                 WARN,
-                "The write policy is write_back: a page is written when host memory runs out, so a "
-                "restart, or another server, finds only pages that were evicted from host memory",
+                "With the write policy write_back, a page is written when host memory runs out, so "
+                "a restart, or another server, finds only pages that were evicted from host memory",
                 "write_through",
             ),
         },
@@ -68,8 +68,8 @@ _POLICIES = {
             "timeout": (OK, "Requests wait for their pages, but not longer than the timeout", ""),
             "best_effort": (
                 WARN,
-                "The prefetch policy is best_effort: a request that is scheduled at once computes "
-                "the pages that are not read yet",
+                "With the prefetch policy best_effort, a request that is scheduled at once "
+                "computes the pages that are not read yet",
                 "timeout",
             ),
         },
@@ -121,7 +121,7 @@ def _hicache(server: LiveServer) -> Iterable[Check]:
         yield server.check(
             "hicache",
             UNKNOWN,
-            "The server does not say whether HiCache is on: its reply lacks "
+            "The server does not say whether HiCache is on, because its reply lacks "
             "enable_hierarchical_cache",
             next="check the server's command line for --enable-hierarchical-cache",
         )
@@ -239,8 +239,8 @@ def _threshold(server: LiveServer) -> Iterable[Check]:
         yield server.check(
             "threshold",
             UNKNOWN,
-            "The prefetch threshold is unknown: the server reads the options of its store from a "
-            "file",
+            "The prefetch threshold is unknown, because the server reads the options of its store "
+            "from a file",
             next="look for prefetch_threshold in that file, and give --prefetch-threshold",
         )
     elif server.deployment is not None:
@@ -248,8 +248,8 @@ def _threshold(server: LiveServer) -> Iterable[Check]:
         yield server.check(
             "threshold",
             OK,
-            f"The server looks up no request that has fewer than {flags.least_looked_up} tokens to "
-            "compute",
+            f"The server looks up only requests that have {flags.least_looked_up} or more tokens "
+            "to compute",
             evidence=f"prefetch_threshold {flags.prefetch_threshold}, "
             f"page size {flags.page_tokens}",
         )

@@ -60,8 +60,8 @@ def space_checks(
     elif free < _LEAST_FREE * whole:
         status, told = (
             WARN,
-            f"{human_size(free)} are free, {free / whole:.1%} of what the store can take, unless "
-            "servers evict",
+            f"Only {human_size(free)} are free, {free / whole:.1%} of the stored and free bytes; "
+            "the store gets full unless servers evict",
         )
     else:
         yield _check("space", OK, f"{human_size(free)} are free", evidence=rate)

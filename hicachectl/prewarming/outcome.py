@@ -226,7 +226,7 @@ class PrewarmOutcome:
         step = _NEXT_STEPS.get(document["stopped_by"], _OTHER_STEP)
         if document["source"] and document["missing_pages"] and step == _OTHER_STEP:
             lacks = counted(document["missing_pages"], "requested page")
-            step = f"{document['source']} lacks {lacks}, which no further run copies; {step}"
+            step = f"{document['source']} lacks {lacks}, so no further run copies them; {step}"
         return [failed_text(self.document, min_usable, f"{step}, or give a lower share")]
 
     def _summary(self, *, dry_run: bool) -> str:

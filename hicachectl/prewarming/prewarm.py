@@ -364,8 +364,9 @@ def prewarm(
 ) -> PrewarmOutcome:
     """Copy the requested pages that servers could restore and that the destination lacks.
 
-    on_listed: takes the number of objects of each listed batch.
-    on_copied: takes the bytes of each finished batch, and the bytes of the plan.
+    on_listed: function that is called with the number of objects of each listed batch.
+    on_copied: function that is called with the bytes of each finished batch, and the bytes of the
+        whole plan.
     Raises UsageError, ProfileError and UnsupportedByBackend before the first write, and
     StoreUnavailable at any time.
     """
@@ -480,7 +481,7 @@ def pull(
     read_again: function that yields the requests at given byte offsets of the input.
     deadline: `time.monotonic()` of the end; None for no limit.
     pulling: list to which each server is added before its first request.
-    on_done: takes the number of requests that have just ended.
+    on_done: function that is called with the number of requests that have just ended.
     """
     requests = request.requests
     assert requests is not None

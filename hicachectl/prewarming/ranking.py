@@ -69,7 +69,9 @@ def rank_blocks(requests: Requests, *, budget: int | None = None) -> RankedBlock
     budget: largest number of blocks to return; None for all.
     """
     requests = requests.in_time_order()
-    forest = requests.forest  # raises for a block with two prefixes, which a chain could repeat
+    # This raises for a block with two prefixes. A chain could have such a block twice, but
+    # `walk_uses` needs chains of distinct blocks.
+    forest = requests.forest
     uses = walk_uses(requests)
     closed = forest.closed(_values(requests, uses))
     order = np.argsort(-closed, kind="stable")[:budget]

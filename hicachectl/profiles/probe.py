@@ -90,7 +90,7 @@ def without_memory() -> Iterator[None]:
     def allocate(_self: Any, dims: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
         del device
         if not math.prod(dims):
-            # SGLang refuses this size itself: a pool without layers raises the server's error.
+            # A pool without layers has this size. SGLang's own allocation refuses it.
             common.alloc_mmap(dims, dtype)
         return torch.empty(dims, dtype=dtype, device="meta")
 

@@ -196,7 +196,7 @@ def _contradictions(profile: Profile, layout: Mapping[str, Any]) -> list[str]:
         compared[f"pools[{name}].hit_policy"] = (ours[name], told[name])
     return [
         *(
-            f"{name}: the server has {shown(theirs)}, the profile {mine!r}"
+            f"{name}: the server has {shown(theirs)}, but the profile has {mine!r}"
             for name, (mine, theirs) in compared.items()
             if theirs is not None and theirs != mine
         ),

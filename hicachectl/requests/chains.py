@@ -701,7 +701,7 @@ def _numpy(values: array[int]) -> IntArray:
 
 
 def _refuse_other(request: Request, before: bool | None, now: bool, yes: str, no: str) -> None:
-    """Raise FormatError if a request has a property that earlier requests lack, or lacks one.
+    """Raise FormatError if a request differs from earlier requests in a property.
 
     before: whether earlier requests have the property; None if there are none.
     now: whether this request has the property.
@@ -718,9 +718,9 @@ def _refuse_other(request: Request, before: bool | None, now: bool, yes: str, no
 def _block_tokens(tokens: IntArray, lengths: IntArray) -> int:
     """Return the number of tokens of a block that fits the lengths of all prompts.
 
-    A prompt of n tokens has ceil(n / number) blocks. If several numbers fit, return the smallest
-    power of two among them; if there is no power of two among them, return the smallest number.
-    Return 0 if no number fits, or if a length is unknown.
+    The number k fits a prompt of n tokens with ceil(n / k) blocks. If several numbers fit all
+    prompts, return the smallest power of two among them. If none of them is a power of two, return
+    the smallest. Return 0 if no number fits, or if a length is unknown.
     """
     known = (tokens > 0) & (lengths > 0)
     if not known.any() or not (tokens >= 0).all():

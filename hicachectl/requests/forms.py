@@ -49,7 +49,7 @@ class Request(msgspec.Struct, frozen=True):
     cached: number of prompt tokens that device, host and storage served; None if unknown. If only
         the sum is known, it stands first, and the others are -1.
     model: name of the model.
-    adapter: name or path of the LoRA adapter, else its id.
+    adapter: name or path of the LoRA adapter; its id if the input states neither.
     session: text that all requests of one session or conversation share.
     server: text that all requests to one server share.
     """
@@ -111,7 +111,7 @@ class PromptTokenizer(Protocol):
 
 @dataclass(slots=True)
 class Context:
-    """Settings of the reader of a form, and its reports.
+    """Settings for the reader of a form, and what the reader reports.
 
     block_size: number of tokens of a block, as stated by the user; None if not stated.
     notes: number of requests that lack something; the keys are the texts given to `note`.
@@ -159,13 +159,13 @@ class Form:
     name: name for --trace-format.
     title: name in messages, such as "SGLang's request log".
     recognises: function that returns whether a line has this form, by its content. For a document,
-        it gets the first 64 KiB. It is cheap, and raises nothing.
+        the function gets the first 64 KiB. The function is cheap, and raises nothing.
     reader: function that returns a new reader for one run over all lines. A reader may keep state,
-        such as the numbers of chained ids. It raises FormatError without the place of the line,
-        which the caller adds, and UsageError for a form that cannot be used at all.
+        such as the numbers of chained ids. It raises FormatError without the place of the line; the
+        caller adds this place. It raises UsageError for a form that cannot be used at all.
     unit: number of seconds in one unit of relative times.
-    in_log: whether the records are lines of a server's log. Other lines may then stand between
-        them, and records that do not show the pages of their request are counted and left out.
+    in_log: whether the records are lines of a server's log. Other lines may stand between these
+        lines. Records that do not show the pages of their request are counted and left out.
     is_document: whether a whole file is one record, so that the reader gets one line for each file.
     """
 

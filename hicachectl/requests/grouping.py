@@ -37,7 +37,7 @@ class Grouping:
 
 
 def grouping_of(requests: Requests, by: str) -> Grouping:
-    """Return the groups of requests. Raises UsageError if the input does not have them."""
+    """Return the groups of requests. Raises UsageError if the input does not tell the groups."""
     if by not in GROUPINGS:
         raise UsageError(not_one_of("by", by, GROUPINGS))
     found = requests.labels.get(_LABELS[by])

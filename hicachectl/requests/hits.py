@@ -236,8 +236,8 @@ def find_hits(
 ) -> Hits:
     """Return the part of each chain that servers of a deployment can restore from a store.
 
-    This takes one byte of memory for each slot of each distinct page, and about 30 bytes for each
-    page of a chain.
+    The search takes one byte of memory for each slot of each distinct page, and about 30 bytes for
+    each page of a chain.
     deployment_id: index of the deployment in the inventory; None if nothing can be restored.
     own: whether to ignore objects that another model wrote under the same keys.
     acceptance: rule by which servers accept objects by their trailers; None to accept all objects.

@@ -1,8 +1,9 @@
 """Read the lines of request files, also of rotated logs, compressed files and pipes.
 
 Inputs are files, directories and patterns; `-` is stdin. The files of a directory or pattern are
-read in the order of their last change, then of their names, as log rotation leaves them. gzip and
-zstd are recognised by the first bytes of a file. A byte order mark is left out.
+read in the order of their last change, because this is the order of rotated logs. Files that
+changed at the same time are read in the order of their names. gzip and zstd are recognised by the
+first bytes of a file. A byte order mark is left out.
 """
 
 from __future__ import annotations

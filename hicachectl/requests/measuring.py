@@ -254,7 +254,7 @@ def hit_remarks(hits: Hits, inventory: Inventory, expected: Expected) -> Iterato
     expected: identities that the objects of the servers have.
     """
     if expected.unknown:
-        yield f"Objects of every identity count: {expected.unknown}"
+        yield f"Objects of every identity count, because {expected.unknown}"
     if hits.deployment is None:
         return  # the store has no pages
     if hits.deployment.profile is None:
@@ -335,7 +335,8 @@ def unreachable_text(document: Mapping[str, Any]) -> str:
     some = f" ({distinct} distinct)" if distinct != pages else ""
     verb = "is" if pages == 1 else "are"
     return (
-        f"{counted(pages, 'whole page')}{some} {verb} out of reach: an earlier page is not usable"
+        f"{counted(pages, 'whole page')}{some} {verb} out of reach, because an earlier page is not "
+        "usable"
     )
 
 
@@ -346,7 +347,7 @@ def _counted(document: Mapping[str, Any]) -> int:
 
 
 def _percent(document: Mapping[str, Any]) -> int:
-    """Return the share in percent, rounded, but to 100 only for all and to 0 only for nothing."""
+    """Return the share in percent, rounded. Only the whole gives 100, and only nothing gives 0."""
     share = served_share(document) or 0.0
     return round(share * 100) if share in (0, 1) else min(max(round(share * 100), 1), 99)
 

@@ -186,7 +186,7 @@ def _lmcache(context: Context) -> Read:
 def _lengths(_: Context) -> Read:
     def read(line: Line) -> NoReturn:
         raise UsageError(
-            f"{line.file}: has lengths only: no prefixes, so nothing tells which tokens repeat; "
+            f"{line.file}: has only lengths and no prefixes, so nothing tells which tokens repeat; "
             "give a trace with hash_ids, token ids or texts"
         )
 

@@ -54,7 +54,7 @@ _TOKEN_MEMBERS = ("token_ids", "input_ids", "hash_ids", "pages")
 _NO_TOKENIZER = "Sent as text", "give --tokenizer DIR, which encodes them as the server did"
 _BEYOND_BLOCKS = (
     "With more tokens than their blocks have",
-    "the others count as never repeated; check --block-size",
+    "the other tokens count as never repeated; check --block-size",
 )
 _OTHER_TOKENIZER = (
     "Encoded to another number of tokens than the server counted",

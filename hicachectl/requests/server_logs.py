@@ -1,9 +1,12 @@
 """Read SGLang's request log and its metrics files, as servers and containers write them.
 
-Source: SGLang srt/utils/request_logger.py :: RequestLogger; utils/log_utils.py :: log_json;
-observability/request_metrics_exporter.py :: FileRequestMetricsExporter. A line of the log has a
-bracketed time before its JSON value, and stands among other lines of the server. Docker's json-file
-driver and Kubernetes' CRI wrap each line in a line of their own, and cut long lines.
+A line of the log has a bracketed time before its JSON value, and stands among other lines of the
+server. Docker's json-file driver and Kubernetes' CRI wrap each line in a line of their own, and cut
+long lines. Sources, in SGLang's srt:
+
+- utils/request_logger.py :: RequestLogger
+- utils/log_utils.py :: log_json
+- observability/request_metrics_exporter.py :: FileRequestMetricsExporter
 """
 
 from __future__ import annotations

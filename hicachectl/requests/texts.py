@@ -52,7 +52,7 @@ _ROLES = {
 class _Body(Record):
     """Members of a request with text or messages.
 
-    prompt: a text, token ids, or a list of either.
+    prompt: a text, a list of texts, the token ids of one prompt, or a list of such token ids.
     text_input: a text, in AIPerf's records.
     """
 
@@ -114,7 +114,9 @@ class _Line(_Body):
         """Return the body, which may be the line itself. Raises FormatError for several bodies."""
         inner = [body for body in (self.body, self.payload) if body is not None]
         if inner and len(inner) + self.given() > 1:
-            raise FormatError('needs exactly one prompt; "body" or "payload" is not the only one')
+            raise FormatError(
+                'needs exactly one prompt; "body" or "payload" has a prompt beside another prompt'
+            )
         return inner[0] if inner else self
 
 

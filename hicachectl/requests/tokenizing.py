@@ -34,7 +34,7 @@ _MAX_CONFIG_BYTES = 64 << 20
 _INSTALL = install_step("tokenizers", "transformers")
 _OTHER_SOURCE = "give --token-ids"
 # Classes in which add_bos_token (default true) overrides the post-processor of tokenizer.json.
-# In fast classes, add_eos_token does not override it (_fix_v5_add_bos_eos_token).
+# In fast classes, add_eos_token does not override the post-processor (_fix_v5_add_bos_eos_token).
 _BOS_BY_FLAG = frozenset(
     {
         "LlamaTokenizer",

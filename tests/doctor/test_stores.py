@@ -213,7 +213,7 @@ def test_young_pages_are_not_judged(invoke: Invoke, store: Path, profile: Path) 
         os.utime(path, (now, now))
     checks = checks_of(invoke, store, "--profile", profile)
     assert {checks[f"store/{name}"]["status"] for name in ("readable", "structure")} == {"unknown"}
-    assert "all are younger than 10 s" in checks["store/structure"]["detail"]
+    assert "all pages are younger than 10 s" in checks["store/structure"]["detail"]
     for path in objects(store):
         if path.name[:64] != removed.name[:64]:
             os.utime(path, (now - 30, now - 30))

@@ -261,14 +261,23 @@ def test_options_win_over_the_server(sglang: Sglang) -> None:
 @pytest.mark.parametrize(
     ("changes", "inner", "warning"),
     [
-        ({"page_size": 128}, {}, "page_size: the server has 128, the profile 64"),
-        ({}, {"is_mla_backend": True}, "is_mla_backend: the server has True, the profile False"),
-        ({}, {"pp_size": 2}, "pp_size: the server has 2, the profile 1"),
-        ({}, {"key_prefix": "teamB_m"}, "key_prefix: the server has 'teamB_m', the profile "),
+        ({"page_size": 128}, {}, "page_size: the server has 128, but the profile has 64"),
+        (
+            {},
+            {"is_mla_backend": True},
+            "is_mla_backend: the server has True, but the profile has False",
+        ),
+        ({}, {"pp_size": 2}, "pp_size: the server has 2, but the profile has 1"),
+        (
+            {},
+            {"key_prefix": "teamB_m"},
+            "key_prefix: the server has 'teamB_m', but the profile has ",
+        ),
         (
             {},
             {"pools": [{"pool": "kv", "hit_policy": "trailing_pages"}]},
-            "pools[kv].hit_policy: the server has 'trailing_pages', the profile 'all_pages'",
+            "pools[kv].hit_policy: the server has 'trailing_pages', but the profile has "
+            "'all_pages'",
         ),
     ],
 )

@@ -123,7 +123,9 @@ def test_a_form_is_recognised_among_all_others(
 def test_csv_files_have_lengths_only(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{text}\n")
-    with pytest.raises(UsageError, match=r"trace.jsonl: has lengths only: no prefixes, so nothing"):
+    with pytest.raises(
+        UsageError, match=r"trace.jsonl: has only lengths and no prefixes, so nothing"
+    ):
         read(str(path))
 
 
@@ -194,7 +196,7 @@ def test_blocks_that_do_not_fit_the_tokens_are_refused_or_said(tmp_path: Path) -
     with Trace([path], block_size=512) as trace:
         assert trace.requests(None).block_tokens == 512
         assert trace.remarks == (
-            "With more tokens than their blocks have: 1 request; the others count as never "
+            "With more tokens than their blocks have: 1 request; the other tokens count as never "
             "repeated; check --block-size",
         )
 

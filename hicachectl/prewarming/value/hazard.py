@@ -97,8 +97,8 @@ class Hazards:
 def age_edges(durations: Floats) -> Floats:
     """Return the starts of age spans, which are short at ages with many next uses.
 
-    Up to the median, all spans have equally many uses. Beyond, each span is 1.5 times as long as
-    the previous span.
+    Up to the median, all spans have equally many uses. Beyond the median, each span is 1.5 times as
+    long as the previous span.
     durations: durations of the waits that ended with a use; at least one is above 0.
     """
     shares = np.quantile(durations, np.linspace(0, 0.5, _SPANS_TO_MEDIAN + 1)[1:])
