@@ -92,7 +92,7 @@ def test_a_missing_first_page_is_the_cause(
     assert first["detail"] == (
         "Page 1 stops 2 of 4 requests, and 8 stored pages behind such pages cannot be reached"
     )
-    assert first["evidence"].startswith("its object kv is not in the store; sending the prompt")
+    assert first["evidence"].startswith("its object kv is not in the store; the server writes")
     command = shlex.split(first["next"])
     assert command[:2] == ["hicachectl", "hits"]
     rows = invoke.document(*command[1:])["chains"]

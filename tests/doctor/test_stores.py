@@ -220,7 +220,7 @@ def test_young_pages_are_not_judged(invoke: Invoke, store: Path, profile: Path) 
     checks = checks_of(invoke, store, "--profile", profile)
     assert checks["store/structure"]["detail"].startswith("7 of 7 judged pages are whole")
     assert checks["store/structure"]["evidence"] == "not judged: 1 page younger than 10 s"
-    assert "1 younger than 10 s not read" in checks["store/readable"]["evidence"]
+    assert "1 page younger than 10 s not read" in checks["store/readable"]["evidence"]
 
 
 def test_the_suggested_verify_finds_the_same(invoke: Invoke, store: Path, profile: Path) -> None:

@@ -92,7 +92,7 @@ def test_ranks_beyond_the_profiles_are_another_deployment_on_mooncake(
     arguments = ("--profile", profile, "--checks", "groups", "--format", "json")
     (found,) = invoke("verify", mooncake_cluster.url, *arguments).document["findings"]
     assert (found["code"], found["severity"]) == ("other-deployment", "info")
-    assert found["detail"].startswith("2 pages at tp ranks 2, 3 (256 B): servers of the profile")
+    assert found["detail"].startswith("2 pages at tp ranks 2, 3 (256 B); servers of the profile")
     (asked := tmp_path / "pages").write_text(f"{page(2)}\n")
     for rank in range(2):
         for part in "kv":

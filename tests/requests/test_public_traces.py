@@ -130,7 +130,7 @@ def test_csv_files_have_lengths_only(tmp_path: Path, text: str) -> None:
 
 
 def test_records_without_prefixes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="lengths only: no prefixes"):
+    with pytest.raises(UsageError, match="only lengths and no prefixes"):
         read(written(tmp_path, {"input_length": 10, "output_length": 4, "timestamp": 3}))
 
 
