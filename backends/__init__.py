@@ -1,1 +1,1 @@
-"""Stores of objects: one module per store, one interface (`backends.base.Store`)."""
+"""Stores of objects. All stores have one interface (`backends.base.Store`)."""

@@ -66,7 +66,7 @@ class Arena:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(_SHARED_MEMORY / self.name, flags, 0o600)
         try:
-            # Allocate now: if memory ran out at first use, the system would kill the process.
+            # Allocate now. If memory ran out at first use, the system would kill the process.
             os.posix_fallocate(descriptor, 0, self.nbytes)
             return mmap.mmap(descriptor, self.nbytes)
         finally:

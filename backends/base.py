@@ -1,4 +1,4 @@
-"""The interface of every store: listings as Arrow batches, vectorised reads and writes.
+"""The interface of every store, with listings as Arrow batches, and vectorised reads and writes.
 
 A failure of one object is returned as its status. A store that cannot be used raises
 StoreUnavailable. Listing, `exists` and `free_bytes` leave the recency, leases and sizes of objects

@@ -278,7 +278,7 @@ class SystemCopy(Store):
         preserve: keep the full mode, and the owner if the system allows it. Without `preserve`, the
             copies belong to the caller and are no more readable than the sources.
         Statuses: the statuses of `write_from`. Also GONE, SHORT or OVERSIZED if a read of the
-        source's object would return that status, and CHANGED if a writer changed the source's
+        source's object would return that status. Also CHANGED if a writer changed the source's
         object during the copy. Raises UnsupportedByBackend if `can_copy_from` returns False.
         """
 

@@ -1,1 +1,4 @@
-"""Keys and bytes of the objects of an L3 store. Pure: no I/O, no clock, no torch at import."""
+"""Keys and bytes of the objects of an L3 store. The modules read no clock and import no torch.
+
+Their only I/O is to read `models/sglang-RELEASE.json`, a file of the package.
+"""

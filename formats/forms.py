@@ -30,7 +30,7 @@ _converting = threading.Lock()
 def convert(
     document: Any, form: type[_T], source: str, *, refusal: type[HicacheError] = FormatError
 ) -> _T:
-    """Convert a parsed document to a struct. No value is coerced: neither true nor 1.0 is an int.
+    """Convert a parsed document to a struct, without coercion, so neither true nor 1.0 is an int.
 
     source: names the document in messages.
     Raises `refusal`, which names each wrong field with the expected type and the value found.

@@ -28,7 +28,7 @@ UNSTORED_DTYPES = {
     "mxfp8": "SGLang does not store mxfp8 pages, whose scales lie outside the page; servers with a "
     "store need another --kv-cache-dtype"
 }
-# "uint8" marks structured bytes: scaled MLA rows, indexer blocks. "ue8m0" marks powers of two.
+# "uint8" marks structured bytes, such as scaled MLA rows. "ue8m0" marks powers of two.
 TENSOR_DTYPE_BYTES = {**DTYPE_BYTES, "uint8": 1, "ue8m0": 1}
 
 # The outermost axes in each layout, if the tensor has them. Other axes keep their order.

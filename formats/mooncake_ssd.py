@@ -1,4 +1,4 @@
-"""Parse files of Mooncake's SSD tier: the metadata of buckets and offset files, and records.
+"""Parse files of Mooncake's SSD tier. They are metadata of buckets and offset files, and records.
 
 Metadata is struct_pb, the wire format of Protocol Buffers. Fields are numbered in the order of the
 struct. A field with the value 0 is left out. All integers of records and allocators are little

@@ -13,8 +13,8 @@ PAGE_DIGITS = 64  # A page hash in a key is lowercase hexadecimal, two digits fo
 ANCHOR = "kv"  # SGLang's name for the pool that servers look for to find a page.
 HALVES = ("k", "v")  # Parts of a page, with the keys and the values of its tokens.
 AXES = ("tp", "pp", "cp", "dcp")  # axes of ranks
-# Most ranks along one axis, far above any deployment. The key of one rank implies the other ranks
-# of the size that it states, and an untrusted name must not imply an unlimited number of ranks.
+# Most ranks along one axis, far above any deployment. The key of one rank states the number of
+# ranks, and so implies the other ranks. An untrusted key must not imply an unlimited number.
 MAX_RANKS = 4096
 
 Sizes = tuple[int | None, ...]  # tp, pp, cp, dcp, then tokens of the DCP page

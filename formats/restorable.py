@@ -93,9 +93,9 @@ def least_tokens(threshold: int, *, trailing: bool) -> int:
         two numbers of pages acts like the larger number, and a threshold below a page like a page.
     trailing: whether servers need at least one pool only at the end of a prefix.
 
-    In the host memory mode `cache`, a server that has fetched fewer than LOAD_BACK_TOKENS tokens
-    computes them again, unless it loads a trailing pool with them. This matters only if both a page
-    and the threshold have fewer tokens than LOAD_BACK_TOKENS.
+    In the host memory mode `cache`, a server can fetch fewer than LOAD_BACK_TOKENS tokens. It then
+    computes them again, except if it loads a trailing pool with them. This matters only if both a
+    page and the threshold have fewer tokens than LOAD_BACK_TOKENS.
 
     Source: SGLang srt/mem_cache/unified_radix_cache.py :: UnifiedRadixCache.prefetch_from_storage,
     _drain_storage_control_queues_impl ("below_threshold") and _load_back_transfers.

@@ -5,8 +5,8 @@ and samples. Paths, links, owners and times do not count, nor do tokenizers and 
 
 A fingerprint changes with every config value, with a tensor's name, dtype, shape or place, and with
 a shard's size. Since a model can have a terabyte, a fingerprint covers only samples of the numbers.
-A sample is 4 KiB. A tensor has one sample, from its middle. A tensor of 64 MiB or more has several
-samples, evenly spaced: one, and another for each 64 MiB. Training, a merged adapter or another
+A sample is 4 KiB. A tensor has one sample, from its middle. A tensor of 64 MiB or more has one more
+sample for each 64 MiB, and its samples are evenly spaced. Training, a merged adapter or another
 quantisation changes most numbers of at least one tensor, and so practically always a sample.
 
 A change within a share p of one tensor with n samples is missed with probability 1 - n x p, or 0 if

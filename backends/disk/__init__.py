@@ -1,1 +1,1 @@
-"""Local files: durable writes, bounded reads, directories below which no link is followed."""
+"""Local files, with durable writes, bounded reads, and directories that follow no links."""

@@ -43,7 +43,7 @@ def read_bounded(
     try:
         with _opened(path, regular) as file:
             data = file.read(limit + 1)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+    except (OSError, ValueError) as error:  # a zero byte in the path raises ValueError
         raise (refusal or UsageError)(failed(name, "read", error, "check the path")) from error
     if len(data) > limit:
         raise (refusal or FormatError)(

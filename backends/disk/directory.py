@@ -159,8 +159,8 @@ class Directory(Closing):
     """An open directory.
 
     path: path in messages; calls use the descriptor.
-    All methods raise OSError. They raise UntrustedError for an entry that is neither a regular file
-    nor a directory, is not of the requested kind, or has an untrusted owner.
+    All methods raise OSError. They raise UntrustedError if an entry has an untrusted owner, is not
+    of the requested kind, or is neither a regular file nor a directory.
     """
 
     def __init__(self, descriptor: int, path: str, trust: Trust) -> None:
@@ -319,8 +319,8 @@ class Directory(Closing):
         """Create a directory durably and open it.
 
         Its permissions exceed neither this directory's permissions nor `trust.permissions`. The
-        group gets the rights that it has in this directory, whatever the umask, because members of
-        the group remove files that other members made.
+        group gets the rights that it has in this directory, whatever the umask. Members of the
+        group need them to remove files that other members made.
         exist_ok: open an existing directory instead.
         """
         try:
@@ -346,6 +346,8 @@ class Directory(Closing):
         shared: several processes may write this file at once.
         durable: sync the file and its name.
         """
+        # A fixed temporary name lets the next writer remove what a killed process left. A shared
+        # file gets random names, because another process may be writing it.
         temporary = "" if shared else f".{name}.tmp"
         if temporary:  # a killed process may have left the temporary file
             with suppress(FileNotFoundError):

@@ -117,7 +117,7 @@ def remove_ended(directory: Directory, own: PluginStatus) -> None:
 
 
 def standing(status: PluginStatus) -> str:
-    """Return the present standing of a rank: one of STANDINGS."""
+    """Return the present standing of a rank, which is one of STANDINGS."""
     if status.closed:
         return CLOSED
     if _runs(status) is False:

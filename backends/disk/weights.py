@@ -101,6 +101,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             for path, shard in zip(paths, found, strict=True)
             for group in shard.groups
         ]
+        # `map` keeps the order, so each shard in turn takes the digests of its own groups.
         digests = pool.map(_read_group, groups)
         hashes = [shard_digest(shard, [next(digests) for _ in shard.groups]) for shard in found]
     name = fingerprint(configs, dict(zip(shards, hashes, strict=True)), indexed)

@@ -1,1 +1,1 @@
-"""Stores that keep each object in a file of its own: listing, reading, writing, moving."""
+"""Stores that keep each object in its own file, and their listings, reads, writes and moves."""

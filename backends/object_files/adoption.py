@@ -1,4 +1,4 @@
-"""Adoption: give the objects of a file store trailers in place.
+"""Adoption gives the objects of a file store trailers in place.
 
 Each file is replaced by a copy that ends with a trailer. Servers may read, write, evict and clear
 the store meanwhile. That is safe for these reasons:

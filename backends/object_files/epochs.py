@@ -158,7 +158,7 @@ def _name(suffix: bytes) -> bytes:
 
 
 def suffixes_of(rows: Rows) -> Any:
-    """Return the part of each key after its page hash: a binary array."""
+    """Return the part of each key after its page hash, as a binary array."""
     import pyarrow.compute as pc  # late, because the import takes 20 ms at start-up
 
     return pc.binary_slice(rows.column("key"), PAGE_DIGITS, _LONGEST)

@@ -148,6 +148,7 @@ class PackEntries(dict[bytes, RecordPlace]):
 
     def table(self) -> pa.Table:
         """Return the current objects as a table of ENTRIES, in file order."""
+        # Sort a copy, because another thread may add an object meanwhile.
         return _table(dict(sorted(self.copy().items(), key=lambda entry: entry[1].offset)))
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.releases import Release
 
 _ZERO_COPY_LAYOUTS = PAGE_FIRST_LAYOUTS  # HiCacheHF3FS.register_mem_pool_host
-_LAYOUTS = (*_ZERO_COPY_LAYOUTS, "layer_first")  # backend_factory.py: bytes_per_page
+_LAYOUTS = (*_ZERO_COPY_LAYOUTS, "layer_first")  # bytes_per_page of backend_factory.py
 _PREFIX = re.compile(r"(0|[1-9][0-9]{0,8}):([a-z0-9_]+):")
 _OWN_RANK = re.compile(r"_([a-z0-9_]+)_(0|[1-9][0-9]{0,8})_([1-9][0-9]{0,8})")
 

@@ -12,8 +12,8 @@ from msgspec.structs import force_setattr
 class PoolName:
     """One of SGLang's `PoolName` values, with properties independent of the kind.
 
-    trailing: only the last pages of a radix tree node have the pool
-              (hybrid_pool_assembler.py: PoolHitPolicy.TRAILING_PAGES).
+    trailing: only the last pages of a radix tree node have the pool (PoolHitPolicy.TRAILING_PAGES
+              of hybrid_pool_assembler.py).
     draft:    the pool is of a speculative draft model. Layer numbers count the draft's layers.
     dcp:      SGLang stores the pool under decode context parallelism (cache_controller.py).
     cp_split: CP ranks divide the layers under cp_layer_split.

@@ -142,8 +142,8 @@ def _draft(
 
 
 FAMILIES = {
-    # K and V rows of all layers. Models such as Gemma 3 have window layers, but SGLang has a pool
-    # for these layers only where is_hybrid_swa_model says so and no override disables it.
+    # K and V rows of all layers. Models such as Gemma 3 have window layers. SGLang has a pool for
+    # these layers only if is_hybrid_swa_model says so and no override disables it.
     "mha": Family(attention.mha, asks=_MHA),
     "nemotron_nas": Family(attention.nemotron_nas),
     "hrm_text": Family(attention.hrm_text, asks=("head_dim",)),

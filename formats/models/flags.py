@@ -218,7 +218,7 @@ def canonical_algorithm(stated: str) -> str:
 
 
 def hash_unit(algorithm: str) -> str:
-    """Return the unit of page hashes under a speculative algorithm: token or bigram."""
+    """Return the unit of page hashes, token or bigram, under a speculative algorithm."""
     return "bigram" if algorithm in _BIGRAM_ALGORITHMS else "token"
 
 

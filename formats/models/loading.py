@@ -7,9 +7,9 @@ These settings count (arg_groups/fields/model.py, spec.py):
 - for both: json_model_override_args, model_loader_extra_config and modelopt_quant
 
 Settings that take weights, scales or the config from outside the model directory are refused. Other
-settings do not count. The dtype does not count, because an identity has the dtype of the stored
-bytes. model_impl, kernels and parallelism do not count, because they change numbers only by
-rounding.
+settings do not count. The setting dtype does not count, because an identity has the dtype of the
+stored bytes. Settings of model_impl, kernels and parallelism do not count, because they change
+numbers only by rounding.
 """
 
 from __future__ import annotations

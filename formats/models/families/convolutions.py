@@ -165,7 +165,7 @@ def _inkling_windows(config: HfConfig, steps: int) -> int:
 
 
 def _zaya_layers(config: HfConfig) -> tuple[int, tuple[int, ...]]:
-    """Return the number of layers, and the layers with attention: each "a" of `zaya_layers`."""
+    """Return the number of layers, and the layers with attention ("a" in `zaya_layers`)."""
     kinds = config.text.get("zaya_layers")
     if not kinds:
         count = config.integer("num_hidden_layers")

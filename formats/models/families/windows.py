@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def swa(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for full and sliding-window layers, with equal heads (SWAKVPool)."""
     kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
-    # The window includes the token itself: models/gpt_oss.py :: get_attention_sliding_window_size.
+    # The window includes the token itself (models/gpt_oss.py :: get_attention_sliding_window_size).
     retained = config.integer("sliding_window") - 1
     return _windowed(config, context, lambda layer: kinds[layer] == "full_attention", retained)
 
