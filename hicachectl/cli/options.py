@@ -411,9 +411,9 @@ def trace_options(
             required=required,
             repeats=False,
             metavar="FILE",
-            help=f"{text} FILE is SGLang's request log, a trace or a data set, also compressed; a "
-            "directory or a pattern of such files; or - for stdin. Can be given several times; see "
-            "TRACES in hicachectl-prewarm(1).",
+            help=f"{text} FILE is SGLang's request log, a trace or a data set, and can be "
+            "compressed. FILE can also be a directory or a pattern of such files, or - for stdin. "
+            "Can be given several times; see TRACES in hicachectl-prewarm(1).",
         ),
         REQUESTS.option(
             "--trace-format",

@@ -67,8 +67,8 @@ _READING = ("trace_format", "block_size", "tokenizer")
 @own_option(
     "--write-probe",
     is_flag=True,
-    help="Send each server one random prompt, and look for its pages in STORE. The server keeps "
-    "them in its memory and its store.",
+    help="Send each server one random prompt, and look for the pages of the prompt in STORE. The "
+    "server keeps these pages in its memory and its store.",
 )
 @prefetch_threshold_option
 @jobs_option

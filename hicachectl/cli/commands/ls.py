@@ -71,8 +71,8 @@ def command(
     changes nothing. With --objects, --pool lists only the objects of the pool. Objects from before
     a server's clear belong to no page.
 
-    --summary shows each deployment with its object sizes, its first and its last write, the total,
-    and the free space of the store.
+    --summary shows the object sizes, the first write and the last write of each deployment, and the
+    total and the free space of the store.
 
     Without a profile, pages of a model are compared with each other, so ls does not notice a pool
     that no page has.

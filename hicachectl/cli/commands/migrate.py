@@ -117,8 +117,7 @@ def command(ctx: click.Context, /, source: str, destination: str, **options: Any
     --shard, DST cannot be a pack.
 
     --ray divides the work among the nodes of a Ray cluster, and prints the result; see CLUSTERS in
-    hicachectl-verify(1). --move works in one process and with
-    --shard, but not with --ray.
+    hicachectl-verify(1). --move works in one process and with --shard, but not with --ray.
 
     Examples:
       hicachectl migrate /mnt/hicache /backup/monday.hcpack --profile prod.toml

@@ -156,9 +156,8 @@ def command(
     short is still useful, except with --all. --dry-run prints the plan, and --plan executes it.
 
     The --to options transform pages as in migrate. For example, an archive of TP 4 can warm a
-    cluster of TP 8.
-    If the size of an object differs from the profile, its page is not copied and counts as failed
-    (exit status 4); a remark names the page.
+    cluster of TP 8. If the size of an object differs from the profile, its page is not copied and
+    counts as failed (exit status 4); a remark names the page.
 
     With --through-server, live servers then load the prefixes that DST has. Without --from, prewarm
     copies nothing, and only makes the servers load prefixes.

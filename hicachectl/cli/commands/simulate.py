@@ -133,9 +133,9 @@ def command(ctx: click.Context, /, store: str | None, **options: Any) -> None:
     Give the requests with --trace. A request hits the leading pages that the cache holds. Hits of
     fewer tokens than the servers' prefetch threshold do not count.
 
-    With a profile, capacities are bytes of the whole store, all ranks together; without one, they
-    are pages, or blocks of the trace. The policies are lru (like SGLang's trees, which evict the
-    last pages of a prefix first), hicachefile (the limit of SGLang's file backend), 3fs, plugin
+    With a profile, capacities are bytes of the whole store, all ranks together. Without a profile,
+    they are pages, or blocks of the trace. The policies are lru (like SGLang's trees, which evict
+    the last pages of a prefix first), hicachefile (the limit of SGLang's file backend), 3fs, plugin
     (hicachectl's storage backend), mooncake, and optimal. The policy optimal knows all later
     requests, so no other policy serves more.
 
