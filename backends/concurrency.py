@@ -2,8 +2,8 @@
 
 A call on a local file takes processor time. More threads than processors only compete for the
 processors and for Python's lock. A call on a network file system waits, and many calls can wait at
-once. So the number of calls at once starts at one. The number doubles while calls wait and a
-doubling does more items per second. It halves if half the number does almost as many.
+once. So the number of calls at once starts at one. It doubles while calls wait and a doubling
+raises the number of items per second. It halves if a halving hardly lowers that number.
 """
 
 from __future__ import annotations

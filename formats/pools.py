@@ -167,7 +167,7 @@ def pool_piece(
         return None
     if not kind.has_form:
         return PoolPiece(pool=pool, layers=layers, padding_layers=padding, nbytes=pool.nbytes)
-    # Under DCP a rank holds every dcp-th token of a KV page, but all tokens of a draft page.
+    # Under DCP, a rank holds every dcp-th token of a KV page, but all tokens of a draft's page.
     tokens = profile.page_size // profile.dcp if pool.name == ANCHOR else profile.page_size
     if pool.is_draft and kind.shards and profile.cp > 1:
         # runtime_context.py :: draft_attn_parallel_group also depends on DP attention.

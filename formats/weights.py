@@ -55,7 +55,7 @@ _GROUP_RANGES = 64
 # Fields of configs, at any depth, without an effect on results.
 _IDLE_FIELDS = frozenset({
     "_name_or_path",  # place from which the config was read
-    "_commit_hash",  # version of that place
+    "_commit_hash",  # version of the place
     "transformers_version",  # release that wrote the config
     "_attn_implementation_autoset",  # note of the release that wrote the config
 })  # fmt: skip

@@ -49,7 +49,7 @@ class Permissions:
     def for_group(self, group: int) -> int:
         """Return the bits for a file of a group.
 
-        A group other than `self.group` gets only the rights of others.
+        A group other than `self.group` gets only the rights of other users.
         """
         return self.bits if group == self.group else with_foreign_group(self.bits)
 
@@ -77,7 +77,7 @@ def give_file(descriptor: int, owner: int, group: int, *, mode: int | None = Non
     """Set an open file's group and, as root, its owner, as far as the system allows.
 
     mode: new permissions; by default unchanged. If the group cannot be set, the file's group gets
-        only the rights of others.
+        only the rights of other users.
     Raises OSError.
     """
     st = os.fstat(descriptor)

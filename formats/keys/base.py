@@ -145,7 +145,7 @@ class Grammar(ABC):
 
     @abstractmethod
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """Return every coordinate that an affix can mean; none if no key has this affix."""
+        """Return every coordinate that an affix can mean. An affix of no key has none."""
 
     @abstractmethod
     def affix(self, coordinate: Coordinate) -> Affix:

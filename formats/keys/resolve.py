@@ -74,9 +74,9 @@ def resolve_affixes(
 
 
 def _choose(readings: tuple[Coordinate, ...], ranks: Mapping[object, set[object]]) -> Resolved:
-    """Choose the reading with the most rank pairs among readings whose ranks all exist.
+    """Choose, among the readings whose ranks all exist, the reading that states the most ranks.
 
-    If several readings have the most pairs, or no reading is left, the key stays ambiguous.
+    If several readings state the most ranks, or no reading is left, the key stays ambiguous.
     """
     if len(readings) <= 1:
         return Resolved(next(iter(readings), None), readings)
@@ -87,7 +87,7 @@ def _choose(readings: tuple[Coordinate, ...], ranks: Mapping[object, set[object]
 
 
 def explained(reading: Coordinate) -> int:
-    """Return a reading's number of rank pairs."""
+    """Return the number of axes whose rank a reading states."""
     return sum(rank is not None for rank in reading.shard.ranks)
 
 
@@ -129,5 +129,8 @@ def _has_anchor(reading: Coordinate, deployments: Collection[tuple[Names, Sizes]
 
 
 def rankless(sizes: Sizes) -> Sizes:
-    """Return the sizes of a rank-replicated target whose Mamba keys have these sizes."""
+    """Return the sizes that the anchor keys of a rank-replicated target state.
+
+    sizes: sizes that the Mamba keys of the target state.
+    """
     return (None if sizes[3] is None else sizes[0], *sizes[1:])

@@ -141,7 +141,7 @@ class PoolKind:
         """Raise ProfileError if a profile does not determine each rank's share of the pool."""
 
     def shared_shard(self, pool: Pool, tp_rank: int, tp: int) -> int | None:
-        """Return the index of the share that a TP rank has in common with others; None without one.
+        """Return the index of the share that a TP rank shares with other ranks; None without one.
 
         tp: number of TP ranks.
         """

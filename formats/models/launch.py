@@ -79,7 +79,7 @@ def server_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of ServerArgs that arguments state. Switches are booleans, others texts.
+    """Return the fields of ServerArgs that arguments state, as texts or, for switches, booleans.
 
     Raises UsageError for flags that SGLang lacks. The message names the nearest flag.
     """

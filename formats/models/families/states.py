@@ -45,7 +45,7 @@ def gigachat(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 def kimi_linear(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for latent rows and Kimi delta attention layers (KimiLinearConfig)."""
-    delta_layers = config.section("linear_attn_config").integers("kda_layers")  # counted from 1
+    delta_layers = config.section("linear_attn_config").integers("kda_layers")  # they count from 1
     full, linear = split_layers(config, lambda layer: layer + 1 not in delta_layers)
     return (mla_pool(config, context, full, dsa=False), kimi_pool(config, context, linear))
 
