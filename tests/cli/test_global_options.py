@@ -82,8 +82,7 @@ def test_each_v_counts(invoke: Invoke, tmp_path: Path, line: str, level: str) ->
 def test_two_configs_are_refused(invoke: Invoke, config: Path, line: str) -> None:
     said = invoke(*line.format(config, "b.toml").split(), exit_code=2).stderr
     assert said == (
-        f"hicachectl: --config: takes one value, but has '{config}' and 'b.toml'; leave out all "
-        "but one\n"
+        f"hicachectl: --config: takes one value, but has '{config}' and 'b.toml'; give only one\n"
     )
 
 
