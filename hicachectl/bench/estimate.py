@@ -46,6 +46,8 @@ class Cost:
         least = max(1, -(-threshold // page_tokens))
         pages = np.arange(least, max(least, _LONGEST_TOKENS // page_tokens) + 1)
         reading = -(-pages // BATCH_PAGES) * self.start + pages * self.page
+        # Each new batch adds its start, so a longer prompt can again be read more slowly than
+        # computed. Take the length after the last such prompt.
         slower = np.flatnonzero(reading >= pages * page_tokens / prefill)
         first = int(slower[-1]) + 1 if len(slower) else 0
         return int(pages[first]) * page_tokens if first < len(pages) else None

@@ -170,6 +170,7 @@ def _in_threads(
 def _memory(nbytes: int, store: Store) -> Iterator[Arena]:
     """Yield an attached arena after the system has allocated its memory."""
     with Arena(nbytes, named=store.limits.named_arena) as arena, attached(arena, store):
+        # The system allocates memory when it is first used. This must not count as time of reads.
         arena.array[::ALIGNMENT] = 0
         yield arena
 

@@ -27,7 +27,7 @@ class Check:
 
     name: fixed name in the group, such as `page-size`.
     status: one of STATUSES; `unknown` if nothing was found that answers the question.
-    detail: the answer, in one sentence that names the thing.
+    detail: the answer, in one sentence that names its subject.
     group: one of GROUPS.
     evidence: observation behind the answer, such as `page_size 64 in internal_states[0]`; empty if
         `detail` has it.

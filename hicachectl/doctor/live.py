@@ -251,7 +251,7 @@ def _stage(stage: str) -> str:
 
 
 def _lost(counters: _Counters) -> Iterator[Check]:
-    """Judge the found tokens that were lost before a request could use them, by reason."""
+    """Judge, for each reason, the found tokens that were lost before a request could use them."""
 
     def of_found(name: str, **labels: str) -> Measure:
         return lambda look: (look.value(name, **labels), look.value(FOUND))

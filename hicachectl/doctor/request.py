@@ -33,7 +33,8 @@ class DoctorRequest:
     read: function that reads the requests; None if no requests are examined. The function's
         argument states how tokens are hashed. If the argument is None (unknown), the function may
         raise UsageError.
-    threshold: the servers' prefetch threshold in tokens; None for the threshold that they state.
+    threshold: prefetch threshold of the servers in tokens; None for the threshold that the servers
+        state.
     watch_seconds: time between two looks at the servers' counters.
     sample_pages: number of pages to read; 0 reads none.
     write_probe: whether to send each server a random prompt, and look for its pages in the store.

@@ -55,7 +55,10 @@ def verdict_text(checks: Sequence[Check]) -> str:
 
 
 def _wrapped(head: str, text: str, indent: str, screen: Screen) -> Iterator[str]:
-    """Yield a text after a head, made safe to show; on a terminal, in lines that fit."""
+    """Yield the lines of a text after a head. The text is made safe to show.
+
+    On a terminal, the lines fit its width.
+    """
     line = message_text(text)
     if screen.width is None or len(head) + len(line) <= screen.width:
         yield head + line

@@ -108,7 +108,7 @@ class PrewarmFacts(CopyFacts, kw_only=True):
 
 
 class FinishFacts(msgspec.Struct, kw_only=True):
-    """Counts of what servers can restore from the destination after the run.
+    """Counts of the tokens and pages that servers can restore from the destination after the run.
 
     usable_tokens: usable tokens of all chains, or of the pages if there are no chains.
     served_tokens: tokens of all chains that servers fetch; None if the prefixes of the pages are

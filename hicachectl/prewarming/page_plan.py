@@ -109,8 +109,8 @@ class PageChoice:
 def exclude_wrong_sizes(survey: Survey, *, whole_groups: bool) -> tuple[Survey, list[Problem]]:
     """Leave out targets made from objects of a wrong size. Return a problem for each such group.
 
-    Groups that the destination has stay wanted, because its objects are compared with the expected
-    sizes, not with the sizes in the source.
+    Groups that are in the destination stay wanted, because objects of the destination are compared
+    with the expected sizes, not with the sizes in the source.
     whole_groups: whether one wrong object leaves out all targets of its group.
     """
     route, rows, sizes = survey.route, survey.rows, survey.sizes
@@ -176,7 +176,8 @@ class PrewarmRequest:
     """Requests or pages to copy into a store, and limits on copying.
 
     profile: profile of the source.
-    requests: requests to warm for; None if prefixes are unknown, so that whole pages are copied.
+    requests: requests to warm the destination for; None if prefixes are unknown. Without requests,
+        whole pages are copied.
     pages: pages to copy if there are no requests, best first; None for all pages, newest first.
     in_others: pages that the page list names only in groups of other deployments.
     rank: function that returns the rank of each distinct page of requests by value. 0 is best. A

@@ -415,6 +415,7 @@ def _executed(
             touch_pages(destination, survey, wanted, until=after(warming.options.deadline))
             return *count(without=pages_with_problems([plan.facts])), None
     except BaseException as error:
+        # An error ends the run here. After an interrupt, the report still needs the counts.
         if isinstance(error, Exception):
             raise
         touch_pages(destination, survey, wanted, until=after(time.monotonic()))

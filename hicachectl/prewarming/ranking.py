@@ -43,9 +43,9 @@ class RankedBlocks:
 
     requests: requests that use the blocks.
     order: [ranked] int64, indices into the names of the requests.
-    values: [ranked] float64, not increasing: the chance that a request uses the block, averaged
-        over horizons (`value.reuse`). If no block was used twice, a value is the time of the last
-        use; if times are unknown, too, it is the number in `uses`.
+    values: [ranked] float64, largest first. A value is the chance that a request uses the block,
+        averaged over horizons (`value.reuse`). If no block was used twice, a value is the time of
+        the last use. If times are unknown, a value is the number in `uses`.
     uses: [ranked] int32, number of requests that used the block.
     last_seen: [ranked] float64, time of the last use; None if unknown.
     """
@@ -63,9 +63,9 @@ class RankedBlocks:
 def rank_blocks(requests: Requests, *, budget: int | None = None) -> RankedBlocks:
     """Order all blocks of requests by the savings expected from warming them.
 
-    The estimate is for the moment one mean request interval after the last request. Blocks of equal
-    value keep the order of their first use, one chain after another, so that each prefix is copied
-    with the states at its end.
+    The estimate is for the time of the last request plus the mean interval between requests. Blocks
+    of equal value keep the order of their first use, one chain after another, so that each prefix
+    is copied with the states at its end.
     budget: largest number of blocks to return; None for all.
     """
     requests = requests.in_time_order()

@@ -43,7 +43,7 @@ class Expected:
 
     identities: identity of the objects of each affix; empty if the weights are unknown.
     marked: suffixes for which the store has markers.
-    unknown: why objects with trailers cannot be compared with identities, else "".
+    unknown: why objects with trailers cannot be compared with identities; "" if they can.
     """
 
     identities: Mapping[Affix, Identity] = field(default_factory=dict)

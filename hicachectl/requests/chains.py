@@ -41,7 +41,7 @@ _REFERENCES_AT_ONCE = 1 << 20
 _IDS_AT_ONCE = 1 << 22
 _LARGEST_SHARE = 4  # the table of small ids has at most this many entries for each reference
 _SAMPLE_REQUESTS = 8
-_SAMPLE_TOKENS = 1026  # a page of 1024 tokens, the next token, and one for a bigram
+_SAMPLE_TOKENS = 1026  # enough for a page of 1024 tokens, the next token, and a bigram
 
 _HEX = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), "<u2")
 
@@ -169,10 +169,10 @@ class Requests:
     starts: [requests] int64, place of the request in the input, for `Trace.again`; None if the
         requests have no places.
     cached: [requests, 3] int64, number of prompt tokens that device, host and storage served; -1 if
-        unknown. If only the sum is known, it stands first. None if unknown for all requests.
+        unknown. If only the sum is known, it stands first. None if no request has such numbers.
     labels: texts of requests by kind (`LABELS`). Kinds that no request has are left out.
     sample: first tokens of the first requests; empty if only hashes are known.
-    hashing: rules by which tokens became these pages; None if unknown, and for block ids.
+    hashing: rules by which tokens became these pages; None for block ids, and if unknown.
     """
 
     names: Names
@@ -571,6 +571,7 @@ class Columns:
         names = hashes[first]
         if np.array_equal(names[blocks], hashes):
             return names, blocks
+        # Different hashes have equal first bits, so compare whole hashes.
         fixed = pa.FixedSizeBinaryArray.from_buffers(
             pa.binary(HASH_BYTES), len(hashes), [None, pa.py_buffer(hashes)]
         )

@@ -1,4 +1,4 @@
-"""Explain missing pages: another deployment has them, or the requests were hashed wrongly."""
+"""Find out whether another deployment has missing pages, or requests were hashed wrongly."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def miss_remarks(
     hits: Hits,
     elsewhere: list[Elsewhere],
 ) -> list[str]:
-    """Return why pages may be missing: another deployment has them, or the hashing is wrong.
+    """Return a remark if another deployment has missing pages, or if the hashing seems wrong.
 
     elsewhere: result of `find_elsewhere`.
     """

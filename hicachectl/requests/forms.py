@@ -1,6 +1,6 @@
 """Define a request, and a form of request records.
 
-A form is one kind of file: hicachectl's own, a server's log, a public trace, a data set of chats.
+A form is one kind of file, such as a server's log, a public trace or a data set of chats.
 `reading` has the table of all forms, and reads files by them. A form is recognised by the content
 of a record, never by the name of a file.
 """
@@ -30,7 +30,7 @@ UNHASHABLE = "but only text can be hashed; give --token-ids with the ids that we
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A request: the members that determine its pages, and facts for statistics.
+    """A request, with the members that determine its pages, and with facts for statistics.
 
     where: "FILE: line N", for messages.
     token_ids: tokens of the prompt; empty with block_ids or page_hashes.

@@ -62,6 +62,7 @@ def grouping_of(requests: Requests, by: str) -> Grouping:
     ages = seconds - first[found.ids]
     ids = 1 + np.searchsorted([limit for limit, _ in _AGES], ages, side="right")
     ids[starts] = 0
+    # Requests of an unknown session belong to the last group, which has no name.
     unknown = [name is None for name in found.names]
     ids[np.array(unknown)[found.ids]] = len(_AGES) + 2
     return Grouping(by, (_FIRST, *(text for _, text in _AGES), _OLDER, None), ids)

@@ -46,9 +46,12 @@ if TYPE_CHECKING:
     from hicachectl.requests.chains import Requests
 
 
-# Values of a slot that is not ABSENT. HELD: a usable object. MISFIT: an object of another size.
-# Where servers compare trailers, UNTRAILED: an object without a trailer; FOREIGN: an object of
-# another identity or rank.
+# Values of a slot that is not ABSENT:
+#
+# - MISFIT: an object of another size
+# - HELD: a usable object
+# - UNTRAILED: an object without a trailer, where servers compare trailers
+# - FOREIGN: an object of another identity or rank, where servers compare trailers
 MISFIT, HELD, UNTRAILED, FOREIGN = range(4)
 _REFUSED = {BARE: UNTRAILED, OTHER: FOREIGN}
 CLEARED = 4  # fault of an ABSENT slot whose object is from before a server's `clear`
@@ -98,7 +101,7 @@ class Hits:
 
     @property
     def trailing(self) -> bool:
-        """Whether servers need at least one of the pools only at the end of a prefix."""
+        """Whether there is a pool that servers need only at the end of a prefix."""
         return any(block.spec.trailing for block in self.needs)
 
     @property
