@@ -160,7 +160,7 @@ def merge_run(run: RunDirectory) -> Result:
     undone = [part for part, record in results.items() if not record.form.settled]
     if undone:
         said = (
-            f"{run.path}: {spans(undone)} of {manifest.parts}: not complete; to complete the "
+            f"{run.path}: not complete: {spans(undone)} of {manifest.parts}; to complete the "
             "work, run all parts with another --run"
         )
         merged = merged.with_undone(said)
@@ -172,7 +172,7 @@ def merge_run(run: RunDirectory) -> Result:
     if missing:
         incomplete = f"{spans(missing)} of {manifest.parts}"
         document["complete"] = False
-        said = f"{run.path}: {incomplete}: no result; run the missing parts"
+        said = f"{run.path}: there is no result of {incomplete}; run the missing parts"
         merged = replace(merged.with_undone(said), failed=True)
 
     def lines(_document: dict[str, Any], screen: Screen, shown: Shown) -> Iterator[str]:
@@ -194,13 +194,15 @@ def reason_to_wait(run: RunDirectory) -> str:
         return ""
     with usage_errors(run.path):
         if run.directory.has(MERGED_FILE):
-            return f"{run.path}: not merged: the run of {manifest.listed} was merged before"
+            why = f"the run of {manifest.listed} was merged before"
+            return f"{run.path}: not merged, because {why}"
     missing = sorted(set(range(manifest.parts)) - run.parts_with_result())
     if missing:
         parts = f"{spans(missing)} of {manifest.parts}"
-        return f"{run.path}: not merged: {parts}: no result yet; the last part merges"
+        why = f"there is no result of {parts} yet"
+        return f"{run.path}: not merged, because {why}; the last part merges"
     if not is_finished(run, manifest, kind_of(manifest.command, str(run.path))):
-        return f"{run.path}: not merged: the run is not finished; run any part again"
+        return f"{run.path}: not merged, because the run is not finished; run any part again"
     return ""
 
 

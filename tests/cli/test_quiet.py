@@ -187,7 +187,7 @@ def test_a_divided_run_names_the_parts_that_are_missing(
     assert quietly(f"{part} 0/2") == ("", "")
     merged = quietly("merge RUN --catalog CATALOG", exit_code=4)
     missing, unwritten = merged.stderr.splitlines()[::-1]
-    assert "part 1 of 2: no result; run the missing parts" in missing
+    assert "there is no result of part 1 of 2; run the missing parts" in missing
     assert "not written, because parts of the run are missing" in unwritten
     assert merged.stdout.endswith("Incomplete: part 1 of 2 without a result\n")
     metrics = place["OUT"]
@@ -206,7 +206,7 @@ def test_a_divided_run_names_the_parts_that_are_missing(
 def test_a_part_that_is_not_complete_says_so(quietly: Callable[..., Outcome]) -> None:
     part = "verify STORE --profile PROFILE --time-limit 0s --run RUN --shard 0/1"
     assert "Part 0 of 1 is not complete; to complete the work" in quietly(part).stderr
-    assert "part 0 of 1: not complete; to complete the work" in quietly("merge RUN").stderr
+    assert "not complete: part 0 of 1; to complete the work" in quietly("merge RUN").stderr
 
 
 def test_a_failure_has_its_reason(

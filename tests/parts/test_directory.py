@@ -203,7 +203,7 @@ def test_an_incomplete_part_is_named(toy_run: ToyRun) -> None:  # noqa: F811
     merged = toy_run.merged()
     assert merged.document["finished"] == 10
     assert merged.remarks[0] == (
-        f"{toy_run.path}: part 1 of 2: not complete; to complete the work, run all parts with "
+        f"{toy_run.path}: not complete: part 1 of 2; to complete the work, run all parts with "
         "another --run"
     )
 
@@ -216,7 +216,7 @@ def test_missing_parts_are_named(toy_run: ToyRun) -> None:  # noqa: F811
     assert merged.document["missing_parts"] == [1, 2, 3, 4, *range(6, 12)]
     assert merged.document["complete"] is False
     assert merged.document["copied"] == 2
-    assert "parts 1-4, 6-11 of 12: no result" in merged.remarks[0]
+    assert "there is no result of parts 1-4, 6-11 of 12" in merged.remarks[0]
 
 
 # full disks, and file systems without links

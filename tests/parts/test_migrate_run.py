@@ -190,7 +190,7 @@ def test_other_commands_are_refused(invoke: Invoke, sites: Sites, tmp_path: Path
     assert (names_in(sites.run.path / "parts"), files(sites.divided / "target")) == (before, target)
     merged = sites.run.merged(exit_code=4)
     assert (merged.document["complete"], merged.document["missing_parts"]) == (False, [1])
-    assert f"{sites.run.path}: part 1 of 2: no result" in merged.stderr
+    assert f"{sites.run.path}: there is no result of part 1 of 2" in merged.stderr
 
 
 def test_a_pack_is_no_destination_of_parts(invoke: Invoke, sites: Sites) -> None:
@@ -244,7 +244,7 @@ def test_a_full_destination(sites: Sites, tmp_path: Path) -> None:
         assert (merged.document["complete"], merged.document["stopped_by"]) == (
             False, "destination full"
         )  # fmt: skip
-        assert "part 0 of 1: not complete; to complete the work" in merged.stderr
+        assert "not complete: part 0 of 1; to complete the work" in merged.stderr
         assert 0 < len(files(target)) < len(files(sites.one / "target"))
         subprocess.run(["mount", "-o", "remount,size=64m", str(target)], check=True)
         second = CommandRun(sites.invoke, tmp_path / "second", *sites.run.command)

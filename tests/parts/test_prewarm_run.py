@@ -225,7 +225,7 @@ def test_a_missing_part_and_a_missing_end_are_named(
     merged = runs.merged(exit_code=4).document
     assert (merged["complete"], merged["missing_parts"]) == (False, [1])
     said = invoke("merge", runs.path, exit_code=4)
-    assert "part 1 of 3: no result" in said.stderr
+    assert "there is no result of part 1 of 3" in said.stderr
     assert "complete: False" in said.stdout
     runs.part(1, 3)
     (runs.path / "finish.json").unlink()

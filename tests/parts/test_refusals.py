@@ -77,7 +77,7 @@ def test_parts_and_merge_on_the_command_line(invoke: Invoke, toy_run: ToyRun) ->
     partly = invoke("merge", toy_run.path, "--format", "json", exit_code=4)
     assert partly.document["missing_parts"] == [1]
     assert partly.stderr == (
-        f"hicachectl: {toy_run.path}: part 1 of 2: no result; run the missing parts\n"
+        f"hicachectl: {toy_run.path}: there is no result of part 1 of 2; run the missing parts\n"
     )
     assert "Part 0 of 2 was done at 20" in invoke(*run, "--shard", "0/2").stderr
     invoke(*run, "--shard", "1/2")

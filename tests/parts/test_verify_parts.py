@@ -135,7 +135,8 @@ def test_the_process_of_the_last_part_merges(invoke: Invoke, damaged: Path, tmp_
     for part, waits_for in enumerate(["parts 1-2", "part 2"]):
         run.part(part, 3)
         output = invoke(*merge)
-        assert f"run: not merged: {waits_for} of 3: no result yet" in output.stderr
+        said = f"run: not merged, because there is no result of {waits_for} of 3 yet"
+        assert said in output.stderr
         assert output.stdout == ""
     run.part(2, 3)
     document = invoke(*merge, exit_code=4).document
@@ -349,7 +350,7 @@ def test_a_part_that_the_time_limit_cut_is_not_complete(
     run.part(1, 2)
     cut = run.merged(exit_code=4)
     assert (cut.document["complete"], cut.document["stopped_by"]) == (False, "deadline")
-    assert "part 0 of 2: not complete; to complete the work" in cut.stderr
+    assert "not complete: part 0 of 2; to complete the work" in cut.stderr
 
 
 @pytest.mark.parametrize(("column", "value"), [("severity", "bogus"), ("code", None)])
