@@ -105,6 +105,7 @@ def filling_of(groups: PageGroups, now: float, *, is_part: bool) -> Filling:
         Window(seconds, byte_sum(nbytes[ages <= seconds]), is_all)
         for seconds, is_all in _spans(float(ages.max(initial=0, where=of_pages)))
     )
+    # The rate is that of the last 7 days, or of all days if the first write is younger.
     weeks = [window for window in windows if window.seconds <= _WINDOWS[1]]
     main = weeks[-1] if weeks else None
     recent = ages <= main.seconds if main else np.zeros(len(ages), dtype=np.bool_)

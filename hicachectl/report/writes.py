@@ -71,6 +71,7 @@ def writes_of(inventory: Inventory) -> Writes | None:
     width = next((w for w in _WIDTHS if (last - first) // w < _BINS), max(_WIDTHS))
     end = last // width + 1
     start = min(first // width, end - _LEAST_BINS) * width
+    # Times that lie decades apart could need any number of the widest bins.
     bins = min(end - start // width, 4 * _BINS)
     at = (seconds - start) // width
     drawn = (at >= 0) & (at < bins)
