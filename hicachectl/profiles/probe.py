@@ -623,8 +623,8 @@ def _profile_text(server_args: Any, enter: Callable[[str], None]) -> str:
         comments.append(f"This script was written for SGLang {RELEASE}, not {__version__}.")
     if flags["device"] == "cpu":
         comments.append(
-            "This machine has no GPU. SGLang on a GPU may choose another page size, dtype or row "
-            "form."
+            "SGLang was run without a GPU here. On a GPU, it may choose another page size, dtype "
+            "or row form."
         )
     scalars = _scalars(whole.runner, flags, tp, replicated) | {"sglang": __version__}
     _check_ranks(scalars, flags, replicated, [pool.name for pool in whole.pools])
