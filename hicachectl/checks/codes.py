@@ -41,6 +41,8 @@ PROFILE_OPTION = "--profile FILE"
 DESPITE = "--despite-profile"
 BELOW = "the command below"
 _REPAIR = f"hicachectl verify {STORE} {OPTIONS} --repair quarantine"
+# hicachectl-runbooks(7) quotes some of the texts below and in codes.toml, in outputs that
+# tests/conformance/test_runbooks.py compares. After a change, write these outputs again.
 _REMOVED = "Remove the page with {command}. Servers compute the page again and write it."
 _REPAIR_COST = (
     "One computation of the page, when a request next needs it. Until then, requests miss the "
