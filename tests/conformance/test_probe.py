@@ -149,8 +149,8 @@ def test_flags_for_which_sglang_disables_hicache_have_no_profile(answers: dict[s
     ("name", "said"),
     [
         ("ranks", "cp 2: without DP attention, keys name the full TP size, but heads are "),
-        ("stages of a form", "pools[swa]: DeepSeekV4PagedHostPool has objects of [3144960, 3294720]"
-         " bytes in pipeline stages"),
+        ("stages of a form", "pools[swa]: the objects of DeepSeekV4PagedHostPool have "
+         "[3144960, 3294720] bytes in different stages"),
     ],
 )  # fmt: skip
 def test_servers_that_no_profile_describes_are_told(
