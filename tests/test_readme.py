@@ -97,6 +97,12 @@ def commands() -> list[list[str]]:
     return [list(itertools.takewhile(lambda text: text != ">", words)) for words in found]
 
 
+def anchors(text: str) -> set[str]:
+    """Return the anchors that a web page gives to the headings of a Markdown text."""
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
 def table(head: str) -> dict[str, str]:
     """Return the rows of a table of the README: the rest of a row by its first column."""
     rows = README.split(f"\n{head}\n")[1].split("\n\n")[0].splitlines()[1:]
@@ -172,10 +178,10 @@ def difference(demo: Demo, chromium: Browser, *pictures: bytes) -> float:
 def test_the_links_of_the_readme_lead_somewhere() -> None:
     links = re.findall(r"\]\(([^)]+)\)", README)
     assert len(links) > 10
-    headings = re.findall(r"^#+ (.*)", README, re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
     for link in links:
-        assert link[1:] in anchors if link[0] == "#" else (ROOT / link).exists(), link
+        path, _, anchor = link.partition("#")
+        text = (ROOT / path).read_text() if anchor and path else README
+        assert anchor in anchors(text) if anchor else (ROOT / path).exists(), link
     # A manual page is a link wherever it is named.
     assert not re.search(r"(?<!\[)\b(?:hicachectl|hcpack)[a-z-]*\([157]\)", README)
 
