@@ -79,8 +79,8 @@ class Status(IntEnum):
 
     OK = 0
     GONE = 1  # the store has no object of this key
-    SHORT = 2  # the object is smaller than the capacity
-    OVERSIZED = 3  # the object is larger than the capacity
+    SHORT = 2  # the object has fewer bytes than the caller of `read_into` expects
+    OVERSIZED = 3  # the object has more bytes than the caller of `read_into` expects
     EXISTS = 4  # the object was not written, because the key exists and `if_absent` is True
     ERROR = 5  # any other failure
     CHANGED = 6  # the call left the object alone, because a writer changed it after the listing
@@ -140,7 +140,8 @@ class Limits:
     # Number of threads that write at once. One thread can copy while another waits for the disk.
     parallel_writes: int = 2
     forkable: bool = False  # forked processes may read, each with its own arena
-    named_arena: bool = False  # reads are fastest into a named arena
+    # Reads are fastest into an arena that other processes can open by name (`Arena(named=True)`).
+    named_arena: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +166,8 @@ class Traits:
     # Pools are evicted separately, so that sidecars can outlive anchors.
     evicts_pools_apart: bool = False
     versions_recur: bool = False  # a new object can have the version of an earlier object
-    # One call of `exists` confirms the versions of many objects that were read. That costs less
-    # than a read of each object with `identify`.
+    # After reads, one call of `exists` tells which of many objects are still in the store. That
+    # costs less than a read of each object with `identify`.
     identifies_by_exists: bool = False
     logs_natively: bool = False  # the store's library logs to file descriptor 2 itself
 
@@ -290,8 +291,8 @@ class Store(Closing, ABC):
         Raises UnsupportedByBackend if `traits.deletes` is False.
         """
         raise UnsupportedByBackend(
-            f"{self.url}: objects cannot be deleted from this store; migrate the objects to "
-            "keep to a new store"
+            f"{self.url}: objects cannot be deleted from this store; to drop some objects, "
+            "migrate the others to a new store"
         )
 
     def undo_writes(self, rows: Rows) -> Result:

@@ -124,9 +124,10 @@ def make_run_folder(parent: Directory, name: str, store: Store) -> Directory:
 
 
 def open_run_folder(parent: Directory, name: str, *, writes: bool) -> Directory:
-    """Open the folder of a run. Trust in its files is derived from the folder.
+    """Open the folder of a run.
 
-    The owner of the folder owns the store's directory, too.
+    The users who may own its files are derived from the owner, group and mode of the folder; see
+    `Directory.again`. In a store of files, the folder and the store's directory have one owner.
     Raises OSError. Raises UntrustedError if the folder's owner is not trusted and users other than
     the owner of the quarantine may have made the folder.
     """

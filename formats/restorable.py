@@ -89,8 +89,8 @@ def least_tokens(threshold: int, *, trailing: bool) -> int:
     """Return the fewest tokens that a server takes from a store for a request.
 
     threshold: the server's prefetch threshold in tokens. If fewer tokens are usable, the server
-        fetches nothing, however long the request is. Only whole pages count. So a threshold between
-        two numbers of pages acts like the larger number, and a threshold below a page like a page.
+        fetches nothing, however long the request is. Only whole pages count. So a threshold acts as
+        if it were rounded up to a multiple of the page size.
     trailing: whether servers need at least one pool only at the end of a prefix.
 
     In the host memory mode `cache`, a server can fetch fewer than LOAD_BACK_TOKENS tokens. It then

@@ -1,7 +1,7 @@
 """Read the names in a directory, thousands with each system call and without a stat.
 
-Python's `os.scandir` reads only 32 KiB of names at a time. It stats each file if the directory does
-not tell the kinds of its entries (NFS without READDIRPLUS).
+Python's `os.scandir` reads only 32 KiB of names at a time. Its `is_file` makes a stat of each file
+if the directory does not tell the kinds of its entries (NFS without READDIRPLUS).
 """
 
 from __future__ import annotations

@@ -8,13 +8,15 @@ the store meanwhile. That is safe for these reasons:
   from the beginning (hicache_storage.py :: HiCacheFile.get), so it reads old and new file alike.
   The plug-in accepts the new file, and treats the old file as its setting `unstamped` says. An open
   file stays readable after its name is gone.
-- Listings. The markers are durable before the first file is replaced. They say that a file with
-  128 more bytes is whole; a file without a trailer keeps its size. Unfinished copies have names
+- Listings. The markers are durable before the first file is replaced. With a marker, a listing
+  counts a file that is 128 bytes longer as an object with a trailer, and a file of the object's own
+  size as an object without a trailer. Unfinished copies have names
   that SGLang ignores and that `rm --temporaries` removes. ext4 lists each name once. tmpfs may miss
   or repeat names that any process renames during a listing (tried with Linux 6.18).
 - Writers. HiCacheFile never writes over an object. The plug-in replaces an object that it refuses,
-  by a rename. After the exchange, the replaced file has the temporary name, and is compared. A
-  writer's new file gets its name back, and the status of the object is EXISTS.
+  by a rename. Adoption exchanges the names of the copy and of the object's file. The replaced file
+  then has the temporary name, and is compared with the file that was copied. If it is another file,
+  which a writer has written since, it gets the object's name back, and the status is EXISTS.
 - Removals. HiCacheFile's evictor and `clear` unlink names. The plug-in's evictor renames a file to
   a temporary name, and compares it again. An exchange fails if the name is missing, so a removed
   object never comes back. HiCacheFile counts a file's size when it writes or first sees the file.

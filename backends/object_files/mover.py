@@ -94,7 +94,8 @@ class FileMover(Mover):
                 return Status.CHANGED
             there, target = self._run.place_for_new(key, listed.st_size)
             if not durable.rename_noreplace(here, name, there, target):
-                # Rename plainly, because after a link the unlink could remove a writer's new file.
+                # A plain rename is one step. After link and unlink, a writer's new file could be
+                # gone: the writer puts it there after the link, and the unlink removes it.
                 os.rename(name, target, src_dir_fd=here, dst_dir_fd=there)
         except OSError as error:
             if not os.fstat(self._run.descriptor).st_nlink:

@@ -132,7 +132,8 @@ class Workers:
         """Return function(*arguments) for each item of work; None for an item not done in time.
 
         If an item was not done in time, `call` has ended. If `function` raises anything other than
-        Ended, the first such exception is raised here, after all items have ended.
+        Ended, the first such exception is raised here, after all items have ended or the time is
+        over.
         """
         results: list[Result | None] = [None] * len(work)
         if self.paused:

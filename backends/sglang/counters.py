@@ -90,7 +90,7 @@ class Counters:
     """Count events of one store. Log a reason's first event at once, and later events in sums.
 
     place: name of the store in messages.
-    tally: counts that all stores of a server share.
+    tally: counts that all stores of one rank share.
     """
 
     def __init__(self, place: str, tally: Tally | None = None) -> None:

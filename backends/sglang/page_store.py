@@ -138,7 +138,10 @@ class PageStore(ABC):
 
     @abstractmethod
     def exists(self, pool: ServedPool, pages: Sequence[str], call: Call) -> list[bool]:
-        """Return which pages have the right length and identity; digests are not checked."""
+        """Return which pages the store has, as far as a look-up without a read can tell.
+
+        Digests are not checked. Lengths and identities are checked if the store knows them.
+        """
 
     @abstractmethod
     def read(
@@ -157,7 +160,7 @@ class PageStore(ABC):
 
     @abstractmethod
     def clear(self, call: Call) -> None:
-        """Make all objects of this rank misses at once."""
+        """Make all objects of this rank misses at once, or log that the store cannot do so."""
 
     def open(self, call: Call) -> None:
         """Open the store. If it cannot be opened now, later calls try again."""

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 # Bytes of a buffer, unless one page is larger than this. Larger buffers were no faster.
 _BUFFER_BYTES = 8 << 20
 _BUFFERS_PER_THREAD = 2  # a buffer for a call, and a buffer for a call that hangs
-_OBJECTS_PER_RUN = 128  # number of pages in SGLang's batches
+_OBJECTS_PER_RUN = 128  # most objects of one run; a batch of SGLang has 128 pages
 _KEYS = pa.schema([SCAN_FIELDS["key"]])
 _REASONS: dict[Status, Refused] = {
     Status.SHORT: "damaged",
@@ -552,7 +552,7 @@ def _page_bytes(pool: ServedPool) -> int:
 
 
 def _pages_per_run(pool: ServedPool) -> int:
-    """Return how many pages fit into both a buffer and a batch of the store; at least 1."""
+    """Return the number of pages of a run, limited by the buffer and by _OBJECTS_PER_RUN."""
     fitting = _BUFFER_BYTES // max(1, _page_bytes(pool))
     return max(1, min(fitting, _OBJECTS_PER_RUN // max(1, len(pool.parts))))
 

@@ -7,8 +7,8 @@ _get_mha_zero_copy_keys, _pool_component_key. KEY is::
     page-hash                               kv, flat page or MLA
     page-hash "-k" | page-hash "-v"         kv, MHA zero-copy
     page-hash "_" pool                      namespace = pool
-    page-hash "_mamba_" tp-rank "_" tp-size mamba beside an MLA target, RANK is 0; likewise any
-                                            pool with its own ranks
+    page-hash "_mamba_" tp-rank "_" tp-size pool that differs by rank, such as mamba, if TP ranks
+                                            share the kv objects (MLA); RANK is then 0
 
 No key names the model or the pipeline rank.
 """

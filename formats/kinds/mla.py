@@ -40,7 +40,7 @@ def mla_row(pool: Pool) -> tuple[int, str]:
 
     A scaled row has dtype uint8. It holds fp8 codes, one fp32 scale for 128 codes, and the bf16
     rope part. That is 656 bytes for 512 + 64 channels. Raises ProfileError if row and dtype
-    contradict each other.
+    contradict each other, or if the codes of a scaled row do not fill whole blocks of 128.
     """
     if pool.row == "fp8_scaled":
         if pool.kv_lora_rank % QUANT_BLOCK:
@@ -54,7 +54,8 @@ def mla_row(pool: Pool) -> tuple[int, str]:
     dtype = pool.dtype or default
     if DTYPE_BYTES[dtype] != width:
         raise ProfileError(
-            f"pools[{pool.name}].dtype: {dtype} contradicts row {pool.row!r}; leave out one of them"
+            f"pools[{pool.name}].dtype: {dtype} contradicts row {pool.row!r}; leave out dtype, or "
+            "give another row"
         )
     return pool.kv_lora_rank + pool.qk_rope_head_dim, dtype
 
@@ -114,8 +115,8 @@ class Mla(PoolKind):
     def compared_channels(self, pool: Pool, tensor: TensorLayout) -> int:
         """Return the number of latents.
 
-        The rope part is left out, because its magnitudes differ from those of the latents in every
-        layer.
+        The rope part is not compared, because in every layer its magnitudes differ from the
+        magnitudes of the latents.
         """
         return pool.kv_lora_rank
 

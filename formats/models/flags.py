@@ -61,7 +61,8 @@ class DeploymentFlags:
     """Flags of a server, with SGLang's names and values, before sharding.
 
     model: served model name; None means the config's `_name_or_path`.
-    page_size: --page-size in tokens, which is the physical page under DCP; None if SGLang chooses.
+    page_size: --page-size in tokens; None if SGLang chooses. Under DCP, a page in the store has
+        `dcp` times as many tokens; see `page_tokens`.
     layout: --hicache-mem-layout; None for the release's default.
     storage_backend, io_backend: values that determine, with `layout`, the layout in use.
     tp: --tp-size, ranks of a pipeline stage; not the attention TP size.
@@ -69,8 +70,8 @@ class DeploymentFlags:
     pp_partition: SGLANG_PP_LAYER_PARTITION.
     draft_model_config: the draft's config; None if the target's checkpoint contains the draft.
     mamba_ssm_dtype, mamba_conv_dtype: --mamba-ssm-dtype or SGLANG_MAMBA_*_DTYPE; "" if unset.
-    indexer_dtype: --qsa-indexer-dtype, or the dtype of index keys where the GPU decides; "fp4" for
-        --enable-deepseek-v4-fp4-indexer.
+    indexer_dtype: --qsa-indexer-dtype; "fp4" for --enable-deepseek-v4-fp4-indexer; for a model
+        whose index keys have the dtype that the GPU needs, this dtype.
     dsv4_kv_layout, dsv4_compressed_kv_layout, dsv4_compress_state_dtype: SGLANG_DSV4_KV_LAYOUT,
         …_COMPRESSED_KV_LAYOUT, …_COMPRESS_STATE_DTYPE; "" if unset.
     prefetch_threshold: number of tokens that --hicache-storage-backend-extra-config states.
@@ -129,8 +130,9 @@ class DeploymentFlags:
     def least_looked_up(self) -> int:
         """Smallest number of tokens left to compute for which a server looks up pages in its store.
 
-        The whole pages of these tokens without the last token must reach the threshold. Source:
-        SGLang srt/mem_cache/unified_radix_cache.py :: prefetch_from_storage.
+        SGLang leaves out the last of these tokens, then the tokens of an incomplete page. The rest
+        must have at least `prefetch_threshold` tokens, and at least one page. Source: SGLang
+        srt/mem_cache/unified_radix_cache.py :: prefetch_from_storage.
         """
         page = self.page_tokens
         return -(-max(self.prefetch_threshold, 1) // page) * page + 1
@@ -222,7 +224,7 @@ def hash_unit(algorithm: str) -> str:
     return "bigram" if algorithm in _BIGRAM_ALGORITHMS else "token"
 
 
-# combinations that SGLang refuses beside HiCache with an L3 store, or with each other
+# Flags that SGLang refuses beside HiCache with an L3 store, and pairs of flags that it refuses.
 
 
 class RefusedFlags(NamedTuple):

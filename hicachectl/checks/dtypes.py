@@ -2,10 +2,13 @@
 
 Keys and sizes are the same for both formats. Only the exponents show the format: float16 has five
 exponent bits, and bfloat16 has eight. Neighbours in a row of keys, values or states have about the
-same magnitude, so their exponents differ little. The share of pairs whose exponents differ by k or
-more is halved with each step of k, because values near zero are dense.
-If float16 is read as bfloat16, these differences are multiplied by eight, because three bits of the
-mantissa become bits of the exponent. If bfloat16 is read as float16, they are divided by eight.
+same magnitude, so their exponents differ little. For a pair to differ by k or more, one of its
+values must be very small, and each smaller power of two has about half as many values. So the share
+of such pairs is about halved with each step of k.
+
+If float16 is read as bfloat16, these differences
+are multiplied by eight, because three bits of the mantissa become bits of the exponent. If bfloat16
+is read as float16, they are divided by eight.
 
 There is a finding only if the differences are wrong in the profile's format and right in the other
 format. Random bytes, constants and other bytes that no model writes are right in neither format.
@@ -133,7 +136,11 @@ class _Differences:
 
 
 def dtype_check(expected: ObjectSpec, profile: Profile) -> DtypeCheck | None:
-    """Return the check for one spec; None if its objects have too few numbers, or both formats."""
+    """Return the check for one spec.
+
+    Return None if its objects have too few numbers, numbers of both formats, or a size that is no
+    multiple of WORD_BYTES.
+    """
     if expected.nbytes % WORD_BYTES:
         return None
     sections = sections_of(expected, profile)
@@ -148,8 +155,8 @@ def dtype_check(expected: ObjectSpec, profile: Profile) -> DtypeCheck | None:
     (other,) = _FORMS.keys() - dtypes
     draw = np.random.default_rng(0)
     chosen = draw.permutation(places)[:_PAIRS]
-    # A piece lies inside one row, if the row is at least as long as the piece. Otherwise, the piece
-    # extends into the next row.
+    # Starts are multiples of the piece, so that most pieces lie inside one row. A piece can extend
+    # into the next row.
     starts = chosen[:_LOOK_PIECES] // _LOOK_PIECE * _LOOK_PIECE
     starts = np.minimum(starts, expected.nbytes // WORD_BYTES - _LOOK_PIECE)
     return DtypeCheck(dtype, other, tuple(starts.tolist()), np.sort(chosen))

@@ -29,7 +29,7 @@ _ENDS = {"/start": "begin", "/fail": "failure", "": "success"}  # what each ping
 
 @contextmanager
 def pinged(ctx: click.Context, url: SplitResult) -> Iterator[None]:
-    """Report the start and the end of a command's run, which is the block.
+    """Report the start and the end of the `with` block, in which a command runs.
 
     Failed pings make one message on stderr after the block, so that cron mails it. The message
     leaves out the path of the URL, which is a secret.

@@ -1,6 +1,7 @@
-"""Move objects of one form into the pools of a lane, check them there, and gather them back.
+"""Scatter objects into the device memory of a lane, check them there, and gather them back.
 
-Objects of one pool with equal tensors, padding layers and checks have one form.
+A lane is a stream with the memory for one slab (`device.lanes`). The objects of a slab have one
+form: one pool, and equal tensors, padding layers and checks.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class DeviceKernel(Protocol):
     def suspects(self, seen: Sequence[npt.NDArray[Any]]) -> BoolArray:
         """Return flags [count, 2] from the results on the host.
 
-        Column 0 says whether the CPU must check the object. Column 1 says whether the CPU must find
-        an issue in the object.
+        Column 0 says whether the CPU must check the object. Column 1 says whether the object surely
+        has an issue. If the CPU then finds no issue, the device damages data (DeviceError).
         """
 
 
@@ -102,7 +103,7 @@ class DeviceRun:
     One thread may use them at a time.
     most: number of objects that fit into the lane.
     slots: [most] int64 on the device, the page slot of each object.
-    pools: parts of `lane.pools`.
+    pools: the device pools of the form, which are slices of `lane.pools`.
 
     On a CUDA device, launches are captured once, for `most` objects, and replayed for every slab.
     Results of unused slots are dropped. On other devices, the kernels are launched for the objects

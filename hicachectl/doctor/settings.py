@@ -372,7 +372,7 @@ def _number(value: object) -> float | None:
 
 
 def _values(states: Iterable[Mapping[str, Any]], name: str) -> str:
-    """Return the values of a setting, each with the number of ranks that have it."""
+    """Return the value of a setting. If ranks differ, each value has its number of ranks."""
     counts: dict[str, int] = {}
     for state in states:
         value = shown(state.get(name))

@@ -57,8 +57,9 @@ def write_table(
     *,
     dictionary: Collection[str] = (),
 ) -> TableFile:
-    """Write tables one after the other to a new file, durably. Each table becomes a row group.
+    """Write tables one after the other to a new file, durably.
 
+    Each table becomes a row group. A table of more than a million rows becomes several.
     dictionary: names of columns with few distinct values.
     If the file cannot be written, it is removed, and OSError is raised.
     """
@@ -165,8 +166,9 @@ def opened_table(
     """Yield a file as a `ParquetFile` that compares checksums.
 
     next_step: end of the message about a damaged file.
-    Raises FormatError for a file that is missing, is damaged or has other columns. The damage may
-    show only in the block. Raises OSError and UntrustedError.
+    Raises FormatError for a file that is missing, is damaged or has other columns. Some damage
+    shows only when the caller reads, so the `with` statement can raise FormatError, too. Raises
+    OSError and UntrustedError.
     """
     import pyarrow.parquet as pq
 
@@ -214,8 +216,8 @@ def _check_claims(
     most = max(file.rows * _MOST_ROW_BYTES, file.nbytes * _MOST_RATIO) + (1 << 20)
     if not 0 <= uncompressed <= most:
         raise FormatError(
-            f"{place}: claims {uncompressed} bytes in {file.nbytes}, more than any table of "
-            f"{file.rows} rows; {next_step}"
+            f"{place}: is damaged, because {file.rows} rows cannot have {uncompressed} bytes; "
+            f"{next_step}"
         )
 
 

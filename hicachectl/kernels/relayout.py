@@ -120,7 +120,10 @@ def _view(pages: Pages, plan: CopyPlan, *, to_destination: bool) -> View:
 
 
 def _blocks(unit: TransferUnit, count: int) -> Iterator[tuple[slice, ...]]:
-    """Yield blocks of the work. If copies share cache lines, each block fits into the cache."""
+    """Yield blocks of the work. If copies share cache lines, a block fits into the cache.
+
+    A block is larger if one page is, and its copies cannot be cut at the same places.
+    """
     copies = unit.copies
     lengths = {copy.axes[0].length if copy.axes else 0 for copy in copies}
     if len(copies) == 1 or all(copy.run >= _LONG_ITEM for copy in copies):

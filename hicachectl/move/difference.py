@@ -87,7 +87,8 @@ def compare_stores(
 ) -> Result:
     """Compare the pages of two stores, and change nothing.
 
-    closers: parts of the commands that the result suggests.
+    closers: words for the suggested commands that copy the missing pages from A to B and from B to
+        A.
     on_read: takes the bytes of each batch compared, and the bytes of all batches.
     on_wait: see `pages.in_flight.look_again`.
 
@@ -235,7 +236,7 @@ class _Comparison:
         self.nbytes = 0
         groups_a, groups_b = first.groups, second.groups
         count_a, count_b = len(groups_a), len(groups_b)
-        # For each group, the group of the other store that has the same objects.
+        # For each group, the group of the other store that has at least one of its objects.
         self._in_b, self._in_a = np.full(count_a, ABSENT), np.full(count_b, ABSENT)
         self._kind_of = np.full(count_a, Kind.EQUAL, dtype=np.int8)
         self._unsized = np.zeros(count_a, dtype=np.bool_)
@@ -309,7 +310,10 @@ class _Comparison:
         return survey
 
     def _unlike(self, survey: Survey) -> tuple[IntArray, IntArray]:
-        """Return the items with an object whose size differs in B, and one such target of each."""
+        """Return the groups with an object whose size differs in B, and such an object of each.
+
+        The groups are numbered within the survey. The objects are slots of its blocks.
+        """
         items, targets = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for block, theirs in zip(survey.wanted.blocks, survey.existing.blocks, strict=True):
             unlike = ~fits(block.match(theirs), block.values)

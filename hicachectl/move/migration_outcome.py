@@ -104,7 +104,7 @@ def result_of(
     """Return the result of a migration from the facts of its parts.
 
     source, destination: URLs of the stores.
-    labelled: number of rows of a page list that name a group.
+    labelled: number of rows of the page list that have a group; 0 without a list.
     """
     problems = [problem for part in parts for problem in part.problems]
     document = MigrationDocument(

@@ -4,8 +4,8 @@ A killed run leaves its mark behind. The next run of the same request takes over
 finds the unfinished writes of the killed run.
 
 A file in the user's state directory, named by a hash of the request, has the mark. The process that
-uses the mark holds the file's lock. A run that is not killed leaves no unfinished writes, and
-removes the file.
+uses the mark holds the file's lock. A run that ends without an exception leaves no unfinished
+writes, and removes the file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class RunMark:
     """Mark on the unfinished writes of one process.
 
     owner: 16 hexadecimal digits that at most one living process uses.
-    ended: marks of processes that have ended, or that have lost their work to this process.
+    ended: marks of processes that have ended, or whose work this process has done instead. Their
+        unfinished writes can be removed.
     remark: message for the user, or "".
     """
 

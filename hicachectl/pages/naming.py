@@ -48,7 +48,8 @@ def profile_document(profile: Profile) -> DeploymentDocument:
 
 def deployment_document(deployment: Deployment, page_size: int | None = None) -> DeploymentDocument:
     """Return a deployment in JSON types. A value that no profile and no key states is None.
-    page_size: tokens of the pages that requests were hashed into, if keys do not state it.
+
+    page_size: tokens of a page, as the requests were hashed; used if keys state no page size.
     """
     profile = deployment.profile
     if profile is not None and not profile.inferred:

@@ -1,8 +1,8 @@
 """`migrate` in parts. Each part copies the page groups of its share of the source's listing.
 
 The lister scans the source, and the parts share this listing. The lister scans the destination only
-to refuse another topology. The destination changes while parts write, so each part looks up its own
-keys there.
+to refuse it if servers of other sizes or dtypes use its keys. The destination changes while parts
+write, so each part looks up its own keys there.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _FOUND_FILE = "found.parquet"
 class _Options(msgspec.Struct, kw_only=True):
     """Options of the lister.
 
-    labelled: number of rows of a page list that name a group.
+    labelled: number of rows of the page list that have a group; 0 without a list.
     """
 
     selection: Selection
@@ -70,7 +70,7 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
 
 
 def undone(manifest: Manifest, record: RecordForm) -> Iterator[str]:
-    """Yield the remarks and the sums of a part that is not settled."""
+    """Yield the remarks and the sums of a part if its work is incomplete or has failures."""
     if not record.settled:
         facts = convert(record.facts, MigrationFacts, "The result")
         result = _result(manifest, [facts], facts.matched)

@@ -370,8 +370,8 @@ class VerifyJob(Job):
         began = time.monotonic()
         store, request, facts = self._store, self._request, checked.result.facts
         tables: list[pa.Table] = []
-        # Only part 0 reports findings about tables. To repair their own pages, the other parts
-        # check the tables again.
+        # Only part 0 reports findings about the page tables of a 3FS store. To repair their own
+        # pages, the other parts check the tables again.
         if given.part and GROUPS.name in request.checks:
             saved = saved_tables(store)
             tables, _ = check_tables(store, saved, grace_seconds=request.grace_seconds)

@@ -44,7 +44,7 @@ _NEXT_STEPS = {
     FULL: "enlarge the destination",
     EVICTS: "enlarge the destination",
 }
-_OTHER_STEP = "look for the missing pages in another source"
+_OTHER_STEP = "look for these pages in another source"
 # Reasons for an early end. If a run has several, the first in this order counts.
 _REASONS = (FULL, EVICTS, DEADLINE)
 
@@ -226,7 +226,8 @@ class PrewarmOutcome:
         step = _NEXT_STEPS.get(document["stopped_by"], _OTHER_STEP)
         if document["source"] and document["missing_pages"] and step == _OTHER_STEP:
             lacks = counted(document["missing_pages"], "requested page")
-            step = f"{document['source']} lacks {lacks}, so no further run copies them; {step}"
+            source = document["source"]
+            step = f"{source} cannot restore {lacks}, so no further run copies them; {step}"
         return [failed_text(self.document, min_usable, f"{step}, or give a lower share")]
 
     def _summary(self, *, dry_run: bool) -> str:
@@ -236,7 +237,7 @@ class PrewarmOutcome:
             f"{counted(document['copied_pages'], 'page')} {'to copy' if dry_run else 'copied'}, "
             f"{human_size(document['bytes'])}",
             f"{document['already_there']} already in the destination",
-            f"{document['missing_pages']} not found in the source",
+            f"{document['missing_pages']} cannot be restored from the source",
             served_text(document, now=dry_run),
         ]
         if (until := document["pinned_until"]) is not None:

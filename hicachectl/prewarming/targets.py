@@ -21,11 +21,11 @@ KINDS: tuple[Kind, ...] = ("free", "keep-free", "max-size")
 
 _PERCENTS = 100
 _PERCENTAGE = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?%")
-# Removed bytes count as held if less than this share of them is free after _LATE_SECONDS.
+# If less than this share of the removed bytes is free after _LATE_SECONDS, the wait was fruitless.
 _LEAST_GAIN = 0.1
 _LATE_SECONDS = 10.0
 _PAUSE_SECONDS = 0.5
-# Removed bytes count as held after this many waits in which too little space became free.
+# After this many fruitless waits, the removed bytes count as held: something keeps their space.
 _MOST_FRUITLESS = 3
 
 
@@ -100,11 +100,12 @@ class Gauge:
         self.is_held = False
         self._fruitless = 0
         self._store = store
-        # The free bytes when all removed bytes last showed as free, and the bytes removed by then.
+        # The free bytes after the last wait for removed bytes.
         self._known_free = free_bytes or 0
+        # The bytes that had been removed at that wait.
+        self._known_removed = 0
         # The free bytes at the start, minus the bytes that servers have written since.
         self._first_free = self._known_free
-        self._known_removed = 0
 
     @classmethod
     def of(cls, target: Target, store: Store, stored_bytes: int | None) -> Self:
@@ -178,7 +179,7 @@ class Gauge:
         because more pages must leave before the store is full.
         """
         free = first = self._look(store)
-        latest = removed - self._known_removed  # bytes of which none may show as free yet
+        latest = removed - self._known_removed  # perhaps no byte of these shows as free yet
         ends = time.monotonic() + _LATE_SECONDS
         while is_fruitless := self._is_fruitless(free, removed):
             if time.monotonic() >= ends or first - free >= latest:

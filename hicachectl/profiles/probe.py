@@ -9,7 +9,7 @@ hicachectl. SGLang's own code gives pools, sizes and layers, on the meta device:
 - ServerArgs and ModelConfig
 - KVCacheConfigurator
 - the draft plan of the speculative workers
-- the stack strategies
+- `StackStrategy` of hybrid_pool_assembler.py, which chooses the host pools
 
 Comments in the profile say which facts are uncertain. The exit code is 2 if SGLang refuses the
 flags, or if no profile can describe the server. stderr says why.
@@ -467,14 +467,15 @@ def _stand_in(config: Any, rank: Rank) -> Any:
     if rank.pp > 1 and states:
         stages = get_pp_indices(config.num_hidden_layers, rank.stage, rank.pp)
         model.start_layer, model.end_layer = stages
-    # A model without its own pool for window layers can have the method, too, so check both.
+    # A model without a pool for its window layers can also have this method, so check
+    # `is_hybrid_swa`, too.
     if config.is_hybrid_swa and hasattr(model_class, "get_attention_sliding_window_size"):
         asked = model_class.__new__(model_class)
         torch.nn.Module.__init__(asked)
         asked.config = config.hf_config
         asked.text_config = config.hf_text_config
-        # The method of a wrapper asks the language model inside, which was not built. So give the
-        # wrapper a language model that answers from the function of the wrapper's module.
+        # The method of a wrapper calls the language model inside, which was not built. So give the
+        # wrapper a stand-in, which returns the result of the function of this name in its module.
         module = sys.modules[model_class.__module__]
         if function := getattr(module, "get_attention_sliding_window_size", None):
             size = mock.Mock(return_value=function(asked.config))
@@ -710,7 +711,8 @@ def _check_ranks(
 def _partition(whole: Stored, pp: int) -> list[int]:
     """Return the number of layers of each stage.
 
-    The result is empty if a profile without these numbers has the same layers in each stage.
+    The result is empty if a profile does not need these numbers, because hicachectl computes the
+    same stages without them.
     """
     from sglang.srt.distributed.utils import get_pp_indices
 
@@ -727,8 +729,8 @@ def _described(
 ) -> tuple[dict[str, Any], str]:
     """Return the fields of a pool in a profile, and a comment; "" for no comment.
 
-    A pool gets a kind with known bytes only if this kind gives the size of the host pool of each
-    stage. Otherwise the pool is opaque.
+    A pool gets a kind with known bytes only if, in each stage, the object size of this kind equals
+    the size of a page in the host pool. Otherwise the pool is opaque.
     """
     form = _FORMS.get(type(pool.host).__name__)
     row = form(runner, pool) if form else {}

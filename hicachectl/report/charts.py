@@ -2,8 +2,8 @@
 
 A chart is a template of Vega-Lite, `templates/NAME.json`, which vl-convert draws without a browser
 or a network. Each chart is drawn twice, for a wide and for a narrow page, because the letters of a
-scaled SVG are too small to read. Colours are variables of the style sheet, so they follow the light
-or dark theme, and print.
+scaled SVG are too small to read. Colours are variables of the style sheet, which has values for
+light screens, for dark screens and for paper.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ if TYPE_CHECKING:
     from hicachectl.report.prefixes import PrefixTree
     from hicachectl.report.writes import Writes
 
-    # Values of a template, for a page of a width in pixels.
+    # Function that takes the width of a chart in pixels, and returns the values of its template.
     Values = Callable[[int], dict[str, Any]]
 
 WIDE, NARROW = 1000, 348  # width of a chart in pixels
 _MODULES = {"vl_convert": "vl-convert-python", "jinja2": "Jinja2"}
-_FONT_SIZE = 13.5  # more than the 12 of the style sheet, so that wider fonts cut no label
+# Charts are laid out for letters of this size in pixels. The style sheet shows the letters at 12
+# pixels, so that labels fit also in wider fonts.
+_FONT_SIZE = 13.5
 _LABEL = {WIDE: 44, NARROW: 17}  # most characters of a label
 # Most characters of a label that has a fixed space, and the pixels of this space.
 _SHORT, _EXTENT = 15, {WIDE: 130, NARROW: 100}

@@ -66,9 +66,11 @@ class Requested(NamedTuple):
     """Facts that requests show about a store.
     tree: prefix tree of the requests; None without requests.
     no_tree: why the requests have no tree; "" if they have one.
-    unused: pages that no request reaches; None if the requests name no pages of a deployment.
+    unused: pages that no request reaches; None if requests do not give
+        the keys of pages, or if no deployment was found for them.
     tenancies: pages by salt and by adapter, if requests name these.
-    worth: hits of caches, or why they are unknown; None without requests.
+    worth: hits that caches of several capacities would give, or why they are unknown; None without
+        requests.
     remarks: messages about the requests.
     """
 

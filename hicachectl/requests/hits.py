@@ -63,9 +63,11 @@ class Hits:
     """Restorable part of each chain. Arrays are [chains] unless stated otherwise.
 
     deployment:   deployment of the servers that restore pages; None if nothing can be restored.
-    needs:        object sets that servers need. The slots have ABSENT, or a value from MISFIT on,
-        for each page of `page_names`.
-    chains:       requests, cut to their reach.
+    needs:        slots of the objects that servers need, one block for each
+        `ObjectSpec.object_set`. For each page of `page_names`, a slot is ABSENT, MISFIT, HELD,
+        UNTRAILED or FOREIGN.
+    chains:       requests, each cut to the pages that a server can take from a store
+        (`Requests.reach`).
     page_names:   distinct pages, in hexadecimal digits.
     page_of:      [pages of `chains`] index of each page in `page_names`.
     kv_pages:     number of leading pages that have kv on all ranks.
@@ -338,7 +340,7 @@ def _are_cleared(
 
 
 def _held(block: SlotBlock, count: int) -> BoolArray:
-    """Return which pages have every object of a set with the expected size: [pages]."""
+    """Return which pages have every object of a set, all usable by servers (HELD): [pages]."""
     held = np.zeros(count, dtype=np.bool_)
     held[block.where(block.values == HELD).complete] = True
     return held
@@ -376,8 +378,9 @@ def _stop_pages(
 ) -> IntArray:
     """Return the index of the first faulty page in each chain: [chains]; -1 without a fault.
 
-    This is the page after the run. But if the run is longer than the usable prefix, it is the first
-    page that a trailing pool lacks in its window at the end of the run.
+    This is the page at index `runs`, the first page that lacks an object of an ALL_PAGES pool. But
+    if `runs` is larger than `usable`, it is the first page that a trailing pool lacks in its window
+    at the end of these leading pages.
     runs: [chains] number of leading pages that all ALL_PAGES pools have.
     usable: [chains] number of usable pages.
     """

@@ -249,7 +249,10 @@ def _with_trailers(objects: pa.Table, store: Trailed, inventory: Inventory) -> p
 def _readings(
     inventory: Inventory, checkers: Mapping[int, ValueChecker], reading: ReadingResult
 ) -> Iterator[Reading]:
-    """Yield the quartiles that `checks.changes` compares, read in each dtype of their width."""
+    """Yield the quartiles that `checks.changes` compares.
+
+    Each object has a reading for each of the two dtypes that its numbers may have.
+    """
     keys = object_rows(inventory).column("key")
     noted = np.flatnonzero(reading.quartiles.any(axis=1))
     for row in noted.tolist():

@@ -225,8 +225,8 @@ def test_a_failed_gate_of_prewarm_names_the_deployment_and_both_numbers(
     said = invoke(*stores, "--min-usable", "0.9", exit_code=4).stderr.splitlines()
     assert said[-1] == (
         "hicachectl: --min-usable 0.9: servers of org/m tp 2 can restore 50.0% of the requested "
-        f"tokens (20 of 40); file://{store} lacks 5 requested pages, so no further run copies "
-        "them; look for the missing pages in another source, or give a lower share"
+        f"tokens (20 of 40); file://{store} cannot restore 5 requested pages, so no further run "
+        "copies them; look for these pages in another source, or give a lower share"
     )
     quiet = invoke("-q", *stores, "--min-usable", "0.9", exit_code=4).stderr
     assert said[-1] in quiet.splitlines()  # cron mails it

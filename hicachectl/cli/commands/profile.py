@@ -74,8 +74,9 @@ def command(
 
     --launch takes python -m sglang.launch_server … or sglang serve …, also in a script, the YAML of
     a container, a running process, or a server's log. --launch executes nothing, and refuses flags
-    whose values only running the command would show. Flags have the meaning of the newest release
-    that --sglang knows. Flags given beside --launch replace the same flags of the command.
+    whose values only running the command would show. The command is read with the flags of the
+    newest supported release, whatever --sglang says. Flags given beside --launch replace the same
+    flags of the command.
 
     An inferred profile states only the shards, pools and sizes seen in STORE. If the SGLang plug-in
     of hicachectl wrote STORE, the profile also states weights, layout, page size and dtypes. If

@@ -154,7 +154,7 @@ def _result(
 
 
 def _refuse_prefix(pages: Path | None) -> None:
-    """Raise UsageError for a page prefix in --pages, which earlier releases accepted there."""
+    """Raise UsageError for a page prefix in --pages, which takes a file; --page takes a prefix."""
     if pages is not None and re.fullmatch(r"[0-9a-fA-F]{1,64}", str(pages)) and not pages.exists():
         raise click.UsageError(f"--pages {pages}: there is no such file; give --page {pages}")
 
