@@ -138,11 +138,21 @@ def examine(
     elif given is not None:
         measured = _given(request, given, listed, servers, looks)
         checks += request_checks(listed, measured, explained=verdict_of(checks) in (WARN, FAIL))
-    return result_of(checks)
+    return result_of(checks, list(_unchecked(request, listed)))
 
 
-def result_of(checks: Sequence[Check]) -> Result:
-    """Return checks as the result of `doctor`."""
+def _unchecked(request: DoctorRequest, listed: ListedStore) -> Iterator[str]:
+    """Yield what is not checked, each with the option that makes `doctor` check it."""
+    if not request.servers:
+        yield "servers (--server)"
+        if listed.profile is None or listed.profile.inferred:
+            yield "the values and the deployment of the pages (--profile)"
+    if request.read is None:
+        yield "requests (--trace)"
+
+
+def result_of(checks: Sequence[Check], unchecked: Sequence[str] = ()) -> Result:
+    """Return checks as the result of `doctor`. unchecked: see `verdict_text`."""
     found = [_bounded(check) for check in ordered(checks)]
     rows: list[CheckRow] = [
         {
@@ -159,7 +169,7 @@ def result_of(checks: Sequence[Check]) -> Result:
     verdict = verdict_of(found)
 
     def lines(document: dict[str, Any], screen: Screen, shown: Shown) -> Iterator[str]:
-        return check_lines(found, screen)
+        return check_lines(found, screen, unchecked)
 
     return Result(
         document={_ROWS: rows, "verdict": verdict},

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.doctor.listed_store import ListedStore
     from hicachectl.formats.arrays import BoolArray
+    from hicachectl.formats.profile import Profile
     from hicachectl.pages.in_flight import ListingTime
     from hicachectl.pages.inventory import Inventory
     from hicachectl.verification.verify import PartCheck
@@ -63,6 +64,7 @@ def sample_checks(listed: ListedStore, store: Store, inventory: Inventory) -> It
     assert listed.listing is not None
     findings = _Findings(
         _examined(store, listed, inventory, listed.listing),
+        listed.profile,
         _of_scales(inventory, listed.explained),
     )
     for judge in (_readable, _structure, _identities, _values, _temporaries):
@@ -114,8 +116,11 @@ class _Findings:
     tried: number of objects whose read was tried.
     """
 
-    def __init__(self, part: PartCheck, explained: BoolArray) -> None:
+    def __init__(self, part: PartCheck, profile: Profile | None, explained: BoolArray) -> None:
         self.part = part
+        self._given = profile is not None and not profile.inferred
+        # The profile's deployment has the number 0. Without a profile, it is just the first one.
+        self._own = (part.groups.deployment_ids == 0) & self._given
         self.pages = len(part.groups)
         self.young = int(part.in_flight.sum())
         self.sampled = part.result.facts.sampled
@@ -136,9 +141,22 @@ class _Findings:
         """Number of pages whose structure was judged."""
         return self.pages - self.young - self.explained
 
+    @property
+    def by(self) -> str:
+        """How pages were judged. A profile describes only the pages of its own deployment."""
+        if not self._own.any():
+            return "by comparison with each other"
+        if self._own.all():
+            return "by the profile"
+        return "by the profile or, for other deployments, by comparison with each other"
+
     def verify(self, listed: ListedStore) -> str:
-        """Return the command that lists these findings."""
-        return listed.command("verify", self._grace)
+        """Return the command that lists these findings.
+
+        `verify` refuses a profile that describes no page of the store.
+        """
+        options = "OPTIONS" if self._own.any() or not self._given else ""
+        return listed.mending.command(f"hicachectl verify STORE {options} {self._grace}")
 
     def of(self, codes: Collection[str]) -> pa.Table:
         """Return the findings of some codes."""
@@ -253,13 +271,11 @@ def _structure(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
             message = f"No page was judged: {' and '.join(left_out)}"
         yield Check.of_message("structure", UNKNOWN, message, group=STORE)
         return
-    given = listed.profile is not None and not listed.profile.inferred
-    by = "by the profile" if given else "by comparison with each other"
     whole = findings.judged - findings.damaged(found)
     yield _check(
         "structure",
         OK,
-        f"{whole} of {counted(findings.judged, 'judged page')} are whole, {by}",
+        f"{whole} of {counted(findings.judged, 'judged page')} are whole, {findings.by}",
         evidence="; ".join(
             filter(None, (_counts(found), f"not judged: {', '.join(left_out)}" if left_out else ""))
         ),

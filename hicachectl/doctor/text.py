@@ -19,8 +19,13 @@ _COLOURS = {FAIL: "31", WARN: "33", UNKNOWN: "36", OK: "32"}
 _LEAST_WIDTH = 60
 
 
-def check_lines(checks: Sequence[Check], screen: Screen) -> Iterator[str]:
-    """Yield the lines of the `table` format. The worst check comes first, the verdict last."""
+def check_lines(
+    checks: Sequence[Check], screen: Screen, unchecked: Sequence[str] = ()
+) -> Iterator[str]:
+    """Yield the lines of the `table` format. The worst check comes first, the verdict last.
+
+    unchecked: see `verdict_text`.
+    """
     several = len({check.server for check in checks if check.server}) > 1
     status, group, name = (
         max((len(getattr(check, column)) for check in checks), default=0)
@@ -40,15 +45,20 @@ def check_lines(checks: Sequence[Check], screen: Screen) -> Iterator[str]:
         if check.next:
             # Not wrapped, so that a copied command is one line.
             yield f"{indent}next: {message_text(check.next)}"
-    yield message_text(verdict_text(checks))
+    yield message_text(verdict_text(checks, unchecked))
 
 
-def verdict_text(checks: Sequence[Check]) -> str:
-    """Return the verdict: the first cause and the next command."""
+def verdict_text(checks: Sequence[Check], unchecked: Sequence[str] = ()) -> str:
+    """Return the verdict: the first cause and the next command.
+
+    unchecked: things that were not checked, each with the option that makes `doctor` check it. A
+        verdict without a cause names them.
+    """
     found = ordered(checks)
     first = found[0] if found else None
     if first is None or first.status == OK:
-        return f"ok: {counted(len(found), 'check')} found no cause of lost hits"
+        text = f"ok: {counted(len(found), 'check')} found no cause of lost hits"
+        return f"{text}. Not checked: {', '.join(unchecked)}" if unchecked else text
     label = {FAIL: FAIL, WARN: WARN, UNKNOWN: "No cause found, but not all is known"}[first.status]
     text = f"{label}: {first.detail}"
     return f"{text}; next: {first.next}" if first.next else text

@@ -59,6 +59,22 @@ def test_the_verdict_is_one_sentence(statuses: list[str], words: str) -> None:
     assert verdict_text([check(status) for status in statuses]) == words
 
 
+def test_a_verdict_without_a_cause_names_what_was_not_checked(
+    invoke: Invoke, store: Path, tmp_path: Path
+) -> None:
+    """The options that make doctor check it stand beside it. Other verdicts have a next step."""
+    profile = profile_file(tmp_path / "profile.toml")
+    pages = "the values and the deployment of the pages (--profile), "
+    for words, unchecked in (
+        ((), f"servers (--server), {pages}requests (--trace)"),
+        (("--profile", profile), "servers (--server), requests (--trace)"),
+    ):
+        last = invoke("doctor", store, *words).stdout.splitlines()[-1]
+        assert last.startswith("ok: "), last
+        assert last.endswith(f" found no cause of lost hits. Not checked: {unchecked}")
+    assert verdict_text([check(FAIL)], ["servers (--server)"]) == "fail: Detail of name"
+
+
 def test_a_terminal_wraps_at_words_and_shows_no_controls() -> None:
     """Continued lines are indented, commands stay in one line, and controls are escaped."""
     long = "word " * 30

@@ -204,6 +204,30 @@ def test_pages_of_another_tp_size_are_named_with_the_command_that_converts_them(
     assert "store/pages" not in checks_of(invoke, store, "--profile", other)
 
 
+def test_a_profile_judges_only_the_pages_of_its_deployment(
+    invoke: Invoke, store: Path, profile: Path, tmp_path: Path
+) -> None:
+    """The suggested verify accepts its options, also if the profile describes no page."""
+
+    def judged(profile: Path, exit_code: int = 0) -> dict[str, str]:
+        checks = checks_of(invoke, store, "--profile", profile, exit_code=exit_code)
+        return checks["store/structure"]
+
+    other = profile_file(tmp_path / "p.toml", replace(PROFILE, tp=1))
+    assert judged(other)["detail"].endswith("whole, by comparison with each other")
+    assert judged(profile)["detail"].endswith("whole, by the profile")
+    invoke("migrate", store, store, "--profile", profile, "--to-tp", 4)
+    assert judged(profile)["detail"].endswith(
+        "whole, by the profile or, for other deployments, by comparison with each other"
+    )
+    damaged = objects(store)[0]
+    damaged.write_bytes(damaged.read_bytes()[:-8])
+    os.utime(damaged, (OLD, OLD))
+    for given in (other, profile):
+        command = shlex.split(judged(given, exit_code=4)["next"])
+        assert invoke.document(*command[1:], exit_code=4)["counts"]["truncated"] == 1
+
+
 def test_young_pages_are_not_judged(invoke: Invoke, store: Path, profile: Path) -> None:
     """A server writes the objects of a page one by one."""
     removed = objects(store)[0]
