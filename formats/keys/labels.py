@@ -53,6 +53,18 @@ def label_text(label: str) -> str:
     return " ".join([name, *(_SIZE.sub(r"\1 ", size) for size in sizes)])
 
 
+def label_name(label: str) -> str:
+    """Return the tag and model in a label; "" for a label that states none."""
+    name = label.partition(" ")[0]
+    return "" if name in (AMBIGUOUS, _NAMELESS) else name
+
+
+def label_sizes(label: str) -> dict[str, int]:
+    """Return the sizes in a label by axis, such as {"tp": 2, "pp": 2}."""
+    sizes = [_SIZE.match(word) for word in label.split(" ")[1:]]
+    return {found[1]: int(found.string[found.end() :]) for found in sizes if found}
+
+
 def _reading(grammar: Grammar, name: str, affix: Affix) -> Coordinate | None:
     """Return the reading of an affix with this name; None if no reading has the name.
 

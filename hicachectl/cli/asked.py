@@ -11,7 +11,15 @@ import click
 
 from hicachectl.cli.command import words_of
 from hicachectl.cli.options import FILTER_NAMES, FLAG_FILTERS
-from hicachectl.cli.parameters import FILTERS, TRANSFORM, Option, on_command_line, options_of
+from hicachectl.cli.parameters import (
+    FILTERS,
+    PROFILE,
+    SERVERS,
+    TRANSFORM,
+    Option,
+    on_command_line,
+    options_of,
+)
 from hicachectl.cli.session import moment_of, remark, store_name
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.objects import AXES
@@ -337,6 +345,9 @@ def closers_of(ctx: click.Context, texts: tuple[str, str]) -> Closers:
     # The config file may state the profile for one of the stores only.
     if ctx.params["profile_file"] and "--profile" not in words:
         words = (*words, "--profile", str(ctx.params["profile_file"]))
+    sections = (PROFILE, SERVERS)
+    describing = {one.name for one in options_of(ctx.command) if one.section in sections}
+    undescribed = tuple(next_words(ctx, only=repeated - describing))
     back: tuple[str, ...] | None = words
     if changing:
         # The command from B to A exchanges the profiles. There is no such command without
@@ -348,6 +359,7 @@ def closers_of(ctx: click.Context, texts: tuple[str, str]) -> Closers:
     return Closers(
         replace(to_b, destination=to_a.store, options=words),
         None if back is None else replace(to_a, destination=to_b.store, options=back),
+        undescribed,
     )
 
 

@@ -15,6 +15,7 @@ from hicachectl.backends.arena import place
 from hicachectl.backends.base import Status
 from hicachectl.backends.capabilities import Confirm
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.keys.labels import label_name
 from hicachectl.formats.objects import Coordinate, Names
 from hicachectl.formats.spec import ObjectSpec, fits
 from hicachectl.formats.wording import GIVE_PROFILE
@@ -98,6 +99,7 @@ def compare_stores(
     started = time.monotonic()
     if isinstance(a, type(b)) and a.places == b.places and request.other_profile is None:
         raise UsageError(f"{a.url}: both arguments name this store; give another store")
+    plain = request.other_profile is None
     target = request.other_profile or request.profile
     pair = StorePair(a, b, request.profile, target, request.options)
     remarks: list[str] = []
@@ -136,6 +138,8 @@ def compare_stores(
         unsized=int((pages.unsized & (pages.kinds == Kind.EQUAL)).sum()),
         left_out=pages.left_out(),
         unknown_keys=sum(int(side.groups.inventory.is_foreign.sum()) for side in (first, second)),
+        resized=_resized(first.groups, second.groups) if plain else ({}, {}),
+        described=_described(first.groups) or _described(second.groups) if plain else "",
         remarks=remarks,
         allow_empty=request.allow_empty,
         seconds=time.monotonic() - started,
@@ -180,6 +184,31 @@ class _Side:
             store, groups, self.listing, grace_seconds, suspects, on_wait=on_wait
         )
         return np.append(young, False)
+
+
+def _resized(a: PageGroups, b: PageGroups) -> tuple[dict[str, str], dict[str, str]]:
+    """Return labels of which the other store has only pages of the same model in other sizes.
+
+    The first mapping is of labels in `a`, the second of labels in `b`. The values are labels in the
+    other store.
+    """
+    of_a, of_b = ({groups.labels[one] for one in np.unique(groups.label_ids)} for groups in (a, b))
+
+    def only(ours: set[str], theirs: set[str]) -> dict[str, str]:
+        named = {label_name(label): label for label in sorted(theirs)}
+        found = {label: named.get(label_name(label)) for label in sorted(ours - theirs)}
+        return {label: other for label, other in found.items() if other and label_name(label)}
+
+    return only(of_a, of_b), only(of_b, of_a)
+
+
+def _described(groups: PageGroups) -> str:
+    """Return the label of the deployment that a given profile describes; "" without its pages."""
+    own = groups.deployments[:1]
+    if not own or own[0].profile is None or own[0].profile.inferred:
+        return ""
+    numbers = groups.label_ids[groups.span(0)]
+    return groups.labels[numbers[0]] if len(numbers) else ""
 
 
 def _with_ambiguous(inventory: Inventory) -> Inventory:

@@ -11,7 +11,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.formats.keys.labels import label_text
+from hicachectl.formats.keys.labels import label_sizes, label_text
 from hicachectl.pages.listing import GroupNames
 from hicachectl.results import Result
 from hicachectl.text.jsontext import schema_of
@@ -112,10 +112,12 @@ class Closers(NamedTuple):
 
     to_b: parts of commands that copy from A to B.
     to_a: parts of commands that copy from B to A; None if no options can express such a copy.
+    undescribed: options of the commands without those that describe a deployment.
     """
 
     to_b: Mending = Mending(store="A", destination="B")
     to_a: Mending | None = Mending(store="B", destination="A")
+    undescribed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +134,9 @@ class DiffFacts:
     unsized: number of equal pages with objects of unknown size.
     left_out: number of pages not compared, by reason.
     unknown_keys: number of objects with keys that SGLang does not write, in both stores together.
+    resized: labels in A, and in B, of which the other store has only pages of the same model in
+        other sizes. The value is the label in the other store.
+    described: label of the deployment that the given profile describes; "" without one.
     remarks: messages about the stores.
     allow_empty: whether to accept that no page was compared.
     """
@@ -146,6 +151,8 @@ class DiffFacts:
     unsized: int
     left_out: Mapping[str, int]
     unknown_keys: int
+    resized: tuple[Mapping[str, str], Mapping[str, str]]
+    described: str
     remarks: Sequence[str]
     allow_empty: bool
     seconds: float
@@ -223,23 +230,40 @@ class DiffFacts:
             ("a", "b", closers.to_b, Kind.ONLY_IN_A),
             ("b", "a", closers.to_a, Kind.ONLY_IN_B),
         ):
-            yield from self._copies(giver, taker, mending, only)
+            lacking = self._lacking(taker, only)
+            resized = self.resized["ab".index(giver)]
+            apart = pc.is_in(lacking.column("group"), pa.array(resized, pa.string()))
+            yield from self._copies(giver, taker, mending, lacking.filter(pc.invert(apart)))
+            counts = Counter(lacking.filter(apart).column("group").to_pylist())
+            for label, pages in counts.items():
+                own = mending
+                if mending is not None and label != self.described:
+                    own = msgspec.structs.replace(mending, options=closers.undescribed)
+                yield self._conversion(taker, own, label, resized[label], pages)
         if contested := self.count(*_CONTESTED):
             yield self._contested(contested, closers)
 
-    def _copies(
-        self, giver: str, taker: str, mending: Mending | None, only: Kind
-    ) -> Iterator[Closing]:
-        """Yield the commands that copy the pages of which one store lacks objects.
+    def _lacking(self, taker: str, only: Kind) -> pa.Table:
+        """Return the rows of the pages of which one store lacks objects.
 
-        giver, taker: letters of the source and the destination in the columns of `rows`.
+        taker: letter of this store in the columns of `rows`.
+        only: kind of the pages that only the other store has.
         """
         incomplete = pc.and_(
             pc.equal(self.rows.column("difference"), Kind.INCOMPLETE.text),
             pc.greater(self.rows.column(f"lacking_{taker}"), 0),
         )
         lacking = pc.or_(pc.equal(self.rows.column("difference"), only.text), incomplete)
-        pages = self.rows.filter(lacking)
+        return self.rows.filter(lacking)
+
+    def _copies(
+        self, giver: str, taker: str, mending: Mending | None, pages: pa.Table
+    ) -> Iterator[Closing]:
+        """Yield the commands that copy pages.
+
+        giver, taker: letters of the source and the destination in the columns of `rows`.
+        pages: rows of the pages.
+        """
         if not len(pages):
             return
         states = Counter(pages.column(f"state_{giver}").to_pylist())
@@ -259,6 +283,30 @@ class DiffFacts:
             option = " --include-partial" if partly else ""
             commands = [mending.command(f"hicachectl migrate STORE DST OPTIONS{option}")]
         yield {"text": text, "commands": commands}
+
+    def _conversion(
+        self, taker: str, mending: Mending | None, label: str, theirs: str, pages: int
+    ) -> Closing:
+        """Return the command that converts the pages of one deployment for another TP size.
+
+        taker: letter of the destination.
+        mending: parts of the command.
+        label, theirs: labels of the deployment, and of the destination's deployment.
+        """
+        name = taker.upper()
+        text = (
+            f"{counted(pages, 'page')} of {label_text(label)} that {name} lacks. {name} has "
+            f"{label_text(theirs)}, whose servers cannot read plain copies"
+        )
+        ours, wanted = map(label_sizes, (label, theirs))
+        same = {**ours, "tp": 0} == {**wanted, "tp": 0}
+        if not ("tp" in ours and "tp" in wanted and same and self.writable["ab".index(taker)]):
+            return {"text": text, "commands": []}
+        assert mending is not None  # only with --to options, and then no store is called resized
+        profile = "" if label == self.described else "--profile FILE"
+        text += f"; {'with their profile as FILE, ' if profile else ''}this command converts them"
+        command = f"hicachectl migrate STORE DST OPTIONS {profile} --to-tp {wanted['tp']}"
+        return {"text": text, "commands": [mending.command(command)]}
 
     def _contested(self, pages: int, closers: Closers) -> Closing:
         """Return the commands that replace contested pages in B by the pages in A."""

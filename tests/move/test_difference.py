@@ -18,7 +18,7 @@ from hicachectl.cli.demo_store import PROFILE
 from hicachectl.cli.group import cli
 from hicachectl.cli.parameters import options_of
 from hicachectl.formats.profile import dump_profile
-from tests.move.migrations import PAGES, demo_store, profile_file
+from tests.move.migrations import MODEL, PAGES, demo_store, profile_file
 from tests.served_stores import HYBRID, OTHER_WEIGHTS, age, served_store, swap_ranks
 from tests.stores import contents, page, put_pages
 
@@ -209,6 +209,51 @@ def test_the_way_back_of_a_conversion(invoke: Invoke, a: Path, tmp_path: Path) -
     assert closing["commands"] == [f"hicachectl migrate {b} {a} --to-profile {two} --profile {one}"]
     run_all(closing["commands"], exit_codes={0})
     assert invoke.document(*long, "--verify")["equal"] == PAGES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [None, 2, 1])
+def test_pages_of_another_tp_size_are_converted(
+    invoke: Invoke, a: Path, tmp_path: Path, given: int | None
+) -> None:
+    """The command repeats a profile of the pages that it copies, and no other profile."""
+    b, sizes = tmp_path / "b", (2, 1)
+    files = {size: profile_file(tmp_path / f"{size}.toml", tp(size)) for size in sizes}
+    invoke("migrate", a, b, "--profile", files[2], "--to-tp", 1)
+    profile = () if given is None else ("--profile", files[given])
+    closings = invoke.document("diff", a, b, *profile, "--grace", "0s", exit_code=4)["next"]
+    for closing, name, size, other in zip(closings, "BA", sizes, sizes[::-1], strict=True):
+        assert closing["text"].startswith(
+            f"{PAGES} pages of {MODEL} tp {size} that {name} lacks. {name} has {MODEL} tp {other}, "
+            "whose servers cannot read plain copies; "
+        )
+        assert ("their profile as FILE" in closing["text"]) is (given != size)
+        (command,) = closing["commands"]
+        words = shlex.split(command.replace("FILE", str(files[size])))
+        assert words[:4] == ["hicachectl", "migrate", *map(str, (a, b) if name == "B" else (b, a))]
+        wanted = {"--profile": str(files[size]), "--grace": "0s", "--to-tp": str(other)}
+        assert dict(zip(words[4::2], words[5::2], strict=True)) == wanted
+        for path in (b if name == "B" else a).glob("*.bin"):
+            path.unlink()
+        run_all([shlex.join(words)], exit_codes={0})
+    assert invoke.document("diff", a, b, "--profile", files[2], "--to-tp", 1)["equal"] == PAGES
+
+
+def test_pages_of_other_sizes_than_tp_get_no_command(invoke: Invoke, tmp_path: Path) -> None:
+    """No single option converts them. Pages of another model are copied as they are."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    put_pages(a, range(3), "_m_0_2_2_0", "_m_0_2_2_1", "_m_1_2_2_0", "_m_1_2_2_1")
+    put_pages(a, range(2), "_other_0_2", "_other_1_2")
+    put_pages(b, range(3), "_m_0_2", "_m_1_2")
+    plain, staged, back = invoke.document("diff", a, b, exit_code=4)["next"]
+    assert plain["text"] == "2 pages that B lacks, or has in part"
+    assert plain["commands"] == [f"hicachectl migrate {a} {b}"]
+    assert staged == {
+        "text": "3 pages of m tp 2 pp 2 that B lacks. B has m tp 2, whose servers cannot read "
+        "plain copies",
+        "commands": [],
+    }
+    assert back["commands"] == []
 
 
 def test_the_way_back_has_the_profile_that_the_config_states(
