@@ -368,14 +368,14 @@ def mending_of(
     text: str,
     store: Store,
     *,
-    profile: Profile | None,
+    request: VerifyRequest,
     quarantine: str = "",
     without: Collection[str] = (),
 ) -> Mending:
     """Return how the suggested commands that mend findings name the store and repeat options.
 
     text: the STORE argument.
-    profile: the given profile; None for an inferred one.
+    request: checks of the run.
     quarantine: the directory of --quarantine.
     without: parameters to leave out of the commands although their options repeat.
     """
@@ -384,9 +384,13 @@ def mending_of(
     from hicachectl.backends.capabilities import SideFiles
 
     own = store.side_directory() if isinstance(store, SideFiles) else None
+    profile, words = request.real_profile, [*next_words(ctx, without)]
+    # The default slice changes at midnight, and the command must find the same pages.
+    if request.sample is not None and ctx.params["sample_slice"] is None:
+        words += ["--sample-slice", str(request.sample.number)]
     return replace(
         mending_without_options(ctx, text),
-        options=tuple(next_words(ctx, without)),
+        options=tuple(words),
         profiled=profile is not None,
         deletes=store.traits.deletes,
         quarantine=quarantine or ("" if own is not None else "DIR"),

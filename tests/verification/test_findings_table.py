@@ -183,6 +183,18 @@ def test_pages_that_only_take_space_can_be_removed(invoke: Invoke, tmp_path: Pat
     assert "no findings" in invoke("verify", store, *given).stdout
 
 
+def test_a_command_finds_the_pages_of_the_sample_also_on_another_day(
+    invoke: Invoke, store: Path
+) -> None:
+    """Without --sample-slice, a sample is another slice each day."""
+    sampled = ("verify", store, *profile(store), "--sample", "50%")
+    repair = commands(invoke(*sampled, exit_code=4).stdout)["missing-pool"]
+    today = str(int(time.time() // 86400) % 2)
+    assert f"--sample 50% --sample-slice {today} --repair quarantine" in repair
+    chosen = invoke(*sampled, "--sample-slice", "3", exit_code=4).stdout
+    assert "--sample 50% --sample-slice 3 --repair quarantine" in commands(chosen)["missing-pool"]
+
+
 @pytest.mark.slow
 def test_limit_bounds_the_groups_and_all_findings_has_each_in_a_line(
     invoke: Invoke, store: Path

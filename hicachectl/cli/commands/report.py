@@ -166,7 +166,7 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
             )
         readable_by = permissions_of(source, listing=True)
         mending = mending_of(
-            ctx, store, source, profile=request.verify.real_profile, without=request_flags(options)
+            ctx, store, source, request=request.verify, without=request_flags(options)
         )
     marks: list[Mark] = [Mark(at, text) for at, text in options["marks"]]
     page = html_of(picture, mending, marks)

@@ -260,7 +260,7 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
             _refuse_what_is_lacking(source, request, options)
             _refuse_repair(source, request, divided=is_divided(options))
             mending = mending_of(
-                ctx, store, source, profile=request.real_profile, quarantine=options["quarantine"]
+                ctx, store, source, request=request, quarantine=options["quarantine"]
             )
             if not is_divided(options):
                 return _at_once(ctx, source, request, mending, options)
