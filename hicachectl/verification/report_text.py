@@ -122,16 +122,19 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
     ) -> list[str]:
         """Return the commands that mend findings of a code.
 
-        If the code has an alternative command, that command comes first.
+        If there are two, the command that loses no page comes first.
         severity: least severity of the findings.
         deployment: see `command`.
         written_ns: latest time of an object with such a finding, Unix nanoseconds; None if unknown.
         """
-        preferred = [self.command(code.alternative)] if code.alternative and self.deletes else []
         template = code.mending_command(severity)
         if written_ns is not None:
             template = template.replace(TIME, exact(written_ns))
-        return [*preferred, *([self.command(template, deployment)] if template else [])]
+        commands = [self.command(template, deployment)] if template else []
+        if code.alternative and self.deletes:
+            first = len(commands) if is_removal(code.alternative) else 0
+            commands.insert(first, self.command(code.alternative))
+        return commands
 
     def next_steps(self, oldest_ns: int | None, *, doubtful: bool = False) -> tuple[str, str]:
         """Return the next steps for the servers after wrong pages were removed.
@@ -389,7 +392,7 @@ def _mending_lines(
         if done and repairs and (severity == "error" or name in mending.repair_codes):
             continue
         commands = mending.commands(code, severity, deployment, written_ns)
-        commands = [*_condition(code, written_ns), *commands]
+        commands[-1:-1] = _condition(code, written_ns) if mending.deletes else ()
         if repairs and mending.deletes:
             refused = doubted.get("") or doubted.get(name if severity != "error" else "")
             if refused is not None:
@@ -412,12 +415,12 @@ def _mending_lines(
 
 
 def _choice(code: Code) -> str:
-    """Return how the two commands of a code differ, the alternative first; "" for one command."""
+    """Return how the two commands of a code differ; "" for one command."""
     if not code.alternative:
         return ""
     if is_removal(code.alternative):
-        return " (free their space, or keep them in quarantine)"
-    return " (convert the pages, or remove them)"
+        return " (keep the pages in quarantine, or free their space; rm has no undo)"
+    return " (convert the pages, or remove them; rm has no undo)"
 
 
 def _condition(code: Code, written_ns: int | None) -> Iterator[str]:
@@ -425,7 +428,7 @@ def _condition(code: Code, written_ns: int | None) -> Iterator[str]:
 
     written_ns: latest time of an object with such a finding, Unix nanoseconds; None if unknown.
     """
-    if code.misleads and code.command:
+    if code.command and (code.misleads or code.alternative):
         said = code.remedy.format(command=BELOW)
         if written_ns is not None:
             said = said.replace(TIME, exact(written_ns))

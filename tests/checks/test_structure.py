@@ -62,12 +62,15 @@ def test_it_changes_no_exit_code_and_is_in_the_table(
     table = invoke(*arguments, "--metrics-file", metrics).stdout
     rows = [line.split()[1:5] for line in table.splitlines() if line.startswith("info")]
     assert sorted(rows) == [["other-deployment", "m", "tp", size] for size in ("1", "4")]
-    mended = [line.split() for line in table.partition("To mend")[2].splitlines()]
+    lines = table.partition("To mend")[2].splitlines()
+    mended = [line.split() for line in lines]
     # The sizes of each other deployment, so that the command can be pasted.
     for sizes in (["--tp", "4", "--pp", "2"], ["--tp", "1"]):
-        assert ["hicachectl", "rm", str(store), "--model", "m", *sizes] in mended
+        at = mended.index(["hicachectl", "rm", str(store), "--model", "m", *sizes])
+        assert lines[at - 1].startswith("  If no server of that deployment runs any more, ")
     convert = f"hicachectl migrate {store} {store} --profile OLD --to-profile {profile}"
-    assert convert.split() in mended
+    assert convert.split() == mended[at - 2]
+    assert "other-deployment (convert the pages, or remove them; rm has no undo):" in lines
     assert 'code="other-deployment"} 2' in metrics.read_text()
 
 
