@@ -106,11 +106,11 @@ def _positive_number(text: str) -> float:
     return number
 
 
-def _repair_code(text: str) -> str:
+def _repair_code(name: str, choices: tuple[str, ...]) -> str:
     """Return a finding code that `verify --repair` can act on."""
-    if instead := remedies().get(text):
-        raise ValueError(f"{text} does not concern a page, so --repair cannot act; {instead}")
-    return _one_of(text, page_codes())
+    if instead := remedies().get(name):
+        raise ValueError(f"{name} does not concern a page, so --repair cannot act; {instead}")
+    return _one_of(name, choices)
 
 
 def _one_of(name: str, choices: tuple[str, ...]) -> str:
@@ -140,7 +140,6 @@ POSITIVE_NUMBER = Parsed("number", _positive_number)
 SIZE = Parsed("size", parse_size)
 POSITIVE_SIZE = Parsed("size", partial(parse_size, least=1))
 ROOM = Parsed("room", _room)
-REPAIR_CODE = Parsed("code", _repair_code, page_codes)
 
 
 class Count(click.IntRange):
@@ -163,11 +162,19 @@ class Count(click.IntRange):
 
 
 class NameList(CommaList):
-    """A comma-separated list of names. If there are choices, each name must be one of them."""
+    """A comma-separated list of names. If there are choices, each name must be one of them.
 
-    def __init__(self, choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()) -> None:
+    check: function that takes a name and the choices, and raises ValueError for a wrong name.
+    """
+
+    def __init__(
+        self,
+        choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = (),
+        check: Callable[[str, tuple[str, ...]], str] = _one_of,
+    ) -> None:
         super().__init__(self._names)
         self._choices = choices
+        self._check = check
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -191,7 +198,10 @@ class NameList(CommaList):
     def _names(self, text: str) -> tuple[str, ...]:
         """Split and check the text."""
         names, choices = tuple(text.split(",")), self.choices
-        return tuple(_one_of(name, choices) for name in names) if choices else names
+        return tuple(self._check(name, choices) for name in names) if choices else names
+
+
+REPAIR_CODES = NameList(page_codes, _repair_code)
 
 
 class _CheckedPath(click.Path):

@@ -49,6 +49,8 @@ class RepairPlan:
         store, and removals do not repair them.
     others: number of groups that have findings, but that the profile does not describe.
     mixed: number of groups with an object of a mix (`SizeMix`).
+    warned: number of groups that the plan could have because of warnings. 0 if the plan has groups.
+    warnings: codes of these warnings.
     refused: reason why the plan has no groups although there are findings to repair; else None.
     """
 
@@ -58,6 +60,8 @@ class RepairPlan:
     unplaced: Mapping[str, int] = field(default_factory=dict)
     others: int = 0
     mixed: int = 0
+    warned: int = 0
+    warnings: tuple[str, ...] = ()
     refused: Refusal | None = None
 
     @property

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from hicachectl.checks.codes import DESPITE
 from hicachectl.checks.page_tables import suspicious_keys
-from hicachectl.checks.registry import codes, remedies
+from hicachectl.checks.registry import codes, page_codes, remedies
 from hicachectl.checks.sizes import rows_of_mixes
 from hicachectl.move.doubt import doubt
 from hicachectl.move.removal_plan import described_groups, plan_repair
@@ -63,6 +63,11 @@ def plan_of(checked: PartCheck, found: pa.Table, options: RepairOptions) -> Repa
     own = described_groups(groups)
     others = int((~own[plan.groups]).sum())
     plan = replace(plan.where(own), others=others)
+    if not len(plan.groups):
+        warnings = found.filter(pc.equal(found.column("severity"), "warning"))
+        possible = plan_repair(warnings, codes=page_codes()).where(own)
+        names = pc.unique(possible.reasons.column("code")).to_pylist()
+        return replace(plan, warned=len(possible.groups), warnings=tuple(sorted(names)))
     if options.despite_profile:
         return plan
     refused = doubt(checked, plan.reasons, checked.judged)
@@ -107,6 +112,11 @@ def left_remarks(plan: RepairPlan, *, stamps: bool) -> Iterator[str]:
         yield (
             f"Not repaired: {counted(plan.others, 'page')} of deployments that the profile does "
             "not describe; repair these with a profile of their servers"
+        )
+    if plan.warned:
+        yield (
+            f"Not repaired: {counted(plan.warned, 'page')}, because no finding of the pages is an "
+            f"error; add --repair-code {','.join(plan.warnings)}"
         )
     if plan.mixed:
         yield (

@@ -12,7 +12,8 @@ import pytest
 from hicachectl.checks.codes import SEVERITIES as SEVERITY_NAMES
 from hicachectl.checks.findings import SCHEMA, combine, findings, packed
 from hicachectl.checks.registry import codes, page_codes, remedies
-from tests.move.repairs import dsa_store, kv
+from tests.move.migrations import profile_file
+from tests.move.repairs import dsa_store, kv, lacking_store
 from tests.stores import DSA, contents, put
 
 if TYPE_CHECKING:
@@ -172,6 +173,41 @@ def test_an_unknown_repair_code_is_refused_with_those_that_are_known(
     assert "'missing-rnk'" in said
     for code in PAGE_CODES:
         assert code in said
+
+
+@pytest.mark.parametrize(
+    "given", [["missing-rank,orphan-sidecar"], ["missing-rank", "orphan-sidecar"]]
+)
+def test_repair_codes_are_a_list_or_several_options(
+    invoke: Invoke, tmp_path: Path, given: list[str]
+) -> None:
+    """A page lacks a rank, and another page all its kv."""
+    store = lacking_store(tmp_path / "store")
+    repair = ("--profile", profile_file(tmp_path / "demo.toml"), "--repair", "delete", "--dry-run")
+    named = [word for codes in given for word in ("--repair-code", codes)]
+    said = invoke("verify", store, *repair, *named, exit_code=4).stderr
+    assert "2 pages would be deleted" in said
+
+
+def test_a_repair_says_which_codes_it_lacks_if_all_findings_are_warnings(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    store = lacking_store(tmp_path / "store")
+    repair = ("--profile", profile_file(tmp_path / "demo.toml"), "--repair", "quarantine", "--yes")
+    said = invoke("-q", "verify", store, *repair, exit_code=4).stderr
+    lacked = "missing-rank,orphan-sidecar"
+    assert said == (
+        "hicachectl: Not repaired: 2 pages, because no finding of the pages is an error; add "
+        f"--repair-code {lacked}\n"
+    )
+    repaired = invoke("verify", store, *repair, "--repair-code", lacked, exit_code=4)
+    assert "2 pages repaired" in repaired.stdout
+    assert "Not repaired" not in repaired.stderr
+
+
+def test_each_of_several_repair_codes_must_be_known(invoke: Invoke, store: Path) -> None:
+    said = refused(invoke, store, "missing-rank,missing-rnk")
+    assert "'missing-rnk' is not one of missing-pool, " in said
 
 
 @pytest.mark.parametrize("code", STORE_CODES)

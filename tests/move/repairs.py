@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -23,6 +24,7 @@ from hicachectl.move.withdrawal import remove_groups
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.scanning import take_inventory
 from tests import stores
+from tests.move.migrations import demo_store
 from tests.stores import page, put
 
 if TYPE_CHECKING:
@@ -49,6 +51,19 @@ def dsa_store(directory: Path, pages: int) -> Path:
             with path.open("r+b") as stream:
                 stream.write(f"{number}{stem}".encode())
             os.utime(path, ns=(0, 1_700_000_000_123_456_789 + number))
+    return directory
+
+
+def lacking_store(directory: Path) -> Path:
+    """Make the demo's pages, two hours old. One page lacks a rank, and another lacks all its kv."""
+    demo_store(directory)
+    orphan = next(directory.glob("*.mamba_*")).name[:64]
+    rank = next(path for path in directory.glob("*_1_2.bin") if path.name[:64] != orphan)
+    for path in (rank, *directory.glob(f"{orphan}_*.bin")):
+        path.unlink()
+    moment = time.time() - 2 * 3600
+    for path in directory.glob("*.bin"):
+        os.utime(path, (moment, moment))
     return directory
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from hicachectl.verification.report_text import Mending
 from tests.move.migrations import demo_store, profile_file
-from tests.move.repairs import dsa_store, indexer, kv, shorten
+from tests.move.repairs import dsa_store, indexer, kv, lacking_store, shorten
 from tests.stores import DSA, page, put
 
 if TYPE_CHECKING:
@@ -164,13 +164,7 @@ def test_a_repair_that_a_code_asked_for_is_not_suggested_again(
 
 def test_pages_that_only_take_space_can_be_removed(invoke: Invoke, tmp_path: Path) -> None:
     """On a full disk, a quarantine inside the store frees nothing."""
-    store, described = demo_store(tmp_path / "store"), profile_file(tmp_path / "demo.toml")
-    for path in store.glob("*.bin"):
-        set_age(path, TWO_HOURS)
-    orphan = next(store.glob("*.mamba_*")).name[:64]
-    rank = next(path for path in store.glob("*_1_2.bin") if path.name[:64] != orphan)
-    for path in (rank, *store.glob(f"{orphan}_*.bin")):
-        path.unlink()
+    store, described = lacking_store(tmp_path / "store"), profile_file(tmp_path / "demo.toml")
     given = ("--profile", described, "--checks", "groups")
     table = invoke("verify", store, *given, exit_code=4).stdout
     lines = table.splitlines()

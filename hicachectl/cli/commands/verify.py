@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,7 @@ from hicachectl.cli.session import (
     stages,
     store_name,
 )
-from hicachectl.cli.values import FILE, REPAIR_CODE, SIZE, NameList
+from hicachectl.cli.values import FILE, REPAIR_CODES, SIZE, NameList
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import inferred_refused
 from hicachectl.text.units import counted, human_size
@@ -88,9 +89,11 @@ _repair_options = stack(
     REPAIR.option(
         "--repair-code",
         "repair_codes",
-        type=REPAIR_CODE,
+        type=REPAIR_CODES,
         multiple=True,
-        help="Also repair findings with this code, even if they are warnings. Can be repeated.",
+        callback=lambda ctx, option, lists: tuple(chain.from_iterable(lists)),
+        metavar="CODE,...",
+        help="Also repair findings with these codes, even if they are warnings. Can be repeated.",
     ),
     REPAIR.option(
         "--quarantine",
