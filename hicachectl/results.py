@@ -45,6 +45,8 @@ class Result:
     remarks: messages, in the order of printing.
     undone: messages about work that was not done, which --quiet keeps. Some may be in `remarks`,
         too.
+    changes: messages about changes of the store, which --quiet keeps. Some may be in `remarks`,
+        too.
     failed: whether the exit status is 4.
     ending: exception to raise after the result was written. It decides the exit status.
     excused: whether the exit status is 0 although the run failed.
@@ -61,6 +63,7 @@ class Result:
     lines: Callable[[dict[str, Any], Screen, Shown], Iterator[str]]
     remarks: Sequence[str] = ()
     undone: Sequence[str] = ()
+    changes: Sequence[str] = ()
     failed: bool = False
     ending: BaseException | None = None
     excused: bool = False

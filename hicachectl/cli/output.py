@@ -106,8 +106,9 @@ def write_run(
 def write_result(ctx: click.Context, result: Result, *, metrics: bool = True) -> None:
     """Write the metrics, the messages and the document of a result, and end with its exit status.
 
-    With --quiet, remarks are left out. The table is also left out if the exit status is 0 and the
-    run was no dry run. Without the table, a line on stderr says what was not done.
+    With --quiet, remarks are left out, unless they are about changes or about work not done. The
+    table is also left out if the exit status is 0 and the run was no dry run. Without the table, a
+    line on stderr says what was not done.
 
     metrics: whether there was a run, so that --metrics-file is written and --healthcheck-url knows
         how the run ended.
@@ -121,8 +122,9 @@ def write_result(ctx: click.Context, result: Result, *, metrics: bool = True) ->
 
         name = result.command or str(ctx.command.name)
         write_metrics(name, path, result.document, succeeded=result.succeeded)
-    for said in dict.fromkeys([*result.remarks, *result.undone]):
-        remark(ctx, said, failure=said in result.undone)
+    kept = [*result.undone, *result.changes]
+    for said in dict.fromkeys([*result.remarks, *kept]):
+        remark(ctx, said, failure=said in kept)
     quiet = ctx.obj.quiet and result.succeeded and not result.dry_run
     if quiet and not result.undone and (line := undone_line(result.document)):
         remark(ctx, line, failure=True)

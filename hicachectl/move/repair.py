@@ -135,7 +135,6 @@ def repair(
     first: bool = True,
     buffer_bytes: int,
     say: Say,
-    say_left: Say | None = None,
     on_progress: Callable[[int], None] = lambda groups: None,
 ) -> None:
     """Remove the groups of a plan, and correct the tables of 3FS. Record the result in `checked`.
@@ -144,11 +143,9 @@ def repair(
     first: whether to release leaked pages as well. They belong to no group, so only the first part
         of a run releases them.
     say: takes remarks.
-    say_left: takes remarks about groups that were not removed; `say` by default.
     on_progress: takes the number of groups of each batch.
     Raises StoreUnavailable, UsageError.
     """
-    say_left = say_left or say
     groups, facts = checked.groups, checked.result.facts
     if len(plan.groups):
         if write_repaired_snapshot(
@@ -176,7 +173,7 @@ def repair(
         )
         say(_removed_text(outcome, options))
         for text in _left_texts(outcome):
-            say_left(text)
+            say(text)
         facts.unrepaired = bool(outcome.failures or outcome.remaining)
         if not options.dry_run:
             facts.repaired, facts.quarantined = outcome.groups, outcome.moved

@@ -393,7 +393,7 @@ class VerifyJob(Job):
                 say=said.append,
             )
             facts.seconds += time.monotonic() - began
-        facts.remarks += tuple(f"Part {given.part}: {text}" for text in said)
+        facts.repairs += tuple(f"Part {given.part}: {text}" for text in said)
 
     def _part_request(self, given: PartInput) -> VerifyRequest:
         """Return the request with the lister's decisions and the part's share of the limits."""

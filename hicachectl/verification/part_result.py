@@ -94,6 +94,7 @@ class VerifyFacts(msgspec.Struct, kw_only=True):
     explained: why nothing was checked in the part; "" if something was, and in the sum of parts.
     repaired: number of page groups that a repair removed.
     quarantined: number of objects that a repair put into the quarantine.
+    repairs: remarks of the repair.
     unrepaired: whether a repair failed.
     misleading: number of removed page groups with findings that mislead servers; 0 if no repair
         removed a group.
@@ -118,6 +119,7 @@ class VerifyFacts(msgspec.Struct, kw_only=True):
     explained: str = ""
     repaired: Count = 0
     quarantined: Count = 0
+    repairs: tuple[str, ...] = ()
     unrepaired: bool = False
     misleading: Count = 0
     misleading_ns: int | None = None

@@ -139,7 +139,7 @@ class VerifyReport:
     document: members of a `VerifyDocument`.
     placed: findings in the columns of `checks.findings.PLACED_SCHEMA`.
     undone: remarks about checks that could have run but did not.
-    unrepaired: whether a repair failed.
+    repairs, unrepaired: see `VerifyFacts`.
     misleading, misleading_ns: see `VerifyFacts`.
     refused: reasons why a repair was refused, one for each part of the run that refused.
     doubted: see `VerifyFacts`.
@@ -149,6 +149,7 @@ class VerifyReport:
     placed: pa.Table
     remarks: tuple[str, ...] = ()
     undone: tuple[str, ...] = ()
+    repairs: tuple[str, ...] = ()
     unrepaired: bool = False
     misleading: int = 0
     misleading_ns: int | None = None
@@ -200,7 +201,8 @@ class VerifyReport:
             rows_name="findings",
             lines=lines,
             remarks=(*self.remarks, *steps, *refusals),
-            undone=(*self.undone, *(steps if self.unrepaired else ())),
+            undone=self.undone,
+            changes=(*self.repairs, *steps),
             failed=self.fails(fail_on),
             ending=UsageError(self._refusal) if self.refused else None,
             dry_run=bool(dry_run),
@@ -301,8 +303,9 @@ def report_of(
     return VerifyReport(
         document=msgspec.to_builtins(document),
         placed=found,
-        remarks=(*facts.remarks, *reasons.values()),
+        remarks=(*facts.remarks, *facts.repairs, *reasons.values()),
         undone=tuple(why for check, why in reasons.items() if check in _UNDONE),
+        repairs=facts.repairs,
         unrepaired=facts.unrepaired,
         misleading=facts.misleading,
         misleading_ns=facts.misleading_ns,

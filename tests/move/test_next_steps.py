@@ -69,7 +69,8 @@ def test_a_repair_in_parts_says_the_same_once(invoke: Invoke, store: Path, tmp_p
     options = ("--yes", "--despite-profile")  # a part has few pages beside the wrong one
     run = CommandRun(invoke, tmp_path / "run", *repair(store), *options)
     run.all(2)
-    said = invoke("merge", run.path, exit_code=4).stderr
+    said = invoke("-q", "merge", run.path, exit_code=4).stderr
+    assert ": 1 page deleted" in said
     assert (said.count(FLUSH), said.count(COMPUTED)) == (1, 1)
     assert shown_by_the_second_step(invoke, said) == 4 - DAMAGED
 
@@ -88,13 +89,22 @@ def test_a_finding_that_misleads_no_server_has_no_next_step(invoke: Invoke, stor
     assert FLUSH not in said
 
 
-def test_quiet_silences_the_steps_of_a_repair_that_did_everything(
-    invoke: Invoke, store: Path
+@pytest.mark.parametrize(("fail_on", "status"), [("warning", 4), ("never", 0)])
+def test_quiet_keeps_the_place_and_the_steps_of_a_repair(
+    invoke: Invoke, store: Path, fail_on: str, status: int
 ) -> None:
-    assert FLUSH not in invoke("-q", *repair(store), "--yes", exit_code=4).stderr
+    """Without a repair, -q is silent, and a page in flight is named besides the steps."""
+    os.utime(store / kv(0))
+    quietly = ("-q", *repair(store)[:-1], "quarantine", "--yes", "--fail-on", fail_on)
+    said = invoke(*quietly, exit_code=status).stderr.splitlines()
+    assert f"1 page quarantined to {store}/.hicachectl/quarantine" in said[0]
+    assert (FLUSH in said[1], COMPUTED in said[2]) == (True, True)
+    assert ("not complete: 1 page in flight" in said[-1]) == (fail_on == "never")
+    os.utime(store / kv(0), (0, BEGAN_S))
+    assert invoke(*quietly) == ("", "")
 
 
-def test_quiet_keeps_the_steps_of_a_repair_that_did_not(
+def test_quiet_keeps_the_steps_and_the_reason_of_a_repair_that_did_not(
     invoke: Invoke, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two wrong pages cannot be removed."""

@@ -520,8 +520,8 @@ def _repair(
             plan,
             chosen,
             buffer_bytes=options["buffer_bytes"],
-            say=partial(remark, ctx),
-            say_left=partial(remark, ctx, failure=True),
+            # With --quiet, too, because the next steps need what was moved, and where to.
+            say=partial(remark, ctx, failure=True),
             on_progress=advance,
         )
 
