@@ -300,10 +300,16 @@ def report_of(
     reasons = {
         check: why if check == "everything" else f"{check}: {why}" for check, why in skipped.items()
     }
+    remarks = (*facts.remarks, *facts.repairs, *reasons.values())
+    if 0 < facts.in_flight < tally.groups:
+        remarks += (
+            f"Not checked: {counted(facts.in_flight, 'page')} in flight, which servers may still "
+            "be writing; run again later or, if no server writes, give --grace 0s",
+        )
     return VerifyReport(
         document=msgspec.to_builtins(document),
         placed=found,
-        remarks=(*facts.remarks, *facts.repairs, *reasons.values()),
+        remarks=remarks,
         undone=tuple(why for check, why in reasons.items() if check in _UNDONE),
         repairs=facts.repairs,
         unrepaired=facts.unrepaired,

@@ -419,7 +419,7 @@ def _choice(code: Code) -> str:
     if not code.alternative:
         return ""
     if is_removal(code.alternative):
-        return " (keep the pages in quarantine, or free their space; rm has no undo)"
+        return " (quarantine the pages, or free their space; rm has no undo)"
     return " (convert the pages, or remove them; rm has no undo)"
 
 

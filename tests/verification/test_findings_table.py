@@ -169,7 +169,7 @@ def test_pages_that_only_take_space_can_be_removed(invoke: Invoke, tmp_path: Pat
     table = invoke("verify", store, *given, exit_code=4).stdout
     lines = table.splitlines()
     for code, state in (("missing-rank", "partial"), ("orphan-sidecar", "orphan")):
-        choice = "keep the pages in quarantine, or free their space; rm has no undo"
+        choice = "quarantine the pages, or free their space; rm has no undo"
         at = lines.index(f"{code} ({choice}):")
         assert lines[at + 1].endswith(f"--repair quarantine --repair-code {code}")
         program, *words = shlex.split(lines[at + 2])
