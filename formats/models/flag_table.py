@@ -74,8 +74,9 @@ FLAGS = (
     Flag("dsa_decode_backend", "dsa_decode_backend",
          help="SGLang's option; see --dsa-prefill-backend."),
     Flag("indexer_dtype",
-         help="Dtype of index keys. bfloat16 or fp8_e4m3: for MiniMax-M3 with fp8 KV, or as "
-         "SGLang's --qsa-indexer-dtype. fp4: for SGLang's --enable-deepseek-v4-fp4-indexer."),
+         help="Dtype of index keys. Give bfloat16 or fp8_e4m3 for MiniMax-M3 with fp8 KV, or the "
+         "value of SGLang's --qsa-indexer-dtype. Give fp4 for SGLang's "
+         "--enable-deepseek-v4-fp4-indexer."),
     Flag("dsv4_attn_backend", "dsv4_attn_backend",
          help="SGLang's option; decides the row format of DeepSeek-V4."),
     Flag("dsv4_kv_layout", "SGLANG_DSV4_KV_LAYOUT",

@@ -618,8 +618,8 @@ _FILTERS: Mapping[str, Callable[[Any], Any]] = {
 _NO_TAG_BESIDE_FLAGS = _filter(
     "--no-tag",
     is_flag=True,
-    help="Only pages without a tag. With --model-config or --server, --tag, --tp, --pp, --cp and "
-    "--dcp describe servers; without these two options, they are filters.",
+    help="Only pages without a tag. --tag, --tp, --pp, --cp and --dcp are filters, too, but they "
+    "describe servers if --model-config or --server is given.",
 )
 FILTER_NAMES = tuple(_FILTERS)
 # The filters that choose among the pages of one deployment.

@@ -113,8 +113,8 @@ def command(ctx: click.Context, /, source: str, destination: str, **options: Any
 
     --shard divides the work among processes, also on several hosts. Each process copies the pages
     of its part, and prints nothing on stdout; see hicachectl-merge(1). If a part is killed, run it
-    again with the same options. After exit status 4, another run (--run) copies the rest. With
-    --shard, DST cannot be a pack.
+    again with the same options. After exit status 4, a new run with another directory in --run
+    copies the rest. With --shard, DST cannot be a pack.
 
     --ray divides the work among the nodes of a Ray cluster, and prints the result; see CLUSTERS in
     hicachectl-verify(1). --move works in one process and with --shard, but not with --ray.

@@ -137,8 +137,8 @@ _OF_PAGES = (
 @own_option(
     "--and-unnamed",
     is_flag=True,
-    help="First remove pages of deployments that no request names. Needs --profile, and --trace or "
-    "--keep-plan.",
+    help="Also remove whole pages of deployments other than the profile's, before those of the "
+    "profile's deployment. Needs --profile, and --trace or --keep-plan.",
 )
 @own_option(
     "--temporaries",
@@ -155,9 +155,9 @@ _OF_PAGES = (
 @own_option(
     "--despite-profile",
     is_flag=True,
-    help="Remove partial pages even if the profile looks wrong, because most of the newest pages "
-    "lack the same pool. Without this option, --state partial is then refused, and targets do not "
-    "prefer partial pages.",
+    help="Remove partial pages even if the profile looks wrong. It looks wrong if most of the "
+    "newest pages lack the same pool. Without this option, --state partial is refused for such a profile, "
+    "and --free, --keep-free and --max-size do not remove partial pages before whole pages.",
 )
 @filter_options()
 @changing_options("removed", "removing")

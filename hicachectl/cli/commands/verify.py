@@ -98,8 +98,8 @@ _repair_options = stack(
     REPAIR.option(
         "--quarantine",
         metavar="DIR",
-        help="Quarantine directory.  [default: .hicachectl/quarantine/ in a file store, "
-        "quarantine/ in a side_directory]",
+        help="Quarantine directory.  [default: .hicachectl/quarantine/ in a file store; else "
+        "quarantine/ in the directory that side_directory= in the URL names]",
     ),
     removed_option("--token-ids", "pages behind removed ones age out; leave it out"),
     REPAIR.option(
