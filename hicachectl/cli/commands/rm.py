@@ -156,8 +156,8 @@ _OF_PAGES = (
     "--despite-profile",
     is_flag=True,
     help="Remove partial pages even if the profile looks wrong. It looks wrong if most of the "
-    "newest pages lack the same pool. Without this option, --state partial is refused for such a profile, "
-    "and --free, --keep-free and --max-size do not remove partial pages before whole pages.",
+    "newest pages lack the same pool. Without this option, --state partial is refused for such a "
+    "profile, and --free, --keep-free and --max-size do not remove partial pages before whole pages.",
 )
 @filter_options()
 @changing_options("removed", "removing")
