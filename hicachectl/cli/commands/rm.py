@@ -157,7 +157,7 @@ _OF_PAGES = (
     is_flag=True,
     help="Remove partial pages even if the profile looks wrong. It looks wrong if most of the "
     "newest pages lack the same pool. Without this option, --state partial is refused for such a "
-    "profile, and --free, --keep-free and --max-size do not remove partial pages before whole pages.",
+    "profile, and --free, --keep-free and --max-size do not remove partial pages first.",
 )
 @filter_options()
 @changing_options("removed", "removing")

@@ -105,7 +105,7 @@ _repair_options = stack(
     REPAIR.option(
         "--writers-stopped",
         is_flag=True,
-        help="3FS: confirm that no engine writes; --repair then releases leaked pages.",
+        help="3FS: confirm that no server writes; --repair then also releases leaked pages.",
     ),
     REPAIR.option(
         "--despite-profile",
