@@ -24,6 +24,17 @@ class ProfileError(FormatError):
     """A profile, or a source of a profile, that is incomplete, contradictory or unsupported."""
 
 
+class ContradictionError(ProfileError):
+    """A profile that contradicts a store.
+
+    store: URL of the store.
+    has_own_pages: whether the store has pages of the profile's deployment.
+    """
+
+    store = ""
+    has_own_pages = False
+
+
 class UnsupportedByBackend(HicacheError):
     """A request that this kind of store can never serve."""
 

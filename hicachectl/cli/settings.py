@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,8 @@ from hicachectl.cli.parameters import (
     variable_of,
 )
 from hicachectl.cli.session import config_of, remark
-from hicachectl.formats.errors import HicacheError, UsageError
+from hicachectl.formats.errors import ContradictionError, HicacheError, UsageError
+from hicachectl.formats.wording import divided, with_next
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -104,7 +105,8 @@ def named_sources(ctx: click.Context) -> Iterator[None]:
     except click.UsageError as error:
         raise click.UsageError(_naming_sources(ctx, error.message), error.ctx) from None
     except HicacheError as error:
-        error.args = (_naming_sources(ctx, str(error)),)
+        text = _with_profile(ctx, error) if isinstance(error, ContradictionError) else str(error)
+        error.args = (_naming_sources(ctx, text),)
         raise
 
 
@@ -143,7 +145,7 @@ def _chain(ctx: click.Context | None) -> Iterator[click.Context]:
         ctx = ctx.parent
 
 
-def contradiction_remark(ctx: click.Context) -> Callable[[str], None] | None:
+def contradiction_remark(ctx: click.Context) -> Callable[[ContradictionError], None] | None:
     """Return a function that reports a profile which the store contradicts.
 
     Return None if such a profile must be refused, because the command line gives it.
@@ -152,7 +154,23 @@ def contradiction_remark(ctx: click.Context) -> Callable[[str], None] | None:
     """
     if ctx.params.get(_PROFILE) is None or on_command_line(ctx, _PROFILE):
         return None
-    return partial(remark, ctx)
+    return lambda error: remark(ctx, _with_profile(ctx, error))
+
+
+def _with_profile(ctx: click.Context, error: ContradictionError) -> str:
+    """Return the message of an error with the file of the profile.
+
+    If the store has only pages of other deployments, `doctor` has the next step. With --to options,
+    the error may be about the profile that these options make of the file's profile.
+    """
+    file = ctx.params.get(_PROFILE)
+    if file is None or any(value for name, value in ctx.params.items() if name[:3] == "to_"):
+        return str(error)
+    problem, next_step = divided(str(error))
+    if not error.has_own_pages:
+        command = shlex.join(["hicachectl", "doctor", error.store, "--profile", str(file)])
+        next_step = f"{command} shows whose pages the store has, and what to do"
+    return with_next(f"{file}: {problem}", next_step)
 
 
 def settle(ctx: click.Context) -> None:

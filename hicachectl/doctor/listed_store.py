@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hicachectl.formats.errors import HicacheError, UsageError
+from hicachectl.formats.errors import ContradictionError, HicacheError, UsageError
 from hicachectl.pages.in_flight import ListingTime
 from hicachectl.pages.scanning import take_inventory
 from hicachectl.text.vocabulary import SAMPLE_PAGES
@@ -68,7 +68,7 @@ def list_store(
 
     Arguments: see `ListedStore`. An error of the store becomes `problem`. Raises UsageError.
     """
-    contradictions: list[str] = []
+    contradictions: list[ContradictionError] = []
     inventory, problem, listing = None, "", None
     try:
         listing = ListingTime.now(store, changes=False)
@@ -85,7 +85,7 @@ def list_store(
         store=store,
         inventory=inventory,
         problem=problem,
-        contradiction=contradictions[0] if contradictions else "",
+        contradiction=str(contradictions[0]) if contradictions else "",
         listing=listing,
         profile=profile,
         sample_pages=sample_pages,

@@ -110,7 +110,7 @@ def compare_stores(
             store,
             profile,
             needs_pages=not request.allow_empty,
-            on_contradiction=lambda text: remarks.append(f"{store.url}: {text}"),
+            on_contradiction=lambda error: remarks.append(str(error)),
             on_batch=on_listed,
         )
         listing = listing.ended()

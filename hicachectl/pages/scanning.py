@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from hicachectl.backends.base import scan_schema, take_rows
 from hicachectl.backends.capabilities import Trailed
-from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.errors import ContradictionError
 from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.keys.table import FOREIGN, KeySplitter, page_starts
 from hicachectl.io.interrupts import persistent
@@ -56,7 +56,7 @@ def take_inventory(
     columns: Collection[str] = (),
     only_others: bool = False,
     needs_pages: bool = False,
-    on_contradiction: Callable[[str], None] | None = None,
+    on_contradiction: Callable[[ContradictionError], None] | None = None,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> Inventory:
     """Scan a store and parse its keys.
@@ -65,8 +65,8 @@ def take_inventory(
     only_others: whether to accept a store whose pages are all of deployments that the profile does
         not describe.
     needs_pages: whether to raise EmptyStore if the store has no page.
-    on_contradiction: takes the message if the profile contradicts the store. If None, the
-        contradiction raises ProfileError.
+    on_contradiction: takes the error if the profile contradicts the store. If None, the error is
+        raised.
     on_batch: takes the number of objects of each batch.
     The call needs about 120 bytes of memory per object. Raises StoreUnavailable.
     """
@@ -129,7 +129,7 @@ def resolve_scan(
     *,
     only_others: bool = False,
     needs_pages: bool = False,
-    on_contradiction: Callable[[str], None] | None = None,
+    on_contradiction: Callable[[ContradictionError], None] | None = None,
 ) -> tuple[AffixTable, Iterator[Inventory]]:
     """Return the table of a scan's affixes, and the objects piece by piece.
 
@@ -152,11 +152,11 @@ def resolve_scan(
         census = Census.total(Census.of(piece.objects, piece.affix_ids) for piece in found)
     table = with_seen_sizes(table, census, lambda: pieces(table, affix_ids))
     try:
-        refuse_contradiction(table, census, only_others=only_others)
-    except ProfileError as error:
+        refuse_contradiction(table, census, store.url, only_others=only_others)
+    except ContradictionError as error:
         if on_contradiction is None:
             raise
-        on_contradiction(str(error))
+        on_contradiction(error)
     return table, pieces(table, affix_ids)
 
 

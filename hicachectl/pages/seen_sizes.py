@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import replace
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.errors import ContradictionError
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.pages.census import SEVERAL
 from hicachectl.pages.deployments import UNRESOLVED, AffixTable, Deployment, SeenSize, SizeMix
@@ -217,14 +218,16 @@ def _count_pages(
 # Least share of a pool's objects of wrong size that have one common size, if another deployment
 # wrote them. If the share is smaller, they may be damaged objects of this deployment.
 _NEARLY_ALL = 0.9
-_LIST = "or list what the store has with hicachectl ls --summary"
 
 
-def refuse_contradiction(table: AffixTable, census: Census, *, only_others: bool = False) -> None:
-    """Raise ProfileError, with expected and found values, if a profile contradicts the store.
+def refuse_contradiction(
+    table: AffixTable, census: Census, store: str, *, only_others: bool = False
+) -> None:
+    """Raise ContradictionError if a profile contradicts the store.
 
     A profile contradicts the store if the store has only objects of other deployments, or if nearly
-    all objects of a pool have another size.
+    all objects of a pool have another size. The message has the expected and the found values.
+    store: URL of the store.
     only_others: whether to accept a store that has only objects of other deployments.
     """
     profiled = table.deployments[:1] if table.deployments else ()
@@ -235,20 +238,39 @@ def refuse_contradiction(table: AffixTable, census: Census, *, only_others: bool
     if own.any():
         specs = np.array([*table.spec_ids, UNRESOLVED])[census.affixes[own]]
         for pool in dict.fromkeys(spec.pool for spec in profiled[0].specs):
-            _refuse_sizes(profiled[0], pool, specs, census.sizes[own], census.objects[own])
+            _refuse_sizes(profiled[0], pool, specs, census.sizes[own], census.objects[own], store)
     elif len(table.deployments) > 1 and not only_others:
         wanted = _described(profiled[0].specs[0])
-        found = "; ".join(sorted({_described(d.specs[0]) for d in table.deployments[1:]}))
-        raise ProfileError(
-            f"The profile contradicts the store: expected {wanted}, found {found}; check model, "
-            f"tag, and TP, PP and CP sizes, {_LIST}"
+        found = " and ".join(sorted({_described(d.specs[0]) for d in table.deployments[1:]}))
+        raise _contradiction(
+            store,
+            f"expected {wanted}, found {found}; check model, tag, and TP, PP and CP sizes",
+            has_own_pages=False,
         )
 
 
+def _contradiction(store: str, values: str, *, has_own_pages: bool) -> ContradictionError:
+    """Return the exception for a profile that contradicts a store.
+
+    values: expected and found values, and what to check.
+    """
+    error = ContradictionError(
+        f"The profile contradicts the store {store}: {values}, or list what the store has with "
+        f"hicachectl ls {quote(store)} --summary"
+    )
+    error.store, error.has_own_pages = store, has_own_pages
+    return error
+
+
 def _refuse_sizes(
-    deployment: Deployment, pool: str, specs: IntArray, sizes: IntArray, objects: IntArray
+    deployment: Deployment,
+    pool: str,
+    specs: IntArray,
+    sizes: IntArray,
+    objects: IntArray,
+    store: str,
 ) -> None:
-    """Raise ProfileError if nearly all objects of a pool have another size than the profile's.
+    """Raise ContradictionError if nearly all objects of a pool have another size than stated.
 
     specs, sizes, objects: [counts] position of the spec, bytes and number of objects.
     """
@@ -267,10 +289,11 @@ def _refuse_sizes(
     common = np.sort(counts)[::-1][: len(np.unique(wanted))].sum()
     if common >= _NEARLY_ALL * total:
         want, has = pairs[:, counts.argmax()].tolist()
-        raise ProfileError(
-            f"The profile contradicts the store: expected {want} bytes for {pool} objects, found "
-            f"{has} bytes ({common} of {total} objects); check dtype, page size, layers and "
-            f"TP size, {_LIST}"
+        raise _contradiction(
+            store,
+            f"expected {want} bytes for {pool} objects, found {has} bytes ({common} of {total} "
+            "objects); check dtype, page size, layers and TP size",
+            has_own_pages=True,
         )
 
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.checks.values import ValueChecker
     from hicachectl.formats.arrays import IntArray
+    from hicachectl.formats.errors import ContradictionError
     from hicachectl.formats.profile import Profile
     from hicachectl.pages.inventory import Inventory
     from hicachectl.verification.reading import ReadingResult
@@ -106,7 +107,7 @@ def inspect_page(
     prefix: str,
     *,
     grace_seconds: float = DEFAULT_GRACE_SECONDS,
-    on_contradiction: Callable[[str], None] | None = None,
+    on_contradiction: Callable[[ContradictionError], None] | None = None,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> PageReport:
     """Read the page whose hash has the given prefix, and report on it.

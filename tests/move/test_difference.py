@@ -506,7 +506,7 @@ def test_a_profile_that_contradicts_a_store_shows_what_differs(
     for path in b.glob("*.bin"):
         truncate(path)
     said = invoke("diff", a, b, "--profile", profile_file(tmp_path / "p.toml"), exit_code=4)
-    assert f"file://{b}: The profile contradicts the store: expected" in said.stderr
+    assert f"The profile contradicts the store file://{b}: expected" in said.stderr
     assert f"0 pages equal (names and sizes, bytes not read); {PAGES} different" in said.stdout
 
 

@@ -68,6 +68,7 @@ class Objects:
 
     found: dict[bytes, tuple[int | None, int | None]]
     grammar: str = "file"
+    url: str = "file:///objects"
     traits: Any = field(default_factory=lambda: SimpleNamespace(columns={"nbytes", "mtime_ns"}))
 
     def scan(self, columns: Any) -> Iterator[pa.RecordBatch]:

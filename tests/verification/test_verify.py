@@ -382,8 +382,37 @@ def test_every_command_refuses_a_profile_that_contradicts_the_store(
     wrong.write_text(TP2.replace("tp = 2", "tp = 4"))
     arguments = [page(0)] if command == "show" else []
     message = invoke(command, hybrid, *arguments, "--profile", wrong, exit_code=2).stderr
-    assert "tp 4" in message
-    assert "tp 2" in message
+    assert message.startswith(
+        f"hicachectl: {wrong}: The profile contradicts the store file://{hybrid}: expected model "
+        "'m' tp 4, found model 'm' tp 2; "
+    )
+    next_command = message.partition("; hicachectl ")[2].partition(" shows ")[0]
+    assert next_command == f"doctor file://{hybrid} --profile {wrong}"
+    assert "tp 2" in invoke(*next_command.split()).stdout
+
+
+def test_a_contradiction_of_sizes_names_profile_and_store(
+    invoke: Invoke, hybrid: Path, tp2_profile: Path
+) -> None:
+    wrong = tp2_profile.with_name("wrong.toml")
+    wrong.write_text(TP2.replace("512", "256"))
+    message = invoke("verify", hybrid, "--profile", wrong, exit_code=2).stderr
+    assert f"{wrong}: The profile contradicts the store file://{hybrid}: expected 256" in message
+    next_command = message.rstrip().rpartition("hicachectl ")[2]
+    assert next_command == f"ls file://{hybrid} --summary"
+    assert invoke(*next_command.split()).stdout
+
+
+def test_a_contradiction_names_no_file_of_another_profile(
+    invoke: Invoke, hybrid: Path, tp2_profile: Path
+) -> None:
+    """With --to options, the profile can be one that no file states."""
+    wrong = tp2_profile.with_name("wrong.toml")
+    wrong.write_text(TP2.replace("tp = 2", "tp = 4"))
+    new = hybrid.parent / "new"
+    given = ("--profile", wrong, "--to-model", "n")
+    message = invoke("migrate", hybrid, new, *given, exit_code=2).stderr
+    assert message.startswith("hicachectl: The profile contradicts the store file:")
 
 
 def test_an_absurd_rank_in_a_name_is_a_model(invoke: Invoke, hybrid: Path) -> None:
