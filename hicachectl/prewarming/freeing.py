@@ -3,6 +3,7 @@
 Incomplete pages are removed first. Next come pages that the trace or plan does not have, the
 longest unused first. The trace or plan then ranks the remaining pages by value, as for `prewarm`.
 A page is never worth more than its prefix, so the end of a chain is removed before its beginning.
+Among pages without a value, write times tell which page is nearer to the end of a chain.
 """
 
 from __future__ import annotations
@@ -61,6 +62,9 @@ class Worth:
 
 _LOOK_PAGES = 256  # most pages removed between two looks at the free bytes of a store
 _INT64_MAX = np.iinfo(np.int64).max
+# Uses within a span of this length count as one use. A request reads and writes its pages within
+# seconds, and pages stay unused for hours before they leave. `prewarm --all` has the same span.
+_SPAN_NS = 60 * 10**9
 # A removal ends after more failed pages than this: its other pages would probably fail, too.
 _MOST_FAILED = 100
 
@@ -124,6 +128,11 @@ class Freeing:
                 f"the removal does not begin with {counted(request.doubtful, 'page')} that "
                 "--profile calls partial, because most of the newest pages lack the same pool; "
                 "the profile may be wrong, so check it"
+            )
+        if request.worth is None and not candidates.incomplete[: len(self.groups)].all():
+            self.remarks.append(
+                "rm does not know which page follows which, because neither --trace nor "
+                "--keep-plan is given; servers cannot use the pages that follow a removed page"
             )
         if spared := len(candidates.spared):
             cost = human_size(candidates.in_place(len(self.groups)))
@@ -375,7 +384,9 @@ def _candidates(request: FreeRequest, gauge: Gauge) -> _Candidates:
     named = np.ones(len(sized), dtype=np.bool_)
     if unnamed is not None:
         named = groups.deployment_ids[sized] == 0
-    order = _least_useful_first(groups.used_ns[sized], known, named, ~incomplete[sized])
+    order = _least_useful_first(
+        groups.used_ns[sized], groups.newest_ns[sized], known, named, ~incomplete[sized]
+    )
     # `searchsorted` needs sums that do not overflow, even for sparse files of exbibytes.
     most = _INT64_MAX // max(1, len(sized))
     spaces = np.minimum(_sizes(groups, gauge.unit), most)
@@ -537,27 +548,41 @@ def _places(request: FreeRequest, numbers: IntArray) -> IntArray:
 
 
 def _least_useful_first(
-    used_ns: IntArray, places: IntArray, named: BoolArray, complete: BoolArray
+    used_ns: IntArray, written_ns: IntArray, places: IntArray, named: BoolArray, complete: BoolArray
 ) -> IntArray:
     """Return the order of removal: [n].
 
     Incomplete pages come first, because no server reads them. Next come pages of deployments that
     no request names, then pages without a value. Last come pages with a value, the least valuable
-    first. Among pages without a value, the longest unused come first, as for SGLang's evictor and
-    the plug-in.
-
-    The order by last use does not know the prefix of a page. But a server uses all pages of a
-    request within seconds. So a prefix can leave before its tail only if a removal ends between the
-    pages of one request.
+    first. Among pages without a value, the longest unused come first. Pages whose uses count as one
+    use leave in the reverse order of their writes, because a server writes a page after its prefix.
 
     used_ns: [n] last use, Unix nanoseconds.
+    written_ns: [n] last write, Unix nanoseconds.
     places, named: see `_Candidates`.
     complete: [n] whether the group is complete.
     """
-    order: IntArray = np.lexsort(
-        (np.where(places < 0, used_ns, 0), -places, places >= 0, named, complete)
-    )
+    valued = places >= 0
+    spans, written = (np.where(valued, 0, times) for times in (_spans(used_ns), written_ns))
+    order: IntArray = np.lexsort((-written, spans, -places, valued, named, complete))
     return order
+
+
+def _spans(used_ns: IntArray) -> IntArray:
+    """Return the start of the span in which each use counts as one use with others: [n].
+
+    The first span begins with the first use, and so does a span after a pause longer than
+    _SPAN_NS. Without such a pause, the next span begins when the last one ends. So pages of one
+    request share a span unless the request crosses the end of a span on a busy store.
+
+    used_ns: [n] Unix nanoseconds, 0 or more.
+    """
+    times, place = np.unique(used_ns, return_inverse=True)
+    after_pause = np.ones(len(times), dtype=np.bool_)
+    after_pause[1:] = np.diff(times) > _SPAN_NS
+    begins = np.maximum.accumulate(np.where(after_pause, times, 0))
+    starts: IntArray = (times - (times - begins) % _SPAN_NS)[place]
+    return starts
 
 
 def _tokens(request: FreeRequest, chosen: IntArray) -> dict[str, int | None]:

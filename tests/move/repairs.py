@@ -43,14 +43,14 @@ KV_BYTES, INDEXER_BYTES = 4 * 2 * 1152, 4 * 2 * 132
 
 
 def dsa_store(directory: Path, pages: int) -> Path:
-    """Make a store of pages with kv and indexer; each object has different bytes and time."""
+    """Make a store of pages with kv and indexer; each page has different bytes and time."""
     directory.mkdir(parents=True, exist_ok=True)
     for number in range(pages):
         for stem, nbytes in (("_x-dsa", KV_BYTES), (".indexer_x-dsa", INDEXER_BYTES)):
             path = put(directory, f"{page(number)}{stem}.bin", nbytes)
             with path.open("r+b") as stream:
                 stream.write(f"{number}{stem}".encode())
-            os.utime(path, ns=(0, 1_700_000_000_123_456_789 + number))
+            os.utime(path, ns=(0, 1_700_000_000_123_456_789 + number * 60 * 10**9))
     return directory
 
 

@@ -18,6 +18,7 @@ BLOCK = 4096
 PAGE_SPACE = 4 * BLOCK  # kv takes three blocks, the indexer one
 PAGE_BYTES = KV_BYTES + INDEXER_BYTES
 GRACE_S = 60.0
+SPAN_S = 60.0  # uses within this time may count as one use
 _UNSURE_S = 1.0  # the clock of the file system may be so far from ours
 
 
@@ -91,7 +92,8 @@ class Removal:
     def check_order(self, document: dict[str, Any], *, judged: bool, told: str) -> int:
         """Assert that what left was the least useful; return the number of pages that left.
 
-        A healthy page leaves only if no incomplete one of age is left, and no older healthy one.
+        A healthy page leaves only if no incomplete one of age is left, and no healthy one that is
+        older by a span.
         judged: whether a profile shows which pages are partial.
         """
         left, before, ended = self.room.newest(), self.before, time.time()
@@ -110,5 +112,5 @@ class Removal:
             kept = left.keys() & (before.keys() - incomplete)
             kept = {name for name in kept if shape_of(name) == "whole" or name in old}
             oldest = min((before[name] for name in kept), default=self.noted)
-            assert max(before[name] for name in healthy) <= oldest, told
+            assert max(before[name] for name in healthy) <= oldest + SPAN_S, told
         return len(gone)

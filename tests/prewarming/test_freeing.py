@@ -76,6 +76,45 @@ def test_the_longest_unused_pages_leave(invoke: Invoke, aged: Path, asked: int, 
     assert facts["requested_tokens"] is facts["valued_pages"] is None
 
 
+def test_without_values_the_end_of_a_request_leaves_first(invoke: Invoke, tmp_path: Path) -> None:
+    """Two requests share the pages 0 to 4. A read marks the shared pages as the second writes."""
+    store, shared = tmp_path / "store", range(5)
+    first, second = [*shared, *range(5, 10)], [*shared, *range(10, 15)]
+    for began, numbers in ((OLD, first), (OLD + 600, second)):
+        for at, number in enumerate(numbers, began):
+            path = store / f"{page(number)}_m_0_1.bin"
+            if path.exists():
+                os.utime(path, (at, path.stat().st_mtime))
+            else:
+                put_pages(store, range(number, number + 1), "_m_0_1", nbytes=NBYTES, mtime=at)
+    for leaves in (*reversed(first[5:]), *reversed(second[1:])):
+        output = invoke("rm", store, "--free", "1B", "--yes")
+        assert not [*store.glob(f"{page(leaves)}*")]
+    assert pages_of(store) == {page(0)}
+    assert (
+        "hicachectl: rm does not know which page follows which, because neither --trace nor "
+        "--keep-plan is given; servers cannot use the pages that follow a removed page"
+    ) in output.stderr
+
+
+@pytest.mark.parametrize(
+    ("seconds", "leaves"),
+    [
+        pytest.param([0, 59], 1, id="one span"),
+        pytest.param([0, 60], 0, id="two spans"),
+        pytest.param([0, 30, 60], 1, id="the second span has one use"),
+        pytest.param([0, 100, 130, 170], 0, id="a span after a pause"),
+    ],
+)
+def test_uses_within_a_minute_are_one_use(
+    invoke: Invoke, tmp_path: Path, seconds: list[int], leaves: int
+) -> None:
+    for number, second in enumerate(seconds):
+        put_pages(tmp_path, range(number, number + 1), "_m_0_1", nbytes=NBYTES, mtime=OLD + second)
+    freed(invoke, tmp_path, "--free", "1B", "--yes")
+    assert pages_of(tmp_path) == {page(n) for n in range(len(seconds))} - {page(leaves)}
+
+
 def test_a_read_is_a_use(invoke: Invoke, aged: Path) -> None:
     os.utime(aged / f"{page(0)}_m_1_2.bin", (OLD + 9000, OLD))
     freed(invoke, aged, "--free", "1B", "--yes")
@@ -354,7 +393,7 @@ def test_sizes_of_exbibytes_do_not_disturb_the_order(invoke: Invoke) -> None:
         for n in range(6):
             sparse = put(store, f"{page(n)}_m_0_1.bin", 0, OLD)
             os.truncate(sparse, 1 << (62 if n < 4 else 10))
-            os.utime(sparse, (OLD + n, OLD + n))
+            os.utime(sparse, (OLD + 60 * n, OLD + 60 * n))
         freed(invoke, store, "--free", "1B", "--model", "m", "--yes")
         left = {path.name[:64] for path in store.glob("*.bin")}
         assert left == {page(n) for n in range(1, 6)}

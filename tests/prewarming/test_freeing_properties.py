@@ -77,6 +77,19 @@ class Case:
     def used(self, group: Group) -> int:
         return max(max(times) for _, *times in self.files[group].values())
 
+    def spans(self) -> dict[int, int]:
+        """Return the first use of the span of each use. A use within a minute is of the span."""
+        spans: dict[int, int] = {}
+        start = 0
+        for use in sorted(map(self.used, self.candidates())):
+            pause = use - max(spans, default=0) > 60
+            if pause:
+                start = use
+            elif use - start >= 60:
+                start += (use - start) // 60 * 60
+            spans[use] = start
+        return spans
+
     def candidates(self) -> set[Group]:
         """Return the groups that the filters match, and that a value can be known of."""
         one = self.order != "last-use" and self.profiled
@@ -135,7 +148,7 @@ def cases(draw: st.DrawFn) -> Case:
     extra = draw(st.lists(st.integers(0, 2), min_size=len(paths), max_size=len(paths)))
     prompts = prompts_of(paths, extra)
     traced = sorted({name for prompt in prompts for name in page_hashes_hex(prompt, 4)})
-    times = st.integers(0, draw(st.sampled_from([0, 2, 50])))
+    times = st.integers(0, draw(st.sampled_from([0, 2, 50, 400])))
     whole = {spec.affix for spec in SPECS}
     bare = {spec.affix for spec in SPECS if not spec.trailing}
     order = draw(st.sampled_from(["last-use", "trace", "trace", "plan"]))
@@ -294,10 +307,12 @@ def check(place: Place) -> None:
         sum(map(case.size, candidates - chosen)),
     )
 
+    spans = case.spans()
+
     def usefulness(group: Group) -> tuple[Any, ...]:
         value, complete = values.get(group[0]), not case.incomplete(group)
         if value is None:
-            return (complete, False, case.used(group))
+            return (complete, False, spans[case.used(group)], -case.newest(group))
         return (complete, True, *value)
 
     event(f"{case.order}, {'short' if freed < case.asked else 'enough'}")
