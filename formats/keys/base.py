@@ -126,6 +126,8 @@ class Grammar(ABC):
     unequal_halves: whether K and V can differ in size.
     refuses_oversized: whether SGLang treats an object that is too large as a miss. Otherwise SGLang
         reads the object's start.
+    refuses_truncated: whether SGLang's read of a kv object that is too short fails. Otherwise, old
+        bytes may stay in the rest of the page.
     warm_ups: pattern of the keys that servers write when they start; "" if there are none.
     served: whether servers can read the keys through the storage plug-in.
     marker: bytes of the object that stands for an anchor without bytes; None without such objects.
@@ -139,6 +141,7 @@ class Grammar(ABC):
     has_tag: ClassVar[bool] = False
     unequal_halves: ClassVar[bool] = False
     refuses_oversized: ClassVar[bool] = False
+    refuses_truncated: ClassVar[bool] = False
     warm_ups: ClassVar[str] = ""
     served: ClassVar[bool] = True
     marker: ClassVar[int | None] = None

@@ -36,6 +36,7 @@ class FileGrammar(Grammar):
 
     name = title = "file"
     axes: ClassVar = {"pp": "file_stage", "cp": "file_cp", "dcp": ""}
+    refuses_truncated = True
     marker = 0
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:

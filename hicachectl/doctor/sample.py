@@ -250,7 +250,7 @@ def _structure(listed: ListedStore, findings: _Findings) -> Iterator[Check]:
         found,
         "structure",
         findings.judged,
-        errors="could give servers wrong data",
+        errors="could give servers wrong data or failed reads",
         warnings="have faults that cost hits",
     ):
         yield worst

@@ -13,6 +13,7 @@ from hicachectl.checks.codes import DESPITE
 from hicachectl.checks.page_tables import suspicious_keys
 from hicachectl.checks.registry import codes, page_codes, remedies
 from hicachectl.checks.sizes import rows_of_mixes
+from hicachectl.formats.keys import grammar_of
 from hicachectl.move.doubt import doubt
 from hicachectl.move.removal_plan import described_groups, plan_repair
 from hicachectl.move.table_repair import release_leaked, repair_tables, write_repaired_snapshot
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import BoolArray
     from hicachectl.move.removal_plan import RepairPlan
     from hicachectl.move.results import GroupReport
     from hicachectl.move.withdrawal import Mode
@@ -178,13 +180,25 @@ def repair(
         if not options.dry_run:
             facts.repaired, facts.quarantined = outcome.groups, outcome.moved
             if outcome.groups:
-                misled = pa.array([code.name for code in codes() if code.misleads])
-                wrong = pc.is_in(plan.reasons.column("code"), misled).to_numpy()
-                misleading = np.unique(plan.about[wrong])
+                misleading = np.unique(plan.about[_misleading(plan.reasons, store.grammar)])
                 facts.misleading = len(misleading)
                 facts.misleading_ns = groups.oldest_ns(misleading)
     if first and options.writers_stopped:
         release_leaked(store, dry_run=options.dry_run, say=say)
+
+
+def _misleading(found: pa.Table, grammar: str) -> BoolArray:
+    """Return after which findings servers may have computed with wrong data: [findings].
+
+    grammar: name of the grammar of the store's keys.
+    """
+    code = found.column("code")
+    names = pa.array([code.name for code in codes() if code.misleads])
+    wrong: BoolArray = pc.is_in(code, names).to_numpy()
+    if grammar_of(grammar).refuses_truncated:
+        unread = pc.and_(pc.equal(code, "truncated"), pc.equal(found.column("pool"), "kv"))
+        wrong &= ~unread.fill_null(False).to_numpy()
+    return wrong
 
 
 def _removed_text(outcome: GroupReport, options: RepairOptions) -> str:

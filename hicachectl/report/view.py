@@ -146,7 +146,7 @@ def _verdict(picture: Picture) -> dict[str, str]:
     ran, skipped = document["checks"], document["skipped_checks"]
     if counts["error"]:
         many = counted(counts["error"], "error")
-        kind, text = "error", f"{many}, so servers could read wrong data"
+        kind, text = "error", f"{many}, so servers could read wrong data, or fail to read"
     elif counts["warning"]:
         kind = "warning"
         mixed = any(group.code == "mixed-sizes" for group in picture.findings)

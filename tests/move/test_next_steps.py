@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicachectl.verification.report_text import Mending
-from tests.move.repairs import dsa_store, indexer, kv, stick
+from tests.move.repairs import INDEXER_BYTES, dsa_store, indexer, kv, shorten, stick
 from tests.parts.runs import CommandRun
-from tests.stores import DSA
+from tests.stores import DSA, put
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,6 +87,20 @@ def test_a_finding_that_misleads_no_server_has_no_next_step(invoke: Invoke, stor
     said = invoke(*repair(store), *by_code, exit_code=4).stderr
     assert "1 page deleted" in said
     assert FLUSH not in said
+
+
+def test_a_short_object_misleads_servers_unless_it_is_the_kv_of_a_file_store(
+    invoke: Invoke, store: Path
+) -> None:
+    """HiCacheFile's read of a short object fails, so servers compute nothing from short kv."""
+    put(store, indexer(DAMAGED), INDEXER_BYTES)
+    asked = [word if word != "groups" else "sizes" for word in repair(store)]
+    shorten(store / kv(1))
+    said = invoke(*asked, "--yes", exit_code=4).stderr
+    assert "1 page deleted" in said
+    assert FLUSH not in said
+    shorten(store / indexer(3))
+    assert FLUSH in invoke(*asked, "--yes", exit_code=4).stderr
 
 
 @pytest.mark.parametrize(("fail_on", "status"), [("warning", 4), ("never", 0)])

@@ -208,9 +208,9 @@ class _Command(Command):
 def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     """Check a store for missing or damaged objects, and repair it if asked.
 
-    verify reads STORE and reports findings. An error means that a server could read wrong data; a
-    warning costs hits or space; an info needs no action. The exit status is 4 if there are
-    findings at --fail-on or above.
+    verify reads STORE and reports findings. An error means that servers could read wrong data, or
+    that their reads fail; a warning costs hits or space; an info needs no action. The exit status
+    is 4 if there are findings at --fail-on or above.
 
     \b
     CHECKS
