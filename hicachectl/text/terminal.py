@@ -89,7 +89,7 @@ class MessageHandler(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record as a message. Everything but line breaks is escaped."""
+        """Write a record as a message (`message_text`), with its line breaks as they are."""
         try:
             text = message_text(f"hicachectl: {self.format(record)}", keep="\n")
         except Exception:

@@ -14,7 +14,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 class Ago(float):
-    """A time that was given as an age, in Unix seconds by this host's clock.
+    """Unix seconds, by this host's clock, of a time that was given as an age.
 
     seconds: the age.
     """
