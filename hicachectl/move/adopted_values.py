@@ -39,7 +39,9 @@ def doubtful_values(
 ) -> BoolArray:
     """Read a sample of the pages to adopt. Return which pages have doubtful values: [groups].
 
-    profile: profile with weights, which therefore describes values.
+    Values are doubtful if a check finds a fault in them that can make answers wrong
+    (`Code.misleads`).
+    profile: profile of the store, which names the weights.
     adopted: [groups] whether the group will get trailers.
     Raises UsageError if values contradict the profile, and StoreUnavailable.
     """

@@ -88,7 +88,10 @@ class CopyPlan:
         return objects, nbytes
 
     def rehearse(self, facts: CopyFacts) -> None:
-        """Add to the facts what a copy without failures would write and skip."""
+        """Add to the facts what a copy without failures would write.
+
+        Pages to compare count as skipped.
+        """
         objects, nbytes = self.demand()
         facts.pages += len(self.items)
         facts.objects += objects

@@ -60,7 +60,7 @@ class _SystemCopies:
 class Executor:
     """Executor of copies from one store to another.
 
-    full:   whether the destination had no room for an object.
+    full:   event that is set when the destination has no room for an object.
     copies: whether the destination copies objects of the source by itself.
     racy:   the destination if another writer can win the race for a key, else None.
     read_back: function that reads objects of the destination.
@@ -242,7 +242,10 @@ class Executor:
 
 
 class _BatchCopy:
-    """Write of one batch whose source objects are in memory."""
+    """Write of one batch to the destination, after its source objects were read.
+
+    If the destination copies the objects by itself, no object was read.
+    """
 
     def __init__(
         self, executor: Executor, batch: PageBatch, arena: Arena, base: int, result: MoveResult
@@ -317,7 +320,8 @@ class _BatchCopy:
     def _compare(self, places: IntArray, *, ours: bool = False) -> None:
         """Compare the destination's objects with the bytes to write.
 
-        ours: whether this run wrote the objects. If so, a difference is a failure, not a conflict.
+        ours: whether this run wrote the objects. If so, other bytes are no conflict: the group is
+            FAILED, or RACED if the store is `RacyWrites`.
         """
         sizes = self._batch.sizes
         offsets = np.zeros(len(sizes), dtype=np.int64)

@@ -105,10 +105,11 @@ def refuse_destination(
     *,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> None:
-    """List a destination, and refuse it if it has another topology under the keys to write.
+    """List a destination, and refuse it if servers of another topology use the keys to write.
 
-    Call this where surveys look up keys, because lookups cannot show another topology. A store
-    whose listing lags behind is not listed. Raises ProfileError, StoreUnavailable.
+    A topology is the TP, PP and CP sizes of a deployment. Call this where surveys look up keys,
+    because lookups cannot show another topology. A store whose listing lags behind is not listed.
+    Raises ProfileError, StoreUnavailable.
     """
     if not store.traits.lists_late:
         _listed(store, routes, (), grammar, on_batch)
@@ -172,8 +173,8 @@ class _TargetFinder:
         """Return each page's row in the survey, or ABSENT: [mine].
 
         mine: rows of the batch.
-        If several forged hashes have equal first words, only one of these hashes is found. For an
-        object of another one, the write finds that the object exists.
+        If several forged hashes have the same first 16 digits, only one of these hashes is found.
+        For an object of another one, the write finds that the object exists.
         """
         wanted = pages.take(pa.array(mine))
         words = _first_words(pages, mine)
@@ -242,10 +243,9 @@ def _refuse_other_topology(
     sizes_of: Mapping[int, Mapping[int, int]],
     grammar: str,
 ) -> None:
-    """Raise ProfileError if another topology uses the keys to write.
+    """Raise ProfileError if servers of another topology or dtype use the keys to write.
 
-    Servers would mix up the objects of the two topologies. Each of these signs shows another
-    topology:
+    Servers would mix up the objects there with the copies. Each of these signs is enough:
 
     - The keys have several objects of another size, and none of the expected size.
     - Keys carry no TP size, and the store has ranks that the new topology does not have.

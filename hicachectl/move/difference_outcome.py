@@ -40,7 +40,7 @@ class Kind(IntEnum):
     BYTES = 6  # an object has different bytes in the two stores
     UNREADABLE = 7  # an object cannot be read in one of the stores
     IN_FLIGHT = 8  # different, but a server may still be writing the page
-    GONE = 9  # an object vanished before its bytes were read
+    GONE = 9  # an object vanished or was rewritten before its bytes were read
 
     @property
     def text(self) -> str:

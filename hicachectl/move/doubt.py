@@ -1,7 +1,8 @@
-"""Refuse a repair if its profile may be wrong. A sign is one finding on most of the newest pages.
+"""Refuse a repair if its profile may be wrong.
 
-A wrong profile gives healthy pages findings that look like damage. Real damage strikes pages of any
-age, while the newest pages show how servers run now.
+A sign of a wrong profile is one finding on at least half of the newest pages. A wrong profile gives
+healthy pages findings that look like damage. Real damage strikes pages of any age, while the newest
+pages show how servers run now.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def _judged_groups(checked: Checked, judged: Judged | None, code: Code, pool: st
     """Return for which groups of the profile a check could have reported the finding: [groups].
 
     Such a group has an object of the pool that the check has judged. Structural checks report no
-    missing objects of pages without kv.
+    missing objects of orphans.
     pool: name of the pool; "" for any pool.
     """
     groups, inventory = checked.groups, checked.groups.inventory

@@ -85,7 +85,10 @@ class MigrationRequest:
 
     @property
     def needs_pages(self) -> bool:
-        """Whether to refuse a source without pages. An earlier move may have emptied the source."""
+        """Whether to refuse a source without pages.
+
+        A move accepts such a source, because an earlier move may have emptied it.
+        """
         return not (self.allow_empty or self.options.move)
 
     @property
@@ -96,7 +99,7 @@ class MigrationRequest:
 
     @property
     def compares(self) -> IfExists:
-        """Action for groups that the destination has. With --verify, `skip` becomes `verify`."""
+        """The `if_exists` that applies. With --verify, `skip` becomes `verify`."""
         skips = self.if_exists == "skip" and self.options.verify
         return "verify" if skips else self.if_exists
 
@@ -148,7 +151,7 @@ class Migration(StorePair):
             self.refuse_removals(MOVE)
         elif request.if_exists == "overwrite":
             self.refuse_removals(OVERWRITE)
-        # A move must leave objects that were rewritten since the listing. Versions show which.
+        # A move does not remove objects that were rewritten since the listing. Versions show which.
         self.columns = {"version"} & source.traits.columns if request.options.move else set[str]()
 
     @property

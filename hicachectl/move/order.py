@@ -5,8 +5,8 @@ sidecars before the anchor and never overwrites an object. Only this module sets
 and removals:
 
 - `publish` writes sidecars, then anchors. A reader finds each group whole or without its anchor.
-- `withdraw` removes anchors, then sidecars. If a server writes to the group meanwhile, `withdraw`
-  tries again. After at most five attempts, each group is gone, whole or FAILED.
+- `withdraw` removes anchors, then sidecars. If a server writes to a group meanwhile, so that the
+  group must still leave, `withdraw` tries again. After five attempts, such a group is FAILED.
 - `roll_back` removes the objects that this run wrote, and never those of another writer.
 
 If an anchor cannot be removed, its group keeps its sidecars.
@@ -99,7 +99,7 @@ def publish(
     flush: Callable[[], None] = lambda: None,
     failures: Failures = OF_MIGRATION,
 ) -> BoolArray:
-    """Write objects of open groups, sidecars first, and roll back unsuccessful groups.
+    """Write objects of open groups (`MoveResult`), sidecars first. Roll back unsuccessful groups.
 
     chosen: indices of the objects to write.
     write: function that writes objects by index.
@@ -182,10 +182,11 @@ def withdraw(
     look_up: Callable[[IntArray], GroupObjects],
     remove: Callable[[IntArray], Result],
 ) -> None:
-    """Remove groups until each is gone, or a server has written it again, whole and without fault.
+    """Remove groups, in at most five attempts, until `look_up` finds none that must still leave.
 
     A server that finds a half-removed group can write a new anchor beside an old sidecar. Each
-    attempt therefore looks at the store again, and removes groups that are neither whole nor gone.
+    attempt therefore looks at the store again. A group that is left after the last attempt is
+    FAILED.
 
     pending: indices in `result` of the groups to remove.
     look_up: function that takes indices of groups. It returns the present objects of the groups

@@ -32,7 +32,7 @@ NOT_UNPINNED = "not-unpinned"
 WOULD_UNPIN = "would-unpin"  # only dry runs say this
 
 NEEDS_MASTER = "upgrade the master to Mooncake 0.3.14 or later"
-# Objects in each call. Few, because a signal ends the run only after the present call.
+# Most objects in each call, because a signal ends the run only after the present call.
 _STEP = 1 << 16
 
 

@@ -176,7 +176,7 @@ class Quarantine:
 
 
 def names_run(path: Path) -> bool:
-    """Return whether a path is the folder of a run. A run of an earlier form counts, too."""
+    """Return whether a path is the folder of a run, even of an earlier form (`is_earlier_run`)."""
     if os.path.lexists(path / SIDE / RUN_FILE):
         return True
     with suppress(OSError):
@@ -554,7 +554,7 @@ RUNS = schema_of(RunRow)
 class PurgeReport:
     """Report on runs that were listed or purged.
 
-    rows: a row for each run, in the columns of `RUNS` or of another table.
+    rows: a row for each run, in the columns of `RUNS` or `parts.runs.RUN_DIRECTORIES`.
     failures: (path of the run, message) for each run that could not be purged.
     left: messages about runs that were left alone.
     remarks: messages about runs that stay because of the options.

@@ -47,8 +47,9 @@ class RepairPlan:
         if it changes before its removal.
     unplaced: number of findings without a group, by code. They concern foreign keys or the whole
         store, and removals do not repair them.
-    others: number of groups that have findings, but that the profile does not describe.
-    mixed: number of groups with an object of a mix (`SizeMix`).
+    others: number of groups that were left out although they have findings, because the profile
+        does not describe them.
+    mixed: number of groups that were left out because they have an object of a mix (`SizeMix`).
     warned: number of groups that the plan could have because of warnings. 0 if the plan has groups.
     warnings: codes of these warnings.
     refused: reason why the plan has no groups although there are findings to repair; else None.
@@ -114,7 +115,7 @@ def plan_removal(chosen: IntArray) -> RepairPlan:
 
 
 def newest_taken(groups: PageGroups, plan: RepairPlan) -> int:
-    """Return how many pages of the plan are newer than every page that the plan keeps.
+    """Return how many pages of the plan are newer than every page that the plan does not remove.
 
     Only pages of the profile's deployment count. Many newer pages suggest that the profile does not
     describe the servers that wrote last. Return 0 if the plan removes all pages of the deployment,

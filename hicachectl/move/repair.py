@@ -141,7 +141,7 @@ def repair(
 ) -> None:
     """Remove the groups of a plan, and correct the tables of 3FS. Record the result in `checked`.
 
-    checked: result of a check that requested repairs.
+    checked: result of a check that listed the versions of objects (`VerifyRequest.repairs`).
     first: whether to release leaked pages as well. They belong to no group, so only the first part
         of a run releases them.
     say: takes remarks.

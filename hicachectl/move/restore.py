@@ -85,7 +85,7 @@ def restore_groups(
     """Restore the selected groups of a quarantine, sidecars first, and remove them from their runs.
 
     A group is a conflict and stays in its run if the store has another object under one of its
-    keys. An object that the store has with equal bytes counts as restored.
+    keys. If the store already has an equal object there, this is no conflict.
 
     The newest run is restored first. If a removal was killed, its run has the anchor of a page, and
     the next run has sidecars of the page. These sidecars must return to the store before the
@@ -353,7 +353,7 @@ class _OneRun:
         """Return a row for each group of a batch."""
         groups = self.groups
         labels = [groups.labels[number] for number in groups.label_ids[batch].tolist()]
-        # Of restored groups, count only the objects that this run put back.
+        # Of restored groups, count only the objects that the store did not already have.
         counted = np.flatnonzero(~double | ~result.open[owners])
         sizes = rows.column("nbytes").take(pa.array(counted))
         details = {p.group: f"{p.key}: {p.detail}" for p in reversed(result.problems)}

@@ -39,7 +39,9 @@ class GroupStatus(IntEnum):
     CONFLICT = 3  # the destination has another object under one of the group's keys
     NO_ROOM = 4  # not written, because the destination is full
     RACED = 5  # another writer wrote an object of the group; a retry compares and completes it
-    KEPT = 6  # not removed, because a server has written to the group meanwhile
+    # Not removed, because a server has written to the group meanwhile, or, with Action.CLEAR,
+    # because the destination has no equal copy.
+    KEPT = 6
     IN_FLIGHT = 7  # a server is writing the group
     SAME = 8  # compared and equal, so nothing was written
 
@@ -49,7 +51,7 @@ class Problem:
     """Reason why a group was not copied, removed or restored completely.
 
     key: key of the faulty object; None if the reason concerns no single object.
-    group: index in the `MoveResult`, or -1.
+    group: index in the `MoveResult`; -1 for a problem that comes from no `MoveResult`.
     """
 
     page: str
@@ -72,7 +74,8 @@ class MoveResult:
 
     pages:    [k] page hashes.
     statuses: [k] uint8 of GroupStatus. A group is open while its status is DONE.
-    objects, nbytes: number and bytes of objects removed, or written and not rolled back.
+    objects: number of objects removed, or written and not rolled back.
+    nbytes: bytes of objects written and not rolled back; 0 for a removal.
     """
 
     pages: pa.StringArray
@@ -147,7 +150,7 @@ class CopyFacts(msgspec.Struct, kw_only=True):
     gone: number of pages that vanished from the source.
     conflicts: number of pages for which the destination has different objects under the same keys.
     moved: number of pages removed from the source after the copy.
-    left_in_source: number of pages that a move leaves in the source.
+    left_in_source: number of incomplete pages that a move does not remove from the source.
     complete: whether every batch was begun.
     settled: whether nothing is left for another run to do.
     stopped_by: reason for an early end, else "".
@@ -359,7 +362,7 @@ class GroupReport:
     nbytes: bytes of groups moved or deleted; None if a size is unknown.
     failures: (key or path, message) for each failure.
     untried: number of groups not tried, because the quarantine cannot be written to.
-    place: path of the quarantine; None if objects are deleted for good.
+    place: path of the quarantine that gets the objects; None if they are deleted or restored.
     busy: number of runs of the quarantine that another process has locked.
     left: remarks about runs of the quarantine that were left alone.
     origins: URLs of other stores from which the restored pages were removed.

@@ -43,7 +43,8 @@ class RequestHeldError(UsageError):
 class RunMark:
     """Mark on the unfinished writes of one process.
 
-    owner: 16 hexadecimal digits that at most one living process uses.
+    owner: 16 hexadecimal digits. Two living processes use the same digits only if they attempt the
+        same part of a run.
     ended: marks of processes that have ended, or whose work this process has done instead. Their
         unfinished writes can be removed.
     remark: message for the user, or "".
@@ -104,7 +105,7 @@ def held_mark(request: bytes) -> Iterator[RunMark]:
 
 
 def _state_directory() -> Path:
-    """Return the directory of marks below XDG_STATE_HOME."""
+    """Return the directory of marks, below XDG_STATE_HOME or else ~/.local/state."""
     base = Path(os.environ.get("XDG_STATE_HOME") or "")
     if not base.is_absolute():
         base = Path(os.path.expanduser("~"), ".local/state")  # noqa: PTH111 - it never fails

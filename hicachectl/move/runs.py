@@ -49,7 +49,7 @@ class CopyRun:
     """
 
     def __init__(self, stores: StorePair, groups: PageGroups, facts: CopyFacts) -> None:
-        """Prepare the copy, and claim the destination.
+        """Prepare the copy, and claim the destination (`StorePair.claim`).
 
         groups: the groups of the source.
         facts: the sums that the copy adds to.
@@ -168,8 +168,8 @@ class CopyRun:
     ) -> None:
         """Retry the groups that found no room, one batch at a time, until the destination is full.
 
-        Concurrent batches competed for the last room, and all of them were rolled back. Now there
-        is room for some of them.
+        Concurrent batches competed for the last room, and were rolled back. Now there may be room
+        for some of them.
         """
         left_out, begun = self._left_out, self._without_room
         last = [work.only(np.isin(work.items, begun[work.survey])) for work in works]

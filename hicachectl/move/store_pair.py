@@ -59,8 +59,8 @@ TrailerMode = Literal["auto", "write", "drop"]
 class CopyOptions:
     """Options of a copy.
 
-    jobs: number of batches copied at a time; three by default. Between two stores that both spread
-        their calls, it is at most three.
+    jobs: number of batches copied at a time; three by default. Between two stores that both do a
+        call with several threads (`Spreads`), it is at most three.
     verify: whether to read back and compare each copy; always true for a move.
     move: whether to remove the originals of compared copies.
     pin: whether to protect pages from eviction.
@@ -85,7 +85,7 @@ class CopyOptions:
 
     @property
     def job_count(self) -> int:
-        """Number of batches copied at a time, if the stores do not spread their calls."""
+        """Number of batches copied at a time, unless both stores are `Spreads`."""
         return self.jobs or _JOBS
 
 
@@ -141,7 +141,7 @@ class StorePair:
         self.options = options
         self.jobs = options.job_count
         if isinstance(source, Spreads) and isinstance(destination, Spreads):
-            self.jobs = min(self.jobs, _JOBS)  # more batches at once would only be smaller
+            self.jobs = min(self.jobs, _JOBS)  # each call already uses several threads
         losses = destination.losses if isinstance(destination, ReportsLosses) else ()
         self.remarks = [*map(str, losses), *filter(None, [self.trailers.remark])]
 
@@ -238,8 +238,8 @@ class StorePair:
         first_only: whether to survey the first deployment only.
         asks: whether to look up each object in the destination, instead of listing the destination.
 
-        Raises ProfileError if a listing shows that the destination has objects of another topology
-        under the same keys. Raises StoreUnavailable.
+        Raises ProfileError if the destination is listed, and servers with another topology (other
+        TP, PP or CP sizes) or dtype use the same keys there. Raises StoreUnavailable.
         """
         routes = self.routes(groups.inventory.table)
         surveyed = survey_source(groups, routes[:1] if first_only else routes)
@@ -308,8 +308,7 @@ class TrailerPlan:
     def with_foreign(self, survey: Survey, objects: pa.Table) -> Survey:
         """Return the survey with its `foreign` and `unproven` groups.
 
-        The trailers in the destination show these groups. They also prove in which layout the
-        destination has an object.
+        A trailer in the destination states the identity of its object, and with it the layout.
         objects: listing of the source.
         """
         markers = markers_of(self.destination)
@@ -466,7 +465,7 @@ def _cannot_write(destination: Store, *, trailed: bool) -> str:
 
 
 def _refuse_mixtures(stores: StorePair, markers: list[Marker], expected: Expected) -> None:
-    """Raise UsageError if only trailers tell the weights of objects, and the copies lose them."""
+    """Raise UsageError if only trailers tell the weights of objects, and copies lose trailers."""
     url = stores.source.url
     if stores.profile is not None and not stores.unchanged and not expected.identities:
         raise UsageError(f"{url}: the weights of its objects are unknown: {expected.unknown}")

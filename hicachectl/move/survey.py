@@ -1,4 +1,4 @@
-"""Survey the objects of a source for a copy, and which targets the destination already has."""
+"""Survey the objects of a source for a copy, and the objects to write that the destination has."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def verbatim_routes(deployments: tuple[Deployment, ...]) -> Iterator[Route]:
 
 
 def planned_route(deployment: Deployment, plan: TransferPlan) -> Route:
-    """Return the route of a plan. deployment: the profile's deployment, index 0 of its store."""
+    """Return the route of a plan. deployment: the profile's deployment, the first of the source."""
     return Route(
         deployment_id=0,
         deployment=deployment,
@@ -196,7 +196,10 @@ class Survey:
 
     @cached_property
     def left_over(self) -> BoolArray:
-        """Which groups have objects that are not copied: [n]. Replicas do not count."""
+        """Which groups have objects that are not copied: [n].
+
+        Sources that no unit reads, such as replicas, do not count.
+        """
         left = self.strays.copy()
         for unit in self.route.units:
             groups, complete = self.rows.holders(unit.sources)
@@ -244,7 +247,7 @@ def survey_source(groups: PageGroups, routes: Iterable[Route]) -> list[Survey]:
 
 def _survey(groups: PageGroups, route: Route, sizes: IntArray, times: pa.Int64Array) -> Survey:
     table, span = groups.tables[route.deployment_id], groups.span(route.deployment_id)
-    # The columns of a block form one object set, which has only sources or no source.
+    # The columns of a block form one set (`ObjectSpec.object_set`), with only sources or no source.
     taken = [block for block in table.blocks if block.columns[0] < len(route.sources)]
     others = [block for block in table.blocks if block.columns[0] >= len(route.sources)]
     rows = GroupTable(route.sources, table.count, tuple(taken))

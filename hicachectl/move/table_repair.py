@@ -1,5 +1,7 @@
 """Repair the tables of a 3FS store, which map keys to pages, on its server or in a new snapshot.
 
+In these tables, a page is a place for one object in a data file.
+
 When the metadata server deletes a key, it frees the key's page for the next writer, even if another
 key still maps to that page. All keys of a page are therefore deleted in one call, and only while
 they still map to the page that the snapshot states. If the free list of the snapshot has the page,
@@ -155,7 +157,7 @@ def release_pages(client: TableServer, table: PageTable, pages: IntArray) -> Non
 
 
 def repaired_table(table: PageTable, bad: BoolArray, *, release_leaked: bool = False) -> PageTable:
-    """Return the table without bad keys, and with each page either mapped or free.
+    """Return the table without bad keys, and without pages that are both mapped and free.
 
     bad: [m] rows found by `bad_rows`.
     release_leaked: whether to free leaked pages as well. This is safe only if no engine will still

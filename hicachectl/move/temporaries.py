@@ -42,14 +42,13 @@ def find_temporaries(
     dry_run: bool = False,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> pa.Table:
-    """Return the files that `verify` calls stale.
+    """Return the files that `verify` calls stale, in the columns key, nbytes, mtime_ns, cleared_ns.
 
-    The table has the columns key, nbytes, mtime_ns and cleared_ns.
-    These are temporary files, and objects that servers no longer find since a `clear`. Only cleared
-    objects have a cleared_ns. Files written or cleared less than DEFAULT_GRACE_SECONDS ago may
-    belong to a running write, and are left out.
+    Stale files are temporary files, and objects that servers no longer find since a `clear`. Only
+    cleared objects have a cleared_ns. Files written or cleared less than DEFAULT_GRACE_SECONDS ago
+    may belong to a running write, and are left out.
     before: Unix seconds. Only files that were last written before this time are returned.
-    dry_run: whether the files will stay. If so, no file may be created in the store to learn the
+    dry_run: whether the files will stay. If so, this call creates no file in the store to learn the
         time of its file system.
     Raises StoreUnavailable.
     """

@@ -1,9 +1,9 @@
 """Remove page groups from a store, into a run of a quarantine or for good.
 
 The removal of a batch's anchors is durable before the batch's first sidecar leaves. A kill or a
-power failure therefore leaves at most sidecars, and no server finds them without their anchor. If
-objects cannot be renamed into the run, all of them have durable copies before the first object
-leaves.
+power failure therefore leaves none of these anchors without its sidecars. It may leave sidecars,
+which no server finds without their anchor. If objects cannot be renamed into the run, all of them
+have durable copies before the first object leaves.
 """
 
 from __future__ import annotations
@@ -434,8 +434,8 @@ class _Worker:
     def _looked_up(self, listed: ListedGroups, exits: ExitStack) -> Iterator[_Removal]:
         """Yield a removal for each batch.
 
-        If the store spreads its calls, a thread looks up the next batch while the caller handles
-        this batch.
+        If the store does a call with several threads (`Spreads`), a thread looks up the next batch
+        while the caller handles this batch.
         """
         if self._remover is None:
             # Forked processes only delete, because a mover renames objects in this process.
@@ -490,8 +490,7 @@ class _Worker:
     def _copy(self, removal: _Removal, run: Store, memory: Copier) -> None:
         """Copy the objects of the pending groups. Undo the copies of objects that have changed.
 
-        If an object cannot be copied, its group stays in the store. An object that has vanished
-        does not keep its group.
+        If an object cannot be copied, its group stays in the store, unless the object has vanished.
         """
         groups, pending = removal.groups, removal.pending
         places = np.flatnonzero(np.isin(groups.owners, pending))
