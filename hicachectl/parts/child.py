@@ -52,8 +52,8 @@ class Outcome(Struct, tag=True):
 class Order(Struct, kw_only=True):
     """A stage to do.
 
-    job: pickled function that opens the job. It comes from the driver, as the code of a Ray task
-        does.
+    job: pickled function that opens the job. It can be trusted as much as the code of a Ray task,
+        because both come from the driver.
     given: input of the part to work on; None to open the job only.
     age: seconds from the listing's start to this order. The child computes `given.began` from this
         age, by its own clock.

@@ -63,7 +63,7 @@ class LostError(Exception):
 
 
 class StoppedError(Exception):
-    """The run is stopped; the stage has been cancelled."""
+    """The run is stopped, so a stage was cancelled or did not begin."""
 
 
 class Node(NamedTuple):
@@ -287,8 +287,9 @@ def _stdout_discarded() -> Iterator[None]:
 
 
 def _probe_function() -> Callable[[Mapping[str, str], bytes], str | bytes]:
-    """Return a function for a node to run. It returns why the node cannot work, or an answer.
+    """Return a function for a node to run. It returns a reason, or the last answer of `in_child`.
 
+    A reason is a text that says why the node cannot work.
     The function is nested, because Ray sends nested functions by value. So it runs even on a node
     that has another hicachectl, or none.
     """

@@ -60,7 +60,7 @@ class RunDirectory(Closing):
         permissions: permissions of the store's listing. Files in the directory get no wider
             permissions.
         trust: trusted owners of the directory and its files.
-        Raises UsageError if the directory has files that are not of a run.
+        Raises UsageError if the directory has no manifest, but files that are not of a run.
         """
         with usage_errors(path):
             made = make_directories(path)
@@ -91,7 +91,7 @@ class RunDirectory(Closing):
     def of(
         cls, here: Directory, path: Path, *, writes: bool = True, any_release: bool = False
     ) -> Self:
-        """Return the run directory that is open as `here`. Both stay open.
+        """Return the run directory that is open as `here`. `here` stays open, too.
 
         Stores of the run that are directories on this machine decide whom to trust. A user is
         trusted if each of these stores trusts the user.
@@ -235,7 +235,7 @@ def result_name(part: int) -> str:
 
 @contextmanager
 def usage_errors(path: Path) -> Iterator[None]:
-    """Raise UsageError in place of OSError, with a next step if the disk is full."""
+    """Raise UsageError in place of OSError. It has a next step, which depends on the error."""
     try:
         yield
     except OSError as error:

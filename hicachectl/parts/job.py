@@ -129,7 +129,8 @@ class PartInput(Struct, kw_only=True, frozen=True):
     divided: number by which limits of the whole run are divided.
     parts_here: number of parts that this machine does at once; 1 if the number is not known.
     spent: seconds since the driver of the whole run began; None without a driver.
-    began: `time.monotonic()` at the start of the listing, by the run directory's clock.
+    began: `time.monotonic()` at the start of the listing. It is computed from the age of the
+        manifest by the clock of the run directory's file system.
     """
 
     manifest: Manifest

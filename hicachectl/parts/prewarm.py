@@ -184,7 +184,10 @@ class PrewarmJob(CopyJob):
     def finish(
         self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]
     ) -> StageResult:
-        """Touch all pages, and count the tokens that servers can restore. See `Job.finish`."""
+        """Mark all pages as used (`touch_pages`), and count the tokens that servers can restore.
+
+        Also pin pages if requested. See `Job.finish`.
+        """
         files = manifest.published.files
         plan = convert(manifest.published.facts, PrewarmFacts, MANIFEST)
         slices = [convert(one.facts, PrewarmFacts, one.path) for one in results.values()]

@@ -192,8 +192,8 @@ def _list(run: RunDirectory, job: Job, parts: PartCount, on_listed: Callable[[in
             with deferred():  # a signal must not hide whether the published manifest is ours
                 run.publish_manifest(manifest)
     except HicacheError:
-        # If there is a manifest, the process that published it has removed the tables of this
-        # process, which may have caused the error.
+        # If there is a manifest, the process that published it may have removed the tables of this
+        # process, and so caused the error.
         if run.manifest() is None:
             raise
     finally:

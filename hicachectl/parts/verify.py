@@ -134,7 +134,7 @@ class _Facts(msgspec.Struct, kw_only=True):
 
 
 class _ResultForm(msgspec.Struct, kw_only=True):
-    """Result of a part, without its table."""
+    """Result of a part, without its tables."""
 
     facts: VerifyFacts
     tally: dict[str, Any]
