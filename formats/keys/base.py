@@ -117,8 +117,8 @@ class Grammar(ABC):
 
     name: name of the grammar, as stores and packs state it.
     title: name of the backend in messages.
-    axes: axes whose rank keys state. The value is the name of the field of `Release` that is true
-        if a release states the rank; "" if all releases do.
+    axes: axes whose rank the keys of at least one release state. The value is the field of
+        `Release` that says whether a release's keys state the rank; "" if all releases' keys do.
     unnamed_cp: whether pages are described although keys do not name the CP rank. The object of
         rank 0 then stands for the objects of all CP ranks.
     names_model: whether the keys of at least one release name the model.
@@ -162,8 +162,9 @@ class Grammar(ABC):
     def objects(self, page: RankPool) -> tuple[PageObject, ...]:
         """Return the objects of one rank's page. Ranks that share an object get equal results.
 
+        If keys do not name the CP rank, only CP rank 0 has objects.
         An anchor without bytes has an object only if the grammar has a `marker`.
-        Raises UnsupportedByBackend if SGLang has no such objects.
+        Raises UnsupportedByBackend if SGLang's backend cannot store such a page.
         """
 
     def check_ranks(self, ranks: Ranks, release: Release, *, reads: bool = False) -> None:

@@ -76,7 +76,8 @@ class FileGrammar(Grammar):
         """Return the file of the whole page. The form of its name depends on the target.
 
         Each rank of an MHA target has its own file. Ranks of an MLA target share the first rank's
-        file, even for an MHA draft. The other ranks then read the wrong shard of the draft.
+        file, even for an MHA draft. The other ranks then read the wrong shard of the draft. If the
+        release has `file_state_rank`, each rank has its own file of states.
         """
         ranks = page.ranks
         states = pool_name(page.pool).states and page.release.file_state_rank

@@ -33,7 +33,7 @@ _SIZES = (*AXES, "page")
 def group_label(grammar: Grammar, names: Names, affixes: Iterable[Affix]) -> str:
     """Return a group's label from the affixes of its objects.
 
-    Mamba keys may state a TP size that anchor keys lack, so keys of other pools take precedence.
+    Mamba keys can state a TP size that anchor keys lack, so keys of other pools take precedence.
     affixes: affixes of one deployment.
     """
     of_states = ""
@@ -66,9 +66,9 @@ def label_sizes(label: str) -> dict[str, int]:
 
 
 def _reading(grammar: Grammar, name: str, affix: Affix) -> Coordinate | None:
-    """Return the reading of an affix with this name; None if no reading has the name.
+    """Return the first reading of an affix with this name; None if no reading has the name.
 
-    The name also determines the sizes.
+    All readings with the name have the same sizes.
     """
     readings = grammar.readings(*affix)
     return next((r for r in readings if r.names.text == name), None)

@@ -112,7 +112,7 @@ class MooncakeGrammar(Grammar):
         return prefix, f"{rank}_{_component_text(coordinate)}"
 
     def check_ranks(self, ranks: Ranks, release: Release, *, reads: bool = False) -> None:
-        """See `Grammar`. DCP keys name the CP rank."""
+        """See `Grammar`. Under DCP, the keys of the anchor name the CP rank."""
         named = ranks if ranks.dcp == 1 else ranks._replace(cp=1)
         super().check_ranks(named, release, reads=reads)
 
@@ -138,7 +138,8 @@ class MooncakeGrammar(Grammar):
         if page.ranks.cp_rank and not names_cp:
             return ()
         slices = _head_slices(page) if ranked else 1
-        # KV keys name one slice of the LCM grid. Sidecar keys name all slices of their rank.
+        # The model's heads are cut into tp_lcm slices. A key of kv names one slice. A key of a
+        # sidecar names all slices of its rank.
         cut = slices if page.pool == ANCHOR else 1
         parts: tuple[str | None, ...] = tuple(part_in_keys(page, part) for part in page.parts)
         if page.opaque and ranked:
@@ -151,10 +152,11 @@ class MooncakeGrammar(Grammar):
 
 
 def _is_ranked(page: RankPool) -> bool:
-    """Return whether keys name the TP rank. Refuse pools for which SGLang makes other keys.
+    """Return whether keys name the TP rank. Refuse pools that SGLang cannot store under its keys.
 
-    Keys of a draft name the rank if the draft's ranks hold shares. Keys of other pools name the
-    rank if the target's ranks hold shares.
+    Keys of pools without parts never name the rank. Keys of states always do. Keys of a draft or an
+    opaque pool name the rank if the ranks hold different shares of it. Keys of other pools name the
+    rank if the ranks do not share the anchor.
     """
     pool = pool_name(page.pool)
     if not pool.mooncake:

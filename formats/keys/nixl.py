@@ -42,7 +42,7 @@ _UintArray = npt.NDArray[np.uint64]
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _PAIR = re.compile(f"_{_NUMBER}_{_NUMBER}$")
 # Alignment of memory that O_DIRECT can transfer (HiCacheNixl.register_mem_pool_host). Host pools
-# begin at a page (pool_host/common.py :: HostTensorAllocator).
+# begin at a page of memory (pool_host/common.py :: HostTensorAllocator).
 _ALIGNMENT = 4096
 _BLOCK = 512  # O_DIRECT transfers only multiples of this size, on any disk
 
@@ -110,9 +110,8 @@ class NixlGrammar(Grammar):
 
     def _parts(self, page: RankPool) -> tuple[PageObject, ...]:
         states = pool_name(page.pool).states
-        # HiCacheNixl._get_hybrid_zero_copy_buffers writes parts under names that batch_exists_v2
-        # does not ask for. batch_exists_v2 counts a temporal state, which models that have only
-        # convolutions lack.
+        # Models that have only convolutions lack a temporal state. batch_exists_v2 counts one all
+        # the same, so it asks for a name that _get_hybrid_zero_copy_buffers does not write.
         if states and page.parts[0] != pool_name(page.pool).parts[0]:
             raise UnsupportedByBackend(
                 f"pools[{page.pool}]: SGLang's NIXL backend never finds states without a temporal "
@@ -167,7 +166,7 @@ def _shard(page: RankPool) -> Shard:
 def route(key: bytes, directories: int) -> tuple[int, bytes]:
     """Return the number of the directory with a key's file, and the name of the folder in it.
 
-    directories: number of directories of the store, in the order that all its servers use.
+    directories: number of directories of the store, which all its servers number in one order.
     """
     disks, folders = routes(hashes_of([key]), directories)
     return int(disks[0]), b"%02x" % folders[0]

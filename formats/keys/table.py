@@ -1,6 +1,6 @@
 """Split columns of keys into page hashes and affix ids, without Python code per key.
 
-A store has at most a few dozen distinct affixes, so keys are compared affix by affix.
+A store usually has at most a few dozen distinct affixes, so keys are compared affix by affix.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.keys.base import Affix
 
 
-FOREIGN = -1  # affix id of a key without a page hash
+FOREIGN = -1  # affix id of a key that has no page hash or is not UTF-8
 _WORD_DIGITS = 16
 
 # The hash is a run of exactly 64 hex digits. A run at the key's start is the hash; otherwise, the

@@ -30,7 +30,8 @@ _SUFFIX = re.compile(f"_(ukv{SCHEMA_VERSION}-[0-9a-f]{{16}})_L{_NUMBER}-{_NUMBER
 class UnifiedGrammar(Grammar):
     """Keys of the unified scheme.
 
-    The digest stands in the place of the model. It is a hash of model, dtype, page size and grid.
+    The digest stands in the place of the model. It is a hash of model, dtype, page size and grid,
+    which is the division into ranges of layers and groups of heads.
     `shard.heads` is the object's one head group, counted over the whole model.
     """
 
