@@ -26,7 +26,7 @@ _KINDS: dict[str, PoolKind] = {}
 
 
 def register(kind: PoolKind, names: tuple[PoolName, ...] = ()) -> None:
-    """Add a kind, and pool names that keys may have. Raises ValueError if one of them exists."""
+    """Add a kind, and pool names that keys can have. Raises ValueError if one of them exists."""
     if kind.name in _KINDS:
         raise ValueError(f"kind {kind.name!r} is already registered")
     add_pool_names(names)

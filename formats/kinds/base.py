@@ -75,7 +75,7 @@ class PoolKind:
         return pool.dtype
 
     def cache_dtype(self, pool: Pool) -> str:
-        """Return the field (`dtype` or `row`) that a server's --kv-cache-dtype determines."""
+        """Return the value of the field (`dtype` or `row`) that --kv-cache-dtype determines."""
         return pool.dtype
 
     def with_cache_dtype(self, pool: Pool, dtype: str) -> Pool:
@@ -120,7 +120,10 @@ class PoolKind:
         return ()
 
     def compared_channels(self, pool: Pool, tensor: TensorLayout) -> int:
-        """Return how many leading channels of a row differ in magnitude by layer. 0 means none."""
+        """Return how many leading channels of a row have magnitudes that show the layer.
+
+        0 means that the magnitudes of this kind are not compared.
+        """
         return 0
 
     def columns(

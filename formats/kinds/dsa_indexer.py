@@ -32,7 +32,7 @@ INDEXER_POOLS = (
 # fused_store_index_cache.cuh).
 SCALE_FLOOR = 1e-4 / 448
 _SCALE_BYTES = 4
-_FP4_BLOCK = 32  # codes of a ue8m0 scale (get_dsv4_indexer_bytes_per_token)
+_FP4_BLOCK = 32  # codes that share a ue8m0 scale (get_dsv4_indexer_bytes_per_token)
 
 
 class DsaIndexer(PoolKind):
@@ -65,8 +65,8 @@ class DsaIndexer(PoolKind):
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
         """Return one block per layer, with the fp8 keys of all rows and then their scales.
 
-        Layers are outermost in every layout, so the layout does not change the bytes. Blocks of
-        fp4 keys have the keys and scales of each index page of 64 or 128 rows together.
+        Layers are outermost in every layout, so the layout does not change the bytes. In a block of
+        fp4 keys, the scales of each index page (64 or 128 rows) are next to its keys.
         """
         dim = pool.index_head_dim
         row_bytes = dim + dim // QUANT_BLOCK * _SCALE_BYTES

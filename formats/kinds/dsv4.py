@@ -41,8 +41,8 @@ class RowForm:
     """A form of rows (KVLayout).
 
     data, scales: bytes of a row's data and of its scales.
-    align: number of bytes, of which a padded page has a multiple.
-    in_data, in_scales: numbers of the data and of the scales that can be NaN.
+    align: a page is padded to a multiple of this number of bytes.
+    in_data, in_scales: numbers that can be NaN, in the data and in the scales.
     interleaved: whether each row's scales follow its data. Otherwise a page has the data of all
         rows, then all scales.
     """
@@ -100,7 +100,7 @@ class Dsv4(PoolKind):
         """Return the numbers of all rows of a page, first in the data and then in the scales."""
         form = DSV4_ROWS[pool.row]
         row_bytes = form.data + form.scales
-        rows = tensor.shape[-1] // row_bytes  # a page has less padding than a row
+        rows = tensor.shape[-1] // row_bytes  # the padding of a page is shorter than a row
         if form.interleaved:
             places = ((form.in_data, 0, row_bytes), (form.in_scales, form.data, row_bytes))
         else:

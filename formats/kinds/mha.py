@@ -65,7 +65,7 @@ class Mha(PoolKind):
         return pool if pool.dtype.startswith(dtype) else structs.replace(pool, dtype=dtype)
 
     def layouts(self, pool: Pool) -> tuple[str, ...]:
-        """Return all page layouts, or the two page-first layouts if K and V differ in width."""
+        """Return all layouts, or the two page-first layouts if K and V differ in width."""
         return PAGE_FIRST_LAYOUTS if _is_asymmetric(pool) else LAYOUTS
 
     def described(self, pool: Pool) -> str:
@@ -136,7 +136,7 @@ def _first_head(pool: Pool, shard: Shard, held: int, tp: int) -> int:
     if pool.replicated:
         return 0
     if shard.heads is not None and pool.name == ANCHOR:
-        return shard.heads[0] * held  # a slice of the LCM grid
+        return shard.heads[0] * held  # a key of kv states one of tp_lcm_size slices of heads
     if tp > pool.kv_heads:
         return holder(shard) // (tp // pool.kv_heads)
     return holder(shard) * held

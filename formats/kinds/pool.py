@@ -111,6 +111,7 @@ class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     packed_draft_layers: number of EAGLE/NextN draft layers after the target's layers.
     compress_ratio: tokens of a stored row; 0 if each token has its own row.
     nbytes: bytes of one object for kind "opaque"; bytes of one layer for kind "blocks".
+    trailing_pages: number of last pages that have the pool, if hit_policy is trailing_pages.
     replicated: whether all TP ranks share one object.
     """
 
@@ -146,7 +147,7 @@ class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def trailing(self) -> bool:
-        """Whether only the last pages of a stored node have the pool."""
+        """Whether only the last pages of a radix tree node have the pool."""
         return self.hit_policy == "trailing_pages"
 
     @property
