@@ -207,6 +207,6 @@ FAMILIES = {
     "minimax dspark": _draft(
         attention.minimax_dspark, *_ROWS, layers=attention.minimax_dspark_layers
     ),
-    # Drafts that read the target's KV and have none.
+    # Drafts without KV, which read the target's KV.
     "frozen draft": replace(_draft(attention.no_kv), frozen_kv=True),
 }

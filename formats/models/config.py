@@ -115,7 +115,7 @@ def _page_size(model: HfConfig, family: Family, flags: DeploymentFlags) -> int:
 
 
 def _check_stages(config: HfConfig, stages: int) -> None:
-    """Refuse several stages if a stage does not have the pools of its own layers.
+    """Refuse several stages if SGLang does, or if a stage's pools are not those of its own layers.
 
     Source: SGLang srt/model_executor/model_runner.py :: ModelRunner.support_pp and
     model_runner_components/layer_setup.py :: _resolve_pp_layer_range.

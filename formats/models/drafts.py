@@ -1,7 +1,7 @@
 """Derive what speculative drafts store. A draft has layers in the target's pools, or its own pools.
 
-Source: SGLang srt/speculative/base_spec_worker.py :: BaseSpecWorker._build_hicache_draft_plan. Its
-FUSED drafts exist only without a storage backend (validate_fused_hicache_draft).
+Source: SGLang srt/speculative/base_spec_worker.py :: BaseSpecWorker._build_hicache_draft_plan. The
+FUSED drafts of SGLang exist only without a storage backend (validate_fused_hicache_draft).
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def algorithm_of(flags: DeploymentFlags) -> str:
 def with_draft(target: Target, algorithm: str) -> tuple[Pool, ...]:
     """Return the target's pools with the layers or pools of its draft. Raises ProfileError.
 
-    Releases that do not pack drafts store only the KV of a draft's first runner, as a pool. They
-    store neither its index keys nor its windows (kv_cache_builder.py ::
+    Releases that do not pack drafts store at most the KV of a draft's first runner, as a pool. They
+    store neither its index keys nor any KV of a draft with windows (kv_cache_builder.py ::
     maybe_register_hicache_draft of SGLang 0.5.17).
     """
     if algorithm in _DRAFTLESS_ALGORITHMS:

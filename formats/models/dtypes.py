@@ -124,7 +124,7 @@ def model_dtype(config: HfConfig, flags: DeploymentFlags) -> str:
 def mla_row(dtype: str, flags: DeploymentFlags, *, dsa: bool) -> str:
     """Return the row form of an MLA pool.
 
-    DSA models with fp8 have scaled rows, unless a stated backend reads raw rows.
+    DSA models with fp8 have scaled rows, unless a stated backend reads rows without scales.
     """
     if not dtype.startswith("float8"):
         return "bf16"
@@ -192,7 +192,8 @@ def _stated_dtype(config: HfConfig) -> str:
         return "bfloat16"
     for source in _dtype_sections(config):
         if kind == "interns2_mobius" and not {"dtype", "torch_dtype"} & set(source):
-            # InternS2MobiusConfig and its text config do so for missing fields, not for null.
+            # InternS2MobiusConfig and its text config take bfloat16 if both fields are missing, but
+            # not if one of them is null.
             return "bfloat16"
         name = source.get("dtype") or source.get("torch_dtype")
         if name and not isinstance(name, str):
@@ -275,7 +276,8 @@ def _modelopt_kv(method: str, own: Mapping[str, Any] | None, beside: Mapping[str
         if "quant_algo" not in beside:
             return unwrapped(beside).get("kv_cache_quant_algo")
         own = beside
-    # SGLang puts quant_algo into quantization_config. This section then no longer counts as nested.
+    # SGLang adds quant_algo to this section, and then reads the section itself, not one nested in
+    # it.
     scheme = own.get("kv_cache_scheme")
     if isinstance(scheme, Mapping):
         return "FP8" if _is_fp8(scheme) else None

@@ -1,4 +1,4 @@
-"""The flags of servers that decide a profile, with their places in servers and our options.
+"""The flags of servers that decide a profile, with their names in servers and in our options.
 
 Every start of the program imports this table, so it stands apart from `flags`, which imports more.
 """
@@ -17,7 +17,7 @@ class Flag(NamedTuple):
     help: text of the option; empty for a flag without an option.
     metavar: name of the option's value in the help.
     option: name of the option, without dashes; empty if it is the field's name.
-    derived: whether `server_info` has a rule of its own for the value.
+    derived: whether the module `server_info` derives the value by a rule of its own.
     """
 
     field: str
@@ -85,7 +85,7 @@ FLAGS = (
          help="SGLANG_DSV4_COMPRESSED_KV_LAYOUT of the servers: auto, fp8 or fp4."),
     Flag("dsv4_compress_state_dtype", "SGLANG_DSV4_COMPRESS_STATE_DTYPE",
          help="SGLANG_DSV4_COMPRESS_STATE_DTYPE of the servers: float32 or bfloat16."),
-    # Only servers state these.
+    # Flags without an option, which only servers state.
     Flag("dtype", "dtype"),
     Flag("storage_backend", "hicache_storage_backend"),
     Flag("io_backend", "hicache_io_backend"),

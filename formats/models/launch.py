@@ -57,7 +57,9 @@ _PAGES_OF_BACKENDS = (
 
 @cache
 def server_parser() -> argparse.ArgumentParser:
-    """Return a parser of SGLang's flags. Its values are texts, and flags not given are absent.
+    """Return a parser of SGLang's flags. Values are texts, or booleans for switches.
+
+    Flags that are not given are absent from its result.
 
     The parser takes the same abbreviations as SGLang's parser, such as `--tp` for `--tp-size`.
     """
@@ -81,7 +83,8 @@ def server_parser() -> argparse.ArgumentParser:
 def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     """Return the fields of ServerArgs that arguments state, as texts or, for switches, booleans.
 
-    Raises UsageError for flags that SGLang lacks. The message names the nearest flag.
+    Raises UsageError for flags that SGLang lacks, and for words that belong to no flag. If SGLang
+    has a flag of similar name, the message names that flag.
     """
     found, others = server_parser().parse_known_args(list(arguments))
     if others:
@@ -155,7 +158,7 @@ def launched_deployment(
         )
     if values.get("attn_dp_size") == 1:  # handle_deprecated_dp_attention ignores this value
         del values["attn_dp_size"]
-    values["page_size"] = _page_size_of_backends(values)  # None if the GPU decides
+    values["page_size"] = _page_size_of_backends(values)
     if float(values.get("disaggregation_decode_host_receive_threshold", 1)) < 1:
         values["hicache_mem_layout"] = "layer_first"
     found = read_deployment(values, SOURCE, version=version or NEWEST_SGLANG, launched=True)
@@ -226,7 +229,10 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, int | float]:
 
 
 def _page_size_of_backends(values: Mapping[str, Any]) -> int | None:
-    """Return --page-size after the overrides of the attention backends that the command names."""
+    """Return --page-size after the overrides of the attention backends that the command names.
+
+    Returns None if the command neither states --page-size nor names a backend that overrides it.
+    """
     page_size: int | None = values.get("page_size")
     for backend, roles, sizes in _PAGES_OF_BACKENDS:
         named = any(values.get(role) == backend for role in _ROLES[:roles])

@@ -107,8 +107,9 @@ def loaded_weights(found: Checkpoint, settings: Mapping[str, Any], *, draft: boo
 def overridden_config(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model's config with --json-model-override-args applied. Raises ProfileError.
 
-    A dict is merged into a nested config or into rope parameters. For any other field, it replaces
-    the value. Source: SGLang srt/utils/hf_transformers/config.py :: get_config.
+    A dict is merged into a nested config or into rope parameters. In all other cases, the
+    override's value replaces the field. Source: SGLang srt/utils/hf_transformers/config.py ::
+    get_config.
     """
     found = dict(config)
     for name, value in _object(settings, "json_model_override_args").items():

@@ -20,7 +20,8 @@ class Architecture(msgspec.Struct, frozen=True):
     family: key of `FAMILIES` or `REFUSALS` in `architectures`.
     stages: "divided" if each pipeline stage has the pools of its own layers. "undivided" if each
         stage has pools of all layers. Empty if SGLang refuses several stages.
-    keeps_quant: whether the model keeps its quantisation, which decides the dtype of KV for auto.
+    keeps_quant: whether the model keeps its quantisation, which decides the dtype of KV with
+        --kv-cache-dtype auto.
     dsa: whether a config with index_topk has DeepSeek Sparse Attention.
     filled: fields that the config's class fills with its own number if the config lacks them.
     draft: new name of this architecture, if SGLang renames it for a draft; else empty.

@@ -46,7 +46,7 @@ class ServerDeployment:
     settings: settings that change the loaded weights (`formats.models.loading.SETTINGS`).
     tagged: whether the server writes to Mooncake through our storage plug-in, so that its keys have
         the tag `identity.profile_tag`.
-    notes: messages about missing information.
+    notes: messages about facts that are missing or that users should check.
     """
 
     flags: DeploymentFlags
@@ -141,10 +141,13 @@ def read_deployment(
 
 
 def served_profile(profile: Profile, reply: Mapping[str, Any]) -> Profile:
-    """Return a profile with the names and topology of a server of the same model.
+    """Return a profile with the fields that a server's reply states, such as names and TP size.
 
-    Fields that the reply lacks stay unchanged. If the reply lacks model_path, tp_size or page_size,
-    all fields stay unchanged.
+    profile: profile of the same model.
+    reply: `/server_info` reply.
+    If the reply lacks model_path, tp_size or page_size, all fields stay unchanged. Otherwise, a
+    model name or parallel size that the reply lacks gets SGLang's default, and other fields that
+    the reply lacks stay unchanged.
     Raises ProfileError, which names the field at fault.
     """
     if any(reply.get(name) is None for name in ("model_path", "tp_size", "page_size")):
@@ -232,7 +235,7 @@ def _stated(flag: Flag, arguments: _Arguments, environment: _Arguments) -> Any:
 
 
 def extra_config(values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """Return the parsed --hicache-storage-backend-extra-config; {} if it names a file.
+    """Return the parsed --hicache-storage-backend-extra-config; {} if it names a file or is absent.
 
     values: a server's arguments.
     source: names the arguments in messages.
@@ -259,7 +262,10 @@ def is_plugin(extra: Mapping[str, Any]) -> bool:
 
 
 def _environment(arguments: _Arguments) -> _Arguments:
-    """Return the scheduler's environment, if the server has SGLANG_EXPOSE_OWN_ENV_VARS."""
+    """Return the server's environment; empty if the arguments have no `env_vars`.
+
+    A live server reports its environment only under SGLANG_EXPOSE_OWN_ENV_VARS.
+    """
     stated = arguments.values.get("env_vars")
     return _Arguments(stated if isinstance(stated, Mapping) else {}, arguments.source)
 

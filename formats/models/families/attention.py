@@ -47,8 +47,10 @@ def dsa_page_size(config: HfConfig) -> int:
 
 
 def dsa_indexer_layers(config: HfConfig, release: Release) -> tuple[int, ...]:
-    """Return the layers whose index keys are stored, by the first field that the config has.
+    """Return the layers whose index keys a release stores.
 
+    If the release does not store all of them, the first of these fields that the config states
+    decides: indexer_types, cli_factor (if above 1), index_topk_pattern, index_topk_freq.
     Source: srt/configs/model_config.py :: dsa_layer_skips_topk.
     """
     count = config.integer("num_hidden_layers")
@@ -65,7 +67,7 @@ def dsa_indexer_layers(config: HfConfig, release: Release) -> tuple[int, ...]:
     if pattern is not None:
         return tuple(i for i in layers if i >= len(pattern) or pattern[i] != "S")
     frequency = config.optional_integer("index_topk_freq") or 1
-    # Without an offset, the first group starts after layer 0, as with offset 2.
+    # Layers before the offset, 2 by default, compute a top-k. Then every `frequency`-th layer does.
     offset = config.optional_integer("index_skip_topk_offset") or 2
     return tuple(i for i in layers if max(i - offset + 1, 0) % frequency == 0)
 
@@ -78,7 +80,7 @@ def mha(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def nemotron_nas(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return one pool of all layers, also of layers without attention (DeciLMForCausalLM).
+    """Return one pool of all layers, including layers without attention (DeciLMForCausalLM).
 
     Source: ModelConfig.get_total_num_kv_heads.
     """
@@ -180,17 +182,17 @@ def longcat_flash(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def looped(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return K and V rows of all passes through the layers. Each pass has its own rows."""
+    """Return a pool for all passes through the layers. Each pass has its own K and V rows."""
     name = LOOPS[config.architecture]
     count = config.optional_integer(name) or 1
-    # Both num_attention_layers and num_effective_layers multiply by the loops.
+    # SGLang multiplies twice by the loops, in num_attention_layers and in num_effective_layers.
     return _repeated(config, context, name, count * count)
 
 
 def hrm_text(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return K and V rows of all passes through two stacks of layers (HrmTextConfig).
 
-    If a config states `num_layers_per_stack`, its number of layers includes all passes.
+    If a config states `num_layers_per_stack`, its `num_hidden_layers` includes all passes.
     """
     passes = 1
     if config.text.get("num_layers_per_stack") is None:

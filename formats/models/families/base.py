@@ -50,8 +50,8 @@ class Family:
     stated: fields that a config must state.
     asks: fields that a config must state if its class fills them (`Architecture.filled`).
     draft_only: whether SGLang serves the model only as a draft.
-    draft_layers: function that returns the layers of a draft's runner. None means the layers that
-        NEXTN counts, or all layers without it (_compute_model_num_layers).
+    draft_layers: function that returns the number of layers of a draft's runner. None means the
+        number that NEXTN states, or all layers without it (_compute_model_num_layers).
     frozen_kv: whether the draft has no KV, but reads the target's (FROZEN_KV_MTP).
     page_size: function that returns the page size that SGLang forces on CUDA; 0 if it forces no
         page size. None means the rule for DSA models.
@@ -179,7 +179,8 @@ def convolved_pool(
     """Return the pool of a temporal state and the state of one convolution.
 
     temporal: shape of the temporal state.
-    groups, whole: see `StateTensor`, for the convolution. Its channels come before the window.
+    groups, whole: fields of the convolution's `StateTensor`. Its channel axis comes before its
+        window axis.
     window: number of inputs of the convolution; the state keeps all but the last input.
     dtypes: dtypes of the temporal state and of the convolution's state.
     """
@@ -253,7 +254,8 @@ def head_dim_of(config: HfConfig) -> int:
 def kv_heads_of(config: HfConfig) -> int:
     """Return the KV heads of the whole model, by the first of `_KV_HEADS` that the config states.
 
-    A config that states none of these fields has as many KV heads as attention heads.
+    A config that states none of these fields has as many KV heads as attention heads. With
+    `multi_query`, there is one KV head. DBRX states the number in `attn_config`.
 
     Source: ModelConfig.get_total_num_kv_heads.
     """

@@ -229,7 +229,8 @@ def minimax_sparse(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     keys = Pool(
         name="indexer",
         kind="index_keys",
-        # With fp8 KV, the GPU and the attention backend decide (get_minimax_sparse_index_dtype).
+        # With fp8 KV, the dtype of index keys depends on the GPU and the attention backend
+        # (get_minimax_sparse_index_dtype).
         dtype=index_keys_dtype(
             config, context.flags, usual="" if kv.dtype == "float8_e4m3fn" else model
         ),

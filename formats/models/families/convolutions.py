@@ -103,8 +103,9 @@ def inkling(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 def inkling_mtp(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return the pools of a draft that has one layer for each step, without empty pools.
 
-    SGLang stores layers with a window in draft_swa, for every page (swa_uses_full_indices). A draft
-    of one layer in one runner shares the target's states (KVCacheConfigurator._init_pools).
+    SGLang stores layers with a window in draft_swa, for every page (swa_uses_full_indices). Without
+    --enable-multi-layer-eagle, the draft has one layer, which shares the target's states
+    (KVCacheConfigurator._init_pools).
     """
     steps = _inkling_steps(config, context)
     windows = _inkling_windows(config, steps)
@@ -148,7 +149,7 @@ def _inkling_steps(config: HfConfig, context: Context) -> int:
 
 
 def _inkling_windows(config: HfConfig, steps: int) -> int:
-    """Return how many of the first layers of a draft have a window. Raises ProfileError."""
+    """Return how many of a draft's first `steps` layers have a window. Raises ProfileError."""
     if not config.text.get("mtp_local_layer_ids"):
         return 0
     windows, most = config.integers("mtp_local_layer_ids"), config.integer(NEXTN)
@@ -165,7 +166,10 @@ def _inkling_windows(config: HfConfig, steps: int) -> int:
 
 
 def _zaya_layers(config: HfConfig) -> tuple[int, tuple[int, ...]]:
-    """Return the number of layers, and the layers with attention ("a" in `zaya_layers`)."""
+    """Return the number of layers, and the layers with attention ("a" in `zaya_layers`).
+
+    Without `zaya_layers`, every second layer has attention, from layer 0 on.
+    """
     kinds = config.text.get("zaya_layers")
     if not kinds:
         count = config.integer("num_hidden_layers")

@@ -224,7 +224,7 @@ def _mamba2_pool(
 ) -> Pool:
     """Return the states of Mamba2 layers (Mamba2StateShape).
 
-    fields: names of heads, head dim, groups, state size and convolution window.
+    fields: names of the fields for heads, head dim, groups, state size and convolution window.
     dtypes: dtypes of the temporal state and the convolution.
     """
     heads, head_dim, groups, state, window = (config.integer(name) for name in fields)

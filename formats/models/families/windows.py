@@ -106,7 +106,7 @@ def of_other_heads(
 ) -> tuple[Pool, ...]:
     """Return pools for full and window layers with different heads (is_hybrid_swa_compress).
 
-    retained: tokens of a window.
+    retained: tokens of a window that stay in the pool.
     """
     _needs_window_pool(config, context)
     full, window = split_layers(config, is_full)
