@@ -34,7 +34,7 @@ _PIECE_BYTES = 16 << 10
 _PLAN_OBJECTS = 32
 _PLAN_BYTES = 8 << 20
 _MOST_KINDS = 4096
-# Largest share of bytes that compression may leave. A smaller gain does not pay for decompression.
+# Compression must leave less than this share of the bytes, to pay for decompression.
 _WORTH = 0.97
 
 _PAGE_HASH = re.compile(rb"[0-9a-f]{64}")
@@ -153,7 +153,7 @@ class Decoder:
 class PlanMemory:
     """Plans by key pattern (the key without page hash) and object size.
 
-    Threads may share an instance. At worst, two threads choose the same plan.
+    Threads can share an instance. At worst, two threads choose a plan for the same objects.
     """
 
     _plans: dict[tuple[bytes, int], tuple[Plan, int]] = field(default_factory=dict)

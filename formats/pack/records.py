@@ -123,7 +123,7 @@ def parse_header(data: bytes) -> bytes:
 
 
 def build_record(record: Record, pack_id: bytes) -> bytes:
-    """Return a record's head and key, which the planes follow in the file."""
+    """Return a record's head and key. In the file, the planes follow."""
     stored = record.stored + (0,) * (max(PLANE_COUNTS) - len(record.stored))
     head = _RECORD.pack(
         RECORD_MAGIC,
