@@ -10,5 +10,5 @@ from msgspec import Meta
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
-# A number of things; sums of some of them fit into 64 bits.
+# A number of things. Its bound leaves room to add two counts within 64 unsigned bits.
 Count = Annotated[int, Meta(ge=0, le=2**62)]

@@ -46,7 +46,7 @@ SCHEMA = pa.schema(
     ]
 )
 
-# Bounds on the sizes that a file claims, checked before allocation.
+# Bounds on the sizes that a file's metadata states, checked before allocation.
 _MOST_ROWS = 100_000_000
 _MOST_ROW_BYTES = 1024  # most bytes of a row, on average; keys have about 120 bytes
 _BATCH_ROWS = 65_536
@@ -68,11 +68,12 @@ class Catalog:
     def with_entries(self, entries: pa.Table, source: str) -> Catalog:
         """Return a catalog with untrusted entries. Raises FormatError if they are invalid.
 
-        entries: a table of SCHEMA.
+        entries: a table of SCHEMA that was read from Parquet.
+        source: names the catalog in messages.
         """
         with _readable(source):
             entries.validate(full=True)
-        # Columns of SCHEMA that are not nullable have no nulls, because Parquet cannot write them.
+        # No null can be where SCHEMA forbids one, because Parquet cannot store such a null.
         if pc.count_distinct(entries.column("key")).as_py() != len(entries):
             raise FormatError(f"{source}: a key occurs twice; record a new catalog")
         return replace(self, entries=entries)
@@ -113,7 +114,8 @@ def write_catalog(
 def read_catalog(data: bytes | memoryview, *, source: str = "catalog") -> Catalog:
     """Parse a catalog. Raises FormatError for other data.
 
-    A file that claims too many bytes is refused before its rows are allocated.
+    If a file's metadata states too many rows or bytes, the file is refused before its rows are
+    allocated.
     """
     with _readable(source):
         file, described = _opened(data, source)

@@ -18,7 +18,10 @@ VECTOR_BYTES = 16  # the widest access of a GPU thread
 
 
 class Axis(NamedTuple):
-    """One axis of a copy, with steps in bytes. A named axis is not joined to another axis."""
+    """One axis of a copy. A named axis is not joined to another axis.
+
+    source, destination: bytes from one index to the next in the source and in the destination.
+    """
 
     name: str
     length: int
@@ -28,12 +31,16 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Strided copies of one shape, one for each pair of source index s and destination index d.
+    """Strided copies of one shape.
+
+    A plan is executed for pairs of a source index s and a destination index d. Each pair is one
+    copy.
 
     axes: axes of a copy, outermost first. At each index, `run` bytes are contiguous on both sides.
     offsets, steps: numbers of bytes. A copy begins at source_offset + s * source_step and at
         destination_offset + d * destination_step.
-    source, destination: indices of the objects, if there are several objects.
+    source, destination: indices of the objects that a copy reads and writes, if there are several
+        objects.
     """
 
     axes: tuple[Axis, ...]

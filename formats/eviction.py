@@ -22,6 +22,6 @@ class Policy(StrEnum):
 
     @property
     def limit(self) -> str:
-        """What a limit in the store's settings bounds, as "store", "rank" or "table"."""
+        """Part of a store that the limit in its settings bounds: "store", "rank" or "table"."""
         limits = {Policy.HICACHEFILE: "rank", Policy.PLUGIN: "rank", Policy.HF3FS: "table"}
         return limits.get(self, "store")

@@ -20,7 +20,7 @@ _V = TypeVar("_V")
 
 _MAX_PROBLEMS = 20  # most problems that one message names
 _UNIONS = (Union, UnionType)
-# msgspec raises UnicodeEncodeError for names and some texts with a lone surrogate.
+# msgspec raises UnicodeEncodeError for field names, and for some texts, with a lone surrogate.
 _REFUSALS = (msgspec.ValidationError, UnicodeEncodeError)
 # At the first use of a class, msgspec reads its fields. Without the lock, another thread would see
 # them half read, and the process would end with SIGSEGV.
@@ -33,7 +33,8 @@ def convert(
     """Convert a parsed document to a struct, without coercion, so neither true nor 1.0 is an int.
 
     source: names the document in messages.
-    Raises `refusal`, which names each wrong field with the expected type and the value found.
+    Raises `refusal`, which names each wrong field with the expected type and the value found, but
+    at most 20 fields.
     """
     try:
         with _converting:
@@ -46,7 +47,8 @@ def convert(
 def decode(decoder: msgspec.json.Decoder[_V], text: bytes) -> _V:
     """Decode large JSON in one pass.
 
-    Raises FormatError with the path, but not the value, of the first wrong field.
+    Raises FormatError if the text is not JSON. Otherwise, the error has the path, but not the
+    value, of the first wrong field.
     """
     try:
         return decoder.decode(text)

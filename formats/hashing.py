@@ -1,9 +1,10 @@
 """Convert token ids to page hashes, as SGLang's storage path does.
 
-A page's hash is SHA-256 over the previous page's hash and the page's words. The previous hash has
-32 bytes. Page 0 has no previous hash, or the seed of a namespace in its place. Words are unsigned
-32-bit little-endian. If a word of a page does not fit into 32 bits, all words of the page have 64
-bits, and a byte ff precedes them. Source: sglang srt/mem_cache/utils.py :: get_storage_hash_str,
+A page's hash is SHA-256 over the previous page's hash and the page's words, which are the numbers
+of its tokens. The previous hash has 32 bytes. Page 0 has no previous hash, or the seed of a
+namespace in its place. Words are unsigned 32-bit little-endian. If a word of a page does not fit
+into 32 bits, all words of the page have 64 bits, and a byte ff precedes them.
+Source: sglang srt/mem_cache/utils.py :: get_storage_hash_str,
 storage_namespace_seed; cpp_utils/hash_binding.cpp :: hash_pages_to_hex_blob; radix_cache.py ::
 RadixKey.
 """
@@ -158,7 +159,7 @@ def _units(token_ids: Tokens) -> npt.NDArray[np.int64]:
 
 
 def _units_one_by_one(token_ids: Tokens) -> npt.NDArray[np.int64]:
-    """Convert tokens that numpy cannot convert. An error names the first bad token."""
+    """Convert tokens that numpy cannot convert. An error names a bad token."""
     units = [_words_of(token, position) for position, token in enumerate(token_ids)]
     width = len(units[0]) if units else 1
     for position, unit in enumerate(units):

@@ -46,8 +46,8 @@ class Identity(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     layout: SGLang's --hicache-mem-layout after its overrides.
     page_size: tokens of a page.
     layer_bytes: bytes of one layer of the object; 0 for a logical anchor.
-    pp_partition: result of `pools.partition_text`. Under another division, equal keys have other
-        layers.
+    pp_partition: result of `pools.partition_text`. If the layers are divided among the stages in
+        another way, an object with the same key has other layers.
     """
 
     model: _Text
@@ -155,8 +155,8 @@ def deployment_tag(
     anchor: identity of the anchor's page with all parts.
     sidecars: dtypes of the other pools by name, without drafts.
     tp_size: attention TP size, if keys name the TP rank; None if the ranks share the anchor. The
-        TP size counts for models with fewer heads than ranks. There, an object of the same rank and
-        size has other heads under another TP size.
+        tag covers the TP size because of models with fewer heads than ranks. In such a model, an
+        object of equal rank and equal size has other heads under another TP size.
     draft_weights: name of the draft's weights, also on stages without the draft; "" without a
         draft.
     """

@@ -41,15 +41,15 @@ _OUTERMOST = {
 LAYOUTS = tuple(_OUTERMOST)
 HEADLESS_LAYOUTS = LAYOUTS[:3]
 PAGE_FIRST_LAYOUTS = ("page_first", "page_first_direct")
-QUANT_BLOCK = 128  # codes of one fp32 scale (DSATokenToKVPool.quant_block_size)
+QUANT_BLOCK = 128  # codes that share one fp32 scale (DSATokenToKVPool.quant_block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
     """One dense tensor of an object.
 
-    axes:   names of the axes in the order of the bytes, outermost first: "layer", "token", "head",
-            "channel", "block" (bytes), "state_0", "state_1", ...
+    axes:   names of the axes in the order of the bytes, outermost first: "layer", "token", "row"
+            (of several tokens), "head", "channel", "block" (bytes), "state_0", "state_1", ...
     dtype:  a name of TENSOR_DTYPE_BYTES.
     offset: bytes from the start of the object.
     """
@@ -94,8 +94,9 @@ class Column:
                  are bad if they are NaN.
     scales:      column with the scales of these codes. Each scale belongs to equally many codes.
                  Codes with a legal scale of 0 are not checked.
-    pitch:       bytes from one index of the first axis to the next. Index 0 begins at a multiple of
-                 the pitch. 0 means that all items are consecutive.
+    pitch:       bytes from one index of the first axis to the next. The items of one index lie
+                 between two neighbouring multiples of the pitch. 0 means that all items are
+                 consecutive.
     """
 
     name: str

@@ -205,7 +205,7 @@ def _fields(
 ) -> Iterator[tuple[str, int, memoryview]]:
     """Yield name, number and content of each field.
 
-    A number has an empty content, and a content has the number 0.
+    For a field with a number, the content is empty. For a field with bytes, the number is 0.
     names: names of fields by their tags. A tag is a byte with the number of the field and its wire
         type, which is 0 for a number and 2 for bytes.
     """
@@ -284,6 +284,7 @@ def _used_extents(state: memoryview, source: str) -> tuple[IntArray, IntArray]:
         raise FormatError(f"{source}: an extent ends beyond the capacity of {capacity} bytes")
     order = np.argsort(starts)
     if ((starts + sizes)[order][:-1] > starts[order][1:]).any():
-        # Many extents of one record could fill the memory with copies of its key.
+        # Otherwise many extents could contain one record, and copies of its key could fill the
+        # memory.
         raise FormatError(f"{source}: two extents overlap")
     return starts.astype(np.int64) + base, sizes.astype(np.int64)

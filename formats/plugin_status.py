@@ -2,8 +2,8 @@
 
 Each rank has a JSON file in `.hicachectl/status/`. The file names the rank, its process and its
 model. It counts the tokens and pages that the rank moved and refused. The rank writes the file
-again every `WRITTEN_EVERY_S` and when the backend is detached. A killed server leaves its last
-status.
+again every `WRITTEN_EVERY_S` seconds, and when the backend is detached. A killed server leaves its
+last status.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _FORM = 1
 _MAX_VALUES = 1000
 _LONGEST_TEXT = 4096
 
-# Names of counts. A stage of a page counts tokens. A reason counts pages, files or operations.
+# Names of counts. A `Stage` has a count of tokens. The other names are reasons, with counts of
+# pages, files or operations.
 # The names also occur in `PluginStatus`, in the metrics and as titles of `explain`.
 Stage = Literal["asked", "found", "restored", "written", "evicted"]
 Refused = Literal[
@@ -177,7 +178,7 @@ def metric_of(kind: str, name: str) -> str:
 
 
 def is_status_name(name: str) -> bool:
-    """Return whether `PluginStatus.name` may return this file name."""
+    """Return whether a file name has the form of names that `PluginStatus.name` returns."""
     return _NAME.fullmatch(name) is not None
 
 

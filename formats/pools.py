@@ -134,7 +134,8 @@ def layer_shard_range(rank: int, size: int, num_layers: int) -> tuple[int, int]:
 def model_layer_count(profile: Profile) -> int:
     """Return the target's number of layers.
 
-    It is the sum of pp_partition or, without a partition, the highest layer number plus 1.
+    It is the sum of pp_partition. If there is one stage or no pp_partition, it is the highest layer
+    number in the target's pools plus 1.
     """
     if profile.pp > 1 and profile.pp_partition:
         return sum(profile.pp_partition)

@@ -72,8 +72,9 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     prefetch_threshold: number of tokens. A server fetches nothing for a request that has fewer
         tokens in the store.
-    inferred: whether the profile was built from a store's listing. Then only the model, topology,
-        pools and object sizes are valid. Commands that interpret bytes refuse such a profile.
+    inferred: whether the profile was built from a store's listing. Then only the model, the sizes
+        of TP, PP, CP and DCP, the pools and the sizes of objects are valid. Commands that interpret
+        bytes refuse such a profile.
     """
 
     model: str

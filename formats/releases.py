@@ -24,7 +24,7 @@ class Release:
     layout: default of --hicache-mem-layout.
     file_stage: file keys name the pipeline stage.
     file_cp: file keys name the context-parallel rank.
-    file_state_rank: file and 3FS keys of Mamba states name the TP rank beside an MLA target.
+    file_state_rank: file and 3FS keys of Mamba states name the TP rank even if the target is MLA.
     mooncake_stage: Mooncake keys name the stage, and keys of MLA have a rank field. The field may
         be empty, as in `__k`; earlier keys have `_k`.
     mooncake_model: Mooncake keys begin with the model's name, after any tag.

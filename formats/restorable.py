@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import BoolArray, IntArray
 
 
-ALL_PAGES = 0  # window of a pool that every page of a prefix needs
+ALL_PAGES = 0  # window of a pool whose objects all pages of a prefix need
 LOAD_BACK_TOKENS = 10  # UnifiedRadixCache.load_back_threshold, which no option changes
 
 

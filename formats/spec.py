@@ -37,9 +37,9 @@ class ObjectSpec:
     affix: text of the key before and after the page hash.
     nbytes: bytes of the object; UNKNOWN_SIZE if neither profile nor store states them.
     anchor: whether servers look for this object to tell whether the page exists.
-    trailing_pages: number of last pages of a stored node that have the object (Mamba, SWA); 0 if
-        all pages have it.
-    listed: False for an object that is in the store, but not in the profile.
+    trailing_pages: number of last pages of a radix tree node that have the object (Mamba, SWA); 0
+        if all pages have it.
+    listed: whether the profile has the object. False for an object that only the store has.
     tensors: tensors that fill the object without gaps; empty if the form is unknown.
     layers, padding_layers: see `pools.PoolPiece`.
     """
@@ -61,7 +61,7 @@ class ObjectSpec:
 
     @property
     def trailing(self) -> bool:
-        """Whether only the last pages of a stored node have the object."""
+        """Whether only the last pages of a radix tree node have the object."""
         return self.trailing_pages > 0
 
     @property
@@ -69,18 +69,18 @@ class ObjectSpec:
         """Identity of the object's set.
 
         The identity consists of three values:
-        - the pool, or the pool that it follows
-        - the linear TP size, if the pool is a trailing pool
+        - the pool, or the pool that it follows (`PoolName.follows`)
+        - for a trailing pool, the TP size in the keys
         - `listed`
 
-        A whole page has all objects of each set. It may have no object of a trailing set.
+        A whole page has all objects of each set, except that it can lack a whole trailing set.
         """
         linear_tp = self.coordinate.shard.tp_size if self.trailing else None
         return pool_name(self.pool).follows or self.pool, linear_tp, self.listed
 
     @property
     def awaited(self) -> bool:
-        """Whether a removal waits for this object before it treats a page as whole again.
+        """Whether each page that a server writes is expected to have this object.
 
         False for drafts, because servers without speculation do not write them. False for trailing
         objects, because most pages lack them.
@@ -126,8 +126,8 @@ def object_specs(profile: Profile, grammar: str) -> tuple[ObjectSpec, ...]:
     The coordinates of the specs are distinct. If keys do not name a rank (CP on Mooncake and 3FS),
     the object of rank 0 stands for the objects of all ranks.
 
-    Raises ProfileError if the profile is contradictory or incomplete, UnsupportedByBackend if the
-    backend has no such objects, and UsageError if the grammar is unknown.
+    Raises ProfileError if the profile is contradictory or incomplete, UnsupportedByBackend if
+    SGLang's backend cannot store such pages, and UsageError if the grammar is unknown.
     """
     spoken = grammar_of(grammar)
     problems = validate_profile(profile)

@@ -90,7 +90,7 @@ def _other_index_keys(profile: Profile, pool: Pool, old: Release, new: Release) 
     """Return why two releases store different index keys; "" if they store the same index keys."""
     if old.indexer != new.indexer:
         return f"releases before {since('indexer')} store no index keys"
-    # An earlier release stores the index keys of all layers.
+    # A release without `compact_indexer` stores the index keys of all layers.
     every = len(pool.layer_numbers) == len(profile.pools[0].layer_numbers)
     if old.compact_indexer == new.compact_indexer or (old.compact_indexer and every):
         return ""
@@ -133,7 +133,8 @@ def _check_profiles(source: Profile, destination: Profile) -> None:
 
 
 def _check_pools(source: Profile, destination: Profile) -> None:
-    # DeepSeek-V4 has one block of bytes per layer in every layout (DeepSeekV4PagedHostPool).
+    # The layout orders nothing in DeepSeek-V4, whose anchor has no bytes. Its pools have one block
+    # of bytes per layer in every layout (DeepSeekV4PagedHostPool).
     ordered = kind_of(destination.pools[0]).has_bytes and source.layout != destination.layout
     for pool in destination.pools:
         if ordered and not kind_of(pool).has_form:

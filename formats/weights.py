@@ -3,8 +3,9 @@
 A fingerprint covers the model's config files and, of each safetensors shard, its name, size, header
 and samples. Paths, links, owners and times do not count, nor do tokenizers and code.
 
-A fingerprint changes with every config value, with a tensor's name, dtype, shape or place, and with
-a shard's size. Since a model can have a terabyte, a fingerprint covers only samples of the numbers.
+A fingerprint changes with every config value except notes such as `transformers_version`, with a
+tensor's name, dtype, shape or place, and with a shard's size. Since a model can have a terabyte, a
+fingerprint covers only samples of the numbers.
 A sample is 4 KiB. A tensor has one sample, from its middle. A tensor of 64 MiB or more has one more
 sample for each 64 MiB, and its samples are evenly spaced. Training, a merged adapter or another
 quantisation changes most numbers of at least one tensor, and so practically always a sample.
