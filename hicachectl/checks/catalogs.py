@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
 
 
-# Outcomes of the comparison of an object with its catalog entry. UNKNOWN if it has no entry.
+# Outcomes of the comparison of an object with its catalog entry. UNKNOWN: the object has no entry.
+# REWRITTEN: other bytes, and another identity. MISMATCH: other bytes, and nothing shows that a
+# server rewrote the object.
 UNKNOWN, SAME, REWRITTEN, MISMATCH = range(4)
 
 
@@ -46,7 +48,7 @@ _OBJECTS = pa.schema(list(SCHEMA)[:-2])
 class Digested:
     """Objects with their digests, compared with a catalog if there is one. Arrays are [n].
     rows: rows of the objects in the inventory.
-    entries: columns of a catalog's entries, without the times.
+    entries: a catalog entry for each object, without the times.
     identity_fields: fields of the identities in the entries.
     outcome: UNKNOWN, SAME, REWRITTEN or MISMATCH.
     verified_ns: time when the recorded bytes were last read, Unix nanoseconds; 0 if the object has
@@ -191,8 +193,8 @@ def compare(catalog: Catalog, digested: Digested, fields: tuple[str, ...]) -> Di
     """Return digested objects, compared with a catalog.
 
     fields: identity fields to compare. If all of them are equal, the object was not rewritten, so
-        other bytes are a MISMATCH. If the catalog has none of the fields, other bytes are always a
-        MISMATCH.
+        other bytes are a MISMATCH. If the catalog or `digested` has none of the fields, other bytes
+        are always a MISMATCH.
     """
     if not len(catalog.entries):  # `take` needs an entry
         return digested
@@ -222,8 +224,8 @@ def carry_forward(
 
     An object with a mismatch keeps its old entry, so that the next run reports the object again,
     with the time when it was last right.
-    listed: all objects of the store. Old entries of objects that a `clear` made misses are left
-        out.
+    listed: all objects of the store, or of the part that the run checks. Old entries of objects
+        that a `clear` made misses are left out.
     """
     fresh, outcome = digested.entries, digested.outcome
     kept = SCHEMA.empty_table() if catalog is None else catalog.entries

@@ -5,12 +5,12 @@ comparison of pages from before and after the change shows the change, even if t
 the wrong setting.
 
 A dtype shows in the quartiles of an object: the magnitudes that a quarter, half and three quarters
-of its numbers do not exceed. Quartiles depend on the model, and hardly on the prompt. Codes without
-their sign bits have the same order in every float format, so the quartiles are the same codes in
-every format. After a change of dtype, new pages read in the new dtype have the same quartiles as
-old pages read in the old dtype. If all pages are read in one dtype, the logarithms of the quartiles
-are further apart on one side of the change: twice as far for fp8, eight times for 16 bits. Prompts
-and new weights do not cause such a difference.
+of its numbers do not exceed. Quartiles depend on the model, and hardly on the prompt. The code of a
+number is its bits without the sign. Codes have the same order in every float format, so the codes
+of the quartiles are the same in every format. After a change of dtype, new pages read in the new
+dtype have the same quartiles as old pages read in the old dtype. If all pages are read in one
+dtype, the logarithms of an object's quartiles are further apart on one side of the change: twice as
+far for fp8, eight times for 16 bits. Prompts and new weights do not cause such a difference.
 
 A change of layout shows in the findings of `checks.layouts`: all of them are about pages from
 before some time, or all are about pages from after it.
@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 
 # The two dtypes of each width in bytes.
 _RIVALS = {2: ("float16", "bfloat16"), 1: ("float8_e4m3fn", "float8_e5m2")}
-# The first dtype has 2**factor times as many codes in an octave as the second.
+# By width: the first dtype of _RIVALS has 2**factor times as many codes in an octave as the second.
 _FACTORS = {2: 3, 1: 1}
 _FNUZ = "float8_e4m3fnuz"  # some devices use it instead of float8_e4m3fn
 # Most numbers of an object that are read. Their quartiles vary by a tenth of an octave, which is no
 # more than the quartiles of all numbers of a page vary.
 _NUMBERS = 512
 _LEAST_NUMBERS = 256
-_LEAST_SHARE = 0.01  # least share of each kind in the compared objects
+_LEAST_SHARE = 0.01  # least share of each dtype, or layout, in the compared objects
 # The next three distances are in octaves. Between pages of one model, quartiles usually vary by
 # 0.1, and never by more than 0.5.
 # Largest distance between the quartiles before a change, read in the first dtype, and the quartiles
@@ -68,10 +68,12 @@ _FAR = 0.8
 # Largest distance between the quartiles of an object and the medians of all objects of its dtype.
 _SCATTER = 0.75
 _SCATTERED = 0.05  # largest share of objects that are further than _SCATTER from the medians
-_FACTOR_ERROR = 0.35  # most error of the factor between the distances of quartiles, in bits
-_ROUNDS = 20  # the search for two groups needs fewer rounds
+# Largest difference between a factor of _FACTORS and the factor that is measured.
+_FACTOR_ERROR = 0.35
+_ROUNDS = 20  # most rounds of the search for two groups, which needs fewer
 _UNITS_NS = (10**9, 10**6, 10**3)  # units to round the time of a change to, the preferred first
-_MISPLACED = 0.05  # share of the rarer kind that may have been written on the wrong side
+# Most objects that may lie on the wrong side of a change in time, as a share of the rarer kind.
+_MISPLACED = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +310,7 @@ def _split(kinds: _Kinds) -> tuple[int, int, bool] | None:
     order = np.argsort(kinds.written_ns, kind="stable")
     times, second = kinds.written_ns[order], kinds.second[order]
     total = int(second.sum())
-    before = np.cumsum(second)[:-1]  # objects of the second kind before each place, from 1
+    before = np.cumsum(second)[:-1]  # objects of the second kind before places 1, 2, …
     places = np.arange(1, len(second))
     wrong = before + (len(second) - total) - (places - before)
     wrong = np.stack([len(second) - wrong, wrong]).astype(float)

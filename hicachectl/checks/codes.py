@@ -33,8 +33,8 @@ RULES = {
     VERSIONS_RECUR: "if the store cannot tell whether a server rewrote the object",
 }
 
-# Words in commands. A run replaces STORE and OPTIONS by its own store and options. The user
-# replaces the other words.
+# Words in commands. A run replaces STORE and OPTIONS by its own store and options, and other words
+# if it knows their values. The user replaces the rest.
 STORE, OPTIONS = "STORE", "OPTIONS"
 PROFILE_OPTION = "--profile FILE"
 # The option with which a command trusts a doubtful profile.
@@ -50,7 +50,7 @@ _REPAIR_COST = (
     "the page back."
 )
 
-# Next steps after wrong pages were removed, for a command with STORE, MODEL and TIME.
+# More words in commands, and the next steps after wrong pages were removed.
 MODEL, TIME, SERVER = "MODEL", "TIME", "SERVER"
 # A server without a key ignores the header.
 _IN_MEMORY = (
@@ -102,12 +102,13 @@ class Code:
 
     severity: one of SEVERITIES.
     rules: severity under each rule that changes it.
-    misleads: a server may have computed with the object, so that answers and later pages are wrong.
-    structural: the page group lacks objects; no object is damaged.
+    misleads: whether a server may have computed with the object, so that answers and later pages
+        may be wrong.
+    structural: whether the page group lacks objects, and no object is damaged.
     doubts: settings that cause the finding on healthy pages if the profile states them wrongly;
         empty if a wrong profile never causes the finding.
-    remedy: next step for a finding that `--repair-code` refuses. {command} stands
-        for the command.
+    remedy: next step for findings of a code that `--repair-code` refuses; empty for other codes.
+        {command} stands for the command.
     meaning: what is wrong.
     effect: what a server does with the object or page.
     advice: what to look at before a repair.

@@ -2,13 +2,12 @@
 
 Keys and sizes are the same for both formats. Only the exponents show the format: float16 has five
 exponent bits, and bfloat16 has eight. Neighbours in a row of keys, values or states have about the
-same magnitude, so their exponents differ little. For a pair to differ by k or more, one of its
-values must be very small, and each smaller power of two has about half as many values. So the share
-of such pairs is about halved with each step of k.
+same magnitude, so their exponents differ little. If the exponents of a pair differ by k or more,
+one of its values is very small, and each smaller power of two has about half as many values. So the
+share of such pairs is about halved with each step of k.
 
-If float16 is read as bfloat16, these differences
-are multiplied by eight, because three bits of the mantissa become bits of the exponent. If bfloat16
-is read as float16, they are divided by eight.
+If float16 is read as bfloat16, the differences are multiplied by eight, because three bits of the
+mantissa become bits of the exponent. If bfloat16 is read as float16, they are divided by eight.
 
 There is a finding only if the differences are wrong in the profile's format and right in the other
 format. Random bytes, constants and other bytes that no model writes are right in neither format.
@@ -39,7 +38,7 @@ _PAIRS = 2048  # most pairs of an object that are compared; a pair is a 32-bit w
 # no full look.
 _LOOK_PIECES, _LOOK_PIECE = 2, 16
 _LOOK_PAIRS = _LOOK_PIECES * _LOOK_PIECE
-# An object is judged only if it has at least this many pairs without a zero.
+# An object is judged only if it has at least this many pairs without a zero or a subnormal number.
 _LEAST_PAIRS = 256
 
 # The share at d is the share of pairs whose exponents differ by d or more. Numbers of models, read
@@ -138,8 +137,8 @@ class _Differences:
 def dtype_check(expected: ObjectSpec, profile: Profile) -> DtypeCheck | None:
     """Return the check for one spec.
 
-    Return None if its objects have too few numbers, numbers of both formats, or a size that is no
-    multiple of WORD_BYTES.
+    Return None if its objects have too few 16-bit numbers, numbers of both formats, or a size that
+    is no multiple of WORD_BYTES.
     """
     if expected.nbytes % WORD_BYTES:
         return None

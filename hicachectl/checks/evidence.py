@@ -8,7 +8,7 @@ import pyarrow as pa
 MOST_OBJECTS = 512  # most objects of an affix, spread evenly over the order of their writes
 LEAST_OBJECTS = 8  # fewer objects of one kind are no evidence
 # A sample with fewer objects of an affix does not count as compared. If an eighth of the pages had
-# another setting, such a sample could have fewer than LEAST_OBJECTS objects of it.
+# another setting, such a sample could have fewer than LEAST_OBJECTS objects with this setting.
 ENOUGH_OBJECTS = 8 * LEAST_OBJECTS
 
 # Shares of an object's numbers that do not exceed its quartiles.

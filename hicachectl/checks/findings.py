@@ -43,8 +43,9 @@ _NUMBERS = [pa.field("row", pa.int32()), pa.field("group", pa.int32())]
 # this process's inventory and a group of its `PageGroups`. The number is NO_NUMBER if a finding is
 # about no object, or about no group.
 LOCATED_SCHEMA = pa.schema([*SCHEMA, *_NUMBERS])
-# Adds the deployment, as the label of its groups in `ls`, and the time of the last write. The label
-# is null if the finding is about no deployment. The time is null if it is not known.
+# Adds to SCHEMA the deployment, as the label of its groups in `ls`, and the time of the last write
+# of the object, group or deployment. The label is null if the finding is about no deployment. The
+# time is null if it is not known.
 PLACED_SCHEMA = pa.schema([*SCHEMA, ("deployment", pa.string()), ("written_ns", pa.int64())])
 # Adds the name of the check.
 NAMED_SCHEMA = PLACED_SCHEMA.append(pa.field("check", pa.string()))
@@ -69,11 +70,11 @@ def findings(
     """Return one finding of a code for each key, in the columns of RUN_SCHEMA.
 
     The name of the check is null.
-    rows: [keys] objects that the findings are about. If None, a finding gets the object with its
-        key, if the listing has such an object.
+    rows: [keys] objects that the findings are about. If `rows` and `groups` are None, `located`
+        looks up the objects by their keys.
     groups: [keys] page groups that the findings are about. A finding about a missing object, or
         about all objects of a page, needs its group, because a repair acts only on groups.
-    deployments: [keys] labels, for findings about a deployment.
+    deployments: [keys] labels of deployments, for findings about a deployment.
     written_ns: [keys] times of the last write, for findings about a deployment.
     detail: one text for all findings, or [keys]; None for the detail of the code.
     rule: name of the code's rule that applies; None for the code's own severity.
@@ -138,8 +139,9 @@ def name_findings(found: Iterable[tuple[str, Iterable[pa.Table]]]) -> pa.Table:
 def combine_named(tables: Iterable[pa.Table], schema: pa.Schema = PLACED_SCHEMA) -> pa.Table:
     """Return the findings of all checks in one table, in the columns of a schema.
 
-    Findings have the order of `combine`. If a check of page tables and the reading report the same
-    fault of an object, only the finding of the check is kept, because its detail is more precise.
+    Findings have the order of `combine`. If a check of page tables and the check READING report the
+    same fault of an object, only the finding about the page table is kept, because its detail is
+    more precise.
     tables: tables with the columns of the schema and the column `check`. They may be `packed`.
     """
     found = pa.concat_tables(packed(table.select([*schema.names, "check"])) for table in tables)
@@ -179,7 +181,7 @@ def combine(tables: Iterable[pa.Table], schema: pa.Schema = SCHEMA) -> pa.Table:
 
 
 def packed(table: pa.Table) -> pa.Table:
-    """Return a table of findings that has each text of the repeated columns once.
+    """Return a table of findings that stores equal texts of a column once, except pages and keys.
 
     A finding about a missing object then takes 180 bytes, not 290. Only `combine` and
     `combine_named` take such tables.
@@ -194,8 +196,8 @@ def packed(table: pa.Table) -> pa.Table:
 def _taken(table: pa.Table, rows: pa.Array) -> pa.Table:
     """Return some rows of a table.
 
-    `take` joins all chunks of a column. It is given only the chunks that have some of the rows, and
-    neighbouring rows lie in few chunks.
+    `take` joins all chunks of a column. So it gets only the chunks from the first to the last of
+    the rows, which are few if the rows are neighbours.
     """
     first, last = pc.min_max(rows).values() if len(rows) else (pa.scalar(0), pa.scalar(-1))
     near = table.slice(first.as_py(), last.as_py() - first.as_py() + 1)

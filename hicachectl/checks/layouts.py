@@ -53,7 +53,7 @@ class LayoutCheck:
     scales: Column | None
 
     def __call__(self, objects: Bytes) -> Iterator[ValueIssue]:
-        """Yield an issue for each page of [n, nbytes] in another order."""
+        """Yield an issue for each object of [n, nbytes] whose rows lie in another order."""
         found = self.test.contradictions(partial(self._read, objects), len(objects))
         for index, verdict in sorted(found.items(), key=lambda item: item[0]):
             yield ValueIssue(index, "layout-mismatch", self._describe(verdict))
@@ -162,5 +162,5 @@ def _spread(items: Any, channels: int) -> Any:
 
 
 def _channel_step(width: int, channels: int) -> int:
-    # A power of two takes equally many channels from each tile of 128 codes.
+    # A step that is a power of two takes equally many channels from each tile of 128 codes.
     return 1 << (max(1, width // channels).bit_length() - 1)

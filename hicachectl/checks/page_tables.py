@@ -39,9 +39,10 @@ def check_page_tables(
 ) -> Iterator[pa.Table]:
     """Yield tables of findings about saved page tables. Some of the tables are empty.
 
-    earlier: states that were saved before `state`. A page is reported as leaked only if it is
-        leaked in each of these states, too, because a server may be writing other pages. If
-        `earlier` is empty, no page is reported. If it is None, `state` alone decides.
+    earlier: states that were saved before `state`. A page is reported as leaked only if it looks
+        leaked in each of these states, too, because a page that a server is writing looks leaked
+        for a time. If `earlier` is empty, no page is reported as leaked. If it is None, `state`
+        alone decides.
 
     On a live store, page-index-free is only a suspicion. The server saves keys before free pages.
     If it deletes a key between the two, the page of the key is saved as held and as free. The
@@ -63,7 +64,7 @@ def check_page_tables(
 
 
 def holders(table: PageTable) -> IntArray:
-    """Return, for each key, how many keys have its page: [m]."""
+    """Return, for each key, how many keys have its page: [keys]."""
     held_by = np.ones(len(table.indices), dtype=np.int64)
     ordered = np.sort(table.indices)
     repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
@@ -75,12 +76,12 @@ def holders(table: PageTable) -> IntArray:
 
 
 def mapped_and_free(table: PageTable) -> BoolArray:
-    """Return which keys have a page that is free, [m] bool."""
+    """Return which keys have a page that the table also lists as free: [keys]."""
     return np.isin(table.indices, table.free)
 
 
 def out_of_range(table: PageTable) -> BoolArray:
-    """Return which keys have a page outside the table, [m] bool."""
+    """Return which keys have a page outside the table: [keys]."""
     return table.indices >= table.num_pages
 
 

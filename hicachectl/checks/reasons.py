@@ -71,5 +71,5 @@ def _counters(name: str, source: str) -> list[str]:
 
 
 def reason_named(name: str) -> Reason | None:
-    """Return a reason by its exact name; None if it is unknown, as for a new release of SGLang."""
+    """Return a reason by its exact name; None if it is unknown, such as one of a later SGLang."""
     return next((reason for reason in reasons() if reason.name == name), None)

@@ -121,8 +121,8 @@ class CheckInput:
     now_ns: start of the listing, Unix nanoseconds.
     tables: page tables at `now_ns`; None if the store has none or no check needs them.
     stamp_differences: differences of the profile from the stamp of the store.
-    digests: [objects, 32] uint8.
-    digested: [objects] bool, whether the digest is valid.
+    digests: [objects, 32] uint8, digests of the objects; None if no digests were made.
+    digested: [objects] bool, whether the object has a valid digest in `digests`; None as `digests`.
     compared: comparison of the digested objects with a catalog; None without a catalog.
     skip: takes the name of something that was not checked, and the reason why. The report adds the
         name to `skipped_checks`.
@@ -151,10 +151,10 @@ class CheckInput:
 class Check:
     """A check.
 
-    group: None if the check always runs.
+    group: group by which `--checks` selects the check; None if the check always runs.
     codes: codes of the findings; a code of `codes.toml` is given by its name.
     function: function that takes the input of the scope and yields tables of `checks.findings`, or
-        its name as "package.module:name". None if the reading itself notes the findings.
+        its name as "package.module:name". None if `verification.reading` notes the findings.
     """
 
     name: str
@@ -179,8 +179,9 @@ class Check:
 class TensorStats:
     """Statistics of one tensor in one layer. Extremes and mean cover finite values only.
 
-    tensor: name of the tensor. If a row has several parts, dequantised values have the tensor's
-        name alone, and each other part, such as scales or rope, is added to the name.
+    tensor: name of the tensor. If a row has several parts, the statistics of codes times scales
+        have the tensor's name alone, and those of another part have the name of the part added,
+        such as scales or rope.
     layer: model layer number.
     """
 

@@ -156,8 +156,9 @@ def _ratio(mix: SizeMix) -> Fraction:
 
 
 def _ratios(table: AffixTable) -> dict[int, set[tuple[str, Fraction]]]:
-    """Return the pools of each deployment, with the ratio of their two sizes; 1 for a single size.
+    """Return the pools of each deployment, with the ratio of their two most common sizes.
 
+    The ratio is 1 for a pool with a single size.
     Mamba states are left out, because their size does not depend on the page size.
     """
     mixed = {affix: _ratio(mix) for mix in table.mixes for affix in mix.affix_ids}

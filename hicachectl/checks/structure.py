@@ -52,7 +52,7 @@ def check_collision(given: CheckListing) -> Iterator[pa.Table]:
 
 
 def check_losses(given: CheckListing) -> Iterator[pa.Table]:
-    """Yield a finding for each loss that the listing found.
+    """Yield a finding for each `Loss` that the listing found.
 
     A loss that is younger than the grace period is left out, because a server may still be at work.
     """
@@ -69,7 +69,7 @@ def _readable(text: str) -> str:
 
 
 def check_other_deployments(given: CheckSums) -> Iterator[pa.Table]:
-    """Yield an other-deployment finding for each other topology or tag of the profile's model."""
+    """Yield a finding for each other deployment of the profile's model, with other sizes or tag."""
     table, tally = given.table, given.tally
     own = table.deployments[0]  # The profile's deployment comes first.
     of_affix = np.array(table.deployment_ids, dtype=np.int64)
@@ -239,8 +239,8 @@ def _code_ids(groups: PageGroups, missing: Missing) -> IntArray:
     """Return the finding code of each missing object: [missing] indices into _CODES.
 
     An object counts as a missing part if its rank has another part of the pool. Otherwise, it
-    counts as a missing pool if its rank has an anchor and the object is neither an anchor nor of a
-    trailing set. All other objects count as a missing rank.
+    counts as a missing pool if its rank has an anchor and the object is neither an anchor nor
+    `trailing`. All other objects count as a missing rank.
     """
     specs, table = missing.deployment.specs, groups.tables[missing.deployment_id]
     own = missing.groups - groups.span(missing.deployment_id).start

@@ -93,7 +93,7 @@ def sections_of(expected: ObjectSpec, profile: Profile) -> tuple[Section, ...]:
 def stored_layers(expected: ObjectSpec, profile: Profile) -> tuple[int | None, ...]:
     """Return the model layer of each stored layer, None for padding.
 
-    Padding lies after the model's own layers and before the layers of a packed draft.
+    Padding lies after the model's own layers and before the layers of a draft in the same object.
     """
     packed = 0
     if not pool_name(expected.pool).draft:
@@ -136,7 +136,7 @@ def _section(
 
 
 def _row_axes(tensor: TensorLayout) -> int:
-    """Return how many of the leading axes number rows.
+    """Return the number of leading axes whose indices tell rows apart.
 
     These are the axes up to layer and token, and further axes if a row would be too long.
     """

@@ -175,7 +175,8 @@ def _number_issues(sections: tuple[Section, ...], objects: Bytes) -> list[ValueI
 def _blocks(objects: Bytes, table: RowTable) -> Iterator[tuple[int, int, Bytes]]:
     """Yield the rows of a table of all objects, in blocks that fit into the processor's cache.
 
-    Each block is the number of its first object, the number of its first row, and its bytes.
+    Each item has the number of the block's first object, the number of its first row, and its
+    bytes.
     """
     for start, stop in table.runs:
         rows = max(1, _BLOCK_BYTES // table.pitch)
