@@ -252,7 +252,7 @@ def _readings(
 ) -> Iterator[Reading]:
     """Yield the quartiles that `checks.changes` compares.
 
-    Each object has a reading for each of the two dtypes that its numbers may have.
+    Each object with quartiles has a reading for each of the two dtypes that its numbers may have.
     """
     keys = object_rows(inventory).column("key")
     noted = np.flatnonzero(reading.quartiles.any(axis=1))

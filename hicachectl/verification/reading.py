@@ -55,10 +55,10 @@ if TYPE_CHECKING:
 
 # A query for the existence of objects is sent when this many objects wait for it.
 _ASKED_OBJECTS = 4096
-# Forked processes read at least this many objects faster than threads do, if the mean size is at
-# most _FORK_MEAN_BYTES. With fewer objects, the forks take longer than they save. The work on small
-# objects is mostly Python code, which only one thread at a time can run. The work on larger objects
-# is mostly copies and BLAKE3, which run without Python's lock.
+# From this number of objects on, forked processes are faster than threads, if the mean size of the
+# objects is at most _FORK_MEAN_BYTES. With fewer objects, the forks take longer than they save. The
+# work on small objects is mostly Python code, which only one thread at a time can run. The work on
+# larger objects is mostly copies and BLAKE3, which run without Python's lock.
 _FORK_OBJECTS = 4096
 _FORK_MEAN_BYTES = 256 << 10
 # Under a rate limit lower than this, one process reads. Several processes, each with its share of
@@ -329,7 +329,7 @@ def _shared_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[A
 
 
 class _Reader:
-    """One reading, in threads or in forked processes. Its arrays lie in shared memory."""
+    """One reading, in threads or in forked processes. It fills the arrays of a `ReadingResult`."""
 
     def __init__(
         self, store: Store, inventory: Inventory, plan: ReadingPlan, result: ReadingResult

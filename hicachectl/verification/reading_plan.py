@@ -68,7 +68,7 @@ class ReadingPlan:
     capacities: [n] int64, bytes to read of each object.
     digest: [n] bool, whether to digest the object.
     noted: [n] bool, whether to note the quartiles of the object.
-    expected: known specs by affix id.
+    expected: specs whose tensors a profile describes, by affix id.
     checkers: value checkers by affix id, for objects of `sizes[affix]` bytes.
     sizes: expected sizes by affix id; the last entry is for foreign keys.
     jobs: number of threads or processes that read; None for a number that the pipeline chooses.
@@ -207,8 +207,8 @@ def choose_objects(
     expected = inventory.table.expected_sizes
     sizes = readable_sizes(inventory, expected)
     chosen &= sizes != UNKNOWN_SIZE
-    # An object that claims a huge size must not end the run. If its expected size is known, the
-    # check of sizes reports the object.
+    # A single object with a huge listed size should not end the run. If its expected size is known,
+    # the check of sizes reports the object.
     huge = chosen & (sizes > request.buffer_bytes) & (sizes != expected[ids])
     chosen &= ~huge
     of_replicas = replicated[ids] & (VALUES.name in reasons.values)
@@ -329,7 +329,7 @@ def unwritten(store: Store, inventory: Inventory, plan: ReadingPlan) -> npt.NDAr
 
 
 def windows_of(count: int, *, readers: int = 1) -> list[Window]:
-    """Cut the listing into windows.
+    """Cut a plan of `count` objects into windows.
 
     For several readers, the last windows are smaller, so that all readers end at about one time.
     """

@@ -66,7 +66,7 @@ class RunStart:
 
     listing: time of the listing, which another process may have made.
     began: `time.monotonic()` at the start of the work.
-    tables: page tables before the work; None if no check needs them.
+    tables: page tables before the work; None if the store has none or no check needs them.
     """
 
     listing: ListingTime
