@@ -1,7 +1,7 @@
 """Deployments of a store and their specs, from a profile or from keys.
 
-A deployment is one (model, tag, topology). It has one spec for each distinct affix, so later steps
-find specs by affix id.
+A deployment is one combination of a model, a tag, and TP, PP, CP and DCP sizes. It has one spec for
+each affix, so later steps find specs by affix id.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class AffixTable:
 
     @cached_property
     def specs(self) -> tuple[ObjectSpec | None, ...]:
-        """The spec of each affix id; None if the affix is ambiguous."""
+        """The spec of each affix id; None if the affix is foreign or ambiguous."""
         return tuple(
             None if number == UNRESOLVED else self.deployments[number].specs[position]
             for number, position in zip(self.deployment_ids, self.spec_ids, strict=True)
@@ -164,8 +164,8 @@ def assign_affixes(
 ) -> AffixTable:
     """Resolve the affixes of a store and assign them to deployments.
 
-    Affixes that the profile lacks form deployments by model, tag and topology, with specs from
-    keys alone.
+    Affixes that the profile lacks form deployments by model, tag and sizes, with specs from keys
+    alone.
     """
     specs = () if profile is None else profiled_deployment(profile, grammar.name).specs
     known = {spec.affix: spec.coordinate for spec in specs}
@@ -313,9 +313,9 @@ def _rank_order(spec: ObjectSpec) -> tuple[object, ...]:
 
 
 def _anchor_pool(pools: set[str]) -> str:
-    """Return the anchor pool: kv or, without kv, the first all_pages pool of DeepSeek-V4.
+    """Return the anchor pool: kv or, without kv, the first pool of DeepSeek-V4 that all pages have.
 
-    If no such pool is present, the result is kv, because the objects are sidecars that lost it.
+    If there is no such pool, the result is kv, because all objects are sidecars without their kv.
     """
     compressed = sorted(
         p for p in pools if p.startswith("deepseek_v4_") and default_hit_policy(p) == "all_pages"

@@ -31,10 +31,10 @@ _LOOKED_AT_ONCE = 1 << 24  # most slots that are searched together
 
 @dataclass(frozen=True, eq=False)
 class SlotBlock:
-    """Filled slots of one object set, ordered by group, then spec.
+    """Filled slots of one object set (`ObjectSpec.object_set`), ordered by group, then spec.
 
     columns: [k] positions of the set's specs in `GroupTable.specs`.
-    spec: the first spec.
+    spec: the first spec of the set.
     groups: [n] groups with any object of the set, ascending.
     starts: [n + 1] start of each group's slots, followed by the end of the last group's slots.
     places: [slots] index of each slot's spec in `columns`.
@@ -75,7 +75,7 @@ class SlotBlock:
         return complete
 
     def find(self, groups: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the filled slots of some groups: [m] indices into `groups`, and [m] slot numbers.
+        """Return the filled slots of some groups: [m] indices into the argument, [m] slot numbers.
 
         The slots are ordered by index, then spec.
         groups: group numbers.
@@ -151,8 +151,8 @@ class GroupTable:
     def states(self) -> npt.NDArray[np.int8]:
         """WHOLE, PARTIAL or ORPHAN for each group.
 
-        A whole group has the objects of all listed specs. Only a trailing set may be missing, and
-        only with all its objects.
+        A whole group has the objects of all listed specs. Only a trailing set (Mamba states,
+        sliding windows) may be missing, and only with all its objects.
         """
         states = np.full(self.count, WHOLE, dtype=np.int8)
         for block in self.blocks:

@@ -47,6 +47,8 @@ class PageGroups:
     objects have the group number -1.
 
     inventory: the objects that are grouped.
+    of_object: [objects] group of each object.
+    page_ids: page of each group, numbered by hash.
     """
 
     def __init__(self, inventory: Inventory) -> None:

@@ -109,7 +109,9 @@ def look_again(
     most: int | None = None,
     on_wait: Callable[[float, int], None] = lambda seconds, pages: None,
 ) -> tuple[BoolArray, int]:
-    """Wait for the end of the grace period, which began with the listing; call `changed_groups`.
+    """Call `changed_groups` after the grace period, which began with the listing.
+
+    Wait for the end of this period only if some groups are incomplete.
     most: see `changed_groups`.
     on_wait: called before a wait, with its seconds and the number of incomplete groups.
     """

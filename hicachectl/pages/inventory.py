@@ -30,7 +30,7 @@ _WORDS = 4  # a page hash has four words of 64 bits
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """All objects of a store.
+    """Objects of a store: all, or some that were chosen or looked up.
 
     objects: columns key (binary), nbytes and mtime_ns (int64), and the requested columns. They have
         many chunks, so use `take`. The column cleared_ns is missing if no object was cleared.
@@ -101,7 +101,8 @@ class Inventory:
         for word in range(1, _WORDS):
             words = self.page_words(chosen, word)[order]
             same = same & (words[1:] == words[:-1])
-        # Some different hashes share their first word. With SHA-256, this does not happen.
+        # If different hashes share their first word, compare all words. With SHA-256, this does not
+        # happen.
         if (same != begins_alike).any():
             every = np.stack([self.page_words(chosen, word) for word in range(_WORDS)])
             order = np.lexsort(every[::-1])

@@ -171,7 +171,7 @@ def object_rows(
     """Return a row per object in the columns of `ls --objects`.
 
     rows: rows of the objects; None for all objects.
-    pool: pool whose objects alone are returned.
+    pool: pool whose objects are returned in place of `rows`; None to return `rows`.
     """
     if pool:
         rows = np.flatnonzero(inventory.of_pool(pool))
@@ -299,7 +299,7 @@ def summarise(
 ) -> tuple[pa.Table, Totals]:
     """Return totals by deployment, pool and object size, and the total of all objects.
 
-    The rows have the columns of `ls --summary`; the total has the columns that add up. A pool of a
+    The rows have the columns of `ls --summary`; the total is a `Totals`. A pool of a
     deployment has a row for each of its four most common sizes. All other sizes, and unknown sizes,
     share a row with object_nbytes null. Foreign objects have nulls in the columns that only pages
     have. Bytes are null if any size is not known. A page with objects in several rows counts once

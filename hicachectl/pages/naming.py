@@ -49,7 +49,7 @@ def profile_document(profile: Profile) -> DeploymentDocument:
 def deployment_document(deployment: Deployment, page_size: int | None = None) -> DeploymentDocument:
     """Return a deployment in JSON types. A value that no profile and no key states is None.
 
-    page_size: tokens of a page, as the requests were hashed; used if keys state no page size.
+    page_size: page size to state if neither profile nor keys state one; None if it is not known.
     """
     profile = deployment.profile
     if profile is not None and not profile.inferred:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from hicachectl.io.table_files import Share, TableFile
 
 
-_WITNESSES = 64  # objects to look up before a store is scanned for a missing mount
+_WITNESSES = 64  # objects to look up; the store is scanned only if none of them exists
 
 
 class _ListingForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -94,7 +94,7 @@ def _kinds(
 def _size_kind(spec: ObjectSpec) -> tuple[object, ...]:
     """Return a key that objects of equal size share.
 
-    It names the stage, but not the TP rank, because sizes differ by stage, not by TP rank.
+    It names the PP and CP ranks, but not the TP rank, because the TP rank does not change sizes.
     """
     coordinate, shard = spec.coordinate, spec.coordinate.shard
     spans = (shard.layers, shard.heads)

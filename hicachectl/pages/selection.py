@@ -174,8 +174,8 @@ class Selection:
         partial. The specs of other deployments are inferred, so one stray object would make all
         their pages partial.
     pages: list that names pages or groups.
-    Raises UsageError for an empty text, because a script with an unset variable gives one. Also
-    raises UsageError for a prefix that is not hexadecimal.
+    Raises UsageError for an empty model, pool or page, because a script with an unset variable
+    gives an empty text. Also raises UsageError for a prefix that is not hexadecimal.
     """
 
     model: str | None = None
@@ -309,8 +309,9 @@ def _option_text(name: str, value: Any) -> str:
 
 
 def explain_selection(store: Store, listed: Inventory, selection: Selection) -> str:
-    """Return why a selection matches no page, in one line; "" if it has no filter.
+    """Return why a selection matches no page, in one line.
 
+    Return "" if the selection has no filter and the store has pages.
     listed: inventory of all objects of the store.
     """
     groups = PageGroups(listed)
