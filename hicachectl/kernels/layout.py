@@ -267,7 +267,7 @@ def _draw(
     # Rows of one token may resemble each other across layers, and so may rows a fixed number of
     # tokens apart. Both kinds of rows can imitate a rival order. For example, a page with as many
     # layers as tokens, and equal weights in all layers, would seem transposed. So sets with such
-    # rows are used only if too few others exist, because lengths divide each other.
+    # rows are used only if too few others exist, as when the lengths of axes divide each other.
     elsewhere = other_token != token
     matched = control_token == other_token
     unlike = control_token != token

@@ -26,8 +26,8 @@ _LONG_ITEM = 4096  # bytes of an item so long that it shares cache lines only at
 _LONGEST_VOID = 1 << 16
 
 # Bytes that numpy moves before numba is loaded, if numba is installed. Loading numba and compiling
-# take a second and 130 MiB, and save 0.03 to 0.1 seconds a GiB. The compiled loop is not cached on
-# disk, because caches of numba are pickles.
+# take a second and 130 MiB. The compiled loop then saves 0.03 to 0.1 seconds a GiB. The loop is not
+# cached on disk, because caches of numba are pickles.
 COMPILED_AFTER = 16 << 30
 
 
@@ -122,7 +122,8 @@ def _view(pages: Pages, plan: CopyPlan, *, to_destination: bool) -> View:
 def _blocks(unit: TransferUnit, count: int) -> Iterator[tuple[slice, ...]]:
     """Yield blocks of the work. If copies share cache lines, a block fits into the cache.
 
-    A block is larger if one page is, and its copies cannot be cut at the same places.
+    A block can be larger than the cache if one page is, and the first axes of its copies differ in
+    length, so that the page cannot be cut.
     """
     copies = unit.copies
     lengths = {copy.axes[0].length if copy.axes else 0 for copy in copies}

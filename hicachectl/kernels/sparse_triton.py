@@ -109,10 +109,13 @@ def plan_step(
     plan: StepPlan,
 ) -> torch.Tensor:
     """Find resident rows, choose slots for the other rows, and return the locs: [R, k] int32.
-    top_k: [R, k] int32.
-    seq_len: [R] int32.
-    tokens, lru: [R, N] int32, updated in place.
-    loaded: [R] int32, updated in place.
+
+    `SparseLoader` defines locs, R and N.
+    top_k: [R, k] int32, positions; -1 for no position.
+    seq_len: [R] int32, lengths of the sequences.
+    tokens, lru: [R, N] int32, see `SparseLoader`; updated in place.
+    loaded: [R] int32, length of a sequence of at most N tokens after its last step, else 0; updated
+        in place.
     plan: overwritten.
     Does not check or synchronise.
     """
