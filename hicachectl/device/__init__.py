@@ -26,9 +26,8 @@ back, so a digest covers only bytes from the pools.
 
 A `CopyPlan` maps the bytes of an object to pool slots. It is computed once for each kind of object,
 from the `TensorLayout`s of the kind. A Triton kernel carries out the plan. A `DeviceRun` prepares a
-lane for one form of object.
-Its launches are captured in a CUDA graph, because a launch from Python takes longer than the kernel
-itself.
+lane for one form of object. Its launches are captured in a CUDA graph, because a launch from Python
+takes longer than the kernel itself.
 
 Device kernels only flag suspects. The CPU checks examine the suspects' bytes, which are still in
 the arena. So findings are the same as without a device, word for word. Checks without a kernel

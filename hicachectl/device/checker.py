@@ -188,7 +188,7 @@ class DeviceChecker(Closing):
             return run.suspects(launched, count)
 
     def _prepare(self, form: ObjectForm, *, digests: bool) -> None:
-        """Compile the launches for objects of a form, upload inputs and capture, on every lane.
+        """Compile and capture the launches for objects of a form on every lane, with their inputs.
 
         No other thread may use the devices during a capture, so this thread takes all lanes.
         digests: whether to prepare the launches that digest, too.
