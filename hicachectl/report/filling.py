@@ -59,6 +59,7 @@ class Use:
     """Pages whose last use is of one age class.
 
     age: name of the class.
+    pages: number of page groups.
     nbytes: bytes of the pages; None if unknown.
     """
 
@@ -78,8 +79,8 @@ class Filling:
     main: window from which the rate is taken; None if there are no windows.
     owners: deployments, most bytes first.
     uses: pages by the age of their last use; empty if the store keeps no times.
-    read_pages: number of pages read after their last write; None if the store keeps no times of
-        reads.
+    read_pages: number of page groups read after their last write; None if the store keeps no times
+        of reads.
     is_part: whether filters chose the objects.
     """
 

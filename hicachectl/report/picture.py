@@ -66,8 +66,8 @@ class Requested(NamedTuple):
     """Facts that requests show about a store.
     tree: prefix tree of the requests; None without requests.
     no_tree: why the requests have no tree; "" if they have one.
-    unused: pages that no request reaches; None if requests do not give
-        the keys of pages, or if no deployment was found for them.
+    unused: pages that are in no request; None if requests do not give the keys of pages, or if no
+        deployment was found for them.
     tenancies: pages by salt and by adapter, if requests name these.
     worth: hits that caches of several capacities would give, or why they are unknown; None without
         requests.

@@ -175,7 +175,7 @@ def _runs(
     begins = (parents < 0) | (counts != counts[parents]) | (states != states[parents])
     heads = np.flatnonzero(begins)
     numbers = np.cumsum(begins) - 1
-    # From a page back to the start of its chain, the first page that begins a run begins its run.
+    # The run of a page begins at the page itself, or at the nearest earlier page that begins a run.
     last = np.maximum.accumulate(np.where(begins[page_of], np.arange(len(page_of)), 0))
     of_page = np.zeros(len(forest), dtype=np.int64)
     of_page[page_of] = numbers[page_of[last]]

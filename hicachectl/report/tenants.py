@@ -1,6 +1,6 @@
 """Divide a deployment's pages by the salt or the adapter of the requests that reach them.
 
-Pages that no request reaches are counted, too.
+A request reaches the pages of its chain. Pages that no request reaches are counted, too.
 """
 
 from __future__ import annotations

@@ -358,7 +358,7 @@ def _fills(picture: Picture, main: Window | None) -> str:
     rate = human_size(int(main.per_day))
     grows = f"In the {_span_text(main)}, the store grew by at most {rate} a day"
     if free is None:
-        return f"{grows}. The store tells no free space, so days until full are unknown."
+        return f"{grows}. The store does not report its free space, so days until full are unknown."
     days = main.days_until_full(free)
     if days is None:
         return f"Nothing in the store was written in the {_span_text(main)}."

@@ -32,7 +32,8 @@ class Writes:
 
     start: Unix seconds of the start of the first bin.
     width: seconds of a bin.
-    series: name and [bins] numbers of each deployment, most objects first.
+    series: name and [bins] numbers of the largest deployments, most objects first, then of all
+        others together.
     earlier, later: numbers of objects before and after the bins.
     """
 

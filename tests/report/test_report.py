@@ -169,7 +169,7 @@ def test_a_mix_of_sizes_is_seen(tmp_path: Path, invoke: Invoke) -> None:
     made = tmp_path / "page.html"
     invoke("report", store, "-o", made, exit_code=4)
     text = text_of(made)
-    assert "Several sizes under the same keys: m tp 1 . Another dtype" in text
+    assert "Several sizes under the same keys: m tp 1 . Servers with another dtype" in text
     assert "160.0 KiB in objects of 4.0 KiB, 2.0 KiB" in text
     assert "mixed-sizes" in text
     assert "No errors found; 1 warning, so servers may read wrong data" in text
