@@ -34,7 +34,7 @@ _FOLDERS = 256 // _REMOVERS
 def forked_calls(
     count: int, stores: Sequence[Store], make: Callable[[], object], *, objects: int
 ) -> Callees | None:
-    """Fork processes that call the methods of an object on stores.
+    """Fork processes that call the methods of an object. These methods call stores.
 
     The calls that the stores make at once are divided equally among these processes and the parent.
     Fork no process, and return None, in these cases:

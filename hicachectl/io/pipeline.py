@@ -92,7 +92,7 @@ class Task:
 
     rows: [n] int64, rows of the object table.
     capacities: [n] int64, bytes of each object.
-    room: bytes that the work needs after the objects.
+    room: bytes of the arena that the work needs after the bytes of the objects.
     name: name of the task in messages.
     digested: [n] bool, objects that a `Digesting` store digests while it reads them; None for a
         task whose objects must be in memory. With `digested`, no object is in memory as a whole.

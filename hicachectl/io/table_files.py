@@ -30,8 +30,8 @@ FileName = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z][0-9A-Za-z_.-]{0,199}\Z")]
 
 _GROUP_ROWS = 131_072  # most rows of a row group
 
-# Bounds on the size that a file claims. The claim is checked before memory is allocated. A file may
-# exceed one of the two bounds.
+# Bounds on the uncompressed size that a file states, which is checked before memory is allocated. A
+# file may exceed one of the two bounds.
 _MOST_ROW_BYTES = 4096  # average bytes of a row, all columns together
 _MOST_RATIO = 1024  # uncompressed bytes for each compressed byte
 
@@ -183,7 +183,7 @@ def opened_table(
             raise FormatError(f"{place}: has {found} bytes, expected {file.nbytes}; {next_step}")
         try:
             parquet = pq.ParquetFile(stream, page_checksum_verification=True)
-            _check_claims(parquet, file, schema, place, next_step)
+            _check_metadata(parquet, file, schema, place, next_step)
             yield parquet
         # A ValueError comes from names in a damaged schema that are not UTF-8.
         except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError) as error:
@@ -201,17 +201,15 @@ def read_table(
         return table
 
 
-def _check_claims(
+def _check_metadata(
     parquet: Any, file: TableFile, schema: pa.Schema, place: str, next_step: str
 ) -> None:
     if not parquet.schema_arrow.equals(schema):
         raise FormatError(f"{place}: has other columns than this release writes; {next_step}")
-    claimed = parquet.metadata
-    if claimed.num_rows != file.rows:
-        raise FormatError(
-            f"{place}: has {claimed.num_rows} rows, expected {file.rows}; {next_step}"
-        )
-    groups = (claimed.row_group(number) for number in range(claimed.num_row_groups))
+    stated = parquet.metadata
+    if stated.num_rows != file.rows:
+        raise FormatError(f"{place}: has {stated.num_rows} rows, expected {file.rows}; {next_step}")
+    groups = (stated.row_group(number) for number in range(stated.num_row_groups))
     uncompressed = sum(group.total_byte_size for group in groups)
     most = max(file.rows * _MOST_ROW_BYTES, file.nbytes * _MOST_RATIO) + (1 << 20)
     if not 0 <= uncompressed <= most:
