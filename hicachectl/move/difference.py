@@ -187,10 +187,10 @@ class _Side:
 
 
 def _resized(a: PageGroups, b: PageGroups) -> tuple[dict[str, str], dict[str, str]]:
-    """Return labels of which the other store has only pages of the same model in other sizes.
+    """Find the deployments of each store whose model the other store has only in other sizes.
 
-    The first mapping is of labels in `a`, the second of labels in `b`. The values are labels in the
-    other store.
+    Return a mapping for the deployments of `a`, and one for those of `b`. Each maps the label of
+    the deployment to a label in the other store.
     """
     of_a, of_b = ({groups.labels[one] for one in np.unique(groups.label_ids)} for groups in (a, b))
 
@@ -203,7 +203,7 @@ def _resized(a: PageGroups, b: PageGroups) -> tuple[dict[str, str], dict[str, st
 
 
 def _described(groups: PageGroups) -> str:
-    """Return the label of the deployment that a given profile describes; "" without its pages."""
+    """Return the label of the deployment that a given profile describes; "" if it has no page."""
     own = groups.deployments[:1]
     if not own or own[0].profile is None or own[0].profile.inferred:
         return ""

@@ -134,8 +134,8 @@ class DiffFacts:
     unsized: number of equal pages with objects of unknown size.
     left_out: number of pages not compared, by reason.
     unknown_keys: number of objects with keys that SGLang does not write, in both stores together.
-    resized: labels in A, and in B, of which the other store has only pages of the same model in
-        other sizes. The value is the label in the other store.
+    resized: deployments of A, and of B, whose model the other store has only in other sizes. The
+        mappings are from the label of the deployment to a label in the other store.
     described: label of the deployment that the given profile describes; "" without one.
     remarks: messages about the stores.
     allow_empty: whether to accept that no page was compared.
@@ -302,7 +302,7 @@ class DiffFacts:
         same = {**ours, "tp": 0} == {**wanted, "tp": 0}
         if not ("tp" in ours and "tp" in wanted and same and self.writable["ab".index(taker)]):
             return {"text": text, "commands": []}
-        assert mending is not None  # only with --to options, and then no store is called resized
+        assert mending is not None  # with --to options, `resized` is empty
         profile = "" if label == self.described else "--profile FILE"
         text += f"; {'with their profile as FILE, ' if profile else ''}this command converts them"
         command = f"hicachectl migrate STORE DST OPTIONS {profile} --to-tp {wanted['tp']}"

@@ -50,7 +50,7 @@ class RepairPlan:
     others: number of groups that were left out although they have findings, because the profile
         does not describe them.
     mixed: number of groups that were left out because they have an object of a mix (`SizeMix`).
-    warned: number of groups that the plan could have because of warnings. 0 if the plan has groups.
+    warned: number of groups with warnings on which a repair could act; 0 if the plan has groups.
     warnings: codes of these warnings.
     refused: reason why the plan has no groups although there are findings to repair; else None.
     """
