@@ -2,7 +2,7 @@
 
 Pages are numbers. For each request, a server asks how many leading pages the cache can serve. It
 reads these pages, and writes the other pages of the request. The pages of one call are consecutive
-pages of one chain.
+pages of one chain. The module `sizes` explains rooms and trailing pools.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Cache(Protocol):
     """A cache of pages that servers share. Times are in seconds, and never decrease."""
 
     def held(self, pages: Sequence[int]) -> int:
-        """Return how many leading pages the cache can serve. No page counts as used."""
+        """Return how many leading pages the cache can serve. This does not count as a use."""
 
     def read(self, pages: Sequence[int], time: float) -> None:
         """Read leading pages that the cache can serve."""
 
     def write(self, pages: Sequence[int], time: float) -> None:
-        """Write the pages of one node of a server's tree. Pages already held count as used."""
+        """Write consecutive pages of one chain. Pages already held count as used."""
 
 
 class Start(NamedTuple):
@@ -133,13 +133,14 @@ class TreeLru:
         self._evict()
 
     def _evict(self) -> None:
-        # Every use moves the prefix of a page behind the page, so the first page is a leaf.
+        # Every use of a page moves its prefix behind it in `_nbytes`, so the first page there is a
+        # leaf.
         while self._total > self._capacity:
             self._total -= self._nbytes.popitem(last=False)[1]
 
 
 class RoomPages(ABC):
-    """The objects in one room of a store (see `Room`). Subclasses decide which objects it evicts.
+    """The objects in one room of a store. Subclasses decide which objects the room evicts.
 
     files: objects of a page in this room, in the order in which a server writes them.
     """
@@ -359,8 +360,8 @@ class PluginPages(RoomPages):
 
     Above 98 % of the limit, the plug-in evicts pages until 96 % of the limit is taken. If a written
     page already exists, the write marks it as used. A read marks a page as used if the page was not
-    used for an hour. In addition, the mount notes the first read after each write or mark
-    (relatime). The simulation assumes that removals are as fast as writes.
+    used for an hour. In addition, the mount records the first read after each write or mark
+    as a use (relatime). The simulation assumes that removals are as fast as writes.
 
     Source: hicachectl.backends.sglang, capacity.py, ledger.py, file_pages.py :: PageFiles.
     """
@@ -374,9 +375,10 @@ class PluginPages(RoomPages):
         self._share = limit // self._SHARES
         self._nbytes = [file.nbytes + trailer for file in files]
         # Each value has a page's files (bit n stands for `files[n]`), the time of the page's last
-        # use, and whether the mount notes the next read.
+        # use, and whether the mount records the next read as a use.
         self._held: OrderedDict[int, tuple[int, float, bool]] = OrderedDict()
-        # Bytes that the rank has taken from the ledger, and how many of them it has not yet used.
+        # `_taken` counts the bytes that the rank has taken from the limit, and `_unused` those of
+        # them that no object uses.
         self._taken = self._unused = 0
 
     def begin(self, start: Start) -> None:
@@ -533,7 +535,7 @@ def cache_of(
     watermark: eviction_high_watermark_ratio of Mooncake's master.
     lease: seconds for which Mooncake's master leases an object; 0 if requests have no times.
     start: pages that the cache holds at the start.
-    Raises UsageError for a policy that must know later requests.
+    Raises UsageError for `optimal`, which must know later requests, and for `lru` without parents.
     """
     limit = capacity // max(sizes.limits, 1)
     rooms: dict[Policy, Callable[[Sequence[PageFile]], RoomPages]] = {

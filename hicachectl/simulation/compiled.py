@@ -1,4 +1,4 @@
-"""Compile loops over references with numba, if it is installed and the loop is long."""
+"""Compile long loops over references (uses of pages by requests), if numba is installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST = 1 << 14  # Python takes some seconds for so many references, and so does
 
 @cache
 def is_installed() -> bool:
-    """Return whether numba is installed. Importing it takes most of a second."""
+    """Return whether numba is installed, without importing it, which takes most of a second."""
     return find_spec("numba") is not None
 
 

@@ -5,8 +5,9 @@ itself. A page that was never used has the rank NEVER. A cache that evicts the l
 page holds the pages whose ranks are at most its capacity. One pass over the requests therefore
 gives the hits at every capacity.
 
-Requests are chains, one after another: `blocks` [references] int32, `offsets` [requests + 1] int64.
-No chain has a page twice.
+A reference is one use of a page by a request. The arrays have the chains of all requests, one after
+another: `blocks` [references] int32 are the numbers of the pages, and `offsets` [requests + 1]
+int64 the places where the chains begin and end. No chain has a page twice.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ _FIRST_UNIX_S = 1e9  # in 2001; smaller times are relative to the start of a tra
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Prompt tokens of requests that a store serves, or loses.
+    """How many prompt tokens of requests a store serves, and why it does not serve the others.
 
     tokens: number of all tokens of the prompts.
     served_tokens: number of tokens that servers fetch from the store.
@@ -74,7 +74,7 @@ class Today:
 
     nbytes: bytes of all objects of the measured deployment; None if unknown.
     start: pages that the store has whole.
-    losses: tokens of the requests that the store serves or loses.
+    losses: tokens of the requests that the store serves, and those that it does not serve.
     free_bytes: free bytes of the store; None if unknown.
     remarks: messages about facts that the other members do not show.
     """
@@ -100,7 +100,7 @@ def look_at(
 
     requests, threshold, counted: see `find_losses`.
     allow_empty: whether to accept a store without pages.
-    on_listed: takes the number of objects of each batch.
+    on_listed: takes the number of objects of each batch of the listing.
     Raises EmptyStore, ProfileError and StoreUnavailable.
     """
     inventory = take_inventory(
@@ -154,7 +154,7 @@ def find_losses(
     A page that servers lack has a cause of its own. A page that servers have, but that follows a
     missing page, has the cause of the missing page.
 
-    inventory: all objects of the store.
+    inventory: all objects of the store. The measured servers are of its first deployment.
     hits: the result of `find_hits` for these requests.
     requests: requests of known pages and tokens, in the order of their times.
     threshold: prefetch threshold of the servers, in tokens.
@@ -167,7 +167,8 @@ def find_losses(
     places = positions_of(chains.offsets)
     owners = np.repeat(np.arange(len(chains)), np.diff(chains.offsets))
     lost = (places >= usable[owners]) & counts[owners]
-    # Servers also write the pages beyond the reach of a request, so search the whole chains.
+    # Requests take only the pages within `chains.reach` from a store, but write the pages beyond
+    # it, too. So search the whole chains.
     earlier = previous_uses(requests.blocks)[requests.offsets[owners] + places]
     causes = _page_causes(inventory, hits)[hits.page_of]
     absent = causes == CAUSES.index(NOT_THERE)
@@ -217,7 +218,10 @@ def _absence(inventory: Inventory, requests: Requests, earlier: IntArray) -> Int
 
 
 def _oldest_write_s(inventory: Inventory) -> float | None:
-    """Return the time of the oldest object of the deployment, in Unix seconds; None if unknown."""
+    """Return when the oldest object of the measured servers was written; None if unknown.
+
+    The time is in Unix seconds.
+    """
     own = inventory.by_affix([one == 0 for one in inventory.table.deployment_ids], False)
     times = inventory.objects.column("mtime_ns").filter(own).drop_null()
     return float(times.to_numpy().min()) / 1e9 if len(times) else None

@@ -1,7 +1,8 @@
 """Replay requests on caches of given capacities, to find how many leading pages each request hits.
 
-A request hits its leading pages that the cache holds, at most as many as its reach. Then it writes
-its other pages, and all its pages count as used. `distances` describes the arrays. Results are
+A request hits its leading pages that the cache holds, at most as many as its reach, the number of
+pages that a server can take from a store. Then it writes its other pages, and all its pages count
+as used. `distances` describes the arrays. Results are
 [capacities, requests] int32.
 """
 
@@ -136,7 +137,9 @@ def _lru_runs(
     rows: IntArray,
     runs: Runs,
 ) -> None:
-    """Fill the hits of ascending capacities. A cache holds the pages of ranks up to its capacity.
+    """Fill the hits of ascending capacities.
+
+    A cache holds the pages whose ranks (see `distances`) are at most its capacity.
 
     rows: row of `runs` for each capacity.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _TIB = 1 << 40
 _BAR = 24
-_ROOM = 0.1  # with more free space than this share of its size, a store is not at its limit
+_ROOM = 0.1  # with more free space than this share of its size, a store may be below its limit
 _ENOUGH = 0.9  # a curve counts as flat from the row that has this share of the best possible hits
 
 
@@ -337,7 +337,7 @@ def served_text(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def chosen_row(rows: Sequence[CapacityRow], document: Mapping[str, Any]) -> CapacityRow:
-    """Return the row of the first policy that the summary describes.
+    """Return the row that the summary describes, with the policy of the first row.
 
     This is the row of today's capacity. Without a store, it is the first row from which the curve
     is flat.

@@ -168,7 +168,7 @@ class SimulateRequest:
 
     @property
     def trailing(self) -> bool:
-        """Whether the servers need a pool only at the end of a prefix."""
+        """Whether the profile has a trailing pool, needed only at the end of a prefix."""
         return self.profile is not None and self.profile.trailing
 
     @property
@@ -189,12 +189,14 @@ def simulate(
     A request hits its leading pages that the cache holds, unless these have fewer tokens than the
     prefetch threshold.
 
-    store: store of the profile's deployment. The caches begin with the store's pages, and the
-        result also says why tokens of the requests are misses in the store.
+    store: store of the profile's deployment. The caches begin with the store's pages, unless the
+        request has a plan or `cold`. The result also says why tokens of the requests are misses in
+        the store.
     today: state of the store; None to list the store.
     on_listed: takes the number of objects of each batch of the listing.
     Raises ProfileError, EmptyStore and StoreUnavailable. Raises UsageError if the requests do not
-    state the tokens of a block or the groups, or if their blocks do not fit the profile.
+    state the tokens of a block or the groups, if their blocks do not fit the profile, or if a store
+    is given without a profile.
     """
     case = _Case.of(request)
     requests, counting = case.requests, Counting.of(case.requests, request.warm_up)
@@ -270,12 +272,12 @@ def _start(request: SimulateRequest, requests: Requests, today: Today | None) ->
 
 @dataclass(frozen=True, eq=False)
 class _Case:
-    """One deployment to simulate, with the requests in its pages.
+    """One deployment to simulate, with the requests divided into its pages.
 
     pages_of_block: number of pages of the deployment in a block of the requests.
     start: pages that the caches hold at the start.
     changes: settings that differ from the request's profile; None for the profile itself.
-    refused: the number of requests that no server took, from each replay with memory of servers.
+    refused: numbers of requests that no server took, one number from each replay with `tiers`.
     """
 
     request: SimulateRequest

@@ -27,8 +27,8 @@ class PageFile(NamedTuple):
 
     pool: name of the object's pool.
     nbytes: bytes of the object.
-    window: number of pages at the end of a written node that have the object; 0 if all pages of the
-        node have it.
+    window: number of pages at the end of each write that have the object; 0 if all pages of the
+        write have it.
     anchor: whether servers find the page by this object.
     """
 
@@ -107,7 +107,10 @@ class PageSizes:
         return all(len(room.files) == 1 and not room.files[0].window for room in self.rooms)
 
     def pages(self, capacity: int) -> int:
-        """Return how many pages a store can hold. capacity: bytes of the whole store."""
+        """Return how many pages a store can hold, if no page has objects of trailing pools.
+
+        capacity: bytes of the whole store.
+        """
         return capacity // max(self.page_bytes, 1)
 
     def _total(self, *, trailing: bool) -> int:

@@ -51,6 +51,7 @@ def _ordered(requests: Requests, places: IntArray, worth: Worth) -> tuple[IntArr
     Every page stands before the pages of its prefix, so that caches evict it first.
 
     places: [held] index of each page among the names of the requests; -1 if no request uses it.
+    worth: [held] value of each page.
     """
     known, distinct = places >= 0, len(requests.names)
     blocks = places.copy()

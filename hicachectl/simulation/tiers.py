@@ -1,9 +1,9 @@
 """Simulate SGLang's device and host pools in front of a store.
 
-Each server has one tree for both pools. A node of the tree is a sequence of pages that no request
-has divided. Each node is copied and evicted as a whole. A pool evicts only leaves, the least
-recently used leaf first. Requests are served one after another, and every copy ends before the next
-request starts.
+In this module, a pool is memory for pages. Each server has one tree for both pools. A node of the
+tree is a sequence of pages that no request has divided. Each node is copied and evicted as a whole.
+A pool evicts only leaves, the least recently used leaf first. Requests are served one after
+another, and every copy ends before the next request starts.
 
 Source: SGLang 0.5.23, mem_cache/unified_cache/unified_tree_core.py and components/full.py,
 mem_cache/unified_radix_cache.py, managers/schedule_policy.py.
@@ -41,7 +41,7 @@ class Tiers:
         server. If the requests have no such label, they go to the servers in turn.
     threshold: least number of tokens that a server asks the store for, and that it takes from the
         store.
-    trailing: whether the servers need a pool only at the end of a prefix.
+    trailing: whether the model has a trailing pool of data (see `sizes`).
     chunk: --chunked-prefill-size.
     """
 
@@ -66,7 +66,7 @@ class Filtered(NamedTuple):
     """Requests that the pools leave to the store.
 
     requests: chains without the pages that the pools served. Servers ask the store for the pages
-        within reach, and write all pages of the chains to the store.
+        within `requests.reach`, and write all pages of the chains to the store.
     device: [requests] number of tokens that the device pools served.
     host: [requests] number of tokens that the host pools served.
     refused: number of requests that exceed the device pool, so that no server takes them.
@@ -377,8 +377,8 @@ class Tree:
     def _load_back(self, path: list[Node], pages: int) -> bool:
         """Copy to the device the nodes of a path that only the host has. Return whether it worked.
 
-        Nothing is copied if these nodes, `pages` in all, have fewer tokens than servers load, or if
-        the device lacks room.
+        These nodes have `pages` pages. Nothing is copied if they have fewer tokens than servers
+        load, or if the device lacks room.
         """
         if pages * self._unit < self._least_loaded or not self._make_room(pages):
             return False
