@@ -1,7 +1,8 @@
 """Directories used through their descriptors, without following links.
 
 An option (STORE, --quarantine, the parent of --lock) may name a directory through links. Every
-entry below is opened relative to its parent, without following links or waiting for a FIFO.
+entry below this directory is opened relative to its parent, without following links or waiting for
+a FIFO.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Trust:
         """Derive the users from the stat of a directory.
 
         st: stat of the directory; None if there is no directory.
-        writes: the process may create a file in the directory.
+        writes: whether this process may create a file in the directory.
         """
         self._may_probe = writes
         self._owners = {_ROOT, os.geteuid()}
@@ -174,6 +175,7 @@ class Directory(Closing):
     def named(cls, path: str, *, writes: bool, trust: Trust | None = None) -> Self:
         """Open a directory that an option names, following links.
 
+        writes: see `Trust`.
         trust: trust of the store. By default, the trust is derived from the directory.
         """
         descriptor = os.open(path, OPEN_DIRECTORY)

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 class CopiedObject(NamedTuple):
     """One object to copy.
 
+    key: key of the object in its store.
+    new_key: key of the copy.
     nbytes: bytes of the object, without a trailer.
     source: descriptor of the object's file.
     """
@@ -83,7 +85,7 @@ class FileCopier:
     """Copies objects into one store.
 
     origin: files of the store that objects are copied from.
-    preserve: copies keep mode, owner and every trailer.
+    preserve: whether copies keep mode, owner and every trailer.
     """
 
     def __init__(self, origin: StoreFiles, writer: FileWriter, *, preserve: bool) -> None:
@@ -147,7 +149,7 @@ class FileCopier:
         return made.status
 
     def _new_markers(self, files: list[bytes], keys: list[bytes], nbytes: list[int]) -> set[Marker]:
-        """Return the markers of all trailers that the copies may have."""
+        """Return the markers of all trailers that the copies can have."""
         if self._preserve:
             return set()
         if self._writer.trailers is not None:
@@ -163,7 +165,10 @@ class FileCopier:
         }
 
     def _copy_temporary(self, item: CopiedObject, mtime_ns: int | None) -> Temporary | Verdict:
-        """Copy an open file, which must stay unchanged, to a temporary file."""
+        """Copy an open file to a temporary file.
+
+        The verdict is CHANGED if a writer changes the file meanwhile.
+        """
         before = os.fstat(item.source)
         excess = excess_of(before, item.nbytes)
         if isinstance(excess, Verdict):
@@ -207,7 +212,7 @@ class FileCopier:
                 return verdict
             if self._keeps(item, trailer):
                 return old
-            # Without its trailer, a damaged object would look whole.
+            # The copy does not get this trailer. Without it, a damaged object would look whole.
             verdict = self._origin.checks.check(item.key, trailer, item.value(), item.nbytes)
             if verdict.status != Status.OK:
                 return verdict

@@ -130,7 +130,7 @@ class EpochReader:
         self._epoch: _Epoch | None = None
 
     def look(self) -> int:
-        """Read the epoch, and return `time_ns`, which an unreadable epoch does not change.
+        """Read the epoch into `time_ns`, and return it. If the file is unreadable, keep `time_ns`.
 
         Call it once per call of SGLang. Several threads may call it.
         """
@@ -167,7 +167,7 @@ def suffixes_of(rows: Rows) -> Any:
 class Epochs:
     """The epochs of a directory, read once. An instance without epochs is false.
 
-    A side directory that is missing or not trusted has no epochs.
+    A directory has no epochs if its `.hicachectl` is missing, unreadable or not trusted.
     """
 
     def __init__(self, objects: ObjectTree) -> None:
@@ -203,7 +203,9 @@ class Epochs:
         return st.st_ctime_ns <= self.of(key)
 
     def times(self, batch: Any) -> Any | None:
-        """Return the epoch of each stale object, int64, null for other objects; None without any.
+        """Return the epoch of each stale object, int64, null for other objects.
+
+        Return None if no object is stale.
 
         batch: batch of a scan. Without the column `version`, each object whose suffix has an epoch
             costs a stat.

@@ -126,7 +126,7 @@ def scan_places(
     """Yield the regular files of directories as batches with a scan's schema.
 
     left_out: counts skipped entries.
-    finish: changes each batch.
+    finish: changes each batch before it is yielded.
     concurrency: lists the directories and stats the files.
     Raises OSError.
     """
@@ -344,7 +344,8 @@ def _key_array(names: list[str]) -> Any:
 class FileListings(ReportsLosses):
     """Lists a store's objects. Sizes in the listings exclude trailers.
 
-    Stale objects are listed only with the column `cleared_ns`. Methods raise StoreUnavailable.
+    Stale objects (see `epochs`) are listed only with the column `cleared_ns`. Methods raise
+    StoreUnavailable.
     """
 
     def __init__(self, files: StoreFiles, left_out: LeftOut) -> None:

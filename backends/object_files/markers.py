@@ -122,7 +122,7 @@ class MarkedSizes:
         self._lock = threading.Lock()
         self._state: tuple[int, ...] | None = None  # state of the directory when it was read
         self._since = 0.0  # `time.monotonic()` when the directory was first seen in this state
-        self._settled = False  # every further marker would change the state
+        self._settled = False  # whether a further marker is certain to change the state
         self._markers: list[Marker] = []
         self._known: set[Marker] = set()
         self._identities: dict[bytes, Identity] = {}  # identity of each hash
@@ -174,10 +174,10 @@ class MarkedSizes:
         return batch.set_column(at, batch.schema.field(at), stripped)
 
     def payloads(self, rows: Rows, files: IntArray) -> IntArray:
-        """Return the bytes of objects without their trailers: [n] int64.
+        """Return the sizes of objects without their trailers, in bytes: [n] int64.
 
         rows: rows with the column `key`.
-        files: [n] int64, bytes of each file.
+        files: [n] int64, size of each file in bytes.
         """
         import pyarrow as pa  # late, because the plug-in writes markers without it
         import pyarrow.compute as pc

@@ -94,8 +94,8 @@ class FileMover(Mover):
                 return Status.CHANGED
             there, target = self._run.place_for_new(key, listed.st_size)
             if not durable.rename_noreplace(here, name, there, target):
-                # A plain rename is one step. After link and unlink, a writer's new file could be
-                # gone: the writer puts it there after the link, and the unlink removes it.
+                # A link and an unlink would be two steps. If a writer replaced the file between
+                # them, the unlink would remove the writer's file. A rename is one step.
                 os.rename(name, target, src_dir_fd=here, dst_dir_fd=there)
         except OSError as error:
             if not os.fstat(self._run.descriptor).st_nlink:
@@ -107,7 +107,10 @@ class FileMover(Mover):
         return Status.OK if moved.st_ino == listed.st_ino else None
 
     def put_back(self, rows: Rows) -> Result:
-        """Rename files of the run into the store. An object that the store has stays (EXISTS)."""
+        """Rename files of the run into the store.
+
+        If the store has an object already, the file stays in the run, and the status is EXISTS.
+        """
         keys = keys_of(rows)
         statuses = np.zeros(len(keys), dtype=np.uint8)
         errors: dict[int, str] = {}

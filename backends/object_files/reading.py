@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.trailer import Trailer
 
-    # A trailer, or the reason why a file has none; then the outcome of the comparison.
+    # A pair: a trailer, or the reason why a file has none, and the outcome of the comparison.
     _Checked = tuple[Trailer | Verdict, Verdict]
 
 _VERSION_BYTES = VERSION.size

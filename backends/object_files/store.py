@@ -78,7 +78,7 @@ _NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 def _in_turn(
     method: Callable[Concatenate[ObjectFiles, _P], _R],
 ) -> Callable[Concatenate[ObjectFiles, _P], _R]:
-    """Make a method hold a turn, so that its own calls count among the store's calls at once."""
+    """Make a method hold a `Concurrency.turn`, so that its calls count among those at once."""
 
     @wraps(method)
     def within(store: ObjectFiles, /, *args: _P.args, **named: _P.kwargs) -> _R:
@@ -158,7 +158,7 @@ class ObjectFiles(
 
     @contextmanager
     def probe(self) -> Iterator[bytes]:
-        """Keep a file in each outer directory, not in `.hicachectl`.
+        """Keep a file in each outer directory during the block, but none in `.hicachectl`.
 
         Another client may remember that `.hicachectl` was missing. No client remembers anything
         about a random name in a directory that it has open. If this process is killed, a later run
@@ -349,7 +349,11 @@ class ObjectFiles(
             return self._writer.touch(keys_of(rows), self.clock_ns())
 
     def mover(self, run: Store) -> FileMover | None:
-        """Return a mover to a run; None if the run is on another file system or mount."""
+        """Return a mover to a quarantine run.
+
+        Return None if the run does not keep objects in files, or is on another file system or
+        mount.
+        """
         if not isinstance(run, ObjectFiles):
             return None
         self._refuse_untrusted()

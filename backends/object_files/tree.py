@@ -42,7 +42,8 @@ class Place:
 
     path: path of `descriptor`, for faster calls.
     holds: takes names, and returns which of them belong in this directory: [n] bool. None for an
-        outer directory in which all names belong. Its path may lead through links.
+        outer directory in which all names belong. The path of such a directory may lead through
+        links.
     """
 
     descriptor: int
