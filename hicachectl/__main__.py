@@ -32,7 +32,7 @@ class Terminated(BaseException):
 class _Received:
     """The signal that ends the command.
 
-    number: None until a signal arrives.
+    number: number of the signal; None until one arrives.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit with its status. hicachectl(1) lists the statuses."""
     _complete_streams()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names may not be encodable in the locale
+        if isinstance(stream, io.TextIOWrapper):  # the locale may be unable to encode a name
             stream.reconfigure(errors="backslashreplace")
     if instruction := os.environ.get("_HICACHECTL_COMPLETE"):  # the scripts of `completion` set it
         import_module("hicachectl.cli.commands.completion").complete(instruction)

@@ -172,7 +172,7 @@ def verify(
 ) -> Result:
     """Check a store, and change nothing.
 
-    request: request of the check. If the request has no profile, a pack is checked with the profile
+    request: what to check. If the request has no profile, a pack is checked with the profile
         that it records. The objects of any other store are then compared with each other.
     on_listed, on_read, on_wait: see `check_store`.
 
@@ -220,7 +220,7 @@ def migrate(
     on_listed: Callable[[int], None] = lambda objects: None,
     on_moved: Callable[[int, int], None] = lambda nbytes, total: None,
 ) -> Result:
-    """Copy or move pages to another store, layout or topology.
+    """Copy or move pages to another store, layout, TP or PP size.
 
     Callbacks and errors: see `move.migration.migrate`.
     """
@@ -300,8 +300,8 @@ def simulate(
 ) -> Result:
     """Return the share of the prompt tokens that caches of each capacity and policy serve.
 
-    store: store whose pages the caches have at the start; None for empty caches. With a store, the
-        result also says where hits of the store are lost.
+    store: store whose pages the caches have at the start, unless the request has a plan or `cold`.
+        With a store, the result also says where hits of the store are lost.
     Errors: see `simulation.simulate.simulate`.
     """
     from hicachectl.profiles.sources import agree_on_profile

@@ -47,12 +47,13 @@ class Result:
         too.
     changes: messages about changes of the store, which --quiet keeps. Some may be in `remarks`,
         too.
-    failed: whether the exit status is 4.
+    failed: whether the run failed, for example because of findings or failed objects. The exit
+        status is then 4, unless `excused` or `ending` decides otherwise.
     ending: exception to raise after the result was written. It decides the exit status.
     excused: whether the exit status is 0 although the run failed.
     dry_run: whether the command was asked to change nothing.
-    command: name of the command of a divided run.
-    write_catalog: function that writes the digests of a divided run to a file. It takes the path,
+    command: name of the command, if the result is of a run in parts; else "".
+    write_catalog: function that writes the digests of a run in parts to a file. It takes the path,
         readable_by and allow_shrink, and returns what `save_catalog` returns. None if the run
         recorded no digests.
     """
