@@ -256,7 +256,7 @@ def asked_checks(
 ) -> VerifyRequest:
     """Return the checks that the options ask for.
 
-    profile: the profile, and the reason why it describes no objects ("" if it does).
+    profile: the profile, and the reason why it describes no objects; "" if it describes objects.
     more: further fields of the request.
     Raises click.UsageError for a check of --checks that cannot run.
     """

@@ -48,8 +48,9 @@ _WORDS = "hicachectl.words"  # key in the context's meta
 class Command(click.Command):
     """A command with a --help for one screen, where possible; --help-all shows everything.
 
-    --help has the first paragraph of the description, the options of `OWN` and the examples, then
-    other sections while there is room. It only names the sections that do not fit.
+    --help has the first paragraph of the description, the command's own options (section `OWN`)
+    and the examples, then other sections while there is room. It only names the sections that do
+    not fit.
     """
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
@@ -168,8 +169,8 @@ class Group(click.Group):
 def global_options(*, of_program: bool = False) -> list[click.Parameter]:
     """Return the options that can stand before and after the name of a command.
 
-    of_program: return the program's own options, which variables can also set. Otherwise return the
-        options of a command, which set the program's options.
+    of_program: return the program's own options, which environment variables can also set.
+        Otherwise return the options of a command, which set the program's options.
     """
     own: dict[str, Any] = {"section": OWN, "variable": True}
     above: dict[str, Any] = {"section": GLOBAL, "expose_value": False, "callback": _set_above}

@@ -51,7 +51,7 @@ class Gate:
         self._decided = threading.Lock()
 
     def passed(self, attempt: Callable[[float], Result], *, waited: float) -> Result:
-        """Return the result of the last attempt. If the attempt failed, mark it as excused.
+        """Return the result of the last attempt. If the attempt failed, mark the result as excused.
 
         A run that fails or raises HicacheError is repeated. A signal and any other exception end
         the gate.

@@ -25,7 +25,7 @@ COMMANDS = {
     "prewarm": "Copy the most valuable pages into a store.",
     "pin": "Protect pages of a Mooncake cluster from eviction.",
     "unpin": "Let a Mooncake cluster evict pinned pages.",
-    "migrate": "Copy or move pages to another store, layout or topology.",
+    "migrate": "Copy or move pages to another store, layout, TP or PP size.",
     "diff": "Show how two stores differ; exit with 4 if they do.",
     "merge": "Join the parts of a run.",
     "runs": "List run directories, show one; delete old ones.",

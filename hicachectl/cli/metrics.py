@@ -42,8 +42,8 @@ def write_metrics(
 
     The time of a run in parts is the time of its listing, even if it is merged much later.
 
-    succeeded: whether the run ended without failing findings. If not, the time of the last success
-        is kept from the replaced file.
+    succeeded: `Result.succeeded` of the run. If False, `verify` keeps the time of the last success
+        from the replaced file.
     Raises UsageError for a command without metrics, and if the file cannot be written.
     """
     texts = metrics().get(command)

@@ -110,8 +110,8 @@ def write_result(ctx: click.Context, result: Result, *, metrics: bool = True) ->
     table is also left out if the exit status is 0 and the run was no dry run. Without the table, a
     line on stderr says what was not done.
 
-    metrics: whether there was a run, so that --metrics-file is written and --healthcheck-url knows
-        how the run ended.
+    metrics: whether there was a run. If not, --metrics-file is not written, and no end of a run is
+        reported to --healthcheck-url.
     Raises UsageError for a command without metrics.
     """
     options = ctx.params

@@ -41,7 +41,8 @@ class Divided:
     """What a run in parts does with an option.
 
     same: whether all parts must have the same value.
-    shared_by: options that divide the run such that each part takes an equal share of the value.
+    shared_by: options that divide the run (--shard, --ray) and with which each part takes an equal
+        share of the value.
     instead: next step of the message with which a part refuses the option; empty if parts take the
         option. {} stands for the option's name.
     on_cluster: whether a run with --ray takes the option.

@@ -48,7 +48,7 @@ class Settings(NamedTuple):
 def opened(ctx: click.Context, text: str, *, create: bool = False) -> AbstractContextManager[Store]:
     """Open the store that a STORE argument names, and close it after the block.
 
-    create: see `Store`.
+    create: whether to make a missing directory or pack.
     """
     verbose = ctx.obj.verbose
     return opened_store(text, config_of(ctx), create=create, verbose=verbose, **_opening(ctx))
@@ -137,7 +137,7 @@ def store_name(ctx: click.Context, text: str) -> str:
 
 
 def quarantine_directory(ctx: click.Context, text: str) -> Path:
-    """Return the directory of a QUARANTINE argument. For a store, return its own quarantine."""
+    """Return the directory of a QUARANTINE argument; for a store, its quarantine if it has one."""
     from hicachectl.backends.disk.names import OWN_PREFIX
     from hicachectl.backends.urls import SIDE_PARAMETER, parse_url
 

@@ -160,8 +160,8 @@ def contradiction_remark(ctx: click.Context) -> Callable[[ContradictionError], N
 def _with_profile(ctx: click.Context, error: ContradictionError) -> str:
     """Return the message of an error with the file of the profile.
 
-    If the store has only pages of other deployments, `doctor` has the next step. With --to options,
-    the error may be about the profile that these options make of the file's profile.
+    If the store has only pages of other deployments, the next step is to run `doctor`. With
+    --to options, the error may be about the profile that these options make of the file's profile.
     """
     file = ctx.params.get(_PROFILE)
     if file is None or any(value for name, value in ctx.params.items() if name[:3] == "to_"):

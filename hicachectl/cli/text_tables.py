@@ -139,7 +139,7 @@ def summary_for_people(rows: pa.Table, total: Totals) -> pa.Table:
 def removals_for_people(rows: pa.Table) -> pa.Table:
     """Return the text columns of `rm` and `pin`: totals per model, tag and state."""
     keys = ["model", "tag", "state"]
-    # Floats, since a sum of hostile sizes may not fit int64.
+    # Floats, because a sum of hostile sizes can exceed int64.
     sizes = rows.column("nbytes").cast(pa.float64(), safe=False)
     rows = rows.set_column(rows.column_names.index("nbytes"), "nbytes", sizes)
     totals = rows.group_by(keys).aggregate(

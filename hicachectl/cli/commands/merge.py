@@ -55,10 +55,10 @@ def command(
 ) -> None:
     """Join the parts of a run.
 
-    RUN is the directory of --run. merge has the result and the exit status that the command would
-    have in one process. The metrics have the time of the listing. No store is opened. If a part has
-    no result, stderr and the table name the part, the document and the metrics have complete false,
-    and the exit status is 4.
+    RUN is the directory of --run. merge prints the result, and has the exit status, that the run
+    would have in one process. The metrics have the time of the listing. No store is opened. If a
+    part has no result, stderr and the table name the part, the document and the metrics have
+    complete false, and the exit status is 4.
 
     A whole run is joined once. A second merge ends with 2, because a schedule may have used a
     directory twice. --again joins the run again. With --if-complete, each process can call merge

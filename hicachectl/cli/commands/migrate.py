@@ -1,4 +1,4 @@
-"""`hicachectl migrate`: copy or move pages to another store, key grammar, layout or topology."""
+"""`hicachectl migrate`: copy or move pages to another store, layout, TP or PP size."""
 
 from __future__ import annotations
 
@@ -91,13 +91,14 @@ if TYPE_CHECKING:
 @profile_options
 @click.pass_context
 def command(ctx: click.Context, /, source: str, destination: str, **options: Any) -> None:
-    """Copy or move pages to another store, layout or topology.
+    """Copy or move pages to another store, layout, TP or PP size.
 
     SRC and DST can be stores of any kind. If DST is a missing directory or pack, it is created. SRC
     changes only with --move.
 
     Without a profile, objects keep their keys and bytes. With a profile, keys get the form that
-    SGLang uses on DST's kind of store, and the --to options change model name, layout and topology.
+    SGLang uses on DST's kind of store, and the --to options change model name, layout, TP size and
+    PP size.
 
     Only whole page groups are copied, the kv objects last, so no server sees half a page. Pages
     with errors and pages that are still being written are not copied. Pages that DST already has

@@ -117,7 +117,7 @@ def _result(
     if not_whole:
         undone.append(
             f"{store.url}: {counted(not_whole, 'page')} left out as not whole, because servers may "
-            "not use such pages; --state partial,orphan chooses them"
+            "be unable to use such pages; --state partial,orphan chooses them"
         )
     return Result(
         document=to_builtins(document),

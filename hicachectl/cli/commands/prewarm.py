@@ -242,7 +242,7 @@ def _refuse_once(options: dict[str, Any]) -> None:
 
 @contextmanager
 def _target(ctx: click.Context, destination: str) -> Iterator[Store]:
-    """Open the destination. If the block finds a store empty, write the metrics of the run."""
+    """Open the destination. If the block raises EmptyStore, write metrics of a run without work."""
     from hicachectl.prewarming.outcome import nothing_copied
 
     with (
@@ -326,7 +326,7 @@ def _plan_trace(ctx: click.Context, options: dict[str, Any]) -> None:
 def _at_once(
     ctx: click.Context, source: str | None, destination: str, options: dict[str, Any]
 ) -> Result:
-    """Copy pages in this process, if there is a source; then make servers pull them."""
+    """Copy pages in this process, if there is a source; then make servers load prefixes."""
     from hicachectl.prewarming.prewarm import live_servers, prewarm, usable_from
 
     started = time.monotonic()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hicachectl.requests.chains import Hashing, Requests
     from hicachectl.text.tables import Screen
 
-_MANY = 5_000_000  # so many references take a minute or more without compiled loops
+_MANY = 5_000_000  # so many uses of pages take a minute or more without compiled loops
 
 
 def _changes(text: str) -> dict[str, str]:

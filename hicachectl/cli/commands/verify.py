@@ -118,7 +118,7 @@ _repair_options = stack(
 
 
 class _Command(Command):
-    """The verify command; its help lists the registered checks in place of CHECKS."""
+    """The verify command; in its help, the registered checks replace the word CHECKS."""
 
     @property
     def help(self) -> str | None:
@@ -520,7 +520,7 @@ def _repair(
             plan,
             chosen,
             buffer_bytes=options["buffer_bytes"],
-            # With --quiet, too, because the next steps need what was moved, and where to.
+            # Print this with --quiet, too: the next steps depend on what was moved, and where to.
             say=partial(remark, ctx, failure=True),
             on_progress=advance,
         )

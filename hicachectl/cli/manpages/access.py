@@ -12,7 +12,7 @@ USES = {"connects": "connects to", "listens": "listens"}
 
 
 class Row(NamedTuple):
-    """The places and services that a command uses, or a command with some options.
+    """The places and services that a command, or a command with some options, uses.
 
     words: words of the command and its options.
     places: names of places by verb, or of services by use.

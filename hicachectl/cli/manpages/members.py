@@ -70,7 +70,7 @@ class Document(NamedTuple):
 
     form: struct of the document.
     rows: member that lists the rows of jsonl, csv, parquet and arrow; "" if these formats
-        print one row, or the command does not have them.
+        print one row, or the command does not have these formats.
     divided: whether a run in parts adds members.
     """
 
