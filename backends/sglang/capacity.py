@@ -40,8 +40,9 @@ _LISTED_AT = 0.75  # below this share of the limit, the limit is no reason to li
 # and writes since the last listing fill more than _WRITTEN_AT_LEAST of it.
 _KNOWN_AT_LEAST = 0.25
 _WRITTEN_AT_LEAST = 0.05
-# A turn frees _FREE_SPACE_STEP of the missing space, but at least _FREE_SPACE_LEAST bytes. It does
-# not free all missing space, because the processes of other suffixes may evict at the same time.
+# A turn (a call of `evict_now`) frees _FREE_SPACE_STEP of the missing space, but at least
+# _FREE_SPACE_LEAST bytes. It does not free all missing space, because the processes of other
+# suffixes may evict at the same time.
 _FREE_SPACE_STEP, _FREE_SPACE_LEAST = 0.25, 64 << 20
 _FREE_SPACE_MARGIN = 0.05  # space to free beyond min_free_space, as a share of it
 _TICK_S, _BUSY_TICK_S, _LOCK_EVERY_S, _EPOCH_EVERY_S = 0.25, 0.02, 2.0, 1.0
@@ -60,8 +61,8 @@ class Capacity:
     suffixes: ends of the names of the objects that count, the anchor's first. See `kinds_of`.
 
     If this process holds the lock of the suffixes, a thread lists the objects and evicts pages.
-    Before the first listing, the total that earlier processes left in the ledger counts as used. In
-    a directory without a ledger, 95 % of max_size counts as used.
+    Before the first listing, the total that earlier processes left in the file of the `Ledger`
+    counts as used. In a directory without this file, 95 % of max_size counts as used.
     """
 
     def __init__(

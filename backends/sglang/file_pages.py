@@ -466,7 +466,7 @@ class FilePages(PageStore):
         self._settings = settings
         self._writes = writes
         self._changes = writes  # also False if this process may not create files in the directory
-        self._seconds: dict[Workers, float] = {}  # a thread's time for a page in the last call
+        self._seconds: dict[Workers, float] = {}  # time of one thread for a page, in the last call
         self._clears = self._cleared = 0  # numbers of clears that were asked for, and done
         self._directory: ObjectDirectory | None = None
         self._capacity: Capacity | None = None

@@ -1,4 +1,4 @@
-"""Keep count of the bytes that all processes of one suffix use, as a number in a locked file."""
+"""Keep count of the bytes that all processes take for one rank's files, in a locked file."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class HostPages(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A part of a page that Mooncake and 3FS store as an object of its own.
+    """A part of a page. Mooncake, and 3FS for some layouts, store each part as an object.
 
     name: name of the part; None if the page has only this part.
     nbytes: bytes of the part.
@@ -66,13 +66,13 @@ class ServedPool:
     shared_anchor: whether the TP ranks share the anchor's objects.
     identity: identity of the object that holds the pool's whole page, on a file store.
     page_indices: number of host indices of a page, which is the page size, or 1 for states.
-    nbytes: bytes of all parts of a page; 0 for a logical anchor.
+    nbytes: bytes of all parts of a page; 0 for a logical anchor, a kv pool without bytes.
     parts: parts of a page; empty for a logical anchor.
     writes: whether this rank writes the pool. Of ranks that share objects, only one writes them.
     host: places of the pages in host memory.
-    trailing: whether only the last pages of a stored node have the pool, and the other pages are
-        whole without it. SGLang states this in transfers, not in registrations, so `trailing` is
-        False before the first transfer.
+    trailing: whether only the last pages of a node of SGLang's prefix tree have the pool, and the
+        other pages are whole without it. SGLang states this in transfers, not in registrations, so
+        `trailing` is False before the first transfer.
     """
 
     name: str
@@ -114,8 +114,9 @@ class ServedPool:
 class PageStore(ABC):
     """A store from which a rank serves the pages of its pools, by page hash.
 
-    Only `add` raises. A page that cannot be served is a miss, and is counted with its reason. Each
-    method ends at the call's deadline. From then on, no thread of the method touches host memory.
+    Only `add` raises. A page that cannot be served is a miss, and is counted with its reason. A
+    method with a `Call` ends at its deadline. From then on, no thread of the method touches host
+    memory.
     """
 
     def __init__(self, counters: Counters, threads: int) -> None:

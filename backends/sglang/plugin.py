@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 Method = TypeVar("Method", bound="Callable[..., Any]")
 
 # Most pages in a call of SGLang that reads or writes (cache_controller.py :: STORAGE_BATCH_SIZE).
-# A call that writes pools other than kv may have more pages, because it has all pages of a node.
+# A call that writes pools other than kv may have more pages, because it has all pages of a node of
+# SGLang's prefix tree.
 _BATCH = 128
 # Pages in the first question to the stores. While all pages exist, each further question has twice
 # as many pages as the question before.
@@ -100,7 +101,8 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         self._counters = self._stores.counters
         self._pools: dict[str, ServedPool] = {}
         self._complete = False  # True once all pools of the attachment are registered
-        # Pages of which a sidecar was not written. Each stays here until its kv has been refused.
+        # Pages of which a sidecar was not written. Each stays here until its kv has been refused,
+        # or until SGLang writes its sidecars again.
         self._failed: OrderedDict[str, None] = OrderedDict()
         self._reads, self._writes = Moved(), Moved()
         # Whether SGLang reads other pools after each batch of the anchor's pages.
@@ -432,7 +434,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         return True
 
     def get(self, *_: Any, **__: Any) -> None:
-        """Return None. SGLang moves flat pages only without interface_v1, a required setting."""
+        """Return None. SGLang calls this only without `interface_v1`, which is required."""
 
     batch_get = set = batch_set = get
 

@@ -158,7 +158,7 @@ class _Form:
     """The form of a pool's pages.
 
     dtype: see `Identity`.
-    layers: layers of the page.
+    layers: number of layers in a page.
     packed: whether some layers belong, or may belong, to the draft.
     parts: names of the parts, which have equally many pieces; () if all pieces are one part.
     alternating: whether SGLang lists the pieces of the parts by turns, although the object holds

@@ -49,7 +49,8 @@ class StatusFile:
         self._path = path
         self._status = status
         self._counters = counters
-        # The trust is kept, because a new one may create a file to learn the owner of new files.
+        # The `Trust` of the directory is kept, because a new `Trust` may create a file to learn the
+        # owner of new files.
         self._trust: Trust | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hicachectl-status", daemon=True)

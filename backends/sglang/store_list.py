@@ -2,8 +2,8 @@
 
 All objects of a page come from one store. The list remembers this store, because SGLang asks for a
 page in several calls. The calls ask what exists, then for the anchor, then for sidecars, and then
-for trailing states (cache_controller.py :: _page_transfer_kv_batch, hybrid_cache_controller.py ::
-_page_transfer_sidecar).
+for trailing states, which only the last pages of a prefix have (cache_controller.py ::
+_page_transfer_kv_batch, hybrid_cache_controller.py :: _page_transfer_sidecar).
 """
 
 from __future__ import annotations

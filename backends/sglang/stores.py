@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 # Bytes of a buffer, unless one page is larger than this. Larger buffers were no faster.
 _BUFFER_BYTES = 8 << 20
 _BUFFERS_PER_THREAD = 2  # a buffer for a call, and a buffer for a call that hangs
-_OBJECTS_PER_RUN = 128  # most objects of one run; a batch of SGLang has 128 pages
+_OBJECTS_PER_RUN = 128  # most objects of a run (see `_each`); SGLang's batches have 128 pages
 _KEYS = pa.schema([SCAN_FIELDS["key"]])
 _REASONS: dict[Status, Refused] = {
     Status.SHORT: "damaged",
@@ -76,7 +76,10 @@ class FormObject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageForm:
-    """The objects of each page of a pool. A logical anchor has none outside a file store."""
+    """The objects of each page of a pool.
+
+    A logical anchor (one without bytes) has an object only with the keys of a file store.
+    """
 
     objects: tuple[FormObject, ...]
 
@@ -288,7 +291,7 @@ class StorePages(PageStore):
         """
         earlier, self._pools = self._pools, {**self._pools, pool.name: pool}
         try:
-            if grammar := self._url.kind.grammar:  # None for a pack, which records its grammar
+            if grammar := self._url.kind.grammar:  # "" for a pack, which records its grammar
                 page_form(grammar, pool, self._tag)
         except HicacheError as error:
             self._pools = earlier
@@ -424,7 +427,7 @@ class StorePages(PageStore):
         self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
     ) -> list[bool]:
         """Write pages; replace an object of wrong size, unless a reader has a lease on it."""
-        new: list[int] = []  # pages written by each run
+        new: list[int] = []  # number of pages that each run has written
 
         def write(opened: _Opened, some: Sequence[int]) -> list[bool]:
             store, form, buffers = opened
@@ -476,7 +479,7 @@ class StorePages(PageStore):
         count: int,
         act: Callable[[_Opened, Sequence[int]], list[bool]],
     ) -> list[bool]:
-        """Call `act` for runs of pages. Return which pages it has done: [count].
+        """Call `act` for runs of consecutive pages. Return which pages it has done: [count].
 
         count: number of pages. A run that reads or writes fits into a buffer.
         act: takes the open store and the numbers of the run's pages, and returns a flag for each

@@ -67,7 +67,7 @@ class Listing:
         time, at which the last of the page's objects was used or written.
     left: bytes of the pages that `take_page` has not yet returned.
     listed: bytes of the objects that were written before the listing began.
-    later: bytes of the objects that were written since.
+    later: bytes of the objects that were written since the listing began.
     stale: page and kind of objects older than their epoch, anchors first. Stale objects have no
         rows.
     others: number of objects of other suffixes.
