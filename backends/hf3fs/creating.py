@@ -113,7 +113,7 @@ def claim_path(prefix: str) -> str:
 
 
 def claimed_by(prefix: str, tag: str, *, writes: bool) -> str | None:
-    """Return the tag of the deployment that has claimed the data files, or None.
+    """Return the tag of the deployment that has claimed the data files; None without a claim.
 
     tag: tag of the caller's deployment.
     writes: whether to claim unclaimed data files for this deployment.

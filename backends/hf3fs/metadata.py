@@ -1,7 +1,7 @@
 """HTTP client of SGLang's 3FS metadata server, which maps keys to pages of data files.
 
 The server cannot list keys; its snapshot can be listed (see `snapshot`). This client never clears a
-table, because engines may use its pages.
+table, because servers of SGLang may use its pages.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: Hf3fsMetadataServer,
 RankMetadata.
 """
@@ -73,7 +73,7 @@ class MetadataClient:
         self._http.close()
 
     def has_table(self, rank: int, namespace: str) -> bool:
-        """Return whether an engine, or `initialize`, has created a table."""
+        """Return whether the metadata server has a table."""
         reply = self._sent(rank, "exists", namespace, repeatable=True, keys=[])
         if _lacks_table(reply):
             return False
@@ -142,7 +142,7 @@ class MetadataClient:
     def _asked(
         self, rank: int, verb: str, namespace: str, keys: Sequence[str], kind: type[Any]
     ) -> list[Any]:
-        """Query keys in several requests. Each request may be sent again after an error."""
+        """Query keys, in several requests if there are many. A request may be sent again."""
         values: list[Any] = []
         for start in range(0, len(keys), KEYS_PER_CALL):
             some = keys[start : start + KEYS_PER_CALL]

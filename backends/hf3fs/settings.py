@@ -1,8 +1,8 @@
 """Location of a 3FS store, from the store URL or the JSON config of SGLang's servers.
 
 A URL is `hf3fs:///PREFIX?server=&snapshot=&file_size=&ranks=`. If the URL has `config=FILE`, then
-prefix, file size and server come from this file. For the URL `hf3fs:`, they come from the file that
-SGLANG_HICACHE_HF3FS_CONFIG_PATH names.
+prefix and file size come from this file, and the server, too, if the file names one. For the URL
+`hf3fs:`, they come from the file that SGLANG_HICACHE_HF3FS_CONFIG_PATH names.
 Source: sglang srt/mem_cache/storage/hf3fs/storage_hf3fs.py :: HiCacheHF3FS.from_env_config.
 """
 

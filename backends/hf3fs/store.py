@@ -173,7 +173,7 @@ class Hf3fsStore(
     # the profile
 
     def use_profile(self, profile: Profile, *, looks_only: bool = False) -> None:
-        """Set the bytes of pages, and check them against the tables' page counts.
+        """Set the bytes of pages. With a snapshot, check them against the tables' page counts.
 
         Inferred profiles are ignored. Raises UnsupportedByBackend for objects that 3FS cannot hold.
         Raises ProfileError if the page counts of a namespace contradict the sizes of its files
@@ -199,7 +199,7 @@ class Hf3fsStore(
         self._sizes = PageSizes.of_objects(sizes.items())
 
     def claimed_by(self, tag: str, *, writes: bool) -> str | None:
-        """Return the deployment that the file beside the data files names."""
+        """Return the tag of the deployment that the file beside the data files names."""
         return claimed_by(self.settings.prefix, tag, writes=writes)
 
     def _lengths(self, tables: Collection[TableName]) -> dict[str, int]:

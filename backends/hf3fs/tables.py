@@ -179,7 +179,7 @@ class KeyTables:
         return there
 
     def has_keys(self, table: TableName, names: Sequence[str]) -> BoolArray:
-        """Return which keys the server has: [n] bool, all False if no engine has made the table."""
+        """Return which keys the server has: [n] bool, all False if the server lacks the table."""
         assert self._server is not None
         if not self.may_have(table):
             return np.zeros(len(names), dtype=np.bool_)

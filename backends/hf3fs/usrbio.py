@@ -55,9 +55,10 @@ def find_usrbio(prefix: str) -> Usrbio | None:
 
 
 class UsrbioReader:
-    """Reader of pages into one named arena, with a ring for each reading thread.
+    """Reader of pages into one arena, with a ring (3FS's queue of reads) for each reading thread.
 
-    The arena's name is removed once the daemon has opened the memory.
+    arena: an arena with a name (`Arena(named=True)`). The name is removed once the daemon has
+        opened the memory.
     """
 
     def __init__(self, usrbio: Usrbio, arena: Arena) -> None:
@@ -106,7 +107,8 @@ class UsrbioReader:
     def _read_some(
         self, ring: Any, descriptor: int, pages: FilePages, places: IntArray, counts: IntArray
     ) -> None:
-        # These objects must stay alive, because the ring refers to them as userdata.
+        # The numbers must stay alive until the ring returns them, because it refers to them as
+        # userdata.
         numbers = places.tolist()
         prepared = 0
         try:

@@ -152,8 +152,9 @@ class _Reservation:
     def _reserve(self, places: Sequence[int], there: Container[int]) -> None:
         """Reserve a page for each index.
 
-        For a key to replace, the page is reserved under a random name, because the key's own name
-        returns the old page. The server does not keep the names of reserved pages.
+        If a key is to be replaced, the page is reserved under a random name, because a reservation
+        under the key's own name returns the old page. The server does not keep the names of
+        reserved pages.
         """
         if not places:
             return
