@@ -1,8 +1,9 @@
 """Close the ports of a Mooncake client, which answers anybody who reaches them.
 
-With protocol tcp, `setup` listens at two ports of all addresses. The first port tells which memory
-the package shares, and the second reads and writes that memory without authentication. No variable
-binds the ports to one address. No other process needs the ports, because a guest has no segment.
+With protocol tcp, `setup` listens at two ports of all addresses. Without authentication, a peer
+learns at the first port which memory the package shares, and reads and writes that memory at the
+second port. No variable binds the ports to one address. No other process needs the ports, because a
+guest (a client that contributes no memory) has no segment.
 Source: Mooncake mooncake-transfer-engine/src/transfer_metadata_plugin.cpp :: findAvailableTcpPort,
 src/transport/tcp_transport/tcp_transport_session_impl.h :: TcpContext, src/config.cpp ::
 ValidatePortRange; tried on mooncake-transfer-engine 0.3.13.
@@ -82,7 +83,7 @@ def _sockets() -> Iterator[tuple[int, str]]:
 
 
 def _opened(descriptors: list[int]) -> Iterator[socket.socket]:
-    """Yield copies of the TCP sockets among some descriptors. Each closes after its turn."""
+    """Yield copies of the TCP sockets among some descriptors. Close each before the next."""
     for descriptor in descriptors:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as opened:
             if opened.family in (socket.AF_INET, socket.AF_INET6):

@@ -2,7 +2,8 @@
 
 Each parameter of the store URL overrides one setting. As in SGLang, all other settings come from
 one source. It is the JSON file of SGLANG_HICACHE_MOONCAKE_CONFIG_PATH if that is set, else the
-MOONCAKE_* variables.
+MOONCAKE_* variables. With a JSON file, variables still set this machine's name, and the protocol if
+the file has none.
 Source: sglang srt/mem_cache/storage/mooncake_store/mooncake_store.py :: MooncakeStoreConfig,
 MooncakeBaseStore._load_config; srt/environ.py.
 """
@@ -65,7 +66,10 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MooncakeSettings:
-    """Settings of a guest of a Mooncake cluster; `str` returns a URL without secrets."""
+    """Settings of a guest, a client that contributes no memory to a Mooncake cluster.
+
+    `str` returns a URL without secrets.
+    """
 
     master: str  # host:port of the RPC service
     admin: str  # host:port of the master's HTTP service

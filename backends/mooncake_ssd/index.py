@@ -70,7 +70,8 @@ _RANK = re.compile(r"rank_\w+")
 # Directory of Mooncake's default backend, file_per_key. It has folders a to p.
 _FILE_PER_KEY = "file_per_key_dir"
 _FILE_PER_KEY_FOLDERS = frozenset("abcdefghijklmnop")
-# A bucket has 500 keys by default. An allocator has at most 9.6 million nodes of 32 bytes.
+# A bucket has 500 keys by default. The metadata of an offset file has at most 9.6 million nodes of
+# 32 bytes.
 _MAX_BUCKET_META_BYTES = 64 << 20
 _MAX_OFFSET_META_BYTES = 1 << 30
 _MAX_KEYS_BYTES = (1 << 31) - 1  # an Arrow array holds no more
@@ -135,7 +136,7 @@ class Index:
     def find(self, rows: Rows) -> IntArray:
         """Return the row of each key in the index, -1 if missing: [n] int64.
 
-        For a row with a locator, no search is needed.
+        For a row whose locator is still right, no search is needed.
         """
         found = np.full(len(rows), -1, dtype=np.int64)
         if not len(self.keys) or not len(rows):
@@ -197,8 +198,8 @@ def close_places(places: Sequence[Place]) -> None:
 def read_index(places: Sequence[Place], tenant: str) -> Index:
     """Read all metadata.
 
-    Raises OSError, and UnsupportedByBackend for too many keys or files of an unknown form. Files
-    with damaged metadata are left out, and become losses of the index.
+    Raises OSError. Raises UnsupportedByBackend for files of an unknown form, and for too many keys.
+    Files with damaged metadata are left out, and become losses of the index.
     """
     reader = _Reader(tenant)
     for place in places:
@@ -215,11 +216,12 @@ class _Reader:
         self._files: list[DataFile] = []
         self._keys: list[bytes] = []
         self._key_bytes = 0
-        self._objects: list[npt.NDArray[np.void]] = []  # one array for each file or run of records
+        # One array for each bucket, or for each _RECORDS_AT_ONCE records of an offset file.
+        self._objects: list[npt.NDArray[np.void]] = []
         self._buckets = 0
         self._losses: list[Loss] = []
         self._nameless: Loss | None = None  # the first offset file without metadata
-        self._special: list[str] = []  # names of ranks that are no directories
+        self._special: list[str] = []  # paths with names of ranks that are no directories
         self._others: dict[bytes, int] = {}  # number of objects of each other tenant
 
     def read_place(self, place: Place) -> None:
@@ -311,7 +313,7 @@ class _Reader:
             self._lose(path, what, st)
 
     def _read_records(self, descriptor: int, meta: OffsetMeta, some: slice) -> tuple[int, int]:
-        """Read some extents, and add those records that a restart of Mooncake would keep.
+        """Read records of the offset file, and add those that a restart of Mooncake would keep.
 
         Returns how many records have damaged headers, and how many are newer than the checkpoint.
         """

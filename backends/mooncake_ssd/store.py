@@ -128,7 +128,7 @@ class MooncakeSsdStore(ReportsLosses):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """Facts about the store. Records of offset files have CRCs; objects in buckets do not."""
+        """Facts about the store. Records of offset files can have CRCs; buckets have none."""
         index = self._index
         return _TRAITS[index is not None and not all(file.is_bucket for file in index.files)]
 
