@@ -2,8 +2,8 @@
 
 A flat directory is SGLang's form (hicache_storage.py :: HiCacheFile). The file
 `.hicachectl/folders` marks a directory with folders. There, a file lies in the folder whose name is
-the first two hex digits of its key. The name of a temporary file ends with the two digits of its
-folder.
+the first two hex digits of its key. The name of a temporary file of hicachectl has the two digits
+of its folder before `.tmp`.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _is_marked(path: str, descriptor: int) -> bool:
 
 
 def _ensure_form(path: str, descriptor: int, folders: bool | None) -> bool:
-    """Mark an empty directory that is to get folders. Return whether the directory has folders.
+    """Mark a directory that has no objects and is to get folders. Return whether it has folders.
 
     folders: see `ObjectDirectory.create`.
     Raises UsageError for a directory of the other form.

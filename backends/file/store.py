@@ -138,7 +138,7 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
         return directories, others
 
     def trust(self, *, writes: bool) -> Trust:
-        """Return the trust of the store's directory."""
+        """Return the users who may own files below the store's directory."""
         return Trust(os.fstat(self.objects.descriptor), writes=writes)
 
     # listing
@@ -202,7 +202,7 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
         return np.array([epochs.of(key) >= since_ns for key in keys_of(rows)], dtype=np.bool_)
 
     def remove_cleared(self, rows: Rows) -> Result:
-        """Remove stale files, and sync their directories."""
+        """Remove the files of objects that a `clear` made misses, and sync their directories."""
         self._refuse_untrusted()
         keys = keys_of(rows)
         changed: set[int] = set()  # descriptors of directories

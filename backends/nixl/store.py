@@ -59,7 +59,7 @@ class NixlDisks(ObjectTree):
     """The open directories of a store, in order.
 
     high_watermark: percentage of a disk in use at which servers begin to remove objects.
-    sample: the files outside their folders that were found among some files of each directory.
+    sample: files outside the folders of their keys, among the first files of each directory.
     """
 
     folders = True
@@ -207,21 +207,21 @@ class NixlDisks(ObjectTree):
         for number, disk in enumerate(self._disks):
             before = left_out.misplaced.count
             # Servers choose the directory by (hash >> 16) modulo the number of directories. If
-            # servers have `times` times as many directories as `given`, the turns of the objects in
-            # one directory are equal modulo `times`.
-            turns = [(found >> 16) // given for found in self._some_objects(number, left_out)]
+            # servers have `times` times as many directories as `given`, the quotients
+            # (hash >> 16) // given of the objects in one directory are equal modulo `times`.
+            quotients = [(found >> 16) // given for found in self._some_objects(number, left_out)]
             misplaced = left_out.misplaced.count - before
-            if complete or max(len(turns), misplaced) < _SAMPLE:
+            if complete or max(len(quotients), misplaced) < _SAMPLE:
                 continue
-            if misplaced > len(turns):
+            if misplaced > len(quotients):
                 raise UsageError(
-                    f"{disk.path}: {misplaced} of {misplaced + len(turns)} files lie where servers "
-                    "with these directories do not look; give all directories of its servers, in "
-                    "their order; if the URL has them in this order, add "
+                    f"{disk.path}: {misplaced} of {misplaced + len(quotients)} files lie where "
+                    "servers with these directories do not look; give all directories of its "
+                    "servers, in their order; if the URL has them in this order, add "
                     f"directories={given} to the URL"
                 )
             for times in range(2, MAX_DIRECTORIES // given + 1):
-                if len({turn % times for turn in turns}) == 1:
+                if len({quotient % times for quotient in quotients}) == 1:
                     raise UsageError(
                         f"{disk.path}: has the objects of one of {times * given} directories, but "
                         f"the URL has {given}; give all directories of its servers, in their "
@@ -329,7 +329,10 @@ class NixlStore(ObjectFiles, ClearRemovesAll):
         return self.objects.free_bytes()
 
     def capacity(self) -> Capacity | None:
-        """Return None, because servers do not refill what a removal frees above the watermark."""
+        """Return None, because a removal may add nothing to `free_bytes`.
+
+        That is so while the disks stay fuller than the watermark allows.
+        """
         return None
 
 
@@ -358,7 +361,7 @@ class NixlStoreWithSideFiles(NixlStore, SideFiles):
         return Directory.at(self._side, writes=writes, makes=makes, trust=trust)
 
     def trust(self, *, writes: bool) -> Trust:
-        """Return the trust of the directory. New files get no more readers than the store has."""
+        """Return the users who may own side files. New files get no more readers than the store."""
         trust = Trust(existing_part(self._side)[0].stat(), writes=writes)
         trust.permissions = trust.permissions.intersection(self.readable_by(listing=True))
         return trust
