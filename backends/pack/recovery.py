@@ -70,7 +70,7 @@ class ScannedPack:
     end: offset after the last whole record.
     cut_bytes: bytes after `end`.
     unfinished: whether the bytes after `end` begin with an object's head.
-    damaged_bytes: bytes between records.
+    damaged_bytes: bytes between records, without trailers.
     damaged: number of checked objects that do not match their digest.
     objects: number of the repaired pack's objects.
     nbytes: content bytes of the repaired pack's objects.

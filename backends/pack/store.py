@@ -147,7 +147,7 @@ class PackStore(ReadsAhead, Archive, FilePermissions, Resumable):
 
     @property
     def open_grammar(self) -> bool:
-        """Return whether the grammar of the keys is not set yet."""
+        """Return whether the pack is open for writing, and its grammar is not set yet."""
         return self._writer is not None and not self._metadata.grammar
 
     def use_grammar(self, name: str) -> None:
@@ -162,9 +162,10 @@ class PackStore(ReadsAhead, Archive, FilePermissions, Resumable):
             )
 
     def recorded_profile(self) -> Profile | None:
-        """Return the recorded profile; None for unified keys, which a profile cannot describe.
+        """Return the recorded profile; None if there is none.
 
-        Raises ProfileError.
+        Also return None for keys of the grammar `unified`, which a profile cannot describe. Raises
+        ProfileError.
         """
         text = "" if self.grammar == "unified" else self._metadata.profile
         return parse_profile(text, source=f"{self.path}: profile") if text else None

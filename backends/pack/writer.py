@@ -88,7 +88,8 @@ _Encoded = tuple[Record, bytes, "list[Plane]"]  # record, its head as bytes, con
 class PackWriter:
     """Writer of a locked pack file. Several threads may share a writer.
 
-    metadata: metadata from `use_metadata`, written before the next object.
+    metadata: grammar and profile of the pack. If `use_metadata` has changed them, they are written
+        before the next object.
     remarks: state of an unfinished pack when it was opened; empty for another pack.
     """
 
