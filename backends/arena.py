@@ -95,13 +95,16 @@ class Arena:
     def populate(self) -> None:
         """Allocate all of the memory now, so that no read waits for the system to allocate it.
 
-        Systems before Linux 5.14 allocate each page at its first use instead.
+        Systems before Linux 5.14 allocate each page of memory at its first use instead.
         """
         with suppress(OSError):
             self._map.madvise(_MADV_POPULATE_WRITE)
 
     def at_close(self, undo: Callable[[], None]) -> None:
-        """Make `close` call `undo`, which unregisters the memory. The last `undo` runs first."""
+        """Make `close` call `undo`, such as a function that unregisters the memory from CUDA.
+
+        The last `undo` runs first.
+        """
         self._at_close.append(undo)
 
     def close(self) -> None:

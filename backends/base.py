@@ -43,7 +43,8 @@ SCAN_FIELDS = {
     "atime_ns": pa.field("atime_ns", pa.int64()),
     # Number by which the store finds the object, such as a 3FS page index or a pack entry.
     "locator": pa.field("locator", pa.int64()),
-    # Opaque bytes that change whenever the data of the object may have changed.
+    # Opaque bytes that change whenever the data of the object may have changed. A new object can
+    # have the version of an earlier object if `Traits.versions_recur` is True.
     "version": pa.field("version", pa.binary()),
     # Time of the server's `clear` that made the object a miss, Unix nanoseconds; null without one.
     "cleared_ns": pa.field("cleared_ns", pa.int64()),
@@ -81,7 +82,7 @@ class Status(IntEnum):
     GONE = 1  # the store has no object of this key
     SHORT = 2  # the object has fewer bytes than the caller of `read_into` expects
     OVERSIZED = 3  # the object has more bytes than the caller of `read_into` expects
-    EXISTS = 4  # the object was not written, because the key exists and `if_absent` is True
+    EXISTS = 4  # the object was not written, because the key exists or another writer is first
     ERROR = 5  # any other failure
     CHANGED = 6  # the call left the object alone, because a writer changed it after the listing
     UNREACHABLE = 7  # the object is listed, but the host with its bytes does not answer
@@ -243,7 +244,7 @@ class Store(Closing, ABC):
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
         """Look up keys. Return a row for each existing key, in any order, as a table like a scan's.
 
-        columns: see `scan`.
+        columns: names of columns, as for `scan`.
         """
 
     def attach(self, arena: Arena) -> None:

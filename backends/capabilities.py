@@ -135,7 +135,7 @@ class Loss:
     code: code of the finding.
     place: the file, or the directory with the files.
     what: number of objects, the reason, and the next step.
-    changed_ns: modification time of a file that a server may be writing, Unix ns.
+    changed_ns: modification time of a file that a server may be writing, Unix ns; 0 without one.
     """
 
     code: str
@@ -165,7 +165,8 @@ class RacyWrites(Store):
 class Confirm(Store):
     """Store that can tell damage from a race with a writer.
 
-    A query counts as a use of the object and delays its eviction, so callers query few objects.
+    `read_confirmed` and `confirm` query the store's server. A query counts as a use of the object
+    and delays its eviction, so callers query few objects.
     """
 
     @property
@@ -520,7 +521,7 @@ class OtherFiles(Store):
     def other_files(self, objects: Any) -> tuple[list[str], list[str]]:
         """Return the names of sub-directories, and of files of other programs.
 
-        objects: the listing of a store without pages.
+        objects: the listed objects, none of which belongs to a page.
         Raises StoreUnavailable.
         """
 
@@ -635,7 +636,8 @@ def trust_of(*stores: Store) -> Trust:
     """Return the users who may own a file outside these stores that controls changes of the stores.
 
     They are the users whom every store with a directory trusts. If no store has a directory, they
-    are this process's user and root. The caller may create such files, see `Trust`. Raises OSError.
+    are this process's user and root. To learn the owner of new files, the result may create a
+    file in a directory (see `Trust`). Raises OSError.
     """
     trusts = []
     for store in stores:

@@ -4,6 +4,9 @@ A call on a local file takes processor time. More threads than processors only c
 processors and for Python's lock. A call on a network file system waits, and many calls can wait at
 once. So the number of calls at once starts at one. It doubles while calls wait and a doubling
 raises the number of items per second. It halves if a halving hardly lowers that number.
+
+A thread takes several items together, as a slice. After some slices, the number of calls at once is
+judged. A changed number is on trial until the next judgement.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ _TURN_SECONDS = 0.001
 # Least time of a slice if calls do not wait, because handing a slice to a thread takes longer than
 # some of these calls.
 _LONGER_SECONDS = 0.02
-# Items in the first slice of a kind, while the time of an item is unknown.
+# Items in the first slice of a kind of call, while the time of an item is unknown.
 _FIRST_ITEMS = 4
 # A number of calls at once is judged after at least this many slices and seconds.
 _JUDGED_SLICES = 8
@@ -93,9 +96,10 @@ class _Sums:
 class _Calls:
     """Calls of one kind, and the number of them that the file system gets at once.
 
-    level: present number of calls at once.
+    level: how many calls at once are allowed at present.
     unlocked: whether the calls spend most of their processor time without Python's lock.
-    active: number of threads that make calls of this kind, or have a turn to make one.
+    active: number of threads that make calls of this kind, or have a turn (`Concurrency.turn`) to
+        make one.
     item_seconds: mean seconds for an item in the last slices; 0 before the first slice.
     """
 
@@ -472,7 +476,8 @@ class Concurrency:
     def _may_begin(self, calls: _Calls, pending: deque[_Part[S, T]]) -> bool:
         """Wait until a slice of a stream may begin, or until the first pending slice is done.
 
-        If a new slice may begin, give it a turn and return True; else return False.
+        If the first pending slice is done, return False. Else give the new slice a turn, and return
+        True.
         """
 
         def is_done() -> bool:
@@ -564,7 +569,7 @@ class Concurrency:
     def _end(self, run: _Run) -> None:
         """Wait for the slices that have begun, and let no other slice begin.
 
-        An interrupt of the wait is raised after the wait, because no helper may run while the
+        An interrupt of the wait is raised after the wait, so that no helper runs while the
         caller cleans up.
         """
         interrupt: BaseException | None = None

@@ -135,7 +135,7 @@ class HttpService:
 
         Raises StoreUnavailable. For a truncated body, the error follows the last block.
 
-        kind: required content type, such as "text/plain"; None accepts any.
+        kind: content type that the reply must have if it states one; None accepts any type.
         """
         request = _Request("GET", path)
         deadline = time.monotonic() + self._timeout_s
@@ -155,7 +155,7 @@ class HttpService:
             self._put_back(connection, response)
 
     def lost(self, what: str, remedy: str = "") -> StoreUnavailable:
-        """Return the error for a problem with the service. remedy: next step, else the hint."""
+        """Return the error for a problem with the service. remedy: next step; "" for the hint."""
         return StoreUnavailable(with_next(f"{self._name}: {what}", remedy or self.hint))
 
     def refused(self, path: str, reply: Reply) -> StoreUnavailable:

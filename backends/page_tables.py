@@ -101,7 +101,10 @@ class TableServer(Protocol):
     """The server that keeps the tables, and changes them. All calls raise StoreUnavailable."""
 
     def page_indices(self, rank: int, namespace: str, keys: Sequence[str]) -> list[int | None]:
-        """Return the page of each key, None for a missing key. Found keys become the last used."""
+        """Return the page of each key, None for a missing key.
+
+        The found keys become the most recently used.
+        """
 
     def reserve(self, rank: int, namespace: str, keys: Sequence[str]) -> list[tuple[bool, int]]:
         """Reserve a page for each key. Return whether each key exists, and its page."""
@@ -134,7 +137,7 @@ class PageTables(Confirm):
     def write_tables(self, tables: tuple[PageTable, ...], path: Path) -> None:
         """Write tables to a new file, from which a metadata server can start.
 
-        The file gets the owner and the mode of the snapshot.
+        Only users who can read the snapshot can read the file.
         Raises FormatError if the file exists, StoreUnavailable.
         """
 
@@ -142,5 +145,5 @@ class PageTables(Confirm):
     def holes(self, rows: Rows) -> BoolArray:
         """Return which objects have bytes that were never written: [n] bool.
 
-        The file system must report holes.
+        On a file system that reports no holes, the result is False for every object.
         """

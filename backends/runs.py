@@ -111,8 +111,9 @@ def begin_run(
 
 
 def make_run_folder(parent: Directory, name: str, store: Store) -> Directory:
-    """Make the folder of a run durably, with owner, group and mode of the store's directory.
+    """Make the folder of a run durably.
 
+    In a store of files, the folder gets the owner, group and mode of the store's directory.
     Raises OSError, and FileNotFoundError if another process has removed the folder.
     """
     made = parent.make_directory(name)

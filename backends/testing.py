@@ -1,8 +1,8 @@
 """Tests of the `Store` contract, which every store must pass.
 
-A backend's test module subclasses `StoreSuite` and defines a `store` fixture and the `raw_`
-accessors. The accessors bypass the backend. A test through the backend alone would not show a
-fault that its writes and reads share. Tests of traits and capabilities that the store lacks are
+A backend's test module subclasses `StoreSuite` and defines a `store` fixture, `reopen` and the
+`raw_` accessors. The accessors bypass the backend. A test through the backend alone would not show
+a fault that its writes and reads share. Tests of traits and capabilities that the store lacks are
 skipped.
 Only tests import this module, because it needs pytest and hypothesis.
 """

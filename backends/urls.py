@@ -77,7 +77,7 @@ class Hf3fsParams(Params, frozen=True, kw_only=True):
 
 
 class MooncakeParams(Params, frozen=True, kw_only=True):
-    """Parameters of `mooncake` URLs, which replace settings of SGLang's environment."""
+    """Parameters of `mooncake` URLs, which replace settings of SGLang's config or environment."""
 
     admin: str | None = None
     device: str | None = None
