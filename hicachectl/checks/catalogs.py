@@ -193,8 +193,8 @@ def compare(catalog: Catalog, digested: Digested, fields: tuple[str, ...]) -> Di
     """Return digested objects, compared with a catalog.
 
     fields: identity fields to compare. If all of them are equal, the object was not rewritten, so
-        other bytes are a MISMATCH. If the catalog or `digested` has none of the fields, other bytes
-        are always a MISMATCH.
+        other bytes are a MISMATCH. If the catalog and `digested` have none of the fields in common,
+        other bytes are always a MISMATCH.
     """
     if not len(catalog.entries):  # `take` needs an entry
         return digested

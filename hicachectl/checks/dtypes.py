@@ -36,7 +36,8 @@ _FORMS = {"bfloat16": (7, 8), "float16": (10, 5)}
 _PAIRS = 2048  # most pairs of an object that are compared; a pair is a 32-bit word
 # The first look reads a few pieces of consecutive pairs. It shows for most objects that they need
 # no full look.
-_LOOK_PIECES, _LOOK_PIECE = 2, 16
+_LOOK_PIECES = 2
+_LOOK_PIECE = 16  # pairs of a piece
 _LOOK_PAIRS = _LOOK_PIECES * _LOOK_PIECE
 # An object is judged only if it has at least this many pairs without a zero or a subnormal number.
 _LEAST_PAIRS = 256

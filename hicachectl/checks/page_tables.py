@@ -312,8 +312,8 @@ def check_tables(
         return [], None
     now = store.table_state() or before
     if now.live and now.tables:
-        # The query raises StoreUnavailable if the server has stopped. The snapshot alone would not
-        # show that pages were evicted later.
+        # This query raises StoreUnavailable if the server has stopped. The snapshot alone would not
+        # show that the server has stopped, or has evicted pages since.
         name = now.tables[0].name.encode()
         store.exists(pa.table({"key": pa.array([name + b":hicachectl-probe"], pa.binary())}))
     at_once = not (now.live and grace_seconds)

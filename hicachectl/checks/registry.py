@@ -89,6 +89,8 @@ class Scope(Enum):
 class CheckSums:
     """Input of checks of `Scope.SUMS`.
 
+    table: deployments and specs of the store's affixes.
+    tally: counts of all objects and page groups that were selected.
     evidence: facts about some objects that were read, in columns of `evidence.EVIDENCE_SCHEMA`.
     """
 
