@@ -258,7 +258,7 @@ def _spread_in_time(
     """Choose some objects of each checked affix, evenly spread in the order of writes: [n].
 
     rows: [n] rows of the objects to read.
-    sizes: [objects] bytes.
+    sizes: [objects] bytes to read of each object of the inventory.
     most: largest number of objects of one affix.
     """
     ids = inventory.affix_ids[rows]

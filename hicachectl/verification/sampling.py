@@ -23,7 +23,7 @@ _DAY = 86400
 
 
 def day_sample(inventory: Inventory, pages: int) -> Sample:
-    """Return a slice of about `pages` pages, which have at most about _SAMPLE_BYTES.
+    """Return a slice of about `pages` pages, or fewer, with at most about _SAMPLE_BYTES.
 
     The day decides which slice of this size is returned.
     inventory: inventory with at least one page.
