@@ -1,10 +1,10 @@
 """Mark pages as ambiguous if two models whose keys look alike may have written them.
 
 `<hash>_m_0_2.bin` has two readings. It is TP rank 0 of 2 of model m (the wide reading), or the only
-rank of model m_0_2 (a narrow reading). Lost ranks are far more common than such model names. A rank
-without fellows on its page therefore counts as a rank, unless no other rank has objects of its
-size. If a page is ambiguous, all its objects that either model may have written are ambiguous. No
-command judges such objects, and no filter selects them for removal.
+rank of model m_0_2 (a narrow reading). Lost ranks are far more common than such model names. So an
+object counts as one of a rank even if the other ranks, its fellows, lack the page, unless no other
+rank has objects of its size. If a page is ambiguous, all its objects that either model may have
+written are ambiguous. No command judges such objects, and no filter selects them for removal.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     Readings = Sequence[Sequence[Coordinate]]
 
 # Without a profile, a rank that has more objects than each of its fellows may also have objects of
-# another model. The surplus over the largest fellow must be at least _MANY_MORE objects, and at
-# least _SHARE_MORE of the rank's own objects.
+# another model. This counts only if the surplus over the largest fellow is at least _MANY_MORE
+# objects, and at least _SHARE_MORE of the rank's own objects.
 _MANY_MORE = 20
 _SHARE_MORE = 0.05
 

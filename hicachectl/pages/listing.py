@@ -299,11 +299,11 @@ def summarise(
 ) -> tuple[pa.Table, Totals]:
     """Return totals by deployment, pool and object size, and the total of all objects.
 
-    The rows have the columns of `ls --summary`; the total is a `Totals`. A pool of a
-    deployment has a row for each of its four most common sizes. All other sizes, and unknown sizes,
-    share a row with object_nbytes null. Foreign objects have nulls in the columns that only pages
-    have. Bytes are null if any size is not known. A page with objects in several rows counts once
-    in the total.
+    The rows have the columns of `ls --summary`; the total is a `Totals`. A pool of a deployment has
+    a row for each of its four most common sizes, and one row with object_nbytes null for all other
+    sizes. Objects of unknown size count as objects of one size; its object_nbytes is null, too.
+    Foreign objects have nulls in the columns that only pages have. Bytes are null if any size is
+    not known. A page with objects in several rows counts once in the total.
     markers: markers of the store, which state layouts.
     pool: pool whose objects alone are counted; None for all objects.
     """

@@ -41,9 +41,10 @@ def with_seen_sizes(
 ) -> AffixTable:
     """Return the table with missing sizes filled in.
 
-    A spec without a size gets the size that most objects of its kind have.
-    A kind with several common sizes gets a `SizeMix` instead. If a profile states the size of a
-    kind, the mix has the other common sizes that servers may still write (`_still_written`).
+    A kind is the objects of a deployment that should have one size (`_size_kind`). A spec without a
+    size gets the size that most objects of its kind have. A kind with several common sizes gets a
+    `SizeMix` instead. If a profile states the size of a kind, the mix has this size, and the other
+    common sizes that servers may still write (`_still_written`).
     pieces: returns all objects, with all objects of a page in one piece; called only if a size may
         be mixed.
     """
