@@ -123,8 +123,8 @@ class OrderKernel:
         return True
 
     def launch(self, count: int) -> list[torch.Tensor]:
-        """Correlate rows. Return the gains of each look, followed by the usable sets of each look.
-        Each result is [count, sets].
+        """Correlate rows. Return the correlations of the first look, the gains of each second look,
+        and then the usable sets of each look. Each result is [count, sets].
         """
         looks = self.correlate(count)
         return [own for own, _ in looks] + [usable for _, usable in looks]

@@ -36,7 +36,7 @@ def open_checker(
 ) -> AbstractContextManager[DeviceChecker | None]:
     """Open a checker on the named devices.
 
-    The context gives None for `cpu`, or if `auto` finds no device that can be used.
+    The result is None for `cpu`, or if `auto` finds no device that can be used.
     largest: bytes of the largest object.
     largest_name: name of the largest object, for messages.
     remark: takes the reason why `auto` uses the CPU.

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 _CAPTURES = threading.Lock()
 POISON = 0xA5  # byte that fills staging before the gather
-_SEED = 20_011  # seed of random page slots, because a server's page slots are scattered, too
+_SEED = 20_011  # seed of the random page slots, which are scattered, as those of a server are
 
 
 class DeviceKernel(Protocol):
@@ -51,7 +51,7 @@ class DeviceKernel(Protocol):
 
     @staticmethod
     def supports(spec: ObjectSpec, profile: Profile, pools: PoolForm) -> bool:
-        """Return whether the kernel supports such objects. If not, the CPU checks them."""
+        """Return whether the kernel supports objects of the spec. If not, the CPU checks them."""
 
     def launch(self, count: int) -> Sequence[torch.Tensor]:
         """Check the first `count` objects in the pools. Return results, each [count, width].
