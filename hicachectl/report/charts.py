@@ -40,8 +40,8 @@ _MODULES = {"vl_convert": "vl-convert-python", "jinja2": "Jinja2"}
 # pixels, so that labels fit also in wider fonts.
 _FONT_SIZE = 13.5
 _LABEL = {WIDE: 44, NARROW: 17}  # most characters of a label
-# Most characters of a label that has a fixed space, and the pixels of this space.
-_SHORT, _EXTENT = 15, {WIDE: 130, NARROW: 100}
+_SHORT = 15  # most characters of a label that has a fixed space
+_EXTENT = {WIDE: 130, NARROW: 100}  # pixels of the space of such a label, by width of the chart
 SERIES = tuple(f"var(--series-{n})" for n in range(6))
 REST = "var(--rest)"
 SIZES = ("var(--base)", "var(--series-1)", "var(--series-5)", "var(--series-3)", REST)

@@ -46,8 +46,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A missing object that stops requests.
+    """A missing object, without which some requests have no more usable pages.
 
+    requests: number of these requests.
+    pages_lost: number of their pages that are not usable.
     elsewhere: another deployment that has the page, such as "tp 4"; "" if there is none.
     at: index of the page in the chains.
     row: row at which the stop is drawn; None if it is not drawn.
@@ -74,7 +76,8 @@ class PrefixTree:
     below: number of requests with usable pages that servers do not fetch, because these pages have
         fewer tokens than the prefetch threshold.
     requests: number of requests.
-    pages, usable, kv_only: sums over all requests.
+    pages, usable, kv_only: numbers of all pages, of usable pages, and of other pages whose kv is in
+        the store, summed over the requests.
     unstopped: number of requests that nothing stops.
     nodes: nodes that are drawn, most requests first.
     hidden: number of nodes that are not drawn.
