@@ -189,7 +189,8 @@ class Pipeline(Generic[T]):
         """Prepare the run. Iteration starts the readers.
 
         objects: columns of a scan. The rows of tasks are indices into this table.
-        work: function that is called in reader threads.
+        work: function that reader threads call for each task that was read. It returns the result
+            of the task.
         jobs: number of reader threads; None for a number that suits the store.
         deadline: `time.monotonic()` after which no task begins.
         identify: whether to read the versions of objects, too.
