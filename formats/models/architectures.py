@@ -135,7 +135,7 @@ def _draft(
 ) -> Family:
     """Return the family of a draft.
 
-    nextn: whether the target's config must state the number of the draft's layers.
+    nextn: whether the config must state the number of the draft's layers (NEXTN).
     """
     stated = (NEXTN,) if nextn else ()
     return Family(build, asks=asks, stated=stated, draft_only=True, draft_layers=layers)

@@ -182,8 +182,8 @@ def _check_dtype(draft: HfConfig, flags: DeploymentFlags, algorithm: str) -> Non
     if algorithm in _DFLASH_FAMILY and stated.startswith("fp8"):
         raise draft.error(
             "kv_cache_dtype",
-            f"{stated} for a {algorithm} draft depends on the draft's attention backend: fa4 has "
-            "the model's dtype",
+            f"for a {algorithm} draft, the meaning of {stated} depends on the draft's attention "
+            "backend: with fa4, it means the model's dtype",
             "write a profile file",
         )
 
@@ -258,7 +258,7 @@ def _counted(target: Target, draft: HfConfig, rows: dict[str, Pool]) -> tuple[Po
     A pool that the target lacks becomes the draft's own pool.
     """
     if target.model.architecture != _INKLING:
-        raise draft.error("architectures", f"hicachectl knows this draft only of {_INKLING}")
+        raise draft.error("architectures", f"hicachectl knows this draft only for {_INKLING}")
     ours = {pool.name: pool for pool in target.pools}
     behind = {name: pool for name, pool in rows.items() if name in ours}
     _check_rows(ours, draft, behind)

@@ -157,7 +157,7 @@ def index_keys_dtype(config: HfConfig, flags: DeploymentFlags, *, usual: str) ->
         if not usual:
             raise config.error(
                 "indexer_dtype",
-                "the GPU and the attention backend decide",
+                "the dtype depends on the GPU and the attention backend",
                 "give bfloat16 or fp8_e4m3 (--indexer-dtype)",
             )
         return usual

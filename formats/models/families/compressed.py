@@ -62,7 +62,7 @@ def deepseek_v4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
         raise config.error("compress_ratios", f"expected {count} of {_RATIOS}, found {stated}")
     for name, width in (("head_dim", _ROW_WIDTH), ("qk_rope_head_dim", _ROPE_WIDTH)):
         if config.integer(name) != width:
-            raise config.error(name, f"SGLang has DeepSeek-V4 rows of {width} values here only")
+            raise config.error(name, f"must be {width}, the width in SGLang's DeepSeek-V4 rows")
     if _is_v41(config) and context.flags.pp > 1:
         raise config.error(
             "pp", "SGLang refuses: 'DeepSeek-V4.1 does not support pipeline parallelism yet; "
@@ -205,7 +205,8 @@ def minimax_sparse(config: HfConfig, context: Context) -> tuple[Pool, ...]:
         raise config.error(
             "quantization_config",
             f"the GPU decides: on Blackwell, SGLang {words}; elsewhere it has fp8 rows",
-            "profile --print-probe prints a script that tells, in the server's environment",
+            "profile --print-probe prints a script that, in the server's environment, tells which "
+            "rows the server has",
         )
     if context.flags.pp > 1:
         raise config.error(
@@ -250,7 +251,9 @@ def qwen4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     kv, states = mha_pool("kv", config, context, full), gdn_pool(config, context, linear)
     if config.text.get("ple_layer_ids"):
         if context.flags.pp > 1:
-            raise config.error("pp", "hicachectl knows n-gram states only of one stage")
+            raise config.error(
+                "pp", "hicachectl knows n-gram states only without pipeline parallelism"
+            )
         tensors = kind_of(states).tensors(
             states, len(states.layer_numbers), 1, attention_tp(context.flags)
         )

@@ -53,7 +53,7 @@ def iquest(config: HfConfig, context: Context) -> tuple[Pool, ...]:
         return mha(config, context)
     if not hybrid:
         raise config.error(
-            "use_hybrid_layers", "false, and SGLang then has window objects without layers"
+            "use_hybrid_layers", "is false, so SGLang has window objects without layers"
         )
     block = config.strings("hybrid_layers_types_block")
     kinds = (
@@ -151,7 +151,9 @@ def gemma4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     _needs_window_pool(config, context)
     kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
     if kinds[-1] != "full_attention":
-        raise config.error("layer_types", f"the last layer has full attention, not {kinds[-1]}")
+        raise config.error(
+            "layer_types", f"the last layer must have full_attention, but has {kinds[-1]}"
+        )
     full, window = split_layers(config, lambda layer: kinds[layer] == "full_attention")
     pages = window_pages(config.integer("sliding_window") - 1, context)
     heads = config.integer("num_key_value_heads")

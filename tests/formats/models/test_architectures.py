@@ -69,7 +69,9 @@ def test_profiles_are_what_sglang_allocates(name: str) -> None:
                 profile_of(model, row)
             continue
         if row["pp"] > 1 and has_ngrams(model):
-            with pytest.raises(ProfileError, match="knows n-gram states only of one stage"):
+            with pytest.raises(
+                ProfileError, match="knows n-gram states only without pipeline parallelism"
+            ):
                 profile_of(model, row)
             continue
         profile = profile_of(model, row)
@@ -113,7 +115,7 @@ def test_fields_without_which_sglang_uses_numbers_of_its_own_are_asked_for(name:
         ("GraniteMoeHybridForCausalLM", "mamba_intermediate_size", 64, "is 64, but .* are 4096"),
         ("DotsVLMForCausalLM", "num_hidden_layers", None, "missing"),
         ("Glm4MoeLiteForCausalLM", "head_dim", 128, "must be qk_rope_head_dim, 64"),
-        ("IQuestQ1ForCausalLM", "use_hybrid_layers", False, "false, and SGLang"),
+        ("IQuestQ1ForCausalLM", "use_hybrid_layers", False, "is false, so SGLang"),
         ("LlamaForCausalLM", "loop_num", 2, "SGLang multiplies the layers of the pool"),
         ("NanbeigeForCausalLM", "loop_num", 2, "SGLang multiplies the layers of the pool"),
         ("DeepseekV3ForCausalLM", "is_hybrid_swa", True, "SGLang then has a pool of window layers"),

@@ -75,7 +75,9 @@ def test_the_last_layer_of_gemma_4_has_full_attention() -> None:
     text = {**MODELS[GEMMA]["config"]["text_config"]}
     kinds = ["sliding_attention"] * text["num_hidden_layers"]
     said = refusal(GEMMA, {"text_config": {**text, "layer_types": kinds}})
-    assert said == (f"layer_types: the last layer has full attention, not sliding_attention{CHECK}")
+    assert said == (
+        f"layer_types: the last layer must have full_attention, but has sliding_attention{CHECK}"
+    )
 
 
 @pytest.mark.parametrize("value", [None, [], LLAMA, [7]])
