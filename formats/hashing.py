@@ -4,9 +4,8 @@ A page's hash is SHA-256 over the previous page's hash and the page's words, whi
 of its tokens. The previous hash has 32 bytes. Page 0 has no previous hash, or the seed of a
 namespace in its place. Words are unsigned 32-bit little-endian. If a word of a page does not fit
 into 32 bits, all words of the page have 64 bits, and a byte ff precedes them.
-Source: sglang srt/mem_cache/utils.py :: get_storage_hash_str,
-storage_namespace_seed; cpp_utils/hash_binding.cpp :: hash_pages_to_hex_blob; radix_cache.py ::
-RadixKey.
+Source: sglang srt/mem_cache/utils.py :: get_storage_hash_str, storage_namespace_seed;
+cpp_utils/hash_binding.cpp :: hash_pages_to_hex_blob; radix_cache.py :: RadixKey.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def parse_bucket_meta(data: bytes, source: str) -> BucketMeta:
     places = _rows_of_numbers(messages, 3, source)
     starts, key_sizes, sizes = places.T
     if (key_sizes != [len(key) for key in keys]).any():
-        raise FormatError(f"{source}: the bytes of a key are not the stated number")
+        raise FormatError(f"{source}: a key does not have the stated number of bytes")
     if total > _MAX_BYTES or (places > total).any() or (places.sum(axis=1) > total).any():
         raise FormatError(f"{source}: an object ends beyond the {total} bytes of the bucket")
     return BucketMeta(keys, starts, sizes)

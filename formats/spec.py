@@ -93,9 +93,9 @@ class ObjectSpec:
         return self.trailing or pool_name(self.pool).draft
 
     def shares_rank(self, other: ObjectSpec) -> bool:
-        """Return whether one rank may write both objects.
+        """Return whether one rank can be the writer of both objects.
 
-        It may if the two keys state equal ranks, on each axis whose rank both keys state.
+        It can if the two keys state equal ranks, on each axis whose rank both keys state.
         """
         mine, theirs = self.coordinate.shard.ranks, other.coordinate.shard.ranks
         return all(a is None or b is None or a == b for a, b in zip(mine, theirs, strict=True))

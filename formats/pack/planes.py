@@ -175,7 +175,7 @@ def _sample(data: Bytes) -> Bytes:
     if len(data) <= _PIECES * _PIECE_BYTES:
         return data
     step = len(data) // _PIECES
-    # Pieces begin at multiples of 8, so that each plane of the sample has bytes of one plane only.
+    # Pieces begin at multiples of 8, so a plane of the sample has bytes of one plane of the object.
     starts = [(index * step + step // 2 - _PIECE_BYTES // 2) // 8 * 8 for index in range(_PIECES)]
     return np.concatenate([data[start : start + _PIECE_BYTES] for start in starts])
 
