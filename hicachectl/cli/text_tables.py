@@ -137,8 +137,8 @@ def summary_for_people(rows: pa.Table, total: Totals) -> pa.Table:
 
 
 def removals_for_people(rows: pa.Table) -> pa.Table:
-    """Return the text columns of `rm` and `pin`: totals per model, tag and state."""
-    keys = ["model", "tag", "state"]
+    """Return the text columns of `rm` and `pin`: totals per deployment and state."""
+    keys = ["model", "tag", *(f"{axis}_size" for axis in AXES), "state"]
     # Floats, because a sum of hostile sizes can exceed int64.
     sizes = rows.column("nbytes").cast(pa.float64(), safe=False)
     rows = rows.set_column(rows.column_names.index("nbytes"), "nbytes", sizes)
@@ -155,6 +155,7 @@ def removals_for_people(rows: pa.Table) -> pa.Table:
         {
             "model": totals.column("model"),
             "tag": totals.column("tag"),
+            "sizes": _sizes_text(totals),
             ">pages": _text(totals, "page_count"),
             ">objects": _text(totals, "objects_sum"),
             ">size": human_sizes(nbytes),

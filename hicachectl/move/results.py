@@ -17,7 +17,7 @@ from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.objects import NAME_COLUMNS
 from hicachectl.pages.census import byte_sum
-from hicachectl.pages.listing import group_columns
+from hicachectl.pages.listing import SIZE_COLUMNS, group_columns
 from hicachectl.text.jsontext import schema_of
 from hicachectl.text.units import counted, human_size
 
@@ -222,6 +222,10 @@ class _Group(TypedDict):
     page: str | None
     model: str | None
     tag: str | None
+    tp_size: int | None
+    pp_size: int | None
+    cp_size: int | None
+    dcp_size: int | None
     objects: int
     nbytes: int | None
 
@@ -346,8 +350,11 @@ class PinDocument(msgspec.Struct, kw_only=True):
     groups: list[PinnedGroup] | None = None
 
 
+# Columns of a `_Group` that tell its page and deployment.
+PLACES = ("page", *NAME_COLUMNS, *SIZE_COLUMNS)
 # Columns of a `RemovedGroup` without its last member, `key`. A `PinnedGroup` has the same columns.
-ROWS = schema_of(RemovedGroup).remove(6)
+ROWS = schema_of(RemovedGroup)
+ROWS = ROWS.remove(ROWS.get_field_index("key"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -470,6 +477,6 @@ def states_of(statuses: npt.NDArray[np.uint8], done: str) -> pa.StringArray:
 
 
 def page_columns(groups: PageGroups, numbers: IntArray) -> list[pa.Array]:
-    """Return the pages, models and tags of some groups; null where the keys show none."""
+    """Return the pages, names and sizes of some groups; null where the keys show none."""
     columns = group_columns(groups, numbers)
-    return [columns[name] for name in ("page", *NAME_COLUMNS)]
+    return [columns[name] for name in PLACES]

@@ -16,6 +16,7 @@ from hicachectl.move.results import (
     FAILED,
     GONE,
     KEPT,
+    PLACES,
     REMOVED,
     ROWS,
     WOULD_REMOVE,
@@ -78,7 +79,7 @@ def remove_temporaries(
     """Delete files of `find_temporaries`, except files written since the listing.
 
     The kv objects of cleared pages are deleted first. The rows of the report have the columns of
-    results.ROWS and the column `key`. Their pages, models and tags are null.
+    results.ROWS and the column `key`. Their pages, names and sizes are null.
     on_end: takes the removals so far if a signal or a lost store ends the removal.
     Raises StoreUnavailable.
     """
@@ -142,7 +143,7 @@ def _deleted(store: Store, some: pa.Table) -> Result:
 
 def _rows(keys: pa.StringArray, sizes: pa.ChunkedArray, states: np.ndarray) -> pa.Table:
     columns = {
-        **{name: pa.nulls(len(keys), ROWS.field(name).type) for name in ("page", "model", "tag")},
+        **{name: pa.nulls(len(keys), ROWS.field(name).type) for name in PLACES},
         "objects": pa.repeat(1, len(keys)),
         "nbytes": sizes,
         "state": pa.array(states, pa.string()),

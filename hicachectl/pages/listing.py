@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
 
 _COUNTS = pa.struct([("present", pa.int32()), ("expected", pa.int32())])
-_SIZES = tuple(f"{axis}_size" for axis in AXES)
+SIZE_COLUMNS = tuple(f"{axis}_size" for axis in AXES)
 
 
 class PoolCounts(TypedDict):
@@ -246,7 +246,7 @@ def group_columns(groups: PageGroups, numbers: IntArray) -> dict[str, pa.Array]:
         },
         **{
             name: pa.array([getattr(shard, name) for shard in shards], pa.int32()).take(ids)
-            for name in _SIZES
+            for name in SIZE_COLUMNS
         },
     }
 
@@ -351,7 +351,7 @@ def _kinds(inventory: Inventory, markers: list[Marker]) -> tuple[pa.Table, npt.N
     layouts = [_layout(deployment, markers) for deployment in table.deployments]
     for at, number in enumerate(table.deployment_ids, start=1):
         if number != UNRESOLVED:
-            for name in _SIZES:
+            for name in SIZE_COLUMNS:
                 columns[name][at] = getattr(table.deployments[number].shard, name)
             columns["layout"][at] = layouts[number]
     numbers: dict[tuple[Any, ...], int] = {}

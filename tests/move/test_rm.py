@@ -433,8 +433,8 @@ def test_failures_are_listed_and_exit_with_4(
 
 def test_people_get_totals(invoke: Invoke, store: Path) -> None:
     lines = invoke("rm", store, "--before", "1d", "--yes").stdout.splitlines()
-    assert lines[0].split() == ["MODEL", "TAG", "PAGES", "OBJECTS", "SIZE", "STATE"]
-    assert lines[1].split() == ["b", "-", "6", "6", "60", "B", "removed"]
+    assert lines[0].split() == ["MODEL", "TAG", "SIZES", "PAGES", "OBJECTS", "SIZE", "STATE"]
+    assert lines[1].split() == ["b", "-", "tp", "1", "6", "6", "60", "B", "removed"]
     assert lines[-1] == "10 pages, 18 objects, 980 B removed"
 
 

@@ -261,6 +261,32 @@ def test_deployments_that_no_request_names_can_go_first(
     assert set(contents(source)) == own
 
 
+def test_pages_of_other_sizes_are_told_apart(
+    invoke: Invoke, source: Path, profile: Path, tmp_path: Path
+) -> None:
+    """After a change of --tp-size, pages of both sizes leave by their last use."""
+    for name in HASHES[:2]:
+        for rank in range(4):
+            put(source, f"{name}_demo-hybrid-1b_{rank}_4.bin", NBYTES, OLD)
+    options = ("--free", f"{8 * NBYTES + 1}B", "--profile", profile, "--dry-run")
+    output = invoke("rm", source, *options)
+    rows = [line.split() for line in output.stdout.splitlines()[:3]]
+    assert [row[2] for row in rows] == ["SIZES", "tp", "tp"]
+    assert [row[3:5] for row in rows[1:]] == [["2", "1"], ["4", "2"]]
+    assert "2 pages (800 B) at tp 4 may leave, too" in output.stderr
+    command = f"hicachectl rm {source} --model demo-hybrid-1b --tp 4 --dry-run"
+    assert command in output.stderr
+    assert "2 pages, 8 objects, 800 B would be removed" in invoke(*command.split()[1:]).stdout
+    sizes = ("tp_size", "pp_size", "cp_size", "dcp_size")
+    listed = {row["page"]: [row[name] for name in sizes]
+              for row in invoke.document("ls", source, "--tp", 4)["pages"]}  # fmt: skip
+    leaves = freed(invoke, source, *options)["groups"]
+    assert {row["page"]: [row[name] for name in sizes] for row in leaves}.items() >= listed.items()
+    trace = trace_file(tmp_path / "trace.jsonl", [[*tokens(), 1]])
+    for others in (("--tp", 2), ("--trace", trace)):
+        assert "may leave, too" not in invoke("rm", source, *options, *others).stderr
+
+
 def test_ambiguous_keys_have_no_value(invoke: Invoke, tmp_path: Path) -> None:
     """A plan is of one deployment; ambiguous keys may be of any."""
     store = tmp_path / "store"

@@ -381,6 +381,8 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
         in_flight |= changed
         plan, freeing = _choose(pages, matching, in_flight)
     _remark_choice(pages, plan, freeing)
+    if freeing is not None and len(plan.groups):
+        remark(ctx, *_of_other_sizes(pages, matching))
 
     named = f"{counted(len(plan.groups), 'page')} ({human_size(groups.total_bytes(plan.groups))})"
     more = ", and more if servers write meanwhile" if options["keep_free"] is not None else ""
@@ -588,6 +590,46 @@ def _remark_choice(pages: _Pages, plan: RepairPlan, freeing: Freeing | None) -> 
     say_unjudged(ctx, selection, groups)
     if not selection.chosen(groups).any():
         remark(ctx, explain_selection(pages.store, groups.inventory, selection))
+
+
+def _of_other_sizes(pages: _Pages, matching: IntArray) -> Iterator[str]:
+    """Yield a remark for each deployment that differs from the profile's in its sizes only.
+
+    Without values of pages, whole pages of such a deployment leave by their last use. With values,
+    they stay or leave as `Freeing.remarks` says.
+
+    matching: numbers of the groups that match the filters and may be removed.
+    """
+    import numpy as np
+
+    from hicachectl.checks.registry import code_named
+    from hicachectl.formats.objects import AXES
+    from hicachectl.pages.group_table import WHOLE
+    from hicachectl.pages.naming import place_text
+
+    ctx, groups, profile = pages.ctx, pages.groups, pages.profile
+    if profile is None or pages.worth is not None:
+        return
+    mending = structs.replace(
+        mending_without_options(ctx, ctx.params["store"]),
+        model=profile.key_model,
+        sizes={axis: getattr(profile, axis) for axis in AXES},
+    )
+    code = code_named("other-deployment")
+    own, grammar = groups.deployments[0], groups.inventory.table.grammar
+    whole = matching[groups.states[matching] == WHOLE]
+    ids, counts = np.unique(groups.deployment_ids[whole], return_counts=True)
+    for number, count in zip(ids.tolist(), counts.tolist(), strict=True):
+        deployment = groups.deployments[number]
+        if not number or deployment.names != own.names:
+            continue
+        nbytes = groups.total_bytes(whole[groups.deployment_ids[whole] == number])
+        command = mending.command(code.command, deployment.label(grammar))
+        yield (
+            f"{counted(count, 'page')} ({human_size(nbytes)}) at {place_text(deployment, own)} may "
+            "leave, too, because without --trace and --keep-plan only the last use decides; "
+            f"{code.remedy.format(command=f'{command} --dry-run')}"
+        )
 
 
 def _target(options: Mapping[str, Any]) -> Target | None:
