@@ -177,7 +177,8 @@ def _chunks(column: pa.ChunkedArray) -> Iterator[tuple[pa.Array, slice]]:
 
 def describe_empty(store: Store, listed: Inventory) -> str:
     """Describe in one line the contents of a store without pages."""
-    return _contents(store, listed) or f"{store.url} is empty; check the URL"
+    place = "mount" if isinstance(store, OtherFiles) else "URL"
+    return _contents(store, listed) or f"{store.url} is empty; check the {place}"
 
 
 def refuse_empty(store: Store, listed: Inventory) -> None:

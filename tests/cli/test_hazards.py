@@ -69,9 +69,9 @@ def rows(text: str) -> list[Row]:
 
 # STORE, the quarantine, the run and the pack hold nothing.
 EMPTY_PLACES = rows("""
-doctor STORE                                            | 4 | is empty; next: check the URL     | 0
-ls STORE                                                | 0 | STORE is empty; check the URL     | 0
-show STORE adbff698                                     | 2 | STORE is empty; check the URL     | 0
+doctor STORE                                            | 4 | is empty; next: check the mount   | 0
+ls STORE                                                | 0 | STORE is empty; check the mount   | 0
+show STORE adbff698                                     | 2 | STORE is empty; check the mount   | 0
 verify STORE                                            | 3 | STORE has no page; check the mount | 0
 verify STORE --profile PROFILE --repair delete --yes    | 3 | STORE has no page; check the mount | 0
 report STORE -o OUT                                     | 3 | STORE has no page; check the mount | 0
@@ -88,14 +88,14 @@ prewarm NEW --from STORE --all --min-usable 0 --open-after 0.1s | 0 | OPENED ANY
 pin STORE --state whole                                 | 2 | STORE: cannot pin objects         | 0
 unpin STORE --state whole                               | 2 | STORE: cannot pin objects         | 0
 migrate STORE NEW                                       | 3 | STORE has no page; check the mount | 0
-migrate STORE NEW --move --yes                          | 0 | STORE is empty; check the URL     | 0
+migrate STORE NEW --move --yes                          | 0 | STORE is empty; check the mount   | 0
 diff STORE QUARANTINE                                   | 3 | STORE has no page; check the mount | 0
 merge RUN                                               | 2 | RUN: has no run.json              | 0
 merge RUN --if-complete                                 | 2 | RUN: has no run.json              | 0
 runs list RUN                                           | 0 | 0 runs                            | 0
 runs status RUN                                         | 2 | RUN: has no run.json              | 0
 runs purge RUN --before 0s --unmerged --yes             | 0 | 0 runs                            | 0
-rm STORE --before 0s --yes                              | 0 | STORE is empty; check the URL     | 0
+rm STORE --before 0s --yes                              | 0 | STORE is empty; check the mount   | 0
 rm STORE --free 1KiB --yes                              | 4 | only 0 B of 1.0 KiB               | 0
 rm STORE --keep-free 1% --yes                           | 3 | STORE has no page; check the mount | 0
 rm STORE --max-size 1KiB --yes                          | 3 | STORE has no page; check the mount | 0

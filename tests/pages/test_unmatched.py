@@ -47,7 +47,9 @@ def test_an_empty_directory_is_an_empty_store(
     invoke: Invoke, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     (tmp_path / ".hicachectl").mkdir()
-    assert f"{tmp_path} is empty; check the URL" in said(invoke, command[0], tmp_path, *command[1:])
+    assert f"{tmp_path} is empty; check the mount" in said(
+        invoke, command[0], tmp_path, *command[1:]
+    )
 
 
 @pytest.mark.parametrize("command", LOOKING)
@@ -78,7 +80,7 @@ def test_a_store_with_folders_and_no_objects_is_empty(
     invoke("migrate", flat, f"file://{store}?folders=hex2")
     invoke("rm", store, "--model", "c", "--yes")
     assert len(list(store.iterdir())) == 4
-    assert f"{store} is empty; check the URL" in said(invoke, command[0], store, *command[1:])
+    assert f"{store} is empty; check the mount" in said(invoke, command[0], store, *command[1:])
     name = f"{page(0)}.txt"
     put(store / name[:2], name)
     (store / "other").mkdir()

@@ -468,7 +468,7 @@ def test_an_empty_store_has_a_true_page(invoke: Invoke, tmp_path: Path) -> None:
     assert "Nothing was checked" in text
     assert "sizes: had nothing to check values: was not asked for" in text
     assert "No check had anything to judge." in text
-    assert "is empty; check the URL" in text
+    assert "is empty; check the mount" in text
     assert "The store has no objects." in text
     assert "The store has no pages." in text
 

@@ -241,7 +241,7 @@ def test_an_empty_store_restores_nothing(
         "page": page(0), "pool": "kv", "part": None, "shard": None, "key": None,
         "exists_at": None, "reason": None, "fault": "missing",
     }  # fmt: skip
-    assert f"{store} is empty; check the URL" in outcome.stderr
+    assert f"{store} is empty; check the mount" in outcome.stderr
     (row,) = rows(invoke, store, "--pages", listed, "--profile", profile)
     assert row["stopped_by"]["key"] == f"{page(0)}_x-dsa.bin"
 

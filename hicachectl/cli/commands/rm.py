@@ -19,7 +19,6 @@ from hicachectl.cli.asked import (
 from hicachectl.cli.command import Command
 from hicachectl.cli.metrics import metrics_if_empty
 from hicachectl.cli.options import (
-    allow_empty_option,
     changing_options,
     filter_options,
     grace_option,
@@ -150,7 +149,12 @@ _OF_PAGES = (
     "--token-ids",
     "pages behind removed ones age out, or --free SIZE --trace FILE removes them before others",
 )
-@allow_empty_option
+@own_option(
+    "--allow-empty",
+    is_flag=True,
+    help="Accept a store without any page. Without this option, --keep-free and --max-size refuse "
+    "such a store, because its file system is perhaps not mounted.",
+)
 @grace_option("Keep incomplete pages that are younger than this")
 @own_option(
     "--despite-profile",
