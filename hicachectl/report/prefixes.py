@@ -76,8 +76,8 @@ class PrefixTree:
     below: number of requests with usable pages that servers do not fetch, because these pages have
         fewer tokens than the prefetch threshold.
     requests: number of requests.
-    pages, usable, kv_only: numbers of all pages, of usable pages, and of other pages whose kv is in
-        the store, summed over the requests.
+    pages, usable, kv_only: numbers of all pages, of usable pages, and of the leading pages after
+        these that have kv, summed over the requests.
     unstopped: number of requests that nothing stops.
     nodes: nodes that are drawn, most requests first.
     hidden: number of nodes that are not drawn.
