@@ -412,7 +412,7 @@ class Mover(ABC):
     """Moves objects by renames between a store and a quarantine run on the same file system.
 
     A rename is atomic and keeps the modification time. `flush` makes renames durable. `take` and
-    `put_back` raise StoreUnavailable.
+    `put_back` raise StoreUnavailable if the store or the run cannot be used.
     """
 
     @abstractmethod

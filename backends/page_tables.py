@@ -98,7 +98,7 @@ class TableState(Snapshot):
 
 
 class TableServer(Protocol):
-    """The server that keeps the tables, and changes them. All calls raise StoreUnavailable."""
+    """The server that keeps the tables, and changes them. Failures raise StoreUnavailable."""
 
     def page_indices(self, rank: int, namespace: str, keys: Sequence[str]) -> list[int | None]:
         """Return the page of each key, None for a missing key.

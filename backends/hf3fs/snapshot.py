@@ -1,7 +1,7 @@
 """Snapshot of SGLang's 3FS metadata server: the page of each key, and the free pages.
 
-The JSON text is parsed as a stream, so that the parser takes little more memory than the columns,
-about 90 bytes per key.
+The JSON text is parsed as a stream, so that the parser takes little more memory than the columns.
+The columns take about 90 bytes per key.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py ::
 GlobalMetadataState.save_to_disk, load_from_disk.
 """

@@ -131,8 +131,10 @@ class Capacity:
     # writing
 
     def admit(self, nbytes: int) -> bool:
-        """Reserve space for an object before it is written. Return False if the store is full.
+        """Reserve space for an object before it is written.
 
+        Return False if the limits leave too little space, or if the ledger or the free space cannot
+        be read.
         nbytes: size of the object's file, with trailer. After a failed write, call `release`.
         """
         try:

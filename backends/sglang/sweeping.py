@@ -155,7 +155,7 @@ class Sweeper:
     clock_ns: the file system's time minus this host's, at the last listing.
     evicted: number of pages whose anchor `remove_page` has removed.
 
-    All methods raise OSError.
+    Each method can raise OSError.
     """
 
     def __init__(
