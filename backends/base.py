@@ -203,7 +203,7 @@ class Store(Closing, ABC):
 
     url: str  # names the store in messages and reports
     arena: Arena | None = None
-    created: bool = False  # whether `create` made the store, for example a directory
+    created: tuple[str, ...] = ()  # directories of the store that `create` made
 
     @classmethod
     @abstractmethod

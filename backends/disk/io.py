@@ -186,6 +186,14 @@ def _mount_of(descriptor: int) -> tuple[str, str] | None:
     return None
 
 
+def mount_point(path: str) -> str:
+    """Return the directory on which the file system of a path is mounted."""
+    here = os.path.realpath(path)
+    while not os.path.ismount(here):
+        here = os.path.dirname(here)  # noqa: PTH120 - keeps names that are not UTF-8
+    return here
+
+
 def file_system_ns(directory: int) -> int:
     """Return the present time of an open directory's file system, Unix nanoseconds.
 

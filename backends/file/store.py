@@ -98,7 +98,7 @@ class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
             objects = ObjectDirectory.create(url.path, folders=folders, made=made)
         store = cls(url.path, objects)
         store._made = made
-        store.created = bool(made)
+        store.created = (store.path,) if made else ()
         return store
 
     # side files

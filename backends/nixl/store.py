@@ -303,6 +303,7 @@ class NixlStore(ObjectFiles, ClearRemovesAll):
             ) from error
         super().__init__(objects, objects.path, str(url), objects.sample)
         self._made = made or []
+        self.created = tuple(path for path in map(os.path.abspath, paths) if path in self._made)
 
     @property
     def grammar(self) -> str:

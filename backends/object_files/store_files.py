@@ -37,7 +37,7 @@ _WORDS = {
 }
 _ACTION = "use the store"
 _NEXT_STEPS = {
-    errno.ENOENT: "check the path, or create the directory",
+    errno.ENOENT: "check the path, and that its file system is mounted",
     errno.ENOTDIR: "give the directory with the objects",
     errno.EACCES: "run as the server's user or as a member of its group",
     **dict.fromkeys(TOO_MANY_OPEN, OPEN_FEWER),

@@ -15,10 +15,10 @@ import click
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import failed
 from hicachectl.text.terminal import message_text, mute_native_logs
-from hicachectl.text.units import Ago, counted
+from hicachectl.text.units import Ago, counted, human_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from hicachectl.backends.base import Store
@@ -223,11 +223,22 @@ def progress(ctx: click.Context, what: str, unit: str) -> Iterator[Callable[[int
 
 
 @contextmanager
-def bytes_progress(ctx: click.Context, what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show done and total bytes, throughput and remaining time, as `progress` does."""
+def bytes_progress(
+    ctx: click.Context, what: str, created: Sequence[str] = ()
+) -> Iterator[Callable[[int, int], None]]:
+    """Show done and total bytes, throughput and remaining time, as `progress` does.
+
+    created: directories that the copy has created. After the first bytes, a remark names the file
+        system of each one, because the intended file system may not be mounted. A copy without
+        bytes removes the directories again.
+    """
+    unsaid = list(created)
     with _bar(ctx, what, "B", unit_divisor=1024) as bar:
 
         def advance(amount: int, total: int) -> None:
+            if amount and unsaid:
+                remark(ctx, *map(_created, unsaid))
+                unsaid.clear()
             if bar is not None:
                 bar.total = total
                 bar.update(amount)
@@ -235,12 +246,28 @@ def bytes_progress(ctx: click.Context, what: str) -> Iterator[Callable[[int, int
         yield advance
 
 
+def _created(directory: str) -> str:
+    """Return the remark about a directory that a copy has created."""
+    from hicachectl.backends.disk.io import mount_point
+
+    space = os.statvfs(directory)
+    free = human_size(space.f_bavail * space.f_frsize)
+    return f"Created {directory} on the file system {mount_point(directory)}, which has {free} free"
+
+
 @contextmanager
 def stages(
-    ctx: click.Context, what: str
+    ctx: click.Context, what: str, created: Sequence[str] = ()
 ) -> Iterator[tuple[Callable[[int], None], Callable[[int, int], None]]]:
-    """Show the progress of a listing, then of bytes. what: label such as "reading"."""
-    with progress(ctx, "listing", " objects") as on_listed, bytes_progress(ctx, what) as on_bytes:
+    """Show the progress of a listing, then of bytes.
+
+    what: label such as "reading".
+    created: see `bytes_progress`.
+    """
+    with (
+        progress(ctx, "listing", " objects") as on_listed,
+        bytes_progress(ctx, what, created) as on_bytes,
+    ):
         yield on_listed, on_bytes
 
 

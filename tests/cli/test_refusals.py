@@ -186,7 +186,7 @@ hits STORE --token-ids IDS --page-size 0          | --page-size | 0 | 1 or more
 hits STORE --token-ids IDS --profile PROFILE --model x | --model | leave out --profile
 """.strip().splitlines()
 UNREACHABLE = """
-ls NONE                       | NONE | No such file | check the path
+ls NONE                       | NONE | No such file | its file system is mounted
 ls TEXT                       | TEXT | Not a directory | give the directory
 ls FIFO                       | FIFO | Not a directory | give the directory
 ls hf3fs:///none/x?snapshot=/none | /none | no such directory | check the prefix

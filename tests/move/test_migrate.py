@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,43 @@ def test_without_a_profile_objects_keep_keys_bytes_and_times(
     assert document["complete"] is True
     assert document["stopped_by"] is None
     assert not marks(tmp_path / "home")
+
+
+@pytest.mark.parametrize("kind", ["file", "nixl", "prewarm", "shard"])
+def test_a_new_directory_is_named_with_its_file_system(
+    invoke: Invoke, source: Path, tmp_path: Path, kind: str
+) -> None:
+    """The remark shows a missing mount. A later copy into the directory has no remark."""
+    profile = ("--profile", profile_file(tmp_path / "p.toml"))
+    with small_file_system(tmp_path / "small", "16m") as small:
+        new = small / "new" / "hicache"
+        words: tuple[object, ...] = ("migrate", source, new)
+        if kind == "nixl":
+            words = ("migrate", source, f"nixl://{small}/other,{new}", *profile)
+            (small / "other").mkdir()
+        elif kind == "prewarm":
+            words = ("prewarm", new, "--from", source, "--all", "--budget-pages", PAGES, *profile)
+        elif kind == "shard":
+            words = (*words, *profile, "--shard", "0/1", "--run", tmp_path / "run")
+        remark = f"Created {new} on the file system {small}, which has "
+        said = invoke(*words).stderr
+        assert said.count("Created ") == 1
+        assert re.search(rf"^hicachectl: {re.escape(remark)}\d+\.\d MiB free$", said, re.MULTILINE)
+        again = (*words[:-1], tmp_path / "again") if kind == "shard" else words
+        assert "Created" not in invoke(*again).stderr
+
+
+def test_a_directory_that_gets_no_copy_is_not_called_created(
+    invoke: Invoke, source: Path, tmp_path: Path
+) -> None:
+    for words, exit_code in (
+        (("--dry-run",), 0),
+        (("--model", "none", "--allow-empty"), 0),
+        (("--to-tp", 3), 2),
+    ):
+        said = invoke("migrate", source, tmp_path / "new", *words, exit_code=exit_code).stderr
+        assert "Created" not in said
+        assert not (tmp_path / "new").exists()
 
 
 def test_several_deployments_move_at_once(invoke: Invoke, source: Path, target: Path) -> None:

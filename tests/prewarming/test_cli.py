@@ -74,7 +74,7 @@ def test_the_document_has_all_that_other_programs_read(
     assert document["bytes"] == sum(len(data) for data, _ in contents(target).values())
     assert (document["complete"], document["stopped_by"]) == (True, None)
     assert document["failed"] == document["gone"] == document["not_pinned"] == 0
-    (line,) = output.stderr.splitlines()
+    _, line = output.stderr.splitlines()  # the first line names the new directory
     assert line.startswith("hicachectl: 8 pages copied")
     assert line.endswith(f"89% of {18 * SIZE} tokens served by {PROFILE.model} tp 2")
     assert document["deployment"] == {

@@ -81,7 +81,8 @@ def test_terminated_it_leaves_prefixes_says_so_and_a_second_run_completes_them(
             run.send(each)
         ended = run.resumed()
     assert ended.code == code, ended
-    said = ended.stderr.splitlines()
+    created, *said = ended.stderr.splitlines()
+    assert created.startswith(f"hicachectl: Created {target} ")
     assert said[0].endswith(f"stopped: {why}")
     assert said[-1] == f"hicachectl: {why.capitalize()}"
     held = pages_of(target)

@@ -96,7 +96,7 @@ def test_a_gate_that_succeeds_at_once_says_so(invoke: Invoke, gate: Words, tmp_p
     assert (document["attempts"], document["opened_anyway"]) == (1, False)
     assert document["usable_tokens"] == ALL_TOKENS
     assert document["complete"] is True
-    assert "open" not in output.stderr
+    assert "opens" not in output.stderr
     numbers = numbers_of(metrics)
     assert (numbers["succeeded"], numbers["attempts"], numbers["opened_anyway"]) == (1, 1, 0)
     assert "attempts" not in invoke(*gate).document

@@ -93,8 +93,9 @@ if TYPE_CHECKING:
 def command(ctx: click.Context, /, source: str, destination: str, **options: Any) -> None:
     """Copy or move pages to another store, layout, TP or PP size.
 
-    SRC and DST can be stores of any kind. If DST is a missing directory or pack, it is created. SRC
-    changes only with --move.
+    SRC and DST can be stores of any kind. If DST is a missing directory or pack, it is created. For
+    a directory, stderr names the file system, so that a missing mount shows. SRC changes only with
+    --move.
 
     Without a profile, objects keep their keys and bytes. With a profile, keys get the form that
     SGLang uses on DST's kind of store, and the --to options change model name, layout, TP size and
@@ -156,7 +157,7 @@ def command(ctx: click.Context, /, source: str, destination: str, **options: Any
             if job is None:
                 return _at_once(ctx, origin, target, request)
             reopened = reopened_stores(ctx, source, destination, request.profile)
-            return run_divided(ctx, options, job, make, reopened)
+            return run_divided(ctx, options, job, make, reopened, target.created)
 
     def nothing() -> Result:
         names = store_name(ctx, source), store_name(ctx, destination)
@@ -173,7 +174,7 @@ def _at_once(ctx: click.Context, source: Store, target: Store, request: Migratio
 
     begun: list[bool] = []
     try:
-        with stages(ctx, "copying") as (on_listed, on_moved):
+        with stages(ctx, "copying", target.created) as (on_listed, on_moved):
             return migrate(
                 source,
                 target,

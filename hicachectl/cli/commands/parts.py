@@ -115,24 +115,32 @@ def run_divided(
     job: Job,
     make: Callable[..., Job],
     reopened: Sequence[Opening],
+    created: Sequence[str] = (),
 ) -> Result | None:
     """Do a part of a run, or do all parts on a cluster and return their result.
 
     job: the job of this process.
     make: function that returns an equal job on a node, from its stores.
     reopened: functions that open these stores on a node. These functions and `make` are picklable.
+    created: see `bytes_progress`.
     """
     from hicachectl.parts.manifest import parse_shard
 
     if options["shard"] is None:
-        return _on_cluster(ctx, options, job, partial(opened_job, make, reopened))
+        return _on_cluster(ctx, options, job, partial(opened_job, make, reopened), created)
     shard = parse_shard(options["shard"])
     say_divided(ctx, shard.count, "--shard")
-    _do_part(ctx, options, shard, job)
+    _do_part(ctx, options, shard, job, created)
     return None
 
 
-def _do_part(ctx: click.Context, options: Mapping[str, Any], shard: Shard, job: Job) -> None:
+def _do_part(
+    ctx: click.Context,
+    options: Mapping[str, Any],
+    shard: Shard,
+    job: Job,
+    created: Sequence[str],
+) -> None:
     """Do a part of a run, and say on stderr how it ended. `merge` reports the part's findings."""
     from hicachectl.parts.directory import RunDirectory
     from hicachectl.parts.running import begin, join, run_part
@@ -146,7 +154,7 @@ def _do_part(ctx: click.Context, options: Mapping[str, Any], shard: Shard, job: 
             lister = with_value(ctx, "--shard", f"0/{shard.count}")
             wait = options["wait"]
             manifest = join(run, job, shard.count, wait_seconds=wait, lister=lister, say=say)
-        with bytes_progress(ctx, f"part {shard.number}") as on_progress:
+        with bytes_progress(ctx, f"part {shard.number}", created) as on_progress:
             outcome = run_part(run, job, manifest, shard.number, on_progress=on_progress)
     name, record = f"Part {shard.number} of {shard.count}", outcome.record
     if outcome.earlier:
@@ -170,6 +178,7 @@ def _on_cluster(
     options: Mapping[str, Any],
     job: Job,
     open_job: Callable[[], AbstractContextManager[Job]],
+    created: Sequence[str],
 ) -> Result:
     """Divide a run among the nodes of a cluster; return the result of the whole run."""
     from hicachectl.parts.driver import Driver
@@ -185,7 +194,7 @@ def _on_cluster(
         try:
             with progress(ctx, "listing", " objects") as on_listed:
                 driver.begin(on_listed)
-            with bytes_progress(ctx, "parts") as on_progress:
+            with bytes_progress(ctx, "parts", created) as on_progress:
                 driver.work(on_progress)
         except BaseException as error:
             lost = isinstance(error, StoreUnavailable) and not isinstance(error, EmptyStore)

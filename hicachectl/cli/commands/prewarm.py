@@ -343,7 +343,7 @@ def _at_once(
         if origin is None:
             outcome = usable_from(target, request)
         else:
-            with stages(ctx, "copying") as (on_listed, on_copied):
+            with stages(ctx, "copying", target.created) as (on_listed, on_copied):
                 outcome = prewarm(origin, target, request, on_listed=on_listed, on_copied=on_copied)
         _pull(ctx, servers, request, outcome, options, started, trace)
     return outcome.result(min_usable=options["min_usable"], dry_run=options["dry_run"])
@@ -421,7 +421,8 @@ def _in_parts(
     )
     job = make(*stores, asked=lambda: _wanted(ctx, request, stores[0], options))
     reopened = reopened_stores(ctx, *names, request.profile)
-    return run_divided(ctx, options, job, partial(make, asked=None), reopened)
+    made = partial(make, asked=None)
+    return run_divided(ctx, options, job, made, reopened, stores[1].created)
 
 
 def _identity(value: Any) -> str | None:
