@@ -137,4 +137,7 @@ def needs_profile(what: str) -> str:
 
 def inferred_refused(what: str) -> str:
     """Return the message for a request that an inferred profile cannot serve."""
-    return f"{what} needs a given profile, not one inferred from the store; {GIVE_PROFILE}"
+    return (
+        f"{what} needs a given profile, not one inferred from the store; {GIVE_PROFILE}; "
+        "hicachectl profile --server URL -o prod.toml writes a profile file"
+    )

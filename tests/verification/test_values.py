@@ -305,10 +305,9 @@ def test_repair_takes_the_whole_group_and_restore_gives_it_back(
 
 
 def test_repair_is_refused_where_it_could_take_too_much(invoke: Invoke, store: Path) -> None:
-    assert (
-        "--repair needs a given profile"
-        in invoke("verify", store, "--repair", "delete", "--yes", exit_code=2).stderr
-    )
+    said = invoke("verify", store, "--repair", "delete", "--yes", exit_code=2).stderr
+    assert "--repair needs a given profile" in said
+    assert said.endswith("; hicachectl profile --server URL -o prod.toml writes a profile file\n")
     assert (
         "--yes"
         in invoke(
