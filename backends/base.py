@@ -19,8 +19,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hicachectl.backends.disk.io import Closing
-from hicachectl.backends.urls import parse_url, target_of
-from hicachectl.formats.errors import UnsupportedByBackend
+from hicachectl.backends.urls import meant_store, parse_url, target_of
+from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend
 from hicachectl.formats.eviction import Policy
 
 if TYPE_CHECKING:
@@ -368,6 +368,8 @@ def open_store(text: str, *, config: Config | None = None, create: bool = False)
     create: open with `Store.create`.
     """
     url = parse_url(text, config)
+    if not create and (meant := meant_store(text, config)):
+        raise StoreUnavailable(f"{url.path}: No such file or directory; did you mean {meant}?")
     module, _, name = target_of(url).partition(":")
     backend: type[Store] = getattr(import_module(module), name)
     return backend.create(url) if create else backend.from_url(url)

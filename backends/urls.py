@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -502,6 +503,12 @@ def _refuse_unknown(table: Mapping[str, Any], known: set[str], where: str) -> No
             raise FormatError(f"{where}: unknown key {name!r}; known: {', '.join(sorted(known))}")
 
 
+def meant_store(text: str, config: Config | None) -> str:
+    """Return `prod:` for the missing path `prod` if a store has this name; else ""."""
+    named = config is not None and text in config.stores
+    return f"{text}:" if named and not os.path.lexists(text) else ""
+
+
 def _named_store(text: str, name: str, rest: str, config: Config) -> str:
     if name in config.stores and not rest:
         return config.stores[name].url
@@ -511,8 +518,11 @@ def _named_store(text: str, name: str, rest: str, config: Config) -> str:
     if rest.startswith("/"):
         raise UsageError(f"{text}: unknown store scheme {name!r}; known: {schemes}")
     stores = ", ".join(sorted(config.stores)) or "none"
+    unknown = f"No store {name!r} in {config.source} (it names {stores})"
+    if not rest and (close := get_close_matches(name, config.stores, n=1)):
+        raise UsageError(f"{unknown}; did you mean {close[0]}:?")
     raise UsageError(
-        f"No store {name!r} in {config.source} (it names {stores}); define it there with two "
+        f"{unknown}; define it there with two "
         f'lines, [stores.{name}] and url = "file:///DIR"; URL schemes: {schemes}; write a '
         f"directory with a colon as ./{text}"
     )

@@ -59,6 +59,25 @@ def test_they_stand_behind_the_name_of_a_group(invoke: Invoke, config: Path, lin
     assert f"{config} (it names prod)" in invoke(*words, exit_code=2).stderr
 
 
+def test_a_store_name_with_a_typing_error_is_recognised(
+    invoke: Invoke, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name without its colon is a path. It names the store only if the path does not exist."""
+    monkeypatch.chdir(tmp_path)
+    given = ("--config", config, "ls")
+    said = invoke(*given, "prod", exit_code=3).stderr
+    assert said == (
+        f"hicachectl: {tmp_path}/prod: No such file or directory; did you mean prod:?\n"
+    )
+    assert "did you mean" not in invoke(*given, "prods", exit_code=3).stderr
+    assert "did you mean" not in invoke(*given, "./prod", exit_code=3).stderr
+    said = invoke(*given, "pord:", exit_code=2).stderr
+    assert said == f"hicachectl: No store 'pord' in {config} (it names prod); did you mean prod:?\n"
+    assert "did you mean" not in invoke(*given, "backup:", exit_code=2).stderr
+    (tmp_path / "prod").mkdir()
+    assert f"{tmp_path}/prod is empty" in invoke(*given, "prod").stderr
+
+
 @pytest.mark.parametrize(
     ("line", "level"),
     [("ls X", "WARNING"), ("-v ls X", "INFO"), ("ls X -v", "INFO"), ("-v ls -v X", "DEBUG"),
