@@ -1,6 +1,7 @@
 """Caches of a fixed capacity, on which requests are replayed. Each class evicts by one `Policy`.
 
-Pages are numbers. For each request, a server asks how many leading pages the cache can serve. It
+Pages are numbers. One number can stand for a block of several pages of the deployment (see
+`simulate.in_pages`). For each request, a server asks how many leading pages the cache can serve. It
 reads these pages, and writes the other pages of the request. The pages of one call are consecutive
 pages of one chain. The module `sizes` explains rooms and trailing pools.
 """
@@ -81,7 +82,7 @@ class TreeLru:
     def __init__(self, capacity: int, sizes: PageSizes, parents: Blocks) -> None:
         """Make an empty cache.
 
-        capacity: size of the whole cache in bytes; in blocks if the bytes are unknown.
+        capacity: size of the whole cache in bytes; in pages if the bytes are unknown.
         parents: number of the page before each page in its chain; -1 for the first page of a chain.
         """
         self._capacity = capacity
@@ -529,7 +530,7 @@ def cache_of(
 ) -> Cache:
     """Return a cache that evicts by a policy.
 
-    capacity: bytes of the whole store; blocks if the sizes are unknown.
+    capacity: bytes of the whole store; pages if the sizes are unknown.
     parents: number of the page before each page in its chain; only the policy `lru` needs it.
     ratio: eviction_ratio of HiCacheFile.
     watermark: eviction_high_watermark_ratio of Mooncake's master.

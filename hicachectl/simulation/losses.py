@@ -131,7 +131,7 @@ def look_at_listed(
 ) -> Today:
     """Return the pages that a listed store has, and the tokens of requests that it serves.
 
-    groups: groups of all objects, listed with `atime_ns` if the store has it.
+    groups: groups of all objects, listed with `atime_ns` if the store has this column.
     hits, requests, threshold, counted: see `find_losses`.
     """
     span = groups.span(0)

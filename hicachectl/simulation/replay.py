@@ -47,7 +47,7 @@ def replay(
 ) -> Runs:
     """Return the hits of each request at each capacity.
 
-    capacities: bytes of the whole store; blocks if the sizes are unknown.
+    capacities: bytes of the whole store; pages if the sizes are unknown.
     ratio: eviction_ratio of HiCacheFile.
     watermark: eviction_high_watermark_ratio of Mooncake's master.
     least: least number of leading pages that a server reads. If fewer are held, it reads none.

@@ -307,7 +307,7 @@ def denominators(rows: Sequence[CapacityRow], document: Mapping[str, Any], least
 
 
 def room_texts(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message if a store has so much free space that its size may not be its limit.
+    """Yield a message if a store has so much free space that it can grow beyond today's size.
 
     document: the document of `simulate`.
     """

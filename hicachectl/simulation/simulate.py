@@ -479,7 +479,7 @@ def _full_blocks(requests: Requests) -> Requests:
 def _capacities(
     request: SimulateRequest, distinct: int, sizes: PageSizes, today: Today | None
 ) -> list[int]:
-    """Return the capacities, ascending, in bytes, or in blocks if their bytes are unknown."""
+    """Return the capacities, ascending, in bytes; in pages if the bytes are unknown."""
     found = set(request.capacities)
     if not found:
         page = sizes.page_bytes

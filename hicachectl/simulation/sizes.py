@@ -54,7 +54,7 @@ class PageSizes:
     """Sizes of the objects of a page, in the rooms of a store.
 
     rooms: rooms of the store. One `Room` stands for all rooms that are equal.
-    known: whether bytes are known. If not, each block counts as one object of size 1.
+    known: whether bytes are known. If not, each page counts as one object of size 1.
     """
 
     rooms: tuple[Room, ...] = (Room((PageFile("kv", 1),)),)
@@ -62,7 +62,7 @@ class PageSizes:
 
     @classmethod
     def of(cls, profile: Profile | None, policy: Policy) -> PageSizes:
-        """Return the sizes of a deployment's pages; without a profile, the sizes of blocks.
+        """Return the sizes of a deployment's pages; without a profile, size 1 for each page.
 
         Raises as `object_specs` does.
         """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def start_from_store(groups: PageGroups, requests: Requests) -> Start:
     """Return the whole pages of the first deployment, the least recently used page first.
 
-    groups: groups of an inventory that has `atime_ns` if the store has it.
+    groups: groups of an inventory with the column `atime_ns`, if the store has this column.
     """
     table, span = groups.tables[0], groups.span(0)
     held = np.flatnonzero(table.states == WHOLE)
