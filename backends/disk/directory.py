@@ -110,7 +110,7 @@ class Trust:
 
 
 class JointTrust(Trust):
-    """Users whom all given directories trust.
+    """Users whom the `Trust` of each given directory includes.
 
     Without a directory, they are this process's user and root.
     """
@@ -176,7 +176,7 @@ class Directory(Closing):
         """Open a directory that an option names, following links.
 
         writes: see `Trust`.
-        trust: trust of the store. By default, the trust is derived from the directory.
+        trust: `Trust` of the store. By default, it is derived from the directory.
         """
         descriptor = os.open(path, OPEN_DIRECTORY)
         return cls(descriptor, path, trust or Trust(os.fstat(descriptor), writes=writes))
@@ -193,8 +193,8 @@ class Directory(Closing):
         """Open a directory that an option names; None if it is missing.
 
         makes: create a missing directory and its missing parents.
-        trust: trust of the store. By default, the trust is derived from the deepest existing
-            directory of the path.
+        trust: `Trust` of the store. By default, it is derived from the deepest existing directory
+            of the path.
         Links are followed down to the deepest existing directory.
         """
         found, missing = existing_part(path)
@@ -220,7 +220,7 @@ class Directory(Closing):
         return here
 
     def close(self) -> None:
-        """Close the descriptor. This ends a lock by `lock`."""
+        """Close the descriptor. This ends the lock that `lock` took."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

@@ -259,7 +259,7 @@ def is_named(
     """Return whether a path still names an open file.
 
     Call this after `lock`, because the file can be replaced before it is locked.
-    follow: the path may be a link to the file.
+    follow: whether to follow a link that the path names.
     """
     try:
         st = os.stat(path, dir_fd=directory, follow_symlinks=follow)

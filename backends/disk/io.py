@@ -166,7 +166,7 @@ def is_on_fuse(descriptor: int) -> bool:
 
 def lock_reach(kind: str, options: str) -> bool:
     """Return whether flock reaches all hosts, by a mount's type and file system options."""
-    # Types such as fuse.NAME are of fuse. The type fuseblk is a local disk, so it does not match.
+    # Types such as fuse.NAME count as fuse. The type fuseblk is a local disk, so it does not match.
     if kind.partition(".")[0] in _LOCAL_LOCKS:
         return False
     return _LOCAL_LOCK_OPTIONS.get(kind, set()).isdisjoint(options.split(","))

@@ -54,7 +54,7 @@ class Permissions:
         return self.bits if group == self.group else with_foreign_group(self.bits)
 
     def intersection(self, other: Permissions) -> Permissions:
-        """Return the permissions that both grant."""
+        """Return the permissions that both this object and `other` grant."""
         owner = self.owner if other.owner in (None, self.owner) else other.owner
         if None not in (self.owner, other.owner) and self.owner != other.owner:
             owner = NOBODY

@@ -2,8 +2,8 @@
 
 The epoch of a suffix is a time in the text of a file in `.hicachectl/`. An object is stale if its
 ctime is not later than the epoch. A rename sets the ctime, so the ctime is the time at which an
-object got its name. Both times are from the file system's clock. Mtimes do not suffice, because
-copies keep them.
+object got its name. The ctime and the epoch are both times of the file system's
+clock. Mtimes do not suffice, because copies keep them.
 
 The first versions of the plug-in use only the ctime of the epoch's file, and overwrite the
 beginning of its text with the suffix. So if the text does not have the present form, the ctime of
@@ -132,7 +132,7 @@ class EpochReader:
     def look(self) -> int:
         """Read the epoch into `time_ns`, and return it. If the file is unreadable, keep `time_ns`.
 
-        Call it once per call of SGLang. Several threads may call it.
+        Call `look` once in each call that SGLang makes. Several threads may call it at once.
         """
         try:
             side = os.open(OWN_PREFIX, _OPEN_SIDE, dir_fd=self._directory.descriptor)

@@ -96,7 +96,7 @@ class Names(Sequence[str]):
 
     place: the directory.
     names: names of the files.
-    are_regular: whether the directory says that the files are regular. If not, a stat must tell.
+    are_regular: whether the directory says that the files are regular. If not, each needs a stat.
     """
 
     place: Place
@@ -125,9 +125,9 @@ def scan_places(
 ) -> Generator[Any, None, None]:
     """Yield the regular files of directories as batches with a scan's schema.
 
-    left_out: counts skipped entries.
+    left_out: gets the skipped entries.
     finish: changes each batch before it is yielded.
-    concurrency: lists the directories and stats the files.
+    concurrency: threads that list the directories and stat the files.
     Raises OSError.
     """
     lists = _names_of(places, left_out, concurrency)
@@ -210,7 +210,7 @@ class Found(NamedTuple):
     """Names of files in a directory.
 
     names: names of regular files.
-    are_regular: whether the directory says that the files are regular. If not, a stat must tell.
+    are_regular: whether the directory says that the files are regular. If not, each needs a stat.
     others: names of links, FIFOs, sockets and devices.
     """
 

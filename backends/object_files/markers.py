@@ -214,7 +214,7 @@ class MarkedSizes:
                 else:
                     markers = read_markers(directory)
         self._use(markers)
-        # Both times are of this host's clock, because the file system's clock may differ.
+        # `now` and `_since` are of this host's clock, because the file system's clock may differ.
         self._settled = now - self._since > _TICK_S
 
     def _look(self) -> tuple[int, ...] | None:

@@ -56,8 +56,8 @@ def read_file(
 ) -> tuple[int, os.stat_result, bytearray | None]:
     """Read a file that is as long as the target, or longer by a trailer.
 
-    Return the file's size, its stat, and the bytes of its trailer; None without a trailer. A file
-    of another size is not read. Raises OSError.
+    Return the file's size, its stat, and the bytes of its trailer. In place of the bytes, return
+    None if there is no trailer. A file of another size is not read. Raises OSError.
     """
     descriptor = open_file(name, directory)
     try:
@@ -138,8 +138,9 @@ class FileReader:
     ) -> tuple[int, os.stat_result, _Checked | None]:
         """Read a file in pieces, which update `state` unless it is None.
 
-        Return the file's size, its stat, and its trailer with the outcome of the comparison; None
-        without a trailer. A file of another size is not read.
+        Return the file's size, its stat, and its trailer with the outcome of the comparison. In
+        place of the trailer and the outcome, return None if there is no trailer. A file of another
+        size is not read.
         nbytes: size of the file without a trailer.
         Raises OSError.
         """
@@ -189,7 +190,7 @@ class FileReader:
 
         kind: kind of these calls, see `Concurrency`.
         read: takes name, directory and target. Returns size, stat, and the trailer in the form that
-            `check` takes; None without a trailer. Raises OSError.
+            `check` takes; the last is None for an object without a trailer. Raises OSError.
         targets: [n], third argument of `read` for each object.
         check: takes key, row and trailer of an object with a trailer.
         identify: whether to return versions.

@@ -182,7 +182,7 @@ class ObjectFiles(
                     os.unlink(name, dir_fd=root)
 
     def shows(self, name: bytes) -> bool:
-        """Open the file in each outer directory. A file that this user may not read counts, too."""
+        """Return whether an outer directory has the file, by opening it. Unreadable files count."""
         for root in self.objects.roots:
             try:
                 os.close(os.open(name, OPEN_FILE, dir_fd=root))
@@ -205,7 +205,10 @@ class ObjectFiles(
                     os.rmdir(directory)  # noqa: PTH106 - names that are not UTF-8
 
     def readable_by(self, *, listing: bool = False) -> Permissions:
-        """Return the permissions common to the directory and all files read."""
+        """Return the permissions common to the directory and all files read.
+
+        listing: whether to leave out the files.
+        """
         directory = Permissions.within(os.fstat(self.objects.descriptor))
         return directory if listing else self._reader.seen.intersection(directory)
 

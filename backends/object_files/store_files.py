@@ -144,7 +144,10 @@ class StoreFiles:
         statuses: StatusArray,
         errors: dict[int, str],
     ) -> bool:
-        """Call `sync`. Return whether it succeeded. If it failed, all OK rows get its error."""
+        """Call `sync`. Return whether it succeeded.
+
+        If it failed, the rows of `indices` with the status OK get the status of the error.
+        """
         try:
             sync()
         except OSError as error:

@@ -57,7 +57,7 @@ class ObjectTree(ABC):
     path: path in messages.
     descriptor: the outer directory, which gives new files its owner and group; negative after
         `close`.
-    folders: whether files lie in folders.
+    folders: whether files lie in folders inside an outer directory.
     side_files: whether the outer directory may have a `.hicachectl`.
     elsewhere: message that says why servers find no object outside its folder, and the next step.
     """
@@ -109,7 +109,7 @@ class ObjectTree(ABC):
         """Yield each directory with files, including the outer directories.
 
         left_alone: gets a message for each folder that is not trusted.
-        concurrency: opens several folders at once.
+        concurrency: threads that open folders; None to open one folder after another.
         """
 
     def directories(self, concurrency: Concurrency | None = None) -> Iterator[int]:
@@ -249,7 +249,7 @@ class FolderedDirectory(Closing):
 
 
 def give_like(folder: int, outer: os.stat_result) -> None:
-    """Give a new folder a directory's owner, group and mode, because the same users need both."""
+    """Give a new folder the owner, group and mode of the outer directory, for the same users."""
     give_file(folder, outer.st_uid, outer.st_gid)
     if os.fstat(folder).st_gid == outer.st_gid:
         os.fchmod(folder, stat.S_IMODE(outer.st_mode))
