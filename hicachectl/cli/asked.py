@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def given_filters(options: Mapping[str, Any]) -> list[str]:
-    """Return the names of the filters that are given to a command without server flags."""
+    """Return the names of the given filters of a command that takes no server flags."""
     return [name for name in FILTER_NAMES if options.get(name) not in (None, False)]
 
 
@@ -377,7 +377,7 @@ def mending_of(
     text: the STORE argument.
     request: checks of the run.
     quarantine: the directory of --quarantine.
-    without: parameters to leave out of the commands although their options repeat.
+    without: parameters that the commands leave out, although `Option.repeats` is true.
     """
     from msgspec.structs import replace
 
@@ -426,7 +426,7 @@ def next_words(
     """Yield the given options that a suggested command repeats, as they were given.
 
     without: names of parameters to leave out.
-    only: names of the parameters to yield; None for the options that repeat.
+    only: names of the parameters to yield; None for the options with `Option.repeats`.
     """
     values, _, order = ctx.command.make_parser(ctx).parse_args(words_of(ctx))
     for param in dict.fromkeys(order):

@@ -125,7 +125,7 @@ class Gate:
             yield
         finally:
             timer.cancel()
-            # If the timer is ending the process, it holds the lock, and this never returns.
+            # If the timer is ending the process, the timer holds the lock, and this never returns.
             self._decided.acquire()
 
 

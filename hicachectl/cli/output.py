@@ -149,9 +149,10 @@ def document_text(document: Mapping[str, Any]) -> str:
 
 
 def _document_pieces(document: Mapping[str, Any]) -> Iterator[str]:
-    """Return the text of a `json` document in pieces. The text of rows is made as it is read.
+    """Return the text of a `json` document in pieces.
 
-    All other text is made at once, so that an error in it leaves no half document behind.
+    The text of rows is made only when a caller reads it. All other text is made at once, so that an
+    error in it leaves no half document behind.
     """
     pieces: list[Iterable[str]] = [[_document_head()]]
     for key, value in document.items():

@@ -108,7 +108,7 @@ SERVERS = Section("Server flags", describes=True, repeats=True, divided=SAME)
 class Parsed(click.ParamType[Any]):
     """A value that a function makes from a text. Values that are not texts stay as they are.
 
-    parse: the function. It raises ValueError or UsageError with the reason as its text.
+    parse: function that makes the value. It raises ValueError or UsageError with the reason.
     words: function that returns the texts that a shell offers.
     """
 
@@ -220,7 +220,7 @@ class Option(_Given, click.Option):
     By default, these three properties are those of the section:
 
     describes: whether the option describes servers in place of --profile.
-    repeats: whether commands that messages suggest repeat the option.
+    repeats: whether a command that a message suggests has the option again.
     divided: what a run in parts does with the option.
 
     variable: whether the option is a setting, which has an environment variable. None stands for

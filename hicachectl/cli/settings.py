@@ -45,7 +45,7 @@ _PROFILE = "profile_file"
 
 
 def every_command(ctx: click.Context) -> Iterator[click.Command]:
-    """Yield a group and all commands below it. Their modules are imported."""
+    """Yield a group and all commands below it. This imports their modules."""
     yield ctx.command
     if isinstance(ctx.command, click.Group):
         for name in ctx.command.list_commands(ctx):

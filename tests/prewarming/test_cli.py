@@ -388,7 +388,7 @@ def test_rows_of_ls_name_the_group_to_copy(
     assert document["requested_pages"] == PAGES
     assert (document["copied_pages"], document["missing_pages"]) == (PAGES - 3, 3)
     assert (
-        f"{listed}: 3 rows not copied, because the group belongs to another" in document["stderr"]
+        f"{listed}: 3 rows not copied, because their groups belong to another" in document["stderr"]
     )
     assert {n[:64] for n in contents(target)} == {row["page"] for row in rows[3:]}
     listed.write_text(f"{json.dumps(HASHES[:2])}\n{json.dumps(rows[0])}\n")

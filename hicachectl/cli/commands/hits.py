@@ -48,7 +48,7 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace")
 @own_option(
     "--summary",
     is_flag=True,
-    help="Show the causes that stop requests instead of the requests, the most lost tokens first.",
+    help="In place of the requests, show the causes that stop them, the most lost tokens first.",
 )
 @own_option("--by", type=NameList(GROUPINGS), help="Also show sums by group of requests.")
 @min_usable_option

@@ -102,10 +102,11 @@ def command(ctx: click.Context, /, source: str, destination: str, **options: Any
     PP size.
 
     Only whole page groups are copied, the kv objects last, so no server sees half a page. Pages
-    with errors and pages that are still being written are not copied. Pages that DST already has
-    whole are skipped (see --if-exists). A different object under the same key is a conflict. A
-    change of layout leaves keys and sizes equal, so pages that DST already has are then compared,
-    unless trailers prove their layout.
+    with errors and pages that are still being written are not copied. With
+    --include-partial and --include-damaged, incomplete pages and pages with errors are copied, too.
+    Pages that DST already has whole are skipped (see --if-exists). A different object under the
+    same key is a conflict. A change of layout leaves keys and sizes equal, so pages that DST
+    already has are then compared, unless trailers prove their layout.
 
     After an interruption at any point, the same command completes the work. Without --verify, it
     then reads only the objects that DST lacks.

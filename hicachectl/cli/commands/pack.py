@@ -55,7 +55,7 @@ _format_option = format_option(("table", "json"))
 def command() -> None:
     """Describe pack files, and repair truncated ones.
 
-    A pack is one file with the objects of a store; see hcpack(5). All other commands accept a pack
+    A pack is one file with the objects of a store; see hcpack(5). Most other commands accept a pack
     as a store: /path/archive.hcpack, or pack:///path/archive.
 
     Examples:

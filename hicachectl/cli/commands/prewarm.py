@@ -92,7 +92,7 @@ _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
     needs="--min-usable SHARE",
     divided=Divided(instead="leave out --shard", on_cluster=False),
     help="Repeat the run until it succeeds, and exit with 0 after this duration in any case. A "
-    "server that waits for prewarm may then start on a cold store.",
+    "server that waits for prewarm then starts, even on a cold store.",
 )
 @own_option(
     "--open-since",
@@ -391,8 +391,8 @@ def _wanted(
     if wanted.in_others is not None and len(wanted.in_others):
         remark(
             ctx,
-            f"{options['pages']}: {counted(len(wanted.in_others), 'row')} not copied, because the "
-            "group belongs to another deployment than the profile's",
+            f"{options['pages']}: {counted(len(wanted.in_others), 'row')} not copied, because "
+            "their groups belong to another deployment than the profile's",
         )
     return wanted
 

@@ -126,11 +126,11 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
     - what a smaller or larger store would serve
     - the bytes that the requests of each salt and each adapter reach
 
-    report reads the listing of STORE and one page, and changes nothing. Only the checks names,
-    groups and sizes run, unless --checks says otherwise; the file names the checks that did not
-    run. From a Mooncake store, it reads a page only with --page, since reads grant leases. With
-    filters, the file shows only the pages that match. Without a profile, the filters also choose
-    the deployment that serves the requests.
+    report changes nothing. Without --checks, it reads the listing of STORE and one page, and runs
+    only the checks names, groups and sizes. The file names the checks that did not run. From a
+    Mooncake store, report reads a page only with --page, since reads grant leases. With filters,
+    the file shows only the pages that match. Without a profile, the filters also choose the
+    deployment that serves the requests.
 
     The exit status is 4 if there are findings at --fail-on or above, in the store or in the page
     shown in full. The file is written also in that case.

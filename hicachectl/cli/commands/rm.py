@@ -143,7 +143,7 @@ _OF_PAGES = (
     "--temporaries",
     is_flag=True,
     help="Instead of pages, remove files of unfinished writes, and objects that a server's clear "
-    "left behind. Both must be older than a minute.",
+    "left behind. Files and objects younger than a minute stay.",
 )
 @removed_option(
     "--token-ids",

@@ -139,10 +139,11 @@ def command(ctx: click.Context, /, store: str | None, **options: Any) -> None:
     (hicachectl's storage backend), mooncake, and optimal. The policy optimal knows all later
     requests, so no other policy serves more.
 
-    With STORE, the caches begin with the pages that STORE holds today. A second table says why
-    STORE does not serve the rest of the tokens: first use, eviction, damage, or another deployment.
-    STORE is only read. The last line compares today's capacity with half of it and twice as much.
-    The line before it says what STORE serves as it is.
+    With STORE, the caches begin with the pages that STORE holds today, unless --cold or --plan is
+    given. Another table says why STORE does not serve the rest of the tokens, for example because
+    of first use, eviction, damage, or another deployment. STORE is only read. The last line
+    compares today's capacity with half of it and twice as much. The line before it says what STORE
+    serves as it is.
 
     With --l1 and --l2, the memory of the servers serves tokens before the store does. --what-if
     compares other settings.
