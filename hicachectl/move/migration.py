@@ -32,7 +32,7 @@ from hicachectl.pages.in_flight import (
     groups_in_flight,
     look_if_needed,
 )
-from hicachectl.pages.naming import deployment_document, deployment_text
+from hicachectl.pages.naming import deployment_document, deployment_text, profile_document
 from hicachectl.pages.scanning import take_inventory
 from hicachectl.pages.selection import EVERYTHING, NamedGroups, Selection, explain_selection, select
 from hicachectl.text.units import first_of
@@ -159,6 +159,13 @@ class Migration(StorePair):
         """Text that names the migration, equal for equal requests between the same stores."""
         urls = map(os.fsencode, (self.source.url, self.destination.url))
         return b"\0".join((*urls, self.request.text))
+
+    @property
+    def deployments(self) -> tuple[str, ...]:
+        """Deployments of the source and of the destination, as text; empty if they are equal."""
+        profiles = (self.request.profile, self.request.destination_profile)
+        texts = [deployment_text(profile_document(each)) for each in profiles if each is not None]
+        return tuple(texts) if len(set(texts)) == len(profiles) else ()
 
     def listing_time(self) -> ListingTime:
         """Return the time at which the listing of the source starts.
@@ -453,6 +460,7 @@ def rehearse(migration: Migration, plan: MigrationPlan) -> MigrationFacts:
     for each in plan.plans:
         each.rehearse(facts)
     facts.room, facts.free_bytes = plan.room, migration.destination.free_bytes()
+    facts.deployments = migration.deployments
     facts.remarks += [*migration.remarks, *migration.source.remarks]
     return facts
 

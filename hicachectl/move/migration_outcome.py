@@ -78,6 +78,8 @@ class MigrationFacts(CopyFacts, kw_only=True):
     adopts: see `StorePair`.
     room: free bytes that the migration needs in the destination. Only a dry run sets this number.
     free_bytes: free bytes of the destination; None if unknown, or if this is no dry run.
+    deployments: deployments of the source and of the destination, as text; empty if the migration
+        changes no name or size, or if this is no dry run.
     """
 
     listed: Count = 0
@@ -91,6 +93,7 @@ class MigrationFacts(CopyFacts, kw_only=True):
     seconds: float = 0.0
     room: Count = 0
     free_bytes: Count | None = None
+    deployments: tuple[str, ...] = ()
 
 
 def result_of(
@@ -123,7 +126,14 @@ def result_of(
     none_adopted = adopted and document.left_out and not (document.pages or document.skipped)
     said = [remark for part in parts for remark in part.remarks]
     undone = list(_not_copied(parts, source, destination, labelled))
+    lines = partial(_lines, adopted=adopted)
     free = [part.free_bytes for part in parts if part.free_bytes is not None]
+    if dry_run:
+        lines = partial(
+            lines,
+            free=min(free, default=None),
+            deployments=next((part.deployments for part in parts if part.deployments), ()),
+        )
     if dry_run and free:
         room = total(parts, "room")
         said += filter(None, [lack_of_room(destination, room, min(free), adopts=adopted)])
@@ -132,7 +142,7 @@ def result_of(
         document=msgspec.to_builtins(document),
         rows=pa.Table.from_pylist(document.problems, schema=schema_of(ProblemRow)),
         rows_name="problems",
-        lines=partial(_lines, adopted=adopted),
+        lines=lines,
         remarks=list(dict.fromkeys([*undone, *said, *troubles])),
         undone=[*undone, *troubles],
         failed=bool(troubled or none_adopted) or document.stopped_by == FULL,
@@ -141,9 +151,19 @@ def result_of(
 
 
 def _lines(
-    document: dict[str, Any], _screen: Screen, _shown: Shown, *, adopted: bool
+    document: dict[str, Any],
+    _screen: Screen,
+    _shown: Shown,
+    *,
+    adopted: bool,
+    free: int | None = None,
+    deployments: tuple[str, ...] = (),
 ) -> Iterator[str]:
-    """Yield the line of the `table` format. adopted: whether objects got trailers in place."""
+    """Yield the lines of the `table` format.
+
+    adopted: whether objects got trailers in place.
+    free, deployments: `free_bytes` and `deployments` of the facts of a dry run.
+    """
     words, verbs = _WORDS, ("copied", "to copy")
     if adopted:
         words, verbs = _ADOPTED, ("given trailers", "to give trailers")
@@ -156,6 +176,10 @@ def _lines(
     if document["stopped_by"]:
         parts.append(f"stopped: {document['stopped_by']}")
     yield "; ".join(parts)
+    if deployments:
+        yield "The copies are converted from {} to {}".format(*deployments)
+    if free is not None:
+        yield f"{human_size(free)} free in the destination"
 
 
 def lack_of_room(destination: str, nbytes: int, free: int, *, adopts: bool) -> str:

@@ -328,6 +328,18 @@ def test_rows_of_ls_name_the_group_to_copy(
     assert set(contents(target)) == {n for n in contents(source) if n.startswith(shared)}
 
 
+def test_a_dry_run_names_the_deployments_and_the_room(
+    invoke: Invoke, source: Path, target: Path, profile: Path
+) -> None:
+    words = ("migrate", source, target, "--profile", profile)
+    said = invoke(*words, "--to-tp", 4, "--dry-run").stdout.splitlines()
+    assert said[1] == "The copies are converted from demo/hybrid-1b tp 2 to demo/hybrid-1b tp 4"
+    free, where = said[2].split(" free in ")
+    assert (where, free.split()[1][1:]) == ("the destination", "iB")
+    assert "converted" not in invoke(*words, "--to-tp", 2, "--dry-run").stdout
+    assert "free in the destination" not in invoke("migrate", source, target).stdout
+
+
 @pytest.mark.slow
 def test_a_dry_run_counts_and_writes_nothing(
     invoke: Invoke, source: Path, target: Path, tmp_path: Path
