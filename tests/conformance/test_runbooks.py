@@ -66,8 +66,8 @@ ESCAPES = (
 # These differ from run to run; tables shorten URLs of files. The tests choose the times of 2025.
 DIFFERING = {
     r"(?!2025)\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d+)?)?(Z| UTC)?": "TIME",
+    r"\b\d{8}\S*-[0-9a-f]{6}\b": "RUN",  # before AGE, because a name can end with 72784d
     r"\b\d+[smhd]\b": "AGE",
-    r"\b\d{8}\S*-[0-9a-f]{6}\b": "RUN",
     r"\b[1-9][0-9.]* [KMGT]iB(?=( are)? free)": "SPACE",
     r"file:///\S+": "URL",
     r"\b\d+\.\d s\b": "SECONDS",
