@@ -74,12 +74,12 @@ class FreeRequest:
     """Target of a removal, and the groups that may be removed to reach it.
 
     groups: all groups of the store; their inventory has `atime_ns` if the store has it.
-    matching: numbers of the groups that may leave. All of them leave if the target needs more bytes
-        than they have.
+    matching: numbers of the groups that may leave.
     incomplete: [groups] whether the group is of no use to any server. Such groups leave first.
-    worth: value of pages. With a profile, only pages of its deployment have a value.
-    and_unnamed: whether complete groups of other deployments leave, too, directly after the
-        incomplete groups. If not, complete groups of other deployments stay.
+    worth: value of pages; None without a trace or plan. With a profile, only pages of its
+        deployment have a value.
+    and_unnamed: with a profile and `worth`, whether complete groups of other deployments leave,
+        too, directly after the incomplete groups. If not, these groups stay.
     never_all: whether to refuse a target that would remove every group that may leave.
     doubtful: number of groups that are partial according to the profile, but do not leave first,
         because the profile may be wrong.
@@ -173,7 +173,8 @@ class Freeing:
     def _refuse_all(self) -> None:
         """Choose no group, because the target would take every page that may leave.
 
-        Raises UsageError, unless the target is free space, which other files may take up.
+        Raises UsageError, unless the target is free space. Such a target can be right, because
+        other files may take up the space.
         """
         gauge, nbytes = self.gauge, human_size(self._candidates.sum(self.groups))
         if not gauge.is_measured:
@@ -264,15 +265,16 @@ class _Candidates:
 
     order: [n] numbers of the groups.
     places: [n] place of the page in the trace or plan; -1 for a page that the trace or plan lacks.
-    named: [n] whether the trace or plan names the group's deployment.
+    named: [n] whether the group is in the profile's deployment; True without a profile, trace or
+        plan.
     incomplete: [n] whether the group is incomplete.
     sizes: [groups] bytes of the objects of each group of the store.
     spaces: [groups] bytes of disk or memory that each group of the store takes.
     ends: [n] sum of the spaces of all groups up to this group, this group included.
     unsized: number of matching groups with an object of unknown size.
-    unnamed: deployments that no request names; None if unknown.
-    spared: numbers of the complete groups of unnamed deployments, if these groups must stay; empty
-        if they are candidates.
+    unnamed: deployments other than the profile's; None without a profile, trace or plan.
+    spared: numbers of the complete groups of these deployments, if the groups must stay; empty if
+        the groups are candidates.
     remarks: messages about matching groups that are no candidates.
     """
 
@@ -345,8 +347,9 @@ def choose_groups(request: FreeRequest) -> Freeing:
     Groups with an object of unknown size are never chosen.
     Raises these exceptions:
 
-    - UsageError if the store has no page of the trace or plan, if it cannot reach the target, or if
-      a plan is given without a profile and several deployments match
+    - UsageError if the store has no page of the trace or plan, if the store can never reach the
+      target, if `FreeRequest.never_all` refuses the target, or if a plan is given without a profile
+      and several deployments match
     - UnsupportedByBackend if the last uses, all sizes or the free bytes are unknown
     - StoreUnavailable
     """
@@ -569,7 +572,7 @@ def _least_useful_first(
 
 
 def _spans(used_ns: IntArray) -> IntArray:
-    """Return the start of the span in which each use counts as one use with others: [n].
+    """Return the start of the span of each use: [n]. Uses in one span count as one use.
 
     The first span begins with the first use, and so does a span after a pause longer than
     _SPAN_NS. Without such a pause, the next span begins when the last one ends. So pages of one

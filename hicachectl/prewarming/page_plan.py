@@ -107,11 +107,13 @@ class PageChoice:
 
 
 def exclude_wrong_sizes(survey: Survey, *, whole_groups: bool) -> tuple[Survey, list[Problem]]:
-    """Leave out targets made from objects of a wrong size. Return a problem for each such group.
+    """Leave out objects to write that are made from objects of a wrong size.
+
+    Return the survey without them, and a problem for each group that has one.
 
     Groups that are in the destination stay wanted, because objects of the destination are compared
     with the expected sizes, not with the sizes in the source.
-    whole_groups: whether one wrong object leaves out all targets of its group.
+    whole_groups: whether one wrong object leaves out all objects to write of its group.
     """
     route, rows, sizes = survey.route, survey.rows, survey.sizes
     misfits = rows.where(
@@ -154,9 +156,9 @@ def _size_problems(survey: Survey, misfits: GroupTable) -> list[Problem]:
 
 
 def _sets_of_targets(route: Route, hits: Hits) -> BoolArray:
-    """Return which targets are made from objects of each needed set: [needs, targets].
+    """Return which targets are made from objects of each block of `hits.needs`: [needs, targets].
 
-    Replicas and optional objects belong to no needed set.
+    Replicas and optional objects belong to no block.
     """
     of_source = np.zeros((len(hits.needs), len(route.deployment.specs)), dtype=np.bool_)
     for number, block in enumerate(hits.needs):

@@ -68,7 +68,7 @@ def copy_pages(
 ) -> None:
     """Copy wanted pages in the order of the plan.
 
-    facts: sums to which the copy adds. They are also right after an interrupt.
+    facts: sums to which the copy adds. An interrupt leaves them correct.
     best: first pages of the whole plan, which another part may have copied; None for a run that is
         not in parts.
     on_copied: see `prewarm`.
@@ -133,7 +133,8 @@ class Watch:
         return self._lost
 
 
-# Seconds that touches may take after a deadline or signal. The last listing may take as many more.
+# Seconds that touches may take after a deadline or signal. After a signal, the last listing may
+# take as many more.
 ENDING_SECONDS = 10.0
 
 
@@ -178,8 +179,9 @@ def touch_pages(
 def pin_pages(
     warming: Warming, pages: CopyPlan, others: pa.StringArray
 ) -> tuple[int, float | None]:
-    """Pin the requested pages that the destination now has, if --pin was given.
+    """Pin the requested pages that the destination now has.
 
+    Pin nothing without --pin, or if the destination can pin only objects that are being written.
     others: requested pages that only the destination has.
     Return how many requested pages could not be pinned, and the Unix seconds at which the pins end.
     """
@@ -346,7 +348,8 @@ def plan_prewarm(
 def _pages_to_fit(plan: PagePlan, request: PrewarmRequest) -> pa.StringArray:
     """Return the requested pages that may be missing because an object has a wrong size.
 
-    Of requests, these are only the pages that the source cannot restore.
+    If the request has chains, these are the pages within reach that servers cannot restore from the
+    source.
     """
     if request.requests is None:
         return plan.names

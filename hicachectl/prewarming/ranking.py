@@ -132,7 +132,7 @@ def prefixes_worth_asking(
 ) -> IntArray:
     """Return the index of one request for each distinct usable prefix, best first.
 
-
+    usable_pages: [requests] number of usable pages of each request.
     longest_only: whether to leave out prefixes that another usable prefix continues.
     """
     usable = requests.cut(usable_pages)
